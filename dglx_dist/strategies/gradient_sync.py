@@ -231,15 +231,15 @@ class GradientExchange:
         marked = _Mark.apply(anchor, len(outputs), *outputs, *free)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return cast("tuple[Tensor, ...]", marked)
 
-    def finally_do(self, action: Callable[[float], None]) -> None:
+    def after_backward(self, action: Callable[[float], None]) -> None:
         """Call ``action(weight)`` at the end of every exchanging backward, on every rank."""
         self._after = action
 
-    def be_late(self, late: int) -> None:
+    def set_delay(self, late: int) -> None:
         """Leave in ``.grad`` what the backward ``late`` calls ago came to, so that sums travel meanwhile."""
         self._late = late
 
-    def add_late(self) -> None:
+    def add_delayed(self) -> None:
         """Add to ``.grad`` the oldest sums that are still under way, if any are; every rank calls it."""
         for index, total in self._arrived(0).items():
             parameter = self._parameters[index]

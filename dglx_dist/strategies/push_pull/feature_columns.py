@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 VALUES = "values.npy"
-WORTH_SHOWING = 1 << 28
+PROGRESS_BYTES = 1 << 28
 """Bytes that take long enough for somebody to wonder."""
 
 _LOG = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class SliceWriter:
         return done
 
 
-def put_in_place(partial: Path, target: Path, info: ColumnInfo, num_rows: int) -> None:
+def publish_slice(partial: Path, target: Path, info: ColumnInfo, num_rows: int) -> None:
     """Rename a finished folder to ``target``, unless somebody else's whole one is there already.
 
     Raises:
@@ -208,7 +208,7 @@ def _write_feature(dataset: StoredDataset, ntype: str, name: str, info: ColumnIn
     step = max(1, CHUNK_BYTES // row_bytes)
     with (
         ExitStack() as stack,
-        progress(f"Columns of {name}", num_rows, enabled=num_rows * row_bytes > WORTH_SHOWING) as advance,
+        progress(f"Columns of {name}", num_rows, enabled=num_rows * row_bytes > PROGRESS_BYTES) as advance,
     ):
         folders = [stack.enter_context(partial_folder(target)) for target in targets]
         writers = [SliceWriter(*job, num_rows) for job in zip(folders, infos, strict=True)]
@@ -223,7 +223,7 @@ def _write_feature(dataset: StoredDataset, ntype: str, name: str, info: ColumnIn
                 advance(len(chunk))
         for writer, folder, target, cut in zip(writers, folders, targets, infos, strict=True):
             writer.finish()
-            put_in_place(folder, target, cut, num_rows)
+            publish_slice(folder, target, cut, num_rows)
 
 
 PHASE = "columns"
@@ -237,7 +237,7 @@ IN_FLIGHT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ColumnRequest:
     """What one rank needs of one feature."""
 
     name: str
@@ -250,7 +250,7 @@ class Wanted:
     """V."""
     folder: Path | None
     """Where the file is, or will be; None: in memory only."""
-    leads: bool
+    is_leader: bool
     """Whether no lower rank of this machine needs the same: it makes the file that the others map."""
 
     @property
@@ -270,7 +270,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Obtained:
+class LoadedColumns:
     """One slice, and what was in the way of keeping it in a file."""
 
     rows: Array
@@ -278,7 +278,7 @@ class Obtained:
     problem: str = ""
 
 
-def obtain(store: KVStore, wanted: Sequence[Wanted], session: Session) -> dict[str, Obtained]:
+def load_columns(store: KVStore, wanted: Sequence[ColumnRequest], session: Session) -> dict[str, LoadedColumns]:
     """Return the columns that this rank wants, by feature; every rank must call it, for the same features.
 
     Who has them in a file loads nothing, but answers those that do not. Of all ranks on a machine that want
@@ -288,11 +288,11 @@ def obtain(store: KVStore, wanted: Sequence[Wanted], session: Session) -> dict[s
         RemoteError: a rank that holds rows could not read them; StorageError on those that did not ask it.
         PeerError: a rank is dead or did not take part within the time-out.
     """
-    found: dict[str, Obtained] = {}
+    found: dict[str, LoadedColumns] = {}
     for is_last_turn in (False, True):
         for name, rows in together(session, lambda: _at_hand(store, wanted)).items():
             found.setdefault(name, rows)
-        mine = [one for one in wanted if one.name not in found and (one.leads or is_last_turn)]
+        mine = [one for one in wanted if one.name not in found and (one.is_leader or is_last_turn)]
         if gather_int64([len(mine)], session).any():
             _stream(store, mine, session, found)
         if not gather_int64([len(wanted) - len(found)], session).any():
@@ -300,12 +300,12 @@ def obtain(store: KVStore, wanted: Sequence[Wanted], session: Session) -> dict[s
     return found
 
 
-def _at_hand(store: KVStore, wanted: Sequence[Wanted]) -> dict[str, Obtained]:
+def _at_hand(store: KVStore, wanted: Sequence[ColumnRequest]) -> dict[str, LoadedColumns]:
     found = {one.name: _rows_at_hand(store, one) for one in wanted}
-    return {name: Obtained(rows=rows) for name, rows in found.items() if rows is not None}
+    return {name: LoadedColumns(rows=rows) for name, rows in found.items() if rows is not None}
 
 
-def _rows_at_hand(store: KVStore, wanted: Wanted) -> Array | None:
+def _rows_at_hand(store: KVStore, wanted: ColumnRequest) -> Array | None:
     if wanted.is_empty:
         return np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
     column = store.column(wanted.key)
@@ -317,10 +317,10 @@ def _rows_at_hand(store: KVStore, wanted: Wanted) -> Array | None:
     return read_slice(wanted.folder, wanted.info, wanted.num_rows)
 
 
-def _stream(store: KVStore, mine: Sequence[Wanted], session: Session, found: dict[str, Obtained]) -> None:
+def _stream(store: KVStore, mine: Sequence[ColumnRequest], session: Session, found: dict[str, LoadedColumns]) -> None:
     """Load what is ``mine`` into ``found`` while answering the other ranks; collective."""
     num_bytes = sum(one.num_rows * one.row_bytes for one in mine)
-    shown = session.topology.rank == 0 and num_bytes > WORTH_SHOWING
+    shown = session.topology.rank == 0 and num_bytes > PROGRESS_BYTES
     op = f"{store.label}.columns"
     session.rpc.register(op, _Server(store))
     with ExitStack() as stack, progress("Loading columns", num_bytes, enabled=shown) as advance:
@@ -344,7 +344,7 @@ def _stream(store: KVStore, mine: Sequence[Wanted], session: Session, found: dic
 
 
 def _load(
-    store: KVStore, mine: Sequence[Wanted], session: Session, op: str, found: dict[str, Obtained]
+    store: KVStore, mine: Sequence[ColumnRequest], session: Session, op: str, found: dict[str, LoadedColumns]
 ) -> Generator[int, None, None]:
     """Load one feature after the other into ``found``; yield after each message how many bytes came."""
     for wanted in mine:
@@ -355,7 +355,7 @@ def _load(
             found[wanted.name] = sink.result()
 
 
-def _pieces(store: KVStore, wanted: Wanted, session: Session, op: str) -> Iterator[Array]:
+def _pieces(store: KVStore, wanted: ColumnRequest, session: Session, op: str) -> Iterator[Array]:
     """Yield the rows of all servers in order, a message each, asking a few ahead."""
     step = rows_per_message(wanted.row_bytes)
     under_way: deque[Pending] = deque()
@@ -375,7 +375,7 @@ def _pieces(store: KVStore, wanted: Wanted, session: Session, op: str) -> Iterat
 class _Sink:
     """Takes rows in order into a file, or into memory where there is to be none or it cannot be written."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: ColumnRequest) -> None:
         self._wanted = wanted
         self._stack = ExitStack()
         self._rows = np.empty((0, len(wanted.columns)), wanted.dtype)
@@ -403,21 +403,21 @@ class _Sink:
             self._rows[self._num_rows : self._num_rows + len(rows)] = rows
         self._num_rows += len(rows)
 
-    def result(self) -> Obtained:
+    def result(self) -> LoadedColumns:
         """Return all rows, mapped where there is a file."""
         wanted = self._wanted
         if self._writer is not None and self._partial is not None and wanted.folder is not None:
             try:
                 self._writer.finish()
-                put_in_place(self._partial, wanted.folder, wanted.info, wanted.num_rows)
+                publish_slice(self._partial, wanted.folder, wanted.info, wanted.num_rows)
                 rows = read_slice(wanted.folder, wanted.info, wanted.num_rows)
                 if rows is not None:
-                    return Obtained(rows=rows)
+                    return LoadedColumns(rows=rows)
                 raise FileNotFoundError(f"{wanted.folder} was taken away")
             except OSError as problem:
                 self._to_memory(problem)
         self._rows.flags.writeable = False
-        return Obtained(rows=self._rows, problem=self._problem)
+        return LoadedColumns(rows=self._rows, problem=self._problem)
 
     def close(self) -> None:
         """Let go of the file; what is not in its place is removed."""
@@ -685,7 +685,7 @@ class _Opened:
             del self.slices[kept]
 
 
-def _wanted(g: DistGraph, names: Sequence[str], group: Group, cache: bool) -> list[Wanted]:
+def _wanted(g: DistGraph, names: Sequence[str], group: Group, cache: bool) -> list[ColumnRequest]:
     if len(g.ntypes) != 1:
         raise ConfigError(
             f"the graph has the node types {', '.join(g.ntypes)}; push_pull trains on graphs of one: use "
@@ -696,7 +696,7 @@ def _wanted(g: DistGraph, names: Sequence[str], group: Group, cache: bool) -> li
     return [_wanted_of(g, name, group, cache) for name in names]
 
 
-def _wanted_of(g: DistGraph, name: str, group: Group, cache: bool) -> Wanted:
+def _wanted_of(g: DistGraph, name: str, group: Group, cache: bool) -> ColumnRequest:
     if name not in g.ndata:
         raise ConfigError(f"g.ndata has no feature {name!r} (known: {', '.join(sorted(g.ndata))})")
     key = g.ndata[name].kvstore_key
@@ -712,14 +712,14 @@ def _wanted_of(g: DistGraph, name: str, group: Group, cache: bool) -> Wanted:
     (ntype,) = g.ntypes
     columns = deal_out_columns(shape[0], group.size)[group.part]
     hosts = g.session.hosts
-    return Wanted(
+    return ColumnRequest(
         name=name,
         key=key,
         columns=columns,
         info=ColumnInfo(dtype=column.info.dtype, row_shape=(len(columns),)),
         num_rows=column.num_rows,
         folder=slice_folder(g.dataset, ntype, name, columns) if cache and not column.writable else None,
-        leads=all(hosts[rank] != hosts[group.rank] for rank in group.replicas if rank < group.rank),
+        is_leader=all(hosts[rank] != hosts[group.rank] for rank in group.replicas if rank < group.rank),
     )
 
 
@@ -733,9 +733,9 @@ def _check_agreement(session: Session, asked: list[object]) -> None:
             )
 
 
-def _obtained(g: DistGraph, wanted: Sequence[Wanted], opened: _Opened, group: Group) -> dict[str, _Slice]:
+def _obtained(g: DistGraph, wanted: Sequence[ColumnRequest], opened: _Opened, group: Group) -> dict[str, _Slice]:
     keys = {one.name: (g.kvstore.label, group.members, one.name) for one in wanted}
-    found = obtain(g.kvstore, [one for one in wanted if keys[one.name] not in opened.slices], g.session)
+    found = load_columns(g.kvstore, [one for one in wanted if keys[one.name] not in opened.slices], g.session)
     for one in wanted:
         if one.name in found:
             rows = found[one.name].rows

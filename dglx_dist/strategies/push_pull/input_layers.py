@@ -27,7 +27,7 @@ class Origin(ABC):
         """Which columns of the uncut tensor the part's rows are, in order; what keyed dropout goes by."""
 
     @property
-    def plain(self) -> bool:
+    def is_raw(self) -> bool:
         """Whether the rows are those of the store, but for their dtype; False when not overridden."""
         return False
 
@@ -35,10 +35,10 @@ class Origin(ABC):
     def rows(self, owners: PartInput) -> Tensor:
         """Return (L0, F_p) for one owner's batch, with a gradient where something trained made it.
 
-        Rows that are a leaf with a gradient are trained themselves: their gradients go to :meth:`learn`.
+        Rows that are a leaf with a gradient are trained themselves: their gradients go to :meth:`accumulate`.
         """
 
-    def learn(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
+    def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
         """Add what all owners' rows came to, (L0, F_p) each, to the ``.grad`` of what they were taken from.
 
         Only for rows that are leaves, as those of an embedding are; nothing to do for others.
@@ -61,8 +61,8 @@ class Features(Origin):
         return self.pieces
 
     @property
-    def plain(self) -> bool:
-        """See :attr:`Origin.plain`."""
+    def is_raw(self) -> bool:
+        """See :attr:`Origin.is_raw`."""
         return True
 
     def rows(self, owners: PartInput) -> Tensor:
@@ -85,9 +85,9 @@ class Converted(Origin):
         return self.origin.runs
 
     @property
-    def plain(self) -> bool:
-        """See :attr:`Origin.plain`."""
-        return self.origin.plain
+    def is_raw(self) -> bool:
+        """See :attr:`Origin.is_raw`."""
+        return self.origin.is_raw
 
     def rows(self, owners: PartInput) -> Tensor:
         """See :meth:`Origin.rows`."""
@@ -95,9 +95,9 @@ class Converted(Origin):
         trained = rows.is_leaf and rows.requires_grad
         return rows.detach().to(self.dtype).requires_grad_() if trained else rows.to(self.dtype)
 
-    def learn(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
-        """See :meth:`Origin.learn`."""
-        self.origin.learn(gradients)
+    def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
+        """See :meth:`Origin.accumulate`."""
+        self.origin.accumulate(gradients)
 
 
 @final
@@ -155,12 +155,12 @@ class InputModule(nn.Module):
     Its parameters, if any, have one entry per input column, and the names of those it stands for.
     """
 
-    origins: InputProvenance
+    provenance: InputProvenance
     """Of the model it belongs to; set when it is put there."""
     cut: Mapping[str, int] = MappingProxyType({})
     """Parameter name to the dimension that runs over the input columns."""
     by_rows: tuple[str, ...] = ()
-    """Names of the parameters whose gradients come by :meth:`Origin.learn`; the others are stashed."""
+    """Names of the parameters whose gradients come by :meth:`Origin.accumulate`; the others are stashed."""
 
 
 def _copied(known: Tensor, rows: Tensor, origin: Origin) -> bool:
@@ -202,9 +202,9 @@ class Dropped(Origin):
             return self._drop(rows.detach(), owners).requires_grad_()
         return self._drop(rows, owners)
 
-    def learn(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
-        """See :meth:`Origin.learn`."""
-        self.origin.learn(
+    def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
+        """See :meth:`Origin.accumulate`."""
+        self.origin.accumulate(
             [
                 (owners, None if gradient is None else self._drop(gradient, owners))
                 for owners, gradient in gradients
@@ -229,7 +229,7 @@ class ColumnDropout(InputModule):
     def __init__(self, dropout: nn.Dropout, seed: int, place: int) -> None:
         super().__init__()
         self.p, self.inplace = dropout.p, dropout.inplace
-        self.origins = InputProvenance()
+        self.provenance = InputProvenance()
         self._seed, self._stream = seed, MODULES + place
         self.train(dropout.training)
 
@@ -239,8 +239,8 @@ class ColumnDropout(InputModule):
         Raises:
             ConfigError: the input is to be changed in place.
         """
-        own = self.origins.own
-        origin = self.origins.find(x) if self.training and own is not None else None
+        own = self.provenance.own
+        origin = self.provenance.find(x) if self.training and own is not None else None
         if origin is None or own is None or self.p == 0:
             return functional.dropout(x, self.p, self.training, self.inplace)
         if self.inplace:
@@ -251,7 +251,7 @@ class ColumnDropout(InputModule):
         made = Dropped(origin=origin, probability=self.p, seed=self._seed, stream=self._stream)
         draws = DropDraws(seed=self._seed, number=own.number, nodes=own.nodes, runs=made.runs)
         dropped = drop_entries(x, self.p, draws, self._stream)
-        self.origins.add(dropped, made)
+        self.provenance.add(dropped, made)
         return dropped
 
     def extra_repr(self) -> str:
@@ -278,7 +278,7 @@ class ColumnEmbedding(InputModule):
     def __init__(self, embedding: nn.Embedding, runs: Sequence[Columns]) -> None:
         super().__init__()
         self.cut, self.by_rows = {"weight": 1}, ("weight",)
-        self.runs, self.origins = tuple(runs), InputProvenance()
+        self.runs, self.provenance = tuple(runs), InputProvenance()
         for option, value in (
             ("max_norm", embedding.max_norm),
             ("scale_grad_by_freq", embedding.scale_grad_by_freq),
@@ -299,7 +299,7 @@ class ColumnEmbedding(InputModule):
         Raises:
             ConfigError: ``ids`` are not exactly those.
         """
-        own = self.origins.own
+        own = self.provenance.own
         if own is None or ids.shape != own.nodes.shape or not torch.equal(ids.long(), own.nodes):
             raise ConfigError(
                 f"nn.Embedding of {self.weight.shape[0]} nodes was cut by columns, so it can only be asked "
@@ -308,7 +308,7 @@ class ColumnEmbedding(InputModule):
             )
         # What the first layer sees is made by the origin, so that a batch keeps the rows it began with.
         rows = self.weight.detach()[own.nodes]
-        self.origins.add(rows, Embedded(embedding=self))
+        self.provenance.add(rows, Embedded(embedding=self))
         return rows
 
     def extra_repr(self) -> str:
@@ -346,8 +346,8 @@ class Embedded(Origin):
         weight = self.embedding.weight
         return weight.detach()[owners.nodes].requires_grad_(weight.requires_grad)
 
-    def learn(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
-        """See :meth:`Origin.learn`."""
+    def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
+        """See :meth:`Origin.accumulate`."""
         found = [(owners.nodes, gradient) for owners, gradient in gradients if gradient is not None]
         if not found:
             return
@@ -375,7 +375,7 @@ class ColumnLayerNorm(InputModule):
     def __init__(self, norm: nn.LayerNorm, runs: Sequence[Columns], mean: Tensor, variance: Tensor) -> None:
         super().__init__()
         named = dict(norm.named_parameters(recurse=False))
-        self.cut, self.runs, self.origins = dict.fromkeys(named, 0), tuple(runs), InputProvenance()
+        self.cut, self.runs, self.provenance = dict.fromkeys(named, 0), tuple(runs), InputProvenance()
         for name in ("weight", "bias"):
             whole = named.get(name)
             part = None if whole is None else cut_out(whole.detach(), self.runs, 0)
@@ -391,7 +391,7 @@ class ColumnLayerNorm(InputModule):
         Raises:
             ConfigError: ``x`` is not the features of a batch; or something has changed them before.
         """
-        origin, own = self.origins.find(x), self.origins.own
+        origin, own = self.provenance.find(x), self.provenance.own
         if origin is None or own is None:
             raise ConfigError(
                 f"LayerNorm({self.width}) was cut by input columns, for it is as wide as the features, and "
@@ -399,7 +399,7 @@ class ColumnLayerNorm(InputModule):
                 "normalizes a later layer of that width, register it after the first layer; to normalize "
                 "anything but the features as they came, use strategy='data_parallel'"
             )
-        if not origin.plain or origin.runs != self.runs:
+        if not origin.is_raw or origin.runs != self.runs:
             raise ConfigError(
                 f"LayerNorm({self.width}) was given features that something has changed before: mean and "
                 "variance of what comes out need all columns in every batch; let the norm come first, or use "
@@ -407,7 +407,7 @@ class ColumnLayerNorm(InputModule):
             )
         with torch.no_grad():
             rows = self.normalized(x, own.nodes)
-        self.origins.add(rows, Normalized(origin=origin, norm=self))
+        self.provenance.add(rows, Normalized(origin=origin, norm=self))
         return rows
 
     @property

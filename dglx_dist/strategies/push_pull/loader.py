@@ -27,10 +27,10 @@ from dglx_dist.graph.opening import together
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.push_pull.block_exchange import (
     SMALL_NODES,
-    ChoosingStructure,
-    ChosenStructure,
-    OwnersBlock,
-    Place,
+    AdaptiveStructure,
+    StructureDecision,
+    OwnerBlock,
+    BatchPosition,
 )
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.options import (
@@ -87,7 +87,7 @@ class GroupBatchFetcher:
         self,
         session: Session,
         fetcher: ColumnFetcher,
-        structure: ChoosingStructure,
+        structure: AdaptiveStructure,
         group_batch: int,
         num_steps: int,
     ) -> None:
@@ -112,7 +112,7 @@ class GroupBatchFetcher:
             batch = make()
             begin = time.perf_counter()
             self._ready[step] = self._inputs(
-                Place(group_batch=self._group_batch, epoch=epoch, step=step), batch
+                BatchPosition(group_batch=self._group_batch, epoch=epoch, step=step), batch
             )
         except BaseException as error:
             # Other threads of this loader wait for ranks that now wait for this one.
@@ -120,10 +120,10 @@ class GroupBatchFetcher:
             raise
         return replace(batch, fetch_s=batch.fetch_s + time.perf_counter() - begin)
 
-    def _inputs(self, place: Place, batch: Any) -> tuple[PartInput, ...]:
+    def _inputs(self, place: BatchPosition, batch: Any) -> tuple[PartInput, ...]:
         """Return every owner's input, by part."""
         number = place.epoch * self._num_steps + place.step
-        own = OwnersBlock(block=batch.blocks[0], nodes=batch.input_nodes.to(torch.int64))
+        own = OwnerBlock(block=batch.blocks[0], nodes=batch.input_nodes.to(torch.int64))
         group, timeline = self._fetcher.group, self._session.timeline
         with timeline.span("push structure", LOADER, number):
             brought = self._structure.of_others(place, own)
@@ -134,7 +134,7 @@ class GroupBatchFetcher:
                 for part in range(group.size)
             )
 
-    def _input(self, owner: OwnersBlock, number: int) -> PartInput:
+    def _input(self, owner: OwnerBlock, number: int) -> PartInput:
         fetcher = self._fetcher
         columns: dict[str, Tensor] = {}
         if fetcher.store is not None:
@@ -215,7 +215,7 @@ class PushPullLoader:
         builder: BlockBuilder,
     ) -> None:
         self._inner, self._session, self._fetcher = inner, session, fetcher
-        self._structure = ChoosingStructure(
+        self._structure = AdaptiveStructure(
             inner,
             session,
             fetcher.group,
@@ -238,7 +238,7 @@ class PushPullLoader:
         return len(self._inner)
 
     @property
-    def structure_choice(self) -> ChosenStructure:
+    def structure_choice(self) -> StructureDecision:
         """How this rank knows the blocks of other owners, and what was measured for that."""
         return self._structure.choice
 

@@ -32,7 +32,7 @@ from dglx_dist.strategies.push_pull.activation_exchange import (
     AsyncExchange,
     Transfer,
     add_in_order,
-    hand_to_parts,
+    send_to_parts,
     share_edge_values,
     sum_to_owner,
 )
@@ -162,14 +162,14 @@ class InFlightBatch:
         """Wait for the parts' shares and return their sums, without a gradient."""
         return tuple(add_in_order(pull.result()) for pull in self.pulls)
 
-    def send_back(self, gradients: Sequence[Tensor], courier: AsyncExchange) -> None:
+    def push_gradients(self, gradients: Sequence[Tensor], exchange: AsyncExchange) -> None:
         """Let the gradients of the sums leave to all parts, weighed as this rank counts (bD's end)."""
         for gradient, shares in zip(gradients, self.shares, strict=True):
             # A mean over no targets is nan, which no weight of 0 would undo.
             weighed = gradient * self.weight if self.weight else torch.zeros_like(gradient)
-            self.pushes.append(courier.push(weighed, shares, BACKWARD, self.number))
+            self.pushes.append(exchange.push(weighed, shares, BACKWARD, self.number))
 
-    def go_back(self, wanted: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(self, wanted: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients of all owners with respect to ``wanted``, leaves of this batch (bM).
 
         Collective where the layer scatters.
@@ -186,7 +186,7 @@ class InFlightBatch:
 
 
 def compute_shares(
-    layer: SplittableConv, given: Sequence[StageInput], group: Group, courier: AsyncExchange
+    layer: SplittableConv, given: Sequence[StageInput], group: Group, exchange: AsyncExchange
 ) -> list[list[Tensor]]:
     """Do the stages up to the sum on this part for every owner (fM); collective where the layer scatters.
 
@@ -196,7 +196,7 @@ def compute_shares(
     transformed = [layer.transform(one) for one in given]
     shares = [layer.scatter(one, rows) for one, rows in zip(given, transformed, strict=True)]
     handed = [
-        hand_to_parts(sum_to_owner(of_owners, courier), of_owners, courier)
+        send_to_parts(sum_to_owner(of_owners, exchange), of_owners, exchange)
         for of_owners in zip(*shares, strict=True)
     ]
     scattered: list[PartialSums] = list(zip(*handed, strict=True)) if handed else [()] * group.size
@@ -206,17 +206,17 @@ def compute_shares(
     return [list(of_owners) for of_owners in zip(*gathered, strict=True)]
 
 
-def send_shares(shares: Sequence[Sequence[Tensor]], courier: AsyncExchange, number: int) -> list[Transfer]:
+def send_shares(shares: Sequence[Sequence[Tensor]], exchange: AsyncExchange, number: int) -> list[Transfer]:
     """Let the shares leave to their owners."""
-    return [courier.pull(of_owners, FORWARD, number) for of_owners in shares]
+    return [exchange.pull(of_owners, FORWARD, number) for of_owners in shares]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Computed:
+class BatchGradients:
     """The gradients of one batch on this part, of all owners."""
 
-    batch_in_flight: InFlightBatch
+    batch: InFlightBatch
     gradients: Sequence[Tensor | None]
     """Of the trained parameters: the cut ones, then the shared ones."""
     of_rows: Mapping[int, Tensor | None]
@@ -245,37 +245,37 @@ class PartGradients:
         self._names = [*self._cut, *self._shared]
         self._replicas = _replicas_group(session, group)
 
-    def compute(self, batch_in_flight: InFlightBatch) -> Computed:
+    def compute(self, batch: InFlightBatch) -> BatchGradients:
         """Do the backward of a batch through this part (bM); collective where the layer scatters."""
-        rows = [number for number, rows in enumerate(batch_in_flight.rows) if rows.requires_grad]
+        rows = [number for number, rows in enumerate(batch.rows) if rows.requires_grad]
         # Those that the user has frozen meanwhile have none.
-        trained = [name for name in self._names if batch_in_flight.leaves[name].requires_grad]
-        found = batch_in_flight.go_back(
+        trained = [name for name in self._names if batch.leaves[name].requires_grad]
+        found = batch.backward(
             [
-                *(batch_in_flight.leaves[name] for name in trained),
-                *(batch_in_flight.rows[number] for number in rows),
+                *(batch.leaves[name] for name in trained),
+                *(batch.rows[number] for number in rows),
             ]
         )
         of_rows = dict(zip(rows, found[len(trained) :], strict=True))
         by_name = dict(zip(trained, found, strict=False))
-        return Computed(
-            batch_in_flight=batch_in_flight,
+        return BatchGradients(
+            batch=batch,
             gradients=[by_name.get(name) for name in self._names],
             of_rows=of_rows,
         )
 
-    def add(self, computed: Computed) -> None:
+    def add(self, computed: BatchGradients) -> None:
         """Add to ``.grad``; collective where something is shared or replicated."""
-        batch_in_flight, split = computed.batch_in_flight, len(self._cut)
-        like = [batch_in_flight.leaves[name] for name in self._names]
+        batch, split = computed.batch, len(self._cut)
+        like = [batch.leaves[name] for name in self._names]
         cut = self._over_replicas(computed.gradients[:split], like[:split])
         shared = self._over_all(computed.gradients[split:], like[split:])
         for name, gradient in zip(self._names, [*cut, *shared], strict=True):
-            if batch_in_flight.leaves[name].requires_grad:
+            if batch.leaves[name].requires_grad:
                 add_gradient(self._part.parameters[name], gradient)
-        learnt = [(batch_in_flight.inputs[number], gradient) for number, gradient in computed.of_rows.items()]
+        learnt = [(batch.inputs[number], gradient) for number, gradient in computed.of_rows.items()]
         if learnt:
-            batch_in_flight.origin.learn(self._of_all_replicas(learnt, batch_in_flight.rows))
+            batch.origin.accumulate(self._of_all_replicas(learnt, batch.rows))
 
     def _over_replicas(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
@@ -395,14 +395,14 @@ class InputSpec:
         return {**layer.own_edges(block), **found}
 
 
-def read_input_spec(layer: SplittableConv, given: StageInput, origins: InputProvenance) -> InputSpec:
+def read_input_spec(layer: SplittableConv, given: StageInput, provenance: InputProvenance) -> InputSpec:
     """Return where ``given`` comes from.
 
     Raises:
         ConfigError: the input rows are none that parts could make for other owners, or an edge argument is
             trained.
     """
-    origin = origins.find(given.x)
+    origin = provenance.find(given.x)
     if origin is None:
         raise ConfigError(
             f"the first layer ({type(layer).__name__}) was given rows of shape {tuple(given.x.shape)} that "
@@ -438,7 +438,7 @@ class Pipeline:
         session: The run.
         group: Who pushes and pulls.
         options: How many in flight, and with which weights.
-        origins: Of the model's inputs.
+        provenance: Of the model's inputs.
         features: What of a batch the model may be given, one by one and all side by side.
         part: The parameters before the sum.
         gradients: What becomes of their gradients.
@@ -453,7 +453,7 @@ class Pipeline:
         session: Session,
         group: Group,
         options: PushPullOptions,
-        origins: InputProvenance,
+        provenance: InputProvenance,
         *,
         features: Sequence[Features],
         part: PartSide,
@@ -463,21 +463,21 @@ class Pipeline:
         exchange: GradientExchange,
         buffers: BufferMeans,
     ) -> None:
-        self._session, self._group, self._options, self._origins = session, group, options, origins
+        self._session, self._group, self._options, self._provenance = session, group, options, provenance
         self._part, self._gradients, self._owner = part, gradients, owner
         self.exchange, self._buffers = exchange, buffers
-        self._features, self._courier = tuple(features), AsyncExchange(session, group)
+        self._features, self._activations = tuple(features), AsyncExchange(session, group)
         self._whole = options.weights == "whole" and options.in_flight > 1
-        exchange.be_late(options.late if self._whole else 0)
-        exchange.finally_do(self._after_backward)
+        exchange.set_delay(options.late if self._whole else 0)
+        exchange.after_backward(self._after_backward)
         self.log = VersionLog()
         self._steps = OptimizerHooks([*part.parameters.values(), *by_rows], owner.parameters, self.log)
-        self._recipe: InputSpec | None = None
-        self._flights: dict[int, InFlightBatch] = {}
+        self._spec: InputSpec | None = None
+        self._in_flight: dict[int, InFlightBatch] = {}
         """Begun and not yet reached by the user's loop, by number."""
         self._completed: list[InFlightBatch] = []
         """Gone back to their owners' sums, but not through the parts."""
-        self._computed: list[Computed] = []
+        self._computed: list[BatchGradients] = []
         """Gone all the way back in the backward that is running."""
         self._current: InFlightBatch | None = None
         self._called: Callable[[], GroupBatch | None] = _nothing
@@ -501,20 +501,20 @@ class Pipeline:
     def begin(self, group_batch: GroupBatch | None) -> None:
         """Prepare for the model's call on ``visit``; None where its blocks come from elsewhere."""
         self._owner.restore()
-        self._origins.begin(group_batch, self._group.part)
+        self._provenance.begin(group_batch, self._group.part)
         if group_batch is None:
             return
         for features in self._features:
-            self._origins.add(features.rows(group_batch.inputs[self._group.part]), features)
+            self._provenance.add(features.rows(group_batch.inputs[self._group.part]), features)
         if not torch.is_grad_enabled():
             return
-        batch_in_flight = self._flights.get(group_batch.number)
+        batch = self._in_flight.get(group_batch.number)
         if (
-            batch_in_flight is not None
-            and batch_in_flight.inputs is group_batch.inputs
-            and batch_in_flight.values is not None
+            batch is not None
+            and batch.inputs is group_batch.inputs
+            and batch.values is not None
         ):
-            self._owner.place(batch_in_flight.values)
+            self._owner.place(batch.values)
 
     def resume(self) -> None:
         """Go on with the batch whose backward is still to come, after a call without gradients."""
@@ -537,18 +537,18 @@ class Pipeline:
             )
         if self.looks_ahead and torch.is_grad_enabled():
             self._check_first_call(group_batch)
-        recipe = read_input_spec(layer, given, self._origins)
-        batch_in_flight = self._taken(group_batch, recipe)
-        if batch_in_flight is None:
-            batch_in_flight = self._start(layer, group_batch, recipe, given.edges)
+        spec = read_input_spec(layer, given, self._provenance)
+        batch = self._take_started(group_batch, spec)
+        if batch is None:
+            batch = self._start(layer, group_batch, spec, given.edges)
         if self.looks_ahead and torch.is_grad_enabled():
-            self._begin_following(layer, group_batch, recipe)
-        sums = self._waited(batch_in_flight.sums, f"{WAIT} for the pull", batch_in_flight.number)
+            self._begin_following(layer, group_batch, spec)
+        sums = self._waited(batch.sums, f"{WAIT} for the pull", batch.number)
         if not torch.is_grad_enabled():
             return sums
-        batch_in_flight.weight, self._current = self.weight, batch_in_flight
+        batch.weight, self._current = self.weight, batch
         anchor = torch.zeros((), requires_grad=True)
-        return cast("PartialSums", PullBackward.apply(anchor, self, batch_in_flight, *sums))  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return cast("PartialSums", PullBackward.apply(anchor, self, batch, *sums))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def drain(self) -> None:
         """Take every batch in flight to its step, or back to its beginning; every rank must call it.
@@ -556,13 +556,13 @@ class Pipeline:
         What was only begun is begun anew when its turn comes.
         """
         self._owner.restore()
-        for batch_in_flight in self._flights.values():
-            batch_in_flight.sums()
-        self._flights.clear()
+        for batch in self._in_flight.values():
+            batch.sums()
+        self._in_flight.clear()
         while self._completed:
             with self._steps.own_step():
-                self.exchange.add_late()
-                self._add(self._go_back(self._completed.pop(0)))
+                self.exchange.add_delayed()
+                self._add(self._backward_part(self._completed.pop(0)))
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         """Seconds that this rank stood waiting for shares and gradients since the start or the last reset."""
@@ -571,21 +571,21 @@ class Pipeline:
             self._waited_s = 0.0
         return waited
 
-    def complete(self, batch_in_flight: InFlightBatch | None, gradients: Sequence[Tensor]) -> None:
+    def complete(self, batch: InFlightBatch | None, gradients: Sequence[Tensor]) -> None:
         """Send the gradients of the sums on, and let the parts do the backward of the batch that is due.
 
         Raises:
             ConfigError: there is no flight, for it has landed before.
         """
-        if batch_in_flight is None:
+        if batch is None:
             raise ConfigError(
                 "backward went through the first layer twice for one batch; call the model once for each "
                 "backward (retain_graph cannot be honoured here)"
             )
-        batch_in_flight.send_back(gradients, self._courier)
-        self._completed.append(batch_in_flight)
+        batch.push_gradients(gradients, self._activations)
+        self._completed.append(batch)
         while len(self._completed) > self._options.late:
-            self._computed.append(self._go_back(self._completed.pop(0)))
+            self._computed.append(self._backward_part(self._completed.pop(0)))
 
     def _check_first_call(self, group_batch: GroupBatch) -> None:
         # The weights of the first call are swapped for others in the second, before its backward.
@@ -596,83 +596,83 @@ class Pipeline:
             )
         self._called = weakref.ref(group_batch)
 
-    def _taken(self, group_batch: GroupBatch, recipe: InputSpec) -> InFlightBatch | None:
+    def _take_started(self, group_batch: GroupBatch, spec: InputSpec) -> InFlightBatch | None:
         """Return the flight of a batch that was begun ahead, if it was and was begun as it should be."""
-        batch_in_flight = self._flights.get(group_batch.number)
+        batch = self._in_flight.get(group_batch.number)
         if (
-            batch_in_flight is None
-            or batch_in_flight.inputs is not group_batch.inputs
+            batch is None
+            or batch.inputs is not group_batch.inputs
             or not torch.is_grad_enabled()
         ):
             return None
-        del self._flights[group_batch.number]
-        if self._recipe != recipe:
+        del self._in_flight[group_batch.number]
+        if self._spec != spec:
             raise ConfigError(
                 "the model gave its first layer other inputs than in the batch before, which batches in "
                 "flight do not allow; use depth=1"
             )
-        return batch_in_flight
+        return batch
 
-    def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, recipe: InputSpec) -> None:
+    def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec) -> None:
         following = group_batch.following()
         if following is None:
             return
-        begun = self._flights.get(following.number)
+        begun = self._in_flight.get(following.number)
         if begun is not None and begun.inputs is following.inputs:
             return
         # What a loop that was left has begun will not be asked for again.
-        self._flights.clear()
-        self._recipe = recipe
-        edges = recipe.edges(layer, following.inputs[self._group.part].block)
-        self._flights[following.number] = self._start(layer, following, recipe, edges)
+        self._in_flight.clear()
+        self._spec = spec
+        edges = spec.edges(layer, following.inputs[self._group.part].block)
+        self._in_flight[following.number] = self._start(layer, following, spec, edges)
 
     def _start(
         self,
         layer: SplittableConv,
         group_batch: GroupBatch,
-        recipe: InputSpec,
+        spec: InputSpec,
         own_edges: Mapping[str, Tensor],
     ) -> InFlightBatch:
         """Do fM of a batch and let its shares leave."""
         with self._session.timeline.span("forward M", COMPUTE, group_batch.number):
-            batch_in_flight = InFlightBatch(
+            batch = InFlightBatch(
                 number=group_batch.number,
                 inputs=group_batch.inputs,
-                origin=recipe.origin,
+                origin=spec.origin,
                 leaves=self._part.leaves(copied=self.looks_ahead and torch.is_grad_enabled()),
                 read=dict(self.log.steps),
                 values=self._owner.copies() if self._whole and torch.is_grad_enabled() else None,
             )
-            edges = share_edge_values(own_edges, group_batch.inputs, self._group, self._courier)
-            with self._part.placed(batch_in_flight.leaves):
-                batch_in_flight.rows = [recipe.origin.rows(one) for one in group_batch.inputs]
+            edges = share_edge_values(own_edges, group_batch.inputs, self._group, self._activations)
+            with self._part.placed(batch.leaves):
+                batch.rows = [spec.origin.rows(one) for one in group_batch.inputs]
                 given = [
-                    StageInput(block=one.block, x=x, edges=values, draws=self._draws(one, recipe.origin))
-                    for one, x, values in zip(group_batch.inputs, batch_in_flight.rows, edges, strict=True)
+                    StageInput(block=one.block, x=x, edges=values, draws=self._draws(one, spec.origin))
+                    for one, x, values in zip(group_batch.inputs, batch.rows, edges, strict=True)
                 ]
-                batch_in_flight.shares = compute_shares(layer, given, self._group, self._courier)
-            batch_in_flight.pulls = send_shares(batch_in_flight.shares, self._courier, group_batch.number)
-        return batch_in_flight
+                batch.shares = compute_shares(layer, given, self._group, self._activations)
+            batch.pulls = send_shares(batch.shares, self._activations, group_batch.number)
+        return batch
 
     def _draws(self, one: PartInput, origin: Origin) -> DropDraws:
         return DropDraws(seed=self._session.seed, number=one.number, nodes=one.nodes, runs=origin.runs)
 
-    def _go_back(self, batch_in_flight: InFlightBatch) -> Computed:
+    def _backward_part(self, batch: InFlightBatch) -> BatchGradients:
         """Do bM of a batch."""
-        for push in batch_in_flight.pushes:
-            self._waited(push.result, f"{WAIT} for the push", batch_in_flight.number)
-        with self._session.timeline.span("backward M", COMPUTE, batch_in_flight.number):
-            return self._gradients.compute(batch_in_flight)
+        for push in batch.pushes:
+            self._waited(push.result, f"{WAIT} for the push", batch.number)
+        with self._session.timeline.span("backward M", COMPUTE, batch.number):
+            return self._gradients.compute(batch)
 
-    def _add(self, computed: Computed) -> None:
+    def _add(self, computed: BatchGradients) -> None:
         """Leave a batch's gradients for the next step."""
         self._gradients.add(computed)
-        batch_in_flight = computed.batch_in_flight
+        batch = computed.batch
         # A frozen side is never stepped.
-        if computed.of_rows or any(leaf.requires_grad for leaf in batch_in_flight.leaves.values()):
-            self.log.computed(batch_in_flight.number, "M", batch_in_flight.read["M"])
+        if computed.of_rows or any(leaf.requires_grad for leaf in batch.leaves.values()):
+            self.log.computed(batch.number, "M", batch.read["M"])
         if self._whole:
-            self.log.computed(batch_in_flight.number, "D", batch_in_flight.read["D"])
+            self.log.computed(batch.number, "D", batch.read["D"])
 
     def _after_backward(self, weight: float) -> None:
         # Not where they are computed: these sums must come after the owner side's, on every rank alike.
@@ -703,14 +703,14 @@ class PullBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, pipeline: Pipeline, batch_in_flight: InFlightBatch, *sums: Tensor
+        ctx: Any, anchor: Tensor, pipeline: Pipeline, batch: InFlightBatch, *sums: Tensor
     ) -> Any:
-        ctx.pipeline, ctx.batch_in_flight = pipeline, batch_in_flight
+        ctx.pipeline, ctx.batch = pipeline, batch
         return tuple(total.view_as(total) for total in sums)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         # The graph lives as long as the user keeps the loss, the batch need not.
-        batch_in_flight, ctx.batch_in_flight = ctx.batch_in_flight, None
-        ctx.pipeline.complete(batch_in_flight, gradients)
+        batch, ctx.batch = ctx.batch, None
+        ctx.pipeline.complete(batch, gradients)
         return torch.zeros(()), None, None, *[None] * len(gradients)

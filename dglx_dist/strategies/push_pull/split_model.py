@@ -269,7 +269,7 @@ def _power(gradients: Iterable[Tensor], norm_type: float) -> float:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class SplitContext:
     """Of the run, as far as they decide how a model is split."""
 
     num_nodes: int
@@ -277,7 +277,7 @@ class Facts:
     seed: int
     sync: Sync
     """What is summed: the first layer's results, or its projected inputs."""
-    origins: InputProvenance
+    provenance: InputProvenance
     """Of the model's inputs."""
 
 
@@ -302,7 +302,7 @@ class SplitModel:
 
 
 def split_model(
-    model: nn.Module, widths: Sequence[int], store: ColumnStore, group: Group, facts: Facts
+    model: nn.Module, widths: Sequence[int], store: ColumnStore, group: Group, facts: SplitContext
 ) -> SplitModel:
     """Replace the first layer of ``model``, and what stands before it, by the group's part of this rank.
 
@@ -336,7 +336,7 @@ def split_model(
     stashed = [prefix + inner for inner in (*whole.cut, *whole.shared)]
     seen: set[nn.Module] = set()
     for place, module in inputs.items():
-        module.origins = facts.origins
+        module.provenance = facts.provenance
         before = model.get_submodule(place)
         for inner, dimension in module.cut.items():
             shape = tuple(before.get_parameter(inner).shape)

@@ -21,7 +21,7 @@ from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 from dglx_dist.strategies.push_pull.input_layers import Features, InputModule, InputProvenance
 from dglx_dist.strategies.push_pull.options import Group, GroupBatch, PushPullOptions
 from dglx_dist.strategies.push_pull.pipeline import OwnerSide, PartGradients, PartSide, Pipeline
-from dglx_dist.strategies.push_pull.split_model import CutState, Facts, SplitModel, input_widths, split_model
+from dglx_dist.strategies.push_pull.split_model import CutState, SplitContext, SplitModel, input_widths, split_model
 from dglx_dist.strategies.push_pull.weight_versions import VersionLog
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ class InputGuard:
     Args:
         module: The model with its parts in place.
         first: Its first layer.
-        origins: Of its inputs.
+        provenance: Of its inputs.
         group: Who holds which columns; a group of one holds all, and may do anything with them.
     """
 
     def __init__(
-        self, module: nn.Module, first: SplittableConv, origins: InputProvenance, group: Group
+        self, module: nn.Module, first: SplittableConv, provenance: InputProvenance, group: Group
     ) -> None:
-        self._origins, self._group, self._first = origins, group, type(first).__name__
+        self._provenance, self._group, self._first = provenance, group, type(first).__name__
         inside = set(first.modules())
         self._names = {
             id(one): name
@@ -55,7 +55,7 @@ class InputGuard:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Raise ConfigError inside the block when a module that is not split gets this rank's columns."""
-        if self._group.size == 1 or self._origins.own is None:
+        if self._group.size == 1 or self._provenance.own is None:
             yield
             return
         handle = register_module_forward_pre_hook(self._check)
@@ -69,7 +69,7 @@ class InputGuard:
         if name is None:
             return
         tensors = list(_tensors(arguments))
-        given = next((one for one in tensors if self._origins.holds(one)), None)
+        given = next((one for one in tensors if self._provenance.holds(one)), None)
         if given is None and isinstance(module, nn.Linear) and tensors:
             # Columns that were put beside something else, as in torch.cat([h, x], 1).
             given = None if tensors[0].shape[-1] == module.in_features else tensors[0]
@@ -133,8 +133,8 @@ class PushPullModel(WrappedModel):
         check_same_model(model, session, f"reduction={reduction}, {options}")
         broadcast_state(model, session)
         self._session, self._reduction = session, reduction
-        self._group, self._origins = group, InputProvenance()
-        facts = Facts(num_nodes=g.num_nodes(), seed=session.seed, sync=options.sync, origins=self._origins)
+        self._group, self._provenance = group, InputProvenance()
+        facts = SplitContext(num_nodes=g.num_nodes(), seed=session.seed, sync=options.sync, provenance=self._provenance)
         split = split_model(model, input_widths(model, store, g.num_nodes()), store, group, facts)
         self.module = split.module
         self._cuts = dict(split.cuts)
@@ -142,10 +142,10 @@ class PushPullModel(WrappedModel):
         self._buffer_means = BufferMeans(self.module, session, reduction)
         self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
         self._pipeline = _pipeline_of(
-            split, session, group, options, self._origins, self._buffer_means, store.names
+            split, session, group, options, self._provenance, self._buffer_means, store.names
         )
         split.layer.run_parts = self._pipeline
-        self._guard = InputGuard(self.module, split.layer, self._origins, group)
+        self._guard = InputGuard(self.module, split.layer, self._provenance, group)
 
     @property
     def parts(self) -> Parts:
@@ -239,7 +239,7 @@ def _pipeline_of(
     session: Session,
     group: Group,
     options: PushPullOptions,
-    origins: InputProvenance,
+    provenance: InputProvenance,
     buffers: BufferMeans,
     names: tuple[str, ...],
 ) -> Pipeline:
@@ -254,7 +254,7 @@ def _pipeline_of(
         session,
         group,
         options,
-        origins,
+        provenance,
         features=_features_of(names, split.runs),
         part=part,
         gradients=PartGradients(session, group, part, split.shared),

@@ -113,7 +113,7 @@ def seen(one: PartInput) -> dict[str, Any]:
     }
 
 
-def visit_of(batch: Any) -> GroupBatch:
+def group_batch_of(batch: Any) -> GroupBatch:
     group_batch: GroupBatch = batch[-1][0].push_pull
     return group_batch
 
@@ -122,7 +122,7 @@ def epoch_of(loader: PushPullLoader) -> list[list[dict[str, Any]]]:
     """By step, by owner: what this part has."""
     found = []
     for batch in loader:
-        group_batch, block = visit_of(batch), batch[-1][0]
+        group_batch, block = group_batch_of(batch), batch[-1][0]
         own = loader_part(loader)
         assert group_batch.inputs[own].block.edata.keys() == block.edata.keys()
         for name, values in group_batch.inputs[own].block.edata.items():
