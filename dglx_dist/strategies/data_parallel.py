@@ -22,13 +22,10 @@ from dglx_dist.strategies.base import (
     find_share,
     gradient_weight,
 )
-from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange, mark_output
+from dglx_dist.strategies.gradient_sync import BUCKET_BYTES, BufferMeans, GradientExchange, mark_output
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
-
-
-BUCKET_BYTES = 4 * 2**20
 
 
 @final

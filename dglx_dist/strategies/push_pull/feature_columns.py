@@ -278,7 +278,9 @@ class LoadedColumns:
     problem: str = ""
 
 
-def load_columns(store: KVStore, wanted: Sequence[ColumnRequest], session: Session) -> dict[str, LoadedColumns]:
+def load_columns(
+    store: KVStore, wanted: Sequence[ColumnRequest], session: Session
+) -> dict[str, LoadedColumns]:
     """Return the columns that this rank wants, by feature; every rank must call it, for the same features.
 
     Who has them in a file loads nothing, but answers those that do not. Of all ranks on a machine that want
@@ -317,7 +319,9 @@ def _rows_at_hand(store: KVStore, wanted: ColumnRequest) -> Array | None:
     return read_slice(wanted.folder, wanted.info, wanted.num_rows)
 
 
-def _stream(store: KVStore, mine: Sequence[ColumnRequest], session: Session, found: dict[str, LoadedColumns]) -> None:
+def _stream(
+    store: KVStore, mine: Sequence[ColumnRequest], session: Session, found: dict[str, LoadedColumns]
+) -> None:
     """Load what is ``mine`` into ``found`` while answering the other ranks; collective."""
     num_bytes = sum(one.num_rows * one.row_bytes for one in mine)
     shown = session.topology.rank == 0 and num_bytes > PROGRESS_BYTES
@@ -733,7 +737,9 @@ def _check_agreement(session: Session, asked: list[object]) -> None:
             )
 
 
-def _obtained(g: DistGraph, wanted: Sequence[ColumnRequest], opened: _Opened, group: Group) -> dict[str, _Slice]:
+def _obtained(
+    g: DistGraph, wanted: Sequence[ColumnRequest], opened: _Opened, group: Group
+) -> dict[str, _Slice]:
     keys = {one.name: (g.kvstore.label, group.members, one.name) for one in wanted}
     found = load_columns(g.kvstore, [one for one in wanted if keys[one.name] not in opened.slices], g.session)
     for one in wanted:

@@ -468,7 +468,7 @@ class Pipeline:
         self.exchange, self._buffers = exchange, buffers
         self._features, self._activations = tuple(features), AsyncExchange(session, group)
         self._whole = options.weights == "whole" and options.in_flight > 1
-        exchange.set_delay(options.late if self._whole else 0)
+        exchange.set_delay(options.delay if self._whole else 0)
         exchange.after_backward(self._after_backward)
         self.log = VersionLog()
         self._steps = OptimizerHooks([*part.parameters.values(), *by_rows], owner.parameters, self.log)
@@ -509,11 +509,7 @@ class Pipeline:
         if not torch.is_grad_enabled():
             return
         batch = self._in_flight.get(group_batch.number)
-        if (
-            batch is not None
-            and batch.inputs is group_batch.inputs
-            and batch.values is not None
-        ):
+        if batch is not None and batch.inputs is group_batch.inputs and batch.values is not None:
             self._owner.place(batch.values)
 
     def resume(self) -> None:
@@ -584,7 +580,7 @@ class Pipeline:
             )
         batch.push_gradients(gradients, self._activations)
         self._completed.append(batch)
-        while len(self._completed) > self._options.late:
+        while len(self._completed) > self._options.delay:
             self._computed.append(self._backward_part(self._completed.pop(0)))
 
     def _check_first_call(self, group_batch: GroupBatch) -> None:
@@ -599,11 +595,7 @@ class Pipeline:
     def _take_started(self, group_batch: GroupBatch, spec: InputSpec) -> InFlightBatch | None:
         """Return the flight of a batch that was begun ahead, if it was and was begun as it should be."""
         batch = self._in_flight.get(group_batch.number)
-        if (
-            batch is None
-            or batch.inputs is not group_batch.inputs
-            or not torch.is_grad_enabled()
-        ):
+        if batch is None or batch.inputs is not group_batch.inputs or not torch.is_grad_enabled():
             return None
         del self._in_flight[group_batch.number]
         if self._spec != spec:
@@ -702,9 +694,7 @@ class PullBackward(torch.autograd.Function):
     """The sums as the owner's graph begins with them; backward sends their gradients to the parts."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, pipeline: Pipeline, batch: InFlightBatch, *sums: Tensor
-    ) -> Any:
+    def forward(ctx: Any, anchor: Tensor, pipeline: Pipeline, batch: InFlightBatch, *sums: Tensor) -> Any:
         ctx.pipeline, ctx.batch = pipeline, batch
         return tuple(total.view_as(total) for total in sums)
 

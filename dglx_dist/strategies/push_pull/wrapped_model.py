@@ -21,7 +21,13 @@ from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 from dglx_dist.strategies.push_pull.input_layers import Features, InputModule, InputProvenance
 from dglx_dist.strategies.push_pull.options import Group, GroupBatch, PushPullOptions
 from dglx_dist.strategies.push_pull.pipeline import OwnerSide, PartGradients, PartSide, Pipeline
-from dglx_dist.strategies.push_pull.split_model import CutState, SplitContext, SplitModel, input_widths, split_model
+from dglx_dist.strategies.push_pull.split_model import (
+    CutState,
+    SplitContext,
+    SplitModel,
+    input_widths,
+    split_model,
+)
 from dglx_dist.strategies.push_pull.weight_versions import VersionLog
 
 if TYPE_CHECKING:
@@ -134,7 +140,9 @@ class PushPullModel(WrappedModel):
         broadcast_state(model, session)
         self._session, self._reduction = session, reduction
         self._group, self._provenance = group, InputProvenance()
-        facts = SplitContext(num_nodes=g.num_nodes(), seed=session.seed, sync=options.sync, provenance=self._provenance)
+        facts = SplitContext(
+            num_nodes=g.num_nodes(), seed=session.seed, sync=options.sync, provenance=self._provenance
+        )
         split = split_model(model, input_widths(model, store, g.num_nodes()), store, group, facts)
         self.module = split.module
         self._cuts = dict(split.cuts)
