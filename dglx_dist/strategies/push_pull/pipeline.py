@@ -1,6 +1,6 @@
 """P3's pipeline: several mini-batches in flight, each with the weights that it began with.
 
-With b the batch of the user's current iteration, one iteration does, with two or more in flight,
+With b the batch of the user's current iteration and two or more batches in flight, one iteration runs
 fM(b+1), fD(b), bD(b), bM(b) (with three: bM(b-1)) and the user's optimizer step. See algorithms 2.5.
 """
 
@@ -48,27 +48,23 @@ from dglx_dist.strategies.push_pull.options import (
 from dglx_dist.strategies.push_pull.weight_versions import OptimizerHooks, VersionLog
 
 Leaves: TypeAlias = dict[str, Tensor]
-"""Parameter name to a leaf with its values as they were."""
+"""Parameter name to a leaf with the values of some moment."""
 
 
 @final
 class PartSide:
     """The parameters that a part uses before the sum: the cut ones and those shared by all parts.
 
-    They are stepped when a batch has gone all the way back, while later batches are on their way, so each
-    batch computes with leaves of its own.
-
-    Args:
-        model: The module that has them.
-        names: Of the parameters.
+    They are stepped after the whole backward of a batch, while later batches are in flight, so each batch
+    computes with leaves of its own.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        self._places = {name: _place(model, name) for name in names}
+        self._places = {name: _owner_of(model, name) for name in names}
         self.parameters: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in names}
 
     def leaves(self, *, copied: bool) -> Leaves:
-        """Return a leaf for each parameter; of its own memory if ``copied``, else as long as nobody steps."""
+        """Return a leaf for each parameter; without ``copied`` it is valid until the next step."""
         return {
             name: (p.detach().clone() if copied else p.detach()).requires_grad_(p.requires_grad)
             for name, p in self.parameters.items()
@@ -76,7 +72,7 @@ class PartSide:
 
     @contextmanager
     def placed(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the modules compute with ``leaves`` inside the block."""
+        """Make the modules compute with ``leaves`` inside the block."""
         try:
             for name, (module, attribute) in self._places.items():
                 module._parameters[attribute] = leaves[name]  # type: ignore[assignment]  # any tensor computes
@@ -88,23 +84,19 @@ class PartSide:
 
 @final
 class OwnerSide:
-    """The replicated parameters of an owner: everything after the sum.
-
-    Args:
-        parameters: Those that are trained.
-    """
+    """The trained replicated parameters of an owner: everything after the sum."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self._live: list[Tensor] | None = None
 
     def copies(self) -> list[Tensor]:
-        """Return copies of the values as they are now; of the live ones while others are placed."""
+        """Return copies of the current values, also while others are placed."""
         values = self._live or [parameter.data for parameter in self.parameters]
         return [value.clone() for value in values]
 
     def place(self, values: Sequence[Tensor]) -> None:
-        """Let the model compute with ``values`` until :meth:`restore`."""
+        """Make the model compute with ``values`` until :meth:`restore`."""
         self.restore()
         self._live = [parameter.data for parameter in self.parameters]
         for parameter, value in zip(self.parameters, values, strict=True):
@@ -119,14 +111,7 @@ class OwnerSide:
         self._live = None
 
 
-def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """Add to ``.grad`` as a backward would."""
-    if gradient is None:
-        return
-    parameter.grad = gradient.detach() if parameter.grad is None else parameter.grad + gradient.detach()
-
-
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     owner, _, attribute = name.rpartition(".")
     return model.get_submodule(owner), attribute
 
@@ -134,7 +119,7 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 @final
 @dataclass(kw_only=True)
 class InFlightBatch:
-    """What a batch carries from its first phase to its last."""
+    """The state of a batch from its first phase to its last."""
 
     number: int
     inputs: tuple[PartInput, ...]
@@ -142,11 +127,11 @@ class InFlightBatch:
     origin: Origin
     """Of the input rows."""
     leaves: Leaves
-    """The part side's weights as they were at fM: the stash."""
+    """The part side's weights at fM: the stash."""
     read: Mapping[Side, int]
     """Steps that each side's weights had seen."""
     values: list[Tensor] | None
-    """The owner side's weights as they were at fM; None where they need not be the same."""
+    """The owner side's weights at fM; None where they need not be the same."""
     rows: list[Tensor] = field(default_factory=list)
     """(N_f,) inputs of the first layer, (L0, F_p) of each owner."""
     shares: list[list[Tensor]] = field(default_factory=list)
@@ -156,16 +141,16 @@ class InFlightBatch:
     pushes: list[Transfer] = field(default_factory=list)
     """The owners' gradients of those sums."""
     weight: float = 1.0
-    """What this rank's gradient counts in the step (algorithms 0.1)."""
+    """Of this rank's gradient in the step (algorithms 0.1)."""
 
     def sums(self) -> PartialSums:
         """Wait for the parts' shares and return their sums, without a gradient."""
         return tuple(add_in_order(pull.result()) for pull in self.pulls)
 
     def push_gradients(self, gradients: Sequence[Tensor], exchange: AsyncExchange) -> None:
-        """Let the gradients of the sums leave to all parts, weighed as this rank counts (bD's end)."""
+        """Send the weighted gradients of the sums to all parts (end of bD)."""
         for gradient, shares in zip(gradients, self.shares, strict=True):
-            # A mean over no targets is nan, which no weight of 0 would undo.
+            # A mean over no targets is nan, which a weight of 0 does not undo.
             weighed = gradient * self.weight if self.weight else torch.zeros_like(gradient)
             self.pushes.append(exchange.push(weighed, shares, BACKWARD, self.number))
 
@@ -188,51 +173,46 @@ class InFlightBatch:
 def compute_shares(
     layer: SplittableConv, given: Sequence[StageInput], group: Group, exchange: AsyncExchange
 ) -> list[list[Tensor]]:
-    """Do the stages up to the sum on this part for every owner (fM); collective where the layer scatters.
+    """Compute this part's stages up to the sum for every owner (fM); collective where the layer scatters.
 
     Returns:
         By gathered tensor, then by owner.
     """
     transformed = [layer.transform(one) for one in given]
     shares = [layer.scatter(one, rows) for one, rows in zip(given, transformed, strict=True)]
-    handed = [
+    sent = [
         send_to_parts(sum_to_owner(of_owners, exchange), of_owners, exchange)
         for of_owners in zip(*shares, strict=True)
     ]
-    scattered: list[PartialSums] = list(zip(*handed, strict=True)) if handed else [()] * group.size
+    scattered: list[PartialSums] = list(zip(*sent, strict=True)) if sent else [()] * group.size
     gathered = [
         layer.gather(one, rows, sums) for one, rows, sums in zip(given, transformed, scattered, strict=True)
     ]
     return [list(of_owners) for of_owners in zip(*gathered, strict=True)]
 
 
-def send_shares(shares: Sequence[Sequence[Tensor]], exchange: AsyncExchange, number: int) -> list[Transfer]:
-    """Let the shares leave to their owners."""
-    return [exchange.pull(of_owners, FORWARD, number) for of_owners in shares]
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class BatchGradients:
-    """The gradients of one batch on this part, of all owners."""
+    """Gradients of one batch on this part, over all owners."""
 
     batch: InFlightBatch
     gradients: Sequence[Tensor | None]
     """Of the trained parameters: the cut ones, then the shared ones."""
     of_rows: Mapping[int, Tensor | None]
-    """Owner to the gradient of its input rows, where these are trained."""
+    """Owner to the gradient of its input rows, where they are trained."""
 
 
 @final
 class PartGradients:
-    """Adds to ``.grad`` what a batch came to, over all owners.
+    """Adds the gradients of a batch, over all owners, to ``.grad``.
 
-    The gradient of a cut parameter is the sum over the owners of the group, which the part computes by
-    itself, and over its replicas. That of a parameter which all parts share is summed over all ranks.
+    The gradient of a cut parameter is the sum over the owners of the group, which the part computes locally,
+    and over its replicas. That of a parameter which all parts share is summed over all ranks.
 
     Args:
         session: The run.
-        group: Who holds what.
+        group: The ranks that hold all columns together.
         part: The parameters.
         shared: Names of those that all parts hold whole.
     """
@@ -246,9 +226,9 @@ class PartGradients:
         self._replicas = _replicas_group(session, group)
 
     def compute(self, batch: InFlightBatch) -> BatchGradients:
-        """Do the backward of a batch through this part (bM); collective where the layer scatters."""
+        """Run the backward of a batch through this part (bM); collective where the layer scatters."""
         rows = [number for number, rows in enumerate(batch.rows) if rows.requires_grad]
-        # Those that the user has frozen meanwhile have none.
+        # Parameters that the user has frozen meanwhile have none.
         trained = [name for name in self._names if batch.leaves[name].requires_grad]
         found = batch.backward(
             [
@@ -271,11 +251,12 @@ class PartGradients:
         cut = self._over_replicas(computed.gradients[:split], like[:split])
         shared = self._over_all(computed.gradients[split:], like[split:])
         for name, gradient in zip(self._names, [*cut, *shared], strict=True):
-            if batch.leaves[name].requires_grad:
-                add_gradient(self._part.parameters[name], gradient)
-        learnt = [(batch.inputs[number], gradient) for number, gradient in computed.of_rows.items()]
-        if learnt:
-            batch.origin.accumulate(self._of_all_replicas(learnt, batch.rows))
+            if batch.leaves[name].requires_grad and gradient is not None:
+                parameter, new = self._part.parameters[name], gradient.detach()
+                parameter.grad = new if parameter.grad is None else parameter.grad + new
+        of_rows = [(batch.inputs[number], gradient) for number, gradient in computed.of_rows.items()]
+        if of_rows:
+            batch.origin.accumulate(self._of_all_replicas(of_rows, batch.rows))
 
     def _over_replicas(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
@@ -291,17 +272,17 @@ class PartGradients:
         return _unflattened(flat, like)
 
     def _of_all_replicas(
-        self, learnt: Sequence[tuple[PartInput, Tensor | None]], rows: Sequence[Tensor]
+        self, of_rows: Sequence[tuple[PartInput, Tensor | None]], rows: Sequence[Tensor]
     ) -> Sequence[tuple[PartInput, Tensor | None]]:
-        """Return the gradients of input rows of all replicas, in their order, so that all add the same."""
+        """Return the gradients of input rows of all replicas, in their order, so that all ranks add alike."""
         count = len(self._group.replicas)
         if count == 1:
-            return learnt
-        nodes = torch.cat([owners.nodes for owners, _ in learnt])
+            return of_rows
+        nodes = torch.cat([owners.nodes for owners, _ in of_rows])
         values = torch.cat(
             [
                 torch.zeros_like(row) if one is None else one
-                for (_, one), row in zip(learnt, rows, strict=True)
+                for (_, one), row in zip(of_rows, rows, strict=True)
             ]
         ).contiguous()
         with peers_named(self._session, "the gradients of input rows of replicas"):
@@ -313,7 +294,7 @@ class PartGradients:
         self._session.ledger.add(
             PHASE, 1, self._group.rank, self._group.next_replica, (count - 1) * num_bytes
         )
-        owners = learnt[0][0]
+        owners = of_rows[0][0]
         return [
             (replace(owners, nodes=ids[: int(size)]), gradient[: int(size)])
             for ids, gradient, size in zip(*of_replicas, sizes, strict=True)
@@ -342,7 +323,7 @@ def _replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
 
 
 def _padded_gather(rows: Tensor, most: int, count: int, replicas: dist.ProcessGroup | None) -> list[Tensor]:
-    """Return what every replica has, (most, ...) each, in their order."""
+    """Return the padded rows of every replica, (most, ...) each, in their order."""
     padded = rows.new_zeros((most, *rows.shape[1:]))
     padded[: len(rows)] = rows
     found = [torch.empty_like(padded) for _ in range(count)]
@@ -362,22 +343,22 @@ def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     pieces = torch.split(flat, [other.numel() for other in like])
-    # Of several dtypes the widest was sent.
+    # Concatenation of several dtypes has promoted them to the widest.
     return [piece.view_as(other).to(other.dtype) for piece, other in zip(pieces, like, strict=True)]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """Where the first layer's arguments come from."""
+    """The sources of the first layer's arguments."""
 
     origin: Origin
     """Of the input rows."""
     keys: Mapping[str, str | None]
-    """Edge argument to the block's edge data of which it is; None: something else."""
+    """Edge argument to the name of the block's edge data; None: computed by the model."""
 
     def edges(self, layer: SplittableConv, block: DGLBlock) -> dict[str, Tensor]:
-        """Return the per-edge values of a block of which the model has not been called yet.
+        """Return the per-edge values of a block before the model is called on it.
 
         Raises:
             ConfigError: one of them is no edge data.
@@ -396,11 +377,10 @@ class InputSpec:
 
 
 def read_input_spec(layer: SplittableConv, given: StageInput, provenance: InputProvenance) -> InputSpec:
-    """Return where ``given`` comes from.
+    """Return the sources of ``given``.
 
     Raises:
-        ConfigError: the input rows are none that parts could make for other owners, or an edge argument is
-            trained.
+        ConfigError: parts cannot compute such input rows for other owners, or an edge argument is trained.
     """
     origin = provenance.find(given.x)
     if origin is None:
@@ -432,23 +412,23 @@ def _key_of(values: Tensor, block: DGLBlock) -> str | None:
 
 @final
 class Pipeline:
-    """Takes batches through the first layer of one model, in lock-step with the other ranks.
+    """Runs batches through the first layer of one model, in lock-step with the other ranks.
 
     Args:
         session: The run.
-        group: Who pushes and pulls.
-        options: How many in flight, and with which weights.
+        group: The ranks that push and pull.
+        options: Number of batches in flight, and their weights.
         provenance: Of the model's inputs.
-        features: What of a batch the model may be given, one by one and all side by side.
+        features: Inputs that the model may get from a batch: each feature, and all concatenated.
         part: The parameters before the sum.
-        gradients: What becomes of their gradients.
+        gradients: Adds their gradients.
         by_rows: Parameters before the sum that are trained by rows, and so are not among ``part``.
         owner: The other trained parameters.
         exchange: Sums the owner side's gradients over the ranks.
         buffers: Of the model; averaged after each backward.
     """
 
-    def __init__(  # noqa: PLR0913 - the model puts it together, nobody else
+    def __init__(  # noqa: PLR0913 - only the wrapped model constructs it
         self,
         session: Session,
         group: Group,
@@ -467,7 +447,8 @@ class Pipeline:
         self._part, self._gradients, self._owner = part, gradients, owner
         self.exchange, self._buffers = exchange, buffers
         self._features, self._activations = tuple(features), AsyncExchange(session, group)
-        self._whole = options.weights == "whole" and options.in_flight > 1
+        self._looks_ahead = options.in_flight > 1
+        self._whole = options.weights == "whole" and self._looks_ahead
         exchange.set_delay(options.delay if self._whole else 0)
         exchange.after_backward(self._after_backward)
         self.log = VersionLog()
@@ -475,31 +456,26 @@ class Pipeline:
         self._spec: InputSpec | None = None
         self._in_flight: dict[int, InFlightBatch] = {}
         """Begun and not yet reached by the user's loop, by number."""
-        self._completed: list[InFlightBatch] = []
-        """Gone back to their owners' sums, but not through the parts."""
-        self._computed: list[BatchGradients] = []
-        """Gone all the way back in the backward that is running."""
+        self._pushed: list[InFlightBatch] = []
+        """The gradients of their sums were pushed; bM is still to come."""
+        self._ready: list[BatchGradients] = []
+        """Results of bM in the backward that is running."""
         self._current: InFlightBatch | None = None
-        self._called: Callable[[], GroupBatch | None] = _nothing
-        """The batch that the model was called on last."""
+        self._last_called: Callable[[], GroupBatch | None] = lambda: None
+        """The batch that the model was called on last; a weak reference."""
         self._waited_s = 0.0
         pipelines = session.attached.setdefault(PIPELINES, [])
         assert isinstance(pipelines, list)
         pipelines.append(weakref.ref(self))
         self.weight = 1.0
-        """What this rank's gradient counts in the step; set before each forward call."""
+        """Of this rank's gradient in the step; set before each forward call."""
 
     def __deepcopy__(self, memo: object) -> Pipeline:
-        """A copy of the model is of no other run."""
+        # A copy of the model belongs to the same run.
         return self
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether the next batch begins before the current one is used."""
-        return self._options.in_flight > 1
-
     def begin(self, group_batch: GroupBatch | None) -> None:
-        """Prepare for the model's call on ``visit``; None where its blocks come from elsewhere."""
+        """Prepare for the model's call on a batch; None where its blocks come from elsewhere."""
         self._owner.restore()
         self._provenance.begin(group_batch, self._group.part)
         if group_batch is None:
@@ -513,7 +489,7 @@ class Pipeline:
             self._owner.place(batch.values)
 
     def resume(self) -> None:
-        """Go on with the batch whose backward is still to come, after a call without gradients."""
+        """Return to the batch whose backward is still to come, after a call without gradients."""
         if self._current is not None and self._current.values is not None:
             self._owner.place(self._current.values)
 
@@ -531,15 +507,16 @@ class Pipeline:
                 "other ranks do not know it; feed the model from dglx_dist.DataLoader, and compute without "
                 "the other ranks by model.whole()"
             )
-        if self.looks_ahead and torch.is_grad_enabled():
+        ahead = self._looks_ahead and torch.is_grad_enabled()
+        if ahead:
             self._check_first_call(group_batch)
         spec = read_input_spec(layer, given, self._provenance)
         batch = self._take_started(group_batch, spec)
         if batch is None:
             batch = self._start(layer, group_batch, spec, given.edges)
-        if self.looks_ahead and torch.is_grad_enabled():
+        if ahead:
             self._begin_following(layer, group_batch, spec)
-        sums = self._waited(batch.sums, f"{WAIT} for the pull", batch.number)
+        sums = self._timed(batch.sums, f"{WAIT} for the pull", batch.number)
         if not torch.is_grad_enabled():
             return sums
         batch.weight, self._current = self.weight, batch
@@ -547,18 +524,18 @@ class Pipeline:
         return cast("PartialSums", PullBackward.apply(anchor, self, batch, *sums))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def drain(self) -> None:
-        """Take every batch in flight to its step, or back to its beginning; every rank must call it.
+        """Finish and step every batch whose backward has begun; every rank must call it.
 
-        What was only begun is begun anew when its turn comes.
+        A batch with fM only is begun anew when its turn comes.
         """
         self._owner.restore()
         for batch in self._in_flight.values():
             batch.sums()
         self._in_flight.clear()
-        while self._completed:
+        while self._pushed:
             with self._steps.own_step():
                 self.exchange.add_delayed()
-                self._add(self._backward_part(self._completed.pop(0)))
+                self._add(self._backward_part(self._pushed.pop(0)))
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         """Seconds that this rank stood waiting for shares and gradients since the start or the last reset."""
@@ -568,10 +545,10 @@ class Pipeline:
         return waited
 
     def complete(self, batch: InFlightBatch | None, gradients: Sequence[Tensor]) -> None:
-        """Send the gradients of the sums on, and let the parts do the backward of the batch that is due.
+        """Push the gradients of the sums, and run the part's backward of the batches that are due.
 
         Raises:
-            ConfigError: there is no flight, for it has landed before.
+            ConfigError: the batch is None, as it was completed before.
         """
         if batch is None:
             raise ConfigError(
@@ -579,21 +556,21 @@ class Pipeline:
                 "backward (retain_graph cannot be honoured here)"
             )
         batch.push_gradients(gradients, self._activations)
-        self._completed.append(batch)
-        while len(self._completed) > self._options.delay:
-            self._computed.append(self._backward_part(self._completed.pop(0)))
+        self._pushed.append(batch)
+        while len(self._pushed) > self._options.delay:
+            self._ready.append(self._backward_part(self._pushed.pop(0)))
 
     def _check_first_call(self, group_batch: GroupBatch) -> None:
-        # The weights of the first call are swapped for others in the second, before its backward.
-        if self._called() is group_batch:
+        # The second call would replace the weights of the first before its backward.
+        if self._last_called() is group_batch:
             raise ConfigError(
                 f"the model was called twice for one batch, and with depth={self._options.depth} every batch "
                 "has the weights that it began with; call it once for each batch, or use depth=1"
             )
-        self._called = weakref.ref(group_batch)
+        self._last_called = weakref.ref(group_batch)
 
     def _take_started(self, group_batch: GroupBatch, spec: InputSpec) -> InFlightBatch | None:
-        """Return the flight of a batch that was begun ahead, if it was and was begun as it should be."""
+        """Return the state of a batch that was begun ahead with the same inputs, if it was."""
         batch = self._in_flight.get(group_batch.number)
         if batch is None or batch.inputs is not group_batch.inputs or not torch.is_grad_enabled():
             return None
@@ -612,7 +589,7 @@ class Pipeline:
         begun = self._in_flight.get(following.number)
         if begun is not None and begun.inputs is following.inputs:
             return
-        # What a loop that was left has begun will not be asked for again.
+        # Batches that were begun by a loop that was left are not needed any more.
         self._in_flight.clear()
         self._spec = spec
         edges = spec.edges(layer, following.inputs[self._group.part].block)
@@ -625,13 +602,13 @@ class Pipeline:
         spec: InputSpec,
         own_edges: Mapping[str, Tensor],
     ) -> InFlightBatch:
-        """Do fM of a batch and let its shares leave."""
+        """Run fM of a batch and send its shares."""
         with self._session.timeline.span("forward M", COMPUTE, group_batch.number):
             batch = InFlightBatch(
                 number=group_batch.number,
                 inputs=group_batch.inputs,
                 origin=spec.origin,
-                leaves=self._part.leaves(copied=self.looks_ahead and torch.is_grad_enabled()),
+                leaves=self._part.leaves(copied=self._looks_ahead and torch.is_grad_enabled()),
                 read=dict(self.log.steps),
                 values=self._owner.copies() if self._whole and torch.is_grad_enabled() else None,
             )
@@ -643,21 +620,19 @@ class Pipeline:
                     for one, x, values in zip(group_batch.inputs, batch.rows, edges, strict=True)
                 ]
                 batch.shares = compute_shares(layer, given, self._group, self._activations)
-            batch.pulls = send_shares(batch.shares, self._activations, group_batch.number)
+            batch.pulls = [self._activations.pull(one, FORWARD, batch.number) for one in batch.shares]
         return batch
 
     def _draws(self, one: PartInput, origin: Origin) -> DropDraws:
         return DropDraws(seed=self._session.seed, number=one.number, nodes=one.nodes, runs=origin.runs)
 
     def _backward_part(self, batch: InFlightBatch) -> BatchGradients:
-        """Do bM of a batch."""
         for push in batch.pushes:
-            self._waited(push.result, f"{WAIT} for the push", batch.number)
+            self._timed(push.result, f"{WAIT} for the push", batch.number)
         with self._session.timeline.span("backward M", COMPUTE, batch.number):
             return self._gradients.compute(batch)
 
     def _add(self, computed: BatchGradients) -> None:
-        """Leave a batch's gradients for the next step."""
         self._gradients.add(computed)
         batch = computed.batch
         # A frozen side is never stepped.
@@ -667,18 +642,18 @@ class Pipeline:
             self.log.computed(batch.number, "D", batch.read["D"])
 
     def _after_backward(self, weight: float) -> None:
-        # Not where they are computed: these sums must come after the owner side's, on every rank alike.
+        # Not where the gradients are computed: every rank sums them after those of the owner side.
         self._owner.restore()
         self._buffers.average(weight)
         waiting: tuple[Side, ...] = ("M", "D") if self._whole else ("M",)
-        self._steps.hold_back(waiting if self._completed and not self._computed else ())
-        while self._computed:
-            self._add(self._computed.pop(0))
+        self._steps.hold_back(waiting if self._pushed and not self._ready else ())
+        while self._ready:
+            self._add(self._ready.pop(0))
         if self._current is not None and not self._whole:
             self.log.computed(self._current.number, "D", self.log.steps["D"])
         self._current = None
 
-    def _waited(self, wait: Any, name: str, number: int) -> Any:
+    def _timed(self, wait: Any, name: str, number: int) -> Any:
         begun = time.perf_counter()
         with self._session.timeline.span(name, COMPUTE, number):
             found = wait()
@@ -686,12 +661,8 @@ class Pipeline:
         return found
 
 
-def _nothing() -> None:
-    return None
-
-
 class PullBackward(torch.autograd.Function):
-    """The sums as the owner's graph begins with them; backward sends their gradients to the parts."""
+    """Makes the sums inputs of the owner's graph; backward sends their gradients to the parts."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, pipeline: Pipeline, batch: InFlightBatch, *sums: Tensor) -> Any:
@@ -700,7 +671,7 @@ class PullBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # The graph lives as long as the user keeps the loss, the batch need not.
+        # The graph lives as long as the user keeps the loss; the batch must not.
         batch, ctx.batch = ctx.batch, None
         ctx.pipeline.complete(batch, gradients)
         return torch.zeros(()), None, None, *[None] * len(gradients)
