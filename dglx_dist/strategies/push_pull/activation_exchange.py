@@ -143,10 +143,7 @@ class AsyncExchange:
     def pull(self, shares: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
         """Send each owner its share of this part; receive the shares of all parts for the own block.
 
-        Args:
-            shares: (N_f,) by owner, of the shapes that owner expects.
-            phase: For the ledger.
-            batch: For the timeline.
+        ``shares`` are N_f tensors by owner, of the shapes that owner expects.
         """
         part = self._group.part
         received = [_empty_like(shares[part]) for _ in shares]
@@ -156,11 +153,7 @@ class AsyncExchange:
     def push(self, own: Tensor, like: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
         """Send ``own`` to every part; receive the tensors of all owners.
 
-        Args:
-            own: This owner's tensor.
-            like: (N_f,) tensors of the shapes and dtypes that come from the owners.
-            phase: For the ledger.
-            batch: For the timeline.
+        ``like`` are N_f tensors of the shapes and dtypes that come from the owners.
         """
         received = [_empty_like(tensor) for tensor in like]
         received[self._group.part] = own.detach()
@@ -221,9 +214,6 @@ def share_edge_values(
         inputs: (N_f,) by owner.
         group: The ranks that take part.
         exchange: Of the group.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
     """
     by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
     for name, own in values.items():
@@ -244,26 +234,15 @@ def _in_csc_order(values: Tensor, block: DGLBlock) -> Tensor:
 def sum_to_owner(shares: Sequence[Tensor], exchange: AsyncExchange) -> Tensor:
     """Return the sum over the parts of their shares for this rank's own block; every member must call it.
 
-    Args:
-        shares: This part's share for each owner's block: N_f tensors, (n of that owner, ...).
-        exchange: Of the group.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
+    ``shares`` are this part's for each owner's block: N_f tensors, (n of that owner, ...).
     """
     return cast("Tensor", _SumToOwner.apply(exchange, *shares))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 def send_to_parts(own: Tensor, like: Sequence[Tensor], exchange: AsyncExchange) -> tuple[Tensor, ...]:
-    """Return the tensors of all owners, N_f of them, this rank's own included; every member must call it.
+    """Return the tensors of all owners, N_f of them, this rank's ``own`` included; every member must call it.
 
-    Args:
-        own: This owner's (n, ...).
-        like: N_f tensors with the shapes and dtypes that come from the owners.
-        exchange: Of the group.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
+    ``like`` are N_f tensors with the shapes and dtypes that come from the owners.
     """
     return cast("tuple[Tensor, ...]", _SendToParts.apply(exchange, own, *like))  # type: ignore[no-untyped-call]  # torch leaves it bare
 

@@ -112,16 +112,8 @@ class StructureDecision:
 class AdaptiveStructure(StructureSource):
     """Uses the requested source, or after a first iteration that measures both the cheaper one.
 
-    Construction is collective; so is :meth:`begin` until the decision is made.
-
-    Args:
-        loader: This rank's.
-        session: The run.
-        group: Whose blocks are needed.
-        label: Of the loader, the same on all ranks and of no other one.
-        requested: What the user chose.
-        builder: Of the blocks.
-        wide: Whether ids of nodes need 8 bytes.
+    Construction is collective; so is :meth:`begin` until the decision is made. ``label`` is equal on all
+    ranks and unique among loaders; ``wide``: ids of nodes need 8 bytes.
 
     Raises:
         ConfigError: on all ranks, when "resample" is requested and not possible.
@@ -211,14 +203,8 @@ class AdaptiveStructure(StructureSource):
 class PushedStructure(StructureSource):
     """Sends each batch's layer-1 block to the other members, and waits for theirs (algorithms 2.2).
 
-    All ranks must have constructed theirs before one iterates.
-
-    Args:
-        session: The run.
-        group: The ranks that exchange blocks.
-        op: Name of the remote call, the same on all ranks and used by nothing else.
-        builder: Of the blocks.
-        wide: Whether ids of nodes need 8 bytes.
+    All ranks must have constructed theirs before one iterates. ``op`` is the name of the remote call, equal
+    on all ranks and used by nothing else.
     """
 
     def __init__(self, session: Session, group: Group, op: str, builder: BlockBuilder, *, wide: bool) -> None:
@@ -271,12 +257,9 @@ def pack_block(own: OwnerBlock, *, wide: bool) -> list[Array]:
 
 
 def unpack_block(arrays: list[Array], builder: BlockBuilder, idtype: torch.dtype) -> OwnerBlock:
-    """Return the block of what :func:`pack_block` returned, its edges numbered in CSC order.
+    """Return the block of what :func:`pack_block` returned, a copy with its edges numbered in CSC order.
 
-    Args:
-        arrays: Copied, where they are not converted.
-        builder: Of the block.
-        idtype: Of the owner's block, so that all parts run the same kernels.
+    ``idtype`` is that of the owner's block, so that all parts run the same kernels.
     """
     nodes, indptr, indices = (torch.tensor(array) for array in arrays)
     block = builder.bare(indptr.to(idtype), indices.to(idtype), len(nodes))
@@ -435,18 +418,10 @@ class ResampledStructure(StructureSource):
 def open_resampled(
     loader: StepLoader[Any, Any, Any], session: Session, group: Group, op: str, builder: BlockBuilder
 ) -> ResampledStructure:
-    """Exchange the seeds of a group; every rank must call it.
-
-    Args:
-        loader: Of nodes or edges, of one type.
-        session: The run.
-        group: Whose seeds are needed.
-        op: Name of the remote call, the same on all ranks and used by nothing else.
-        builder: Of the blocks.
+    """Exchange the seeds of a group by the remote call ``op``; every rank must call it.
 
     Raises:
         ConfigError: on all ranks, when others cannot repeat the draws of one; the message has the reason.
-        PeerError: a rank is dead or did not take part within the time-out.
     """
     make = together(session, loader.offline, ConfigError)
     # Servers with the whole structure may each leave out other edges, or draw by another seed.

@@ -193,18 +193,18 @@ class Dropped(Origin):
     def rows(self, owners: PartInput) -> Tensor:
         rows = self.origin.rows(owners)
         if rows.is_leaf and rows.requires_grad:
-            return self._drop(rows.detach(), owners).requires_grad_()
-        return self._drop(rows, owners)
+            return self.drop(rows.detach(), owners).requires_grad_()
+        return self.drop(rows, owners)
 
     def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
         self.origin.accumulate(
             [
-                (owners, None if gradient is None else self._drop(gradient, owners))
+                (owners, None if gradient is None else self.drop(gradient, owners))
                 for owners, gradient in gradients
             ]
         )
 
-    def _drop(self, rows: Tensor, owners: PartInput) -> Tensor:
+    def drop(self, rows: Tensor, owners: PartInput) -> Tensor:
         draws = DropDraws(seed=self.seed, number=owners.number, nodes=owners.nodes, runs=self.runs)
         return drop_entries(rows, self.probability, draws, self.stream)
 
@@ -213,10 +213,7 @@ class Dropped(Origin):
 class ColumnDropout(InputModule):
     """Replaces ``nn.Dropout``: keyed draws on the input, torch's own on anything else.
 
-    Args:
-        dropout: The user's module.
-        seed: Of the run.
-        index: Among the model's dropouts; equal on all ranks.
+    ``index`` counts the model's dropouts; equal on all ranks.
     """
 
     def __init__(self, dropout: nn.Dropout, seed: int, index: int) -> None:
@@ -237,8 +234,7 @@ class ColumnDropout(InputModule):
                 "flight have their own; use inplace=False"
             )
         made = Dropped(origin=origin, probability=self.p, seed=self._seed, stream=self._stream)
-        draws = DropDraws(seed=self._seed, number=own.number, nodes=own.nodes, runs=made.runs)
-        dropped = drop_entries(x, self.p, draws, self._stream)
+        dropped = made.drop(x, own)
         self.provenance.add(dropped, made)
         return dropped
 
@@ -251,10 +247,6 @@ class ColumnEmbedding(InputModule):
     """Replaces ``nn.Embedding`` of all nodes as the input: (V, D_p), the part's columns.
 
     Any torch optimizer trains it; with ``sparse=True`` the gradient is sparse too.
-
-    Args:
-        embedding: The user's module; its rows are copied.
-        runs: The part's columns.
 
     Raises:
         ConfigError: an option of the embedding needs whole rows.
@@ -281,11 +273,7 @@ class ColumnEmbedding(InputModule):
         self.train(embedding.training)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the own columns of the rows of the batch's sources, (L0, D_p).
-
-        Raises:
-            ConfigError: ``ids`` are not exactly those.
-        """
+        """Return the own columns of the rows of the batch's sources, (L0, D_p); ``ids`` must be those."""
         own = self.provenance.own
         if own is None or ids.shape != own.nodes.shape or not torch.equal(ids.long(), own.nodes):
             raise ConfigError(
@@ -344,13 +332,8 @@ class Embedded(Origin):
 class ColumnLayerNorm(InputModule):
     """Replaces ``nn.LayerNorm`` of the uncut input rows: has the part's entries of weight and bias.
 
-    A node's row has the same mean and variance in every batch, so they are computed once, over all parts.
-
-    Args:
-        norm: The user's module; its parameters are copied.
-        runs: The part's columns.
-        mean: (V,) float64 of every node's uncut row.
-        variance: (V,) float64, biased.
+    A node's row has the same mean and variance in every batch, so they are computed once, over all parts:
+    ``mean`` and ``variance`` (biased) are (V,) float64 of every node's uncut row.
     """
 
     weight: nn.Parameter | None
@@ -370,11 +353,6 @@ class ColumnLayerNorm(InputModule):
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the own columns of the normalized rows.
-
-        Raises:
-            ConfigError: ``x`` is not the features of a batch, or has been changed before.
-        """
         origin, own = self.provenance.find(x), self.provenance.own
         if origin is None or own is None:
             raise ConfigError(

@@ -78,15 +78,7 @@ class ColumnFetcher:
 
 @final
 class IterationFetcher:
-    """The inputs of one iteration, made on the loader's threads and taken by the consumer.
-
-    Args:
-        session: The run.
-        fetcher: What to add to a batch.
-        structure: Source of other owners' blocks.
-        iteration: Number of the iteration.
-        num_steps: Steps of an epoch.
-    """
+    """The inputs of one iteration, made on the loader's threads and taken by the consumer."""
 
     def __init__(
         self,
@@ -182,7 +174,7 @@ class PushPullLoader:
     Args:
         inner: A loader of nodes or edges of one type, which fetches no row of the features.
         session: The run.
-        fetcher: What to add.
+        fetcher: The columns to add.
         num_nodes: V.
         builder: Of the blocks.
 
@@ -275,7 +267,7 @@ class PushPullLoader:
         self._position = None
 
     def _linked(self, fetch_next: Callable[[], _Item | None]) -> Iterator[Any]:
-        """Yield the batches one after the other, each with a link to the next where the loader looks ahead."""
+        """Yield the batches one after the other, each with a link to the next if the loader looks ahead."""
         item, look_ahead = fetch_next(), self._fetcher.look_ahead
         while item is not None:
             coming = fetch_next() if look_ahead else None
@@ -331,14 +323,7 @@ def node_loader(
 ) -> PushPullLoader:
     """Return a loader of nodes like ``dglx_dist.DataLoader``, for push-pull; collective.
 
-    Args:
-        g: A graph of one node and one edge type.
-        indices: This rank's seeds.
-        sampler: Of ``dgl.dataloading``; matrices that it prefetches for the input come as columns, too.
-        store: The features that the strategy names; None: there are none.
-        group: The ranks that hold all columns together.
-        options: The strategy's.
-        loader_options: Of ``DataLoader``.
+    Matrices that ``sampler`` prefetches for the input come as columns, too, beside the features of ``store``.
 
     Raises:
         ConfigError: as :class:`PushPullLoader`; several types; or as ``DataLoader``.
@@ -390,13 +375,7 @@ def _with_columns(
 
 
 def _without_matrices(g: DistGraph, sampler: Any, store: ColumnStore | None) -> tuple[Any, tuple[str, ...]]:
-    """Return a copy of ``sampler`` that prefetches no input matrix, and their names with those of ``store``.
-
-    Collective.
-
-    Raises:
-        ConfigError: on all ranks, when the graph has several types, or the sampler is not supported.
-    """
+    """Return a copy of ``sampler`` that prefetches no input matrix, and their names with those of ``store``."""
     names = () if store is None else store.names
     return together(g.session, lambda: _split_prefetch(g, sampler, names), ConfigError)
 

@@ -209,12 +209,7 @@ class PartGradients:
 
     The gradient of a cut parameter is the sum over the owners of the group, which the part computes locally,
     and over its replicas. That of a parameter which all parts share is summed over all ranks.
-
-    Args:
-        session: The run.
-        group: The ranks that hold all columns together.
-        part: The parameters.
-        shared: Names of those that all parts hold whole.
+    ``shared`` are the names of the parameters that all parts hold whole.
     """
 
     def __init__(self, session: Session, group: Group, part: PartSide, shared: Collection[str]) -> None:
@@ -417,7 +412,7 @@ class Pipeline:
     Args:
         session: The run.
         group: The ranks that push and pull.
-        options: Number of batches in flight, and their weights.
+        options: Of the strategy.
         provenance: Of the model's inputs.
         features: Inputs that the model may get from a batch: each feature, and all concatenated.
         part: The parameters before the sum.

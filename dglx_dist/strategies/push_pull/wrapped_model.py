@@ -1,4 +1,4 @@
-"""A model whose first layer is split by input columns and whose rest is replicated."""
+"""The wrapped model: first layer split by input columns, the rest replicated."""
 
 from __future__ import annotations
 
@@ -36,15 +36,10 @@ if TYPE_CHECKING:
 
 @final
 class InputGuard:
-    """Looks at what modules with weights are given, while the model computes on a part's columns.
+    """Checks the inputs of modules with weights, while the model computes on a part's columns.
 
-    The hook is there during a call of the model only, so that modules stay as the user made them.
-
-    Args:
-        module: The model with its parts in place.
-        first: Its first layer.
-        provenance: Of its inputs.
-        group: Who holds which columns; a group of one holds all, and may do anything with them.
+    The hook is registered only during a call of the model, so that modules stay as the user made them. A group
+    of one rank holds all columns, and nothing is checked.
     """
 
     def __init__(
@@ -77,7 +72,7 @@ class InputGuard:
         tensors = list(_tensors(arguments))
         given = next((one for one in tensors if self._provenance.holds(one)), None)
         if given is None and isinstance(module, nn.Linear) and tensors:
-            # Columns that were put beside something else, as in torch.cat([h, x], 1).
+            # Columns that were concatenated to something else, as in torch.cat([h, x], 1).
             given = None if tensors[0].shape[-1] == module.in_features else tensors[0]
         if given is not None:
             raise ConfigError(
@@ -89,7 +84,7 @@ class InputGuard:
 
 
 def _splits(module: nn.Module, first: SplittableConv) -> bool:
-    """Whether something with weights inside is split; dropout has none, and stands everywhere."""
+    # Input modules without weights, as dropout, stand everywhere.
     return any(one is first or (isinstance(one, InputModule) and one.cut) for one in module.modules())
 
 
@@ -103,23 +98,15 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
 
 @final
 class PushPullModel(WrappedModel):
-    """The user's model with its first convolution split; takes the user's module over.
+    """The user's model with its first convolution split; modifies the user's module.
 
-    Forward and backward are collective: every rank must run both in every step, also without targets. The
-    loop stays as it is; with several mini-batches in flight, a step of the user's optimizer applies the
-    gradients of the batch that is due, and the last ones are stepped when the pipeline drains.
-
-    Args:
-        model: The user's model; all ranks build the same one, rank 0's weights win.
-        g: The distributed graph.
-        store: The features that go into it.
-        group: Who holds which columns.
-        options: Of the strategy.
-        reduction: What the user's loss is over its own targets.
+    Forward and backward are collective: every rank must run both in every step, also without targets. With
+    several mini-batches in flight, a step of the user's optimizer applies the gradients of the batch that is
+    due, and the last ones are stepped when the pipeline drains.
 
     Raises:
-        ConfigError: no layer of the model takes that many columns and can be split; or as for
-            data parallel models.
+        ConfigError: no layer of the model takes that many columns and can be split; or as for data parallel
+            models.
     """
 
     def __init__(
@@ -140,10 +127,10 @@ class PushPullModel(WrappedModel):
         broadcast_state(model, session)
         self._session, self._reduction = session, reduction
         self._group, self._provenance = group, InputProvenance()
-        facts = SplitContext(
+        context = SplitContext(
             num_nodes=g.num_nodes(), seed=session.seed, sync=options.sync, provenance=self._provenance
         )
-        split = split_model(model, input_widths(model, store, g.num_nodes()), store, group, facts)
+        split = split_model(model, input_widths(model, store, g.num_nodes()), store, group, context)
         self.module = split.module
         self._cuts = dict(split.cuts)
         self._state = CutState(session, group, self._cuts, split.originals)
@@ -157,7 +144,6 @@ class PushPullModel(WrappedModel):
 
     @property
     def parts(self) -> Parts:
-        """The split weights are local, everything else is replicated."""
         names = [name for name, _ in self.module.named_parameters()]
         return Parts(
             replicated=tuple(name for name in names if name not in self._cuts),
@@ -166,17 +152,16 @@ class PushPullModel(WrappedModel):
 
     @property
     def versions(self) -> VersionLog:
-        """Which version of the weights each batch read and wrote, on both sides."""
+        """The versions of the weights that each batch read and wrote, on both sides."""
         return self._pipeline.log
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
-        """Seconds that this rank stood waiting for other ranks since the start or the last reset."""
         return self._pipeline.exchange_seconds(reset=reset)
 
     def drain(self) -> None:
         """Take every mini-batch in flight to its step; every rank must call it.
 
-        The loader does so at the end of an epoch, and :meth:`state_dict` and :meth:`whole` before they look.
+        The loader calls it at the end of an epoch, and :meth:`state_dict` and :meth:`whole` at their start.
         """
         self._pipeline.drain()
 
@@ -184,8 +169,8 @@ class PushPullModel(WrappedModel):
         """Call the user's module on blocks of the strategy's loader.
 
         Raises:
-            ConfigError: the blocks are others, or what the model does before its first layer cannot be done
-                on columns.
+            ConfigError: the blocks are others, or the model's computation before its first layer does not
+                work on columns.
         """
         self._pipeline.begin(_group_batch_of((*args, *kwargs.values())))
         if not torch.is_grad_enabled():
@@ -203,24 +188,19 @@ class PushPullModel(WrappedModel):
             return self.module(*args, **kwargs)
 
     def whole(self) -> nn.Module:
-        """Return a copy of the user's module as it was before it was split; every rank must call it."""
         self.drain()
         return self._state.whole(self.module)
 
-    def join_state(self, name: str, mine: Tensor) -> Tensor:
-        """See :meth:`WrappedModel.join_state`."""
-        return self._state.join(name, mine)
+    def join_state(self, name: str, piece: Tensor) -> Tensor:
+        return self._state.join(name, piece)
 
     def cut_state(self, name: str, uncut: Tensor) -> Tensor:
-        """See :meth:`WrappedModel.cut_state`."""
         return self._state.cut(name, uncut)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """See :meth:`WrappedModel.clip_grad_norm_`."""
         return self._state.clip_grad_norm_(self.module.named_parameters(), max_norm, norm_type)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state with uncut names and shapes; every rank must call it."""
         self.drain()
         state = self.module.state_dict(*args, **kwargs)
         self._state.join_all(state, kwargs.get("prefix", ""))
@@ -229,14 +209,13 @@ class PushPullModel(WrappedModel):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """See :meth:`WrappedModel.load_state_dict`."""
         self.drain()
         result = self.module.load_state_dict(self._state.cut_all(state_dict), strict=strict, assign=assign)
         self._buffer_means.note()
         return result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # What .to(), .double() and the like call: the buffers to compare with must come along.
+        # Called by .to(), .double() and the like: the buffers to compare with change, too.
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
         self._buffer_means.note()
         return result
@@ -274,13 +253,12 @@ def _pipeline_of(
 
 
 def _features_of(names: tuple[str, ...], runs: tuple[Columns, ...]) -> list[Features]:
-    """Return each feature alone, and all of them side by side."""
-    alone = [Features(names=(name,), pieces=(run,)) for name, run in zip(names, runs, strict=bool(names))]
-    return alone if len(names) < 2 else [*alone, Features(names=names, pieces=runs)]
+    """Return each feature by itself, and the concatenation of all."""
+    single = [Features(names=(name,), pieces=(run,)) for name, run in zip(names, runs, strict=bool(names))]
+    return single if len(names) < 2 else [*single, Features(names=names, pieces=runs)]
 
 
 def _group_batch_of(arguments: tuple[Any, ...]) -> GroupBatch | None:
-    """Return the batch whose blocks are among the model's arguments."""
     for argument in arguments:
         first = argument[0] if isinstance(argument, list | tuple) and argument else argument
         group_batch = getattr(first, "push_pull", None)
