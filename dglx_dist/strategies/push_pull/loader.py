@@ -375,7 +375,7 @@ def _with_columns(
 
 
 def _without_matrices(g: DistGraph, sampler: Any, store: ColumnStore | None) -> tuple[Any, tuple[str, ...]]:
-    """Return a copy of ``sampler`` that prefetches no input matrix, and their names with those of ``store``."""
+    """Return a copy of ``sampler`` without prefetched input matrices, and their names and ``store``'s."""
     names = () if store is None else store.names
     return together(g.session, lambda: _split_prefetch(g, sampler, names), ConfigError)
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 class InputGuard:
     """Checks the inputs of modules with weights, while the model computes on a part's columns.
 
-    The hook is registered only during a call of the model, so that modules stay as the user made them. A group
-    of one rank holds all columns, and nothing is checked.
+    The hook is registered only during a call of the model, so that modules stay as the user made them.
+    Nothing is checked in a group of one rank, which holds all columns.
     """
 
     def __init__(

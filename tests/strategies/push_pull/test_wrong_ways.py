@@ -64,7 +64,9 @@ def own_part(batch: InFlightBatch) -> int:
 def owners_alike() -> AbstractContextManager[Any]:
     """M's gradients from unweighed means, summed: N times D's where the shares are even."""
     return mock.patch.object(
-        InFlightBatch, "push_gradients", lambda self, gradients, exchange: send(self, gradients, exchange, 1.0)
+        InFlightBatch,
+        "push_gradients",
+        lambda self, gradients, exchange: send(self, gradients, exchange, 1.0),
     )
 
 
