@@ -196,7 +196,8 @@ class AdaptiveStructure(StructureSource):
             )
 
     def _resampled(self) -> ResampledStructure:
-        return open_resampled(self._loader, self._session, self._group, f"{self._label}.seeds", self._builder)
+        op = f"{self._label}.seeds"
+        return ResampledStructure(self._loader, self._session, self._group, op, self._builder)
 
 
 @final
@@ -360,24 +361,32 @@ class StructureInbox:
 class ResampledStructure(StructureSource):
     """Samples what the other owners sample: draws are keyed by (seed, epoch, hop, node), so bits are equal.
 
-    Args:
-        loader: This rank's.
-        make: Samples any rank's batches locally: ``loader.offline()``.
-        items: Rank to its seeds, of the other members.
-        group: The ranks whose blocks are needed.
-        builder: Of the blocks.
+    The constructor exchanges the seeds of the group by the remote call ``op``; it is collective.
+
+    Raises:
+        ConfigError: on all ranks, when others cannot repeat the draws of one; the message has the reason.
     """
 
     def __init__(
         self,
         loader: StepLoader[Any, Any, Any],
-        make: Callable[[Mapping[Any, Any], int], Any],
-        items: Mapping[int, Items[Any]],
+        session: Session,
         group: Group,
+        op: str,
         builder: BlockBuilder,
     ) -> None:
-        self._loader, self._make, self._items = loader, make, dict(items)
-        self._group, self._builder = group, builder
+        self._loader, self._group, self._builder = loader, group, builder
+        self._sample = together(session, loader.offline, ConfigError)
+        # Servers with the whole structure may each leave out other edges, or draw by another seed.
+        check_alike(session, "draws", loader.sampling_signature())
+        kinds, arrays = list(loader.items.ids), list(loader.items.ids.values())
+        # Collective: all ranks answer before one asks.
+        together(session, lambda: session.rpc.register(op, lambda _name, _arrays: arrays))
+        weakref.finalize(self, session.rpc.unregister, op)
+        self._items: dict[int, Items[Any]] = {
+            rank: Items(ids=dict(zip(kinds, session.rpc.call(rank, op, "", [], phase=SEEDS), strict=True)))
+            for _, rank in group.others
+        }
         self._epoch = -1
         self._seeds: dict[int, Callable[[int], dict[Any, Array]]] = {}
         self._lock = threading.Lock()
@@ -389,7 +398,7 @@ class ResampledStructure(StructureSource):
         began = time.perf_counter()
         seeds = self._seeds_of_epoch(position.epoch)
         blocks = {
-            part: self._sample(seeds[rank](position.step), position.epoch)
+            part: self._sampled(seeds[rank](position.step), position.epoch)
             for part, rank in self._group.others
         }
         return FetchedBlocks(blocks=blocks, seconds=time.perf_counter() - began)
@@ -397,8 +406,8 @@ class ResampledStructure(StructureSource):
     def cancel(self, iteration: int, reason: BaseException | None = None) -> None:
         pass
 
-    def _sample(self, items: Mapping[Any, Array], epoch: int) -> OwnerBlock:
-        batch = self._make(items, epoch)
+    def _sampled(self, items: Mapping[Any, Array], epoch: int) -> OwnerBlock:
+        batch = self._sample(items, epoch)
         indptr, indices, _ = batch.blocks[0].adj_tensors("csc")
         block = self._builder.bare(indptr, indices, len(batch.input_nodes))
         return OwnerBlock(block=block, nodes=batch.input_nodes)
@@ -413,34 +422,3 @@ class ResampledStructure(StructureSource):
                 }
                 self._epoch = epoch
             return self._seeds
-
-
-def open_resampled(
-    loader: StepLoader[Any, Any, Any], session: Session, group: Group, op: str, builder: BlockBuilder
-) -> ResampledStructure:
-    """Exchange the seeds of a group by the remote call ``op``; every rank must call it.
-
-    Raises:
-        ConfigError: on all ranks, when others cannot repeat the draws of one; the message has the reason.
-    """
-    make = together(session, loader.offline, ConfigError)
-    # Servers with the whole structure may each leave out other edges, or draw by another seed.
-    check_alike(session, "draws", loader.sampling_signature())
-    items, kinds = loader.items, list(loader.items.ids)
-    stop_serving = _serve_seeds(session, op, items)
-    received = {
-        rank: Items(ids=dict(zip(kinds, session.rpc.call(rank, op, "", [], phase=SEEDS), strict=True)))
-        for _, rank in group.others
-    }
-    source = ResampledStructure(loader, make, received, group, builder)
-    weakref.finalize(source, stop_serving)
-    return source
-
-
-def _serve_seeds(session: Session, op: str, items: Items[Any]) -> Callable[[], None]:
-    def answer(_name: str, _arrays: Sequence[Array]) -> list[Array]:
-        return list(items.ids.values())
-
-    # Collective: all ranks answer before one asks.
-    together(session, lambda: session.rpc.register(op, answer))
-    return lambda: session.rpc.unregister(op)

@@ -269,19 +269,24 @@ class ColumnRequest:
     def row_bytes(self) -> int:
         return len(self.columns) * self.dtype.itemsize
 
+    def slice(self, rows: Array, problem: str = "") -> ColumnSlice:
+        return ColumnSlice(columns=self.columns, info=self.info, rows=rows, problem=problem)
+
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedColumns:
-    """One slice, and why it could not be kept in a file."""
+class ColumnSlice:
+    """The own columns of one feature."""
 
+    columns: Columns
+    info: ColumnInfo
+    """Stored dtype, and (F_p,)."""
     rows: Array
-    """(V, F_p) by id; read-only, bfloat16 as its bits in uint16."""
+    """(V, F_p) by id, C-contiguous and read-only; bfloat16 as its bits in uint16."""
     problem: str = ""
+    """The reason why it could not be kept in a file."""
 
 
-def load_columns(
-    store: KVStore, wanted: Sequence[ColumnRequest], session: Session
-) -> dict[str, LoadedColumns]:
+def load_columns(store: KVStore, wanted: Sequence[ColumnRequest], session: Session) -> dict[str, ColumnSlice]:
     """Return the requested columns, by feature; every rank must call it, for the same features.
 
     A rank that has them in a file loads nothing, but serves the others. Of all ranks on a machine that need
@@ -291,7 +296,7 @@ def load_columns(
         RemoteError: a rank that holds rows could not read them; StorageError on those that did not ask it.
         PeerError: a rank is dead or did not take part within the time-out.
     """
-    found: dict[str, LoadedColumns] = {}
+    found: dict[str, ColumnSlice] = {}
     for is_last_turn in (False, True):
         for name, rows in together(session, lambda: _local_columns(store, wanted)).items():
             found.setdefault(name, rows)
@@ -303,9 +308,9 @@ def load_columns(
     return found
 
 
-def _local_columns(store: KVStore, wanted: Sequence[ColumnRequest]) -> dict[str, LoadedColumns]:
-    found = {one.name: _local_rows(store, one) for one in wanted}
-    return {name: LoadedColumns(rows=rows) for name, rows in found.items() if rows is not None}
+def _local_columns(store: KVStore, wanted: Sequence[ColumnRequest]) -> dict[str, ColumnSlice]:
+    found = {one.name: (one, _local_rows(store, one)) for one in wanted}
+    return {name: one.slice(rows) for name, (one, rows) in found.items() if rows is not None}
 
 
 def _local_rows(store: KVStore, wanted: ColumnRequest) -> Array | None:
@@ -321,7 +326,7 @@ def _local_rows(store: KVStore, wanted: ColumnRequest) -> Array | None:
 
 
 def _stream(
-    store: KVStore, missing: Sequence[ColumnRequest], session: Session, found: dict[str, LoadedColumns]
+    store: KVStore, missing: Sequence[ColumnRequest], session: Session, found: dict[str, ColumnSlice]
 ) -> None:
     """Load ``missing`` into ``found`` while serving the other ranks; collective."""
     num_bytes = sum(one.num_rows * one.row_bytes for one in missing)
@@ -353,7 +358,7 @@ def _load(
     missing: Sequence[ColumnRequest],
     session: Session,
     op: str,
-    found: dict[str, LoadedColumns],
+    found: dict[str, ColumnSlice],
 ) -> Generator[int, None, None]:
     """Load one feature after the other into ``found``; yield the bytes of each message."""
     for wanted in missing:
@@ -411,7 +416,7 @@ class _Sink:
             self._rows[self._num_rows : self._num_rows + len(rows)] = rows
         self._num_rows += len(rows)
 
-    def result(self) -> LoadedColumns:
+    def result(self) -> ColumnSlice:
         wanted = self._wanted
         if self._writer is not None and self._partial is not None and wanted.folder is not None:
             try:
@@ -419,12 +424,12 @@ class _Sink:
                 publish_slice(self._partial, wanted.folder, wanted.info, wanted.num_rows)
                 rows = read_slice(wanted.folder, wanted.info, wanted.num_rows)
                 if rows is not None:
-                    return LoadedColumns(rows=rows)
+                    return wanted.slice(rows)
                 raise FileNotFoundError(f"{wanted.folder} was removed")
             except OSError as problem:
                 self._to_memory(problem)
         self._rows.flags.writeable = False
-        return LoadedColumns(rows=self._rows, problem=self._problem)
+        return wanted.slice(self._rows, self._problem)
 
     def close(self) -> None:
         # Removes a folder that was not renamed to its place.
@@ -495,22 +500,11 @@ def _row_sums(
     return sums
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Slice:
-    """The own columns of one feature."""
-
-    columns: Columns
-    info: ColumnInfo
-    """Stored dtype, and (F_p,)."""
-    rows: Array
-    """(V, F_p), C-contiguous, by id."""
-
-
 @final
 class ColumnStore:
     """This rank's columns of some features, for all nodes. Made by :func:`open_columns`."""
 
-    def __init__(self, slices: Mapping[str, _Slice], group: Group, session: Session) -> None:
+    def __init__(self, slices: Mapping[str, ColumnSlice], group: Group, session: Session) -> None:
         self._slices, self._group, self._session = dict(slices), group, session
         self._moments: dict[tuple[str, ...], Moments] = {}
 
@@ -603,7 +597,7 @@ class ColumnStore:
         self._slices.clear()
         self._moments.clear()
 
-    def _slice(self, name: str) -> _Slice:
+    def _slice(self, name: str) -> ColumnSlice:
         if name not in self._slices:
             known = ", ".join(map(repr, self._slices)) or "none: the graph is closed"
             raise ConfigError(
@@ -658,7 +652,7 @@ class _Opened:
     """The open columns of a session; stores that have a feature in common share its slice."""
 
     stores: dict[tuple[str, tuple[int, ...], tuple[str, ...]], ColumnStore] = field(default_factory=dict)
-    slices: dict[tuple[str, tuple[int, ...], str], _Slice] = field(default_factory=dict)
+    slices: dict[tuple[str, tuple[int, ...], str], ColumnSlice] = field(default_factory=dict)
 
     def of_graph(self, label: str) -> list[ColumnStore]:
         return [store for key, store in self.stores.items() if key[0] == label]
@@ -721,13 +715,11 @@ def _check_same_request(session: Session, request: list[object]) -> None:
 
 def _load_missing(
     g: DistGraph, wanted: Sequence[ColumnRequest], opened: _Opened, group: Group
-) -> dict[str, _Slice]:
+) -> dict[str, ColumnSlice]:
     keys = {one.name: (g.kvstore.label, group.members, one.name) for one in wanted}
     found = load_columns(g.kvstore, [one for one in wanted if keys[one.name] not in opened.slices], g.session)
-    for one in wanted:
-        if one.name in found:
-            rows = found[one.name].rows
-            opened.slices[keys[one.name]] = _Slice(columns=one.columns, info=one.info, rows=rows)
+    for name, loaded in found.items():
+        opened.slices[keys[name]] = loaded
     problem = next((one.problem for one in found.values() if one.problem), "")
     problems = [one for one in gather_json(problem, g.session) if one]
     if problems and g.session.topology.rank == 0:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import LOADER
-from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
-from dglx_dist.dataloading.loader import DataLoader, check_alike
+from dglx_dist.dataloading.loader import check_alike
 from dglx_dist.dataloading.minibatch import BlockBuilder
 from dglx_dist.dataloading.row_buffers import Precision, RowMemory
 from dglx_dist.dataloading.sampler_spec import read_sampler
@@ -42,6 +41,8 @@ from dglx_dist.strategies.push_pull.options import (
 )
 
 if TYPE_CHECKING:
+    from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
+    from dglx_dist.dataloading.loader import DataLoader
     from dglx_dist.graph.dist_graph import DistGraph
 
 
@@ -312,51 +313,25 @@ class PushPullLoader:
         )
 
 
-def node_loader(
+def open_loader(
+    inner_class: type[DataLoader] | type[DistEdgeDataLoader],
     g: DistGraph,
-    indices: Any,
+    seeds: Any,
     sampler: Any,
     store: ColumnStore | None,
     group: Group,
     options: PushPullOptions,
     loader_options: Mapping[str, Any],
 ) -> PushPullLoader:
-    """Return a loader of nodes like ``dglx_dist.DataLoader``, for push-pull; collective.
+    """Return a loader like ``inner_class`` for push-pull; collective.
 
     Matrices that ``sampler`` prefetches for the input come as columns, too, beside the features of ``store``.
 
     Raises:
-        ConfigError: as :class:`PushPullLoader`; several types; or as ``DataLoader``.
+        ConfigError: as :class:`PushPullLoader`; several types; or as ``inner_class``.
     """
     without, names = _without_matrices(g, sampler, store)
-    inner = DataLoader(g, indices, without, **loader_options)
-    return _with_columns(g, inner, names, store, group, options, loader_options)
-
-
-def edge_loader(
-    g: DistGraph,
-    eids: Any,
-    sampler: Any,
-    store: ColumnStore | None,
-    group: Group,
-    options: PushPullOptions,
-    loader_options: Mapping[str, Any],
-) -> PushPullLoader:
-    """Return a loader of edges, as ``DistEdgeDataLoader``; see :func:`node_loader`."""
-    without, names = _without_matrices(g, sampler, store)
-    inner = DistEdgeDataLoader(g, eids, without, **loader_options)
-    return _with_columns(g, inner, names, store, group, options, loader_options)
-
-
-def _with_columns(
-    g: DistGraph,
-    inner: StepLoader[Any, Any, Any],
-    names: tuple[str, ...],
-    store: ColumnStore | None,
-    group: Group,
-    options: PushPullOptions,
-    loader_options: Mapping[str, Any],
-) -> PushPullLoader:
+    inner = inner_class(g, seeds, without, **loader_options)
     if names and (store is None or store.names != names):
         store = open_columns(g, names, group, cache=options.cache_columns)
     (etype,) = g.canonical_etypes

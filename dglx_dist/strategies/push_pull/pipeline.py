@@ -24,7 +24,7 @@ from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE, WAIT
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput
-from dglx_dist.layers.dropout import DropDraws
+from dglx_dist.layers.dropout import Columns, DropDraws
 from dglx_dist.strategies.gradient_sync import PHASE, BufferMeans, GradientExchange
 from dglx_dist.strategies.push_pull.activation_exchange import (
     BACKWARD,
@@ -45,6 +45,7 @@ from dglx_dist.strategies.push_pull.options import (
     PushPullOptions,
     Side,
 )
+from dglx_dist.strategies.push_pull.split_model import SplitModel
 from dglx_dist.strategies.push_pull.weight_versions import OptimizerHooks, VersionLog
 
 Leaves: TypeAlias = dict[str, Tensor]
@@ -413,40 +414,41 @@ class Pipeline:
         session: The run.
         group: The ranks that push and pull.
         options: Of the strategy.
+        split: The model.
+        names: The features that the model concatenates.
         provenance: Of the model's inputs.
-        features: Inputs that the model may get from a batch: each feature, and all concatenated.
-        part: The parameters before the sum.
-        gradients: Adds their gradients.
-        by_rows: Parameters before the sum that are trained by rows, and so are not among ``part``.
-        owner: The other trained parameters.
-        exchange: Sums the owner side's gradients over the ranks.
         buffers: Of the model; averaged after each backward.
     """
 
-    def __init__(  # noqa: PLR0913 - only the wrapped model constructs it
+    def __init__(
         self,
         session: Session,
         group: Group,
         options: PushPullOptions,
+        split: SplitModel,
+        names: Sequence[str],
         provenance: InputProvenance,
-        *,
-        features: Sequence[Features],
-        part: PartSide,
-        gradients: PartGradients,
-        by_rows: Sequence[nn.Parameter],
-        owner: OwnerSide,
-        exchange: GradientExchange,
         buffers: BufferMeans,
     ) -> None:
         self._session, self._group, self._options, self._provenance = session, group, options, provenance
-        self._part, self._gradients, self._owner = part, gradients, owner
-        self.exchange, self._buffers = exchange, buffers
-        self._features, self._activations = tuple(features), AsyncExchange(session, group)
+        self._buffers, self._features = buffers, _possible_inputs(tuple(names), split.runs)
+        local = {*split.cuts, *split.shared}
+        trained = [
+            (name, parameter)
+            for name, parameter in split.module.named_parameters()
+            if parameter.requires_grad and name not in local
+        ]
+        self._part = part = PartSide(split.module, split.stashed)
+        self._gradients = PartGradients(session, group, part, split.shared)
+        self._owner = owner = OwnerSide([parameter for _, parameter in trained])
+        self.exchange = GradientExchange(trained, session, options.bucket_bytes)
+        self._activations = AsyncExchange(session, group)
         self._looks_ahead = options.in_flight > 1
         self._whole = options.weights == "whole" and self._looks_ahead
-        exchange.set_delay(options.delay if self._whole else 0)
-        exchange.after_backward(self._after_backward)
+        self.exchange.set_delay(options.delay if self._whole else 0)
+        self.exchange.after_backward(self._after_backward)
         self.log = VersionLog()
+        by_rows = [split.module.get_parameter(name) for name in split.cuts if name not in split.stashed]
         self._steps = OptimizerHooks([*part.parameters.values(), *by_rows], owner.parameters, self.log)
         self._spec: InputSpec | None = None
         self._in_flight: dict[int, InFlightBatch] = {}
@@ -654,6 +656,12 @@ class Pipeline:
             found = wait()
         self._waited_s += time.perf_counter() - begun
         return found
+
+
+def _possible_inputs(names: tuple[str, ...], runs: tuple[Columns, ...]) -> list[Features]:
+    """Return each feature by itself, and the concatenation of all."""
+    single = [Features(names=(name,), pieces=(run,)) for name, run in zip(names, runs, strict=bool(names))]
+    return single if len(names) < 2 else [*single, Features(names=names, pieces=runs)]
 
 
 class PullBackward(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -255,20 +255,6 @@ def _power(gradients: Iterable[Tensor], norm_type: float) -> float:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class SplitContext:
-    """The facts of a run that decide how a model is split."""
-
-    num_nodes: int
-    """V."""
-    seed: int
-    sync: Sync
-    """Whether the first layer's results or its projected inputs are summed."""
-    provenance: InputProvenance
-    """Of the model's inputs."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
 class SplitModel:
     """A model of which this rank has one part."""
 
@@ -288,21 +274,24 @@ class SplitModel:
 
 
 def split_model(
-    model: nn.Module, widths: Sequence[int], store: ColumnStore, group: Group, context: SplitContext
+    model: nn.Module,
+    store: ColumnStore,
+    group: Group,
+    *,
+    num_nodes: int,
+    seed: int,
+    sync: Sync,
+    provenance: InputProvenance,
 ) -> SplitModel:
-    """Replace the first layer of ``model``, and the modules before it, by this rank's part.
-
-    ``widths`` are the columns of each feature that the model concatenates, or of its input embedding.
+    """Replace the first layer of ``model``, and the modules before it, by this rank's part; collective.
 
     Raises:
-        ConfigError: no layer takes that many columns and can be split, or a module before it cannot.
+        ConfigError: no layer takes the input's columns and can be split, or a module before it cannot.
     """
-    width = sum(widths)
-    name, whole = find_first_layer(model, width, context.sync)
+    widths = _input_widths(model, store, num_nodes)
+    name, whole = find_first_layer(model, sum(widths), sync)
     runs = deal_out_concatenated(widths, group.size)
-    layout = InputLayout(
-        features=store.names, runs=runs[group.part], num_nodes=context.num_nodes, seed=context.seed
-    )
+    layout = InputLayout(features=store.names, runs=runs[group.part], num_nodes=num_nodes, seed=seed)
     inputs = find_input_modules(model, name, layout, store.moments)
     before_split = dict(model.named_parameters(remove_duplicate=False))
     places, prefix = all_names(model, name), _prefix(name)
@@ -317,7 +306,7 @@ def split_model(
     stashed = [prefix + inner for inner in (*whole.cut, *whole.shared)]
     seen: set[nn.Module] = set()
     for place, module in inputs.items():
-        module.provenance = context.provenance
+        module.provenance = provenance
         before = model.get_submodule(place)
         for inner, dimension in module.cut.items():
             shape = tuple(before.get_parameter(inner).shape)
@@ -365,7 +354,7 @@ def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, Spl
     )
 
 
-def input_widths(model: nn.Module, store: ColumnStore, num_nodes: int) -> tuple[int, ...]:
+def _input_widths(model: nn.Module, store: ColumnStore, num_nodes: int) -> tuple[int, ...]:
     """Return the columns of the model's input: of the features, or of its embedding of all nodes.
 
     Raises:

@@ -53,18 +53,14 @@ class PushPull(Strategy):
             make_group(session, self._options.group_size)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return a loader of nodes whose blocks have this rank's columns; see ``dglx_dist.DataLoader``."""
-        from dglx_dist.strategies.push_pull.loader import node_loader
+        from dglx_dist.dataloading.loader import DataLoader
 
-        store, group = self._opened(g)
-        return node_loader(g, indices, sampler, store, group, self._options, loader_options)
+        return self._open_loader(DataLoader, g, indices, sampler, loader_options)
 
     def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return a loader of edges whose blocks have this rank's columns; see ``DistEdgeDataLoader``."""
-        from dglx_dist.strategies.push_pull.loader import edge_loader
+        from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 
-        store, group = self._opened(g)
-        return edge_loader(g, eids, sampler, store, group, self._options, loader_options)
+        return self._open_loader(DistEdgeDataLoader, g, eids, sampler, loader_options)
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
         """Return ``model`` with its first layer split; every rank must call it.
@@ -80,6 +76,14 @@ class PushPull(Strategy):
             store = ColumnStore({}, group, self._session)
         _check_floats(store)
         return PushPullModel(model, g, store, group, self._options, reduction=reduction)
+
+    def _open_loader(
+        self, inner_class: Any, g: DistGraph, seeds: Any, sampler: Any, loader_options: Mapping[str, Any]
+    ) -> Iterable[Any]:
+        from dglx_dist.strategies.push_pull.loader import open_loader
+
+        store, group = self._opened(g)
+        return open_loader(inner_class, g, seeds, sampler, store, group, self._options, loader_options)
 
     def _opened(self, g: DistGraph) -> tuple[ColumnStore, Group]:
         if len(g.ntypes) != 1:

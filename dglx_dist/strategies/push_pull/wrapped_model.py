@@ -10,24 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import SplittableConv
-from dglx_dist.layers.dropout import Columns
 from dglx_dist.strategies.base import Parts, Reduction, WrappedModel, find_share, gradient_weight
 from dglx_dist.strategies.data_parallel import broadcast_state, check_frozen, check_same_model
-from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange, mark_output
+from dglx_dist.strategies.gradient_sync import BufferMeans, mark_output
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
-from dglx_dist.strategies.push_pull.input_layers import Features, InputModule, InputProvenance
+from dglx_dist.strategies.push_pull.input_layers import InputModule, InputProvenance
 from dglx_dist.strategies.push_pull.options import Group, GroupBatch, PushPullOptions
-from dglx_dist.strategies.push_pull.pipeline import OwnerSide, PartGradients, PartSide, Pipeline
-from dglx_dist.strategies.push_pull.split_model import (
-    CutState,
-    SplitContext,
-    SplitModel,
-    input_widths,
-    split_model,
-)
+from dglx_dist.strategies.push_pull.pipeline import Pipeline
+from dglx_dist.strategies.push_pull.split_model import CutState, split_model
 from dglx_dist.strategies.push_pull.weight_versions import VersionLog
 
 if TYPE_CHECKING:
@@ -127,17 +119,22 @@ class PushPullModel(WrappedModel):
         broadcast_state(model, session)
         self._session, self._reduction = session, reduction
         self._group, self._provenance = group, InputProvenance()
-        context = SplitContext(
-            num_nodes=g.num_nodes(), seed=session.seed, sync=options.sync, provenance=self._provenance
+        split = split_model(
+            model,
+            store,
+            group,
+            num_nodes=g.num_nodes(),
+            seed=session.seed,
+            sync=options.sync,
+            provenance=self._provenance,
         )
-        split = split_model(model, input_widths(model, store, g.num_nodes()), store, group, context)
         self.module = split.module
         self._cuts = dict(split.cuts)
         self._state = CutState(session, group, self._cuts, split.originals)
         self._buffer_means = BufferMeans(self.module, session, reduction)
         self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
-        self._pipeline = _pipeline_of(
-            split, session, group, options, self._provenance, self._buffer_means, store.names
+        self._pipeline = Pipeline(
+            session, group, options, split, store.names, self._provenance, self._buffer_means
         )
         split.layer.run_parts = self._pipeline
         self._guard = InputGuard(self.module, split.layer, self._provenance, group)
@@ -219,43 +216,6 @@ class PushPullModel(WrappedModel):
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
         self._buffer_means.note()
         return result
-
-
-def _pipeline_of(
-    split: SplitModel,
-    session: Session,
-    group: Group,
-    options: PushPullOptions,
-    provenance: InputProvenance,
-    buffers: BufferMeans,
-    names: tuple[str, ...],
-) -> Pipeline:
-    local = {*split.cuts, *split.shared}
-    part = PartSide(split.module, split.stashed)
-    trained = [
-        (name, parameter)
-        for name, parameter in split.module.named_parameters()
-        if parameter.requires_grad and name not in local
-    ]
-    return Pipeline(
-        session,
-        group,
-        options,
-        provenance,
-        features=_features_of(names, split.runs),
-        part=part,
-        gradients=PartGradients(session, group, part, split.shared),
-        by_rows=[split.module.get_parameter(name) for name in split.cuts if name not in split.stashed],
-        owner=OwnerSide([parameter for _, parameter in trained]),
-        exchange=GradientExchange(trained, session, options.bucket_bytes),
-        buffers=buffers,
-    )
-
-
-def _features_of(names: tuple[str, ...], runs: tuple[Columns, ...]) -> list[Features]:
-    """Return each feature by itself, and the concatenation of all."""
-    single = [Features(names=(name,), pieces=(run,)) for name, run in zip(names, runs, strict=bool(names))]
-    return single if len(names) < 2 else [*single, Features(names=names, pieces=runs)]
 
 
 def _group_batch_of(arguments: tuple[Any, ...]) -> GroupBatch | None:

@@ -14,6 +14,7 @@ from dgl.dataloading import NeighborSampler, as_edge_prediction_sampler
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading import negative
+from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.dataloading.row_buffers import BufferPool
 from dglx_dist.errors import CheckpointError, ConfigError
@@ -24,7 +25,7 @@ from dglx_dist.strategies.push_pull.options import make_group
 from tests.dataloading import bonds
 from tests.helpers.ranks import run_ranks
 from tests.strategies.push_pull import rounds
-from tests.strategies.push_pull.rounds import WIDTH, edges_of, epoch_of, nodes_of, sampler_of, group_batch_of
+from tests.strategies.push_pull.rounds import WIDTH, edges_of, epoch_of, group_batch_of, nodes_of, sampler_of
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +333,9 @@ def test_edge_prediction_samplers_bring_columns_too(graph: DistGraph) -> None:
     sampler = as_edge_prediction_sampler(sampler_of(), negative_sampler=negative.Uniform(1))
     group = make_group(graph.session, 1)
     options = rounds.PushPullOptions()
-    loader = rounds.edge_loader(graph, torch.arange(20), sampler, None, group, options, {"batch_size": 5})
+    loader = rounds.open_loader(
+        DistEdgeDataLoader, graph, torch.arange(20), sampler, None, group, options, {"batch_size": 5}
+    )
     batches = list(loader)
     assert len(batches) == 4
     for nodes, positive, negatives, blocks in batches:
@@ -377,4 +380,6 @@ def test_several_types_are_refused(tmp_path: Path) -> None:
         g = DistGraph(bonds.write(bonds.shop(), tmp_path / "shop", 1))
         group, options = make_group(session, 1), rounds.PushPullOptions()
         with pytest.raises(ConfigError, match=r"user, item|item, user.*data_parallel"):
-            rounds.node_loader(g, {"user": torch.arange(3)}, sampler_of(), None, group, options, {})
+            rounds.open_loader(
+                DataLoader, g, {"user": torch.arange(3)}, sampler_of(), None, group, options, {}
+            )

@@ -1,4 +1,4 @@
-"""A wait for other owners' structure ends by its arrival, by a cancelled iteration, or by an error that names the rank."""
+"""Waits for other owners' structure end by arrival, by a cancelled iteration, or by an error that names ranks."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError
-from dglx_dist.strategies.push_pull.block_exchange import IterationLeft, BatchPosition, StructureInbox
+from dglx_dist.strategies.push_pull.block_exchange import BatchPosition, IterationLeft, StructureInbox
 from dglx_dist.strategies.push_pull.options import Group
 
 BLOCK = [np.zeros(1, np.int32)] * 3
