@@ -1,4 +1,4 @@
-"""Waits for other owners' structure end by arrival, by a cancelled iteration, or by an error that names ranks."""
+"""Waiting for other owners' structure ends by arrival, cancellation, or an error that names ranks."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
