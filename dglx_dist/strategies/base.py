@@ -255,11 +255,8 @@ class Strategy(ABC):
     def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         """Return an iterable of ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``; collective.
 
-        Args:
-            g: The distributed graph.
-            eids: This rank's edges: ids, or a dict of them by edge type; may be empty.
-            sampler: A sampler of ``dgl.dataloading``.
-            loader_options: Of ``dglx_dist.DistEdgeDataLoader``.
+        ``eids`` are this rank's edges, ids or a dict of them by edge type; may be empty. All else is as for
+        :meth:`loader` and ``dglx_dist.DistEdgeDataLoader``.
 
         Raises:
             ConfigError: the strategy trains on nodes only, unless this is overridden.
@@ -329,7 +326,7 @@ def strategy_of(session: Session) -> Strategy:
     """Return the strategy of the session.
 
     Raises:
-        ConfigError: the strategy does not know one of the session's options, or ``auto`` has not chosen yet.
+        ConfigError: an option of the session is unknown, or ``auto`` has not chosen yet.
     """
     if session.strategy == AUTO:
         raise ConfigError(

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, final
@@ -255,7 +256,6 @@ class ColumnRequest:
     info: ColumnInfo
     """Dtype, and (F_p,)."""
     num_rows: int
-    """V."""
     folder: Path | None
     """Folder of the file, present or not; None: in memory only."""
     is_leader: bool
@@ -332,7 +332,7 @@ def _stream(
     num_bytes = sum(one.num_rows * one.row_bytes for one in missing)
     shown = session.topology.rank == 0 and num_bytes > PROGRESS_BYTES
     op = f"{store.label}.columns"
-    session.rpc.register(op, _ColumnServer(store))
+    session.rpc.register(op, partial(_serve_columns, store))
     with ExitStack() as stack, progress("Loading columns", num_bytes, enabled=shown) as advance:
         stack.callback(session.rpc.unregister, op)
         barrier(session, "loading columns")
@@ -445,21 +445,15 @@ class _Sink:
         self._writer = None
 
 
-@final
-class _ColumnServer:
-    """Answers with the columns of a range of this server's rows."""
-
-    def __init__(self, store: KVStore) -> None:
-        self._store = store
-
-    def __call__(self, key: str, arrays: Sequence[Array]) -> Sequence[Array]:
-        begin, end, left, right = arrays[0].tolist()
-        pieces = [
-            rows[max(begin - first, 0) : max(end - first, 0), left:right]
-            for first, rows in self._store.shards(key)
-            if first < end and begin < first + len(rows)
-        ]
-        return [np.concatenate(pieces)]
+def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequence[Array]:
+    """Return the requested columns of a range of this server's rows."""
+    begin, end, left, right = arrays[0].tolist()
+    pieces = [
+        rows[max(begin - first, 0) : max(end - first, 0), left:right]
+        for first, rows in store.shards(key)
+        if first < end and begin < first + len(rows)
+    ]
+    return [np.concatenate(pieces)]
 
 
 def moments_of_rows(
@@ -510,7 +504,6 @@ class ColumnStore:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The features, in the order in which they were requested."""
         return tuple(self._slices)
 
     @property
@@ -527,11 +520,7 @@ class ColumnStore:
         return self._slice(name).columns
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of :meth:`rows`.
-
-        Raises:
-            ConfigError: as :meth:`cut`.
-        """
+        """Return the dtype of :meth:`rows`; raises as :meth:`cut`."""
         return Precision().target(torch_dtype(self._slice(name).info.dtype))
 
     def rows(self, name: str, nodes: Tensor, memory: RowMemory | None = None) -> Tensor:
@@ -569,9 +558,6 @@ class ColumnStore:
 
         Every rank must call it; the first call sums twice over the ranks, 8 bytes per node each, under the
         phase ``columns``, and its result is kept.
-
-        Args:
-            names: Of features that were opened.
 
         Returns:
             (mean, variance): (V,) float64 each; the variance is biased, as in LayerNorm.
@@ -641,7 +627,7 @@ def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: boo
     if key not in opened.stores:
         wanted = together(g.session, lambda: _column_requests(g, names, group, cache), ConfigError)
         _check_same_request(g.session, [list(names), group.size, cache])
-        if not opened.of_graph(g.kvstore.label):
+        if not any(label == g.kvstore.label for label, _, _ in opened.stores):
             g.on_close.append(lambda: opened.forget(g.kvstore.label))
         opened.stores[key] = ColumnStore(_load_missing(g, wanted, opened, group), group, g.session)
     return opened.stores[key]
@@ -654,14 +640,9 @@ class _Opened:
     stores: dict[tuple[str, tuple[int, ...], tuple[str, ...]], ColumnStore] = field(default_factory=dict)
     slices: dict[tuple[str, tuple[int, ...], str], ColumnSlice] = field(default_factory=dict)
 
-    def of_graph(self, label: str) -> list[ColumnStore]:
-        return [store for key, store in self.stores.items() if key[0] == label]
-
     def forget(self, label: str) -> None:
-        for store in self.of_graph(label):
-            store.close()
         for key in [key for key in self.stores if key[0] == label]:
-            del self.stores[key]
+            self.stores.pop(key).close()
         for kept in [kept for kept in self.slices if kept[0] == label]:
             del self.slices[kept]
 

@@ -105,13 +105,11 @@ class VersionLog:
         """Record that the gradients of ``batch`` on one side wait for a step."""
         self._pending.append((batch, side, read))
 
-    def put_aside(self) -> list[tuple[int, Side, int]]:
-        """Forget and return the gradients that wait; for :meth:`put_back`."""
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """Ignore the gradients that wait, inside the block."""
         pending, self._pending = self._pending, []
-        return pending
-
-    def put_back(self, pending: list[tuple[int, Side, int]]) -> None:
-        """Restore what :meth:`put_aside` returned."""
+        yield
         self._pending = pending + self._pending
 
     def stepped(self, sides: tuple[Side, ...]) -> None:
@@ -168,14 +166,13 @@ class OptimizerHooks:
         optimizers = [found for ref in self._known if (found := ref()) is not None]
         parameters = [parameter for one in optimizers for parameter in _parameters(one)]
         before = [parameter.grad for parameter in parameters]
-        pending, held_back = self._log.put_aside(), self._held_back
-        self._held_back = ()
+        held_back, self._held_back = self._held_back, ()
         for parameter in parameters:
             parameter.grad = None
-        yield
-        for one in optimizers:
-            one.step()
-        self._log.put_back(pending)
+        with self._log.put_aside():
+            yield
+            for one in optimizers:
+                one.step()
         self._held_back = held_back
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
