@@ -92,7 +92,7 @@ class OwnerSide:
         self._live: list[Tensor] | None = None
 
     def copies(self) -> list[Tensor]:
-        """Return copies of the current values, also while others are placed."""
+        """Return copies of the live values, also while others are placed."""
         values = self._live or [parameter.data for parameter in self.parameters]
         return [value.clone() for value in values]
 

@@ -42,7 +42,7 @@ def only_the_own_owner() -> Iterator[None]:
         self.pushes = [Only(push, part) for push in self.pushes]  # type: ignore[misc]  # a Transfer to it
         return backward(self, wanted)
 
-    with mock.patch.object(InFlightBatch, "go_back", forgetful):
+    with mock.patch.object(InFlightBatch, "backward", forgetful):
         yield
 
 
