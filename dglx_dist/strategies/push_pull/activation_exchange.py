@@ -209,11 +209,8 @@ def share_edge_values(
 ) -> list[dict[str, Tensor]]:
     """Return every owner's values by name, like ``values`` of the own block; every member must call it.
 
-    Args:
-        values: Name to (E1, ...) of the own block, in the order of its edges; carries no gradient.
-        inputs: (N_f,) by owner.
-        group: The ranks that take part.
-        exchange: Of the group.
+    ``values`` maps names to (E1, ...) of the own block, in the order of its edges, without gradients;
+    ``inputs`` are by owner.
     """
     by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
     for name, own in values.items():

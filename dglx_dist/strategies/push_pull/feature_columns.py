@@ -110,11 +110,6 @@ def _header(info: ColumnInfo, num_rows: int) -> dict[str, object]:
 class SliceWriter:
     """Writes the rows of one slice, in order, to an existing folder that other processes do not use yet.
 
-    Args:
-        folder: Gets the file.
-        info: Dtype and row shape, (F_p,).
-        num_rows: N.
-
     Raises:
         OSError: the folder cannot be written, or the disk has too little space for all rows.
     """
@@ -469,9 +464,6 @@ def moments_of_rows(
         width: Columns of all ranks together, at least 1.
         session: The run.
         phase: For the ledger.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
     """
     mean = _row_sums(slices, num_rows, lambda values, _: values)
     sum_over_ranks(mean, session, phase=phase, in_place=True).div_(width)

@@ -440,12 +440,8 @@ def find_input_modules(
     norm is taken for one of the input if it is registered before the first layer, or if no other parameter of
     the model is that wide.
 
-    Args:
-        model: The user's, uncut.
-        first_name: Of the first layer, as in ``named_modules``.
-        layout: The input of that layer.
-        moments: Feature names to (mean, variance) of each node's concatenated row, (V,) float64; collective,
-            called only if there is a norm.
+    ``moments`` maps feature names to (mean, variance) of each node's concatenated row, (V,) float64; it is
+    collective and called only if there is a norm.
 
     Returns:
         Names of ``named_modules``, all names of a module that has several, to their replacements.

@@ -172,12 +172,7 @@ class PushPullLoader:
     collective, and all ranks must iterate alike; structure moves from the loader's threads without a
     collective. At the normal end of an epoch the pipelines of the session are drained, which is collective.
 
-    Args:
-        inner: A loader of nodes or edges of one type, which fetches no row of the features.
-        session: The run.
-        fetcher: The columns to add.
-        num_nodes: V.
-        builder: Of the blocks.
+    ``inner`` is a loader of nodes or edges of one type, which fetches no row of the features.
 
     Raises:
         ConfigError: on all ranks, when they were given other depths or features, or structure="resample" is

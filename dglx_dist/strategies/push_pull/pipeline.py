@@ -410,14 +410,7 @@ def _key_of(values: Tensor, block: DGLBlock) -> str | None:
 class Pipeline:
     """Runs batches through the first layer of one model, in lock-step with the other ranks.
 
-    Args:
-        session: The run.
-        group: The ranks that push and pull.
-        options: Of the strategy.
-        split: The model.
-        names: The features that the model concatenates.
-        provenance: Of the model's inputs.
-        buffers: Of the model; averaged after each backward.
+    ``names`` are the features that the model concatenates; ``buffers`` are averaged after each backward.
     """
 
     def __init__(

@@ -54,12 +54,9 @@ class Cut:
 class CutState:
     """Joins and cuts the cut parameters of a model, their optimizer state and their gradients.
 
-    Args:
-        session: The run.
-        group: The ranks that hold all columns together.
-        cuts: Name of the cut parameter, as in the user's module, to its cut.
-        originals: Name of each replaced submodule ("" is the model itself) to the user's, as
-            :func:`without_weights` leaves it. Its parameters have the same names as those of its part.
+    ``cuts`` are by name of the parameter in the user's module. ``originals`` are the user's submodules that
+    were replaced, by name ("" is the model itself), as :func:`without_weights` returns them; their parameters
+    have the same names as those of their parts.
     """
 
     def __init__(
@@ -213,11 +210,8 @@ def _restored(
 ) -> nn.Module:
     """Return a copy of what :func:`without_weights` returned, with all parameters, in ``part``'s mode.
 
-    Args:
-        original: The user's module, without its weights.
-        part: Its replacement.
-        parameters: Replace those without memory.
-        copies: The memo of the model's copy, as other layers may have the part's uncut parameters, too.
+    ``parameters`` replace those without memory. ``copies`` is the memo of the model's copy, as other layers
+    may have the part's uncut parameters, too.
     """
     memo: dict[int, Any] = dict(parameters)
     for name, parameter in original.named_parameters():
