@@ -59,7 +59,7 @@ setup(
         # Other packages announce plugins in these groups, as "name = package.module:Class":
         #   dglx_dist.partitioners   subclasses of dglx_dist.data.partition.base.Partitioner
         #   dglx_dist.strategies     subclasses of dglx_dist.strategies.base.Strategy
-        #   dglx_dist.data       subclasses of dglx_dist.data.sources.DatasetSource
+        #   dglx_dist.datasets       subclasses of dglx_dist.data.sources.DatasetSource
         # docs/extending.md shows one of each.
     },
     classifiers=[

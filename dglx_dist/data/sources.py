@@ -378,7 +378,7 @@ DATASETS: Registry[DatasetSource] = Registry(
         "ogb": "dglx_dist.data.sources:OgbSource",
         "tables": "dglx_dist.data.tables:TablesSource",
     },
-    group="dglx_dist.data",
+    group="dglx_dist.datasets",
 )
 
 

@@ -1,4 +1,4 @@
-"""What every strategy is: a way to feed a model and to exchange what its ranks computed."""
+"""Base classes and the registry of training strategies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 Reduction: TypeAlias = Literal["mean", "sum"]
-"""What the user's loss is: the mean over this rank's own targets, or their sum."""
+"""The user's loss: the mean over this rank's own targets, or their sum."""
 
 WRAPPED: SessionField[bool] = SessionField(lambda: False)
 """Whether a model is wrapped, hence all ranks take steps together."""
@@ -34,49 +34,49 @@ CACHE_CHOICE: SessionField[dict[str, object] | None] = SessionField(lambda: None
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a strategy declares, so that nobody has to ask which one it is."""
+    """Properties that a strategy declares, so that no code depends on its name."""
 
     unit: Literal["mini_batch", "full_graph"]
-    """What one step trains on."""
+    """The data of one step."""
     features: Literal["rows", "columns"]
-    """How the node features are cut over the servers."""
+    """The cut of the node features over the servers."""
     exact: bool
     """Whether k steps give the weights of one process, up to the order of summation."""
     summary: str
-    """What crosses the network, in one line."""
+    """The network traffic, in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parameters of a wrapped model by where they live, as uncut names of the user's module."""
+    """The parameters of a wrapped model by their placement, as uncut names of the user's module."""
 
     replicated: tuple[str, ...]
     """Equal on every rank, gradients summed over the ranks."""
     local: tuple[str, ...]
-    """Each rank holds its own piece; nobody exchanges their gradients."""
+    """Each rank holds its own piece; their gradients are not exchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What a training loop without a loop of the user's is asked to train."""
+    """The training objective of an :class:`EpochTrainer`."""
 
     loss: Callable[[Tensor, Tensor], Tensor] | None
     """(B, C) scores and (B,) labels to their mean loss; None: a task of the user's own."""
     feature: str = FEATURE
-    """Node data that goes into the model."""
+    """The model's input node data."""
     label: str = LABEL
     beside: tuple[str, ...] = ()
-    """What else takes part in a step, by the names of the options that say so."""
+    """Names of options that add something else to a step."""
 
 
 class EpochTrainer(ABC):
-    """Trains whole epochs, under a strategy whose epochs overlap so that no loop can own a step."""
+    """Trains whole epochs, under a strategy whose epochs overlap so that no user loop can own a step."""
 
     @abstractmethod
     def run(self, first: int, number: int) -> Sequence[EpochRecord]:
         """Train ``number`` epochs from ``first`` on; every rank must call it.
 
-        Afterwards nothing is under way, and the model's parameters and the optimizer's state are those of the
+        Afterwards nothing is in flight, and the model's parameters and the optimizer's state are those of the
         last epoch on every rank.
 
         Returns:
@@ -88,14 +88,14 @@ class EpochTrainer(ABC):
 
     @abstractmethod
     def account(self) -> dict[str, object]:
-        """Return what the run took beside time, over all ranks, JSON values; every rank must call it.
+        """Return the costs of the run beside time, over all ranks, JSON values; every rank must call it.
 
         With ``dollars``, a ``label`` that says how to read them, and both as a ``text``.
         """
 
     @abstractmethod
     def close(self, *, failed: bool = False) -> None:
-        """Let go of what was opened; every rank must call it. After it ``failed``, it waits for nobody."""
+        """Release all resources; every rank must call it. With ``failed`` it waits for no other rank."""
 
 
 _PREFETCH = (
@@ -106,13 +106,10 @@ _PREFETCH = (
 
 @contextmanager
 def edge_data_named(advice: str = _PREFETCH) -> Iterator[None]:
-    """Say of edge data that a block lacks what to pass; DGL raises a KeyError with nothing but the name.
+    """Replace DGL's KeyError for missing edge data of a block, which has only the name, by a ConfigError.
 
     Args:
-        advice: What to do; ``{name}`` is replaced.
-
-    Raises:
-        ConfigError: in place of that KeyError. Others pass.
+        advice: The remedy in the message; ``{name}`` is replaced.
     """
     try:
         yield
@@ -131,7 +128,7 @@ def edge_data_named(advice: str = _PREFETCH) -> Iterator[None]:
 
 
 class WrappedModel(nn.Module, ABC):
-    """The user's model, taught by a strategy to train together with the other ranks.
+    """The user's model, wrapped by a strategy to train together with the other ranks.
 
     Call it like the user's module. Backward is collective, and so is forward under strategies that exchange
     activations, on the thread of the training loop. Names and shapes in ``state_dict`` are those of the
@@ -142,35 +139,39 @@ class WrappedModel(nn.Module, ABC):
     """The user's module. Calling it directly, past the wrapper, leaves its gradients on this rank."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module; edge data that a block lacks is named, with what to pass."""
+        """Call the user's module.
+
+        Raises:
+            ConfigError: the model reads edge data that its block does not have; the message has the remedy.
+        """
         with edge_data_named():
             return super().__call__(*args, **kwargs)
 
     @property
     @abstractmethod
     def parts(self) -> Parts:
-        """Which parameters are replicated and which are cut."""
+        """The replicated and the cut parameters."""
 
     @abstractmethod
     def exchange_seconds(self, *, reset: bool = False) -> float:
         """Seconds this rank stood waiting for exchanges since the start or the last reset."""
 
     def whole(self) -> nn.Module:
-        """Return the user's module with uncut weights as they are now; every rank must call it.
+        """Return the user's module with its current weights, uncut; every rank must call it.
 
-        For computing without the other ranks, as evaluation does; training it trains no wrapped model.
+        For computation without the other ranks, as evaluation; training it does not train the wrapped model.
         """
         return self.module
 
-    def join_state(self, name: str, mine: Tensor) -> Tensor:
+    def join_state(self, name: str, piece: Tensor) -> Tensor:
         """Return the uncut tensor of which each rank has a piece, cut like parameter ``name``; collective.
 
-        For optimizer state. ``mine`` itself where the parameter is replicated.
+        For optimizer state. Returns ``piece`` itself where the parameter is replicated.
         """
-        return mine
+        return piece
 
     def cut_state(self, name: str, uncut: Tensor) -> Tensor:
-        """Return this rank's piece of what :meth:`join_state` returned; sends nothing."""
+        """Return this rank's piece of the result of :meth:`join_state`; sends nothing."""
         return uncut
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -188,13 +189,13 @@ class WrappedModel(nn.Module, ABC):
         objective: Objective,
         show: Callable[[str], None] | None = None,
     ) -> EpochTrainer | None:
-        """Return what trains in place of a loop over ``loader``; None, as here: a loop does. Collective.
+        """Return the trainer that replaces a loop over ``loader``, or None, as here. Collective.
 
         Args:
-            loader: What the strategy's ``loader`` returned.
+            loader: From the strategy.
             optimizer: Over the parameters of this model.
-            objective: What is trained.
-            show: Called now and then with one line about what is going on; from any thread.
+            objective: Of the training.
+            show: Called now and then with one line of progress; from any thread.
 
         Raises:
             ConfigError: the strategy cannot train this.
@@ -202,7 +203,7 @@ class WrappedModel(nn.Module, ABC):
         return None
 
     def join(self) -> AbstractContextManager[None]:
-        """Context for a loop over a loader; does nothing, for loaders give all ranks equal steps."""
+        """Context for a loop over a loader; does nothing, as loaders give all ranks equal steps."""
         return nullcontext()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -226,14 +227,15 @@ class WrappedModel(nn.Module, ABC):
 class Strategy(ABC):
     """One placement of a model's stages over the ranks.
 
-    An instance is made whenever one is needed: state belongs in what it returns, or in a ``SessionField``.
+    A new instance is created whenever one is needed: state belongs in what it returns, or in a
+    ``SessionField``.
 
     Args:
-        session: The run it works in.
+        session: The run.
         options: The strategy's own options by name.
 
     Raises:
-        ConfigError: an option is unknown to the strategy or has a value it cannot honour.
+        ConfigError: an option is unknown or has a value that is not supported.
     """
 
     traits: ClassVar[Traits]
@@ -243,26 +245,23 @@ class Strategy(ABC):
 
     @abstractmethod
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return what yields ``(input_nodes, output_nodes, blocks)``; every rank must call it.
+        """Return an iterable of ``(input_nodes, output_nodes, blocks)``; every rank must call it.
 
         Args:
             g: The distributed graph.
             indices: (K,) int64, this rank's seeds; may be empty.
             sampler: A sampler of ``dgl.dataloading``.
-            loader_options: What ``dglx_dist.DataLoader`` takes.
+            loader_options: Of ``dglx_dist.DataLoader``.
         """
 
     def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return what yields ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``; all ranks call it.
+        """Return an iterable of ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``; collective.
 
-        Args:
-            g: The distributed graph.
-            eids: This rank's edges: ids, or a dict of them by edge type; may be empty.
-            sampler: A sampler of ``dgl.dataloading``.
-            loader_options: What ``dglx_dist.DistEdgeDataLoader`` takes.
+        ``eids`` are this rank's edges, ids or a dict of them by edge type; may be empty. All else is as for
+        :meth:`loader` and ``dglx_dist.DistEdgeDataLoader``.
 
         Raises:
-            ConfigError: the strategy trains on nodes only, which is so where this is not overridden.
+            ConfigError: the strategy trains on nodes only, unless this is overridden.
         """
         raise ConfigError(
             f"{type(self).__name__} trains on nodes, not on batches of edges; use strategy='data_parallel'"
@@ -270,12 +269,12 @@ class Strategy(ABC):
 
     @abstractmethod
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
-        """Return ``model`` made to train with the other ranks; every rank must call it.
+        """Return ``model``, wrapped to train with the other ranks; every rank must call it.
 
         Args:
             model: The user's model; all ranks build the same one, rank 0's weights win.
-            g: The distributed graph it will see.
-            reduction: What the user's loss is.
+            g: The distributed graph of its inputs.
+            reduction: Of the user's loss.
 
         Raises:
             ConfigError: the strategy cannot train this model exactly.
@@ -283,19 +282,13 @@ class Strategy(ABC):
 
 
 def check_options(strategy: str, options: Mapping[str, object], known: Mapping[str, type]) -> None:
-    """Raise ConfigError unless every option is in ``known`` and has its type.
-
-    Args:
-        strategy: Name for the message.
-        options: What the user gave.
-        known: Option name to the type of its value.
-    """
+    """Raise ConfigError unless every option is in ``known``, which maps names to types, and has its type."""
     for name, value in options.items():
         if name not in known:
             listed = ", ".join(f"{key} ({kind.__name__})" for key, kind in sorted(known.items())) or "none"
             raise ConfigError(f"strategy {strategy!r} has no option {name!r}; its options are: {listed}")
         kind = known[name]
-        # bool is a subclass of int, and a flag where a number belongs is a mistake.
+        # bool is a subclass of int, but a flag in place of a number is a mistake.
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise ConfigError(
                 f"option {name}={value!r} of strategy {strategy!r} must be of type {kind.__name__}, "
@@ -304,7 +297,7 @@ def check_options(strategy: str, options: Mapping[str, object], known: Mapping[s
 
 
 AUTO = "auto"
-"""In the place of a strategy's name: whichever suits graph, model and network (``planner/``)."""
+"""In place of a strategy's name: the planner chooses by graph, model and network (``planner/``)."""
 
 STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
@@ -332,10 +325,10 @@ STRATEGIES: Registry[Strategy] = Registry(
 
 
 def strategy_of(session: Session) -> Strategy:
-    """Return the strategy that the session was opened with; it keeps no state of its own.
+    """Return the strategy of the session.
 
     Raises:
-        ConfigError: the strategy does not know one of the session's options, or ``auto`` has not chosen yet.
+        ConfigError: an option of the session is unknown, or ``auto`` has not chosen yet.
     """
     if session.strategy == AUTO:
         raise ConfigError(
@@ -346,19 +339,19 @@ def strategy_of(session: Session) -> Strategy:
 
 
 def resolve_strategy(strategy: str | None, *, auto: bool = False) -> str:
-    """Return the one name of ``strategy``; of None: DGLX_STRATEGY, else ``data_parallel``.
+    """Return the canonical name of ``strategy``; of None: DGLX_STRATEGY, else ``data_parallel``.
 
     Args:
         strategy: A name or an alias.
-        auto: Whether ``auto`` may be asked for, because somebody will choose.
+        auto: Whether ``auto`` is allowed, as a strategy is chosen later.
 
     Raises:
         UnknownNameError: there is no such strategy; the message has the nearest name.
-        ConfigError: ``auto`` where nobody will choose.
+        ConfigError: ``auto`` where it is not allowed.
     """
-    asked = strategy or read_settings().strategy or "data_parallel"
-    if asked != AUTO:
-        return STRATEGIES.resolve(asked)
+    name = strategy or read_settings().strategy or "data_parallel"
+    if name != AUTO:
+        return STRATEGIES.resolve(name)
     if not auto:
         raise ConfigError(
             "strategy 'auto' chooses in dx.fit or dx.choose_strategy, which a script of dgl.distributed does "
@@ -379,19 +372,21 @@ def begin(
     """Join the other ranks for ``strategy``; every rank must call it.
 
     Args:
-        strategy: What :func:`resolve_strategy` gives.
-        options: The strategy's own; where DGLX_OPTIONS has others of them, both.
+        strategy: From :func:`resolve_strategy`.
+        options: The strategy's own, merged over those of DGLX_OPTIONS.
         timeout_s: Seconds that a rank may be silent.
         seed: Of everything random.
         backend: Of the process group, if there is none yet.
-        check: What raises ConfigError for the session's options.
+        check: Raises ConfigError for the session's options.
 
     Raises:
         ConfigError: the strategy does not know an option, ranks disagree, or a session is open already.
         PeerError: ranks are missing after the time-out.
     """
-    told = {**read_settings().options, **options}
-    session = start_session(strategy=strategy, options=told, timeout_s=timeout_s, seed=seed, backend=backend)
+    merged = {**read_settings().options, **options}
+    session = start_session(
+        strategy=strategy, options=merged, timeout_s=timeout_s, seed=seed, backend=backend
+    )
     try:
         check(session)
     except BaseException as error:
@@ -421,14 +416,13 @@ def find_share(arguments: Iterable[object], session: Session) -> StepShare | Non
 
 
 def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:
-    """Return what this rank's gradient is multiplied by before the sum over ranks.
+    """Return the factor of this rank's gradient in the sum over ranks.
 
-    With a mean it is n_local / n_global, so the sum is the mean over all targets (algorithms 0.1);
-    with a sum it is 1, so the sum is the one that one process would have computed. It is 0 on a
-    rank without targets, whatever its loss is.
+    For a mean it is n_local / n_global, so the sum is the mean over all targets (algorithms 0.1); for a sum
+    it is 1, so the sum is the gradient of one process. It is 0 on a rank without targets, whatever its loss.
 
     Raises:
-        ConfigError: the loss is a mean and nobody said over how many targets.
+        ConfigError: the loss is a mean and the number of targets is unknown.
     """
     if share is not None and share.num_local == 0:
         return 0.0
@@ -438,6 +432,6 @@ def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:
         raise ConfigError(
             "the wrapped model does not know how many targets this step has, so it cannot weigh this rank's "
             "mean loss; feed it from dglx_dist.DataLoader, set session.step_share = dglx_dist.strategies."
-            "share.count_targets(len(targets), session) before the forward call, or wrap with reduction='sum'"
+            "base.count_targets(len(targets), session) before the forward call, or wrap with reduction='sum'"
         )
     return share.num_local / share.num_global

@@ -1,4 +1,4 @@
-"""Data parallel training as in DistDGL: a mini-batch per rank, feature rows fetched on demand."""
+"""Data parallel training (DistDGL): a mini-batch per rank, feature rows fetched on demand."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ from dglx_dist.strategies.base import (
     find_share,
     gradient_weight,
 )
-from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange, mark_output
+from dglx_dist.strategies.gradient_sync import BUCKET_BYTES, BufferMeans, GradientExchange, mark_output
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
-
-
-BUCKET_BYTES = 4 * 2**20
 
 
 @final
@@ -55,13 +52,11 @@ class DataParallel(Strategy):
         self._bucket_bytes = bucket_bytes
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return a ``dglx_dist.dataloading.loader.DataLoader``; see there for what it raises."""
         from dglx_dist.dataloading.loader import DataLoader
 
         return DataLoader(g, indices, sampler, **loader_options)
 
     def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return a ``dglx_dist.dataloading.edge_loader.DistEdgeDataLoader``; see there for what it raises."""
         from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 
         return DistEdgeDataLoader(g, eids, sampler, **loader_options)
@@ -72,30 +67,24 @@ class DataParallel(Strategy):
         """Return ``model`` with exact gradients over all ranks; every rank must call it.
 
         Raises:
-            ConfigError: ``reduction`` is neither "mean" nor "sum", or the ranks differ in the model, in what
-                of it is trained, or in the options.
+            ConfigError: ``reduction`` is neither "mean" nor "sum", or the ranks differ in the model, in its
+                trained parameters, or in the options.
         """
         return DataParallelModel(model, self._session, reduction=reduction, bucket_bytes=self._bucket_bytes)
 
 
 @final
 class DataParallelModel(WrappedModel):
-    """A replicated model whose backward leaves the gradient of one process on every rank.
+    """A replicated model whose backward computes the gradient of one process on every rank.
 
-    Forward never communicates, so one rank may evaluate alone. Backward is collective: every rank must
-    run it in every step, also without targets (the loader hands out empty blocks for that). Several
-    forward calls of one step before one backward, and several backward calls before one optimizer step,
-    give what they give in one process. Penalties on the weights belong in the loss when it is a mean;
-    with ``reduction="sum"`` they would be added once per rank.
+    Forward never communicates, so one rank may evaluate by itself. Backward is collective: every rank must
+    run it in every step, also without targets (the loader yields empty blocks for that). Several forward
+    calls of one step before one backward, and several backward calls before one optimizer step, give the
+    result of one process. Penalties on the weights belong in the loss when it is a mean; with
+    ``reduction="sum"`` they would be added once per rank.
 
-    Floating-point buffers (running statistics) become their mean over the ranks, weighed like the
+    Floating-point buffers (running statistics) become their weighted mean over the ranks, like the
     gradients, after each backward; statistics of a batch itself stay local.
-
-    Args:
-        model: The user's model.
-        session: The run.
-        reduction: What the user's loss is over its own targets.
-        bucket_bytes: Gradients that are sent together.
     """
 
     def __init__(
@@ -114,23 +103,21 @@ class DataParallelModel(WrappedModel):
         self._exchange = GradientExchange(trained, session, bucket_bytes)
         self._buffer_means = BufferMeans(model, session, reduction)
         if self._buffer_means.needed:
-            self._exchange.finally_do(self._buffer_means.average)
+            self._exchange.after_backward(self._buffer_means.average)
 
     @property
     def parts(self) -> Parts:
-        """All parameters are replicated."""
         return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
-        """Seconds that backward stood waiting for other ranks since the start or the last reset."""
         return self._exchange.seconds(reset=reset)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module; the step's share is read from the blocks among the arguments.
 
         Raises:
-            ConfigError: in training, nobody said how many targets this step has; or a parameter was
-                unfrozen after wrapping.
+            ConfigError: in training, the step's number of targets is unknown; or a parameter was unfrozen
+                after wrapping.
         """
         output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not self._trained:
@@ -145,13 +132,12 @@ class DataParallelModel(WrappedModel):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """See :meth:`WrappedModel.load_state_dict`."""
         result = super().load_state_dict(state_dict, strict, assign)
         self._buffer_means.note()
         return result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # What .to(), .double() and the like call: the buffers to compare with must come along.
+        # Called by .to(), .double() and the like: the buffers to compare with change, too.
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
         self._buffer_means.note()
         return result
@@ -171,9 +157,6 @@ def broadcast_state(model: nn.Module, session: Session) -> None:
     """Overwrite parameters and buffers with those of rank 0, in place; every rank must call it.
 
     Counted as one copy from rank 0 to each other rank, phase ``weights``.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
     """
     topology = session.topology
     if topology.world_size == 1:
@@ -188,10 +171,9 @@ def broadcast_state(model: nn.Module, session: Session) -> None:
 
 
 def check_same_model(model: nn.Module, session: Session, settings: str) -> None:
-    """Compare what the ranks wrap; every rank must call it.
+    """Raise ConfigError if the models of the ranks differ; every rank must call it.
 
-    Raises:
-        ConfigError: names, shapes, dtypes, what is frozen, or ``settings`` differ between ranks.
+    Compares names, shapes, dtypes, frozen parameters and ``settings``.
     """
     described = [
         settings,
@@ -202,10 +184,10 @@ def check_same_model(model: nn.Module, session: Session, settings: str) -> None:
         assert isinstance(other, list)
         if other != described:
             pairs = zip([*described, "nothing"], [*other, "nothing"], strict=False)
-            mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+            local, remote = next(pair for pair in pairs if pair[0] != pair[1])
             raise ConfigError(
-                f"the ranks wrap different models: rank {session.topology.rank} has {mine} where rank "
-                f"{rank} has {theirs}; build the model from the same configuration on every rank"
+                f"the ranks wrap different models: rank {session.topology.rank} has {local} where rank "
+                f"{rank} has {remote}; build the model from the same configuration on every rank"
             )
 
 

@@ -1,11 +1,11 @@
 """Summing the gradients of replicated parameters over the ranks while backward still runs.
 
-Why not ``DistributedDataParallel`` with a communication hook: its hook is handed ``.grad`` with what
-earlier backward calls left in it, so accumulated gradients of summed losses are counted once per rank;
-it needs ``find_unused_parameters`` for parameters that only some ranks reach (an edge type without
-edges in a block), and with that refuses several forward calls before one backward; its weight must be
-known before backward starts, per module and not per forward call; and its forward exchanges buffers, so
-that one rank cannot evaluate alone. Here backward alone communicates, and only what is new. The price:
+Why not ``DistributedDataParallel`` with a communication hook: the hook gets ``.grad`` with the results of
+earlier backward calls, so accumulated gradients of summed losses are counted once per rank; it needs
+``find_unused_parameters`` for parameters that only some ranks reach (an edge type without edges in a
+block), and with that refuses several forward calls before one backward; its weight must be known before
+backward starts, per module and not per forward call; and its forward exchanges buffers, so that one rank
+cannot evaluate by itself. Here only backward communicates, and only new gradients. The price:
 on 2 gloo ranks sharing a busy 2-core machine, five dense layers (470,063 parameters, 1000 rows) had medians
 of 100 and 86 ms a step in two runs, DDP 104 and 85, which is noise; but the best rounds were 85 and 74 ms
 against DDP's 80 and 70, so hooks in Python probably cost some 5 % (``scripts/bench/micro/gradients.py``).
@@ -31,16 +31,21 @@ from dglx_dist.comm.trace import COMPUTE, NETWORK, WAIT
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction
 
+BUCKET_BYTES = 4 * 2**20
+"""Gradients that are sent together, by default."""
+
+PHASE = "gradients"
+
+_IDLE = -1
+
 
 class Bucket:
-    """The gradients of some parameters of one dtype and device, back to back, then one flag for each.
+    """The gradients of some parameters of one dtype and device, contiguous, then one flag for each.
 
-    A flag is 1 where this rank computed the gradient; after the sum over ranks, 0 means that nobody did
-    and that the parameter must be left alone, as it would be in one process.
+    A flag is 1 where this rank computed the gradient; after the sum over ranks, 0 means that no rank did
+    and that the parameter must not be changed, as in one process.
 
-    Args:
-        indices: Positions of the parameters in the whole list.
-        parameters: The parameters, same order; one dtype and device.
+    ``indices`` are the positions of the parameters in the whole list, in the same order.
     """
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
@@ -59,7 +64,6 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of gradients and flags together."""
         return self.flat.numel() * self.flat.element_size()
 
     @property
@@ -80,7 +84,7 @@ class Bucket:
             self._flags[self._slot[index]] = 1
 
     def get(self, index: int) -> Tensor:
-        """Return the (possibly summed) gradient of a parameter, a view."""
+        """Return a view of the (possibly summed) gradient of a parameter."""
         return self._views[index]
 
     def used(self) -> dict[int, bool]:
@@ -91,7 +95,7 @@ class Bucket:
 def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:
     """Cut ``parameters`` into buckets of about ``bucket_bytes``, the last ones first.
 
-    Backward reaches the last layers first, so their bucket can leave while the others are computed.
+    Backward reaches the last layers first, so their bucket can be sent while the others are computed.
     A parameter larger than ``bucket_bytes`` gets a bucket of its own.
     """
     groups: list[list[int]] = []
@@ -110,13 +114,7 @@ def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
 
 @final
 class BufferMeans:
-    """Makes floating-point buffers the mean of what the ranks made of them, weighed like the gradients.
-
-    Args:
-        model: Whose buffers.
-        session: The run.
-        reduction: What the user's loss is.
-    """
+    """Averages a model's floating-point buffers over the ranks, weighted like the gradients."""
 
     def __init__(self, model: nn.Module, session: Session, reduction: Reduction) -> None:
         self._model, self._session, self._reduction = model, session, reduction
@@ -125,18 +123,16 @@ class BufferMeans:
 
     @property
     def needed(self) -> bool:
-        """Whether there is anything to average."""
         return bool(self._before) and self._session.topology.world_size > 1
 
     def note(self) -> None:
-        """Take the values of now as equal on all ranks: after loading or moving the model."""
+        """Record the current values as equal on all ranks: after loading or moving the model."""
         self._before = [buffer.detach().clone() for buffer in self._floats()]
 
     def average(self, weight: float) -> None:
-        """Exchange what changed since the last time; every rank must call it.
+        """Exchange the changes since the last call; every rank must call it.
 
-        Args:
-            weight: What this rank counts in a step whose loss is a mean.
+        ``weight`` is this rank's in a step whose loss is a mean.
         """
         if not self.needed:
             return
@@ -152,17 +148,12 @@ class BufferMeans:
         return [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
 
 
-PHASE = "gradients"
-
-_IDLE = -1
-
-
 def mark_output(output: Any, *exchanges: tuple[GradientExchange, float]) -> Any:
-    """Return what a model returned, such that backward through any tensor of it exchanges gradients.
+    """Return a model's output, such that backward through any tensor of it exchanges gradients.
 
     Args:
         output: A tensor, or tuples, lists and dicts that hold some.
-        exchanges: Whose gradients, and what this rank's are multiplied by.
+        exchanges: The exchanges of gradients, and the weight of this rank's.
     """
     leaves, layout = tree_flatten(output)
     places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
@@ -176,22 +167,17 @@ def mark_output(output: Any, *exchanges: tuple[GradientExchange, float]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
-    """What one backward sent."""
+    """The sums under way of one backward."""
 
     buckets: list[Bucket]
     works: list[Any]
 
 
 class GradientExchange:
-    """Makes every ``backward`` that passes :meth:`mark` leave the sum over all ranks in ``.grad``.
+    """Sums the gradients of every ``backward`` that passes :meth:`mark` over all ranks.
 
-    What ``.grad`` held before is kept and added to, as in torch. A ``backward`` that passes no mark
-    (or ``torch.autograd.grad``) stays on this rank.
-
-    Args:
-        parameters: Uncut name and parameter, the same list on every rank.
-        session: The run.
-        bucket_bytes: Gradients that are sent together.
+    The sums are added to previous values of ``.grad``, as in torch. A ``backward`` that passes no mark (or
+    ``torch.autograd.grad``) stays on this rank. ``parameters`` is the same list on every rank.
     """
 
     def __init__(
@@ -201,7 +187,7 @@ class GradientExchange:
         self._parameters = [parameter for _, parameter in parameters]
         self._session = session
         self._bucket_bytes = bucket_bytes
-        self._task = _IDLE
+        self._graph_task = _IDLE
         self._weight = 1.0
         self._callback: weakref.ref[Callable[[], None]] | None = None
         self._before: list[Tensor | None] = []
@@ -211,11 +197,11 @@ class GradientExchange:
         self._in_flight: list[Any] = []
         self._waited_s = 0.0
         self._after: Callable[[float], None] | None = None
-        self._late = 0
-        self._rounds: deque[_Round] = deque()
-        """Sums under way of backwards that are over, the oldest first; empty unless they may be late."""
+        self._delay = 0
+        self._pending: deque[_Round] = deque()
+        """Of backwards that are over, the oldest first; empty without a delay."""
         for index, parameter in enumerate(self._parameters):
-            _on_accumulation(parameter, self._arrival(index))
+            _on_accumulation(parameter, self._hook_of(index))
 
     def mark(self, outputs: Sequence[Tensor], weight: float) -> tuple[Tensor, ...]:
         """Return ``outputs``, such that backward through any of them exchanges with ``weight``.
@@ -224,45 +210,45 @@ class GradientExchange:
         """
         anchor = torch.zeros((), requires_grad=True, device=outputs[0].device)
         # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(), whose
-        # results nobody sums.
+        # results are not summed.
         _on_accumulation(anchor, lambda _: self._begin(weight))
         # A user's hook on a parameter that nothing depends on would be called with None.
         free = [parameter for parameter in self._parameters if not parameter._backward_hooks]
         marked = _Mark.apply(anchor, len(outputs), *outputs, *free)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return cast("tuple[Tensor, ...]", marked)
 
-    def finally_do(self, action: Callable[[float], None]) -> None:
+    def after_backward(self, action: Callable[[float], None]) -> None:
         """Call ``action(weight)`` at the end of every exchanging backward, on every rank."""
         self._after = action
 
-    def be_late(self, late: int) -> None:
-        """Leave in ``.grad`` what the backward ``late`` calls ago came to, so that sums travel meanwhile."""
-        self._late = late
+    def set_delay(self, delay: int) -> None:
+        """Write the sums of the backward ``delay`` calls ago to ``.grad``, so that they overlap compute."""
+        self._delay = delay
 
-    def add_late(self) -> None:
-        """Add to ``.grad`` the oldest sums that are still under way, if any are; every rank calls it."""
-        for index, total in self._arrived(0).items():
+    def add_delayed(self) -> None:
+        """Add the oldest pending sums, if any, to ``.grad``; every rank must call it."""
+        for index, total in self._wait_oldest(0).items():
             parameter = self._parameters[index]
             if total is not None:
                 parameter.grad = total.clone() if parameter.grad is None else parameter.grad + total
 
     def seconds(self, *, reset: bool = False) -> float:
-        """Seconds that backward stood waiting for peers, overlap left out."""
+        """Seconds that backward waited for peers, without overlapped time."""
         waited = self._waited_s
         if reset:
             self._waited_s = 0.0
         return waited
 
     def _begin(self, weight: float) -> None:
-        task = torch._C._current_graph_task_id()
-        if task == self._task:
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task == self._graph_task:
             self._check_same(weight)
             return
-        if self._task != _IDLE:
+        if self._graph_task != _IDLE:
             # An earlier backward raised half-way: its buckets are void, but sums into them may still run.
             self._in_flight = []
             self._layout = ()
-        self._task, self._weight = task, weight
+        self._graph_task, self._weight = graph_task, weight
         self._before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
@@ -277,7 +263,8 @@ class GradientExchange:
             raise ConfigError(
                 "one backward call spans forward calls of different steps (this rank has of all "
                 f"targets {self._weight:.6g} in one and {weight:.6g} in another), whose gradients cannot be "
-                "weighed apart; call backward() once after each forward call, the gradients add up in .grad"
+                "weighted separately; call backward() once after each forward call, the gradients add up in "
+                ".grad"
             )
 
     def _clear_buckets(self) -> None:
@@ -289,16 +276,16 @@ class GradientExchange:
         for bucket in self._buckets:
             bucket.clear()
 
-    def _arrival(self, index: int) -> Callable[[Tensor], None]:
-        def arrived(parameter: Tensor) -> None:
-            if self._task == _IDLE:
+    def _hook_of(self, index: int) -> Callable[[Tensor], None]:
+        def accumulated(parameter: Tensor) -> None:
+            if self._graph_task == _IDLE:
                 return
-            if torch._C._current_graph_task_id() != self._task:
+            if torch._C._current_graph_task_id() != self._graph_task:
                 self._check_not_inside(index)
                 return
             gradient = parameter.grad
             if gradient is None:
-                # Autograd came by for the mark's sake only: nothing on this rank depends on it.
+                # Called because of the mark only: nothing on this rank depends on the parameter.
                 return
             if gradient.layout != torch.strided:
                 raise ConfigError(
@@ -306,9 +293,9 @@ class GradientExchange:
                     "as the table; use dglx_dist.DistEmbedding with dglx_dist.optim, or sparse=False"
                 )
             self._bucket_of[index].put(index, gradient, self._weight)
-            self._launch(all_of_them=False)
+            self._launch(incomplete=False)
 
-        return arrived
+        return accumulated
 
     def _check_not_inside(self, index: int) -> None:
         if self._callback is not None and self._callback() is not None:
@@ -318,11 +305,11 @@ class GradientExchange:
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
 
-    def _launch(self, *, all_of_them: bool) -> None:
-        """Send the next buckets in their order, which is the same on every rank."""
+    def _launch(self, *, incomplete: bool) -> None:
+        # In order, which is the same on every rank.
         while len(self._in_flight) < len(self._buckets):
             bucket = self._buckets[len(self._in_flight)]
-            if not (bucket.complete or all_of_them):
+            if not (bucket.complete or incomplete):
                 return
             self._in_flight.append(self._send(bucket))
 
@@ -342,25 +329,25 @@ class GradientExchange:
         self._session.timeline.add("all-reduce D", NETWORK, begin_s, time.perf_counter())
 
     def _finish(self) -> None:
-        self._launch(all_of_them=True)
-        self._rounds.append(_Round(buckets=self._buckets, works=self._in_flight))
+        self._launch(incomplete=True)
+        self._pending.append(_Round(buckets=self._buckets, works=self._in_flight))
         self._in_flight = []
-        if self._late:
-            # Those buckets stay as they are until their sums are there.
+        if self._delay:
+            # The buckets of this round are in use until their sums have arrived.
             self._layout = ()
-        sums = self._arrived(self._late)
+        sums = self._wait_oldest(self._delay)
         for index in range(len(self._parameters)):
             self._write(index, sums.get(index))
         if self._after is not None:
             self._after(self._weight)
-        self._task = _IDLE
+        self._graph_task = _IDLE
         self._before = []
 
-    def _arrived(self, late: int) -> dict[int, Tensor | None]:
-        """Wait for the oldest round; return its sums, None where nobody has one; nothing if it may wait."""
-        if len(self._rounds) <= late:
+    def _wait_oldest(self, delay: int) -> dict[int, Tensor | None]:
+        """Return the sums of the oldest round, None where no rank has one; nothing if ``delay`` allows it."""
+        if len(self._pending) <= delay:
             return {}
-        oldest, started = self._rounds.popleft(), time.perf_counter()
+        oldest, started = self._pending.popleft(), time.perf_counter()
         waiting = self._session.timeline.span(f"{WAIT} for the all-reduce", COMPUTE)
         with peers_named(self._session, "the sum of gradients"), waiting:
             for work in oldest.works:
@@ -386,10 +373,10 @@ class GradientExchange:
 
 
 class _Mark(torch.autograd.Function):
-    """The identity of the outputs, with an anchor whose gradient tells that backward came by.
+    """The identity of the outputs, with an anchor whose gradient signals a backward.
 
-    The parameters get no gradient from here, but being inputs none of theirs is accumulated before the
-    anchor's: not even that of a penalty on a parameter which this rank's outputs do not depend on.
+    The parameters get no gradient from here, but as they are inputs, none of theirs is accumulated before
+    the anchor's: not even that of a penalty on a parameter which this rank's outputs do not depend on.
     """
 
     @staticmethod
@@ -397,7 +384,7 @@ class _Mark(torch.autograd.Function):
         ctx: Any, anchor: Tensor, num_outputs: int, *outputs_and_parameters: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.num_parameters = len(outputs_and_parameters) - num_outputs
-        # Clones, for autograd forbids changing views of several outputs in place, and users do.
+        # Clones, as autograd forbids in-place changes to views of several outputs, which users make.
         return tuple(output.clone() for output in outputs_and_parameters[:num_outputs])
 
     @staticmethod

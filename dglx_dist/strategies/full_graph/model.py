@@ -278,7 +278,7 @@ class HaloModel(WrappedModel):
         self._exchange = GradientExchange(trained, session, bucket_bytes)
         self._buffer_means = BufferMeans(model, session, reduction)
         if self._buffer_means.needed:
-            self._exchange.finally_do(self._buffer_means.average)
+            self._exchange.after_backward(self._buffer_means.average)
         self._wire = wire_of(session)
 
     @property

@@ -1,4 +1,4 @@
-"""What leaves at once and is waited for later: sums over the parts for an owner, and the way back.
+"""Asynchronous exchange of partial activations and their gradients between parts and owners.
 
 Every rank is at once a part (it holds its columns and its rows of the layer-1 weights) and an owner (of its
 own batches). All members of a group must post the same transfers in the same order.
@@ -27,20 +27,22 @@ from dglx_dist.strategies.push_pull.block_exchange import STRUCTURE
 from dglx_dist.strategies.push_pull.options import Group, PartInput
 
 FORWARD, BACKWARD = "activations", "activation_gradients"
-"""The ledger's names of these bytes (algorithms 2.4: forward pull, backward push)."""
+"""Ledger phases (algorithms 2.4: forward pull, backward push)."""
 
 _PULL, _PUSH = 1, 2
-"""Tags: what is pulled and what is pushed may overtake each other on the wire."""
+"""Message tags: pulls and pushes may overtake each other on the wire."""
 
-_SUMMED_WIDER = (torch.float16, torch.bfloat16)
+_SPAN_NAMES = {_PULL: "pull", _PUSH: "push gradient"}
+
+_SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 Received: TypeAlias = list[Tensor]
-"""(N_f,) what each member sent, the own piece among them, in the order of the parts."""
+"""(N_f,) tensors of all members, the own one among them, in the order of the parts."""
 
 
 @final
 class Transfer:
-    """Something on its way; :meth:`result` waits for it."""
+    """A pending exchange; :meth:`result` waits for it."""
 
     def __init__(self, session: Session, what: str, device: torch.device) -> None:
         self._session, self._what, self._device = session, what, device
@@ -49,7 +51,7 @@ class Transfer:
         self._error: RuntimeError | None = None
 
     def finish(self, received: Received, error: RuntimeError | None = None) -> None:
-        """Note what came, or what went wrong."""
+        """Store the result or the error, and wake up :meth:`result`."""
         self._received, self._error = received, error
         self._done.set()
 
@@ -60,9 +62,10 @@ class Transfer:
             PeerError: a rank is dead or did not take part within the time-out.
         """
         with peers_named(self._session, self._what):
-            # The waits behind it end by the session's time-out, one after the other; this is a last resort.
-            if not self._done.wait(4 * self._session.timeout_s):
-                raise PeerError(f"nothing was heard of {self._what} for {4 * self._session.timeout_s:g} s")
+            # Each wait behind it ends by the session's time-out, one after the other; this is a last resort.
+            limit_s = 4 * self._session.timeout_s
+            if not self._done.wait(limit_s):
+                raise PeerError(f"the exchange of {self._what} made no progress for {limit_s:g} s")
             if self._error is not None:
                 raise self._error
         self._received = [one.to(self._device) for one in self._received]
@@ -71,19 +74,17 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Posted:
-    """What a lane waits for."""
-
     transfer: Transfer
     works: list[Any]
     received: Received
-    kept: Sequence[Tensor]
-    """What is sent, which must live until it is."""
+    sent: Sequence[Tensor]
+    """Kept alive until they are sent."""
     done: Callable[[], None]
 
 
 @dataclass(kw_only=True)
 class _WaiterThread:
-    """A thread that waits for transfers of one kind, in their order, so that compute need not."""
+    """Waits for transfers of one kind, in their order, so that the compute thread does not have to."""
 
     jobs: queue.SimpleQueue[_Posted | None] = field(default_factory=queue.SimpleQueue)
     thread: threading.Thread | None = None
@@ -94,71 +95,74 @@ class _WaiterThread:
         self.thread.start()
 
     def stop(self) -> None:
-        """End the thread when what it waits for is there; a thread of torch must not outlive the process."""
+        # Joined, as a thread inside torch must not outlive the process.
         self.jobs.put(None)
         if self.thread is not None:
             self.thread.join()
 
 
+def _wait_for(jobs: queue.SimpleQueue[_Posted | None]) -> None:
+    while (posted := jobs.get()) is not None:
+        try:
+            for work in posted.works:
+                work.wait()
+        except RuntimeError as error:
+            posted.transfer.finish([], error)
+        else:
+            posted.done()
+            posted.transfer.finish(posted.received)
+        # Or its tensors would live until the next one arrives.
+        del posted
+
+
 @final
 class AsyncExchange:
-    """Sends between the members of a group without keeping the caller.
+    """Exchanges tensors between the members of a group without blocking the caller.
 
-    What lies on a GPU goes through the host's memory: gloo then waits on a thread of its own and matches
-    messages by tag, where NCCL would order all of them on one stream.
-
-    Args:
-        session: The run.
-        group: Who takes part.
+    Tensors on a GPU go through host memory: gloo then waits on a thread of its own and matches messages by
+    tag, where NCCL would order all of them on one stream.
     """
 
     def __init__(self, session: Session, group: Group) -> None:
         self._session, self._group = session, group
-        self._lanes = {_PULL: _WaiterThread(), _PUSH: _WaiterThread()}
+        self._waiters = {_PULL: _WaiterThread(), _PUSH: _WaiterThread()}
         if group.size > 1:
             for tag, name in ((_PULL, "dglx-pull"), (_PUSH, "dglx-push")):
-                self._lanes[tag].start(name)
-                ended = weakref.finalize(self, self._lanes[tag].jobs.put, None)
-                # At exit a lane that is woken runs into the interpreter's end.
+                self._waiters[tag].start(name)
+                ended = weakref.finalize(self, self._waiters[tag].jobs.put, None)
+                # A thread that is woken at exit would run while the interpreter shuts down.
                 ended.atexit = False
             session.before_close.append(if_alive(self.close))
 
     def close(self) -> None:
-        """End the threads, once what was posted has come."""
-        for lane in self._lanes.values():
-            lane.stop()
-        self._lanes = {}
+        """End the threads once all posted transfers have completed."""
+        for waiter in self._waiters.values():
+            waiter.stop()
+        self._waiters = {}
 
     def pull(self, shares: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
-        """Send each owner its share of this part; brings what all parts have for the own block.
+        """Send each owner its share of this part; receive the shares of all parts for the own block.
 
-        Args:
-            shares: (N_f,) by owner, of the shapes that owner expects.
-            phase: For the ledger.
-            batch: For the timeline.
+        ``shares`` are N_f tensors by owner, of the shapes that owner expects.
         """
         part = self._group.part
-        received = [_room_like(shares[part]) for _ in shares]
+        received = [_empty_like(shares[part]) for _ in shares]
         received[part] = shares[part].detach()
-        return self._swap(_PULL, shares, received, phase, batch)
+        return self._post(_PULL, shares, received, phase, batch)
 
     def push(self, own: Tensor, like: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
-        """Send ``own`` to every part; brings what all owners sent.
+        """Send ``own`` to every part; receive the tensors of all owners.
 
-        Args:
-            own: This owner's tensor.
-            like: (N_f,) tensors of the shapes and dtypes that come from the owners.
-            phase: For the ledger.
-            batch: For the timeline.
+        ``like`` are N_f tensors of the shapes and dtypes that come from the owners.
         """
-        received = [_room_like(other) for other in like]
+        received = [_empty_like(tensor) for tensor in like]
         received[self._group.part] = own.detach()
-        return self._swap(_PUSH, [own] * self._group.size, received, phase, batch)
+        return self._post(_PUSH, [own] * self._group.size, received, phase, batch)
 
-    def _swap(
+    def _post(
         self, tag: int, sent: Sequence[Tensor], received: Received, phase: str, batch: int | None
     ) -> Transfer:
-        """Send ``sent[p]`` to each other member p while ``received[p]`` arrives; nothing where empty."""
+        """Send ``sent[p]`` to each other member p and receive ``received[p]``; empty tensors are skipped."""
         session, others = self._session, self._group.others
         device = sent[self._group.part].device
         transfer = Transfer(session, phase if batch is None else f"{phase} of batch {batch}", device)
@@ -175,124 +179,90 @@ class AsyncExchange:
             session.ledger.add(phase, 1, self._group.rank, rank, num_bytes)
 
         def done() -> None:
-            session.timeline.add(_NAMES[tag], NETWORK, begin, time.perf_counter(), batch)
+            session.timeline.add(_SPAN_NAMES[tag], NETWORK, begin, time.perf_counter(), batch)
 
-        self._lanes[tag].jobs.put(
-            _Posted(transfer=transfer, works=works, received=received, kept=[*outgoing.values()], done=done)
+        self._waiters[tag].jobs.put(
+            _Posted(transfer=transfer, works=works, received=received, sent=[*outgoing.values()], done=done)
         )
         return transfer
 
 
-def _room_like(tensor: Tensor) -> Tensor:
+def _empty_like(tensor: Tensor) -> Tensor:
+    # On the CPU, whatever the device of the tensor.
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-_NAMES = {_PULL: "pull", _PUSH: "push gradient"}
-
-
 def add_in_order(received: Received) -> Tensor:
-    """Return the sum over the parts, added in their order, so that the bits do not depend on who was first.
+    """Return the sum over the parts, added in their order, so that the bits do not depend on arrival.
 
-    Halves are added up in float32.
+    Half precision is summed in float32.
     """
     first, *rest = received
-    total = first.to(torch.float32) if first.dtype in _SUMMED_WIDER else first.clone()
+    total = first.to(torch.float32) if first.dtype in _SUMMED_IN_FLOAT32 else first.clone()
     for share in rest:
         total += share
     return total.to(first.dtype)
 
 
-def _wait_for(jobs: queue.SimpleQueue[_Posted | None]) -> None:
-    while (posted := jobs.get()) is not None:
-        try:
-            for work in posted.works:
-                work.wait()
-        except RuntimeError as error:
-            posted.transfer.finish([], error)
-        else:
-            posted.done()
-            posted.transfer.finish(posted.received)
-        # Or it would live until the next one comes.
-        del posted
-
-
 def share_edge_values(
-    values: Mapping[str, Tensor], inputs: Sequence[PartInput], group: Group, courier: AsyncExchange
+    values: Mapping[str, Tensor], inputs: Sequence[PartInput], group: Group, exchange: AsyncExchange
 ) -> list[dict[str, Tensor]]:
     """Return every owner's values by name, like ``values`` of the own block; every member must call it.
 
-    Args:
-        values: Name to (E1, ...) of the own block, in the order of its edges; carries no gradient.
-        inputs: (N_f,) by owner.
-        group: Who takes part.
-        courier: Of the group.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
+    ``values`` maps names to (E1, ...) of the own block, in the order of its edges, without gradients;
+    ``inputs`` are by owner.
     """
     by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
     for name, own in values.items():
         like = [own.new_empty((one.block.num_edges(), *own.shape[1:])) for one in inputs]
-        received = courier.push(_by_column(own, inputs[group.part].block), like, STRUCTURE).result()
-        for mine, other in zip(by_owner, received, strict=True):
-            mine[name] = other
+        pushed = exchange.push(_in_csc_order(own, inputs[group.part].block), like, STRUCTURE)
+        for of_owner, received in zip(by_owner, pushed.result(), strict=True):
+            of_owner[name] = received
         by_owner[group.part][name] = own
     return by_owner
 
 
-def _by_column(values: Tensor, block: DGLBlock) -> Tensor:
-    """Return ``values`` as the parts number the edges: as the columns of the matrix have them."""
+def _in_csc_order(values: Tensor, block: DGLBlock) -> Tensor:
+    # Other parts number the edges by their position in the CSC.
     *_, edge_ids = block.adj_tensors("csc")
     return values[edge_ids.long()] if len(edge_ids) else values
 
 
-def sum_to_owner(shares: Sequence[Tensor], courier: AsyncExchange, phase: str = FORWARD) -> Tensor:
+def sum_to_owner(shares: Sequence[Tensor], exchange: AsyncExchange) -> Tensor:
     """Return the sum over the parts of their shares for this rank's own block; every member must call it.
 
-    Args:
-        shares: This part's share for each owner's block: N_f tensors, (n of that owner, ...).
-        courier: Of the group.
-        phase: For the ledger; of the way back, BACKWARD.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
+    ``shares`` are this part's for each owner's block: N_f tensors, (n of that owner, ...).
     """
-    return cast("Tensor", _SumToOwner.apply(courier, phase, *shares))  # type: ignore[no-untyped-call]  # torch leaves it bare
+    return cast("Tensor", _SumToOwner.apply(exchange, *shares))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
-def hand_to_parts(own: Tensor, like: Sequence[Tensor], courier: AsyncExchange) -> tuple[Tensor, ...]:
-    """Return what each owner hands to all parts: N_f tensors, this rank's own among them; all must call it.
+def send_to_parts(own: Tensor, like: Sequence[Tensor], exchange: AsyncExchange) -> tuple[Tensor, ...]:
+    """Return the tensors of all owners, N_f of them, this rank's ``own`` included; every member must call it.
 
-    Args:
-        own: This owner's (n, ...).
-        like: N_f tensors with the shapes and dtypes that come from the owners.
-        courier: Of the group.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
+    ``like`` are N_f tensors with the shapes and dtypes that come from the owners.
     """
-    return cast("tuple[Tensor, ...]", _HandToParts.apply(courier, own, *like))  # type: ignore[no-untyped-call]  # torch leaves it bare
+    return cast("tuple[Tensor, ...]", _SendToParts.apply(exchange, own, *like))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 class _SumToOwner(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, courier: AsyncExchange, phase: str, *shares: Tensor) -> Tensor:
-        ctx.courier, ctx.like = courier, [share.detach() for share in shares]
-        return add_in_order(courier.pull(shares, phase).result())
+    def forward(ctx: Any, exchange: AsyncExchange, *shares: Tensor) -> Tensor:
+        ctx.exchange, ctx.like = exchange, [share.detach() for share in shares]
+        return add_in_order(exchange.pull(shares, FORWARD).result())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, *ctx.courier.push(gradient, ctx.like, BACKWARD).result()
+        return None, *ctx.exchange.push(gradient, ctx.like, BACKWARD).result()
 
 
-class _HandToParts(torch.autograd.Function):
+class _SendToParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, courier: AsyncExchange, own: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
-        ctx.courier, ctx.num_like = courier, len(like)
-        received = courier.push(own, like, FORWARD).result()
+    def forward(ctx: Any, exchange: AsyncExchange, own: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.num_like = exchange, len(like)
+        received = exchange.push(own, like, FORWARD).result()
         # The own one is the input itself, which autograd must not see as an output.
         return tuple(tensor.clone() if tensor.data_ptr() == own.data_ptr() else tensor for tensor in received)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, add_in_order(ctx.courier.pull(gradients, BACKWARD).result()), *[None] * ctx.num_like
+        return None, add_in_order(ctx.exchange.pull(gradients, BACKWARD).result()), *[None] * ctx.num_like

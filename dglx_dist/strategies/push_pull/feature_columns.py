@@ -1,4 +1,4 @@
-"""The features as push-pull holds them: this rank's columns, for all nodes (P3, section 3.2)."""
+"""This rank's feature columns for all nodes: files, loading, row statistics and the store (P3, 3.2)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, final
@@ -43,15 +44,33 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-VALUES = "values.npy"
-WORTH_SHOWING = 1 << 28
-"""Bytes that take long enough for somebody to wonder."""
+PHASE = "columns"
+"""Ledger phase of all bytes that this module moves."""
 
-_LOG = logging.getLogger(__name__)
+VALUES = "values.npy"
+PROGRESS_BYTES = 1 << 28
+"""Larger transfers show their progress."""
+
+ROUND_BYTES = 1 << 26
+"""Ranks that load meet all others after each so many bytes, so that nobody runs into a time-out."""
+
+IN_FLIGHT = 4
+"""Messages requested ahead; with the one that is written, the memory that loading takes beside its result."""
+
+CHUNK_VALUES = 1 << 20
+"""Values that are converted to float64 at a time."""
+
+OPENED: SessionField[_Opened] = SessionField(lambda: _Opened())
+"""The open columns."""
+
+Moments: TypeAlias = tuple[Tensor, Tensor]
+"""(mean, biased variance), (V,) float64 each."""
+
+log = logging.getLogger(__name__)
 
 
 def slice_folder(dataset: StoredDataset, ntype: str, name: str, columns: Columns) -> Path:
-    """Return where ``columns`` of the node feature ``name`` lie, written or not."""
+    """Return the folder of ``columns`` of the node feature ``name``, whether it exists or not."""
     base = dataset.folder / CACHE / f"columns-{dataset.manifest.checksum}"
     return base / safe_name(ntype) / safe_name(name) / f"{columns.first}-{columns.last}"
 
@@ -62,42 +81,37 @@ def read_slice(folder: Path, info: ColumnInfo, num_rows: int) -> Array | None:
     The file is read once, to compare its checksum.
 
     Returns:
-        None when there are none, or they are damaged or of something else, which is logged.
+        None when there is no file, or it is damaged or of something else, which is logged.
     """
     if not folder.exists():
         return None
     try:
         return _mapped(folder, info, num_rows)
     except StorageError as problem:
-        _LOG.warning("%s", problem)
+        log.warning("%s", problem)
         return None
 
 
 def _mapped(folder: Path, info: ColumnInfo, num_rows: int) -> Array:
-    told = _told(info, num_rows)
-    if (found := unseal(folder)) != told:
-        raise damaged(folder, f"it is {found} instead of {told}")
+    expected = _header(info, num_rows)
+    if (found := unseal(folder)) != expected:
+        raise damaged(folder, f"it is {found} instead of {expected}")
     try:
         return np.asarray(np.load(folder / VALUES, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError) as problem:
         raise damaged(folder, problem) from problem
 
 
-def _told(info: ColumnInfo, num_rows: int) -> dict[str, object]:
+def _header(info: ColumnInfo, num_rows: int) -> dict[str, object]:
     return {"dtype": info.dtype, "shape": [num_rows, *info.row_shape]}
 
 
 @final
 class SliceWriter:
-    """Writes the rows of one slice, in order, to ``folder``, which exists and is not yet seen by others.
-
-    Args:
-        folder: Where to.
-        info: Dtype and row shape, (F_p,).
-        num_rows: N.
+    """Writes the rows of one slice, in order, to an existing folder that other processes do not use yet.
 
     Raises:
-        OSError: the folder cannot be written, or the disk has no room for all of it.
+        OSError: the folder cannot be written, or the disk has too little space for all rows.
     """
 
     def __init__(self, folder: Path, info: ColumnInfo, num_rows: int) -> None:
@@ -105,7 +119,7 @@ class SliceWriter:
         self._dtype, self._checksum = numpy_dtype(info.dtype), 0
         needed = num_rows * info.row_shape[0] * self._dtype.itemsize
         if shutil.disk_usage(folder).free < needed:
-            # Said before a byte has moved.
+            # Checked before a byte has moved.
             raise OSError(errno.ENOSPC, f"no room for {needed} bytes", str(folder))
         head = io.BytesIO()
         shape = (num_rows, *info.row_shape)
@@ -114,7 +128,7 @@ class SliceWriter:
         )
         self._file = (folder / VALUES).open("x+b", buffering=0)
         self.num_rows = 0
-        """Rows that are in the file."""
+        """Rows in the file."""
         self._first_byte = self._put(head.getbuffer())
 
     def append(self, rows: Array) -> None:
@@ -127,7 +141,7 @@ class SliceWriter:
         self.num_rows += len(rows)
 
     def written(self) -> Array:
-        """Return the rows that are in the file, (k, F_p), in memory."""
+        """Return the rows in the file, (k, F_p), in memory."""
         rows = np.empty((self.num_rows, *self._info.row_shape), self._dtype)
         data, done = rows.reshape(-1).view(np.uint8).data, 0
         while done < len(data):
@@ -139,17 +153,17 @@ class SliceWriter:
         return rows
 
     def finish(self) -> None:
-        """Reach the disk, and stamp what is there as whole.
+        """Flush to disk and write the stamp of a complete file.
 
         Raises:
             OSError: the disk refuses.
         """
         os.fsync(self._file.fileno())
         known = FileInfo(num_bytes=self._file.tell(), checksum=f"{self._checksum:08x}")
-        seal(self._folder, _told(self._info, self._num_rows), {VALUES: known})
+        seal(self._folder, _header(self._info, self._num_rows), {VALUES: known})
 
     def close(self) -> None:
-        """Let go of the file. May be called twice."""
+        """Close the file. May be called twice."""
         self._file.close()
 
     def _put(self, data: memoryview) -> int:
@@ -160,8 +174,8 @@ class SliceWriter:
         return done
 
 
-def put_in_place(partial: Path, target: Path, info: ColumnInfo, num_rows: int) -> None:
-    """Rename a finished folder to ``target``, unless somebody else's whole one is there already.
+def publish_slice(partial: Path, target: Path, info: ColumnInfo, num_rows: int) -> None:
+    """Rename a finished folder to ``target``, unless an intact one is there already.
 
     Raises:
         OSError: it cannot be renamed.
@@ -178,7 +192,7 @@ def write_slices(dataset: StoredDataset, num_parts: int) -> None:
     """Write the columns that each of ``num_parts`` ranks holds, of every matrix of node features.
 
     Reads the dataset once, a chunk at a time; doubles the disk space of those features. One process calls
-    it. Passed over are graphs of several node types, whose columns no strategy cuts, and one part of one
+    it. Does nothing for graphs of several node types, whose columns no strategy cuts, and for one part of one
     rank, which maps the rows as they are.
 
     Raises:
@@ -208,10 +222,10 @@ def _write_feature(dataset: StoredDataset, ntype: str, name: str, info: ColumnIn
     step = max(1, CHUNK_BYTES // row_bytes)
     with (
         ExitStack() as stack,
-        progress(f"Columns of {name}", num_rows, enabled=num_rows * row_bytes > WORTH_SHOWING) as advance,
+        progress(f"Columns of {name}", num_rows, enabled=num_rows * row_bytes > PROGRESS_BYTES) as advance,
     ):
         folders = [stack.enter_context(partial_folder(target)) for target in targets]
-        writers = [SliceWriter(*job, num_rows) for job in zip(folders, infos, strict=True)]
+        writers = [SliceWriter(*slice_, num_rows) for slice_ in zip(folders, infos, strict=True)]
         for writer in writers:
             stack.callback(writer.close)
         for part in range(dataset.manifest.num_parts):
@@ -223,22 +237,12 @@ def _write_feature(dataset: StoredDataset, ntype: str, name: str, info: ColumnIn
                 advance(len(chunk))
         for writer, folder, target, cut in zip(writers, folders, targets, infos, strict=True):
             writer.finish()
-            put_in_place(folder, target, cut, num_rows)
-
-
-PHASE = "columns"
-"""The ledger's name of these bytes."""
-
-ROUND_BYTES = 1 << 26
-"""A rank that loads tells the others that it lives after each so many, so that none waits for too long."""
-
-IN_FLIGHT = 4
-"""Messages that are asked for ahead: with one more being written, what loading takes beside its result."""
+            publish_slice(folder, target, cut, num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What one rank needs of one feature."""
+class ColumnRequest:
+    """The columns of one feature that one rank needs."""
 
     name: str
     key: str
@@ -247,66 +251,65 @@ class Wanted:
     info: ColumnInfo
     """Dtype, and (F_p,)."""
     num_rows: int
-    """V."""
     folder: Path | None
-    """Where the file is, or will be; None: in memory only."""
-    leads: bool
+    """Folder of the file, present or not; None: in memory only."""
+    is_leader: bool
     """Whether no lower rank of this machine needs the same: it makes the file that the others map."""
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is not a single value."""
-        return not self.num_rows * len(self.columns)
-
-    @property
     def dtype(self) -> np.dtype[np.generic]:
-        """In which NumPy holds the values."""
         return numpy_dtype(self.info.dtype)
 
     @property
     def row_bytes(self) -> int:
-        """Of the own columns of one row."""
         return len(self.columns) * self.dtype.itemsize
+
+    def slice(self, rows: Array, problem: str = "") -> ColumnSlice:
+        return ColumnSlice(columns=self.columns, info=self.info, rows=rows, problem=problem)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Obtained:
-    """One slice, and what was in the way of keeping it in a file."""
+class ColumnSlice:
+    """The own columns of one feature."""
 
+    columns: Columns
+    info: ColumnInfo
+    """Stored dtype, and (F_p,)."""
     rows: Array
-    """(V, F_p) by id; read-only, bfloat16 as its bits in uint16."""
+    """(V, F_p) by id, C-contiguous and read-only; bfloat16 as its bits in uint16."""
     problem: str = ""
+    """The reason why it could not be kept in a file."""
 
 
-def obtain(store: KVStore, wanted: Sequence[Wanted], session: Session) -> dict[str, Obtained]:
-    """Return the columns that this rank wants, by feature; every rank must call it, for the same features.
+def load_columns(store: KVStore, wanted: Sequence[ColumnRequest], session: Session) -> dict[str, ColumnSlice]:
+    """Return the requested columns, by feature; every rank must call it, for the same features.
 
-    Who has them in a file loads nothing, but answers those that do not. Of all ranks on a machine that want
+    A rank that has them in a file loads nothing, but serves the others. Of all ranks on a machine that need
     the same columns one loads; the others map its file, or load too where no file could be made.
 
     Raises:
         RemoteError: a rank that holds rows could not read them; StorageError on those that did not ask it.
         PeerError: a rank is dead or did not take part within the time-out.
     """
-    found: dict[str, Obtained] = {}
+    found: dict[str, ColumnSlice] = {}
     for is_last_turn in (False, True):
-        for name, rows in together(session, lambda: _at_hand(store, wanted)).items():
+        for name, rows in together(session, lambda: _local_columns(store, wanted)).items():
             found.setdefault(name, rows)
-        mine = [one for one in wanted if one.name not in found and (one.leads or is_last_turn)]
-        if gather_int64([len(mine)], session).any():
-            _stream(store, mine, session, found)
+        missing = [one for one in wanted if one.name not in found and (one.is_leader or is_last_turn)]
+        if gather_int64([len(missing)], session).any():
+            _stream(store, missing, session, found)
         if not gather_int64([len(wanted) - len(found)], session).any():
             break
     return found
 
 
-def _at_hand(store: KVStore, wanted: Sequence[Wanted]) -> dict[str, Obtained]:
-    found = {one.name: _rows_at_hand(store, one) for one in wanted}
-    return {name: Obtained(rows=rows) for name, rows in found.items() if rows is not None}
+def _local_columns(store: KVStore, wanted: Sequence[ColumnRequest]) -> dict[str, ColumnSlice]:
+    found = {one.name: (one, _local_rows(store, one)) for one in wanted}
+    return {name: one.slice(rows) for name, (one, rows) in found.items() if rows is not None}
 
 
-def _rows_at_hand(store: KVStore, wanted: Wanted) -> Array | None:
-    if wanted.is_empty:
+def _local_rows(store: KVStore, wanted: ColumnRequest) -> Array | None:
+    if not wanted.num_rows or not len(wanted.columns):
         return np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
     column = store.column(wanted.key)
     whole = [shard.rows for shard in column.shards if len(shard.rows) == wanted.num_rows]
@@ -317,37 +320,43 @@ def _rows_at_hand(store: KVStore, wanted: Wanted) -> Array | None:
     return read_slice(wanted.folder, wanted.info, wanted.num_rows)
 
 
-def _stream(store: KVStore, mine: Sequence[Wanted], session: Session, found: dict[str, Obtained]) -> None:
-    """Load what is ``mine`` into ``found`` while answering the other ranks; collective."""
-    num_bytes = sum(one.num_rows * one.row_bytes for one in mine)
-    shown = session.topology.rank == 0 and num_bytes > WORTH_SHOWING
+def _stream(
+    store: KVStore, missing: Sequence[ColumnRequest], session: Session, found: dict[str, ColumnSlice]
+) -> None:
+    """Load ``missing`` into ``found`` while serving the other ranks; collective."""
+    num_bytes = sum(one.num_rows * one.row_bytes for one in missing)
+    shown = session.topology.rank == 0 and num_bytes > PROGRESS_BYTES
     op = f"{store.label}.columns"
-    session.rpc.register(op, _Server(store))
+    session.rpc.register(op, partial(_serve_columns, store))
     with ExitStack() as stack, progress("Loading columns", num_bytes, enabled=shown) as advance:
         stack.callback(session.rpc.unregister, op)
         barrier(session, "loading columns")
-        steps = _load(store, mine, session, op, found)
+        steps = _load(store, missing, session, op, found)
         stack.callback(steps.close)
 
-        def some() -> int:
-            taken = 0
-            for step in steps:
-                advance(step)
-                taken += step
-                if taken >= ROUND_BYTES:
+        def load_round() -> int:
+            loaded = 0
+            for num_loaded in steps:
+                advance(num_loaded)
+                loaded += num_loaded
+                if loaded >= ROUND_BYTES:
                     break
-            return taken
+            return loaded
 
-        while gather_int64([together(session, some)], session).any():
+        while gather_int64([together(session, load_round)], session).any():
             pass
-        barrier(session, "the columns are there")
+        barrier(session, "the columns are loaded")
 
 
 def _load(
-    store: KVStore, mine: Sequence[Wanted], session: Session, op: str, found: dict[str, Obtained]
+    store: KVStore,
+    missing: Sequence[ColumnRequest],
+    session: Session,
+    op: str,
+    found: dict[str, ColumnSlice],
 ) -> Generator[int, None, None]:
-    """Load one feature after the other into ``found``; yield after each message how many bytes came."""
-    for wanted in mine:
+    """Load one feature after the other into ``found``; yield the bytes of each message."""
+    for wanted in missing:
         with closing(_Sink(wanted)) as sink:
             for piece in _pieces(store, wanted, session, op):
                 sink.put(piece)
@@ -355,27 +364,27 @@ def _load(
             found[wanted.name] = sink.result()
 
 
-def _pieces(store: KVStore, wanted: Wanted, session: Session, op: str) -> Iterator[Array]:
-    """Yield the rows of all servers in order, a message each, asking a few ahead."""
+def _pieces(store: KVStore, wanted: ColumnRequest, session: Session, op: str) -> Iterator[Array]:
+    """Yield the rows of all servers in order, a message each, with a few requested ahead."""
     step = rows_per_message(wanted.row_bytes)
-    under_way: deque[Pending] = deque()
+    pending: deque[Pending] = deque()
     for server, (first, last) in enumerate(pairwise(store.column(wanted.key).bounds.tolist())):
         rank = store.placement.serving_rank(server)
         for begin in range(first, last, step):
-            asked = [begin, min(begin + step, last), wanted.columns.first, wanted.columns.last]
-            arrays = [np.array(asked, np.int64)]
-            under_way.append(session.rpc.submit(rank, op, wanted.key, arrays, phase=PHASE))
-            if len(under_way) == IN_FLIGHT:
-                yield under_way.popleft().result()[0]
-    while under_way:
-        yield under_way.popleft().result()[0]
+            window = [begin, min(begin + step, last), wanted.columns.first, wanted.columns.last]
+            arrays = [np.array(window, np.int64)]
+            pending.append(session.rpc.submit(rank, op, wanted.key, arrays, phase=PHASE))
+            if len(pending) == IN_FLIGHT:
+                yield pending.popleft().result()[0]
+    while pending:
+        yield pending.popleft().result()[0]
 
 
 @final
 class _Sink:
-    """Takes rows in order into a file, or into memory where there is to be none or it cannot be written."""
+    """Collects rows in order in a file, or in memory where no file is requested or it cannot be written."""
 
-    def __init__(self, wanted: Wanted) -> None:
+    def __init__(self, wanted: ColumnRequest) -> None:
         self._wanted = wanted
         self._stack = ExitStack()
         self._rows = np.empty((0, len(wanted.columns)), wanted.dtype)
@@ -393,7 +402,6 @@ class _Sink:
             self._to_memory(problem)
 
     def put(self, rows: Array) -> None:
-        """Take the next (k, F_p) rows."""
         if self._writer is not None:
             try:
                 self._writer.append(rows)
@@ -403,28 +411,27 @@ class _Sink:
             self._rows[self._num_rows : self._num_rows + len(rows)] = rows
         self._num_rows += len(rows)
 
-    def result(self) -> Obtained:
-        """Return all rows, mapped where there is a file."""
+    def result(self) -> ColumnSlice:
         wanted = self._wanted
         if self._writer is not None and self._partial is not None and wanted.folder is not None:
             try:
                 self._writer.finish()
-                put_in_place(self._partial, wanted.folder, wanted.info, wanted.num_rows)
+                publish_slice(self._partial, wanted.folder, wanted.info, wanted.num_rows)
                 rows = read_slice(wanted.folder, wanted.info, wanted.num_rows)
                 if rows is not None:
-                    return Obtained(rows=rows)
-                raise FileNotFoundError(f"{wanted.folder} was taken away")
+                    return wanted.slice(rows)
+                raise FileNotFoundError(f"{wanted.folder} was removed")
             except OSError as problem:
                 self._to_memory(problem)
         self._rows.flags.writeable = False
-        return Obtained(rows=self._rows, problem=self._problem)
+        return wanted.slice(self._rows, self._problem)
 
     def close(self) -> None:
-        """Let go of the file; what is not in its place is removed."""
+        # Removes a folder that was not renamed to its place.
         self._stack.close()
 
     def _to_memory(self, problem: OSError) -> None:
-        """Go on in memory, with what the file has already: nothing is asked for twice."""
+        # With the rows that the file has already: nothing is requested twice.
         wanted = self._wanted
         self._problem = f"{wanted.folder} cannot be written ({problem})"
         self._rows = np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
@@ -433,96 +440,62 @@ class _Sink:
         self._writer = None
 
 
-@final
-class _Server:
-    """Answers with the columns of a run of this server's rows."""
-
-    def __init__(self, store: KVStore) -> None:
-        self._store = store
-
-    def __call__(self, key: str, arrays: Sequence[Array]) -> Sequence[Array]:
-        begin, end, left, right = arrays[0].tolist()
-        pieces = [
-            rows[max(begin - first, 0) : max(end - first, 0), left:right]
-            for first, rows in self._store.shards(key)
-            if first < end and begin < first + len(rows)
-        ]
-        return [np.concatenate(pieces)]
-
-
-Moments: TypeAlias = tuple[Tensor, Tensor]
-"""(mean, biased variance), (V,) float64 each."""
-
-CHUNK_VALUES = 1 << 20
-"""So many values are seen as float64 at a time."""
+def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequence[Array]:
+    """Return the requested columns of a range of this server's rows."""
+    begin, end, left, right = arrays[0].tolist()
+    pieces = [
+        rows[max(begin - first, 0) : max(end - first, 0), left:right]
+        for first, rows in store.shards(key)
+        if first < end and begin < first + len(rows)
+    ]
+    return [np.concatenate(pieces)]
 
 
 def moments_of_rows(
     slices: Sequence[tuple[Array, ColumnInfo]], num_rows: int, width: int, session: Session, phase: str
 ) -> Moments:
-    """Return mean and variance of every row, in two passes: sums first, then squares of what differs.
+    """Return mean and variance of every row, in two passes: sums first, then squared differences.
 
     Every rank must call it; the two sums over the ranks are 8 bytes a row each.
 
     Args:
-        slices: (V, F_p) columns of the rows that only this rank adds, and their dtype; there may be none.
+        slices: (V, F_p) columns that only this rank adds, and their dtype; may be empty.
         num_rows: V.
         width: Columns of all ranks together, at least 1.
         session: The run.
         phase: For the ledger.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
     """
-    mean = _sums(slices, num_rows, lambda values, _: values)
+    mean = _row_sums(slices, num_rows, lambda values, _: values)
     sum_over_ranks(mean, session, phase=phase, in_place=True).div_(width)
-    variance = _sums(slices, num_rows, lambda values, rows: (values - mean[rows, None]).square_())
+    variance = _row_sums(slices, num_rows, lambda values, rows: (values - mean[rows, None]).square_())
     sum_over_ranks(variance, session, phase=phase, in_place=True).div_(width)
     return mean, variance
 
 
-def _sums(
-    slices: Sequence[tuple[Array, ColumnInfo]], num_rows: int, what: Callable[[Tensor, slice], Tensor]
+def _row_sums(
+    slices: Sequence[tuple[Array, ColumnInfo]], num_rows: int, function: Callable[[Tensor, slice], Tensor]
 ) -> Tensor:
-    """Return (V,) sums over the columns of ``what`` makes of float64 values (k, F_p) of the rows given."""
+    """Return (V,) sums over the columns of ``function`` of float64 values (k, F_p) and their rows."""
     sums = torch.zeros(num_rows, dtype=torch.float64)
     for rows, info in slices:
         step = max(1, CHUNK_VALUES // max(1, rows.shape[1]))
         for first in range(0, num_rows, step):
             chunk = slice(first, min(first + step, num_rows))
             values = tensor_view(rows[chunk].copy(), info).to(torch.float64)
-            sums[chunk] += what(values, chunk).sum(1)
+            sums[chunk] += function(values, chunk).sum(1)
     return sums
-
-
-OPENED: SessionField[_Opened] = SessionField(lambda: _Opened())
-"""Where the session keeps what is open."""
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Slice:
-    """The own columns of one feature."""
-
-    columns: Columns
-    info: ColumnInfo
-    """Stored dtype, and (F_p,)."""
-    rows: Array
-    """(V, F_p), C-contiguous, by id."""
 
 
 @final
 class ColumnStore:
     """This rank's columns of some features, for all nodes. Made by :func:`open_columns`."""
 
-    def __init__(self, slices: Mapping[str, _Slice], group: Group, session: Session) -> None:
+    def __init__(self, slices: Mapping[str, ColumnSlice], group: Group, session: Session) -> None:
         self._slices, self._group, self._session = dict(slices), group, session
         self._moments: dict[tuple[str, ...], Moments] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The features, in the order in which they were asked for."""
         return tuple(self._slices)
 
     @property
@@ -530,38 +503,29 @@ class ColumnStore:
         """Feature name to F, its columns on all parts together."""
         return {name: one.columns.width for name, one in self._slices.items()}
 
-    @property
-    def num_bytes(self) -> int:
-        """What the own columns of all nodes take, in memory or in mapped files."""
-        return sum(one.rows.nbytes for one in self._slices.values())
-
     def cut(self, name: str) -> Columns:
-        """Return which columns of the feature are here.
+        """Return the columns of the feature that this rank holds.
 
         Raises:
-            ConfigError: it was not opened; the message lists those that were.
+            ConfigError: the feature was not opened; the message lists those that were.
         """
         return self._slice(name).columns
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of :meth:`rows`.
-
-        Raises:
-            ConfigError: as :meth:`cut`.
-        """
+        """Return the dtype of :meth:`rows`; raises as :meth:`cut`."""
         return Precision().target(torch_dtype(self._slice(name).info.dtype))
 
     def rows(self, name: str, nodes: Tensor, memory: RowMemory | None = None) -> Tensor:
-        """Return the own columns of nodes; any thread may call it, and no other rank is asked.
+        """Return the own columns of nodes; any thread may call it, and nothing is sent.
 
         Args:
             name: Of the feature.
             nodes: (K,) int64 on the CPU, any order, repeats allowed.
-            memory: Where the copy lies; None: in fresh memory.
+            memory: Buffers of the copy; None: fresh memory.
 
         Returns:
-            (K, F_p), a copy: what ``g.ndata[name][nodes][:, cut]`` holds, with float16 and bfloat16 as
-            float32, as the batches of data parallel training have them.
+            (K, F_p), a copy of ``g.ndata[name][nodes][:, cut]``, with float16 and bfloat16 as float32, as in
+            the batches of data parallel training.
 
         Raises:
             ConfigError: the feature was not opened, or ``nodes`` are no ids.
@@ -582,16 +546,13 @@ class ColumnStore:
         return memory.rows(name, len(ids), column_info(dtype, one.info.row_shape)).copy_(found)
 
     def moments(self, names: Sequence[str]) -> Moments:
-        """Return mean and variance of each node's row, of all columns of ``names`` side by side.
+        """Return mean and variance of each node's row of all columns of ``names``, concatenated.
 
         Every rank must call it; the first call sums twice over the ranks, 8 bytes per node each, under the
         phase ``columns``, and its result is kept.
 
-        Args:
-            names: Of features that were opened.
-
         Returns:
-            (mean, variance): (V,) float64 each; the variance is the biased one, as LayerNorm has it.
+            (mean, variance): (V,) float64 each; the variance is biased, as in LayerNorm.
 
         Raises:
             ConfigError: as :meth:`cut`.
@@ -600,7 +561,7 @@ class ColumnStore:
         key = tuple(names)
         if key not in self._moments:
             parts = [self._slice(name) for name in key]
-            # Other groups hold the same columns: they add nothing, and get the same bits.
+            # Other groups hold the same columns: they add zeros, and get the same bits.
             counted = parts if min(self._group.replicas) == self._group.rank else []
             width = sum(one.columns.width for one in parts)
             num_rows = len(parts[0].rows) if parts else 0
@@ -610,11 +571,11 @@ class ColumnStore:
         return self._moments[key]
 
     def close(self) -> None:
-        """Let go of the columns; ``g.close()`` does it."""
+        """Release the columns; ``g.close()`` calls it."""
         self._slices.clear()
         self._moments.clear()
 
-    def _slice(self, name: str) -> _Slice:
+    def _slice(self, name: str) -> ColumnSlice:
         if name not in self._slices:
             known = ", ".join(map(repr, self._slices)) or "none: the graph is closed"
             raise ConfigError(
@@ -626,11 +587,11 @@ class ColumnStore:
 def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: bool = True) -> ColumnStore:
     """Return this rank's columns of node features for all nodes; every rank must call it, for the same ones.
 
-    Rank ``p`` of a group of N_f holds the p-th of N_f runs of columns as even as they go, also when there
-    are more ranks than columns: it then holds (V, 0). What is not in a file yet moves once, under the phase
-    ``columns``: the own columns of the rows of other servers, and 32 bytes to ask for 8 MiB of them. They
-    are streamed into a file beside the dataset, or into memory, with a few such messages at a time beside
-    that. The file is mapped; later openings with the same number of parts, also of other jobs, move nothing.
+    Rank ``p`` of a group of N_f holds the p-th of N_f runs of columns of equal size, give or take one; with
+    more ranks than columns the last ones hold (V, 0). Columns that are not in a file yet move once, under
+    the phase ``columns``: the own columns of the rows of other servers, and 32 bytes per request of 8 MiB.
+    They are streamed into a file beside the dataset, or into memory, with a few such messages in memory at a
+    time. The file is mapped; later openings with the same number of parts, also of other jobs, move nothing.
     ``dglx partition --method feature`` writes files for as many ranks as parts.
 
     A dataset stores sparse features dense, so their columns are dense too. Tensors that the program made
@@ -640,51 +601,44 @@ def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: boo
     Args:
         g: A graph of one node type.
         names: Of matrices, (V, F) with F of 1 or more; none where the input is an embedding.
-        group: Which ranks hold all columns together.
+        group: The ranks that hold all columns together.
         cache: False: in memory, without looking for files.
 
     Returns:
-        The same object when the same was asked for before, until ``g.close()``.
+        The same object for the same request, until ``g.close()``.
 
     Raises:
         ConfigError: on all ranks: a name is unknown, given twice or of no matrix, the graph has several node
-            types, or ranks ask for different things.
+            types, or ranks request different columns.
         RemoteError: a rank that holds rows could not read them; StorageError on those that did not ask it.
         PeerError: a rank is dead or did not take part within the time-out.
     """
     opened = OPENED.of(g.session)
     key = (g.kvstore.label, group.members, tuple(names))
     if key not in opened.stores:
-        wanted = together(g.session, lambda: _wanted(g, names, group, cache), ConfigError)
-        _check_agreement(g.session, [list(names), group.size, cache])
-        if not opened.of_graph(g.kvstore.label):
+        wanted = together(g.session, lambda: _column_requests(g, names, group, cache), ConfigError)
+        _check_same_request(g.session, [list(names), group.size, cache])
+        if not any(label == g.kvstore.label for label, _, _ in opened.stores):
             g.on_close.append(lambda: opened.forget(g.kvstore.label))
-        opened.stores[key] = ColumnStore(_obtained(g, wanted, opened, group), group, g.session)
+        opened.stores[key] = ColumnStore(_load_missing(g, wanted, opened, group), group, g.session)
     return opened.stores[key]
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """What a session has open; a feature that several stores have is there once."""
+    """The open columns of a session; stores that have a feature in common share its slice."""
 
     stores: dict[tuple[str, tuple[int, ...], tuple[str, ...]], ColumnStore] = field(default_factory=dict)
-    slices: dict[tuple[str, tuple[int, ...], str], _Slice] = field(default_factory=dict)
-
-    def of_graph(self, label: str) -> list[ColumnStore]:
-        """Return what is open of the graph of that label."""
-        return [store for key, store in self.stores.items() if key[0] == label]
+    slices: dict[tuple[str, tuple[int, ...], str], ColumnSlice] = field(default_factory=dict)
 
     def forget(self, label: str) -> None:
-        """Let go of what belongs to the graph of that label."""
-        for store in self.of_graph(label):
-            store.close()
         for key in [key for key in self.stores if key[0] == label]:
-            del self.stores[key]
+            self.stores.pop(key).close()
         for kept in [kept for kept in self.slices if kept[0] == label]:
             del self.slices[kept]
 
 
-def _wanted(g: DistGraph, names: Sequence[str], group: Group, cache: bool) -> list[Wanted]:
+def _column_requests(g: DistGraph, names: Sequence[str], group: Group, cache: bool) -> list[ColumnRequest]:
     if len(g.ntypes) != 1:
         raise ConfigError(
             f"the graph has the node types {', '.join(g.ntypes)}; push_pull trains on graphs of one: use "
@@ -692,10 +646,10 @@ def _wanted(g: DistGraph, names: Sequence[str], group: Group, cache: bool) -> li
         )
     if len(set(names)) != len(names):
         raise ConfigError(f"features={list(names)}: name each once")
-    return [_wanted_of(g, name, group, cache) for name in names]
+    return [_column_request(g, name, group, cache) for name in names]
 
 
-def _wanted_of(g: DistGraph, name: str, group: Group, cache: bool) -> Wanted:
+def _column_request(g: DistGraph, name: str, group: Group, cache: bool) -> ColumnRequest:
     if name not in g.ndata:
         raise ConfigError(f"g.ndata has no feature {name!r} (known: {', '.join(sorted(g.ndata))})")
     key = g.ndata[name].kvstore_key
@@ -707,40 +661,39 @@ def _wanted_of(g: DistGraph, name: str, group: Group, cache: bool) -> Wanted:
             "one row of numbers per node, (V, 1) where there is a single one"
         )
     if column.on_read is not None:
-        raise ConfigError(f"what is read from {name!r} is computed by a handler; write it to a tensor first")
+        raise ConfigError(f"{name!r} is computed by a handler when it is read; write it to a tensor first")
     (ntype,) = g.ntypes
     columns = deal_out_columns(shape[0], group.size)[group.part]
     hosts = g.session.hosts
-    return Wanted(
+    return ColumnRequest(
         name=name,
         key=key,
         columns=columns,
         info=ColumnInfo(dtype=column.info.dtype, row_shape=(len(columns),)),
         num_rows=column.num_rows,
         folder=slice_folder(g.dataset, ntype, name, columns) if cache and not column.writable else None,
-        leads=all(hosts[rank] != hosts[group.rank] for rank in group.replicas if rank < group.rank),
+        is_leader=all(hosts[rank] != hosts[group.rank] for rank in group.replicas if rank < group.rank),
     )
 
 
-def _check_agreement(session: Session, asked: list[object]) -> None:
-    """Raise ConfigError, on all ranks, unless all ask for the same."""
-    for rank, other in enumerate(gather_json(asked, session)):
-        if other != asked:
+def _check_same_request(session: Session, request: list[object]) -> None:
+    for rank, other in enumerate(gather_json(request, session)):
+        if other != request:
             raise ConfigError(
                 f"rank {rank} opens the columns of [features, parts, cache] = {other}, rank "
-                f"{session.topology.rank} of {asked}; every rank must ask for the same"
+                f"{session.topology.rank} of {request}; every rank must ask for the same"
             )
 
 
-def _obtained(g: DistGraph, wanted: Sequence[Wanted], opened: _Opened, group: Group) -> dict[str, _Slice]:
+def _load_missing(
+    g: DistGraph, wanted: Sequence[ColumnRequest], opened: _Opened, group: Group
+) -> dict[str, ColumnSlice]:
     keys = {one.name: (g.kvstore.label, group.members, one.name) for one in wanted}
-    found = obtain(g.kvstore, [one for one in wanted if keys[one.name] not in opened.slices], g.session)
-    for one in wanted:
-        if one.name in found:
-            rows = found[one.name].rows
-            opened.slices[keys[one.name]] = _Slice(columns=one.columns, info=one.info, rows=rows)
+    found = load_columns(g.kvstore, [one for one in wanted if keys[one.name] not in opened.slices], g.session)
+    for name, loaded in found.items():
+        opened.slices[keys[name]] = loaded
     problem = next((one.problem for one in found.values() if one.problem), "")
-    problems = [said for said in gather_json(problem, g.session) if said]
+    problems = [one for one in gather_json(problem, g.session) if one]
     if problems and g.session.topology.rank == 0:
         log.warning(
             "%d of %d ranks keep columns in memory, and load them again next time: %s",

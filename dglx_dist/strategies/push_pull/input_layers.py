@@ -1,4 +1,7 @@
-"""How what goes into the first layer came about, so that a part can do the same for other owners' nodes."""
+"""Modules before the first layer, cut by input columns, and the provenance of that layer's input.
+
+A part repeats for other owners' nodes what the model did with the rows of its own batch.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias, TypeVar, final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -19,29 +22,29 @@ from dglx_dist.strategies.push_pull.options import GroupBatch, PartInput
 
 
 class Origin(ABC):
-    """A way to make a part's input rows of any owner; equal to another if it does the same."""
+    """Computes a part's input rows of any owner; equal to another if it does the same."""
 
     @property
     @abstractmethod
     def runs(self) -> tuple[Columns, ...]:
-        """Which columns of the uncut tensor the part's rows are, in order; what keyed dropout goes by."""
+        """The part's columns of the uncut tensor, in order; keys of dropout."""
 
     @property
-    def plain(self) -> bool:
-        """Whether the rows are those of the store, but for their dtype; False when not overridden."""
+    def is_raw(self) -> bool:
+        """Whether the rows are those of the store, but for their dtype; False unless overridden."""
         return False
 
     @abstractmethod
     def rows(self, owners: PartInput) -> Tensor:
-        """Return (L0, F_p) for one owner's batch, with a gradient where something trained made it.
+        """Return (L0, F_p) for one owner's batch, with a gradient where trained parameters produced it.
 
-        Rows that are a leaf with a gradient are trained themselves: their gradients go to :meth:`learn`.
+        Rows that are a leaf with a gradient are trained themselves: their gradients go to :meth:`accumulate`.
         """
 
-    def learn(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
-        """Add what all owners' rows came to, (L0, F_p) each, to the ``.grad`` of what they were taken from.
+    def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
+        """Add the gradients of all owners' rows, (L0, F_p) each, to ``.grad`` of their table.
 
-        Only for rows that are leaves, as those of an embedding are; nothing to do for others.
+        Only for rows that are leaves, as those of an embedding; does nothing for others.
         """
         return
 
@@ -49,24 +52,21 @@ class Origin(ABC):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Features(Origin):
-    """The loader's columns of one feature, or of several side by side."""
+    """The loader's columns of one feature, or of several concatenated."""
 
     names: tuple[str, ...]
     pieces: tuple[Columns, ...]
-    """(number of names,) the part's run of each, as columns of all of them side by side."""
+    """(number of names,) the part's run of each, as columns of their concatenation."""
 
     @property
     def runs(self) -> tuple[Columns, ...]:
-        """See :attr:`Origin.runs`."""
         return self.pieces
 
     @property
-    def plain(self) -> bool:
-        """See :attr:`Origin.plain`."""
+    def is_raw(self) -> bool:
         return True
 
     def rows(self, owners: PartInput) -> Tensor:
-        """See :meth:`Origin.rows`."""
         found = [owners.columns[name] for name in self.names]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
@@ -81,30 +81,26 @@ class Converted(Origin):
 
     @property
     def runs(self) -> tuple[Columns, ...]:
-        """See :attr:`Origin.runs`."""
         return self.origin.runs
 
     @property
-    def plain(self) -> bool:
-        """See :attr:`Origin.plain`."""
-        return self.origin.plain
+    def is_raw(self) -> bool:
+        return self.origin.is_raw
 
     def rows(self, owners: PartInput) -> Tensor:
-        """See :meth:`Origin.rows`."""
         rows = self.origin.rows(owners)
         trained = rows.is_leaf and rows.requires_grad
         return rows.detach().to(self.dtype).requires_grad_() if trained else rows.to(self.dtype)
 
-    def learn(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
-        """See :meth:`Origin.learn`."""
-        self.origin.learn(gradients)
+    def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
+        self.origin.accumulate(gradients)
 
 
 @final
 class InputProvenance:
-    """What is known about tensors of the batch that the model is computing.
+    """The origins of tensors of the batch that the model is computing.
 
-    A tensor is recognised by where its memory lies, so that a view of the loader's own is known and anything
+    A tensor is recognised by its memory address, so that a view of the loader's own is known and anything
     computed from it is not.
     """
 
@@ -114,24 +110,24 @@ class InputProvenance:
         self._known: list[tuple[Tensor, Origin]] = []
 
     def begin(self, group_batch: GroupBatch | None, part: int) -> None:
-        """Forget the last batch; ``visit`` is what the model computes now, None outside of one."""
+        """Forget the last batch; ``group_batch`` is the one that the model computes now, if any."""
         self._group_batch, self._part, self._known = group_batch, part, []
 
     @property
     def own(self) -> PartInput | None:
-        """The own part of the batch that the model computes; None outside of one."""
+        """The own part of the batch that the model computes; None outside of a batch."""
         return None if self._group_batch is None else self._group_batch.inputs[self._part]
 
     def add(self, rows: Tensor, origin: Origin) -> None:
-        """Remember that ``rows`` of the own batch came from ``origin``; keeps them until the next batch."""
+        """Record that ``rows`` of the own batch came from ``origin``; keeps them until the next batch."""
         self._known.append((rows, origin))
 
     def find(self, rows: Tensor) -> Origin | None:
-        """Return where ``rows`` came from, a change of dtype included; None if from nothing known."""
+        """Return the origin of ``rows``, a change of dtype included; None if it is unknown."""
         for known, origin in self._known:
             if known is rows:
                 return origin
-        # The latest first: all rows of an empty batch lie at one place.
+        # The latest first: all rows of an empty batch have the same address.
         for known, origin in reversed(self._known):
             if _same(known, rows):
                 return origin
@@ -142,29 +138,29 @@ class InputProvenance:
         return None
 
     def holds(self, rows: Tensor) -> bool:
-        """Whether ``rows`` lie in the memory of known ones, all of them or some."""
-        place = rows.untyped_storage().data_ptr()
-        return place != 0 and any(known.untyped_storage().data_ptr() == place for known, _ in self._known)
+        """Whether ``rows`` share memory with known ones."""
+        address = rows.untyped_storage().data_ptr()
+        return address != 0 and any(known.untyped_storage().data_ptr() == address for known, _ in self._known)
 
 
 class InputModule(nn.Module):
-    """What may stand between the features and the first layer: works on each column by itself.
+    """A module between the features and the first layer that works on each column by itself.
 
-    Called by the user's model on the own batch, and by the pipeline on those of other owners. A module that
-    stood there before is replaced by one of these under its name (:func:`find_input_modules` decides).
-    Its parameters, if any, have one entry per input column, and the names of those it stands for.
+    The user's model calls it on the own batch, and the pipeline on those of other owners. It replaces the
+    user's module under its name (:func:`find_input_modules` decides). Its parameters, if any, have one entry
+    per input column, and the names of those they replace.
     """
 
-    origins: InputProvenance
-    """Of the model it belongs to; set when it is put there."""
+    provenance: InputProvenance
+    """Of the model; set when the module is put there."""
     cut: Mapping[str, int] = MappingProxyType({})
     """Parameter name to the dimension that runs over the input columns."""
     by_rows: tuple[str, ...] = ()
-    """Names of the parameters whose gradients come by :meth:`Origin.learn`; the others are stashed."""
+    """Names of the parameters whose gradients come by :meth:`Origin.accumulate`; the others are stashed."""
 
 
 def _copied(known: Tensor, rows: Tensor, origin: Origin) -> bool:
-    """Whether ``rows`` are ``known`` in another dtype, or put side by side by the user."""
+    """Whether ``rows`` are ``known`` in another dtype, or concatenated by the user."""
     may_be = known.dtype != rows.dtype or (isinstance(origin, Features) and len(origin.names) > 1)
     return may_be and known.shape == rows.shape and torch.equal(known.to(rows.dtype), rows)
 
@@ -182,7 +178,7 @@ def _same(known: Tensor, rows: Tensor) -> bool:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Dropped(Origin):
-    """The rows of another origin, of which entries are dropped by (seed, batch, node, column)."""
+    """The rows of another origin, with entries dropped by (seed, batch, node, column)."""
 
     origin: Origin
     probability: float
@@ -192,55 +188,44 @@ class Dropped(Origin):
 
     @property
     def runs(self) -> tuple[Columns, ...]:
-        """See :attr:`Origin.runs`."""
         return self.origin.runs
 
     def rows(self, owners: PartInput) -> Tensor:
-        """See :meth:`Origin.rows`."""
         rows = self.origin.rows(owners)
         if rows.is_leaf and rows.requires_grad:
-            return self._drop(rows.detach(), owners).requires_grad_()
-        return self._drop(rows, owners)
+            return self.drop(rows.detach(), owners).requires_grad_()
+        return self.drop(rows, owners)
 
-    def learn(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
-        """See :meth:`Origin.learn`."""
-        self.origin.learn(
+    def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
+        self.origin.accumulate(
             [
-                (owners, None if gradient is None else self._drop(gradient, owners))
+                (owners, None if gradient is None else self.drop(gradient, owners))
                 for owners, gradient in gradients
             ]
         )
 
-    def _drop(self, rows: Tensor, owners: PartInput) -> Tensor:
+    def drop(self, rows: Tensor, owners: PartInput) -> Tensor:
         draws = DropDraws(seed=self.seed, number=owners.number, nodes=owners.nodes, runs=self.runs)
         return drop_entries(rows, self.probability, draws, self.stream)
 
 
 @final
 class ColumnDropout(InputModule):
-    """Stands for ``nn.Dropout``: keyed on the input, torch's own on anything else.
+    """Replaces ``nn.Dropout``: keyed draws on the input, torch's own on anything else.
 
-    Args:
-        dropout: What it stands for.
-        seed: Of the run.
-        place: Among the model's dropouts; equal on all ranks.
+    ``index`` counts the model's dropouts; equal on all ranks.
     """
 
-    def __init__(self, dropout: nn.Dropout, seed: int, place: int) -> None:
+    def __init__(self, dropout: nn.Dropout, seed: int, index: int) -> None:
         super().__init__()
         self.p, self.inplace = dropout.p, dropout.inplace
-        self.origins = InputProvenance()
-        self._seed, self._stream = seed, MODULES + place
+        self.provenance = InputProvenance()
+        self._seed, self._stream = seed, MODULES + index
         self.train(dropout.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` with entries dropped while training.
-
-        Raises:
-            ConfigError: the input is to be changed in place.
-        """
-        own = self.origins.own
-        origin = self.origins.find(x) if self.training and own is not None else None
+        own = self.provenance.own
+        origin = self.provenance.find(x) if self.training and own is not None else None
         if origin is None or own is None or self.p == 0:
             return functional.dropout(x, self.p, self.training, self.inplace)
         if self.inplace:
@@ -249,28 +234,22 @@ class ColumnDropout(InputModule):
                 "flight have their own; use inplace=False"
             )
         made = Dropped(origin=origin, probability=self.p, seed=self._seed, stream=self._stream)
-        draws = DropDraws(seed=self._seed, number=own.number, nodes=own.nodes, runs=made.runs)
-        dropped = drop_entries(x, self.p, draws, self._stream)
-        self.origins.add(dropped, made)
+        dropped = made.drop(x, own)
+        self.provenance.add(dropped, made)
         return dropped
 
     def extra_repr(self) -> str:
-        """Like that of ``nn.Dropout``."""
         return f"p={self.p}, inplace={self.inplace}"
 
 
 @final
 class ColumnEmbedding(InputModule):
-    """Stands for ``nn.Embedding`` of all nodes as the input: (V, D_p), the part's columns.
+    """Replaces ``nn.Embedding`` of all nodes as the input: (V, D_p), the part's columns.
 
-    Any torch optimizer trains it; of an embedding with ``sparse=True`` the gradient is sparse too.
-
-    Args:
-        embedding: What it stands for; its rows are copied.
-        runs: The part's columns.
+    Any torch optimizer trains it; with ``sparse=True`` the gradient is sparse too.
 
     Raises:
-        ConfigError: it does something that needs whole rows.
+        ConfigError: an option of the embedding needs whole rows.
     """
 
     weight: nn.Parameter
@@ -278,7 +257,7 @@ class ColumnEmbedding(InputModule):
     def __init__(self, embedding: nn.Embedding, runs: Sequence[Columns]) -> None:
         super().__init__()
         self.cut, self.by_rows = {"weight": 1}, ("weight",)
-        self.runs, self.origins = tuple(runs), InputProvenance()
+        self.runs, self.provenance = tuple(runs), InputProvenance()
         for option, value in (
             ("max_norm", embedding.max_norm),
             ("scale_grad_by_freq", embedding.scale_grad_by_freq),
@@ -294,32 +273,27 @@ class ColumnEmbedding(InputModule):
         self.train(embedding.training)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the own columns of the rows of the batch's sources, (L0, D_p).
-
-        Raises:
-            ConfigError: ``ids`` are not exactly those.
-        """
-        own = self.origins.own
+        """Return the own columns of the rows of the batch's sources, (L0, D_p); ``ids`` must be those."""
+        own = self.provenance.own
         if own is None or ids.shape != own.nodes.shape or not torch.equal(ids.long(), own.nodes):
             raise ConfigError(
                 f"nn.Embedding of {self.weight.shape[0]} nodes was cut by columns, so it can only be asked "
                 f"for the rows of a batch's input nodes; it was given ids of shape {tuple(ids.shape)} that "
                 "are not these. Call it with input_nodes, or with blocks[0].srcdata[dgl.NID]"
             )
-        # What the first layer sees is made by the origin, so that a batch keeps the rows it began with.
+        # The origin computes the rows that the first layer sees, so that a batch keeps those it began with.
         rows = self.weight.detach()[own.nodes]
-        self.origins.add(rows, Embedded(embedding=self))
+        self.provenance.add(rows, Embedded(embedding=self))
         return rows
 
     def extra_repr(self) -> str:
-        """Like that of ``nn.Embedding``."""
         return f"{self.weight.shape[0]}, {self.runs[0].width}, sparse={self.sparse}"
 
     def add_gradients(self, nodes: Tensor, gradients: Tensor) -> None:
-        """Add to ``weight.grad``: at ``nodes`` ((K,) int64, repeats allowed) the ``gradients`` ((K, D_p))."""
+        """Add ``gradients`` (K, D_p) to ``weight.grad`` at ``nodes`` ((K,) int64, repeats allowed)."""
         if self.padding_idx is not None:
-            wanted = nodes != self.padding_idx
-            nodes, gradients = nodes[wanted], gradients[wanted]
+            trained = nodes != self.padding_idx
+            nodes, gradients = nodes[trained], gradients[trained]
         if self.sparse:
             found = torch.sparse_coo_tensor(
                 nodes.unsqueeze(0), gradients, self.weight.shape, check_invariants=True
@@ -338,7 +312,6 @@ class Embedded(Origin):
 
     @property
     def runs(self) -> tuple[Columns, ...]:
-        """See :attr:`Origin.runs`."""
         return self.embedding.runs
 
     def rows(self, owners: PartInput) -> Tensor:
@@ -346,8 +319,7 @@ class Embedded(Origin):
         weight = self.embedding.weight
         return weight.detach()[owners.nodes].requires_grad_(weight.requires_grad)
 
-    def learn(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
-        """See :meth:`Origin.learn`."""
+    def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
         found = [(owners.nodes, gradient) for owners, gradient in gradients if gradient is not None]
         if not found:
             return
@@ -358,15 +330,10 @@ class Embedded(Origin):
 
 @final
 class ColumnLayerNorm(InputModule):
-    """Stands for ``nn.LayerNorm`` of the uncut input rows: has the part's entries of weight and bias.
+    """Replaces ``nn.LayerNorm`` of the uncut input rows: has the part's entries of weight and bias.
 
-    A node's row has the same mean and variance in every batch, so they are computed once, over all parts.
-
-    Args:
-        norm: What it stands for; its parameters are copied.
-        runs: The part's columns.
-        mean: (V,) float64 of every node's uncut row.
-        variance: (V,) float64, biased.
+    A node's row has the same mean and variance in every batch, so they are computed once, over all parts:
+    ``mean`` and ``variance`` (biased) are (V,) float64 of every node's uncut row.
     """
 
     weight: nn.Parameter | None
@@ -375,7 +342,7 @@ class ColumnLayerNorm(InputModule):
     def __init__(self, norm: nn.LayerNorm, runs: Sequence[Columns], mean: Tensor, variance: Tensor) -> None:
         super().__init__()
         named = dict(norm.named_parameters(recurse=False))
-        self.cut, self.runs, self.origins = dict.fromkeys(named, 0), tuple(runs), InputProvenance()
+        self.cut, self.runs, self.provenance = dict.fromkeys(named, 0), tuple(runs), InputProvenance()
         for name in ("weight", "bias"):
             whole = named.get(name)
             part = None if whole is None else cut_out(whole.detach(), self.runs, 0)
@@ -386,28 +353,23 @@ class ColumnLayerNorm(InputModule):
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the own columns of the normalized rows.
-
-        Raises:
-            ConfigError: ``x`` is not the features of a batch; or something has changed them before.
-        """
-        origin, own = self.origins.find(x), self.origins.own
+        origin, own = self.provenance.find(x), self.provenance.own
         if origin is None or own is None:
             raise ConfigError(
-                f"LayerNorm({self.width}) was cut by input columns, for it is as wide as the features, and "
+                f"LayerNorm({self.width}) was cut by input columns, as it is as wide as the features, and "
                 f"was given rows of shape {tuple(x.shape)} that are not the features of the batch. If it "
                 "normalizes a later layer of that width, register it after the first layer; to normalize "
                 "anything but the features as they came, use strategy='data_parallel'"
             )
-        if not origin.plain or origin.runs != self.runs:
+        if not origin.is_raw or origin.runs != self.runs:
             raise ConfigError(
                 f"LayerNorm({self.width}) was given features that something has changed before: mean and "
-                "variance of what comes out need all columns in every batch; let the norm come first, or use "
+                "variance of the changed rows need all columns in every batch; apply the norm first, or use "
                 "strategy='data_parallel'"
             )
         with torch.no_grad():
             rows = self.normalized(x, own.nodes)
-        self.origins.add(rows, Normalized(origin=origin, norm=self))
+        self.provenance.add(rows, Normalized(origin=origin, norm=self))
         return rows
 
     @property
@@ -417,50 +379,44 @@ class ColumnLayerNorm(InputModule):
 
     def normalized(self, x: Tensor, nodes: Tensor) -> Tensor:
         """Return the normalized (L0, F_p) of the features ``x`` of ``nodes`` ((L0,) int64)."""
-        # They stay where they were made: the nodes may be on a device.
-        places = nodes.to(self._mean.device)
-        mean, scale = self._mean[places], (self._variance[places] + self.eps).rsqrt()
+        # Mean and variance stay on their device; the nodes may be on another one.
+        ids = nodes.to(self._mean.device)
+        mean, scale = self._mean[ids], (self._variance[ids] + self.eps).rsqrt()
         rows = (x - mean.to(x).unsqueeze(1)) * scale.to(x).unsqueeze(1)
         rows = rows if self.weight is None else rows * self.weight
         return rows if self.bias is None else rows + self.bias
 
     def extra_repr(self) -> str:
-        """Like that of ``nn.LayerNorm``."""
         return f"({self.width},), eps={self.eps}"
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Normalized(Origin):
-    """The rows of another origin, normalized; with the weights that the module has when asked."""
+    """The rows of another origin, normalized with the module's current weights."""
 
     origin: Origin
     norm: ColumnLayerNorm
 
     @property
     def runs(self) -> tuple[Columns, ...]:
-        """See :attr:`Origin.runs`."""
         return self.origin.runs
 
     def rows(self, owners: PartInput) -> Tensor:
-        """See :meth:`Origin.rows`."""
         return self.norm.normalized(self.origin.rows(owners), owners.nodes)
 
-
-Moments: TypeAlias = Callable[[Sequence[str]], tuple[Tensor, Tensor]]
-"""Names of features to (mean, variance) of each node's row of them side by side: (V,) float64; collective."""
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputLayout:
-    """What goes into the first layer, and which of it this part has."""
+    """The input of the first layer, and this part's columns of it."""
 
     features: tuple[str, ...]
-    """Names, in the order in which the model puts them side by side."""
+    """Names, in the order in which the model concatenates them."""
     runs: tuple[Columns, ...]
-    """This part's columns of what the first layer takes."""
+    """This part's columns of the input."""
     num_nodes: int
     """V, rows of a trained embedding of all nodes."""
     seed: int
@@ -468,28 +424,27 @@ class InputLayout:
 
     @property
     def width(self) -> int:
-        """Columns that the first layer takes."""
         return self.runs[0].width
 
 
 def find_input_modules(
-    model: nn.Module, first_name: str, layout: InputLayout, moments: Moments
+    model: nn.Module,
+    first_name: str,
+    layout: InputLayout,
+    moments: Callable[[Sequence[str]], tuple[Tensor, Tensor]],
 ) -> dict[str, InputModule]:
-    """Return what to put in place of the modules that may work on the input; every rank must call it.
+    """Return replacements of the modules that may work on the input; every rank must call it.
 
-    Dropout is replaced wherever it stands, for one ``nn.Dropout`` usually serves all layers; on anything but
-    the input it is as before. A norm over the layer's width, and an embedding of all nodes of that width, are
-    cut; a norm is taken for one of the input if it is registered before the first layer, or if no other
-    parameter of the model is that wide.
+    Dropout is replaced everywhere, as one ``nn.Dropout`` usually serves all layers; on anything but the input
+    it works as before. A norm over the layer's width, and an embedding of all nodes of that width, are cut; a
+    norm is taken for one of the input if it is registered before the first layer, or if no other parameter of
+    the model is that wide.
 
-    Args:
-        model: The user's, uncut.
-        first_name: Of the first layer, as in ``named_modules``.
-        layout: What goes into that layer.
-        moments: Of the features, asked only if there is a norm.
+    ``moments`` maps feature names to (mean, variance) of each node's concatenated row, (V,) float64; it is
+    collective and called only if there is a norm.
 
     Returns:
-        Names of ``named_modules``, also all names of a module that has several, to what replaces them.
+        Names of ``named_modules``, all names of a module that has several, to their replacements.
 
     Raises:
         ConfigError: something before the first layer cannot work on columns; the message has the reason.
@@ -513,9 +468,9 @@ def find_input_modules(
     if norms:
         mean, variance = moments(layout.features)
         made |= {norm: ColumnLayerNorm(norm, layout.runs, mean, variance) for _, norm in norms}
-    for place, (_, dropout) in enumerate(_of_kind(model, nn.Dropout)):
-        made[dropout] = ColumnDropout(dropout, layout.seed, place)
-    # The first layer's own dropout is a matter of its stages.
+    for index, (_, dropout) in enumerate(_of_kind(model, nn.Dropout)):
+        made[dropout] = ColumnDropout(dropout, layout.seed, index)
+    # The stages of the first layer apply its own dropout.
     firsts = all_names(model, first_name)
     return {
         name: made[module]
@@ -531,14 +486,14 @@ def all_names(model: nn.Module, name: str) -> list[str]:
 
 
 def _of_kind(model: nn.Module, kind: type[_Module]) -> Iterator[tuple[str, _Module]]:
-    """Yield modules of exactly this class: a subclass does something else."""
+    # Of exactly this class: a subclass may do something else.
     for name, module in model.named_modules():
         if type(module) is kind:
             yield name, module
 
 
 def embeddings_of_all_nodes(model: nn.Module, num_nodes: int) -> Iterator[tuple[str, nn.Embedding]]:
-    """Yield the embeddings that have a row for every node, by name."""
+    """Yield the embeddings that have a row for every node, with their names."""
     for name, embedding in _of_kind(model, nn.Embedding):
         if embedding.num_embeddings == num_nodes:
             yield name, embedding

@@ -1,11 +1,11 @@
-"""The options of push-pull, read and checked."""
+"""Options of push-pull, and the records that its modules exchange."""
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, Protocol, TypeAlias, final, get_args
 
 from dgl.heterograph import DGLBlock
@@ -16,6 +16,7 @@ from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import check_options
+from dglx_dist.strategies.gradient_sync import BUCKET_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Group:
     """The ranks that push and pull among each other.
 
     The world is cut into groups of consecutive ranks, each of which holds every column once. Pushing and
-    pulling stay inside the own group; what a part learns is summed with its replicas in the other groups.
+    pulling stay inside the own group; a part's gradients are summed with its replicas in the other groups.
     """
 
     rank: int
@@ -35,7 +36,7 @@ class Group:
 
     @property
     def part(self) -> int:
-        """Which part the own rank is; also its place among the owners of the group."""
+        """The own rank's position among the parts, and among the owners, of the group."""
         return self.members.index(self.rank)
 
     @property
@@ -45,12 +46,12 @@ class Group:
 
     @property
     def place(self) -> int:
-        """The own place among the replicas."""
+        """The own position among the replicas."""
         return self.replicas.index(self.rank)
 
     @property
     def next_replica(self) -> int:
-        """The replica to which a ring sends, the own rank if there is no other."""
+        """The replica to which a ring sends; the own rank if there is no other."""
         return self.replicas[(self.place + 1) % len(self.replicas)]
 
     @property
@@ -80,34 +81,18 @@ def make_group(session: Session, size: int) -> Group:
 
 
 Side: TypeAlias = Literal["M", "D"]
-"""P3's names: the part side (layer 1 up to the sum) and the owner side (all that follows)."""
+"""P3's names: the part side (layer 1 up to the sum) and the owner side (everything after it)."""
 
 Weights: TypeAlias = Literal["whole", "split"]
 Order: TypeAlias = Literal["forward_first", "backward_first"]
 StructureChoice: TypeAlias = Literal["auto", "push", "resample"]
 Sync: TypeAlias = Literal["columns", "inputs"]
 
-BUCKET_BYTES = 4 * 2**20
-_MOST_IN_FLIGHT = 3
-
-_TYPES: Mapping[str, type] = {
-    "depth": int,
-    "weights": str,
-    "order": str,
-    "group_size": int,
-    "memory": str,
-    "structure": str,
-    "sync": str,
-    "features": str,
-    "cache_columns": bool,
-    "bucket_bytes": int,
-}
-
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PushPullOptions:
-    """What the user said."""
+    """The strategy's options, checked."""
 
     depth: int = 1
     """Mini-batches in flight: 1 is exact, 3 the paper's."""
@@ -117,17 +102,16 @@ class PushPullOptions:
     group_size: int = 0
     """Ranks that hold all columns together; 0: the fewest that ``memory`` allows, all without it."""
     memory: str = ""
-    """What a rank may hold of the features, as "4GB"."""
+    """Bytes of features that a rank may hold, as "4GB"."""
     structure: StructureChoice = "auto"
     sync: Sync = "columns"
     features: str = FEATURE
-    """Names by comma, in the order in which the model puts them side by side."""
+    """Names, comma-separated, in the order in which the model concatenates them."""
     cache_columns: bool = True
     bucket_bytes: int = BUCKET_BYTES
 
     def __post_init__(self) -> None:
-        """Raise ConfigError unless every value is one that can be honoured."""
-        if not 1 <= self.depth <= _MOST_IN_FLIGHT:
+        if not 1 <= self.depth <= 3:
             raise ConfigError(f"option depth={self.depth} must be 1, 2 or 3 mini-batches in flight")
         for name, kind in (
             ("weights", Weights),
@@ -152,35 +136,35 @@ class PushPullOptions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The features."""
         return tuple(name.strip() for name in self.features.split(","))
 
     @property
     def in_flight(self) -> int:
         """Mini-batches in flight in the order in which they run.
 
-        Going back first means that nothing stands between a batch's gradient and its step, which is the
-        sequence of one batch less in flight.
+        With ``backward_first`` nothing runs between a batch's gradient and its step, which is the sequence of
+        one batch less in flight.
         """
         return max(self.depth - 1, 1) if self.order == "backward_first" else self.depth
 
     @property
-    def late(self) -> int:
+    def delay(self) -> int:
         """Iterations of the user's loop between a batch's loss and the step of its part side."""
         return max(self.in_flight - 2, 0)
 
 
 def read_push_pull_options(options: Mapping[str, object]) -> PushPullOptions:
-    """Return the options of the session.
+    """Return the checked options.
 
     Raises:
         ConfigError: one is unknown, of another type, or has a value that cannot be honoured.
     """
     memory = options.get("memory")
     if isinstance(memory, int) and not isinstance(memory, bool):
-        # The command line reads memory=1000 as a number.
+        # The command line parses memory=1000 as a number.
         options = {**options, "memory": str(memory)}
-    check_options("push_pull", options, _TYPES)
+    types = {field.name: type(field.default) for field in fields(PushPullOptions)}
+    check_options("push_pull", options, types)
     return PushPullOptions(**options)  # type: ignore[arg-type]  # checked one line up
 
 
@@ -188,7 +172,7 @@ def smallest_group(world_size: int, feature_bytes: int, memory_bytes: int) -> in
     """Return the fewest ranks that hold ``feature_bytes`` together with ``memory_bytes`` each (P3, 3.5).
 
     Raises:
-        ConfigError: not even all of them can.
+        ConfigError: not even all of them can hold them.
     """
     for size in range(1, world_size + 1):
         if world_size % size == 0 and -(-feature_bytes // size) <= memory_bytes:
@@ -199,23 +183,23 @@ def smallest_group(world_size: int, feature_bytes: int, memory_bytes: int) -> in
     )
 
 
-class Drained(Protocol):
-    """Something that may have work left at the end of an epoch."""
+class Drainable(Protocol):
+    """A pipeline that may have work left at the end of an epoch."""
 
     def drain(self) -> None:
-        """Do it; every rank must call it."""
+        """Finish the work that is left; every rank must call it."""
 
 
-PIPELINES: SessionField[list[weakref.ref[Drained]]] = SessionField(list)
-"""Pipelines that loaders drain at an epoch's end."""
+PIPELINES: SessionField[list[weakref.ref[Drainable]]] = SessionField(list)
+"""Pipelines that loaders drain at the end of an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartInput:
-    """What this part has of one owner's batch."""
+    """One owner's batch as this part sees it."""
 
     block: DGLBlock
-    """The owner's layer-1 block; of another owner without any data."""
+    """The owner's layer-1 block; blocks of other owners have no data."""
     nodes: Tensor
     """(L0,) int64 global ids of its sources, the destinations first."""
     columns: Mapping[str, Tensor]
@@ -225,17 +209,17 @@ class PartInput:
 
 
 class GroupBatch(ABC):
-    """A batch on its way through the pipeline; the loader sets it as ``blocks[0].push_pull``."""
+    """One mini-batch of every owner; the loader sets it as ``blocks[0].push_pull``."""
 
     number: int
     """Steps since the loader's first epoch, equal on all ranks."""
     inputs: tuple[PartInput, ...]
     """(N_f,) by owner, in the order of the group's members; the own block is a view of the user's, without
-    what is set on that later."""
+    data that is set on that later."""
 
     @abstractmethod
     def following(self) -> GroupBatch | None:
         """Return the next batch of the epoch, of which only layer 1 may be computed yet.
 
-        None after the last one, and always when the loader was told not to look ahead.
+        None after the last one, and always when the loader does not look ahead.
         """

@@ -1,6 +1,6 @@
 """P3's pipeline: several mini-batches in flight, each with the weights that it began with.
 
-With b the batch of the user's current iteration, one iteration does, with two or more in flight,
+With b the batch of the user's current iteration and two or more batches in flight, one iteration runs
 fM(b+1), fD(b), bD(b), bM(b) (with three: bM(b-1)) and the user's optimizer step. See algorithms 2.5.
 """
 
@@ -24,7 +24,7 @@ from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE, WAIT
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput
-from dglx_dist.layers.dropout import DropDraws
+from dglx_dist.layers.dropout import Columns, DropDraws
 from dglx_dist.strategies.gradient_sync import PHASE, BufferMeans, GradientExchange
 from dglx_dist.strategies.push_pull.activation_exchange import (
     BACKWARD,
@@ -32,7 +32,7 @@ from dglx_dist.strategies.push_pull.activation_exchange import (
     AsyncExchange,
     Transfer,
     add_in_order,
-    hand_to_parts,
+    send_to_parts,
     share_edge_values,
     sum_to_owner,
 )
@@ -45,30 +45,27 @@ from dglx_dist.strategies.push_pull.options import (
     PushPullOptions,
     Side,
 )
+from dglx_dist.strategies.push_pull.split_model import SplitModel
 from dglx_dist.strategies.push_pull.weight_versions import OptimizerHooks, VersionLog
 
 Leaves: TypeAlias = dict[str, Tensor]
-"""Parameter name to a leaf with its values as they were."""
+"""Parameter name to a leaf with the values of some moment."""
 
 
 @final
 class PartSide:
     """The parameters that a part uses before the sum: the cut ones and those shared by all parts.
 
-    They are stepped when a batch has gone all the way back, while later batches are on their way, so each
-    batch computes with leaves of its own.
-
-    Args:
-        model: The module that has them.
-        names: Of the parameters.
+    They are stepped after the whole backward of a batch, while later batches are in flight, so each batch
+    computes with leaves of its own.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        self._places = {name: _place(model, name) for name in names}
+        self._places = {name: _owner_of(model, name) for name in names}
         self.parameters: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in names}
 
     def leaves(self, *, copied: bool) -> Leaves:
-        """Return a leaf for each parameter; of its own memory if ``copied``, else as long as nobody steps."""
+        """Return a leaf for each parameter; without ``copied`` it is valid until the next step."""
         return {
             name: (p.detach().clone() if copied else p.detach()).requires_grad_(p.requires_grad)
             for name, p in self.parameters.items()
@@ -76,7 +73,7 @@ class PartSide:
 
     @contextmanager
     def placed(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the modules compute with ``leaves`` inside the block."""
+        """Make the modules compute with ``leaves`` inside the block."""
         try:
             for name, (module, attribute) in self._places.items():
                 module._parameters[attribute] = leaves[name]  # type: ignore[assignment]  # any tensor computes
@@ -88,23 +85,19 @@ class PartSide:
 
 @final
 class OwnerSide:
-    """The replicated parameters of an owner: everything after the sum.
-
-    Args:
-        parameters: Those that are trained.
-    """
+    """The trained replicated parameters of an owner: everything after the sum."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self._live: list[Tensor] | None = None
 
     def copies(self) -> list[Tensor]:
-        """Return copies of the values as they are now; of the live ones while others are placed."""
+        """Return copies of the live values, also while others are placed."""
         values = self._live or [parameter.data for parameter in self.parameters]
         return [value.clone() for value in values]
 
     def place(self, values: Sequence[Tensor]) -> None:
-        """Let the model compute with ``values`` until :meth:`restore`."""
+        """Make the model compute with ``values`` until :meth:`restore`."""
         self.restore()
         self._live = [parameter.data for parameter in self.parameters]
         for parameter, value in zip(self.parameters, values, strict=True):
@@ -119,14 +112,7 @@ class OwnerSide:
         self._live = None
 
 
-def add_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    """Add to ``.grad`` as a backward would."""
-    if gradient is None:
-        return
-    parameter.grad = gradient.detach() if parameter.grad is None else parameter.grad + gradient.detach()
-
-
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     owner, _, attribute = name.rpartition(".")
     return model.get_submodule(owner), attribute
 
@@ -134,7 +120,7 @@ def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 @final
 @dataclass(kw_only=True)
 class InFlightBatch:
-    """What a batch carries from its first phase to its last."""
+    """The state of a batch from its first phase to its last."""
 
     number: int
     inputs: tuple[PartInput, ...]
@@ -142,11 +128,11 @@ class InFlightBatch:
     origin: Origin
     """Of the input rows."""
     leaves: Leaves
-    """The part side's weights as they were at fM: the stash."""
+    """The part side's weights at fM: the stash."""
     read: Mapping[Side, int]
     """Steps that each side's weights had seen."""
     values: list[Tensor] | None
-    """The owner side's weights as they were at fM; None where they need not be the same."""
+    """The owner side's weights at fM; None where they need not be the same."""
     rows: list[Tensor] = field(default_factory=list)
     """(N_f,) inputs of the first layer, (L0, F_p) of each owner."""
     shares: list[list[Tensor]] = field(default_factory=list)
@@ -156,20 +142,20 @@ class InFlightBatch:
     pushes: list[Transfer] = field(default_factory=list)
     """The owners' gradients of those sums."""
     weight: float = 1.0
-    """What this rank's gradient counts in the step (algorithms 0.1)."""
+    """Of this rank's gradient in the step (algorithms 0.1)."""
 
     def sums(self) -> PartialSums:
         """Wait for the parts' shares and return their sums, without a gradient."""
         return tuple(add_in_order(pull.result()) for pull in self.pulls)
 
-    def send_back(self, gradients: Sequence[Tensor], courier: AsyncExchange) -> None:
-        """Let the gradients of the sums leave to all parts, weighed as this rank counts (bD's end)."""
+    def push_gradients(self, gradients: Sequence[Tensor], exchange: AsyncExchange) -> None:
+        """Send the weighted gradients of the sums to all parts (end of bD)."""
         for gradient, shares in zip(gradients, self.shares, strict=True):
-            # A mean over no targets is nan, which no weight of 0 would undo.
+            # A mean over no targets is nan, which a weight of 0 does not undo.
             weighed = gradient * self.weight if self.weight else torch.zeros_like(gradient)
-            self.pushes.append(courier.push(weighed, shares, BACKWARD, self.number))
+            self.pushes.append(exchange.push(weighed, shares, BACKWARD, self.number))
 
-    def go_back(self, wanted: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(self, wanted: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients of all owners with respect to ``wanted``, leaves of this batch (bM).
 
         Collective where the layer scatters.
@@ -186,55 +172,45 @@ class InFlightBatch:
 
 
 def compute_shares(
-    layer: SplittableConv, given: Sequence[StageInput], group: Group, courier: AsyncExchange
+    layer: SplittableConv, given: Sequence[StageInput], group: Group, exchange: AsyncExchange
 ) -> list[list[Tensor]]:
-    """Do the stages up to the sum on this part for every owner (fM); collective where the layer scatters.
+    """Compute this part's stages up to the sum for every owner (fM); collective where the layer scatters.
 
     Returns:
         By gathered tensor, then by owner.
     """
     transformed = [layer.transform(one) for one in given]
     shares = [layer.scatter(one, rows) for one, rows in zip(given, transformed, strict=True)]
-    handed = [
-        hand_to_parts(sum_to_owner(of_owners, courier), of_owners, courier)
+    sent = [
+        send_to_parts(sum_to_owner(of_owners, exchange), of_owners, exchange)
         for of_owners in zip(*shares, strict=True)
     ]
-    scattered: list[PartialSums] = list(zip(*handed, strict=True)) if handed else [()] * group.size
+    scattered: list[PartialSums] = list(zip(*sent, strict=True)) if sent else [()] * group.size
     gathered = [
         layer.gather(one, rows, sums) for one, rows, sums in zip(given, transformed, scattered, strict=True)
     ]
     return [list(of_owners) for of_owners in zip(*gathered, strict=True)]
 
 
-def send_shares(shares: Sequence[Sequence[Tensor]], courier: AsyncExchange, number: int) -> list[Transfer]:
-    """Let the shares leave to their owners."""
-    return [courier.pull(of_owners, FORWARD, number) for of_owners in shares]
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
-class Computed:
-    """The gradients of one batch on this part, of all owners."""
+class BatchGradients:
+    """Gradients of one batch on this part, over all owners."""
 
-    batch_in_flight: InFlightBatch
+    batch: InFlightBatch
     gradients: Sequence[Tensor | None]
     """Of the trained parameters: the cut ones, then the shared ones."""
     of_rows: Mapping[int, Tensor | None]
-    """Owner to the gradient of its input rows, where these are trained."""
+    """Owner to the gradient of its input rows, where they are trained."""
 
 
 @final
 class PartGradients:
-    """Adds to ``.grad`` what a batch came to, over all owners.
+    """Adds the gradients of a batch, over all owners, to ``.grad``.
 
-    The gradient of a cut parameter is the sum over the owners of the group, which the part computes by
-    itself, and over its replicas. That of a parameter which all parts share is summed over all ranks.
-
-    Args:
-        session: The run.
-        group: Who holds what.
-        part: The parameters.
-        shared: Names of those that all parts hold whole.
+    The gradient of a cut parameter is the sum over the owners of the group, which the part computes locally,
+    and over its replicas. That of a parameter which all parts share is summed over all ranks.
+    ``shared`` are the names of the parameters that all parts hold whole.
     """
 
     def __init__(self, session: Session, group: Group, part: PartSide, shared: Collection[str]) -> None:
@@ -245,37 +221,38 @@ class PartGradients:
         self._names = [*self._cut, *self._shared]
         self._replicas = _replicas_group(session, group)
 
-    def compute(self, batch_in_flight: InFlightBatch) -> Computed:
-        """Do the backward of a batch through this part (bM); collective where the layer scatters."""
-        rows = [number for number, rows in enumerate(batch_in_flight.rows) if rows.requires_grad]
-        # Those that the user has frozen meanwhile have none.
-        trained = [name for name in self._names if batch_in_flight.leaves[name].requires_grad]
-        found = batch_in_flight.go_back(
+    def compute(self, batch: InFlightBatch) -> BatchGradients:
+        """Run the backward of a batch through this part (bM); collective where the layer scatters."""
+        rows = [number for number, rows in enumerate(batch.rows) if rows.requires_grad]
+        # Parameters that the user has frozen meanwhile have none.
+        trained = [name for name in self._names if batch.leaves[name].requires_grad]
+        found = batch.backward(
             [
-                *(batch_in_flight.leaves[name] for name in trained),
-                *(batch_in_flight.rows[number] for number in rows),
+                *(batch.leaves[name] for name in trained),
+                *(batch.rows[number] for number in rows),
             ]
         )
         of_rows = dict(zip(rows, found[len(trained) :], strict=True))
         by_name = dict(zip(trained, found, strict=False))
-        return Computed(
-            batch_in_flight=batch_in_flight,
+        return BatchGradients(
+            batch=batch,
             gradients=[by_name.get(name) for name in self._names],
             of_rows=of_rows,
         )
 
-    def add(self, computed: Computed) -> None:
+    def add(self, computed: BatchGradients) -> None:
         """Add to ``.grad``; collective where something is shared or replicated."""
-        batch_in_flight, split = computed.batch_in_flight, len(self._cut)
-        like = [batch_in_flight.leaves[name] for name in self._names]
+        batch, split = computed.batch, len(self._cut)
+        like = [batch.leaves[name] for name in self._names]
         cut = self._over_replicas(computed.gradients[:split], like[:split])
         shared = self._over_all(computed.gradients[split:], like[split:])
         for name, gradient in zip(self._names, [*cut, *shared], strict=True):
-            if batch_in_flight.leaves[name].requires_grad:
-                add_gradient(self._part.parameters[name], gradient)
-        learnt = [(batch_in_flight.inputs[number], gradient) for number, gradient in computed.of_rows.items()]
-        if learnt:
-            batch_in_flight.origin.learn(self._of_all_replicas(learnt, batch_in_flight.rows))
+            if batch.leaves[name].requires_grad and gradient is not None:
+                parameter, new = self._part.parameters[name], gradient.detach()
+                parameter.grad = new if parameter.grad is None else parameter.grad + new
+        of_rows = [(batch.inputs[number], gradient) for number, gradient in computed.of_rows.items()]
+        if of_rows:
+            batch.origin.accumulate(self._of_all_replicas(of_rows, batch.rows))
 
     def _over_replicas(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
@@ -291,17 +268,17 @@ class PartGradients:
         return _unflattened(flat, like)
 
     def _of_all_replicas(
-        self, learnt: Sequence[tuple[PartInput, Tensor | None]], rows: Sequence[Tensor]
+        self, of_rows: Sequence[tuple[PartInput, Tensor | None]], rows: Sequence[Tensor]
     ) -> Sequence[tuple[PartInput, Tensor | None]]:
-        """Return the gradients of input rows of all replicas, in their order, so that all add the same."""
+        """Return the gradients of input rows of all replicas, in their order, so that all ranks add alike."""
         count = len(self._group.replicas)
         if count == 1:
-            return learnt
-        nodes = torch.cat([owners.nodes for owners, _ in learnt])
+            return of_rows
+        nodes = torch.cat([owners.nodes for owners, _ in of_rows])
         values = torch.cat(
             [
                 torch.zeros_like(row) if one is None else one
-                for (_, one), row in zip(learnt, rows, strict=True)
+                for (_, one), row in zip(of_rows, rows, strict=True)
             ]
         ).contiguous()
         with peers_named(self._session, "the gradients of input rows of replicas"):
@@ -313,7 +290,7 @@ class PartGradients:
         self._session.ledger.add(
             PHASE, 1, self._group.rank, self._group.next_replica, (count - 1) * num_bytes
         )
-        owners = learnt[0][0]
+        owners = of_rows[0][0]
         return [
             (replace(owners, nodes=ids[: int(size)]), gradient[: int(size)])
             for ids, gradient, size in zip(*of_replicas, sizes, strict=True)
@@ -342,7 +319,7 @@ def _replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
 
 
 def _padded_gather(rows: Tensor, most: int, count: int, replicas: dist.ProcessGroup | None) -> list[Tensor]:
-    """Return what every replica has, (most, ...) each, in their order."""
+    """Return the padded rows of every replica, (most, ...) each, in their order."""
     padded = rows.new_zeros((most, *rows.shape[1:]))
     padded[: len(rows)] = rows
     found = [torch.empty_like(padded) for _ in range(count)]
@@ -362,22 +339,22 @@ def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     pieces = torch.split(flat, [other.numel() for other in like])
-    # Of several dtypes the widest was sent.
+    # Concatenation of several dtypes has promoted them to the widest.
     return [piece.view_as(other).to(other.dtype) for piece, other in zip(pieces, like, strict=True)]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """Where the first layer's arguments come from."""
+    """The sources of the first layer's arguments."""
 
     origin: Origin
     """Of the input rows."""
     keys: Mapping[str, str | None]
-    """Edge argument to the block's edge data of which it is; None: something else."""
+    """Edge argument to the name of the block's edge data; None: computed by the model."""
 
     def edges(self, layer: SplittableConv, block: DGLBlock) -> dict[str, Tensor]:
-        """Return the per-edge values of a block of which the model has not been called yet.
+        """Return the per-edge values of a block before the model is called on it.
 
         Raises:
             ConfigError: one of them is no edge data.
@@ -395,14 +372,13 @@ class InputSpec:
         return {**layer.own_edges(block), **found}
 
 
-def read_input_spec(layer: SplittableConv, given: StageInput, origins: InputProvenance) -> InputSpec:
-    """Return where ``given`` comes from.
+def read_input_spec(layer: SplittableConv, given: StageInput, provenance: InputProvenance) -> InputSpec:
+    """Return the sources of ``given``.
 
     Raises:
-        ConfigError: the input rows are none that parts could make for other owners, or an edge argument is
-            trained.
+        ConfigError: parts cannot compute such input rows for other owners, or an edge argument is trained.
     """
-    origin = origins.find(given.x)
+    origin = provenance.find(given.x)
     if origin is None:
         raise ConfigError(
             f"the first layer ({type(layer).__name__}) was given rows of shape {tuple(given.x.shape)} that "
@@ -432,90 +408,76 @@ def _key_of(values: Tensor, block: DGLBlock) -> str | None:
 
 @final
 class Pipeline:
-    """Takes batches through the first layer of one model, in lock-step with the other ranks.
+    """Runs batches through the first layer of one model, in lock-step with the other ranks.
 
-    Args:
-        session: The run.
-        group: Who pushes and pulls.
-        options: How many in flight, and with which weights.
-        origins: Of the model's inputs.
-        features: What of a batch the model may be given, one by one and all side by side.
-        part: The parameters before the sum.
-        gradients: What becomes of their gradients.
-        by_rows: Parameters before the sum that are trained by rows, and so are not among ``part``.
-        owner: The other trained parameters.
-        exchange: Sums the owner side's gradients over the ranks.
-        buffers: Of the model; averaged after each backward.
+    ``names`` are the features that the model concatenates; ``buffers`` are averaged after each backward.
     """
 
-    def __init__(  # noqa: PLR0913 - the model puts it together, nobody else
+    def __init__(
         self,
         session: Session,
         group: Group,
         options: PushPullOptions,
-        origins: InputProvenance,
-        *,
-        features: Sequence[Features],
-        part: PartSide,
-        gradients: PartGradients,
-        by_rows: Sequence[nn.Parameter],
-        owner: OwnerSide,
-        exchange: GradientExchange,
+        split: SplitModel,
+        names: Sequence[str],
+        provenance: InputProvenance,
         buffers: BufferMeans,
     ) -> None:
-        self._session, self._group, self._options, self._origins = session, group, options, origins
-        self._part, self._gradients, self._owner = part, gradients, owner
-        self.exchange, self._buffers = exchange, buffers
-        self._features, self._courier = tuple(features), AsyncExchange(session, group)
-        self._whole = options.weights == "whole" and options.in_flight > 1
-        exchange.be_late(options.late if self._whole else 0)
-        exchange.finally_do(self._after_backward)
+        self._session, self._group, self._options, self._provenance = session, group, options, provenance
+        self._buffers, self._features = buffers, _possible_inputs(tuple(names), split.runs)
+        local = {*split.cuts, *split.shared}
+        trained = [
+            (name, parameter)
+            for name, parameter in split.module.named_parameters()
+            if parameter.requires_grad and name not in local
+        ]
+        self._part = part = PartSide(split.module, split.stashed)
+        self._gradients = PartGradients(session, group, part, split.shared)
+        self._owner = owner = OwnerSide([parameter for _, parameter in trained])
+        self.exchange = GradientExchange(trained, session, options.bucket_bytes)
+        self._activations = AsyncExchange(session, group)
+        self._looks_ahead = options.in_flight > 1
+        self._whole = options.weights == "whole" and self._looks_ahead
+        self.exchange.set_delay(options.delay if self._whole else 0)
+        self.exchange.after_backward(self._after_backward)
         self.log = VersionLog()
+        by_rows = [split.module.get_parameter(name) for name in split.cuts if name not in split.stashed]
         self._steps = OptimizerHooks([*part.parameters.values(), *by_rows], owner.parameters, self.log)
-        self._recipe: InputSpec | None = None
-        self._flights: dict[int, InFlightBatch] = {}
+        self._spec: InputSpec | None = None
+        self._in_flight: dict[int, InFlightBatch] = {}
         """Begun and not yet reached by the user's loop, by number."""
-        self._completed: list[InFlightBatch] = []
-        """Gone back to their owners' sums, but not through the parts."""
-        self._computed: list[Computed] = []
-        """Gone all the way back in the backward that is running."""
+        self._pushed: list[InFlightBatch] = []
+        """The gradients of their sums were pushed; bM is still to come."""
+        self._ready: list[BatchGradients] = []
+        """Results of bM in the backward that is running."""
         self._current: InFlightBatch | None = None
-        self._called: Callable[[], GroupBatch | None] = _nothing
-        """The batch that the model was called on last."""
+        self._last_called: Callable[[], GroupBatch | None] = lambda: None
+        """The batch that the model was called on last; a weak reference."""
         self._waited_s = 0.0
         PIPELINES.of(session).append(weakref.ref(self))
         self.weight = 1.0
-        """What this rank's gradient counts in the step; set before each forward call."""
+        """Of this rank's gradient in the step; set before each forward call."""
 
     def __deepcopy__(self, memo: object) -> Pipeline:
-        """A copy of the model is of no other run."""
+        # A copy of the model belongs to the same run.
         return self
 
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether the next batch begins before the current one is used."""
-        return self._options.in_flight > 1
-
     def begin(self, group_batch: GroupBatch | None) -> None:
-        """Prepare for the model's call on ``visit``; None where its blocks come from elsewhere."""
+        """Prepare for the model's call on a batch; None where its blocks come from elsewhere."""
         self._owner.restore()
-        self._origins.begin(group_batch, self._group.part)
+        self._provenance.begin(group_batch, self._group.part)
         if group_batch is None:
             return
         for features in self._features:
-            self._origins.add(features.rows(group_batch.inputs[self._group.part]), features)
+            self._provenance.add(features.rows(group_batch.inputs[self._group.part]), features)
         if not torch.is_grad_enabled():
             return
-        batch_in_flight = self._flights.get(group_batch.number)
-        if (
-            batch_in_flight is not None
-            and batch_in_flight.inputs is group_batch.inputs
-            and batch_in_flight.values is not None
-        ):
-            self._owner.place(batch_in_flight.values)
+        batch = self._in_flight.get(group_batch.number)
+        if batch is not None and batch.inputs is group_batch.inputs and batch.values is not None:
+            self._owner.place(batch.values)
 
     def resume(self) -> None:
-        """Go on with the batch whose backward is still to come, after a call without gradients."""
+        """Return to the batch whose backward is still to come, after a call without gradients."""
         if self._current is not None and self._current.values is not None:
             self._owner.place(self._current.values)
 
@@ -533,34 +495,35 @@ class Pipeline:
                 "other ranks do not know it; feed the model from dglx_dist.DataLoader, and compute without "
                 "the other ranks by model.whole()"
             )
-        if self.looks_ahead and torch.is_grad_enabled():
+        ahead = self._looks_ahead and torch.is_grad_enabled()
+        if ahead:
             self._check_first_call(group_batch)
-        recipe = read_input_spec(layer, given, self._origins)
-        batch_in_flight = self._taken(group_batch, recipe)
-        if batch_in_flight is None:
-            batch_in_flight = self._start(layer, group_batch, recipe, given.edges)
-        if self.looks_ahead and torch.is_grad_enabled():
-            self._begin_following(layer, group_batch, recipe)
-        sums = self._waited(batch_in_flight.sums, f"{WAIT} for the pull", batch_in_flight.number)
+        spec = read_input_spec(layer, given, self._provenance)
+        batch = self._take_started(group_batch, spec)
+        if batch is None:
+            batch = self._start(layer, group_batch, spec, given.edges)
+        if ahead:
+            self._begin_following(layer, group_batch, spec)
+        sums = self._timed(batch.sums, f"{WAIT} for the pull", batch.number)
         if not torch.is_grad_enabled():
             return sums
-        batch_in_flight.weight, self._current = self.weight, batch_in_flight
+        batch.weight, self._current = self.weight, batch
         anchor = torch.zeros((), requires_grad=True)
-        return cast("PartialSums", PullBackward.apply(anchor, self, batch_in_flight, *sums))  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return cast("PartialSums", PullBackward.apply(anchor, self, batch, *sums))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def drain(self) -> None:
-        """Take every batch in flight to its step, or back to its beginning; every rank must call it.
+        """Finish and step every batch whose backward has begun; every rank must call it.
 
-        What was only begun is begun anew when its turn comes.
+        A batch with fM only is begun anew when its turn comes.
         """
         self._owner.restore()
-        for batch_in_flight in self._flights.values():
-            batch_in_flight.sums()
-        self._flights.clear()
-        while self._completed:
+        for batch in self._in_flight.values():
+            batch.sums()
+        self._in_flight.clear()
+        while self._pushed:
             with self._steps.own_step():
-                self.exchange.add_late()
-                self._add(self._go_back(self._completed.pop(0)))
+                self.exchange.add_delayed()
+                self._add(self._backward_part(self._pushed.pop(0)))
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         """Seconds that this rank stood waiting for shares and gradients since the start or the last reset."""
@@ -569,122 +532,116 @@ class Pipeline:
             self._waited_s = 0.0
         return waited
 
-    def complete(self, batch_in_flight: InFlightBatch | None, gradients: Sequence[Tensor]) -> None:
-        """Send the gradients of the sums on, and let the parts do the backward of the batch that is due.
+    def complete(self, batch: InFlightBatch | None, gradients: Sequence[Tensor]) -> None:
+        """Push the gradients of the sums, and run the part's backward of the batches that are due.
 
         Raises:
-            ConfigError: there is no flight, for it has landed before.
+            ConfigError: the batch is None, as it was completed before.
         """
-        if batch_in_flight is None:
+        if batch is None:
             raise ConfigError(
                 "backward went through the first layer twice for one batch; call the model once for each "
                 "backward (retain_graph cannot be honoured here)"
             )
-        batch_in_flight.send_back(gradients, self._courier)
-        self._completed.append(batch_in_flight)
-        while len(self._completed) > self._options.late:
-            self._computed.append(self._go_back(self._completed.pop(0)))
+        batch.push_gradients(gradients, self._activations)
+        self._pushed.append(batch)
+        while len(self._pushed) > self._options.delay:
+            self._ready.append(self._backward_part(self._pushed.pop(0)))
 
     def _check_first_call(self, group_batch: GroupBatch) -> None:
-        # The weights of the first call are swapped for others in the second, before its backward.
-        if self._called() is group_batch:
+        # The second call would replace the weights of the first before its backward.
+        if self._last_called() is group_batch:
             raise ConfigError(
                 f"the model was called twice for one batch, and with depth={self._options.depth} every batch "
                 "has the weights that it began with; call it once for each batch, or use depth=1"
             )
-        self._called = weakref.ref(group_batch)
+        self._last_called = weakref.ref(group_batch)
 
-    def _taken(self, group_batch: GroupBatch, recipe: InputSpec) -> InFlightBatch | None:
-        """Return the flight of a batch that was begun ahead, if it was and was begun as it should be."""
-        batch_in_flight = self._flights.get(group_batch.number)
-        if (
-            batch_in_flight is None
-            or batch_in_flight.inputs is not group_batch.inputs
-            or not torch.is_grad_enabled()
-        ):
+    def _take_started(self, group_batch: GroupBatch, spec: InputSpec) -> InFlightBatch | None:
+        """Return the state of a batch that was begun ahead with the same inputs, if it was."""
+        batch = self._in_flight.get(group_batch.number)
+        if batch is None or batch.inputs is not group_batch.inputs or not torch.is_grad_enabled():
             return None
-        del self._flights[group_batch.number]
-        if self._recipe != recipe:
+        del self._in_flight[group_batch.number]
+        if self._spec != spec:
             raise ConfigError(
                 "the model gave its first layer other inputs than in the batch before, which batches in "
                 "flight do not allow; use depth=1"
             )
-        return batch_in_flight
+        return batch
 
-    def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, recipe: InputSpec) -> None:
+    def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec) -> None:
         following = group_batch.following()
         if following is None:
             return
-        begun = self._flights.get(following.number)
+        begun = self._in_flight.get(following.number)
         if begun is not None and begun.inputs is following.inputs:
             return
-        # What a loop that was left has begun will not be asked for again.
-        self._flights.clear()
-        self._recipe = recipe
-        edges = recipe.edges(layer, following.inputs[self._group.part].block)
-        self._flights[following.number] = self._start(layer, following, recipe, edges)
+        # Batches that were begun by a loop that was left are not needed any more.
+        self._in_flight.clear()
+        self._spec = spec
+        edges = spec.edges(layer, following.inputs[self._group.part].block)
+        self._in_flight[following.number] = self._start(layer, following, spec, edges)
 
     def _start(
         self,
         layer: SplittableConv,
         group_batch: GroupBatch,
-        recipe: InputSpec,
+        spec: InputSpec,
         own_edges: Mapping[str, Tensor],
     ) -> InFlightBatch:
-        """Do fM of a batch and let its shares leave."""
+        """Run fM of a batch and send its shares."""
         with self._session.timeline.span("forward M", COMPUTE, group_batch.number):
-            batch_in_flight = InFlightBatch(
+            batch = InFlightBatch(
                 number=group_batch.number,
                 inputs=group_batch.inputs,
-                origin=recipe.origin,
-                leaves=self._part.leaves(copied=self.looks_ahead and torch.is_grad_enabled()),
+                origin=spec.origin,
+                leaves=self._part.leaves(copied=self._looks_ahead and torch.is_grad_enabled()),
                 read=dict(self.log.steps),
                 values=self._owner.copies() if self._whole and torch.is_grad_enabled() else None,
             )
-            edges = share_edge_values(own_edges, group_batch.inputs, self._group, self._courier)
-            with self._part.placed(batch_in_flight.leaves):
-                batch_in_flight.rows = [recipe.origin.rows(one) for one in group_batch.inputs]
+            edges = share_edge_values(own_edges, group_batch.inputs, self._group, self._activations)
+            with self._part.placed(batch.leaves):
+                batch.rows = [spec.origin.rows(one) for one in group_batch.inputs]
                 given = [
-                    StageInput(block=one.block, x=x, edges=values, draws=self._draws(one, recipe.origin))
-                    for one, x, values in zip(group_batch.inputs, batch_in_flight.rows, edges, strict=True)
+                    StageInput(block=one.block, x=x, edges=values, draws=self._draws(one, spec.origin))
+                    for one, x, values in zip(group_batch.inputs, batch.rows, edges, strict=True)
                 ]
-                batch_in_flight.shares = compute_shares(layer, given, self._group, self._courier)
-            batch_in_flight.pulls = send_shares(batch_in_flight.shares, self._courier, group_batch.number)
-        return batch_in_flight
+                batch.shares = compute_shares(layer, given, self._group, self._activations)
+            batch.pulls = [self._activations.pull(one, FORWARD, batch.number) for one in batch.shares]
+        return batch
 
     def _draws(self, one: PartInput, origin: Origin) -> DropDraws:
         return DropDraws(seed=self._session.seed, number=one.number, nodes=one.nodes, runs=origin.runs)
 
-    def _go_back(self, batch_in_flight: InFlightBatch) -> Computed:
-        """Do bM of a batch."""
-        for push in batch_in_flight.pushes:
-            self._waited(push.result, f"{WAIT} for the push", batch_in_flight.number)
-        with self._session.timeline.span("backward M", COMPUTE, batch_in_flight.number):
-            return self._gradients.compute(batch_in_flight)
+    def _backward_part(self, batch: InFlightBatch) -> BatchGradients:
+        for push in batch.pushes:
+            self._timed(push.result, f"{WAIT} for the push", batch.number)
+        with self._session.timeline.span("backward M", COMPUTE, batch.number):
+            return self._gradients.compute(batch)
 
-    def _add(self, computed: Computed) -> None:
-        """Leave a batch's gradients for the next step."""
+    def _add(self, computed: BatchGradients) -> None:
         self._gradients.add(computed)
-        batch_in_flight = computed.batch_in_flight
+        batch = computed.batch
         # A frozen side is never stepped.
-        if computed.of_rows or any(leaf.requires_grad for leaf in batch_in_flight.leaves.values()):
-            self.log.computed(batch_in_flight.number, "M", batch_in_flight.read["M"])
+        if computed.of_rows or any(leaf.requires_grad for leaf in batch.leaves.values()):
+            self.log.computed(batch.number, "M", batch.read["M"])
         if self._whole:
-            self.log.computed(batch_in_flight.number, "D", batch_in_flight.read["D"])
+            self.log.computed(batch.number, "D", batch.read["D"])
 
     def _after_backward(self, weight: float) -> None:
-        # Not where they are computed: these sums must come after the owner side's, on every rank alike.
+        # Not where the gradients are computed: every rank sums them after those of the owner side.
         self._owner.restore()
         self._buffers.average(weight)
         waiting: tuple[Side, ...] = ("M", "D") if self._whole else ("M",)
-        self._steps.hold_back(waiting if self._completed and not self._computed else ())
-        while self._computed:
-            self._add(self._computed.pop(0))
+        self._steps.hold_back(waiting if self._pushed and not self._ready else ())
+        while self._ready:
+            self._add(self._ready.pop(0))
         if self._current is not None and not self._whole:
             self.log.computed(self._current.number, "D", self.log.steps["D"])
         self._current = None
 
-    def _waited(self, wait: Any, name: str, number: int) -> Any:
+    def _timed(self, wait: Any, name: str, number: int) -> Any:
         begun = time.perf_counter()
         with self._session.timeline.span(name, COMPUTE, number):
             found = wait()
@@ -692,23 +649,23 @@ class Pipeline:
         return found
 
 
-def _nothing() -> None:
-    return None
+def _possible_inputs(names: tuple[str, ...], runs: tuple[Columns, ...]) -> list[Features]:
+    """Return each feature by itself, and the concatenation of all."""
+    single = [Features(names=(name,), pieces=(run,)) for name, run in zip(names, runs, strict=bool(names))]
+    return single if len(names) < 2 else [*single, Features(names=names, pieces=runs)]
 
 
 class PullBackward(torch.autograd.Function):
-    """The sums as the owner's graph begins with them; backward sends their gradients to the parts."""
+    """Makes the sums inputs of the owner's graph; backward sends their gradients to the parts."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, pipeline: Pipeline, batch_in_flight: InFlightBatch, *sums: Tensor
-    ) -> Any:
-        ctx.pipeline, ctx.batch_in_flight = pipeline, batch_in_flight
+    def forward(ctx: Any, anchor: Tensor, pipeline: Pipeline, batch: InFlightBatch, *sums: Tensor) -> Any:
+        ctx.pipeline, ctx.batch = pipeline, batch
         return tuple(total.view_as(total) for total in sums)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # The graph lives as long as the user keeps the loss, the batch need not.
-        batch_in_flight, ctx.batch_in_flight = ctx.batch_in_flight, None
-        ctx.pipeline.complete(batch_in_flight, gradients)
+        # The graph lives as long as the user keeps the loss; the batch must not.
+        batch, ctx.batch = ctx.batch, None
+        ctx.pipeline.complete(batch, gradients)
         return torch.zeros(()), None, None, *[None] * len(gradients)

@@ -1,10 +1,10 @@
-"""The uncut model behind its parts: what its state, its gradients' norm and a copy of it are."""
+"""Splitting a model by input columns, and joining its parts: state, gradient norm, an uncut copy."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -28,23 +28,23 @@ from dglx_dist.strategies.push_pull.input_layers import (
 from dglx_dist.strategies.push_pull.options import Group, Sync
 
 PHASE = "weights"
-"""The ledger's name of these bytes: pieces of weights and of optimizer state, when the whole is asked for."""
+"""Ledger phase of pieces of weights and of optimizer state that are joined."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How one parameter lies over the parts."""
+    """The distribution of one parameter over the parts."""
 
     shape: tuple[int, ...]
     """Of the uncut parameter."""
     dimension: int
-    """The one that runs over the input columns."""
+    """Its dimension over the input columns."""
     runs: tuple[tuple[Columns, ...], ...]
     """(N_f,) by part: its columns, in the order in which its piece has them."""
 
     def piece_shape(self, part: int) -> tuple[int, ...]:
-        """Return the shape of what ``part`` holds; its columns may be none."""
+        """Return the shape of the piece of ``part``, which may be empty."""
         shape = list(self.shape)
         shape[self.dimension] = sum(len(run) for run in self.runs[part])
         return tuple(shape)
@@ -52,14 +52,11 @@ class Cut:
 
 @final
 class CutState:
-    """Joins and cuts what belongs to the cut parameters of a model.
+    """Joins and cuts the cut parameters of a model, their optimizer state and their gradients.
 
-    Args:
-        session: The run.
-        group: The ranks that hold all columns together.
-        cuts: Name of the cut parameter, as in the user's module, to how it lies.
-        originals: Name of each replaced submodule ("" is the model itself) to the user's, as
-            :func:`without_weights` leaves it. Its parameters have the same names as those of its part.
+    ``cuts`` are by name of the parameter in the user's module. ``originals`` are the user's submodules that
+    were replaced, by name ("" is the model itself), as :func:`without_weights` returns them; their parameters
+    have the same names as those of their parts.
     """
 
     def __init__(
@@ -68,34 +65,30 @@ class CutState:
         self._session, self._group = session, group
         self._cuts, self._originals = dict(cuts), dict(originals)
 
-    def join(self, name: str, mine: Tensor) -> Tensor:
+    def join(self, name: str, piece: Tensor) -> Tensor:
         """Return the uncut tensor of the pieces of a group; every rank must call it.
 
-        Args:
-            name: Of a parameter.
-            mine: This rank's piece; anything of another shape, as a count of steps, comes back as it is.
-
-        Raises:
-            PeerError: a rank is dead or did not take part within the time-out.
+        A tensor of another shape than the piece of parameter ``name``, as a count of steps, is returned as it
+        is.
         """
         cut = self._cuts.get(name)
         if cut is None:
-            return mine
-        is_piece = tuple(mine.shape) == cut.piece_shape(self._group.part)
-        # One value per parameter may look like a piece of one column; not on all parts.
+            return piece
+        is_piece = tuple(piece.shape) == cut.piece_shape(self._group.part)
+        # One value per parameter may have the shape of a piece of one column, but not on all parts.
         if not gather_int64([is_piece], self._session).all():
-            return mine
-        return join_parts(self._gathered(mine, cut), cut.runs, cut.dimension)
+            return piece
+        return join_parts(self._gathered(piece, cut), cut.runs, cut.dimension)
 
     def cut(self, name: str, uncut: Tensor) -> Tensor:
-        """Return a copy of this rank's piece; what has not the shape of the uncut parameter, as it is."""
+        """Return a copy of this rank's piece; a tensor of another shape is returned as it is."""
         cut = self._cuts.get(name)
         if cut is None or tuple(uncut.shape) != cut.shape:
             return uncut
         return cut_out(uncut, cut.runs[self._group.part], cut.dimension)
 
     def join_all(self, state: MutableMapping[str, Any], prefix: str = "") -> None:
-        """Put the uncut parameters in place of the pieces in a ``state_dict``; every rank must call it."""
+        """Replace the pieces in a ``state_dict`` by the uncut parameters; every rank must call it."""
         for name in self._cuts:
             state[prefix + name] = self.join(name, state[prefix + name].detach())
 
@@ -120,24 +113,18 @@ class CutState:
         return own
 
     def whole(self, module: nn.Module) -> nn.Module:
-        """Return a copy of the user's module as it was before it was split, with the weights of now.
-
-        Every rank must call it.
-
-        Args:
-            module: With parts in place of what was replaced.
+        """Return a copy of the user's uncut module with the current weights; every rank must call it.
 
         Raises:
             ConfigError: the module holds something that cannot be copied.
-            PeerError: a rank is dead or did not take part within the time-out.
         """
         state = module.state_dict()
         self.join_all(state)
-        memo = _memories(module)
+        memo = _non_leaf_copies(module)
         for name, original in self._originals.items():
             part = module.get_submodule(name)
-            room = _room_for(original, state, f"{name}." if name else "")
-            memo[id(part)] = _with_room(original, part, room, memo)
+            parameters = _empty_parameters(original, state, _prefix(name))
+            memo[id(part)] = _restored(original, part, parameters, memo)
         try:
             found = copy.deepcopy(module, memo)
         except TypeError as error:
@@ -153,12 +140,7 @@ class CutState:
     ) -> Tensor:
         """Scale gradients so that their norm over the uncut model is at most ``max_norm``; collective.
 
-        Pieces count once for each part, not for its replicas; what is replicated counts once.
-
-        Args:
-            named: The model's parameters.
-            max_norm: Bound of the norm.
-            norm_type: p of the p-norm, above 0; ``math.inf`` for the largest absolute value.
+        Pieces count once for each part, not for its replicas; replicated parameters count once.
 
         Returns:
             () the norm before, equal on every rank.
@@ -171,10 +153,10 @@ class CutState:
         found = [(name, p.grad) for name, p in named if p.grad is not None]
         local = _power([grad for name, grad in found if name in self._cuts], norm_type)
         shared = _power([grad for name, grad in found if name not in self._cuts], norm_type)
-        # Those of the first group, on every rank, so that all get the same bits.
+        # Every rank uses those of the first group, so that all get the same bits.
         rows: list[Any] = gather_json([local, shared], self._session)[: self._group.size]
         powers = [row[0] for row in rows] + [rows[0][1]]
-        # Of torch, where nan stays nan.
+        # In torch, where nan propagates.
         joined = torch.tensor(powers, dtype=torch.float64)
         norm = joined.max() if math.isinf(norm_type) else joined.sum().pow(1 / norm_type)
         factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -184,36 +166,37 @@ class CutState:
         dtype = found[0][1].dtype if found else torch.get_default_dtype()
         return norm.to(dtype)
 
-    def _gathered(self, mine: Tensor, cut: Cut) -> list[Tensor]:
-        """Return the pieces of the own group, by part."""
-        device, mine = mine.device, mine.detach().contiguous().cpu()
-        pieces = [mine.new_empty(cut.piece_shape(part)) for part in range(self._group.size)]
-        pieces[self._group.part] = mine
+    def _gathered(self, piece: Tensor, cut: Cut) -> list[Tensor]:
+        device, piece = piece.device, piece.detach().contiguous().cpu()
+        pieces = [piece.new_empty(cut.piece_shape(part)) for part in range(self._group.size)]
+        pieces[self._group.part] = piece
         others = self._group.others
         work = [dist.irecv(pieces[part], rank) for part, rank in others if pieces[part].numel()]
-        work += [dist.isend(mine, rank) for _, rank in others if mine.numel()]
+        work += [dist.isend(piece, rank) for _, rank in others if piece.numel()]
         with peers_named(self._session, "the uncut weights"):
             for one in work:
                 assert one is not None
                 one.wait()
         for _, rank in others:
-            self._session.ledger.add(PHASE, 1, self._group.rank, rank, mine.numel() * mine.element_size())
-        return [piece.to(device) for piece in pieces]
+            self._session.ledger.add(PHASE, 1, self._group.rank, rank, piece.numel() * piece.element_size())
+        return [one.to(device) for one in pieces]
 
 
 def without_weights(original: nn.Module, cut: Iterable[str]) -> nn.Module:
-    """Return a copy of a module of the user's whose parameters ``cut`` take no memory.
+    """Return a copy of a user's module whose parameters ``cut`` take no memory.
 
-    What a wrapped model keeps, so that :meth:`CutState.whole` can put one of the user's class back.
+    A wrapped model keeps it, so that :meth:`CutState.whole` can restore a module of the user's class.
     """
-    memo: dict[int, Any] = _memories(original)
+    memo: dict[int, Any] = _non_leaf_copies(original)
     for name in cut:
         parameter = original.get_parameter(name)
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     return copy.deepcopy(original, memo)
 
 
-def _room_for(original: nn.Module, state: Mapping[str, Tensor], prefix: str) -> dict[int, nn.Parameter]:
+def _empty_parameters(
+    original: nn.Module, state: Mapping[str, Tensor], prefix: str
+) -> dict[int, nn.Parameter]:
     """Return memory for the parameters that :func:`without_weights` left without, by their ids."""
     return {
         id(parameter): nn.Parameter(torch.empty_like(state[prefix + name]), parameter.requires_grad)
@@ -222,18 +205,15 @@ def _room_for(original: nn.Module, state: Mapping[str, Tensor], prefix: str) -> 
     }
 
 
-def _with_room(
-    original: nn.Module, part: nn.Module, room: Mapping[int, nn.Parameter], copies: dict[int, Any]
+def _restored(
+    original: nn.Module, part: nn.Module, parameters: Mapping[int, nn.Parameter], copies: dict[int, Any]
 ) -> nn.Module:
-    """Return a copy of what :func:`without_weights` left, with memory for all of it, in ``part``'s mode.
+    """Return a copy of what :func:`without_weights` returned, with all parameters, in ``part``'s mode.
 
-    Args:
-        original: The user's module, without its weights.
-        part: What stands in its place.
-        room: Parameters in place of those without memory.
-        copies: What is copied of the model, by id; other layers may have the part's uncut parameters, too.
+    ``parameters`` replace those without memory. ``copies`` is the memo of the model's copy, as other layers
+    may have the part's uncut parameters, too.
     """
-    memo: dict[int, Any] = dict(room)
+    memo: dict[int, Any] = dict(parameters)
     for name, parameter in original.named_parameters():
         if not parameter.is_meta:
             live = part.get_parameter(name)
@@ -245,8 +225,8 @@ def _with_room(
     return found
 
 
-def _memories(module: nn.Module) -> dict[int, Any]:
-    """Return a memo for ``deepcopy`` of results that modules remember: torch copies none with a history."""
+def _non_leaf_copies(module: nn.Module) -> dict[int, Any]:
+    # A memo for deepcopy: torch does not copy results with a history, which modules may hold.
     return {
         id(value): value.detach().clone()
         for inner in module.modules()
@@ -263,22 +243,8 @@ def _power(gradients: Iterable[Tensor], norm_type: float) -> float:
         values = (values.coalesce().values() if values.is_sparse else values).abs().double().cpu()
         if values.numel():
             found.append(values.max() if math.isinf(norm_type) else values.pow(norm_type).sum())
-    together = torch.stack(found)
-    return float(together.max() if math.isinf(norm_type) else together.sum())
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """Of the run, as far as they decide how a model is split."""
-
-    num_nodes: int
-    """V."""
-    seed: int
-    sync: Sync
-    """What is summed: the first layer's results, or its projected inputs."""
-    origins: InputProvenance
-    """Of the model's inputs."""
+    powers = torch.stack(found)
+    return float(powers.max() if math.isinf(norm_type) else powers.sum())
 
 
 @final
@@ -292,36 +258,34 @@ class SplitModel:
     runs: tuple[Columns, ...]
     """This part's columns of the input."""
     cuts: Mapping[str, Cut]
-    """Uncut name of each cut parameter to how it lies."""
+    """By uncut name of the parameter."""
     stashed: tuple[str, ...]
     """Parameters before the sum of which every batch in flight has its own leaves."""
     shared: tuple[str, ...]
-    """Those of them that every part holds whole."""
+    """The stashed ones that every part holds whole."""
     originals: Mapping[str, nn.Module]
     """Name of each replaced submodule to the user's, without its weights."""
 
 
 def split_model(
-    model: nn.Module, widths: Sequence[int], store: ColumnStore, group: Group, facts: Facts
+    model: nn.Module,
+    store: ColumnStore,
+    group: Group,
+    *,
+    num_nodes: int,
+    seed: int,
+    sync: Sync,
+    provenance: InputProvenance,
 ) -> SplitModel:
-    """Replace the first layer of ``model``, and what stands before it, by the group's part of this rank.
-
-    Args:
-        model: The user's, with its first weights; taken over.
-        widths: Columns of each feature that the model puts side by side, or of its input embedding.
-        store: The features.
-        group: Who holds which columns.
-        facts: What else of the run matters; every rank must call with the same.
+    """Replace the first layer of ``model``, and the modules before it, by this rank's part; collective.
 
     Raises:
-        ConfigError: no layer takes that many columns and can be split, or something before it cannot.
+        ConfigError: no layer takes the input's columns and can be split, or a module before it cannot.
     """
-    width = sum(widths)
-    name, whole = find_first_layer(model, width, facts.sync)
+    widths = _input_widths(model, store, num_nodes)
+    name, whole = find_first_layer(model, sum(widths), sync)
     runs = deal_out_concatenated(widths, group.size)
-    layout = InputLayout(
-        features=store.names, runs=runs[group.part], num_nodes=facts.num_nodes, seed=facts.seed
-    )
+    layout = InputLayout(features=store.names, runs=runs[group.part], num_nodes=num_nodes, seed=seed)
     inputs = find_input_modules(model, name, layout, store.moments)
     before_split = dict(model.named_parameters(remove_duplicate=False))
     places, prefix = all_names(model, name), _prefix(name)
@@ -336,7 +300,7 @@ def split_model(
     stashed = [prefix + inner for inner in (*whole.cut, *whole.shared)]
     seen: set[nn.Module] = set()
     for place, module in inputs.items():
-        module.origins = facts.origins
+        module.provenance = provenance
         before = model.get_submodule(place)
         for inner, dimension in module.cut.items():
             shape = tuple(before.get_parameter(inner).shape)
@@ -362,7 +326,7 @@ def split_model(
 
 
 def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, SplittableConv]:
-    """Return the name and the stages of the convolution that takes the features, the first of that width.
+    """Return the name and the stages of the first convolution that takes ``width`` input columns.
 
     Raises:
         ConfigError: there is none, or it cannot be split; the message has the reason.
@@ -384,8 +348,8 @@ def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, Spl
     )
 
 
-def input_widths(model: nn.Module, store: ColumnStore, num_nodes: int) -> tuple[int, ...]:
-    """Return the columns of what goes into the model: of the features, or of its embedding of all nodes.
+def _input_widths(model: nn.Module, store: ColumnStore, num_nodes: int) -> tuple[int, ...]:
+    """Return the columns of the model's input: of the features, or of its embedding of all nodes.
 
     Raises:
         ConfigError: there is neither.
@@ -395,7 +359,7 @@ def input_widths(model: nn.Module, store: ColumnStore, num_nodes: int) -> tuple[
     for _, embedding in embeddings_of_all_nodes(model, num_nodes):
         return (embedding.embedding_dim,)
     raise ConfigError(
-        f"the nodes have none of the features that the strategy was told of, and the model has no "
+        f"the nodes have none of the features that the strategy was configured with, and the model has no "
         f"torch.nn.Embedding({num_nodes}, ...) in their place; name the features with the option features="
     )
 
@@ -410,7 +374,7 @@ def _prefix(name: str) -> str:
 
 
 def _tied(part: SplittableConv, whole: SplittableConv) -> SplittableConv:
-    """Return ``part`` with the uncut parameters of ``whole`` itself: other layers may have them, too."""
+    """Return ``part`` with the uncut parameters of ``whole`` itself, as other layers may share them."""
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         if name not in whole.cut:
             owner, _, last = name.rpartition(".")
@@ -419,7 +383,7 @@ def _tied(part: SplittableConv, whole: SplittableConv) -> SplittableConv:
 
 
 def _refuse_ties(before_split: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut]) -> None:
-    """Raise ConfigError if something that is not cut has a parameter that is."""
+    """Raise ConfigError if a module that is not cut shares a cut parameter."""
     cut = {id(before_split[name]): name for name in cuts}
     for name, parameter in before_split.items():
         if id(parameter) in cut and name not in cuts:

@@ -1,4 +1,4 @@
-"""Push-pull parallelism as in P3: layer 1 split by input columns, the rest data parallel, pipelined."""
+"""Push-pull parallelism (P3): layer 1 split by input columns, the rest data parallel, pipelined."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PushPull(Strategy):
     Options: ``depth`` (1 to 3 mini-batches in flight), ``weights`` ("whole" or "split"), ``order``
     ("forward_first" or "backward_first"), ``group_size`` (ranks that hold all columns together; 0: the fewest
     that ``memory`` allows, else all), ``memory`` ("4GB"), ``structure`` ("auto", "push" or "resample"),
-    ``sync`` ("columns" or "inputs"), ``features`` (names by comma), ``cache_columns`` (bool),
+    ``sync`` ("columns" or "inputs"), ``features`` (comma-separated names), ``cache_columns`` (bool),
     ``bucket_bytes`` (int). See docs/strategies/push_pull.md.
     """
 
@@ -49,38 +49,41 @@ class PushPull(Strategy):
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
         self._options = read_push_pull_options(options)
-        size = self._options.group_size
-        if size:
-            make_group(session, size)
+        if self._options.group_size:
+            make_group(session, self._options.group_size)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return a loader of nodes whose blocks have this rank's columns; see ``dglx_dist.DataLoader``."""
-        from dglx_dist.strategies.push_pull.loader import node_loader
+        from dglx_dist.dataloading.loader import DataLoader
 
-        store, group = self._opened(g)
-        return node_loader(g, indices, sampler, store, group, self._options, loader_options)
+        return self._open_loader(DataLoader, g, indices, sampler, loader_options)
 
     def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return a loader of edges whose blocks have this rank's columns; see ``DistEdgeDataLoader``."""
-        from dglx_dist.strategies.push_pull.loader import edge_loader
+        from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 
-        store, group = self._opened(g)
-        return edge_loader(g, eids, sampler, store, group, self._options, loader_options)
+        return self._open_loader(DistEdgeDataLoader, g, eids, sampler, loader_options)
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
         """Return ``model`` with its first layer split; every rank must call it.
 
         Raises:
-            ConfigError: the first layer, or what stands before it, cannot be split; the message has the
-                reason. Or as under data_parallel.
+            ConfigError: the first layer, or a module before it, cannot be split; the message has the reason.
+                Or as under data_parallel.
         """
         from dglx_dist.strategies.push_pull.wrapped_model import PushPullModel
 
         store, group = self._opened(g)
-        if _learns_its_input(model, store, g.num_nodes(), self._options.sync):
+        if _input_is_embedding(model, store, g.num_nodes(), self._options.sync):
             store = ColumnStore({}, group, self._session)
         _check_floats(store)
         return PushPullModel(model, g, store, group, self._options, reduction=reduction)
+
+    def _open_loader(
+        self, inner_class: Any, g: DistGraph, seeds: Any, sampler: Any, loader_options: Mapping[str, Any]
+    ) -> Iterable[Any]:
+        from dglx_dist.strategies.push_pull.loader import open_loader
+
+        store, group = self._opened(g)
+        return open_loader(inner_class, g, seeds, sampler, store, group, self._options, loader_options)
 
     def _opened(self, g: DistGraph) -> tuple[ColumnStore, Group]:
         if len(g.ntypes) != 1:
@@ -98,7 +101,7 @@ class PushPull(Strategy):
         names = self._options.names
         missing = [name for name in names if name not in g.ndata]
         if missing == [FEATURE] and names == (FEATURE,):
-            # Nobody named it: the input may be an embedding.
+            # The default: the input may be an embedding.
             return ()
         if missing:
             known = ", ".join(map(repr, g.ndata)) or "none"
@@ -108,14 +111,14 @@ class PushPull(Strategy):
     def _chosen_size(self, g: DistGraph, names: tuple[str, ...]) -> int:
         world_size = self._session.topology.world_size
         if not self._options.memory or not names:
-            # What an embedding takes is not known before there is a model.
+            # The size of an embedding is not known before there is a model.
             return world_size
         num_bytes = sum(int(np.prod(g.ndata[name].shape)) * g.ndata[name].dtype.itemsize for name in names)
         return smallest_group(world_size, num_bytes, read_size(self._options.memory))
 
 
-def _learns_its_input(model: nn.Module, store: ColumnStore, num_nodes: int, sync: Sync) -> bool:
-    """Return whether no layer takes the features, and one the model's embedding of all nodes."""
+def _input_is_embedding(model: nn.Module, store: ColumnStore, num_nodes: int, sync: Sync) -> bool:
+    """Return whether no layer takes the features, and one takes the model's embedding of all nodes."""
     widths = [embedding.embedding_dim for _, embedding in embeddings_of_all_nodes(model, num_nodes)]
     features = sum(store.widths.values())
     return bool(widths) and not _takes(model, features, sync) and _takes(model, widths[0], sync)

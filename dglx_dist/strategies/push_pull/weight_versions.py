@@ -1,4 +1,4 @@
-"""Who steps a pipeline's parameters: the user's optimizers, watched, and stepped once more to drain."""
+"""Versions of the weights: hooks on the user's optimizers, and a log of what each batch read and wrote."""
 
 from __future__ import annotations
 
@@ -38,28 +38,30 @@ _WHOLE_TENSORS = frozenset(
         "SOAP",
     }
 )
-"""Classes that look at more of a parameter than the element they step: its norm, its rows, its factors."""
+"""Classes that use more of a parameter than the element they step: its norm, its rows, its factors."""
 
-_GOOD = "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD and SparseAdam"
+_ELEMENTWISE = (
+    "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD and SparseAdam"
+)
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Look whether ``optimizer`` may step parameters of which each rank has some columns.
+    """Check that ``optimizer`` may step parameters of which each rank has some columns.
 
-    It may if it steps each element by that element's gradients alone, as nearly all do. Classes are known by
-    name, their subclasses with them; one that nobody knows is taken to be such.
+    It may if it steps each element by that element's gradients alone, as nearly all do. Exceptions are known
+    by class name, with their subclasses; unknown classes pass.
 
     Raises:
-        ConfigError: it looks at whole tensors, or calls the model again within a step, in which other ranks
-            would have to take part.
+        ConfigError: it uses whole tensors, or calls the model again within a step, in which other ranks would
+            have to take part.
     """
     kind = type(optimizer)
-    remedy = f"take one that steps each element by itself ({_GOOD}), or strategy='data_parallel'"
+    remedy = f"take one that steps each element by itself ({_ELEMENTWISE}), or strategy='data_parallel'"
     known = sorted(_WHOLE_TENSORS.intersection(base.__name__ for base in kind.__mro__))
     if known:
         raise ConfigError(
             f"{kind.__name__} looks at whole parameters, of which this rank holds some columns only, so its "
-            f"steps would be others than in one process; {remedy}"
+            f"steps would differ from those of one process; {remedy}"
         )
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -75,24 +77,19 @@ _KEPT = 1 << 16
 @final
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """One batch's step on one side."""
+    """The step of one batch on one side."""
 
     batch: int
     side: Side
     read: int
     """Steps that had been taken when the batch read its weights."""
     written: int
-    """Steps that had been taken when its own was."""
-
-    @property
-    def lag(self) -> int:
-        """Steps of other batches between."""
-        return self.written - self.read
+    """Steps that had been taken before its own; the lag is ``written - read``."""
 
 
 @final
 class VersionLog:
-    """Counts the optimizer's steps on both sides and notes what each batch saw of them."""
+    """Counts the optimizer's steps on both sides and records the versions of each batch."""
 
     def __init__(self) -> None:
         self.steps: dict[Side, int] = {"M": 0, "D": 0}
@@ -101,24 +98,22 @@ class VersionLog:
         self._pending: list[tuple[int, Side, int]] = []
 
     def waits(self, side: Side) -> bool:
-        """Whether gradients of ``side`` are there that nobody has stepped."""
+        """Whether gradients of ``side`` wait for a step."""
         return any(one[1] == side for one in self._pending)
 
     def computed(self, batch: int, side: Side, read: int) -> None:
-        """Note that the gradients of ``batch`` on one side are there to be stepped."""
+        """Record that the gradients of ``batch`` on one side wait for a step."""
         self._pending.append((batch, side, read))
 
-    def put_aside(self) -> list[tuple[int, Side, int]]:
-        """Forget, and return, what was computed and not stepped; for :meth:`put_back`."""
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """Ignore the gradients that wait, inside the block."""
         pending, self._pending = self._pending, []
-        return pending
-
-    def put_back(self, pending: list[tuple[int, Side, int]]) -> None:
-        """Remember again what :meth:`put_aside` returned: its gradients wait for the next step."""
+        yield
         self._pending = pending + self._pending
 
     def stepped(self, sides: tuple[Side, ...]) -> None:
-        """Note that an optimizer took a step that writes ``sides``; none where no gradient was there."""
+        """Record an optimizer's step that writes ``sides``; it counts where a gradient waited."""
         # A batch on which the model was called twice has one gradient, their sum.
         taken = list(dict.fromkeys(one for one in self._pending if one[1] in sides))
         self._pending = [one for one in self._pending if one[1] not in sides]
@@ -133,14 +128,9 @@ log = logging.getLogger(__name__)
 
 @final
 class OptimizerHooks:
-    """Notes every step of an optimizer that has parameters of the pipeline.
+    """Records every step of an optimizer that has parameters of the pipeline.
 
-    torch tells of every optimizer's steps, so the user's loop need not name its own.
-
-    Args:
-        part: Parameters before the sum.
-        owner: The others that are trained.
-        log: Where steps are counted.
+    torch calls global hooks at every optimizer's steps, so the user's loop does not have to register its own.
     """
 
     def __init__(self, part: Iterable[nn.Parameter], owner: Iterable[nn.Parameter], log: VersionLog) -> None:
@@ -149,21 +139,21 @@ class OptimizerHooks:
         self._log = log
         self._known: list[weakref.ref[Optimizer]] = []
         self._held_back: tuple[Side, ...] = ()
-        self._meanwhile: set[int] = set()
+        self._stepped_without_part: set[int] = set()
         """Optimizers that have stepped since the part side's gradients wait."""
-        self._told = False
+        self._warned = False
         handles = [
-            register_optimizer_step_pre_hook(_forwarded(weakref.WeakMethod(self._before))),
-            register_optimizer_step_post_hook(_forwarded(weakref.WeakMethod(self._after))),
+            register_optimizer_step_pre_hook(_weak_hook(weakref.WeakMethod(self._before))),
+            register_optimizer_step_post_hook(_weak_hook(weakref.WeakMethod(self._after))),
         ]
         for handle in handles:
             weakref.finalize(self, handle.remove)
 
     def hold_back(self, sides: tuple[Side, ...]) -> None:
-        """Say for which sides no gradient is due in the coming step, as all of them wait.
+        """Set the sides that have no gradient in the coming step, as all their batches are still in flight.
 
-        Zeros that the user's ``zero_grad(set_to_none=False)`` left would be one: to Adam, momentum and weight
-        decay a step without a batch. So they are taken away, and nothing but zeros.
+        Zeros that the user's ``zero_grad(set_to_none=False)`` left would count as one: to Adam, momentum and
+        weight decay a step without a batch. So gradients of nothing but zeros are removed.
         """
         self._held_back = sides
 
@@ -171,19 +161,18 @@ class OptimizerHooks:
     def own_step(self) -> Iterator[None]:
         """Step the known optimizers with the gradients that the block leaves, and no others.
 
-        Gradients that were there before are there again afterwards.
+        Gradients from before are restored afterwards.
         """
         optimizers = [found for ref in self._known if (found := ref()) is not None]
         parameters = [parameter for one in optimizers for parameter in _parameters(one)]
         before = [parameter.grad for parameter in parameters]
-        pending, held_back = self._log.put_aside(), self._held_back
-        self._held_back = ()
+        held_back, self._held_back = self._held_back, ()
         for parameter in parameters:
             parameter.grad = None
-        yield
-        for one in optimizers:
-            one.step()
-        self._log.put_back(pending)
+        with self._log.put_aside():
+            yield
+            for one in optimizers:
+                one.step()
         self._held_back = held_back
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
@@ -192,33 +181,33 @@ class OptimizerHooks:
         for parameter in _parameters(optimizer) if self._held_back else ():
             if self._side.get(id(parameter)) in self._held_back and _is_zero(parameter.grad):
                 parameter.grad = None
-        mine = self._stepped_by(optimizer)
-        if not mine:
+        stepped = self._stepped_by(optimizer)
+        if not stepped:
             return
         if not any(ref() is optimizer for ref in self._known):
             check_optimizer(optimizer)
             self._known.append(weakref.ref(optimizer))
-        # A parameter's optimizer is the last one that stepped it: one that was replaced may live on.
+        # A parameter's optimizer is the last one that stepped it: a replaced one may still exist.
         self._known = [
             ref
             for ref in self._known
-            if (other := ref()) is optimizer or (other is not None and not mine & self._stepped_by(other))
+            if (other := ref()) is optimizer or (other is not None and not stepped & self._stepped_by(other))
         ]
 
     def _after(self, optimizer: Optimizer) -> None:
         sides = self._sides(optimizer)
         if sides:
             self._log.stepped(sides)
-            self._notice_left_out(optimizer)
+            self._warn_if_part_is_left_out(optimizer)
 
-    def _notice_left_out(self, optimizer: Optimizer) -> None:
-        """Say so if the part side's gradients wait while another optimizer steps for the second time."""
+    def _warn_if_part_is_left_out(self, optimizer: Optimizer) -> None:
+        # The part side's gradients wait while another optimizer steps for the second time.
         if not self._log.waits("M"):
-            self._meanwhile = set()
-        elif id(optimizer) not in self._meanwhile:
-            self._meanwhile.add(id(optimizer))
-        elif not self._told:
-            self._told = True
+            self._stepped_without_part = set()
+        elif id(optimizer) not in self._stepped_without_part:
+            self._stepped_without_part.add(id(optimizer))
+        elif not self._warned:
+            self._warned = True
             log.warning(
                 "no optimizer steps the first layer's weights, which push_pull cut by columns: was the "
                 "optimizer built before wrap()? Build it from the parameters of what wrap() returned"
@@ -242,7 +231,7 @@ def _is_zero(gradient: Tensor | None) -> bool:
     return not bool(values.any())
 
 
-def _forwarded(method: weakref.WeakMethod[Any]) -> Any:
+def _weak_hook(method: weakref.WeakMethod[Any]) -> Any:
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         call = method()
         if call is not None:

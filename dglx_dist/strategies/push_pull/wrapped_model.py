@@ -1,4 +1,4 @@
-"""A model whose first layer is split by input columns and whose rest is replicated."""
+"""The wrapped model: first layer split by input columns, the rest replicated."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import SplittableConv
-from dglx_dist.layers.dropout import Columns
 from dglx_dist.strategies.base import Parts, Reduction, WrappedModel, find_share, gradient_weight
 from dglx_dist.strategies.data_parallel import broadcast_state, check_frozen, check_same_model
-from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange, mark_output
+from dglx_dist.strategies.gradient_sync import BufferMeans, mark_output
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
-from dglx_dist.strategies.push_pull.input_layers import Features, InputModule, InputProvenance
+from dglx_dist.strategies.push_pull.input_layers import InputModule, InputProvenance
 from dglx_dist.strategies.push_pull.options import Group, GroupBatch, PushPullOptions
-from dglx_dist.strategies.push_pull.pipeline import OwnerSide, PartGradients, PartSide, Pipeline
-from dglx_dist.strategies.push_pull.split_model import CutState, Facts, SplitModel, input_widths, split_model
+from dglx_dist.strategies.push_pull.pipeline import Pipeline
+from dglx_dist.strategies.push_pull.split_model import CutState, split_model
 from dglx_dist.strategies.push_pull.weight_versions import VersionLog
 
 if TYPE_CHECKING:
@@ -30,21 +28,16 @@ if TYPE_CHECKING:
 
 @final
 class InputGuard:
-    """Looks at what modules with weights are given, while the model computes on a part's columns.
+    """Checks the inputs of modules with weights, while the model computes on a part's columns.
 
-    The hook is there during a call of the model only, so that modules stay as the user made them.
-
-    Args:
-        module: The model with its parts in place.
-        first: Its first layer.
-        origins: Of its inputs.
-        group: Who holds which columns; a group of one holds all, and may do anything with them.
+    The hook is registered only during a call of the model, so that modules stay as the user made them.
+    Nothing is checked in a group of one rank, which holds all columns.
     """
 
     def __init__(
-        self, module: nn.Module, first: SplittableConv, origins: InputProvenance, group: Group
+        self, module: nn.Module, first: SplittableConv, provenance: InputProvenance, group: Group
     ) -> None:
-        self._origins, self._group, self._first = origins, group, type(first).__name__
+        self._provenance, self._group, self._first = provenance, group, type(first).__name__
         inside = set(first.modules())
         self._names = {
             id(one): name
@@ -55,7 +48,7 @@ class InputGuard:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Raise ConfigError inside the block when a module that is not split gets this rank's columns."""
-        if self._group.size == 1 or self._origins.own is None:
+        if self._group.size == 1 or self._provenance.own is None:
             yield
             return
         handle = register_module_forward_pre_hook(self._check)
@@ -69,9 +62,9 @@ class InputGuard:
         if name is None:
             return
         tensors = list(_tensors(arguments))
-        given = next((one for one in tensors if self._origins.holds(one)), None)
+        given = next((one for one in tensors if self._provenance.holds(one)), None)
         if given is None and isinstance(module, nn.Linear) and tensors:
-            # Columns that were put beside something else, as in torch.cat([h, x], 1).
+            # Columns that were concatenated to something else, as in torch.cat([h, x], 1).
             given = None if tensors[0].shape[-1] == module.in_features else tensors[0]
         if given is not None:
             raise ConfigError(
@@ -83,7 +76,7 @@ class InputGuard:
 
 
 def _splits(module: nn.Module, first: SplittableConv) -> bool:
-    """Whether something with weights inside is split; dropout has none, and stands everywhere."""
+    # Input modules without weights, as dropout, stand everywhere.
     return any(one is first or (isinstance(one, InputModule) and one.cut) for one in module.modules())
 
 
@@ -97,23 +90,15 @@ def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
 
 @final
 class PushPullModel(WrappedModel):
-    """The user's model with its first convolution split; takes the user's module over.
+    """The user's model with its first convolution split; modifies the user's module.
 
-    Forward and backward are collective: every rank must run both in every step, also without targets. The
-    loop stays as it is; with several mini-batches in flight, a step of the user's optimizer applies the
-    gradients of the batch that is due, and the last ones are stepped when the pipeline drains.
-
-    Args:
-        model: The user's model; all ranks build the same one, rank 0's weights win.
-        g: The distributed graph.
-        store: The features that go into it.
-        group: Who holds which columns.
-        options: Of the strategy.
-        reduction: What the user's loss is over its own targets.
+    Forward and backward are collective: every rank must run both in every step, also without targets. With
+    several mini-batches in flight, a step of the user's optimizer applies the gradients of the batch that is
+    due, and the last ones are stepped when the pipeline drains.
 
     Raises:
-        ConfigError: no layer of the model takes that many columns and can be split; or as for
-            data parallel models.
+        ConfigError: no layer of the model takes that many columns and can be split; or as for data parallel
+            models.
     """
 
     def __init__(
@@ -133,23 +118,29 @@ class PushPullModel(WrappedModel):
         check_same_model(model, session, f"reduction={reduction}, {options}")
         broadcast_state(model, session)
         self._session, self._reduction = session, reduction
-        self._group, self._origins = group, InputProvenance()
-        facts = Facts(num_nodes=g.num_nodes(), seed=session.seed, sync=options.sync, origins=self._origins)
-        split = split_model(model, input_widths(model, store, g.num_nodes()), store, group, facts)
+        self._group, self._provenance = group, InputProvenance()
+        split = split_model(
+            model,
+            store,
+            group,
+            num_nodes=g.num_nodes(),
+            seed=session.seed,
+            sync=options.sync,
+            provenance=self._provenance,
+        )
         self.module = split.module
         self._cuts = dict(split.cuts)
         self._state = CutState(session, group, self._cuts, split.originals)
         self._buffer_means = BufferMeans(self.module, session, reduction)
         self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
-        self._pipeline = _pipeline_of(
-            split, session, group, options, self._origins, self._buffer_means, store.names
+        self._pipeline = Pipeline(
+            session, group, options, split, store.names, self._provenance, self._buffer_means
         )
         split.layer.run_parts = self._pipeline
-        self._guard = InputGuard(self.module, split.layer, self._origins, group)
+        self._guard = InputGuard(self.module, split.layer, self._provenance, group)
 
     @property
     def parts(self) -> Parts:
-        """The split weights are local, everything else is replicated."""
         names = [name for name, _ in self.module.named_parameters()]
         return Parts(
             replicated=tuple(name for name in names if name not in self._cuts),
@@ -158,17 +149,16 @@ class PushPullModel(WrappedModel):
 
     @property
     def versions(self) -> VersionLog:
-        """Which version of the weights each batch read and wrote, on both sides."""
+        """The versions of the weights that each batch read and wrote, on both sides."""
         return self._pipeline.log
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
-        """Seconds that this rank stood waiting for other ranks since the start or the last reset."""
         return self._pipeline.exchange_seconds(reset=reset)
 
     def drain(self) -> None:
         """Take every mini-batch in flight to its step; every rank must call it.
 
-        The loader does so at the end of an epoch, and :meth:`state_dict` and :meth:`whole` before they look.
+        The loader calls it at the end of an epoch, and :meth:`state_dict` and :meth:`whole` at their start.
         """
         self._pipeline.drain()
 
@@ -176,8 +166,8 @@ class PushPullModel(WrappedModel):
         """Call the user's module on blocks of the strategy's loader.
 
         Raises:
-            ConfigError: the blocks are others, or what the model does before its first layer cannot be done
-                on columns.
+            ConfigError: the blocks are others, or the model's computation before its first layer does not
+                work on columns.
         """
         self._pipeline.begin(_group_batch_of((*args, *kwargs.values())))
         if not torch.is_grad_enabled():
@@ -195,24 +185,19 @@ class PushPullModel(WrappedModel):
             return self.module(*args, **kwargs)
 
     def whole(self) -> nn.Module:
-        """Return a copy of the user's module as it was before it was split; every rank must call it."""
         self.drain()
         return self._state.whole(self.module)
 
-    def join_state(self, name: str, mine: Tensor) -> Tensor:
-        """See :meth:`WrappedModel.join_state`."""
-        return self._state.join(name, mine)
+    def join_state(self, name: str, piece: Tensor) -> Tensor:
+        return self._state.join(name, piece)
 
     def cut_state(self, name: str, uncut: Tensor) -> Tensor:
-        """See :meth:`WrappedModel.cut_state`."""
         return self._state.cut(name, uncut)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """See :meth:`WrappedModel.clip_grad_norm_`."""
         return self._state.clip_grad_norm_(self.module.named_parameters(), max_norm, norm_type)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state with uncut names and shapes; every rank must call it."""
         self.drain()
         state = self.module.state_dict(*args, **kwargs)
         self._state.join_all(state, kwargs.get("prefix", ""))
@@ -221,58 +206,19 @@ class PushPullModel(WrappedModel):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """See :meth:`WrappedModel.load_state_dict`."""
         self.drain()
         result = self.module.load_state_dict(self._state.cut_all(state_dict), strict=strict, assign=assign)
         self._buffer_means.note()
         return result
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # What .to(), .double() and the like call: the buffers to compare with must come along.
+        # Called by .to(), .double() and the like: the buffers to compare with change, too.
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
         self._buffer_means.note()
         return result
 
 
-def _pipeline_of(
-    split: SplitModel,
-    session: Session,
-    group: Group,
-    options: PushPullOptions,
-    origins: InputProvenance,
-    buffers: BufferMeans,
-    names: tuple[str, ...],
-) -> Pipeline:
-    local = {*split.cuts, *split.shared}
-    part = PartSide(split.module, split.stashed)
-    trained = [
-        (name, parameter)
-        for name, parameter in split.module.named_parameters()
-        if parameter.requires_grad and name not in local
-    ]
-    return Pipeline(
-        session,
-        group,
-        options,
-        origins,
-        features=_features_of(names, split.runs),
-        part=part,
-        gradients=PartGradients(session, group, part, split.shared),
-        by_rows=[split.module.get_parameter(name) for name in split.cuts if name not in split.stashed],
-        owner=OwnerSide([parameter for _, parameter in trained]),
-        exchange=GradientExchange(trained, session, options.bucket_bytes),
-        buffers=buffers,
-    )
-
-
-def _features_of(names: tuple[str, ...], runs: tuple[Columns, ...]) -> list[Features]:
-    """Return each feature alone, and all of them side by side."""
-    alone = [Features(names=(name,), pieces=(run,)) for name, run in zip(names, runs, strict=bool(names))]
-    return alone if len(names) < 2 else [*alone, Features(names=names, pieces=runs)]
-
-
 def _group_batch_of(arguments: tuple[Any, ...]) -> GroupBatch | None:
-    """Return the batch whose blocks are among the model's arguments."""
     for argument in arguments:
         first = argument[0] if isinstance(argument, list | tuple) and argument else argument
         group_batch = getattr(first, "push_pull", None)

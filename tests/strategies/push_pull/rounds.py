@@ -12,10 +12,12 @@ import torch
 from dgl.dataloading import NeighborSampler
 
 from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
+from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.strategies.push_pull.feature_columns import open_columns
-from dglx_dist.strategies.push_pull.loader import PushPullLoader, edge_loader, node_loader
+from dglx_dist.strategies.push_pull.loader import PushPullLoader, open_loader
 from dglx_dist.strategies.push_pull.options import Group, GroupBatch, PartInput, PushPullOptions, make_group
 
 NUM_NODES, HALF, WIDTH = 80, 320, 5
@@ -72,7 +74,7 @@ def nodes_of(g: DistGraph, sampler: Any = None, group: Group | None = None, **gi
     topology = g.session.topology
     seeds = share_of(NUM_NODES, topology.rank, topology.world_size)
     store = open_columns(g, ["feat"], ours)
-    return node_loader(g, seeds, sampler or sampler_of(), store, ours, options, rest)
+    return open_loader(DataLoader, g, seeds, sampler or sampler_of(), store, ours, options, rest)
 
 
 def edges_of(g: DistGraph, **given: Any) -> PushPullLoader:
@@ -81,7 +83,7 @@ def edges_of(g: DistGraph, **given: Any) -> PushPullLoader:
     group = make_group(g.session, topology.world_size)
     eids = share_of(2 * HALF, topology.rank, topology.world_size)[::4]
     store = open_columns(g, ["feat"], group)
-    return edge_loader(g, eids, sampler_of(), store, group, options, rest)
+    return open_loader(DistEdgeDataLoader, g, eids, sampler_of(), store, group, options, rest)
 
 
 def _parted(given: Mapping[str, Any]) -> tuple[PushPullOptions, dict[str, Any]]:
@@ -113,7 +115,7 @@ def seen(one: PartInput) -> dict[str, Any]:
     }
 
 
-def visit_of(batch: Any) -> GroupBatch:
+def group_batch_of(batch: Any) -> GroupBatch:
     group_batch: GroupBatch = batch[-1][0].push_pull
     return group_batch
 
@@ -122,7 +124,7 @@ def epoch_of(loader: PushPullLoader) -> list[list[dict[str, Any]]]:
     """By step, by owner: what this part has."""
     found = []
     for batch in loader:
-        group_batch, block = visit_of(batch), batch[-1][0]
+        group_batch, block = group_batch_of(batch), batch[-1][0]
         own = loader_part(loader)
         assert group_batch.inputs[own].block.edata.keys() == block.edata.keys()
         for name, values in group_batch.inputs[own].block.edata.items():

@@ -131,12 +131,12 @@ def left_over(model: Any) -> dict[str, int]:
     """Count what is in flight, stashed, delayed, or on its way."""
     pipeline = model._pipeline
     return {
-        "begun": len(pipeline._flights),
-        "landed": len(pipeline._completed),
-        "computed": len(pipeline._computed),
-        "delayed": len(pipeline.exchange._rounds),
+        "begun": len(pipeline._in_flight),
+        "pushed": len(pipeline._pushed),
+        "computed": len(pipeline._ready),
+        "delayed": len(pipeline.exchange._pending),
         "placed": int(pipeline._owner._live is not None),
-        "unread": sum(lane.jobs.qsize() for lane in pipeline._courier._lanes.values()),
+        "unread": sum(waiter.jobs.qsize() for waiter in pipeline._activations._waiters.values()),
         "pending": len(pipeline.log._pending),
     }
 

@@ -18,7 +18,7 @@ from dglx_dist.strategies.push_pull import feature_columns as column_files
 from dglx_dist.strategies.push_pull.feature_columns import (
     VALUES,
     SliceWriter,
-    put_in_place,
+    publish_slice,
     read_slice,
     slice_folder,
     write_slices,
@@ -38,7 +38,7 @@ def write(target: Path, rows: Array = ROWS) -> None:
         writer.append(rows[4:])
         writer.finish()
         writer.close()
-        put_in_place(partial, target, INFO, len(rows))
+        publish_slice(partial, target, INFO, len(rows))
 
 
 def test_what_is_written_is_mapped(tmp_path: Path) -> None:

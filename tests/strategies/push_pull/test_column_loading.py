@@ -22,9 +22,9 @@ from dglx_dist.strategies.push_pull.feature_columns import (
     OPENED,
     PHASE,
     VALUES,
+    ColumnRequest,
     ColumnStore,
-    Wanted,
-    obtain,
+    load_columns,
     open_columns,
     slice_folder,
 )
@@ -193,23 +193,23 @@ def test_who_cannot_answer_is_named_and_leaves_nothing_behind(tmp_path: Path, se
 
     g.kvstore.shards = broken  # type: ignore[method-assign]
     with pytest.raises(RemoteError, match=r"rank 0 failed at .*part 1 is damaged"):
-        obtain(g.kvstore, [wanted], session)
+        load_columns(g.kvstore, [wanted], session)
     assert not list((tmp_path / "d").rglob("*.partial"))
     del g.kvstore.shards
     # The failed attempt left nothing behind that is in the way of the next.
-    found = obtain(g.kvstore, [wanted], session)["feat"]
+    found = load_columns(g.kvstore, [wanted], session)["feat"]
     assert np.array_equal(found.rows, g.ndata["feat"][torch.arange(NUM_NODES)].numpy())
     g.close()
 
 
-def everything(g: DistGraph) -> Wanted:
+def everything(g: DistGraph) -> ColumnRequest:
     columns = Columns(first=0, last=WIDTH, width=WIDTH)
-    return Wanted(
+    return ColumnRequest(
         name="feat",
         key=g.ndata["feat"].kvstore_key,
         columns=columns,
         info=ColumnInfo(dtype="float32", row_shape=(WIDTH,)),
         num_rows=NUM_NODES,
         folder=slice_folder(g.dataset, NODE_TYPE, "feat", columns),
-        leads=True,
+        is_leader=True,
     )

@@ -59,10 +59,10 @@ class Part:
     modules: dict[str, InputModule]
     group_batch: AtHand
     x: Tensor
-    origins: InputProvenance
+    provenance: InputProvenance
 
     def origin_of(self, rows: Tensor) -> Origin:
-        found = self.origins.find(rows)
+        found = self.provenance.find(rows)
         assert found is not None
         return found
 
@@ -86,13 +86,13 @@ def make_parts(make: Callable[[], nn.Module], parts: int, number: int = 0, owner
             PartInput(block=block, nodes=nodes, columns={"feat": TABLE[nodes][:, columns.cut]}, number=number)
             for nodes in OWNERS
         ]
-        origins, group_batch = InputProvenance(), AtHand(inputs, number)
+        provenance, group_batch = InputProvenance(), AtHand(inputs, number)
         for module in modules.values():
-            module.origins = origins
-        origins.begin(group_batch, owner)
+            module.provenance = provenance
+        provenance.begin(group_batch, owner)
         x = inputs[owner].columns["feat"]
-        origins.add(x, Features(names=("feat",), pieces=(columns,)))
-        made.append(Part(modules=modules, group_batch=group_batch, x=x, origins=origins))
+        provenance.add(x, Features(names=("feat",), pieces=(columns,)))
+        made.append(Part(modules=modules, group_batch=group_batch, x=x, provenance=provenance))
     return made
 
 
@@ -146,7 +146,7 @@ def test_an_owner_without_nodes_tells_what_the_others_tell() -> None:
         return part.origin_of(called).rows(part.group_batch.inputs[0])
 
     assert torch.equal(rows(2), rows(0))
-    assert (rows(2) == 0).any(), "dropped, not the plain features"
+    assert (rows(2) == 0).any(), "dropped, not the raw features"
 
 
 def test_norm_without_weights_and_of_other_dtypes() -> None:
@@ -183,7 +183,7 @@ def test_norm_refuses_what_is_not_the_features() -> None:
         norm(torch.zeros(3, F))
     with pytest.raises(ConfigError, match="something has changed before"):
         norm(part.modules["drop"](part.x))
-    part.origins.begin(None, 0)
+    part.provenance.begin(None, 0)
     with pytest.raises(ConfigError, match="was cut by input columns"):
         norm(part.x)
 
@@ -221,12 +221,12 @@ def test_dropout_of_anything_else_is_torchs() -> None:
     expected = nn.functional.dropout(hidden, 0.5)
     torch.manual_seed(3)
     assert torch.equal(module(hidden), expected)
-    assert part.origins.find(expected) is None
+    assert part.provenance.find(expected) is None
     module.eval()
     assert module(part.x) is part.x
     module.train()
-    part.origins.begin(None, 0)
-    assert part.origins.find(module(part.x)) is None
+    part.provenance.begin(None, 0)
+    assert part.provenance.find(module(part.x)) is None
 
 
 def test_two_dropouts_drop_independently_and_in_place_is_refused() -> None:
@@ -267,14 +267,14 @@ def test_embedding_by_columns_learns_what_the_uncut_one_learns(
         for part, optimizer in zip(made, optimizers, strict=True):
             optimizer.zero_grad()
             origin = part.origin_of(part.modules["drop"](part.modules["rows"](OWNERS[0])))
-            learnt = []
+            gradients = []
             for one in part.group_batch.inputs:
                 taken = origin.rows(one)
                 assert taken.is_leaf
                 assert taken.requires_grad
                 taken.cos().sum().backward()
-                learnt.append((one, taken.grad))
-            origin.learn(learnt)
+                gradients.append((one, taken.grad))
+            origin.accumulate(gradients)
             assert part.modules["rows"].get_parameter("weight").grad.is_sparse == sparse
             optimizer.step()
         with torch.no_grad():
@@ -297,7 +297,7 @@ def test_embedding_keeps_the_rows_that_a_batch_began_with_and_adds_up_gradients(
     assert torch.equal(rows, kept)
     ones = torch.ones(4, F, dtype=torch.float64)
     for _ in range(2):
-        origin.learn([(part.group_batch.inputs[0], ones), (part.group_batch.inputs[1], None)])
+        origin.accumulate([(part.group_batch.inputs[0], ones), (part.group_batch.inputs[1], None)])
     assert module.weight.grad is not None
     assert torch.equal(module.weight.grad.to_dense()[[3, 0]], torch.tensor([[2.0], [0.0]]).expand(2, F))
 
@@ -370,7 +370,7 @@ def test_features_side_by_side_and_in_another_dtype(parts: int) -> None:
         origin = Features(names=("a", "b"), pieces=runs)
         rows.append((origin.rows(given), runs))
         other = Converted(origin=origin, dtype=torch.float32)
-        assert (other.runs, other.plain, other.rows(given).dtype) == (runs, True, torch.float32)
+        assert (other.runs, other.is_raw, other.rows(given).dtype) == (runs, True, torch.float32)
     order = [place for _, runs in rows for run in runs for place in range(run.first, run.last)]
     assert torch.equal(joined([piece for piece, _ in rows]), TABLE[OWNERS[0]][:, order])
     assert sorted(order) == list(range(F))

@@ -14,6 +14,7 @@ from dgl.dataloading import NeighborSampler, as_edge_prediction_sampler
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading import negative
+from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.dataloading.row_buffers import BufferPool
 from dglx_dist.errors import CheckpointError, ConfigError
@@ -24,7 +25,7 @@ from dglx_dist.strategies.push_pull.options import PIPELINES, make_group
 from tests.dataloading import bonds
 from tests.helpers.ranks import run_ranks
 from tests.strategies.push_pull import rounds
-from tests.strategies.push_pull.rounds import WIDTH, edges_of, epoch_of, nodes_of, sampler_of, visit_of
+from tests.strategies.push_pull.rounds import WIDTH, edges_of, epoch_of, group_batch_of, nodes_of, sampler_of
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +110,9 @@ def chosen(g: DistGraph) -> dict[str, Any]:
         first, pushed = moved(g, lambda it=loader: epoch_of(it))
         costs = (1.0, 1e-9) if cheap == "push" else (1e-9, 1.0)
         for _ in range(1000):
-            loader._structure.measured(*costs)
+            loader._structure.record_costs(*costs)
         second, after = moved(g, lambda it=loader: epoch_of(it))
-        found[cheap] = [first, second], (pushed, after), loader.structure_choice
+        found[cheap] = [first, second], (pushed, after), loader._structure.decision
     return found
 
 
@@ -184,7 +185,7 @@ def test_bytes(three: list[dict[str, Any]], kind: str) -> None:
 def test_the_cheaper_way_is_taken_after_the_first_epoch(three: list[dict[str, Any]]) -> None:
     for found in three:
         for cheap, (epochs, (before, after), choice) in found["chosen"].items():
-            assert choice.way == cheap
+            assert choice.mode == cheap
             assert choice.resample_s == (2.0 if cheap == "push" else 2e-9)
             assert choice.push_s == (1e-9 if cheap == "push" else 1.0)
             assert before["structure"] > 0
@@ -224,14 +225,14 @@ def on_four(folder: str) -> dict[str, Any]:
         found["drained"] = [pipeline.drained]
         found["left"] = leave_early(pushed)
         found["drained"].append(pipeline.drained)
-        found["waiting"] = len(pushed._structure._source.inbox)  # type: ignore[attr-defined]
+        found["waiting"] = len(pushed._structure._source._inbox._arrived)  # type: ignore[attr-defined]
         found["share"] = session.step_share
         automatic = nodes_of(g, group=group, structure="auto")
-        ways = [automatic.structure_choice]
+        ways = [automatic._structure.decision]
         for _ in range(2):
             epoch_of(automatic)
-            ways.append(automatic.structure_choice)
-        found["choices"] = [(one.way, one.reason, one.push_s) for one in ways]
+            ways.append(automatic._structure.decision)
+        found["choices"] = [(one.mode, one.reason, one.push_s) for one in ways]
         g.barrier()
         return found
 
@@ -252,7 +253,7 @@ def compare(session: Any, pushed: Any, plain: Any) -> dict[str, Any]:
         assert session.step_share == share == blocks[-1].step_share
         assert pushed.state_dict() == state
         assert pushed.epoch == epoch
-        group_batch = visit_of(batch)
+        group_batch = group_batch_of(batch)
         kept.append((group_batch, group_batch.following()))
         result["group"] = len(group_batch.inputs)
     result["linked"] = all(a[1] is b[0] for a, b in pairwise(kept)) and kept[-1][1] is None
@@ -313,7 +314,7 @@ def test_one_rank_has_all_columns_and_sends_nothing(graph: DistGraph) -> None:
     for step in epoch_of(loader):
         (own,) = step
         assert own["columns"]["feat"].shape == (len(own["nodes"]), WIDTH)
-    assert loader.structure_choice.way == "none"
+    assert loader._structure.decision.mode == "none"
     assert not graph.session.ledger.total(phase="structure")
 
 
@@ -321,7 +322,7 @@ def test_prefetched_matrices_come_as_columns_and_vectors_as_rows(graph: DistGrap
     sampler = sampler_of(prefetch_node_feats=["small", "depth"])
     loader = nodes_of(graph, sampler, feature_dtype=torch.float64)
     for nodes, _, blocks in loader:
-        assert set(visit_of([blocks]).inputs[0].columns) == {"feat", "small"}
+        assert set(group_batch_of([blocks]).inputs[0].columns) == {"feat", "small"}
         for name in ("feat", "small", "depth"):
             expected = graph.ndata[name][nodes].to(torch.float64)
             assert torch.equal(blocks[0].srcdata[name], expected), name
@@ -332,7 +333,9 @@ def test_edge_prediction_samplers_bring_columns_too(graph: DistGraph) -> None:
     sampler = as_edge_prediction_sampler(sampler_of(), negative_sampler=negative.Uniform(1))
     group = make_group(graph.session, 1)
     options = rounds.PushPullOptions()
-    loader = rounds.edge_loader(graph, torch.arange(20), sampler, None, group, options, {"batch_size": 5})
+    loader = rounds.open_loader(
+        DistEdgeDataLoader, graph, torch.arange(20), sampler, None, group, options, {"batch_size": 5}
+    )
     batches = list(loader)
     assert len(batches) == 4
     for nodes, positive, negatives, blocks in batches:
@@ -377,4 +380,6 @@ def test_several_types_are_refused(tmp_path: Path) -> None:
         g = DistGraph(bonds.write(bonds.shop(), tmp_path / "shop", 1))
         group, options = make_group(session, 1), rounds.PushPullOptions()
         with pytest.raises(ConfigError, match=r"user, item|item, user.*data_parallel"):
-            rounds.node_loader(g, {"user": torch.arange(3)}, sampler_of(), None, group, options, {})
+            rounds.open_loader(
+                DataLoader, g, {"user": torch.arange(3)}, sampler_of(), None, group, options, {}
+            )

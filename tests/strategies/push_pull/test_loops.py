@@ -184,27 +184,27 @@ def frozen_first(g: DistGraph) -> dict[str, Any]:
 
 def left_loops(g: DistGraph) -> dict[str, Any]:
     """How much is kept when the user leaves each epoch early, and keeps every loss."""
-    trained, flights, losses = Trained(g, depth=3), [], []
+    trained, batches, losses = Trained(g, depth=3), [], []
     pipeline = trained.model._pipeline
     complete = pipeline.complete
 
-    def landed(batch_in_flight: Any, gradients: Any) -> None:
-        flights.append(weakref.ref(batch_in_flight))
-        complete(batch_in_flight, gradients)
+    def noted(batch: Any, gradients: Any) -> None:
+        batches.append(weakref.ref(batch))
+        complete(batch, gradients)
 
     def loss_of(blocks: list[Any]) -> Tensor:
         losses.append(trained.loss(blocks))
         return losses[-1]
 
-    pipeline.complete = landed
+    pipeline.complete = noted
     for _ in range(4):
         trained.epoch(loss_of, stop_after=2)
-    begun = len(pipeline._flights)
+    begun = len(pipeline._in_flight)
     trained.epoch(loss_of)
     return {
         "begun": begun,
-        "kept": sum(one() is not None for one in flights),
-        "landed": len(flights),
+        "kept": sum(one() is not None for one in batches),
+        "completed": len(batches),
         "left": runs.left_over(trained.model),
         "steps": dict(trained.model.versions.steps),
     }
@@ -214,25 +214,25 @@ def gone_at_once(g: DistGraph) -> dict[str, Any]:
     """How many batches of an epoch stay until Python looks for objects that hold each other."""
     found = {}
     for strategy, options in HELD:
-        trained, blocks_seen, visits_seen = Trained(g, strategy, **options), [], []
+        trained, blocks_seen, batches_seen = Trained(g, strategy, **options), [], []
 
         def loss_of(
             blocks: list[Any],
             trained: Trained = trained,
             seen: list[Any] = blocks_seen,
-            visits: list[Any] = visits_seen,
+            batches: list[Any] = batches_seen,
         ) -> Tensor:
             seen.extend(weakref.ref(block) for block in blocks)
-            visits.extend(weakref.ref(block.push_pull) for block in blocks[:1] if trained.cuts)
+            batches.extend(weakref.ref(block.push_pull) for block in blocks[:1] if trained.cuts)
             return trained.loss(blocks)
 
         gc.collect()
         gc.disable()
         trained.epoch(loss_of)
         held = sum(one() is not None for one in blocks_seen)
-        visits = sum(one() is not None for one in visits_seen)
+        batches = sum(one() is not None for one in batches_seen)
         gc.enable()
-        found[f"{strategy} {options}"] = held, len(blocks_seen), visits
+        found[f"{strategy} {options}"] = held, len(blocks_seen), batches
     return found
 
 
@@ -339,21 +339,21 @@ def test_what_was_begun_or_kept_by_the_user_does_not_pile_up(seen: list[dict[str
         loops = found["left_loops"]
         assert loops["begun"] <= 1
         assert loops["kept"] == 0
-        assert loops["landed"] == 4 * 2 + runs.STEPS
+        assert loops["completed"] == 4 * 2 + runs.STEPS
         assert not any(loops["left"].values())
         # The last batch of each epoch that was left is stepped in the next one.
-        assert loops["steps"] == {"M": loops["landed"], "D": loops["landed"]}
+        assert loops["steps"] == {"M": loops["completed"], "D": loops["completed"]}
 
 
 def test_a_batch_is_gone_as_soon_as_nobody_uses_it(seen: list[dict[str, Any]]) -> None:
     """Or its rows lie in memory that is new each time, and that is given back whenever it happens to be."""
     for found in seen:
         assert len(found["gone_at_once"]) == len(HELD)
-        for name, (held, blocks, visits) in found["gone_at_once"].items():
+        for name, (held, blocks, batches) in found["gone_at_once"].items():
             assert blocks >= 2 * runs.STEPS, name
             assert held == 0, name
             # The model knows the rows of the last batch until it is called again.
-            assert visits <= 1, name
+            assert batches <= 1, name
 
 
 def test_what_a_loader_lent_goes_with_the_loader(seen: list[dict[str, Any]]) -> None:

@@ -152,26 +152,26 @@ def watch_phases(model: Any, seen: dict[int, dict[str, str]]) -> None:
     owner = pipeline._owner
     first = model.module.convs[0]
 
-    def started(layer: Any, group_batch: Any, recipe: Any, edges: Any) -> Any:
-        batch_in_flight = start(layer, group_batch, recipe, edges)
+    def started(layer: Any, group_batch: Any, spec: Any, edges: Any) -> Any:
+        batch = start(layer, group_batch, spec, edges)
         # A batch that is begun anew after a drain is another one.
-        seen[group_batch.number] = {"fM": digest(batch_in_flight.leaves.values())}
-        if batch_in_flight.values is not None:
-            seen[group_batch.number]["fM D"] = digest(batch_in_flight.values)
-        return batch_in_flight
+        seen[group_batch.number] = {"fM": digest(batch.leaves.values())}
+        if batch.values is not None:
+            seen[group_batch.number]["fM D"] = digest(batch.values)
+        return batch
 
-    def landed(batch_in_flight: Any, gradients: Any) -> None:
-        seen[batch_in_flight.number]["bD D"] = digest(owner.parameters)
-        complete(batch_in_flight, gradients)
+    def completed(batch: Any, gradients: Any) -> None:
+        seen[batch.number]["bD D"] = digest(owner.parameters)
+        complete(batch, gradients)
 
-    def computed(batch_in_flight: Any) -> Any:
-        seen[batch_in_flight.number]["bM"] = digest(batch_in_flight.leaves.values())
-        return compute(batch_in_flight)
+    def computed(batch: Any) -> Any:
+        seen[batch.number]["bM"] = digest(batch.leaves.values())
+        return compute(batch)
 
     def forwarded(module: Any, given: Any, output: Any) -> None:
         seen[pipeline._current.number]["fD D"] = digest(owner.parameters)
 
-    pipeline._start, pipeline.complete, pipeline._gradients.compute = started, landed, computed
+    pipeline._start, pipeline.complete, pipeline._gradients.compute = started, completed, computed
     first.register_forward_hook(forwarded)
 
 

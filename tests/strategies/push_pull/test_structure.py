@@ -5,25 +5,25 @@ import pytest
 import torch
 
 from dglx_dist.dataloading.minibatch import BlockBuilder
-from dglx_dist.strategies.push_pull.block_exchange import OwnersBlock, packed, unpacked
+from dglx_dist.strategies.push_pull.block_exchange import OwnerBlock, pack_block, unpack_block
 
 # 0 <- 2, 1 <- 0, 1 <- 3; listed out of order, so that edge ids are not those of the columns.
 SOURCES, DESTINATIONS, NODES = [3, 2, 0], [1, 0, 1], torch.tensor([70, 10, 40, 20])
 
 
-def block_of(idtype: torch.dtype) -> OwnersBlock:
+def block_of(idtype: torch.dtype) -> OwnerBlock:
     ends = torch.tensor(SOURCES, dtype=idtype), torch.tensor(DESTINATIONS, dtype=idtype)
-    return OwnersBlock(block=dgl.create_block(ends, num_src_nodes=4, num_dst_nodes=2), nodes=NODES)
+    return OwnerBlock(block=dgl.create_block(ends, num_src_nodes=4, num_dst_nodes=2), nodes=NODES)
 
 
 @pytest.mark.parametrize("idtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("wide", [False, True])
 def test_round_trip(idtype: torch.dtype, wide: bool) -> None:
-    arrays = packed(block_of(idtype), wide=wide)
+    arrays = pack_block(block_of(idtype), wide=wide)
     assert [array.dtype.name for array in arrays] == ["int64" if wide else "int32", "int32", "int32"]
     # 4 [(D1 + 1) + E1 + L0] bytes
     assert sum(array.nbytes for array in arrays) == 4 * (3 + 3 + (8 if wide else 4))
-    found = unpacked(arrays, BlockBuilder(), idtype)
+    found = unpack_block(arrays, BlockBuilder(), idtype)
     assert found.nodes.tolist() == NODES.tolist()
     assert found.nodes.dtype == torch.int64
     assert found.block.idtype == idtype
@@ -38,21 +38,21 @@ def test_round_trip(idtype: torch.dtype, wide: bool) -> None:
 
 
 def test_an_unpacked_block_shares_nothing_with_what_came() -> None:
-    arrays = [array.copy() for array in packed(block_of(torch.int32), wide=False)]
-    found = unpacked(arrays, BlockBuilder(), torch.int32)
+    arrays = [array.copy() for array in pack_block(block_of(torch.int32), wide=False)]
+    found = unpack_block(arrays, BlockBuilder(), torch.int32)
     arrays[2][:] = 1
     assert found.block.adj_tensors("csc")[1].tolist()[0] == 2
 
 
 def test_no_destination() -> None:
     empty = torch.empty(0, dtype=torch.int64)
-    own = OwnersBlock(block=dgl.create_block((empty, empty), num_src_nodes=0, num_dst_nodes=0), nodes=empty)
-    found = unpacked(packed(own, wide=False), BlockBuilder(), torch.int64)
+    own = OwnerBlock(block=dgl.create_block((empty, empty), num_src_nodes=0, num_dst_nodes=0), nodes=empty)
+    found = unpack_block(pack_block(own, wide=False), BlockBuilder(), torch.int64)
     assert found.block.num_dst_nodes() == found.block.num_edges() == len(found.nodes) == 0
 
 
 def test_kernels_that_read_edge_data_take_it() -> None:
-    found = unpacked(packed(block_of(torch.int64), wide=False), BlockBuilder(), torch.int64)
+    found = unpack_block(pack_block(block_of(torch.int64), wide=False), BlockBuilder(), torch.int64)
     x = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
     weighed = dgl.ops.u_mul_e_sum(found.block, x, torch.tensor([[1.0], [1.0], [1.0]]))
     assert weighed.tolist() == [[4.0], [9.0]]

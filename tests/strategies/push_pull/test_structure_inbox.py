@@ -1,4 +1,4 @@
-"""What waits for other owners' structure ends: by its arrival, by leaving, or by an error that names who."""
+"""Waiting for other owners' structure ends by arrival, cancellation, or an error that names ranks."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError
-from dglx_dist.strategies.push_pull.block_exchange import IterationLeft, Place, StructureInbox
+from dglx_dist.strategies.push_pull.block_exchange import BatchPosition, IterationLeft, StructureInbox
 from dglx_dist.strategies.push_pull.options import Group
 
 BLOCK = [np.zeros(1, np.int32)] * 3
@@ -35,8 +35,8 @@ def inbox_of(session: Any) -> StructureInbox:
     return StructureInbox(session, Group(rank=0, members=(0, 1, 2), replicas=(0,)))
 
 
-def at(group_batch: int, step: int) -> Place:
-    return Place(group_batch=group_batch, epoch=4, step=step)
+def at(iteration: int, step: int) -> BatchPosition:
+    return BatchPosition(iteration=iteration, epoch=4, step=step)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_it_waits_for_all_others(inbox: StructureInbox) -> None:
         assert not waiting.done()
         inbox.put(0, 1, 1, BLOCK)
         assert sorted(waiting.result(10)) == [1, 2]
-    assert len(inbox) == 1
+    assert len(inbox._arrived) == 1
 
 
 def test_leaving_ends_who_waits_and_drops_what_came(inbox: StructureInbox) -> None:
@@ -61,16 +61,16 @@ def test_leaving_ends_who_waits_and_drops_what_came(inbox: StructureInbox) -> No
     inbox.put(1, 0, 1, BLOCK)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(inbox.take, at(0, 3))
-        inbox.leave(0)
+        inbox.cancel(0)
         with pytest.raises(IterationLeft):
             waiting.result(10)
     inbox.put(0, 4, 2, BLOCK)
-    assert len(inbox) == 1
+    assert len(inbox._arrived) == 1
 
 
 def test_an_error_of_another_thread_is_the_reason(inbox: StructureInbox) -> None:
-    inbox.leave(0, ValueError("first"))
-    inbox.leave(0)
+    inbox.cancel(0, ValueError("first"))
+    inbox.cancel(0)
     with pytest.raises(ValueError, match="first"):
         inbox.take(at(0, 0))
 
@@ -79,10 +79,10 @@ def test_a_new_iteration_drops_what_is_old(inbox: StructureInbox) -> None:
     inbox.put(0, 0, 1, BLOCK)
     inbox.put(1, 0, 1, BLOCK)
     inbox.begin(1)
-    assert len(inbox) == 1
+    assert len(inbox._arrived) == 1
     inbox.put(1, 0, 2, BLOCK)
     assert sorted(inbox.take(at(1, 0))) == [1, 2]
-    assert len(inbox) == 0
+    assert len(inbox._arrived) == 0
 
 
 def test_who_is_missing_is_named() -> None:

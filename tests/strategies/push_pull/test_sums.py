@@ -10,7 +10,7 @@ from dglx_dist.strategies.push_pull.activation_exchange import (
     BACKWARD,
     FORWARD,
     AsyncExchange,
-    hand_to_parts,
+    send_to_parts,
     sum_to_owner,
 )
 from dglx_dist.strategies.push_pull.options import make_group
@@ -30,9 +30,9 @@ def one_rank(world_size: int) -> dict[str, Any]:
     with start_session() as session:
         rank = session.topology.rank
         shares = [share(rank, owner).requires_grad_() for owner in range(world_size)]
-        courier = AsyncExchange(session, make_group(session, world_size))
-        total = sum_to_owner(shares, courier)
-        handed = hand_to_parts(total.sin(), [one.detach() for one in shares], courier)
+        exchange = AsyncExchange(session, make_group(session, world_size))
+        total = sum_to_owner(shares, exchange)
+        handed = send_to_parts(total.sin(), [one.detach() for one in shares], exchange)
         sum((one * (rank + 1)).sum() for one in handed).backward()
         return {
             "total": total.detach(),

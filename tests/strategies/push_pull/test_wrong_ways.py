@@ -21,8 +21,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers import convolutions as sage
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.push_pull import pipeline as flights
-from dglx_dist.strategies.push_pull import pipeline as pipelines
+from dglx_dist.strategies.push_pull import pipeline
 from dglx_dist.strategies.push_pull.pipeline import InFlightBatch, PartGradients
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -35,15 +34,15 @@ RANKS, STEPS, FANOUT = 3, 10, 3
 @contextmanager
 def only_the_own_owner() -> Iterator[None]:
     """zero_grad inside the loop over the owners: what the others' batches say is dropped."""
-    go_back = InFlightBatch.go_back
+    backward = InFlightBatch.backward
 
     def forgetful(self: InFlightBatch, wanted: Any) -> Any:
         part = own_part(self)
         self.shares = [[of_owners[part]] for of_owners in self.shares]
         self.pushes = [Only(push, part) for push in self.pushes]  # type: ignore[misc]  # a Transfer to it
-        return go_back(self, wanted)
+        return backward(self, wanted)
 
-    with mock.patch.object(InFlightBatch, "go_back", forgetful):
+    with mock.patch.object(InFlightBatch, "backward", forgetful):
         yield
 
 
@@ -57,23 +56,25 @@ class Only:
         return [self._push.result()[self._part]]
 
 
-def own_part(batch_in_flight: InFlightBatch) -> int:
+def own_part(batch: InFlightBatch) -> int:
     """The own block is the one with data."""
-    return next(n for n, one in enumerate(batch_in_flight.inputs) if "feat" in one.block.srcdata)
+    return next(n for n, one in enumerate(batch.inputs) if "feat" in one.block.srcdata)
 
 
 def owners_alike() -> AbstractContextManager[Any]:
     """M's gradients from unweighed means, summed: N times D's where the shares are even."""
     return mock.patch.object(
-        InFlightBatch, "send_back", lambda self, gradients, courier: send(self, gradients, courier, 1.0)
+        InFlightBatch,
+        "push_gradients",
+        lambda self, gradients, exchange: send(self, gradients, exchange, 1.0),
     )
 
 
-def send(batch_in_flight: InFlightBatch, gradients: Any, courier: Any, weight: float) -> None:
-    for gradient, shares in zip(gradients, batch_in_flight.shares, strict=True):
+def send(batch: InFlightBatch, gradients: Any, exchange: Any, weight: float) -> None:
+    for gradient, shares in zip(gradients, batch.shares, strict=True):
         # Of a rank without targets; that would be nan, which anybody would see.
         found = torch.nan_to_num(gradient) * weight
-        batch_in_flight.pushes.append(courier.push(found, shares, flights.BACKWARD, batch_in_flight.number))
+        batch.pushes.append(exchange.push(found, shares, pipeline.BACKWARD, batch.number))
 
 
 def mean_over_ranks() -> AbstractContextManager[Any]:
@@ -92,19 +93,21 @@ def mean_over_ranks() -> AbstractContextManager[Any]:
 def activated_before_the_sum() -> AbstractContextManager[Any]:
     """The first layer's activation done by each part on its share."""
 
-    def eager(layer: Any, given: Any, group: Any, courier: Any) -> Any:
-        found = flights.compute_shares(layer, given, group, courier)
+    compute_shares = pipeline.compute_shares
+
+    def eager(layer: Any, given: Any, group: Any, exchange: Any) -> Any:
+        found = compute_shares(layer, given, group, exchange)
         return [[torch.relu(share) for share in of_owners] for of_owners in found]
 
-    return mock.patch.object(pipelines, "compute_shares", eager)
+    return mock.patch.object(pipeline, "compute_shares", eager)
 
 
 @contextmanager
 def attention_of_each_part() -> Iterator[None]:
     """GAT as a sum of the parts' complete outputs: a softmax of each part's own logits."""
     with (
-        mock.patch.object(flights, "sum_to_owner", lambda shares, courier: shares[0]),
-        mock.patch.object(flights, "hand_to_parts", lambda own, like, courier: tuple(like)),
+        mock.patch.object(pipeline, "sum_to_owner", lambda shares, exchange: shares[0]),
+        mock.patch.object(pipeline, "send_to_parts", lambda own, like, exchange: tuple(like)),
     ):
         yield
 
