@@ -145,8 +145,8 @@ def _reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistTensor:
     placed = reverse_edge_ids(g, etype, reverse_etype=back, by="position")
     first, last = placed.local_range
     ids = np.arange(first, min(last, first + _NUM_CHECKED))
-    ends, there = g.find_edges(ids, etype), g.find_edges(placed[ids], back)
-    wrong = int((ends[0] != there[1]).sum() + (ends[1] != there[0]).sum())
+    ends, reverse = g.find_edges(ids, etype), g.find_edges(placed[ids], back)
+    wrong = int((ends[0] != reverse[1]).sum() + (ends[1] != reverse[0]).sum())
     if gather_int64([wrong], g.session).any():
         return reverse_edge_ids(g, etype, reverse_etype=back)
     return placed
@@ -459,7 +459,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
     """Iterates over batches of edges, like DGL's loader of the same name.
 
     Yields ``(input_nodes, pair_graph, blocks)``, with negatives ``(input_nodes, pair_graph,
-    negative_pair_graph, blocks)``. The pair graphs have all types and lie over the same nodes, which are the
+    negative_pair_graph, blocks)``. The pair graphs have all types and the same nodes, which are the
     destinations of ``blocks[-1]`` in the same order; ``pair_graph.edata[dgl.EID]`` are the batch's edges.
 
     Constructing it is collective; iterating calls no collective. All ranks have the same number of steps, and
@@ -552,7 +552,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
     def _make(self, items: Mapping[EdgeType, Array], epoch: int) -> EdgeBatch:
         return self._maker.make(items, epoch)
 
-    def _hand_over(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
+    def _deliver(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
         blocks, nodes = batch.blocks, batch.input_nodes
         graphs = [graph for graph in (batch.positive, batch.negative) if graph is not None]
         if self._device.type != "cpu":
@@ -675,7 +675,7 @@ def _user_function(sampling: _EdgeSampling) -> str:
 
 
 def _negative_etypes(g: DistGraph, items: Items[EdgeType]) -> list[EdgeType]:
-    # A single type counts also without edges here: this rank may draw the batches of others.
+    # A single type always: a rank without edges may draw batches of other ranks.
     return list(g.canonical_etypes) if len(g.canonical_etypes) == 1 else _etypes_with_items(items)
 
 

@@ -160,7 +160,7 @@ class SampleRequest(NamedTuple):
     like: Array
     """Any array of the output dtype of indptr, sources and edge ids."""
     batch_exclude: Array = NO_EDGES
-    """(X,) int64 the edges in ``rule.exclude`` that only this batch excludes: other servers must be told."""
+    """(X,) int64 those of ``rule.exclude`` that only this batch excludes; requests to servers carry them."""
 
 
 @njit(cache=True, nogil=True)

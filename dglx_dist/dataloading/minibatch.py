@@ -308,7 +308,7 @@ class KernelMaker(BatchMaker):
         with self._workspaces.borrowed() as workspace:
             batch, ready = self._sample(request, workspace)
         fetch = Fetch(self._store, self._columns)
-        asked = time.perf_counter()
+        sampled = time.perf_counter()
         ntype = self._etype[0]
         fetch.start({ntype: batch.nodes}, {ntype: targets}, self._edges(batch))
         building = time.perf_counter()
@@ -320,8 +320,8 @@ class KernelMaker(BatchMaker):
             input_nodes=nodes,
             output_nodes=torch.from_numpy(targets),
             blocks=blocks,
-            sample_s=(asked - begin) + (built - building),
-            fetch_s=(building - asked) + (end - built),
+            sample_s=(sampled - begin) + (built - building),
+            fetch_s=(building - sampled) + (end - built),
         )
 
     def _sample(self, request: SampleRequest, workspace: Workspace) -> tuple[RawBatch, dict[str, Tensor]]:
@@ -362,7 +362,7 @@ class SamplerMaker(BatchMaker):
         begin = time.perf_counter()
         targets = {ntype: torch.from_numpy(seeds.get(ntype, np.empty(0, np.int64))) for ntype in self._ntypes}
         input_nodes, output_nodes, blocks = self._sample(ids_by_type(targets), exclude)
-        asked = time.perf_counter()
+        sampled = time.perf_counter()
         # Nodes of a user's sampler may be repeated.
         fetch = Fetch(self._store, self._columns, distinct=False)
         edges = [edges_of(block) for block in blocks] if self._columns.edges else []
@@ -373,8 +373,8 @@ class SamplerMaker(BatchMaker):
             input_nodes=input_nodes,
             output_nodes=output_nodes,
             blocks=blocks,
-            sample_s=asked - begin,
-            fetch_s=end - asked,
+            sample_s=sampled - begin,
+            fetch_s=end - sampled,
         )
 
     def _arrays(self, nodes: NodeIds) -> dict[str, Array]:
@@ -425,7 +425,7 @@ class TypedMaker(BatchMaker):
         with self._workspaces.borrowed() as workspace:
             batch = self._source.sample(request, exclude, workspace)
         fetch = Fetch(self._store, self._columns)
-        asked = time.perf_counter()
+        sampled = time.perf_counter()
         inputs = {
             ntype: batch.nodes[batch.node_starts[number] : batch.node_starts[number + 1]]
             for number, ntype in enumerate(self._schema.ntypes)
@@ -443,8 +443,8 @@ class TypedMaker(BatchMaker):
             input_nodes=ids_by_type(nodes),
             output_nodes=ids_by_type(targets),
             blocks=blocks,
-            sample_s=(asked - begin) + (built - building),
-            fetch_s=(building - asked) + (end - built),
+            sample_s=(sampled - begin) + (built - building),
+            fetch_s=(building - sampled) + (end - built),
         )
 
     def _edges(self, batch: TypedBatch) -> Sequence[EdgesOfBlock]:

@@ -116,23 +116,23 @@ def _number(fanout: Any, where: str) -> int:
     return int(fanout)
 
 
-def _names(asked: object, option: str) -> Names:
-    if not asked:
+def _names(given: object, option: str) -> Names:
+    if not given:
         return ()
-    if isinstance(asked, Mapping):
+    if isinstance(given, Mapping):
         return {
             kind: _listed([names] if isinstance(names, str) else names, f"{option}[{kind!r}]")
-            for kind, names in asked.items()
+            for kind, names in given.items()
         }
-    return _listed(asked, option)
+    return _listed(given, option)
 
 
-def _listed(asked: object, option: str) -> tuple[str, ...]:
-    if isinstance(asked, str):
-        raise ConfigError(f"{option} is the string {asked!r}; give a list: [{asked!r}]")
-    if not isinstance(asked, (list, tuple)) or not all(isinstance(name, str) for name in asked):
-        raise ConfigError(f"{option} is {asked!r}; give a list of column names")
-    return tuple(asked)
+def _listed(given: object, option: str) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise ConfigError(f"{option} is the string {given!r}; give a list: [{given!r}]")
+    if not isinstance(given, (list, tuple)) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"{option} is {given!r}; give a list of column names")
+    return tuple(given)
 
 
 K = TypeVar("K")

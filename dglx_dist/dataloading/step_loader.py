@@ -332,7 +332,7 @@ class StepLoader(ABC, Generic[K, B, T]):
         """Make the batch of ``items`` (type to (n,) int64 ids, n may be 0); called on several threads."""
 
     @abstractmethod
-    def _hand_over(self, batch: B, share: StepShare) -> T:
+    def _deliver(self, batch: B, share: StepShare) -> T:
         """Return the batch for the consumer, moved to the device and stamped with ``share``."""
 
     def __len__(self) -> int:
@@ -445,7 +445,7 @@ class StepLoader(ABC, Generic[K, B, T]):
             batch = next(batches)
         share = self._schedule.share(step)
         self._session.step_share = share
-        handed = self._hand_over(batch, share)
+        delivered = self._deliver(batch, share)
         self._next_step = step + 1
         waited_s = time.perf_counter() - begin
         self._waited_s += waited_s
@@ -454,7 +454,7 @@ class StepLoader(ABC, Generic[K, B, T]):
             fetch_s=self._times.fetch_s + batch.fetch_s,
             wait_s=self._times.wait_s + waited_s,
         )
-        return handed
+        return delivered
 
     def _record_pass(self, seconds: float, wait_s: float) -> None:
         if self._session.trace is not None:
