@@ -85,7 +85,6 @@ def open_streams(session: Session) -> Streams:
 
 
 def _connect_all(session: Session) -> dict[int, socket.socket]:
-    """Connect to every lower rank and accept every higher one."""
     rank, world_size = session.topology.rank, session.topology.world_size
     address = session.rpc.address
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
