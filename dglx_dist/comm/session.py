@@ -234,7 +234,7 @@ class Scratch:
     """
 
     def __init__(self, job: str, server: int) -> None:
-        base = _base()
+        base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
         _remove_abandoned(base, self.path)
         self._lock = _lock_folder(self.path)
@@ -249,10 +249,6 @@ class Scratch:
         os.close(self._lock)
         self._lock = -1
         _remove_abandoned(self.path.parent, self.path)
-
-
-def _base() -> Path:
-    return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _lock_folder(path: Path) -> int:
