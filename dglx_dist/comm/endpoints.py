@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 
@@ -86,7 +86,6 @@ def open_streams(session: Session) -> Streams:
 
 
 def _connect_all(session: Session) -> dict[int, socket.socket]:
-    """Connect to every lower rank and accept every higher one."""
     rank, world_size = session.topology.rank, session.topology.world_size
     address = session.rpc.address
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -252,23 +251,17 @@ def open_client_access(session: Session, interface: str = "") -> ClientAccess:
         interface_address(interface, "option interface") if interface else "127.0.0.1"
     )
     encrypted = read_settings().curve
-    server_keys, client_keys = _make_keys(encrypted=encrypted), _make_keys(encrypted=encrypted)
+    server_public, server_secret = make_credentials_keys() if encrypted else (None, None)
+    client_public, client_secret = make_credentials_keys() if encrypted else (None, None)
     # Rank 0's secret counts; with key pairs it gives no access, else it is distributed like the job's own.
-    offers: list[Any] = gather_json(
-        [secrets.token_hex(32), _decoded(server_keys.public), _decoded(client_keys.public)], session
-    )
+    keys = [key and key.decode() for key in (server_public, client_public)]
+    offers: list[Any] = gather_json([secrets.token_hex(32), *keys], session)
     secret = offers[0][0].encode()
     accepted = frozenset(client.encode() for _, _, client in offers if client)
-    endpoint = session.rpc.listen_to_clients(
-        address,
-        Credentials(
-            secret=secret,
-            public_key=server_keys.public,
-            secret_key=server_keys.secret,
-            accepted_keys=accepted,
-        ),
+    credentials = Credentials(
+        secret=secret, public_key=server_public, secret_key=server_secret, accepted_keys=accepted
     )
-    endpoints = gather_json(endpoint, session)
+    endpoints = gather_json(session.rpc.listen_to_clients(address, credentials), session)
     access = ClientAccess(
         addresses={
             rank: PeerAddress(
@@ -279,20 +272,7 @@ def open_client_access(session: Session, interface: str = "") -> ClientAccess:
             )
             for rank, (_, key, _) in enumerate(offers)
         },
-        credentials=Credentials(secret=secret, public_key=client_keys.public, secret_key=client_keys.secret),
+        credentials=Credentials(secret=secret, public_key=client_public, secret_key=client_secret),
     )
     _CLIENT_ACCESS.set(session, access)
     return access
-
-
-class _Keys(NamedTuple):
-    public: bytes | None
-    secret: bytes | None
-
-
-def _make_keys(*, encrypted: bool) -> _Keys:
-    return _Keys(*make_credentials_keys()) if encrypted else _Keys(None, None)
-
-
-def _decoded(key: bytes | None) -> str | None:
-    return None if key is None else key.decode()

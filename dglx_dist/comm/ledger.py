@@ -61,11 +61,9 @@ class Ledger:
         )
 
     def rows(self) -> list[LedgerRow]:
-        """All counts, sorted by phase, layer, source, destination."""
         return self.since({})
 
     def snapshot(self) -> Snapshot:
-        """Return the counts as they are now, for :meth:`since`."""
         with self._lock:
             return dict(self._bytes)
 

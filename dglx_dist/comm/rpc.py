@@ -427,7 +427,6 @@ class Client:
         self._links_lock = threading.Lock()
 
     def send(self, rank: int, op: str, name: str, arrays: Sequence[Array]) -> Call:
-        """Send a request to ``rank`` and return at once; any thread."""
         return self._link(rank).send(op, name, arrays, self._config.chunk_bytes)
 
     def close(self) -> None:
@@ -439,7 +438,6 @@ class Client:
             self._links.clear()
 
     def forget(self) -> None:
-        """In a forked process: refuse calls, since the connections belong to the parent."""
         self._closing.set()
 
     def _link(self, rank: int) -> Link:
@@ -543,7 +541,6 @@ class Rpc:
         return self._server.endpoint
 
     def connect(self, peers: Mapping[int, PeerAddress]) -> None:
-        """Make the ranks of ``peers`` callable; connections open when first needed."""
         if self._context is None or self.credentials is None:
             raise ConfigError("listen() must come before connect()")
         self.addresses = dict(peers)
@@ -606,7 +603,6 @@ class Rpc:
     def call(
         self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str, layer: int = 0
     ) -> list[Array]:
-        """Call ``rank`` and wait for the answer; see :meth:`submit` and :meth:`Pending.result`."""
         return self.submit(rank, op, name, arrays, phase=phase, layer=layer).result()
 
     def silent(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
@@ -630,7 +626,6 @@ class Rpc:
         return found
 
     def count(self, phase: str, layer: int, source: int | None, destination: int | None, size: int) -> None:
-        """Count ``size`` bytes in the ledger; None stands for this rank."""
         self._ledger.add(
             phase,
             layer,

@@ -61,7 +61,6 @@ def agreement_facts(strategy: str, options: Mapping[str, object], seed: int, cur
 
 
 def check_agreement(facts: list[Any]) -> None:
-    """Raise ConfigError unless the (W,) facts of all ranks agree."""
     for one in facts:
         if one["no_trace"]:
             raise ConfigError(one["no_trace"])
@@ -106,7 +105,6 @@ class FailureWatch:
         self._signals = _SignalPipe(self._terminate)
 
     def close(self) -> None:
-        """Restore the previous handlers."""
         if sys.excepthook == self._hook:
             sys.excepthook = self._previous_hook
         self._signals.close()
@@ -236,7 +234,7 @@ class Scratch:
     """
 
     def __init__(self, job: str, server: int) -> None:
-        base = _base()
+        base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
         _remove_abandoned(base, self.path)
         self._lock = _lock_folder(self.path)
@@ -251,10 +249,6 @@ class Scratch:
         os.close(self._lock)
         self._lock = -1
         _remove_abandoned(self.path.parent, self.path)
-
-
-def _base() -> Path:
-    return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _lock_folder(path: Path) -> int:
@@ -408,7 +402,6 @@ class Session:
         return "" if self._watch is None else self._watch.describe(doing)
 
     def fail(self, error: BaseException) -> None:
-        """Report to the other ranks that this one ends because of ``error``."""
         if self.store is not None and not self._closed:
             self.store.report_failure(f"{type(error).__name__}: {error}")
 
@@ -558,7 +551,6 @@ def session_or(start: Callable[[], Session]) -> Session:
 
 
 def session_if_open() -> Session | None:
-    """Return the open session, None if there is none."""
     return _CURRENT[-1] if _CURRENT else None
 
 

@@ -55,7 +55,6 @@ class Topology:
 
     @cached_property
     def local_rank(self) -> int:
-        """Index of this rank among the ranks of its server."""
         return self.ranks_of_server(self.server).index(self.rank)
 
     def ranks_of_server(self, server: int) -> tuple[int, ...]:
@@ -232,7 +231,6 @@ def silence_profiler() -> None:
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return a copy of the environment, from which ranks are started."""
     return dict(os.environ)
 
 

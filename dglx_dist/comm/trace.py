@@ -64,7 +64,6 @@ class Timeline:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Drop all spans, and start collecting."""
         with self._lock:
             self.spans, self.dropped = [], 0
         self.on = True
@@ -73,7 +72,6 @@ class Timeline:
     def span(
         self, name: str, row: str, batch: int | None = None, interval: int | None = None
     ) -> Iterator[None]:
-        """Add the span of the block, also when it raises."""
         if not self.on:
             yield
             return
@@ -85,7 +83,6 @@ class Timeline:
             self.note(Span(name=name, row=row, begin_s=begin, end_s=end, batch=batch, interval=interval))
 
     def add(self, name: str, row: str, begin_s: float, end_s: float, batch: int | None = None) -> None:
-        """Add a span that was timed by the caller."""
         self.note(Span(name=name, row=row, begin_s=begin_s, end_s=end_s, batch=batch))
 
     def note(self, span: Span) -> None:
@@ -135,7 +132,6 @@ class TraceWriter:
         self._num_loaders = 0
 
     def new_loader(self) -> int:
-        """Return the number of a new loader."""
         self._num_loaders += 1
         return self._num_loaders - 1
 
@@ -422,6 +418,5 @@ def _rank(fields: Fields, spans: Mapping[int, Sequence[Span]]) -> RankSpans:
 
 
 def shifted_by(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:
-    """Return ``spans`` on another clock, by begin."""
     shifted = [replace(one, begin_s=one.begin_s + offset_s, end_s=one.end_s + offset_s) for one in spans]
     return tuple(sorted(shifted, key=lambda one: one.begin_s))

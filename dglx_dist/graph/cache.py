@@ -203,7 +203,6 @@ class CacheRequest:
 
 
 def check_budget(policy: str, alpha: float) -> None:
-    """Raise ConfigError for an unknown policy or an invalid fraction."""
     if policy not in POLICIES:
         raise ConfigError(f"policy={policy!r}; choose one of {', '.join(map(repr, POLICIES))}")
     number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
@@ -214,7 +213,6 @@ def check_budget(policy: str, alpha: float) -> None:
 
 
 def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
-    """Choose, fetch and share rows of other servers; see :meth:`DistGraph.cache_rows`. Collective."""
     session, store = g.session, g.kvstore
     column = together(session, lambda: _column_of(g, request), ConfigError)
     _check_equal(session, request)

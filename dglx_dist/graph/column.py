@@ -117,7 +117,6 @@ class Column:
             scatter_rows(rows, shard.rows, shard.first, ids)
 
     def check(self, ids: Array) -> None:
-        """Raise IndexError unless each of the (K,) int64 ``ids`` is a row of the whole tensor."""
         check_ids(ids, self.num_rows, repr(self.name))
 
     def check_writable(self) -> None:
@@ -129,7 +128,6 @@ class Column:
 
 
 def shards_of(offsets: Array, parts: Mapping[int, Array]) -> tuple[Shard, ...]:
-    """Return the shards of ``parts`` (part -> its rows) whose ids start at ``offsets[part]``."""
     shards = []
     for part in sorted(parts):
         count = int(offsets[part + 1] - offsets[part])
@@ -224,7 +222,6 @@ class RowCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of rows and table, once per server."""
         return int(self.rows.nbytes + self.table.slots.nbytes + self.table.keys.nbytes)
 
 
@@ -413,7 +410,6 @@ class PendingPull:
 
 
 def check_cacheable(column: Column) -> None:
-    """Raise ConfigError when the column can be written to."""
     if column.writable:
         raise ConfigError(
             f"{column.name!r} can be written to, which would make cached rows stale; only columns "

@@ -53,13 +53,11 @@ def book_of(placement: Placement, manifest: Manifest) -> PartitionBook:
 
 
 def node_policies(book: PartitionBook, store: KVStore, dataset: str) -> dict[str, PartitionPolicy]:
-    """Return the policy of every node type of the dataset with that checksum."""
     make = partial(PartitionPolicy, kind="node", partition_book=book, store=store, dataset=dataset)
     return {ntype: make(type_name=ntype, bounds=book.node_bounds(ntype)) for ntype in book.ntypes}
 
 
 def edge_policies(book: PartitionBook, store: KVStore, dataset: str) -> dict[EdgeType, PartitionPolicy]:
-    """Return the policy of every edge type of the dataset with that checksum."""
     make = partial(PartitionPolicy, kind="edge", partition_book=book, store=store, dataset=dataset)
     return {etype: make(type_name=etype, bounds=book.edge_bounds(etype)) for etype in book.canonical_etypes}
 
@@ -211,12 +209,10 @@ class DistGraph(Shared):
 
     @property
     def etypes(self) -> list[str]:
-        """Relations of the edge types."""
         return [relation for _, relation, _ in self._edge_policies]
 
     @property
     def canonical_etypes(self) -> list[EdgeType]:
-        """Edge types as triples."""
         return list(self._edge_policies)
 
     @property
@@ -268,7 +264,6 @@ class DistGraph(Shared):
         return canonical_etype(etype, self.canonical_etypes)
 
     def get_partition_book(self) -> PartitionBook:
-        """Return the ownership of ids; its partitions are the servers."""
         return self._book
 
     def get_node_partition_policy(self, ntype: str) -> PartitionPolicy:
@@ -278,7 +273,6 @@ class DistGraph(Shared):
         return self._edge_policies[self.to_canonical_etype(etype)]
 
     def new_policy(self, name: str, rows: int | Sequence[int]) -> PartitionPolicy:
-        """Return a policy for rows that are neither nodes nor edges, see :func:`own_policy`."""
         return own_policy(name, rows, self._book, self.kvstore)
 
     def policy_of_length(self, num_rows: int) -> PartitionPolicy:
@@ -331,7 +325,6 @@ class DistGraph(Shared):
         return cache_rows(self, CacheRequest(name, known, alpha, policy, seeds, fanouts, batch_size))
 
     def structure(self, etype: str | EdgeType | None = None) -> Structure:
-        """Return the in-edges of one type, as samplers read them."""
         return self._structures[self._etype_or_only(etype, "an edge type")]
 
     def in_degrees(self, nodes: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:

@@ -63,7 +63,6 @@ class WantedTensor:
     policy: PartitionPolicy
 
     def facts(self) -> list[object]:
-        """Return what must be equal on all ranks."""
         return [self.key, list(self.shape), self.info.dtype, self.policy.bounds.tolist()]
 
     def check_attach(self, name: str, column: Column, attach: bool) -> None:
@@ -440,11 +439,9 @@ class DistTensor(Shared):
         self.kvstore.push(self._key, ids, rows, accumulate=accumulate, wait=wait)
 
     def fence(self, timeout_s: float | None = None) -> None:
-        """Wait for this rank's pushes with ``wait=False``; see :meth:`KVStore.fence`."""
         self.kvstore.fence(timeout_s)
 
     def __or__(self, other: DistTensor) -> DistTensor:
-        """Return :func:`union` of both; collective."""
         if not isinstance(other, DistTensor):
             return NotImplemented
         return union(self, other)
@@ -489,7 +486,6 @@ class DistTensor(Shared):
         return self[first:last]
 
     def to_local(self) -> Tensor:
-        """Return all rows of all servers, in this process."""
         return self[:]
 
     def delete(self) -> None:

@@ -135,7 +135,6 @@ class DistEmbedding(Shared):
 
     @property
     def name(self) -> str:
-        """The name given at creation."""
         return self.weight.name
 
     @property
@@ -145,22 +144,18 @@ class DistEmbedding(Shared):
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of all servers."""
         return self.weight.shape[0]
 
     @property
     def embedding_dim(self) -> int:
-        """Columns."""
         return self.weight.shape[1]
 
     @property
     def part_policy(self) -> PartitionPolicy:
-        """Distribution of the rows over the servers."""
         return self.weight.part_policy
 
     @property
     def kvstore(self) -> KVStore:
-        """The store that holds the rows."""
         return self.weight.kvstore
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, gather_json
-from dglx_dist.comm.rpc import Pending
+from dglx_dist.comm.rpc import Pending, Rpc
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError, PeerError
@@ -62,8 +62,10 @@ class Send:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that is held until the request is answered."""
         return sum(array.nbytes for array in self.arrays)
+
+    def submit(self, rpc: Rpc) -> Pending:
+        return rpc.submit(self.rank, self.op, self.name, self.arrays, phase=self.phase, layer=self.layer)
 
 
 @final
@@ -152,9 +154,7 @@ class AsyncPushQueue:
 
     def _submit(self, send: Send) -> Pending | None:
         try:
-            return self._session.rpc.submit(
-                send.rank, send.op, send.name, send.arrays, phase=send.phase, layer=send.layer
-            )
+            return send.submit(self._session.rpc)
         except Exception as error:  # noqa: BLE001 - raised again at the fence
             self._note(error)
             return None
@@ -189,6 +189,12 @@ class PushOrder:
     wait: bool = True
     phase: str = "push"
     layer: int = 0
+
+    def make_send(self, call: Request, op: str, column: Column, ids: Array, rows: Array) -> Send:
+        arrays = [ids[call.first : call.last], rows]
+        return Send(
+            rank=call.rank, op=op, name=column.name, arrays=arrays, phase=self.phase, layer=self.layer
+        )
 
 
 @dataclass(frozen=True)
@@ -279,13 +285,8 @@ class Pusher:
         plan = plan_remote(ids, column.bounds, self._placement.topology.server)
         last_places = plan.positions[plan.starts[1:] - 1]
         sends = [
-            self._send(
-                call,
-                self._write,
-                column,
-                plan.ids,
-                take_rows(rows, last_places[call.first : call.last]),
-                order,
+            order.make_send(
+                call, self._write, column, plan.ids, take_rows(rows, last_places[call.first : call.last])
             )
             for call in requests_of(plan, self._placement, rows_per_message(column.row_bytes))
         ]
@@ -309,33 +310,20 @@ class Pusher:
         op = self._handle if column.name in self._handlers else self._add
         step = rows_per_message(column.row_bytes)
         return [
-            self._send(call, op, column, sorted_ids, values[call.first : call.last], order)
+            order.make_send(call, op, column, sorted_ids, values[call.first : call.last])
             for rank, (first, last) in enumerate(pairwise(cuts[: len(starts)].tolist()))
             for call in _runs(rank, sorted_ids, first, last, step, has_repeats=not order.accumulate)
         ]
 
-    def _send(
-        self, call: Request, op: str, column: Column, ids: Array, rows: Array, order: PushOrder
-    ) -> Send:
-        arrays = [ids[call.first : call.last], rows]
-        return Send(
-            rank=call.rank, op=op, name=column.name, arrays=arrays, phase=order.phase, layer=order.layer
-        )
-
     def _deliver(self, sends: list[Send], order: PushOrder) -> None:
         rpc, own = self._session.rpc, self._placement.topology.rank
         remote = [send for send in sends if send.rank != own]
-        pending = []
-        if order.wait:
-            pending = [
-                rpc.submit(one.rank, one.op, one.name, one.arrays, phase=one.phase, layer=one.layer)
-                for one in remote
-            ]
-        else:
+        pending = [send.submit(rpc) for send in remote] if order.wait else []
+        if not order.wait:
             self._async_pushes.put(remote)
-        for one in sends:
-            if one.rank == own:
-                rpc.call(own, one.op, one.name, one.arrays, phase=one.phase)
+        for send in sends:
+            if send.rank == own:
+                send.submit(rpc).result()
         for call in pending:
             call.result()
 
@@ -467,7 +455,6 @@ class KVStore:
         return name in self._columns
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of all tensors, in the order of their addition."""
         return tuple(self._columns)
 
     def next_number(self) -> int:
@@ -553,7 +540,6 @@ class KVStore:
 
     @property
     def has_cache(self) -> bool:
-        """Whether rows of any tensor are cached."""
         return self._puller.has_cache()
 
     def push(

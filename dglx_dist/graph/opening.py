@@ -127,7 +127,6 @@ def together(session: Session, action: Callable[[], T], error: type[DglxError] =
 
 
 def is_first_on_machine(session: Session) -> bool:
-    """Whether no lower rank is on this rank's machine."""
     hosts = session.hosts
     return hosts.index(hosts[session.topology.rank]) == session.topology.rank
 

@@ -105,7 +105,6 @@ class SparseOptimizer:
 
     @property
     def lr(self) -> float:
-        """The learning rate; set it to the same value on all ranks."""
         return self._rule.lr
 
     @lr.setter
@@ -284,7 +283,6 @@ def _is_taken(param: DistEmbedding, name: str) -> bool:
 
 
 def _session_of(params: object) -> Session:
-    """Return the session of the embeddings' graph; the current one without embeddings."""
     for param in params if isinstance(params, list | tuple) else (params,):
         if isinstance(param, DistEmbedding):
             return param.kvstore.session

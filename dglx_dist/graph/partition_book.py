@@ -78,7 +78,7 @@ class PartitionBook:
         node_bounds: node type -> (Q + 1,) int64; partition q owns the ids ``[q]:[q + 1]``.
         edge_bounds: edge type -> (Q + 1,) int64, likewise.
         partid: The partition of this rank.
-        num_trainers: Trainers of the second level of partitioning; None: there is no second level.
+        num_trainers: Trainers that ``trainer_id`` numbers; None: the graph was not cut for trainers.
     """
 
     def __init__(
@@ -90,17 +90,8 @@ class PartitionBook:
     ) -> None:
         self._nodes = _Ranges(node_bounds, "nodes")
         self._edges = _Ranges(edge_bounds, "edges")
-        self._partid = partid
-        self._num_trainers = num_trainers
-
-    @property
-    def partid(self) -> int:
-        return self._partid
-
-    @property
-    def num_trainers(self) -> int | None:
-        """Trainers that ``trainer_id`` numbers; None: the graph was not cut for trainers."""
-        return self._num_trainers
+        self.partid = partid
+        self.num_trainers = num_trainers
 
     @property
     def ntypes(self) -> list[str]:
@@ -114,7 +105,6 @@ class PartitionBook:
 
     @property
     def etypes(self) -> list[str]:
-        """Names of the relations, in the order of :attr:`canonical_etypes`."""
         return [relation for _, relation, _ in self._edges.types]
 
     def num_partitions(self) -> int:
@@ -163,7 +153,6 @@ class PartitionBook:
         return self._nodes.ids_of(partid, ntype)
 
     def partid2eids(self, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        """Return all edge ids of a partition, ascending."""
         return self._edges.ids_of(partid, self.to_canonical_etype(etype))
 
     def nid2localnid(self, nids: Ids, partid: int, ntype: str = NODE_TYPE) -> Tensor:
@@ -183,11 +172,9 @@ class PartitionBook:
         return self._nodes.join_types(ids, ntype)
 
     def map_to_per_etype(self, ids: Ids) -> tuple[Tensor, Tensor]:
-        """Return (type id, id within the type) of homogeneous edge ids."""
         return self._edges.split_types(ids)
 
     def map_to_homo_eid(self, ids: Ids, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        """Return the homogeneous ids of edges of ``etype``."""
         return self._edges.join_types(ids, self.to_canonical_etype(etype))
 
 

@@ -40,11 +40,9 @@ class PartitionPolicy:
         return self.partition_book.partid
 
     def get_size(self) -> int:
-        """Return the number of rows of all servers."""
         return int(self.bounds[-1])
 
     def get_part_size(self) -> int:
-        """Return the number of rows of the local server."""
         return int(self.bounds[self.part_id + 1] - self.bounds[self.part_id])
 
     def to_partid(self, ids: Tensor) -> Tensor:
@@ -66,7 +64,6 @@ class PartitionPolicy:
 
 
 def type_text(type_name: str | EdgeType) -> str:
-    """Return a node type unchanged, an edge type joined by colons."""
     return type_name if isinstance(type_name, str) else ":".join(type_name)
 
 

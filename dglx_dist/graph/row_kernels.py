@@ -40,7 +40,6 @@ def column_info(dtype: torch.dtype | str, row_shape: tuple[int, ...]) -> ColumnI
 
 
 def empty_rows(count: int, info: ColumnInfo) -> Tensor:
-    """Return an uninitialised (``count``, *row) tensor."""
     return torch.empty((count, *info.row_shape), dtype=torch_dtype(info.dtype))
 
 
@@ -123,7 +122,6 @@ def as_words(*arrays: Array) -> tuple[Array, ...]:
 
 
 def row_size(array: Array) -> int:
-    """Return the bytes of one row of a (n, *row) array."""
     return math.prod(array.shape[1:]) * array.itemsize
 
 
@@ -388,8 +386,8 @@ def plan_pull(
         cached: Table of the cached remote rows.
         distinct: No id is repeated, which saves the search for repeats.
     """
-    *remote, places, slots = _plan(ids, bounds, own_server, cached, distinct)
-    plan = RemotePlan(**dict(zip(_FIELDS, remote, strict=True)))
+    remote, server_starts, starts, positions, places, slots = _plan(ids, bounds, own_server, cached, distinct)
+    plan = RemotePlan(ids=remote, server_starts=server_starts, starts=starts, positions=positions)
     return plan, Hits(places=places, slots=slots)
 
 
@@ -397,9 +395,6 @@ def number_distinct(ids: Array) -> tuple[Array, Array]:
     """Return the distinct (K,) int64 ``ids`` in order of appearance, and the (K,) int64 index of each."""
     place_of = np.empty(len(ids), np.int64)
     return _distinct(ids, np.arange(len(ids)), place_of), place_of
-
-
-_FIELDS = ("ids", "server_starts", "starts", "positions")
 
 
 @njit(cache=True, nogil=True)

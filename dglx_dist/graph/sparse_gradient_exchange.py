@@ -48,7 +48,6 @@ class StepMessage:
         return f"{self.sender} {self.step} {used} {self.problem[:_MAX_PROBLEM]}"
 
     def arrays(self) -> list[Array]:
-        """Return the payload: 8 bytes and one row for each distinct row of each parameter."""
         return [array for parcel in self.parcels for array in (parcel.ids, parcel.rows)]
 
 
@@ -213,7 +212,6 @@ class Exchange(ABC):
         """Take in a message of a rank; any thread."""
 
     def close(self) -> None:
-        """Stop serving; a barrier belongs before it."""
         self._session.rpc.unregister(self._op)
 
     def _cut(self, number: int, total: RowSum | None) -> tuple[Parcel, ...]:

@@ -49,7 +49,6 @@ class SparseState:
                 yield f"{number}.{name}", table, state
 
     def write_own(self, folder: Path) -> list[RowFile]:
-        """Write the rows that this rank owns, one file per tensor."""
         return [
             write_rows(
                 folder,

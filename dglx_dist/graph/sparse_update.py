@@ -65,7 +65,6 @@ class UpdateRule(ABC):
 
     @property
     def lr(self) -> float:
-        """The learning rate."""
         return self._lr
 
     @lr.setter

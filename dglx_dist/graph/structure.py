@@ -33,12 +33,10 @@ class CSCShard:
 
     @property
     def last_node(self) -> int:
-        """Global id after the last destination."""
         return self.first_node + len(self.indptr) - 1
 
     @property
     def last_edge(self) -> int:
-        """Global id after the last edge."""
         return self.first_edge + len(self.indices)
 
 
@@ -177,10 +175,8 @@ class Structure(ABC):
         self._draws[op] = draw
 
     def serves(self, op: str) -> bool:
-        """Whether :meth:`serve` was called with ``op``; the same on all ranks."""
         return op in self._draws
 
-    @abstractmethod
     def submit(
         self,
         op: str,
@@ -206,6 +202,9 @@ class Structure(ABC):
         Raises:
             ConfigError: ``op`` is not served.
         """
+        draw = self._draw_of(op)
+        plan, calls = self._submit_remote(op, nodes, parameters, exclude, layer=layer, phase=phase)
+        return PendingInEdges(nodes, lambda: self._pieces(draw, nodes, parameters, exclude), plan, calls)
 
     def ask(
         self,
@@ -220,26 +219,31 @@ class Structure(ABC):
         """Return in-edges of the (K,) int64 ``nodes``; :meth:`submit`, and wait."""
         return self.submit(op, nodes, parameters, exclude=exclude, layer=layer, phase=phase).result()
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - a structure that serves no rank has nothing to close
         """Stop answering other ranks: a barrier belongs before it."""
 
-    @abstractmethod
     def in_degrees(self, nodes: Array) -> Array:
         """Return the (K,) int64 numbers of in-edges of existing destinations."""
+        return self._count_in_edges(nodes)[0]
 
-    @abstractmethod
     def out_degrees(self, nodes: Array) -> Array:
         """Return the (K,) int64 numbers of out-edges of existing sources."""
+        return self._count_out_edges(nodes)[0]
 
     def find_edges(self, edge_ids: Array) -> tuple[Array, Array]:
         """Return (sources, destinations), (K,) int64 each, of existing edges."""
         sources, destinations = self.submit_find_edges(edge_ids)()
         return sources, destinations
 
-    @abstractmethod
     def submit_find_edges(self, edge_ids: Array) -> Answered:
         """Ask for the sources and destinations of existing edges, and return at once."""
+        return lambda: list(self._find_edges(edge_ids))
+
+    def _submit_remote(
+        self, _op: str, _nodes: Array, _parameters: str, _exclude: Array, *, layer: int, phase: str
+    ) -> tuple[RemotePlan | None, Sequence[tuple[Pending, Request]]]:
+        """Request the in-edges of nodes of other servers; return the plan and its calls."""
+        return None, ()
 
     def _draw_of(self, op: str) -> Draw:
         if op not in self._draws:
@@ -335,31 +339,6 @@ class ReplicatedStructure(Structure):
     def is_whole(self) -> bool:
         return True
 
-    def submit(
-        self,
-        op: str,
-        nodes: Array,
-        parameters: str = "",
-        *,
-        exclude: Array = NO_EDGES,
-        layer: int = 0,
-        phase: str = "sampling",
-    ) -> PendingInEdges:
-        draw = self._draw_of(op)
-        return PendingInEdges(nodes, lambda: self._pieces(draw, nodes, parameters, exclude))
-
-    def close(self) -> None:
-        pass
-
-    def in_degrees(self, nodes: Array) -> Array:
-        return self._count_in_edges(nodes)[0]
-
-    def out_degrees(self, nodes: Array) -> Array:
-        return self._count_out_edges(nodes)[0]
-
-    def submit_find_edges(self, edge_ids: Array) -> Answered:
-        return lambda: list(self._find_edges(edge_ids))
-
 
 @final
 class PartitionedStructure(Structure):
@@ -405,17 +384,9 @@ class PartitionedStructure(Structure):
         super().serve(op, draw)
         self._serve_draw(op)
 
-    def submit(
-        self,
-        op: str,
-        nodes: Array,
-        parameters: str = "",
-        *,
-        exclude: Array = NO_EDGES,
-        layer: int = 0,
-        phase: str = "sampling",
-    ) -> PendingInEdges:
-        draw = self._draw_of(op)
+    def _submit_remote(
+        self, op: str, nodes: Array, parameters: str, exclude: Array, *, layer: int, phase: str
+    ) -> tuple[RemotePlan, Sequence[tuple[Pending, Request]]]:
         plan = plan_remote(nodes, self._node_bounds, self._placement.topology.server)
         calls = [
             (
@@ -431,7 +402,7 @@ class PartitionedStructure(Structure):
             )
             for call in requests_of(plan, self._placement)
         ]
-        return PendingInEdges(nodes, lambda: self._pieces(draw, nodes, parameters, exclude), plan, calls)
+        return plan, calls
 
     def _excluded_at(self, rank: int, exclude: Array) -> list[Array]:
         """Return the excluded edges of the server of ``rank``: no array when there are none."""
@@ -445,7 +416,7 @@ class PartitionedStructure(Structure):
         self._ops.clear()
 
     def in_degrees(self, nodes: Array) -> Array:
-        return self._submit("in_degrees", nodes, self._node_bounds, self._count_in_edges)()[0]
+        return self._submit_to_owners("in_degrees", nodes, self._node_bounds, self._count_in_edges)()[0]
 
     def out_degrees(self, nodes: Array) -> Array:
         # Asks every server: out-edges are stored with their destinations.
@@ -461,9 +432,9 @@ class PartitionedStructure(Structure):
         return sum((call.result()[0] for call in calls), total)
 
     def submit_find_edges(self, edge_ids: Array) -> Answered:
-        return self._submit("find_edges", edge_ids, self._edge_bounds, self._find_edges)
+        return self._submit_to_owners("find_edges", edge_ids, self._edge_bounds, self._find_edges)
 
-    def _submit(
+    def _submit_to_owners(
         self, op: str, ids: Array, bounds: Array, compute: Callable[[Array], Sequence[Array]]
     ) -> Answered:
         return submit_to_owners(self._session, self._placement, self._op(op), ids, bounds, compute)

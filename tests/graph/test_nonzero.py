@@ -19,7 +19,7 @@ from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 
-def look_for_marks(folder: Path) -> list[Any]:
+def find_nonzero(folder: Path) -> list[Any]:
     with start_session() as session:
         g = DistGraph(folder)
         mask = g.ndata["train_mask"]
@@ -51,7 +51,7 @@ def look_for_marks(folder: Path) -> list[Any]:
 def test_marked_rows_are_found_for_one_bit_a_row(
     small_dataset: Path, ranks: int, per_server: int | None
 ) -> None:
-    outcomes = run_ranks(look_for_marks, ranks, args=(small_dataset,), ranks_per_server=per_server)
+    outcomes = run_ranks(find_nonzero, ranks, args=(small_dataset,), ranks_per_server=per_server)
     assert all(outcome[:5] == [True, True, [3, 38], 2, True] for outcome in outcomes)
     shares = [node for outcome in outcomes for node in outcome[5]]
     assert len(shares) == len(set(shares)) == 14

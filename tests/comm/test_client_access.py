@@ -1,4 +1,4 @@
-"""Who is no rank reaches one that runs alone, with the visitors' secret, and gets what is for visitors."""
+"""External clients: their endpoint, their credentials, and the operations registered for them."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def ask(access: ClientAccess, credentials: Credentials, op: str = "double") -> l
 
 def register(session: Session) -> None:
     session.rpc.register("double", lambda _name, arrays: [2 * arrays[0]], for_clients=True)
-    session.rpc.register("rows", lambda _name, _arrays: pytest.fail("a visitor was served as a rank is"))
+    session.rpc.register("rows", lambda _name, _arrays: pytest.fail("a client was served like a rank"))
 
 
-def test_a_session_that_runs_alone_listens_when_visitors_come() -> None:
+def test_a_session_of_one_rank_listens_when_access_is_opened() -> None:
     with start_session(timeout_s=20.0) as session:
         register(session)
         access = open_client_access(session)
@@ -47,12 +47,12 @@ def test_a_session_that_runs_alone_listens_when_visitors_come() -> None:
             ask(access, Credentials(secret=b"open sesame"))
 
 
-def test_a_session_that_runs_alone_encrypts_where_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_of_one_rank_encrypts_with_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DGLX_CURVE", "1")
     with start_session(timeout_s=20.0) as session:
         register(session)
         access = open_client_access(session)
-        # The pair that visitors show is not the door's.
+        # The key pair of clients is not that of the endpoint.
         assert access.addresses[0].public_key not in (None, access.credentials.public_key)
         assert ask(access, access.credentials) == [42]
         public, secret = make_credentials_keys()
@@ -63,7 +63,7 @@ def test_a_session_that_runs_alone_encrypts_where_told_to(monkeypatch: pytest.Mo
 
 
 def test_nothing_is_read_of_what_is_not_admitted() -> None:
-    """Room is made for an array that travels in pieces as soon as its head is there: not for this one."""
+    """Memory for an array in chunks is allocated when its head arrives, unless it is not admitted."""
     spec = ArraySpec(np.dtype("float64"), (1 << 32,), 1 << 20)
     head = Head(Kind.REQUEST, 1, "rows", "")
     with zmq.Context() as context, context.socket(zmq.PAIR) as sender, context.socket(zmq.PAIR) as receiver:

@@ -54,7 +54,7 @@ def queue(rpc: FakeRpc) -> Any:
     made.close()
 
 
-def test_a_fence_with_nothing_under_way_returns(queue: AsyncPushQueue) -> None:
+def test_a_fence_without_requests_returns(queue: AsyncPushQueue) -> None:
     queue.fence(0.0)
 
 
