@@ -501,7 +501,7 @@ class ParameterServer:
             epoch = self._versions.latest
             missing = self._sums_of(epoch).missing()
         return "; ".join(
-            f"epoch {epoch}, step {step}: gradients of intervals {_some(intervals)}"
+            f"epoch {epoch}, step {step}: gradients of intervals {_abbreviated(intervals)}"
             for step, intervals in sorted(missing.items())
         )
 
@@ -566,6 +566,6 @@ def _digest(arrays: Sequence[Array]) -> bytes:
     return digest.digest()
 
 
-def _some(intervals: Sequence[int], limit: int = 8) -> str:
+def _abbreviated(intervals: Sequence[int], limit: int = 8) -> str:
     text = ", ".join(str(interval) for interval in intervals[:limit])
     return text if len(intervals) <= limit else f"{text} and {len(intervals) - limit} more"

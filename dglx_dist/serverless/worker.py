@@ -44,7 +44,7 @@ _IDLE_S = 5.0
 """Connections idle for longer are reopened: a function's container is frozen between invocations, and its
 peers have dropped a silent connection by then."""
 PROGRAM, PULL, GIVE = "lambda.program", "lambda.pull", "lambda.give"
-"""Operations of graph servers; see :class:`Exchange`."""
+"""Operations of graph servers; see :class:`TaskCalls`."""
 WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
 """Operations of parameter servers."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
@@ -238,7 +238,7 @@ def _bytes(text: str | None) -> bytes | None:
 
 
 @final
-class Exchange:
+class TaskCalls:
     """The calls of one task.
 
     ``lambda.pull`` answered without arrays means "not yet". A worker may start before its rows are ready, and
@@ -247,7 +247,7 @@ class Exchange:
 
     def __init__(self, caller: Caller, task: Task) -> None:
         self._caller, self._task = caller, task
-        self._given: list[Answer] = []
+        self._submitted: list[Answer] = []
         self._weights: Answer | None = None
         self._halves: list[Answer | None] = [None, None]
 
@@ -258,7 +258,7 @@ class Exchange:
             raise self._wrong_answer(PROGRAM, f"one program of at most {MAX_PROGRAM_BYTES} bytes")
         return arrays[0].tobytes()
 
-    def ask_weights(self) -> None:
+    def request_weights(self) -> None:
         task = self._task
         self._weights = self._caller.send(task.parameter_server, task.secrets, WEIGHTS, str(task.key))
 
@@ -266,16 +266,16 @@ class Exchange:
         """Return the requested weights; [] if none were requested."""
         return [] if self._weights is None else self._weights.wait(self._task.timeout_s)
 
-    def ask_half(self, half: int) -> None:
+    def request_half(self, half: int) -> None:
         self._halves[half] = self._from_graph_server(PULL, half_name(self._task.key, half))
 
     def half(self, half: int) -> list[Array]:
         """Wait for the requested rows; PeerError if the graph server does not have them in time."""
-        task, asked = self._task, self._halves[half]
-        assert asked is not None
-        asked_at = time.monotonic()
-        while not (arrays := asked.wait(task.timeout_s)):
-            waited_s = time.monotonic() - asked_at
+        task, answer = self._task, self._halves[half]
+        assert answer is not None
+        requested_at = time.monotonic()
+        while not (arrays := answer.wait(task.timeout_s)):
+            waited_s = time.monotonic() - requested_at
             if waited_s > task.timeout_s:
                 server, name = task.graph_server, half_name(task.key, half)
                 raise PeerError(
@@ -285,28 +285,28 @@ class Exchange:
             # Proportional to the waiting time: few calls, and ready rows are fetched soon. Workers that
             # fetch late would cost more than the pipeline gains.
             time.sleep(min(max(waited_s / 2, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
-            asked = self._from_graph_server(PULL, half_name(task.key, half))
+            answer = self._from_graph_server(PULL, half_name(task.key, half))
         self._halves[half] = None
         return arrays
 
     def push(self, gradients: Sequence[Array]) -> None:
         """Push the gradients and wait for the acknowledgement."""
         task = self._task
-        asked = self._caller.send(task.parameter_server, task.secrets, GRADIENTS, str(task.key), gradients)
-        asked.wait(task.timeout_s)
+        to, name = task.parameter_server, str(task.key)
+        self._caller.send(to, task.secrets, GRADIENTS, name, gradients).wait(task.timeout_s)
 
-    def give(self, half: int, rows: Sequence[Array]) -> None:
+    def submit(self, half: int, rows: Sequence[Array]) -> None:
         """Send the rows of half 0 or 1 without waiting."""
         name = attempt_name(self._task.key, half, self._task.attempt)
-        self._given.append(self._from_graph_server(GIVE, name, rows))
+        self._submitted.append(self._from_graph_server(GIVE, name, rows))
 
     def accepted(self) -> bool:
-        """Wait for the acknowledgements of :meth:`give`; return whether all rows were accepted."""
-        found = [asked.wait(self._task.timeout_s) for asked in self._given]
-        for arrays in found:
+        """Wait for the acknowledgements of :meth:`submit`; return whether all rows were accepted."""
+        acknowledgements = [answer.wait(self._task.timeout_s) for answer in self._submitted]
+        for arrays in acknowledgements:
             if len(arrays) != 1 or arrays[0].shape != (1,) or arrays[0].dtype != np.int64:
                 raise self._wrong_answer(GIVE, "one int64")
-        return all(arrays[0][0] == 1 for arrays in found)
+        return all(arrays[0][0] == 1 for arrays in acknowledgements)
 
     def _wrong_answer(self, op: str, wanted: str) -> ConfigError:
         server = self._task.graph_server
@@ -384,41 +384,41 @@ class Worker:
 
     def _run(self, task: Task) -> bool:
         self._caller.begin()
-        exchange = Exchange(self._caller, task)
-        work = self._work(task, exchange)
+        calls = TaskCalls(self._caller, task)
+        work = self._work(task, calls)
         self._hook(TaskPhase.BEFORE_PULL)
         if task.options.streaming:
-            computed = self._streamed(task, work, exchange)
+            computed = self._streamed(task, work, calls)
         else:
-            computed = self._at_once(task, work, exchange)
+            computed = self._at_once(task, work, calls)
         self._hook(TaskPhase.COMPUTED)
         if work.pushes and work.weights:
-            exchange.push(add_gradients(computed[0].gradients, computed[1].gradients))
+            calls.push(add_gradients(computed[0].gradients, computed[1].gradients))
         self._hook(TaskPhase.PUSHED)
         for half, one in enumerate(computed):
             if not _sends_early(task, half):
-                exchange.give(half, one.rows)
-        accepted = exchange.accepted()
+                calls.submit(half, one.rows)
+        accepted = calls.accepted()
         self._hook(TaskPhase.END)
         return accepted
 
-    def _streamed(self, task: Task, work: Work, exchange: Exchange) -> list[Computed]:
+    def _streamed(self, task: Task, work: Work, calls: TaskCalls) -> list[Computed]:
         # The first half is computed while the second arrives; forward, it is also sent meanwhile.
-        _request_first(work, exchange)
-        first = exchange.half(0)
-        exchange.ask_half(1)
-        weights = exchange.weights()
+        _request_first(work, calls)
+        first = calls.half(0)
+        calls.request_half(1)
+        weights = calls.weights()
         computed = [self._half(task, work, 0, weights, first)]
         if _sends_early(task, 0):
-            exchange.give(0, computed[0].rows)
-        computed.append(self._half(task, work, 1, weights, exchange.half(1)))
+            calls.submit(0, computed[0].rows)
+        computed.append(self._half(task, work, 1, weights, calls.half(1)))
         return computed
 
-    def _at_once(self, task: Task, work: Work, exchange: Exchange) -> list[Computed]:
-        _request_first(work, exchange)
-        first = exchange.half(0)
-        exchange.ask_half(1)
-        halves, weights = [first, exchange.half(1)], exchange.weights()
+    def _at_once(self, task: Task, work: Work, calls: TaskCalls) -> list[Computed]:
+        _request_first(work, calls)
+        first = calls.half(0)
+        calls.request_half(1)
+        halves, weights = [first, calls.half(1)], calls.weights()
         return [self._half(task, work, half, weights, arrays) for half, arrays in enumerate(halves)]
 
     def _half(self, task: Task, work: Work, half: int, weights: list[Array], arrays: list[Array]) -> Computed:
@@ -427,11 +427,11 @@ class Worker:
         self._hook(TaskPhase.HALF)
         return computed
 
-    def _work(self, task: Task, exchange: Exchange) -> Work:
+    def _work(self, task: Task, calls: TaskCalls) -> Work:
         cached, run = self._cached, (task.secrets, task.key.run)
         # Fetched again for each run even if programs are equal: the call also reports the worker's kernels.
         if cached is None or cached.program.digest != task.program or cached.run != run:
-            program = Program.from_json(exchange.program())
+            program = Program.from_json(calls.program())
             if program.digest != task.program:
                 raise ConfigError(
                     f"rank {task.graph_server.rank} on {task.graph_server.host} gave program "
@@ -460,10 +460,10 @@ class _CachedProgram:
         return self._works[kind]
 
 
-def _request_first(work: Work, exchange: Exchange) -> None:
+def _request_first(work: Work, calls: TaskCalls) -> None:
     if work.weights:
-        exchange.ask_weights()
-    exchange.ask_half(0)
+        calls.request_weights()
+    calls.request_half(0)
 
 
 def _sends_early(task: Task, half: int) -> bool:

@@ -313,7 +313,7 @@ def wake_until_it_fails(controller: Controller) -> None:
 def test_nonsense_is_refused() -> None:
     scene = Scene()
     scene.launch(0)
-    with pytest.raises(ConfigError, match="launched already"):
+    with pytest.raises(ConfigError, match="was already launched"):
         scene.launch(0)
     for options in ({"workers": 0}, {"batch": 0}, {"tick_s": 0.0}):
         with pytest.raises(ConfigError):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.aws.package import code_of, stages_of
+from dglx_dist.serverless.aws.package import stage_paths, stages_of
 from dglx_dist.serverless.executors import local
 from dglx_dist.serverless.executors.base import ExecutorContext
 from dglx_dist.serverless.executors.local import LocalExecutor
@@ -268,7 +268,7 @@ def test_a_stage_that_cannot_go_along_is_refused_at_once(tmp_path: Path) -> None
         LocalExecutor(ExecutorContext(folder=tmp_path, stages={"mine": "mine:make.<locals>.Mine"}), {})
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="no_such_module"):
-        code_of({"mine": "no_such_module.inner:Mine"})
+        stage_paths({"mine": "no_such_module.inner:Mine"})
 
 
 def test_a_package_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

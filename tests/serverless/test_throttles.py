@@ -85,7 +85,7 @@ def test_the_end_of_one_side_is_the_end_of_the_other() -> None:
         assert one.recv(1) == b""
 
 
-def test_duty_rests_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_throttle_sleeps_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
     used, slept = iter([0.25, 1.25, 1.25]), []
     monkeypatch.setattr(worker_process.time, "process_time", lambda: next(used))
     monkeypatch.setattr(worker_process.time, "sleep", slept.append)

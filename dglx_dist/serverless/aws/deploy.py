@@ -114,7 +114,7 @@ class Role:
         given = deployment.role
         self.arn = given if given is not None and given.startswith("arn:") else None
         """None until the role is created."""
-        self._name = given or own_role(deployment.name)
+        self._name = given or default_role(deployment.name)
         self._function = deployment.name
         self.steps: list[Step] = []
         """Steps that create it and attach its policy."""
@@ -133,7 +133,7 @@ class Role:
 
     def _own_policy(self, policy: str, found: dict[str, object] | None) -> None:
         if found is not None:
-            _check_own(found, self._name, self._function)
+            _check_role_owner(found, self._name, self._function)
         if found is None or policy not in attached_policies(self._iam, self._name):
             text = f"let the role {self._name} use {policy.removeprefix(_MANAGED)}"
             self.steps.append(Step(text, lambda: self._attach(policy)))
@@ -151,13 +151,13 @@ class Role:
         self._iam.attach_role_policy(RoleName=self._name, PolicyArn=policy)
 
 
-def own_role(function: str) -> str:
+def default_role(function: str) -> str:
     return f"{function}-role"
 
 
-def steps_to_remove(iam: Client, function: str) -> list[Step]:
+def role_removal_steps(iam: Client, function: str) -> list[Step]:
     """Return the steps that remove the role created for ``function``; [] if there is none."""
-    name = own_role(function)
+    name = default_role(function)
     found = find_role(iam, name)
     if found is None or _owner(found) != function:
         return []
@@ -185,7 +185,7 @@ def attached_policies(iam: Client, name: str) -> list[str]:
     return [str(one["PolicyArn"]) for one in listed]
 
 
-def _check_own(found: dict[str, object], name: str, function: str) -> None:
+def _check_role_owner(found: dict[str, object], name: str, function: str) -> None:
     if _owner(found) != function:
         raise ConfigError(
             f"the role {name} exists and was not made for the function {function} by dglx; give it, or "
@@ -360,9 +360,8 @@ class Function:
         return [*self._upload_steps(), update, self._wait("updated")]
 
     def _setting_steps(self, found: Found) -> list[Step]:
-        changed = [
-            name for name, value in self._settings().items() if _now(found["Configuration"], name) != value
-        ]
+        now = found["Configuration"]
+        changed = [name for name, value in self._settings().items() if _current_setting(now, name) != value]
         if not changed:
             return []
         text = f"update {', '.join(changed)} of {self._deployment.name}"
@@ -486,7 +485,7 @@ def check_own(found: Found, name: str) -> None:
         )
 
 
-def _now(configuration: Found, name: str) -> object:
+def _current_setting(configuration: Found, name: str) -> object:
     value = configuration.get(name)
     if name != "VpcConfig":
         return value
@@ -730,7 +729,7 @@ def _removal(name: str, place: Place) -> list[Step]:
     if found is not None:
         check_own(found, name)
         steps.append(Step(f"delete the function {name}", lambda: client.delete_function(FunctionName=name)))
-    of_role = steps_to_remove(place.client("iam"), name)
+    of_role = role_removal_steps(place.client("iam"), name)
     # A log has no tag of its creator: it is deleted together with a function or role that has one.
     of_log = _log_steps(name, place) if steps or of_role else []
     return [*steps, *of_log, *of_role]

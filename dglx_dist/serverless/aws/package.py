@@ -112,7 +112,7 @@ def stages_of(steps: Iterable[Step]) -> dict[str, str]:
     }
 
 
-def code_of(stages: Mapping[str, str]) -> tuple[Path, ...]:
+def stage_paths(stages: Mapping[str, str]) -> tuple[Path, ...]:
     """Return the files and package folders that contain ``stages`` (name to ``module:Class``), sorted.
 
     Raises:
@@ -279,7 +279,7 @@ def _contents(package: Package) -> Iterator[tuple[str, Path | bytes]]:
     root = package_root()
     for file in worker_files(root):
         yield file, root / file
-    for path in code_of(package.stages):
+    for path in stage_paths(package.stages):
         yield from _code(path)
     yield STAGES_FILE, write_json(dict(package.stages))
     if package.libraries:

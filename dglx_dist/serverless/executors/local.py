@@ -17,7 +17,13 @@ from typing import IO, final
 from dglx_dist.comm import system as cgroups
 from dglx_dist.comm.topology import inherited_environment
 from dglx_dist.errors import LabError, PeerError
-from dglx_dist.serverless.aws.package import LIBRARIES, code_of, library_folder, package_root, worker_files
+from dglx_dist.serverless.aws.package import (
+    LIBRARIES,
+    library_folder,
+    package_root,
+    stage_paths,
+    worker_files,
+)
 from dglx_dist.serverless.executors.base import (
     ExecutorContext,
     Faults,
@@ -105,7 +111,7 @@ def make_tree(folder: Path, stages: Mapping[str, str]) -> None:
         shared_objects = library.parent / f"{project}.libs"  # present if installed from a wheel
         for target in (library, *([shared_objects] if shared_objects.is_dir() else [])):
             (folder / target.name).symlink_to(target)
-    for path in code_of(stages):
+    for path in stage_paths(stages):
         (folder / path.name).symlink_to(path)
     (folder / STAGES_FILE).write_bytes(write_json(dict(stages)))
 

@@ -219,7 +219,7 @@ class AttentionProject(ShapedStage):
         bias, (matrix, left, right), residual = self._split(weights)
         h = self._finished(bias, inputs)
         z = h @ matrix.T
-        logits = z @ self._both(left, right)
+        logits = z @ self._logit_weights(left, right)
         outputs = (z, _part(logits, 0, self._heads), _part(logits, self._heads, None))
         if not self._has_residual:
             return Forward(outputs, (z,))
@@ -241,7 +241,7 @@ class AttentionProject(ShapedStage):
         h = self._finished(bias, inputs)
         z = h @ matrix.T if saved is None else saved[0]
         d_logits = np.concatenate(gradients[1:3], axis=1)
-        dz = d_logits @ self._both(left, right).T
+        dz = d_logits @ self._logit_weights(left, right).T
         dz += gradients[0]
         d_weights: list[Array] = [dz.T @ h, *self._vector_gradients(z, d_logits)]
         if self._projects_residual:
@@ -294,7 +294,7 @@ class AttentionProject(ShapedStage):
             dh += gradients[3] @ residual[0] if self._projects_residual else gradients[3]
         return dh
 
-    def _both(self, left: Array, right: Array) -> Array:
+    def _logit_weights(self, left: Array, right: Array) -> Array:
         # (K x H, 2K): z times this matrix gives el and er side by side, in one product.
         both = np.zeros((self._heads, self._width, 2, self._heads), dtype=left.dtype)
         head = np.arange(self._heads)
