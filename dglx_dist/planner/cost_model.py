@@ -471,7 +471,10 @@ def rows_seconds(known: Measured, work: BatchWork, traffic: Traffic) -> Seconds:
     pulled += _waits(rounds * work.steps, known.cluster) if pulled_bytes else 0.0
     compute = _computing(known.rates, known.shape.work(*work.worked), work, fresh=True)
     return _overlapped(
-        known, work, traffic, _Parts(compute=compute, sampling=_sampling(known, work, 1), pulled=pulled)
+        known,
+        work,
+        traffic,
+        _UnoverlappedSeconds(compute=compute, sampling=_sampling(known, work, 1), pulled=pulled),
     )
 
 
@@ -501,7 +504,7 @@ def columns_seconds(known: Measured, work: BatchWork, size: int, traffic: Traffi
     others = sum(count for name, count in outside.items() if name not in (*sums, GRADIENTS))
     ahead = others / cluster.servers / cluster.external_bytes_per_s
     own = sum(inside.get(name, 0) for name in sums) / cluster.servers / cluster.internal_bytes_per_s
-    parts = _Parts(
+    parts = _UnoverlappedSeconds(
         compute=compute,
         sampling=_sampling(known, work, draws),
         pulled=ahead + (waited if late else 0.0),
@@ -581,7 +584,7 @@ def _sampling(known: Measured, work: BatchWork, draws: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Parts:
+class _UnoverlappedSeconds:
     compute: float
     sampling: float
     pulled: float
@@ -589,7 +592,7 @@ class _Parts:
     inside: float = 0.0
 
 
-def _overlapped(known: Measured, work: BatchWork, traffic: Traffic, parts: _Parts) -> Seconds:
+def _overlapped(known: Measured, work: BatchWork, traffic: Traffic, parts: _UnoverlappedSeconds) -> Seconds:
     share = hidden_share(known.cluster.cores)
     compute = parts.compute + _handling(known, traffic)
     # On few cores, sampling a batch delays computing another one.
@@ -629,7 +632,7 @@ def _waits(messages: int, cluster: Cluster) -> float:
 def predict(candidate: Candidate, known: Measured) -> Prediction:
     """Return the predicted epoch of ``candidate``; if it is not feasible, the reason and zeros."""
     why_not = _refusal(candidate, known)
-    found = _NOTHING if why_not else _FORMULAS[candidate.moves](candidate, known)
+    found = _NO_ESTIMATE if why_not else _FORMULAS[candidate.moves](candidate, known)
     needed = found.memory - found.shared + found.shared // known.cluster.ranks_per_server
     if not why_not and needed > known.cluster.memory_bytes:
         why_not = f"needs {needed / 1e9:.1f} GB a rank, of {known.cluster.memory_bytes / 1e9:.1f}"
@@ -647,7 +650,7 @@ def predict(candidate: Candidate, known: Measured) -> Prediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _Estimate:
     seconds: Seconds
     traffic: Traffic
     memory: int
@@ -655,16 +658,16 @@ class _Found:
     """Part of it that the ranks of a server map together."""
 
 
-_NOTHING = _Found(seconds=Seconds(), traffic=Traffic(exact=False), memory=0)
+_NO_ESTIMATE = _Estimate(seconds=Seconds(), traffic=Traffic(exact=False), memory=0)
 
 
-def _rows(candidate: Candidate, known: Measured) -> _Found:
-    work, cache = _batches(known), _cache(candidate, known)
+def _rows_estimate(candidate: Candidate, known: Measured) -> _Estimate:
+    work, cache = _counted_batches(known), _cache(candidate, known)
     traffic = rows_traffic(known, work, cache)
     row = known.graph.feature_bytes
     kept = 0 if cache is None else cache.rows * (row + 4) // known.cluster.servers
     shared = known.memory.own_features + kept
-    return _Found(
+    return _Estimate(
         seconds=rows_seconds(known, work, traffic),
         traffic=traffic,
         memory=known.memory.batches(work.largest, held=shared),
@@ -672,8 +675,8 @@ def _rows(candidate: Candidate, known: Measured) -> _Found:
     )
 
 
-def _columns(candidate: Candidate, known: Measured) -> _Found:
-    work, ranks = _batches(known), known.cluster.ranks
+def _columns_estimate(candidate: Candidate, known: Measured) -> _Estimate:
+    work, ranks = _counted_batches(known), known.cluster.ranks
     size = int(candidate.options.get("group_size", ranks))
     traffic = columns_traffic(known, work, size, pushed=candidate.options.get("structure") == "push")
     depth = int(candidate.options.get("depth", 1))
@@ -683,15 +686,15 @@ def _columns(candidate: Candidate, known: Measured) -> _Found:
     memory = known.memory.batches(work.largest, held=held, owners=size, in_flight=depth)
     memory += (depth - 1) * 4 * work.largest[1][0] * known.shape.layers[0].outputs
     shared = known.memory.own_features + known.memory.structure
-    return _Found(seconds=took, traffic=traffic, memory=memory, shared=shared)
+    return _Estimate(seconds=took, traffic=traffic, memory=memory, shared=shared)
 
 
-def _plans(candidate: Candidate, known: Measured) -> _Found:
+def _plans_estimate(candidate: Candidate, known: Measured) -> _Estimate:
     assert candidate.scheme is not None
     work = known.whole[candidate.scheme]
     use_pp = candidate.scheme.co_batches == 1
     traffic = plans_traffic(known, work, use_pp=use_pp)
-    return _Found(
+    return _Estimate(
         seconds=plans_seconds(known, work, traffic, use_pp=use_pp),
         traffic=traffic,
         memory=known.memory.full(work, ahead=0 if work.steps == 1 else 1),
@@ -699,7 +702,7 @@ def _plans(candidate: Candidate, known: Measured) -> _Found:
     )
 
 
-def _intervals(candidate: Candidate, known: Measured) -> _Found:
+def _intervals_estimate(candidate: Candidate, known: Measured) -> _Estimate:
     assert candidate.scheme is not None
     assert known.ghosts is not None
     traffic, work = intervals_traffic(known, known.ghosts), known.whole[candidate.scheme]
@@ -708,15 +711,20 @@ def _intervals(candidate: Candidate, known: Measured) -> _Found:
     # Every epoch in flight keeps its activations.
     kept = known.memory.full(work) - known.memory.fixed
     memory = known.memory.fixed + round(kept * (1 + 0.5 * staleness))
-    return _Found(seconds=took, traffic=traffic, memory=memory)
+    return _Estimate(seconds=took, traffic=traffic, memory=memory)
 
 
-_FORMULAS: Mapping[str, Callable[[Candidate, Measured], _Found]] = MappingProxyType(
-    {"rows": _rows, "columns": _columns, "plans": _plans, "intervals": _intervals}
+_FORMULAS: Mapping[str, Callable[[Candidate, Measured], _Estimate]] = MappingProxyType(
+    {
+        "rows": _rows_estimate,
+        "columns": _columns_estimate,
+        "plans": _plans_estimate,
+        "intervals": _intervals_estimate,
+    }
 )
 
 
-def _batches(known: Measured) -> BatchWork:
+def _counted_batches(known: Measured) -> BatchWork:
     assert known.batches is not None, "candidates of mini-batches need counted batches"
     return known.batches
 
@@ -724,7 +732,7 @@ def _batches(known: Measured) -> BatchWork:
 def _cache(candidate: Candidate, known: Measured) -> CacheHits | None:
     if candidate.cache is None:
         return None
-    return next(one for one in _batches(known).caches if one.alpha == candidate.cache_alpha)
+    return next(one for one in _counted_batches(known).caches if one.alpha == candidate.cache_alpha)
 
 
 def _refusal(candidate: Candidate, known: Measured) -> str:
@@ -739,7 +747,7 @@ def _refusal(candidate: Candidate, known: Measured) -> str:
     if candidate.scheme is not None and candidate.scheme not in known.whole:
         return "its plans were not counted"
     if candidate.cache is not None and not any(
-        one.alpha == candidate.cache_alpha for one in _batches(known).caches
+        one.alpha == candidate.cache_alpha for one in _counted_batches(known).caches
     ):
         return "its cache was not counted"
     return ""

@@ -138,12 +138,12 @@ def dry_run(
     if config.draws is not None:
         with clock.of("batches of all ranks"):
             sizes = row_sizes(g, shape, partitioned=config.partitioned)
-            batches, sampled = _batches(g, context, seeds, config, sizes)
+            batches, sampled = _count_dry(g, context, seeds, config, sizes)
     with clock.of("the model on some batches"):
-        rates = _rates(g, module, shape, config, context, seeds, sampled)
+        rates = _rates_dry(g, module, shape, config, context, seeds, sampled)
     whole = {}
     for scheme in config.schemes:
-        with clock.of(f"plans of {_named(scheme, shape)}"):
+        with clock.of(f"plans of {_describe(scheme, shape)}"):
             whole[scheme] = (
                 count_scheme(g, context, seeds, scheme, len(shape.layers))
                 if worth_counting(graph.edges, len(shape.layers), scheme)
@@ -213,7 +213,7 @@ def _selection(g: DistGraph, seed: int, limit: str) -> Selection:
     return lambda structure, own, seeds: selector.rule(limits, seed=seed)(structure, own, seeds)
 
 
-def _batches(
+def _count_dry(
     g: DistGraph, context: PartitionContext, seeds: Array, config: DryRunConfig, sizes: RowSizes
 ) -> tuple[BatchWork, float]:
     """Return the work of an epoch, and the seconds of drawing one edge."""
@@ -237,7 +237,7 @@ def _batches(
     return work_of_counts(ranks, context.topology, sizes, cached=rows), min(seconds_per_edge)
 
 
-def _rates(
+def _rates_dry(
     g: DistGraph,
     module: nn.Module,
     shape: ModelShape,
@@ -279,7 +279,7 @@ def _of_rank(topology: Topology, rank: int) -> Topology:
     return Topology(rank, topology.world_size, topology.server_of_rank)
 
 
-def _named(scheme: FullGraphScheme, shape: ModelShape) -> str:
+def _describe(scheme: FullGraphScheme, shape: ModelShape) -> str:
     batches = f" in {scheme.co_batches} co-batches" if scheme.co_batches > 1 else ""
     sampled = ", sampled" if scheme.limit else ""
     return f"{scheme.hops} of {len(shape.layers)} layers preloaded{sampled}{batches}"

@@ -127,8 +127,8 @@ def count_pairs(dataset: StoredDataset, topology: Topology, layers: int) -> Halo
     found = []
     for _ in range(layers):
         readers = np.zeros(len(needed), np.uint64)
-        _mark(csc.indptr, csc.indices, needed, rank_of, readers)
-        found.append(_count(readers, rank_of, server_of_rank))
+        _mark_readers(csc.indptr, csc.indices, needed, rank_of, readers)
+        found.append(_count_pairs(readers, rank_of, server_of_rank))
         needed = needed | (readers != 0)
     outside, inside = zip(*reversed(found), strict=True)
     return HaloPairs(outside=outside, inside=inside)
@@ -179,7 +179,7 @@ def outside_bytes(
 
 
 @njit(cache=True, nogil=True)
-def _mark(indptr: Array, indices: Array, needed: Array, rank_of: Array, readers: Array) -> None:
+def _mark_readers(indptr: Array, indices: Array, needed: Array, rank_of: Array, readers: Array) -> None:
     """Set the bit of each needed node's rank at all its in-neighbours, and at itself."""
     for node in range(len(needed)):
         if needed[node]:
@@ -190,7 +190,7 @@ def _mark(indptr: Array, indices: Array, needed: Array, rank_of: Array, readers:
 
 
 @njit(cache=True, nogil=True)
-def _count(readers: Array, rank_of: Array, server_of_rank: Array) -> tuple[int, int]:
+def _count_pairs(readers: Array, rank_of: Array, server_of_rank: Array) -> tuple[int, int]:
     outside, inside = 0, 0
     for node in range(len(readers)):
         bits = readers[node]
@@ -381,7 +381,7 @@ def shape_of_module(
     from dglx_dist.strategies.full_graph.model import check_rows_stay_apart
     from dglx_dist.strategies.serverless.model_to_program import chain_of
 
-    found, why = _first(module, features, heads)
+    found, why = _first_layer_of(module, features, heads)
     parameters = [one for one in module.parameters() if one.requires_grad]
     return ModelShape(
         kind=kind,
@@ -438,7 +438,7 @@ def shape_of_kind(
     )
 
 
-def _first(module: nn.Module, features: int, heads: int) -> tuple[FirstLayer | None, str]:
+def _first_layer_of(module: nn.Module, features: int, heads: int) -> tuple[FirstLayer | None, str]:
     # Imported here because it imports DGL.
     from dglx_dist.strategies.push_pull.split_model import find_first_layer
 

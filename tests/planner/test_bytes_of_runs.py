@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def foretell(data: str) -> tuple[list[Prediction], list[Prediction]]:
+def predict_each(data: str) -> tuple[list[Prediction], list[Prediction]]:
     """Every way to train a GraphSAGE but by workers, and by workers a GCN, on the same batches and plans."""
     known, candidates = measured(
         PlanConfig(
@@ -111,7 +111,7 @@ def as_cases(model: str, compared: list[Prediction]) -> list[dict[str, Any]]:
 
 
 def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
-    compared, chains = foretell(data)
+    compared, chains = predict_each(data)
     # All but co-batches on several ranks of a server, whose features are sent inside anew.
     assert {one.candidate.strategy for one in compared if not one.bytes_exact} == {"cooperative"}
     assert {one.candidate.cache_alpha for one in compared} == {0.0, *CACHE_SIZES}
@@ -123,9 +123,9 @@ def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
         one.candidate.name: (summed(ranks, place, "outside"), summed(ranks, place, "inside"))
         for place, one in enumerate([*compared, *chains])
     }
-    foretold = {one.candidate.name: (dict(one.outside), dict(one.inside)) for one in [*compared, *chains]}
+    predicted = {one.candidate.name: (dict(one.outside), dict(one.inside)) for one in [*compared, *chains]}
     exact = {one.candidate.name for one in [*compared, *chains] if one.bytes_exact}
-    assert {name: found[name] for name in exact} == {name: foretold[name] for name in exact}
+    assert {name: found[name] for name in exact} == {name: predicted[name] for name in exact}
     # Between servers, co-batches are counted to the byte as well.
     for name in found.keys() - exact:
-        assert found[name][0] == foretold[name][0]
+        assert found[name][0] == predicted[name][0]

@@ -1,4 +1,4 @@
-"""The memory that is foretold lies within 15 % of the peak of ranks that are started as a user starts them.
+"""The predicted memory lies within 15 % of the peak of ranks that are started as a user starts them.
 
 Ranks of other tests are forked from a process that has imported everything, and share that with it.
 """
@@ -60,6 +60,6 @@ def peak_of(data: str, out: Path, strategy: str, *options: str) -> int:
 def test_the_peak_is_near_what_was_foretold(
     data: str, choice: Choice, tmp_path: Path, name: str, options: tuple[str, ...]
 ) -> None:
-    (foretold,) = (one for one in choice.predictions if one.candidate.name == name)
-    peak = peak_of(data, tmp_path / "run", foretold.candidate.strategy, *options)
-    assert foretold.memory_bytes == pytest.approx(peak, rel=0.15)
+    (predicted,) = (one for one in choice.predictions if one.candidate.name == name)
+    peak = peak_of(data, tmp_path / "run", predicted.candidate.strategy, *options)
+    assert predicted.memory_bytes == pytest.approx(peak, rel=0.15)

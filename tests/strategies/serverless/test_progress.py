@@ -34,7 +34,7 @@ def words(program, fused: bool = True) -> list[str]:
     ]
 
 
-def test_courses() -> None:
+def test_schedules() -> None:
     """Layer 1 of a graph convolution has no gradient of its input; attention has one of everything."""
     assert words(gcn()) == words(sage()) == GCN
     assert words(gat()) == GAT
