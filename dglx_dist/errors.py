@@ -1,22 +1,22 @@
-"""Every exception that dglx_dist raises on purpose."""
+"""Exceptions of dglx_dist."""
 
 from __future__ import annotations
 
 
 class DglxError(Exception):
-    """Base of every error that dglx_dist raises on purpose; its text says what, where and the way out."""
+    """Base of all deliberate errors; the message has value, name and remedy."""
 
 
 class ConfigError(DglxError, ValueError):
-    """An option, argument or combination of both cannot be honoured."""
+    """An option, an argument or a combination of them is invalid."""
 
 
 class UnknownNameError(ConfigError):
-    """A plugin name that no registry entry has; the message lists what exists and the nearest one."""
+    """A plugin name is not registered; the message lists the known names and the nearest one."""
 
 
 class DatasetError(DglxError, ValueError):
-    """Input data is wrong: the message names the file, the column and the first offending row."""
+    """Input data is wrong; the message names the file, the column and the first wrong row."""
 
 
 class StorageError(DglxError):
@@ -24,11 +24,11 @@ class StorageError(DglxError):
 
 
 class PeerError(DglxError, ConnectionError):
-    """Another rank is dead or silent; the message names it and what was asked of it."""
+    """Another rank has ended or does not answer; the message names it and the request."""
 
 
 class RemoteError(DglxError):
-    """A one-sided call reached its rank, and the handler there raised; the message carries its text."""
+    """The handler of a remote call raised; the message has its text."""
 
 
 class CheckpointError(DglxError):
@@ -36,12 +36,12 @@ class CheckpointError(DglxError):
 
 
 class JobError(DglxError):
-    """A job of the bench failed, died or hung on a rank; the message names the rank and ends with its log."""
+    """A benchmark job failed or hung on a rank; the message names the rank and ends with its log."""
 
 
 class LabError(DglxError):
-    """An emulated server could not be made, entered or taken down; the message has the host's answer."""
+    """An emulated server could not be created, entered or removed; the message has the host's answer."""
 
 
 class CommandError(DglxError):
-    """A command on the servers of a lab failed; the message says who was first, and ends with its output."""
+    """A command on emulated servers failed; the message names the first server and ends with its output."""

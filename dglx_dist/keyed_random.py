@@ -1,4 +1,4 @@
-"""Which in-edges of a destination are drawn: the one set of kernels that everything that samples calls."""
+"""Keyed random numbers and the sampling kernels built on them: draws depend on ids, not on ranks or order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TO_UNIT = 2.0**-53
 
 @njit(cache=True, nogil=True)
 def mix(state: np.uint64) -> np.uint64:
-    """Return splitmix64's output for ``state``: a bijection of 64-bit words that scatters all bits."""
+    """Return splitmix64's output for ``state``, a bijection of 64-bit words."""
     word = np.uint64(state) + _GOLDEN
     word = (word ^ (word >> np.uint64(30))) * _MIX_1
     word = (word ^ (word >> np.uint64(27))) * _MIX_2
@@ -36,8 +36,8 @@ def splitmix64(values: Array) -> Array:
 
 
 def stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
-    """Return the key of all draws of one hop (0 is the one at the seeds) of one epoch."""
-    # Compiled code hands 64-bit words back as Python integers, which it would not take again.
+    """Return the key of all draws of one hop (0 is at the seeds) of one epoch."""
+    # Compiled code returns 64-bit words as Python integers, which it does not accept as uint64 again.
     return np.uint64(_stream_key(seed, epoch, hop))
 
 
@@ -48,7 +48,7 @@ def _stream_key(seed: int, epoch: int, hop: int) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def relation_keys(seed: int, epoch: int, num_hops: int, num_relations: int) -> Array:
-    """Return (L, R) uint64, the keys of all draws of each hop and edge type: type 0 has the hop's own."""
+    """Return (L, R) uint64 keys of all draws of each hop and edge type; type 0 has the key of the hop."""
     keys = np.empty((num_hops, num_relations), np.uint64)
     for hop in range(num_hops):
         stream = _stream_key(seed, epoch, hop)
@@ -71,7 +71,7 @@ def full_word(key: np.uint64, number: int) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def half_word(key: np.uint64, number: int) -> np.uint64:
-    """Return 32 random bits, the ``number``-th of ``key``; two neighbours share one hash."""
+    """Return 32 random bits, the ``number``-th of ``key``; two consecutive ones share a hash."""
     word = full_word(key, number >> 1)
     return word >> np.uint64(32) if number & 1 else word & _LOW_32
 
@@ -80,7 +80,7 @@ def half_word(key: np.uint64, number: int) -> np.uint64:
 def bounded(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
     """Return (a draw uniform in [0, bound), the number of the next draw); ``bound`` is in [1, 2**32).
 
-    Lemire's multiply and shift: the draws that would make some values likelier are thrown away.
+    Lemire's multiply and shift; draws that would make some values more likely are rejected.
     """
     product = half_word(key, number) * np.uint64(bound)
     number += 1
@@ -100,7 +100,7 @@ def unit(key: np.uint64, number: int) -> float:
 
 @njit(cache=True, nogil=True)
 def hash_ids(ids: Array, stream: np.uint64) -> Array:
-    """Return (K,) uint64, the key of each of ``ids`` ((K,) int64): sorting by it shuffles reproducibly."""
+    """Return (K,) uint64 keys of ``ids`` ((K,) int64); sorting by them is a reproducible shuffle."""
     out = np.empty(len(ids), np.uint64)
     for i in range(len(ids)):
         out[i] = item_key(stream, ids[i])
@@ -108,17 +108,14 @@ def hash_ids(ids: Array, stream: np.uint64) -> Array:
 
 
 class Csc(NamedTuple):
-    """In-edges of the nodes ``first_node ... first_node + n``, as the kernels read them.
-
-    A record of arrays rather than a dataclass because compiled code takes it as it is.
-    """
+    """In-edges of the nodes ``first_node ... first_node + n``; a named tuple, which compiled code accepts."""
 
     indptr: Array
     """(n + 1,) int64, starting at 0."""
     indices: Array
     """(E,) int32 or int64 global source ids."""
     weights: Array
-    """(E,) float32, not negative: how likely each edge is; of length 0 when all are alike."""
+    """(E,) float32 non-negative weights; length 0 if all are equal."""
     first_node: int
     """Global id of the first destination."""
     first_edge: int
@@ -126,16 +123,16 @@ class Csc(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """How a hop is drawn."""
+    """Sampling rule of a hop."""
 
     replace: bool
     """Whether an edge may be drawn more than once."""
     exclude: Array
-    """(X,) int64 ascending global ids of edges that are not drawn; usually empty."""
+    """(X,) int64 ascending global ids of edges to exclude; usually empty."""
 
 
 def merged(always: Array, once: Array) -> Array:
-    """Return the ascending distinct ids of both ((X,) int64), each ascending and distinct."""
+    """Return the union of two arrays of ascending distinct ids ((X,) int64)."""
     if not len(once):
         return always
     return np.union1d(always, once) if len(always) else once
@@ -154,7 +151,7 @@ def _is_plain(csc: Csc, exclude: Array, start: int, end: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def _candidates(csc: Csc, exclude: Array, start: int, end: int, out: Array) -> int:
-    """Write the positions in [start, end) that may be drawn to ``out`` (if long enough); return how many."""
+    """Write the candidate positions in [start, end) to ``out`` (if long enough); return their number."""
     weighted = len(csc.weights) > 0
     cursor = np.searchsorted(exclude, start + csc.first_edge)
     count = 0
@@ -173,13 +170,13 @@ def _candidates(csc: Csc, exclude: Array, start: int, end: int, out: Array) -> i
 
 @njit(cache=True, nogil=True)
 def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, starts: Array) -> int:
-    """Write how many edges each destination gets, as ``indptr``, and where its in-edges begin.
+    """Write the indptr of the sampled edges, and the start of each destination's in-edges.
 
     Args:
-        csc: Structure that holds all of ``nodes``.
+        csc: Structure that contains all of ``nodes``.
         nodes: (K,) int64 global ids.
         fanout: Edges per destination; -1 for all.
-        rule: How to draw.
+        rule: Sampling rule.
         indptr: (K + 1,) output.
         starts: (K,) int64 output.
 
@@ -207,7 +204,7 @@ def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, st
 
 @njit(cache=True, nogil=True)
 def _distinct_small(key: np.uint64, degree: int, out: Array) -> None:
-    """Floyd's choice of len(out) distinct numbers in [0, degree), degree <= 64: the set is one word."""
+    """Floyd's choice of len(out) distinct numbers in [0, degree), degree <= 64, with one word as the set."""
     taken = np.uint64(0)
     number = 0
     count = len(out)
@@ -222,7 +219,7 @@ def _distinct_small(key: np.uint64, degree: int, out: Array) -> None:
 
 @njit(cache=True, nogil=True)
 def _distinct_large(key: np.uint64, degree: int, out: Array, bits: Array) -> None:
-    """As :func:`_distinct_small` for any degree; ``bits`` is a zeroed bit set and is zero again after."""
+    """:func:`_distinct_small` for any degree; ``bits`` is a bit set, zero before and after the call."""
     number = 0
     count = len(out)
     for i in range(count):
@@ -240,7 +237,7 @@ def _distinct_large(key: np.uint64, degree: int, out: Array, bits: Array) -> Non
 def _lightest(csc: Csc, stream: np.uint64, among: Array, out: Array, ages: Array) -> None:
     """Weighted choice without replacement (Efraimidis and Spirakis), one keyed draw per edge.
 
-    Each candidate "arrives" after -log(u) / weight; the len(out) first arrivals are taken.
+    Takes the len(out) candidates with the smallest -log(u) / weight.
     """
     count = 0
     for position in among:
@@ -263,7 +260,7 @@ def _lightest(csc: Csc, stream: np.uint64, among: Array, out: Array, ages: Array
 
 @njit(cache=True, nogil=True)
 def _weighted_repeats(csc: Csc, key: np.uint64, among: Array, out: Array, sums: Array) -> None:
-    """Draw len(out) of the candidates ``among`` with repeats, in proportion to their weights."""
+    """Draw len(out) of the candidates ``among`` with replacement, in proportion to their weights."""
     total = 0.0
     for i in range(len(among)):
         total += csc.weights[among[i]]
@@ -277,7 +274,7 @@ def _weighted_repeats(csc: Csc, key: np.uint64, among: Array, out: Array, sums: 
 def _draw_unequal(
     csc: Csc, stream: np.uint64, key: np.uint64, rule: Rule, among: Array, out: Array, scratch: Array
 ) -> None:
-    """Fill ``out`` with positions drawn from ``among``, where edges are excluded or differ in weight."""
+    """Fill ``out`` with positions drawn from ``among``, for excluded or weighted edges."""
     if len(out) == 0:
         return
     if len(out) == len(among) and not rule.replace:
@@ -310,14 +307,14 @@ def draw_hop(
     csc: Csc, nodes: Array, stream: np.uint64, take_all: bool, rule: Rule, space: tuple[Array, Array, int],
     edges: Array,
 ) -> None:  # fmt: skip
-    """Write the global ids of the drawn in-edges of ``nodes`` to ``edges``, destination by destination.
+    """Write the global ids of the sampled in-edges of ``nodes`` to ``edges``, by destination.
 
     Args:
-        csc: Structure that holds all of ``nodes``.
+        csc: Structure that contains all of ``nodes``.
         nodes: (K,) int64 global ids.
         stream: Key of the hop.
         take_all: Whether the fan-out is -1.
-        rule: How to draw.
+        rule: Sampling rule.
         space: The ``indptr``, ``starts`` and largest in-degree of :func:`count_hop`.
         edges: (indptr[-1],) output.
     """
@@ -351,14 +348,14 @@ def draw_hop(
 def draw_edges(
     csc: Csc, nodes: Array, fanout: int, stream: np.uint64, rule: Rule
 ) -> tuple[Array, Array, Array]:
-    """Return the (K + 1,) indptr, sources and global edge ids, all int64, of drawn in-edges of ``nodes``.
+    """Return the (K + 1,) indptr, sources and global edge ids, all int64, of sampled in-edges of ``nodes``.
 
     Args:
-        csc: Structure that holds all of ``nodes``.
+        csc: Structure that contains all of ``nodes``.
         nodes: (K,) int64 global ids.
         fanout: Edges per destination; -1 for all.
         stream: Key of the hop.
-        rule: How to draw.
+        rule: Sampling rule.
     """
     indptr = np.empty(len(nodes) + 1, np.int64)
     starts = np.empty(len(nodes), np.int64)
@@ -373,12 +370,12 @@ def draw_edges(
 
 @njit(cache=True, nogil=True)
 def draw_among(csc: Csc, nodes: Array, fanout: int, stream: np.uint64, replace: bool) -> tuple[Array, Array]:
-    """Return the (K + 1,) indptr and the positions in ``csc``, both int64, of edges drawn by their weights.
+    """Return the (K + 1,) indptr and positions in ``csc``, both int64, of edges sampled by weight.
 
-    The draws of a node depend on its id and its edges, and not on the other nodes of the call.
+    The draws of a node depend on its id and its edges only, not on other nodes of the call.
 
     Args:
-        csc: The candidates: row i has those of ``nodes[i]``; its ``first_node`` and ``first_edge`` are 0.
+        csc: Candidates: row i has those of ``nodes[i]``; ``first_node`` and ``first_edge`` are 0.
         nodes: (K,) int64 global ids.
         fanout: Edges per node; -1 for all with a weight above 0.
         stream: Key of the draw.
@@ -392,7 +389,7 @@ def draw_among(csc: Csc, nodes: Array, fanout: int, stream: np.uint64, replace: 
     for i in range(len(nodes)):
         start, end = csc.indptr[i], csc.indptr[i + 1]
         key = item_key(stream, nodes[i])
-        # Edges have keys by their place among those of the node.
+        # The key of an edge is its position among the node's edges.
         of_node = Csc(csc.indptr, csc.indices, csc.weights, 0, -start)
         found = _candidates(csc, rule.exclude, start, end, among)
         _draw_unequal(of_node, key, key, rule, among[:found], out[indptr[i] : indptr[i + 1]], scratch)

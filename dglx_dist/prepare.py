@@ -1,4 +1,4 @@
-"""From any graph to a partitioned dataset on disk."""
+"""Partitioning a graph to a dataset on disk."""
 
 from __future__ import annotations
 
@@ -27,18 +27,15 @@ if TYPE_CHECKING:
     import dgl
 
 
-MANY_CONSTRAINTS = 10
-"""Weights balanced at once, beyond which a partition is bound to cut much more."""
-
-TRAINERS = "trainers"
-"""Where the manifest's quality keeps the figures of the finer cut."""
+_MANY_CONSTRAINTS = 10
+"""A warning is logged for more balance weights than this, since they increase the cut."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionPlan:
-    """How a graph is cut and in which format it is written.
+    """Partitioning method, its options, and the format of the dataset.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -46,15 +43,15 @@ class PartitionPlan:
 
     num_parts: int
     method: str | None = None
-    """Name of a partitioner; None: the default one for these options."""
+    """Name of a partitioner; None: the default for the options."""
     seed: int = 0
     options: PartitionOptions = field(default_factory=PartitionOptions)
     format: Literal["dglx", "dgl"] = "dglx"
     overwrite: bool = False
     trainers_per_part: int = 1
-    """t above 1: each part is cut once more, and nodes and edges get their ``trainer_id`` in [0, P x t)."""
+    """t above 1: each part is split again, and nodes and edges get a ``trainer_id`` in [0, P x t)."""
     feature_dtype: FeatureDtype | None = None
-    """What features are stored in, see :func:`in_precision`; None: as they come."""
+    """Stored dtype of features, see :func:`in_precision`; None: unchanged."""
 
     def __post_init__(self) -> None:
         if self.num_parts < 1:
@@ -66,22 +63,18 @@ class PartitionPlan:
         if self.trainers_per_part < 1:
             raise ConfigError(f"{self.trainers_per_part} trainers per part; there must be at least 1")
         check_feature_dtype(self.feature_dtype)
-        told = self.feature_dtype
-        asked = list(told.values()) if isinstance(told, Mapping) else [told]
-        if self.format == "dgl" and "bfloat16" in asked:
+        dtype = self.feature_dtype
+        dtypes = list(dtype.values()) if isinstance(dtype, Mapping) else [dtype]
+        if self.format == "dgl" and "bfloat16" in dtypes:
             raise ConfigError("DGL's files cannot hold bfloat16; take float16, or format 'dglx'")
 
     @property
     def partitioner(self) -> str:
-        """Name of the partitioner that will be used.
-
-        Raises:
-            UnknownNameError: there is no such one.
-        """
+        """Resolved name of the partitioner; UnknownNameError if it does not exist."""
         return PARTITIONERS.resolve(self.method or default_partitioner(self.options))
 
     def check_target(self, folder: Path) -> None:
-        """Raise StorageError when ``folder`` holds something and may not be replaced; costs nothing."""
+        """Raise StorageError if ``folder`` is not empty and must not be replaced."""
         if folder.is_dir() and any(folder.iterdir()) and not self.overwrite:
             raise StorageError(
                 f"{folder} exists and is not empty; choose another folder, or say that it may be replaced "
@@ -90,12 +83,12 @@ class PartitionPlan:
 
 
 def load_graph(spec: str | os.PathLike[str] | dgl.DGLGraph, **options: object) -> RawGraph:
-    """Return the graph that ``spec`` means: what :func:`load_dataset` knows, or a dataset of one part.
+    """Return the graph of any spec of :func:`load_dataset`, or of a dataset of one part.
 
     Raises:
-        DatasetError: there is nothing at that path, or the data is wrong.
+        DatasetError: the path does not exist, or the data is wrong.
         UnknownNameError: no source has the name before the colon.
-        ConfigError: an option that the source does not have, or the dataset is cut into several parts.
+        ConfigError: the source does not have an option, or the dataset has several parts.
         StorageError: the dataset is damaged.
     """
     if isinstance(spec, (str, os.PathLike)) and (Path(spec).expanduser() / MANIFEST).is_file():
@@ -111,29 +104,29 @@ def load_graph(spec: str | os.PathLike[str] | dgl.DGLGraph, **options: object) -
 def partition_to_disk(
     graph: RawGraph, folder: str | Path, plan: PartitionPlan, *, weights: Mapping[str, Array] | None = None
 ) -> PartitionQuality:
-    """Cut ``graph`` as ``plan`` says and write it to ``folder``; one process calls it.
+    """Partition ``graph`` and write it atomically to ``folder``; one process calls it.
 
-    Where the partitioner asks for features by column (``feature``), files of them follow once the dataset
-    stands; if they cannot be written, that is logged, and training makes them.
+    If the partitioner wants features by column (``feature``), files of columns are written after the dataset;
+    a failure to write them is logged, and training then writes them.
 
     Args:
-        graph: What to cut.
-        folder: Where the dataset appears, whole or not at all.
-        plan: How.
-        weights: Name to (N,) non-negative numbers that ``plan.options.balance`` may name and that are
-            not written; for graphs with one node type.
+        graph: The graph.
+        folder: Target folder.
+        plan: Method, options and format.
+        weights: Name -> (N,) non-negative numbers for ``plan.options.balance``, which are not written; for
+            graphs with one node type.
 
     Returns:
-        The figures of the partition, which the dataset keeps in its manifest too.
+        The quality of the partition, which is also in the manifest.
 
     Raises:
-        ConfigError: plan and graph do not fit, or no partitioner has the name.
-        StorageError: ``folder`` holds something and the plan does not say to replace it.
+        ConfigError: plan and graph do not match, or the partitioner does not exist.
+        StorageError: ``folder`` is not empty and must not be replaced.
     """
     target = Path(folder)
     plan.check_target(target)
     weighted = _with_weights(graph, weights or {})
-    assignment, figures, trainers = _cut(weighted, plan)
+    assignment, figures, trainers = _partition(weighted, plan)
     _warn_of_many(figures)
     bfloat16: frozenset[tuple[str | EdgeType, str]] = frozenset()
     if trainers is not None:
@@ -141,14 +134,14 @@ def partition_to_disk(
     if plan.feature_dtype is not None:
         graph, bfloat16 = in_precision(graph, plan.feature_dtype)
     if plan.format == "dgl":
-        # Only here: writing DGL's files needs DGL.
+        # Imports dgl and torch, which other formats do not need.
         from dglx_dist.data.storage.dgl_format import write_dgl_format
 
         write_dgl_format(graph, assignment, target)
     else:
         kept = figures.to_json()
         if trainers is not None:
-            kept[TRAINERS] = _trainer_figures(measure(weighted, trainers))
+            kept["trainers"] = _trainer_figures(measure(weighted, trainers))
         write_dataset(graph, assignment, target, quality=kept, overwrite=plan.overwrite, bfloat16=bfloat16)
         if assignment.parameters.get(FEATURES) == COLUMNS:
             _write_columns(target, assignment.num_parts)
@@ -156,7 +149,7 @@ def partition_to_disk(
 
 
 def _write_columns(folder: Path, num_parts: int) -> None:
-    # Only here: what trains by column needs torch.
+    # Imports torch.
     from dglx_dist.strategies.push_pull.feature_columns import write_slices
 
     try:
@@ -165,8 +158,10 @@ def _write_columns(folder: Path, num_parts: int) -> None:
         log.warning("%s", problem)
 
 
-def _cut(graph: RawGraph, plan: PartitionPlan) -> tuple[Assignment, PartitionQuality, Assignment | None]:
-    """Return the parts, their figures, and the trainers if parts are cut once more."""
+def _partition(
+    graph: RawGraph, plan: PartitionPlan
+) -> tuple[Assignment, PartitionQuality, Assignment | None]:
+    # The last is the assignment to trainers, if parts are split again.
     if plan.trainers_per_part == 1:
         assignment = PARTITIONERS.get(plan.partitioner)(plan.options).assign(graph, plan.num_parts, plan.seed)
         return assignment, measure(graph, assignment), None
@@ -177,7 +172,7 @@ def _cut(graph: RawGraph, plan: PartitionPlan) -> tuple[Assignment, PartitionQua
 
 
 def _warn_of_many(figures: PartitionQuality) -> None:
-    if len(figures.tolerance) > MANY_CONSTRAINTS:
+    if len(figures.tolerance) > _MANY_CONSTRAINTS:
         log.warning(
             "%d weights are balanced at once, and %.0f %% of the edges are cut: each one more leaves less "
             "choice; balance fewer, such as degree, the in-edges of all types together, in place of etype",
@@ -187,20 +182,19 @@ def _warn_of_many(figures: PartitionQuality) -> None:
 
 
 def _trainer_figures(quality: PartitionQuality) -> dict[str, object]:
-    """Return what the manifest keeps of the finer cut."""
     kept = ("num_parts", "num_nodes", "num_edges", "edge_cut", "balance", "missed")
     return {name: value for name, value in quality.to_json().items() if name in kept}
 
 
 def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
-    """Return 16 hexadecimal digits that name ``graph`` cut as ``plan`` says; reads every byte of it."""
+    """Return 16 hexadecimal digits that identify ``graph`` and ``plan``; reads all data."""
     digest = hashlib.sha256()
-    told = (
+    settings = (
         *(graph.name, sorted(graph.num_nodes.items()), sorted(graph.num_classes.items())),
         *(plan.num_parts, plan.partitioner, plan.seed, plan.options, plan.format),
         *(plan.trainers_per_part, plan.feature_dtype),
     )
-    digest.update(repr(told).encode())
+    digest.update(repr(settings).encode())
     for name, array in _arrays(graph):
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")

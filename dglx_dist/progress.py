@@ -1,4 +1,4 @@
-"""A progress bar for long operations, shown where somebody can see it."""
+"""Progress bars for long operations, shown on terminals only."""
 
 from __future__ import annotations
 
@@ -12,35 +12,28 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 @final
 class Advance:
-    """What :func:`progress` yields: call it with how many more units are done."""
+    """Handle of a progress bar; call it with the number of units done since the last call."""
 
     def __init__(
         self, move: Callable[[int], None], say: Callable[[str], None], show: Callable[[str], None]
     ) -> None:
         self._move = move
-        self._say = say
-        self._show = show
+        self.say = say
+        """Prints a line of text, above the bar if there is one; does nothing if progress is not enabled."""
+        self.show = show
+        """Shows the current state behind the description; does nothing without a bar."""
 
     def __call__(self, units: int) -> None:
-        """Move the bar on by ``units``; nothing where there is no bar."""
         self._move(units)
-
-    def say(self, line: str) -> None:
-        """Show one line of text, above the bar where there is one; nothing where progress is not enabled."""
-        self._say(line)
-
-    def show(self, state: str) -> None:
-        """Show what goes on at this moment, behind the description; nothing where there is no bar."""
-        self._show(state)
 
 
 @contextmanager
 def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[Advance]:
-    """Show how far ``description`` is, on standard error, and yield what moves it on.
+    """Show the progress of an operation on standard error and yield its handle.
 
     Args:
-        description: What is going on, a few words.
-        total: How many units make the whole; 0 is allowed.
+        description: A few words.
+        total: Number of units, at least 0.
         enabled: False on every rank but 0.
     """
     if not enabled:
@@ -68,4 +61,4 @@ def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[
 
 
 def _nothing(_: object) -> None:
-    """Show nothing."""
+    pass

@@ -1,4 +1,4 @@
-"""The frozen records in which the rooms of the package meet.
+"""Frozen records that are shared by all packages.
 
 Shape letters used in docstrings: N nodes, E edges, F feature columns, K asked rows, P parts,
 W ranks, S servers, B seeds of a batch.
@@ -29,7 +29,7 @@ SPLITS = ("train_mask", "val_mask", "test_mask")
 
 @dataclass(frozen=True, kw_only=True)
 class SparseRows:
-    """A (N, F) matrix kept as compressed rows, for features that are mostly zero."""
+    """A (N, F) matrix as compressed rows, for features that are mostly zero."""
 
     indptr: Array
     """(N + 1,) int64: row n is at ``indptr[n]:indptr[n + 1]``."""
@@ -46,7 +46,6 @@ class SparseRows:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of the dense rows."""
         return self.values.dtype
 
     def dense(self, rows: Array) -> Array:
@@ -67,8 +66,8 @@ NodeColumn: TypeAlias = Array | SparseRows
 class RawGraph:
     """A whole graph in memory (or memory-mapped), as a dataset source returns it.
 
-    Ids are 0..N-1 per node type, in the order of the source. A homogeneous graph has the one node
-    type ``_N`` and the one edge type ``("_N", "_E", "_N")``.
+    Ids are 0..N-1 per node type, in the order of the source. A homogeneous graph has the node type ``_N`` and
+    the edge type ``("_N", "_E", "_N")``.
     """
 
     name: str
@@ -82,7 +81,7 @@ class RawGraph:
     num_classes: Mapping[str, int] = field(default_factory=dict)
     """node type -> number of classes of its ``label``; labels are -1 where there is none."""
     user_ids: Mapping[str, Array] = field(default_factory=dict)
-    """node type -> (N,) int64 or unicode array of the ids the user knows, when they are not 0..N-1."""
+    """node type -> (N,) int64 or unicode ids of the user, if they are not 0..N-1."""
 
     @property
     def is_homogeneous(self) -> bool:
@@ -110,7 +109,7 @@ class Assignment:
     method: str
     seed: int
     parameters: Mapping[str, object] = field(default_factory=dict)
-    """What else the partitioner was told, JSON values only."""
+    """Options and promises of the partitioner, JSON values only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +124,7 @@ class ColumnInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShare:
-    """How many targets this rank and all ranks have in one step (gradient rule, algorithms 0.1)."""
+    """Number of targets of this rank and of all ranks in one step (gradient rule, algorithms 0.1)."""
 
     num_local: int
     num_global: int
@@ -133,10 +132,10 @@ class StepShare:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """What one epoch did, over all ranks: counts and bytes are sums, phases are means over the ranks.
+    """Figures of one epoch over all ranks: counts and bytes are sums, times are means over the ranks.
 
-    ``wait_s``, ``compute_s`` and ``exchange_s`` add up to ``seconds``; what the loader's threads do beside
-    them does not.
+    ``wait_s``, ``compute_s`` and ``exchange_s`` sum to ``seconds``; the times of the loader's threads overlap
+    with them.
     """
 
     epoch: int
@@ -144,16 +143,16 @@ class EpochRecord:
     """Mean over the targets of the epoch."""
     train_accuracy: float
     val_accuracy: float | None
-    """None when this epoch was not evaluated."""
+    """None if this epoch was not evaluated."""
     seconds: float
-    """Wall clock of training on the slowest rank, without evaluation."""
+    """Wall-clock time of training on the slowest rank, without evaluation."""
     num_samples: int
     sample_s: float
     """Sampling neighbours and building blocks, on the loader's threads."""
     fetch_s: float
     """Reading feature and label rows, local and remote, on the loader's threads."""
     wait_s: float
-    """What the training loop waited for the loader."""
+    """Training loop waiting for the loader."""
     compute_s: float
     """Forward, backward and optimizer, without exchange."""
     exchange_s: float
@@ -163,9 +162,9 @@ class EpochRecord:
     bytes_outside: int
     """Payload between servers."""
     cache_hits: int = 0
-    """Rows of other servers that lay in a cache of remote rows."""
+    """Rows of other servers found in a cache of remote rows."""
     cache_misses: int = 0
-    """Rows of cached tensors that had to be asked for."""
+    """Rows of cached tensors that had to be fetched."""
 
     @property
     def samples_per_second(self) -> float:
@@ -174,6 +173,6 @@ class EpochRecord:
 
     @property
     def cache_hit_rate(self) -> float | None:
-        """Hits among the remote rows of cached tensors; None without a cache, or without remote rows."""
-        asked = self.cache_hits + self.cache_misses
-        return self.cache_hits / asked if asked else None
+        """Hits / remote rows of cached tensors; None without a cache, or without remote rows."""
+        total = self.cache_hits + self.cache_misses
+        return self.cache_hits / total if total else None

@@ -1,4 +1,4 @@
-"""Names of plugins to their classes, imported only when asked for."""
+"""Registry of plugin classes by name, imported on first use."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ T = TypeVar("T")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'NEAREST'?``, to follow a message; empty when nothing in ``known`` is near."""
+    """Return ``; did you mean 'NEAREST'?`` to append to a message, or "" if no known name is near."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class Registry(Generic[T]):
-    """Plugins of one kind: built-in ones by path, a package's by entry point, a script's by decorator.
+    """Plugins of one kind: built in, from entry points of other packages, or added by decorator.
 
     Args:
-        kind: What a plugin is called in messages, e.g. ``"partitioner"``.
-        base: The class that every plugin must derive from.
-        builtin: Name to ``"module:Class"``; the module is imported when the name is asked for.
+        kind: Name of the kind in messages, e.g. ``"partitioner"``.
+        base: Base class of all plugins.
+        builtin: Name -> ``"module:Class"``; the module is imported on first use.
         aliases: Other names for built-in ones.
-        group: Entry-point group in which other packages announce theirs.
+        group: Entry-point group of other packages' plugins.
     """
 
     def __init__(
@@ -50,18 +50,14 @@ class Registry(Generic[T]):
         self._added: dict[str, type[T]] = {}
 
     def names(self) -> tuple[str, ...]:
-        """Return every name that :meth:`get` resolves, aliases left out, sorted."""
-        announced = {point.name for point in _announced(self._group)}
-        return tuple(sorted({*self._paths, *self._added, *announced}))
+        """Return all names, without aliases, sorted."""
+        external = {point.name for point in _entry_points(self._group)}
+        return tuple(sorted({*self._paths, *self._added, *external}))
 
     def resolve(self, name: str) -> str:
-        """Return the one name behind ``name``, which may be an alias.
-
-        Raises:
-            UnknownNameError: no plugin has that name.
-        """
+        """Return the name behind ``name``, which may be an alias; UnknownNameError if there is none."""
         resolved = self._aliases.get(name, name)
-        # What other packages announce is looked for last: it means reading the metadata of all of them.
+        # Entry points come last, since finding them reads the metadata of all installed packages.
         if resolved in self._added or resolved in self._paths:
             return resolved
         known = self.names()
@@ -71,11 +67,11 @@ class Registry(Generic[T]):
         raise UnknownNameError(f"there is no {self._kind} {name!r}{hint} (known: {', '.join(known)})")
 
     def get(self, name: str) -> type[T]:
-        """Return the class behind ``name``, importing its module now.
+        """Import and return the class behind ``name``.
 
         Raises:
             UnknownNameError: no plugin has that name.
-            ConfigError: the plugin is not a class of the right kind.
+            ConfigError: the plugin is not a subclass of the base.
         """
         resolved = self.resolve(name)
         if resolved in self._added:
@@ -84,14 +80,14 @@ class Registry(Generic[T]):
             module, _, attribute = self._paths[resolved].partition(":")
             found = getattr(importlib.import_module(module), attribute)
         else:
-            found = next(point for point in _announced(self._group) if point.name == resolved).load()
+            found = next(point for point in _entry_points(self._group) if point.name == resolved).load()
         return self._checked(resolved, found)
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
-        """Return a decorator that makes the decorated class known as ``name``.
+        """Return a class decorator that registers ``name``.
 
         Raises:
-            ConfigError: the name is taken, or the class is of the wrong kind.
+            ConfigError: the name is taken, or the class is not a subclass of the base.
         """
 
         def add(plugin: type[T]) -> type[T]:
@@ -111,8 +107,8 @@ class Registry(Generic[T]):
         )
 
 
-def _announced(group: str) -> Iterable[EntryPoint]:
-    # Imported only here: it takes as long as half of NumPy, and built-in names need none of it.
+def _entry_points(group: str) -> Iterable[EntryPoint]:
+    # A slow import that built-in names do not need.
     from importlib.metadata import entry_points
 
     return entry_points(group=group)

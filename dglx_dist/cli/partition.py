@@ -55,7 +55,7 @@ def ingest(  # noqa: PLR0913  # one argument per option
     Example: `dglx ingest shop.json --out data/shop --memory 500MB --add-reverse-edges`
     """
     from dglx_dist.data.ingest.config import read_config
-    from dglx_dist.data.ingest.graph import IngestPlan, write_settled
+    from dglx_dist.data.ingest.graph import IngestPlan, write_description
     from dglx_dist.data.ingest.graph import ingest as build
     from dglx_dist.data.storage.files import read_size
 
@@ -67,7 +67,7 @@ def ingest(  # noqa: PLR0913  # one argument per option
         reverse_edges=add_reverse_edges,
         overwrite=overwrite,
         workspace=workspace,
-        settled=output_conf_file,
+        output_description=output_conf_file,
     )
     done = build(read_config(config), plan)
     for ntype, columns in done.manifest.node_columns.items():
@@ -82,7 +82,7 @@ def ingest(  # noqa: PLR0913  # one argument per option
         )
     write(f"peak memory {done.peak_bytes / 2**20:.0f} MB of {memory}")
     if output_conf_file is not None:
-        write_settled(done, output_conf_file)
+        write_description(done, output_conf_file)
         write(f"settings found are in {output_conf_file}")
     write(f"written to {out}; next: dglx train {out}, or dglx partition {out} --parts 4 --out DIR")
 

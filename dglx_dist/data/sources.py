@@ -1,4 +1,4 @@
-"""Graphs that DGL holds: an object, one of its datasets, or a file of saved graphs."""
+"""Dataset sources: DGL graphs, datasets and files, ``.npz`` archives and OGB, with their registry."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-import dgl
 import numpy as np
-import torch
 
 from dglx_dist.data.validate import check_ids, check_raw_graph, check_whole
 from dglx_dist.errors import ConfigError, DatasetError, UnknownNameError
@@ -38,16 +36,22 @@ from dglx_dist.records import (
 )
 from dglx_dist.registry import Registry, did_you_mean
 
+# dgl and torch are imported only where they are used: other sources, and ingesting within a memory limit,
+# do without their 250 MB.
+if TYPE_CHECKING:
+    import dgl
+    import torch
+
 
 class DatasetSource(ABC):
-    """One way of getting at a graph; made with where it is, then asked once.
+    """A loader of graphs of one kind.
 
     Args:
-        location: What followed the source's name in the spec: a path, a dataset's name, or settings.
+        location: The spec without the source's name: a path, a dataset's name, or settings.
         options: The keyword arguments of ``load_dataset``.
 
     Raises:
-        ConfigError: an option that this source does not have.
+        ConfigError: the source does not have an option, or its value is wrong.
     """
 
     @abstractmethod
@@ -55,10 +59,10 @@ class DatasetSource(ABC):
 
     @abstractmethod
     def load(self) -> RawGraph:
-        """Read the whole graph; nodes are 0..N-1 per type, splits are boolean masks.
+        """Read the whole graph; node ids are 0..N-1 per type, splits are boolean masks.
 
         Raises:
-            DatasetError: the data is missing or wrong; the text names file, column and first row.
+            DatasetError: the data is missing or wrong; the message names file, column and first row.
         """
 
 
@@ -68,19 +72,19 @@ _OTHER_NAMES = {"features": FEATURE, "feats": FEATURE, "labels": LABEL}
 def standard_columns(
     columns: Mapping[str, NodeColumn], where: str, *, rename: bool = True
 ) -> dict[str, NodeColumn]:
-    """Rename and cast columns: features float, labels int64, splits boolean; others stay as they are.
+    """Rename and cast columns: features to float, labels to int64, splits to boolean; others are unchanged.
 
     ``features`` and ``feats`` become ``feat``, ``labels`` becomes ``label``, unless that name is taken.
-    Whole-number features become float32, since that is what a model multiplies.
+    Integer features become float32.
 
     Args:
         columns: name -> (N, ...).
-        where: What messages start with.
-        rename: False for a script that goes on with its own columns: names and dtypes stay, but for splits
-            and for labels that number classes, or that would be refused for their gaps.
+        where: Prefix of messages.
+        rename: False keeps names and dtypes, except of splits and of labels that are class numbers or have
+            NaN for missing values.
 
     Raises:
-        DatasetError: a split holds something else than 0 and 1, or a label is not a whole number.
+        DatasetError: a split has a value other than 0 and 1, or a label is not a whole number.
     """
     standard: dict[str, NodeColumn] = {}
     for given, column in columns.items():
@@ -101,7 +105,7 @@ def standard_columns(
 
 
 def count_classes(columns: Mapping[str, NodeColumn]) -> int | None:
-    """Return classes of the column ``label``: largest + 1, or its width; None without any label."""
+    """Return the number of classes of ``label``: largest + 1, or its width; None without labels."""
     label = columns.get(LABEL)
     if label is None or isinstance(label, SparseRows) or label.size == 0:
         return None
@@ -114,7 +118,7 @@ def count_classes(columns: Mapping[str, NodeColumn]) -> int | None:
 
 
 def masks_of_split(split_of: Array) -> dict[str, Array]:
-    """Return the three masks of ``split_of`` ((N,) 0 = train, 1 = validation, 2 = test, else none)."""
+    """Return the three masks of (N,) split codes: 0 train, 1 validation, 2 test, others none."""
     return {name: split_of == code for code, name in enumerate(SPLITS)}
 
 
@@ -139,7 +143,7 @@ def _as_label(column: Array, where: str) -> Array:
         raise DatasetError(f"{where}: column {LABEL!r} must hold numbers; it is {column.dtype}")
     if column.ndim > 1:
         return column
-    # A source with gaps stores labels as floating point, with NaN where there is none.
+    # Sources store labels with gaps as floating point, with NaN for missing ones.
     known = np.nan_to_num(column, nan=-1.0)
     odd = known != np.floor(known)
     if odd.any():
@@ -149,7 +153,7 @@ def _as_label(column: Array, where: str) -> Array:
 
 
 def refuse_unknown(options: Mapping[str, object], known: Iterable[str], source: str) -> None:
-    """Raise ConfigError when ``options`` has a name that is not in ``known``, with the nearest one."""
+    """Raise ConfigError if ``options`` has a name that is not in ``known``; names the nearest one."""
     allowed = sorted(known)
     for name in options:
         if name not in allowed:
@@ -161,7 +165,7 @@ def refuse_unknown(options: Mapping[str, object], known: Iterable[str], source: 
 
 
 def whole_number(options: Mapping[str, object], name: str) -> int | None:
-    """Return the option ``name`` as an int >= 0; None when it was not given.
+    """Return the option ``name`` as an int >= 0, or None if it is not given.
 
     Raises:
         ConfigError: it is not a whole number, or negative.
@@ -176,7 +180,7 @@ def whole_number(options: Mapping[str, object], name: str) -> int | None:
 
 _OWN_OPTIONS = ("index", "split")
 _MAGIC = (0xDD2E4FF046B4A13F).to_bytes(8, "little")
-"""What a file of ``dgl.save_graphs`` starts with."""
+"""First bytes of a file of ``dgl.save_graphs``."""
 
 
 def raw_graph_from_dgl(
@@ -189,21 +193,22 @@ def raw_graph_from_dgl(
 ) -> RawGraph:
     """Convert a DGLGraph with all its node and edge data; homogeneous or heterogeneous.
 
-    Arrays share memory with the graph where dtype and device allow it. bfloat16 becomes float32,
-    which NumPy has. ``labels`` is read as ``label`` and ``features`` as ``feat``, unless ``rename`` is False.
-    The ids that DGL keeps in subgraphs (``dgl.NID``) are left out.
+    Arrays share memory with the graph where dtype and device allow it; bfloat16 becomes float32. The ids that
+    DGL keeps in subgraphs (``dgl.NID``) are left out.
 
     Args:
         graph: On any device; edges keep their order.
-        name: What the dataset will be called.
-        split: Which column of masks that hold several splits; None when they hold one.
-        num_classes: Of the labelled node types; None to take the largest label + 1.
-        rename: False to keep the names of all columns.
+        name: Name of the dataset.
+        split: Column of masks that hold several splits; None if they hold one.
+        num_classes: Of the labelled node types; None: the largest label + 1.
+        rename: See :func:`standard_columns`.
 
     Raises:
-        ConfigError: ``graph`` is not a DGLGraph, or a block.
-        DatasetError: a mask holds several splits and ``split`` names none of them.
+        ConfigError: ``graph`` is not a DGLGraph, or is a block.
+        DatasetError: a mask holds several splits and ``split`` is not one of them.
     """
+    import dgl
+
     if not isinstance(graph, dgl.DGLGraph):
         raise ConfigError(
             f"a graph is given as a path, a spec or a DGLGraph, not as {type(graph).__module__}."
@@ -213,7 +218,7 @@ def raw_graph_from_dgl(
         raise ConfigError("the graph is a block of a mini-batch; give the graph that it was drawn from")
     known = graph.formats()
     if "coo" not in (*known["created"], *known["not created"]):
-        # No other format tells the edges in the order of their ids.
+        # Only this format returns edges in the order of their ids.
         graph = graph.formats(["coo", "csr", "csc"])
     node_data, classes = {}, {}
     for node_type in graph.ntypes:
@@ -244,10 +249,10 @@ def raw_graph_from_dgl(
 
 @final
 class DglDataSource(DatasetSource):
-    """``dgl:CoraGraphDataset``: a class of ``dgl.data``, which downloads what it needs.
+    """``dgl:CoraGraphDataset``: a class of ``dgl.data``, which downloads its files.
 
-    Options: ``index`` of the graph when the dataset has several, ``split`` when its masks hold
-    several; all others go to the class (``raw_dir=``, ``force_reload=`` ...).
+    Options: ``index`` of the graph if the dataset has several, ``split`` if its masks hold several; all
+    others are passed to the class (``raw_dir=``, ``force_reload=`` ...).
     """
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
@@ -263,7 +268,6 @@ class DglDataSource(DatasetSource):
             self._arguments.setdefault("verbose", False)
 
     def load(self) -> RawGraph:
-        """Build the dataset, downloading it if it is not there yet."""
         try:
             dataset = self._factory(**self._arguments)
         except (OSError, RuntimeError) as error:
@@ -271,8 +275,10 @@ class DglDataSource(DatasetSource):
                 f"dgl:{self._name} could not be downloaded or read ({error}); with the files at hand, "
                 f"give their folder as raw_dir="
             ) from error
-        graph = _graph_of(dataset[_position(len(dataset), self._index, f"dgl:{self._name}")])
-        # Not every dataset of DGL says how many classes it has.
+        item = dataset[_position(len(dataset), self._index, f"dgl:{self._name}")]
+        # Datasets for whole-graph tasks yield pairs (graph, label of the graph).
+        graph = item[0] if isinstance(item, tuple) else item
+        # Not every dataset of DGL has a number of classes.
         num_classes = getattr(dataset, "num_classes", None)
         if not isinstance(num_classes, (int, np.integer)):
             num_classes = None
@@ -295,7 +301,8 @@ class DglBinarySource(DatasetSource):
         self._split = whole_number(options, "split")
 
     def load(self) -> RawGraph:
-        """Read every graph of the file and return the one asked for."""
+        import dgl
+
         if not self._path.is_file():
             raise DatasetError(f"there is no file {self._path.absolute()}; expected one of dgl.save_graphs")
         with self._path.open("rb") as file:
@@ -306,7 +313,7 @@ class DglBinarySource(DatasetSource):
         try:
             graphs, _ = dgl.load_graphs(str(self._path))
         except (dgl.DGLError, RuntimeError) as error:
-            # DGL's text is a check of its C++ and a stack; neither helps here.
+            # DGL's message is a C++ check and a stack trace; neither helps the user.
             raise DatasetError(
                 f"{self._path}: this file of saved DGL graphs is damaged or cut off; copy it again, or write "
                 "it again with dgl.save_graphs"
@@ -316,6 +323,8 @@ class DglBinarySource(DatasetSource):
 
 
 def _dataset_class(name: str) -> Any:
+    import dgl
+
     known = sorted(
         key
         for key, value in vars(dgl.data).items()
@@ -323,14 +332,9 @@ def _dataset_class(name: str) -> Any:
     )
     if name in known:
         return getattr(dgl.data, name)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise UnknownNameError(f"dgl.data has no dataset {name!r}{hint} (write e.g. dgl:CoraGraphDataset)")
-
-
-def _graph_of(item: Any) -> Any:
-    # Datasets for whole-graph tasks yield pairs (graph, label of the graph).
-    return item[0] if isinstance(item, tuple) else item
+    raise UnknownNameError(
+        f"dgl.data has no dataset {name!r}{did_you_mean(name, known)} (write e.g. dgl:CoraGraphDataset)"
+    )
 
 
 def _position(num_graphs: int, index: int | None, where: str) -> int:
@@ -343,6 +347,8 @@ def _position(num_graphs: int, index: int | None, where: str) -> int:
 
 
 def _edge_columns(graph: Any, edge_type: tuple[str, str, str], name: str) -> dict[str, Array]:
+    import dgl
+
     columns = {
         key: _as_array(tensor) for key, tensor in graph.edges[edge_type].data.items() if key != dgl.EID
     }
@@ -352,6 +358,8 @@ def _edge_columns(graph: Any, edge_type: tuple[str, str, str], name: str) -> dic
 
 
 def _as_array(tensor: torch.Tensor) -> Array:
+    import torch
+
     tensor = tensor.detach().cpu()
     return np.asarray((tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy())
 
@@ -390,25 +398,20 @@ _EXPECTED = (
 
 
 def load_dataset(spec: str | os.PathLike[str] | dgl.DGLGraph, /, **options: object) -> RawGraph:
-    """Load the graph that ``spec`` means and check it; any process alone.
+    """Load a graph and check it with :func:`check_raw_graph`; not collective.
 
     Args:
         spec: ``synthetic``, ``synthetic:nodes=20000,degree=25,seed=0``, a path (``.npz``, ``.bin`` of
             saved DGL graphs, a folder or ``.json`` of tables), ``dgl:CoraGraphDataset``,
             ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE`` names the source, whatever the suffix.
-        options: What the source takes besides; see its class.
-
-    Returns:
-        The graph, with everything that :func:`check_raw_graph` asserts.
+        options: Options of the source; see its class.
 
     Raises:
-        DatasetError: there is nothing at that path, or the data is wrong.
+        DatasetError: the path does not exist, or the data is wrong.
         UnknownNameError: no source has the name before the colon.
-        ConfigError: an option that the source does not have, or with a wrong value.
+        ConfigError: the source does not have an option, or its value is wrong.
     """
     if not isinstance(spec, (str, os.PathLike)):
-        # Only here, so that reading a file needs no DGL.
-
         graph = raw_graph_from_dgl(spec, **options)  # type: ignore[arg-type]  # it checks its options
         check_raw_graph(graph, where=f"the DGLGraph {graph.name!r}")
         return graph
@@ -459,7 +462,7 @@ _STRUCTURE = {
     *("num_classes", "num_nodes", "num_etypes", "num_entities", "num_relations", "both_directions", "split"),
     *_SPARSE,
 }
-# What NumPy lets through from a damaged archive: it reads an array's header before its checksum.
+# NumPy reads an array's header before its checksum, so a damaged archive raises any of these.
 _UNREADABLE = (
     *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, EOFError, OSError),
     *(ValueError, TypeError, AttributeError, RuntimeError, MemoryError),
@@ -485,7 +488,6 @@ class NpzSource(DatasetSource):
         self._path = Path(location).expanduser()
 
     def load(self) -> RawGraph:
-        """Read the file whole."""
         arrays = _read(self._path)
         where = str(self._path)
         triples = "head" in arrays
@@ -574,7 +576,7 @@ def _sparse_features(arrays: Mapping[str, Array]) -> SparseRows:
     return SparseRows(
         indptr=arrays["feat_indptr"].astype(np.int64),
         indices=arrays["feat_indices"].astype(np.int32, copy=False),
-        # Counts and flags are stored small; a model multiplies floats.
+        # Counts and flags are stored as small integers.
         values=values if values.dtype.kind == "f" else values.astype(np.float32),
         num_columns=int(arrays["feat_dim"]),
     )
@@ -611,7 +613,7 @@ def _by_relation(
 
 
 def _ids(array: Array, name: str, where: str) -> Array:
-    """Return an array of ids as int32 or int64 in the machine's byte order, which compiled loops need."""
+    # Compiled loops need the machine's byte order.
     check_whole(array, name, where)
     if array.dtype in (np.int32, np.int64):
         return array
@@ -624,7 +626,7 @@ def _same_length(source_ids: Array, others: Array, what: str, where: str) -> Non
 
 
 def _short_names(names: list[str]) -> list[str]:
-    """Return names that files can carry: the last piece of an IRI where that is unique, else all of it."""
+    # Valid in file names: the last piece of an IRI if that is unique, else all of it.
     tails = [re.split(r"[#/]", name.strip("<>").rstrip("#/"))[-1] for name in names]
     times = Counter(tails)
     chosen = [tail if times[tail] == 1 else name.strip("<>") for tail, name in zip(tails, names, strict=True)]
@@ -639,7 +641,7 @@ _MASK_OF_PART = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"
 
 @final
 class OgbSource(DatasetSource):
-    """``ogb:ogbn-arxiv``; needs the package ogb. Option ``root``: where downloads are kept."""
+    """``ogb:ogbn-arxiv``; needs the package ogb. Option ``root``: folder of downloads."""
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         refuse_unknown(options, ("root",), "ogb")
@@ -657,7 +659,7 @@ class OgbSource(DatasetSource):
         self._root = Path(str(options.get("root", "dataset"))).expanduser()
 
     def load(self) -> RawGraph:
-        """Read the dataset, downloading it if it is not under ``root`` yet; ogb asks before large ones."""
+        # Downloads a dataset that is not under root yet; ogb asks before large downloads.
         datasets = importlib.import_module("ogb.nodeproppred")
         with cache_set_aside(self._root / self._name.replace("-", "_")):
             try:
@@ -673,14 +675,14 @@ class OgbSource(DatasetSource):
 def raw_graph_from_ogb(
     name: str, graph: Mapping[str, Any], labels: Any, split: Mapping[str, Any]
 ) -> RawGraph:
-    """Convert what ``NodePropPredDataset`` yields, one node type or several.
+    """Convert an item of ``NodePropPredDataset`` with one node type or several.
 
     Args:
-        name: What the dataset will be called.
-        graph: ``edge_index`` (2, E) and columns named ``node_*`` and ``edge_*``, or for several types
-            ``edge_index_dict`` and the like.
-        labels: (N, 1) or (N, tasks); for several types a mapping of those.
-        split: ``train``, ``valid``, ``test`` -> node ids; for several types a mapping of those.
+        name: Name of the dataset.
+        graph: ``edge_index`` (2, E) and columns named ``node_*`` and ``edge_*``; with several types
+            ``edge_index_dict`` etc.
+        labels: (N, 1) or (N, tasks); with several types by type.
+        split: ``train``, ``valid``, ``test`` -> node ids; with several types by type.
     """
     if "edge_index_dict" not in graph:
         graph, labels, split = _as_several_types(graph, labels, split)
@@ -732,7 +734,7 @@ def _columns_of(graph: Mapping[str, Any], prefix: str, owner: object) -> list[tu
         value = values.get(owner)
         if value is not None:
             value = np.asarray(value)
-            # Scalars come as (K, 1) columns, e.g. the year of a paper.
+            # OGB stores scalars as (K, 1), e.g. the year of a paper.
             flat = (
                 value[:, 0] if name != f"{prefix}feat" and value.ndim == 2 and value.shape[1] == 1 else value
             )
@@ -742,17 +744,17 @@ def _columns_of(graph: Mapping[str, Any], prefix: str, owner: object) -> list[tu
 
 @contextmanager
 def cache_set_aside(folder: Path) -> Iterator[None]:
-    """Hide ogb's cache in ``folder`` while the block runs, and leave no new one.
+    """Hide ogb's cache in ``folder`` while the block runs, and remove a new one.
 
-    ogb writes its cache as a pickle that ``torch.load`` refuses since version 2.6, for good reason;
-    without one it reads its raw files, which hold plain numbers.
+    ogb's cache is a pickle, which ``torch.load`` rejects since version 2.6; without it ogb reads its raw
+    files, which hold plain numbers.
     """
     cache = folder / "processed" / "data_processed"
     aside = cache.with_name("data_processed.set_aside")
     if cache.is_file():
         cache.replace(aside)
     elif (folder / "raw").is_dir():
-        # ogb writes there without looking; before a download nothing may exist, or it asks to update.
+        # ogb expects this folder; before a download it must not exist, or ogb asks to update.
         cache.parent.mkdir(exist_ok=True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The built-in graph: settings, features, labels and splits; ``blockmodel`` draws its edges."""
+"""Synthetic graphs: a degree-corrected stochastic block model with features, labels and splits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN_FROM = 5_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class BlockModel:
-    """Who links with whom: communities of equal size, several to a class, and weighted nodes."""
+    """Link probabilities: communities of equal size, several per class, and weighted nodes."""
 
     communities: Array
     """(N,) int32; community c belongs to class c modulo ``num_classes``."""
@@ -34,13 +34,13 @@ class BlockModel:
     within_community: float
     """Share of links that stay in the community."""
     within_class: float
-    """Share of links that stay in the class, including the former."""
+    """Share of links that stay in the class, those within the community included."""
     both_directions: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stubs:
-    """Every node as often as it weighs, by community: a uniform draw is a weighted one."""
+    """Every node in proportion to its weight, by community: a uniform draw is a weighted one."""
 
     nodes: Array
     """(T,) int32."""
@@ -51,7 +51,7 @@ class _Stubs:
 def draw_edges(model: BlockModel, generator: np.random.Generator) -> tuple[Array, Array]:
     """Draw distinct links without self-loops until there are nodes x degree edges.
 
-    Every node gets a link first, so none is isolated; the rest go by weight. Repeated links and
+    Every node gets a link first, so none is isolated; the others are drawn by weight. Repeated links and
     self-loops are dropped and drawn again.
 
     Returns:
@@ -63,7 +63,7 @@ def draw_edges(model: BlockModel, generator: np.random.Generator) -> tuple[Array
     directions = 2 if model.both_directions else 1
     num_links = round(num_nodes * model.mean_degree / directions)
     keys = np.empty(0, dtype=np.int64)
-    first_ends: Array = np.arange(num_nodes, dtype=np.int32 if num_nodes < 2**31 else np.int64)
+    first_ends: Array = np.arange(num_nodes, dtype=_id_dtype(num_nodes))
     with progress("drawing edges", num_links, enabled=num_links >= _SHOWN_FROM) as advance:
         for _ in range(_MAX_ROUNDS):
             fresh = _draw_keys(model, stubs, first_ends, num_links - len(keys), generator)
@@ -81,13 +81,13 @@ def _make_stubs(model: BlockModel, generator: np.random.Generator) -> _Stubs:
     num_nodes = len(model.communities)
     # Inverse of the power law's distribution function; the smallest weight is 1.
     weights = (1.0 - generator.random(num_nodes)) ** (-1.0 / (model.exponent - 1.0))
-    # Half a community is as many distinct neighbours as a hub can hope for.
+    # A hub has at most about half a community of distinct neighbours.
     size = num_nodes / model.num_communities
     np.minimum(weights, max(2.0, weights.mean() * size / (2 * model.mean_degree)), out=weights)
     weights *= _STUBS_PER_NODE / weights.mean()
-    # Rounded up at random as often as the fraction says, so that the expectation stays.
+    # Rounded up with the probability of the fraction, which keeps the expectation.
     copies = np.maximum(1, np.floor(weights + generator.random(num_nodes))).astype(np.int64)
-    order = np.argsort(model.communities, kind="stable").astype(np.int32 if num_nodes < 2**31 else np.int64)
+    order = np.argsort(model.communities, kind="stable").astype(_id_dtype(num_nodes))
     per_community = np.bincount(model.communities, copies, model.num_communities).astype(np.int64)
     first = np.concatenate([[0], np.cumsum(per_community)]).astype(np.int64)
     return _Stubs(nodes=np.repeat(order, copies[order]), first=first)
@@ -96,7 +96,7 @@ def _make_stubs(model: BlockModel, generator: np.random.Generator) -> _Stubs:
 def _draw_keys(
     model: BlockModel, stubs: _Stubs, first_ends: Array, num_links: int, generator: np.random.Generator
 ) -> Array:
-    """Return keys lower x N + higher of at most ``num_links`` links, unsorted; self-loops are left out."""
+    """Return unsorted keys ``lower id x N + higher id`` of up to ``num_links`` links, without self-loops."""
     num_nodes = len(model.communities)
     keys = np.empty(num_links, dtype=np.int64)
     written = 0
@@ -116,7 +116,7 @@ def _draw_keys(
 
 
 def _neighbours(model: BlockModel, stubs: _Stubs, nodes: Array, generator: np.random.Generator) -> Array:
-    """Return for each of ``nodes`` one node of a community that it links with, drawn by weight."""
+    """Return one random neighbour, drawn by weight, for each of ``nodes``."""
     count = len(nodes)
     classes = model.num_classes
     blocks = model.num_communities // classes
@@ -126,7 +126,7 @@ def _neighbours(model: BlockModel, stubs: _Stubs, nodes: Array, generator: np.ra
     leave_block = kind >= model.within_community
     leave_class = kind >= model.within_class if classes > 1 else np.zeros(count, dtype=np.bool_)
     if blocks > 1:
-        # A non-zero step round the ring reaches each other block alike; another class takes any block.
+        # A non-zero step modulo blocks reaches each other block equally; another class takes any block.
         step = generator.integers(1, blocks, count, dtype=np.int32)
         anywhere = generator.integers(0, blocks, count, dtype=np.int32)
         step = np.where(leave_class, anywhere, step)
@@ -161,13 +161,17 @@ def _isolated(keys: Array, num_nodes: int) -> Array:
         piece = keys[first : first + _PAIRS_AT_ONCE]
         linked[piece // num_nodes] = True
         linked[piece % num_nodes] = True
-    return np.flatnonzero(~linked).astype(np.int32 if num_nodes < 2**31 else np.int64)
+    return np.flatnonzero(~linked).astype(_id_dtype(num_nodes))
+
+
+def _id_dtype(num_nodes: int) -> type[np.signedinteger]:
+    return np.int32 if num_nodes < 2**31 else np.int64
 
 
 def _directed(
     keys: Array, num_nodes: int, both_directions: bool, generator: np.random.Generator
 ) -> tuple[Array, Array]:
-    """Turn links into edges sorted by (source, destination); a single direction is drawn at random."""
+    """Return links as edges sorted by (source, destination); a single direction is random."""
     num_links = len(keys)
     turned = np.empty(2 * num_links if both_directions else num_links, dtype=np.int64)
     for first in range(0, num_links, _PAIRS_AT_ONCE):
@@ -181,9 +185,8 @@ def _directed(
             turned[first : first + len(piece)] = np.where(turn, reverse, piece)
     del keys
     turned.sort()
-    id_dtype = np.int32 if num_nodes < 2**31 else np.int64
-    source_ids = np.empty(len(turned), dtype=id_dtype)
-    destination_ids = np.empty(len(turned), dtype=id_dtype)
+    source_ids = np.empty(len(turned), dtype=_id_dtype(num_nodes))
+    destination_ids = np.empty_like(source_ids)
     for first in range(0, len(turned), _PAIRS_AT_ONCE):
         piece = turned[first : first + _PAIRS_AT_ONCE]
         source_ids[first : first + len(piece)], destination_ids[first : first + len(piece)] = divmod(
@@ -197,7 +200,7 @@ _FEATURE_VALUES_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
-    """A degree-corrected stochastic block model with labels, noisy features and splits."""
+    """Settings of a synthetic graph."""
 
     nodes: int = 20_000
     degree: float = 25.0
@@ -210,13 +213,13 @@ class SyntheticConfig:
     locality: float = 0.9
     """Share of those same-class edges that stay within one community."""
     exponent: float = 2.5
-    """Of the power law of the degrees, above 2; smaller has larger hubs."""
+    """Of the power law of the degrees, above 2; smaller values give larger hubs."""
     communities: int = 0
-    """A multiple of ``classes``: every class consists of several. 0: they grow with sqrt(nodes)."""
+    """A multiple of ``classes``; 0: grows with sqrt(nodes)."""
     signal: float = 0.15
     """Distance of a class's mean feature from zero per column; noise has standard deviation 1."""
     label_noise: float = 0.05
-    """Share of nodes whose label is drawn anew, so that no model can be perfect."""
+    """Share of nodes with a random label, so that no model is perfect."""
     train_rate: float = 0.1
     """Label rate: share of nodes that are training nodes."""
     val_rate: float = 0.1
@@ -225,10 +228,9 @@ class SyntheticConfig:
     """Share of the training nodes that lie in one tenth of the communities; 0 spreads them evenly."""
     seed: int = 0
     both_directions: bool = True
-    """Whether (v, u) is stored for every (u, v); without, a node may have no in-edge."""
+    """Whether (v, u) is stored for every (u, v); otherwise a node may have no in-edge."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for a value outside its range."""
         self._require(self.nodes >= 2, "nodes", "2 or more")
         self._require(self.classes >= 1, "classes", "1 or more")
         self._require(self.features >= 0, "features", "0 or more")
@@ -248,18 +250,18 @@ class SyntheticConfig:
             "communities",
             f"a multiple of classes={self.classes} and at most nodes={self.nodes}",
         )
-        # Pairs are drawn until they are distinct, which needs room in each community.
-        room = self.nodes / count / 2
+        # Links are drawn until they are distinct, which takes too long in a nearly complete community.
+        limit = self.nodes / count / 2
         self._require(
-            2 <= self.degree <= room,
+            2 <= self.degree <= limit,
             "degree",
-            f"between 2 and {room:g}, half of a community of nodes / communities = "
+            f"between 2 and {limit:g}, half of a community of nodes / communities = "
             f"{self.nodes} / {count}; take more nodes or fewer communities",
         )
 
     @property
     def num_communities(self) -> int:
-        """``communities``, or the default: enough per class that each has about 3.5 sqrt(nodes) nodes."""
+        """``communities``, or the default: communities of about 3.5 sqrt(nodes) nodes."""
         if self.communities:
             return self.communities
         size = max(20 * self.degree, 3.5 * self.nodes**0.5)
@@ -271,10 +273,10 @@ class SyntheticConfig:
 
 
 def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
-    """Read ``nodes=20000,degree=25`` and add ``options``, which win.
+    """Parse ``nodes=20000,degree=25``; ``options`` override it.
 
     Raises:
-        ConfigError: an unknown name, or a value that does not read as the field's type.
+        ConfigError: an unknown name, or a value of the wrong type.
     """
     given: dict[str, object] = {}
     for item in filter(None, text.split(",")):
@@ -290,12 +292,11 @@ def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
 
 
 def generate(config: SyntheticConfig) -> RawGraph:
-    """Draw the graph of ``config``; the same settings give the same graph, any process alone.
+    """Draw the graph of ``config``; deterministic and not collective.
 
-    Edges (E,) int32 are distinct, without self-loops, and sorted by (src, dst); with
-    ``both_directions`` every node has at least one. Node ids say nothing about communities.
-    Columns: feat (N, F) float32, label (N,) int64 and the splits whose rate is above zero. Memory
-    stays below three times the result.
+    Edges (E,) int32 are distinct, without self-loops, and sorted by (src, dst); with ``both_directions``
+    every node has at least one. Node ids are independent of communities. Columns: feat (N, F) float32,
+    label (N,) int64 and the splits whose rate is above zero. Memory stays below three times the result.
     """
     communities = assign_communities(config)
     model = BlockModel(
@@ -325,7 +326,7 @@ def generate(config: SyntheticConfig) -> RawGraph:
 
 
 def assign_communities(config: SyntheticConfig) -> Array:
-    """Return (N,) int32, the planted community of every node; its class is that modulo ``classes``."""
+    """Return (N,) int32 communities; the class of a node is its community modulo ``classes``."""
     communities = np.arange(config.nodes, dtype=np.int32) % config.num_communities
     return _generator(config, stage=0).permutation(communities)
 
@@ -338,12 +339,11 @@ class SyntheticSource(DatasetSource):
         self._config = parse_config(location, options)
 
     def load(self) -> RawGraph:
-        """Draw the graph."""
         return generate(self._config)
 
 
 def _generator(config: SyntheticConfig, stage: int) -> np.random.Generator:
-    # A stream per stage, so that more features, say, leave the edges of a seed as they are.
+    # One random stream per stage: the number of features, for example, does not change the edges.
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([config.seed, stage])))
 
 

@@ -43,7 +43,7 @@ def read_table(path: Path) -> Any:
     """Return the table in ``path``, a ``.csv`` with a header line or a ``.parquet``, as a pyarrow.Table.
 
     Raises:
-        DatasetError: no such file, another suffix, or not readable as what the suffix says.
+        DatasetError: the file does not exist, has another suffix, or is not readable.
     """
     if not path.is_file():
         raise DatasetError(f"there is no table {path.absolute()}")
@@ -58,26 +58,31 @@ def read_table(path: Path) -> Any:
 
 
 def column(table: Any, name: str, where: str) -> Any:
-    """Return the column ``name`` in one chunk; DatasetError when the table has none of it, or several."""
+    """Return the column ``name`` in one chunk; DatasetError if it is missing or not unique."""
     count = table.column_names.count(name)
     if count == 0:
         raise DatasetError(f"{where}: has no column {name!r} (it has {', '.join(table.column_names)})")
     if count > 1:
         raise DatasetError(f"{where}: has {count} columns {name!r}; rename all but one")
     combined = table.column(name).combine_chunks()
-    # A chunked column of no chunks combines to another type than one of several.
+    # A column without chunks stays a ChunkedArray.
     return plain(combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined)
 
 
 def plain(values: Any) -> Any:
-    """Return a pyarrow array with what categories of pandas and views of Polars stand for spelt out."""
+    """Return a pyarrow array with dictionaries (pandas) decoded and string views (Polars) as strings."""
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
     return values.cast(pa.large_string()) if pa.types.is_string_view(values.type) else values
 
 
+def holds_text(values: Any) -> bool:
+    """Whether a pyarrow array holds strings."""
+    return bool(pa.types.is_string(values.type) or pa.types.is_large_string(values.type))
+
+
 def id_column(table: Any, name: str, where: str) -> Any:
-    """Return the ids in column ``name`` as a pyarrow int64 or string array without gaps.
+    """Return the ids in column ``name`` as a pyarrow int64 or large_string array without gaps.
 
     Raises:
         DatasetError: the table has no row; the column is missing, has an empty row, or holds neither
@@ -89,13 +94,13 @@ def id_column(table: Any, name: str, where: str) -> Any:
     refuse_gaps(ids, name, where)
     if pa.types.is_integer(ids.type):
         return as_int64(ids, name, where)
-    if pa.types.is_string(ids.type) or pa.types.is_large_string(ids.type):
+    if holds_text(ids):
         return ids.cast(pa.large_string())
     raise DatasetError(f"{where}: column {name!r} must hold integer or string ids; it holds {ids.type}")
 
 
 def as_int64(values: Any, name: str, where: str) -> Any:
-    """Return integers (a pyarrow array) as int64; DatasetError where one is beyond."""
+    """Return integers (a pyarrow array) as int64; DatasetError on overflow."""
     try:
         return values.cast(pa.int64())
     except pa.ArrowInvalid as error:
@@ -103,33 +108,24 @@ def as_int64(values: Any, name: str, where: str) -> Any:
 
 
 def refuse_gaps(values: Any, name: str, where: str, first_row: int = 0) -> None:
-    """Raise DatasetError naming the first row of ``values`` (a pyarrow array) that is empty."""
+    """Raise DatasetError naming the first null of ``values`` (a pyarrow array)."""
     if values.null_count:
         row = first_row + int(np.argmax(pc.is_null(values).to_numpy(zero_copy_only=False)))
         raise DatasetError(f"{where}: column {name!r}, row {row}: is empty ({values.null_count} rows in all)")
 
 
 def number_column(table: Any, name: str, where: str) -> Array:
-    """Return the column ``name`` as (K,) numbers or booleans, or (K, F) when its rows are lists.
-
-    Raises:
-        DatasetError: it is missing, has gaps, NaN or infinities, holds no numbers, or lists of
-            different lengths.
-    """
+    """Return the column ``name`` as :func:`number_values`; DatasetError also if it is missing."""
     return number_values(column(table, name, where), name, where)
 
 
 def number_values(values: Any, name: str, where: str, first_row: int = 0) -> Array:
-    """Return ``values`` (a pyarrow array) as (K,) numbers or booleans, or (K, F) when its rows are lists.
+    """Return ``values`` (a pyarrow array) as (K,) numbers or booleans, or (K, F) if its rows are lists.
 
-    Args:
-        values: Some rows of a column.
-        name: Of the column.
-        where: The file.
-        first_row: The number of the first row in the file.
+    ``name``, ``where`` (the file) and ``first_row`` (its number in the file) are for messages.
 
     Raises:
-        DatasetError: there are gaps, NaN or infinities, no numbers, or lists of different lengths.
+        DatasetError: values are missing, NaN, infinite or not numbers, or lists differ in length.
     """
     refuse_gaps(values, name, where, first_row)
     width = None
@@ -153,9 +149,8 @@ def number_values(values: Any, name: str, where: str, first_row: int = 0) -> Arr
             f"leave it out"
         )
     if flat.null_count:
-        row = first_row + int(np.argmax(pc.is_null(flat).to_numpy(zero_copy_only=False))) // max(
-            width or 1, 1
-        )
+        position = int(np.argmax(pc.is_null(flat).to_numpy(zero_copy_only=False)))
+        row = first_row + position // max(width or 1, 1)
         raise DatasetError(f"{where}: column {name!r}, row {row}: has an empty value")
     array = np.asarray(flat.to_numpy(zero_copy_only=False))
     array = array if width is None else array.reshape(len(values), width)
@@ -164,10 +159,10 @@ def number_values(values: Any, name: str, where: str, first_row: int = 0) -> Arr
 
 
 def stacked_columns(table: Any, names: Sequence[str], where: str) -> Array:
-    """Return the named number columns side by side as (K, F) float32.
+    """Return the named number columns as one (K, F) float32 array.
 
     Raises:
-        DatasetError: one of them is missing or has a row that is no finite number.
+        DatasetError: a column is missing, holds lists, or has a row that is not a finite number.
     """
     stacked = np.empty((table.num_rows, len(names)), dtype=np.float32)
     for position, name in enumerate(names):
@@ -189,14 +184,14 @@ _EDGE_KEYS = {"file", "source", "destination", "split", "features", "ignore"}
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """One table and what its columns mean; None where the usual names decide."""
+    """One table and the roles of its columns; None: by the usual names."""
 
     path: Path
     keys: tuple[str, ...] | None = None
     """The id column of a node table; source and destination columns of an edge table."""
     label: str | None = None
     classes: int | None = None
-    """How many there are; None to take the largest label + 1."""
+    """Number of classes; None: the largest label + 1."""
     split: str | None = None
     features: tuple[str, ...] | None = None
     ignore: tuple[str, ...] = ()
@@ -208,7 +203,7 @@ class TableLayout:
 
     name: str
     nodes: Mapping[str, TableSpec]
-    """Node types without a table get their nodes from the edges."""
+    """The nodes of types without a table are those that edges name."""
     edges: Mapping[EdgeType, TableSpec]
 
 
@@ -216,11 +211,11 @@ def find_layout(location: Path, ignore: tuple[str, ...]) -> TableLayout:
     """Read the layout of a folder or of a ``.json`` description; no table is opened.
 
     Args:
-        location: The folder or the description; paths in it are relative to its own folder.
-        ignore: Columns that no table's data is taken from.
+        location: The folder, or the description, whose paths are relative to its folder.
+        ignore: Columns to leave out of all tables.
 
     Raises:
-        DatasetError: neither exists, nothing in the folder fits, or the description is wrong.
+        DatasetError: neither exists, the folder has no tables, or the description is wrong.
     """
     if location.is_file():
         return _described(location, ignore)
@@ -305,7 +300,7 @@ def _spec(
     entry: object, key_names: tuple[str, ...], known: set[str], path: Path, what: str, ignore: tuple[str, ...]
 ) -> TableSpec:
     _require_keys(entry, known, {"file"}, path, what)
-    assert isinstance(entry, dict)  # what _require_keys has just found out
+    assert isinstance(entry, dict)  # checked by _require_keys
     given = [entry.get(name) for name in key_names]
     if any(given) and not all(given):
         raise DatasetError(f"{path}: {what} must name both or none of {', '.join(key_names)}")
@@ -364,8 +359,8 @@ class TablesSource(DatasetSource):
     is 7: write Parquet to keep the zeros), ``label`` numbers or strings (empty: none;
     strings are numbered in alphabetical order), ``split`` train, val or test, ``feat`` lists or
     ``feat_0``, ``feat_1`` ... the features; in edge tables ``src`` and ``dst`` the ids. Every other
-    column is kept under its own name and must hold numbers. A description says the same with other
-    names: see ``table_layout``. Ids other than 0..N-1 in order are kept in ``user_ids``.
+    column is kept under its own name and must hold numbers. A description gives these roles to columns
+    with other names. Ids other than 0..N-1 in order are kept in ``user_ids``.
 
     Option ``ignore``: columns to leave out, separated by commas.
     """
@@ -376,7 +371,6 @@ class TablesSource(DatasetSource):
         self._layout = find_layout(Path(location).expanduser(), ignore)
 
     def load(self) -> RawGraph:
-        """Read every table, map the ids, and check each column while its file is known."""
         edge_tables = {edge_type: read_table(spec.path) for edge_type, spec in self._layout.edges.items()}
         ends = {
             edge_type: _ends(table, self._layout.edges[edge_type]) for edge_type, table in edge_tables.items()
@@ -387,7 +381,7 @@ class TablesSource(DatasetSource):
             table = read_table(spec.path)
             ids[node_type], key = _node_ids(table, spec)
             node_data[node_type] = _columns(table, spec, {key})
-        # Sorted: the order of a set of texts changes from run to run, and new ids follow the order of types.
+        # Sorted, since the order of a set of strings changes from run to run, and ids follow it.
         for node_type in sorted({name for kind in ends for name in (kind[0], kind[2])} - ids.keys()):
             ids[node_type] = _ids_in_edges(node_type, ends)
         edges, edge_data = {}, {}
@@ -419,18 +413,16 @@ class TablesSource(DatasetSource):
 
 
 def _node_ids(table: Any, spec: TableSpec) -> tuple[Any, str]:
-    """Return the ids of a node table as a pyarrow array, and the column they came from."""
     if spec.keys is None and "id" not in table.column_names:
         return pa.array(np.arange(table.num_rows)), "id"
     key = spec.keys[0] if spec.keys is not None else "id"
     ids = id_column(table, key, str(spec.path))
     if len(pc.unique(ids)) < len(ids):
-        check_unique(ids.to_numpy(zero_copy_only=False).astype(_numpy_dtype(ids)), key, str(spec.path))
+        check_unique(_user_ids(ids), key, str(spec.path))
     return ids, key
 
 
 def _ends(table: Any, spec: TableSpec) -> tuple[Any, Any, tuple[str, str]]:
-    """Return source and destination ids of an edge table, and their columns."""
     where = str(spec.path)
     keys = (spec.keys[0], spec.keys[1]) if spec.keys is not None else None
     for names in _KEYS_OF_EDGES:
@@ -445,7 +437,6 @@ def _ends(table: Any, spec: TableSpec) -> tuple[Any, Any, tuple[str, str]]:
 
 
 def _ids_in_edges(node_type: str, ends: Mapping[EdgeType, tuple[Any, Any, tuple[str, str]]]) -> Any:
-    """Return the distinct ids that edges name for a node type without a table, sorted."""
     found = []
     for edge_type, (sources, destinations, _) in ends.items():
         found += [pc.unique(sources)] if edge_type[0] == node_type else []
@@ -486,7 +477,6 @@ def _positions(values: Any, ids: Any, key: str, path: Path, layout: TableLayout,
 
 
 def _columns(table: Any, spec: TableSpec, keys: set[str]) -> dict[str, NodeColumn]:
-    """Return the data columns of a node or edge table under their standard names, checked."""
     where = str(spec.path)
     names = table.column_names
     taken = keys | set(spec.ignore)
@@ -500,8 +490,9 @@ def _columns(table: Any, spec: TableSpec, keys: set[str]) -> dict[str, NodeColum
         columns.update(_split_masks(table, split, where))
         taken.add(split)
     features = spec.features if spec.features is not None else _numbered_features(names)
-    if len(features) == 1 and number_column(table, features[0], where).ndim == 2:
-        columns[FEATURE] = number_column(table, features[0], where)
+    lists = number_column(table, features[0], where) if len(features) == 1 else None
+    if lists is not None and lists.ndim == 2:
+        columns[FEATURE] = lists
     elif features:
         columns[FEATURE] = stacked_columns(table, features, where)
     taken.update(features)
@@ -520,21 +511,19 @@ def _numbered_features(names: list[str]) -> tuple[str, ...]:
 
 def _other_column(table: Any, name: str, where: str) -> Array:
     values = column(table, name, where)
-    if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
+    if holds_text(values):
         raise DatasetError(
             f"{where}: column {name!r} holds strings, which no model can use; leave it out with "
             f"ignore={name} (an option, or a list in graph.json), or encode it as numbers"
         )
-    return number_column(table, name, where)
+    return number_values(values, name, where)
 
 
 def _label_column(table: Any, name: str, where: str) -> Array:
     values = column(table, name, where)
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
-    if not (pa.types.is_string(values.type) or pa.types.is_large_string(values.type)):
+    if not holds_text(values):
         if not pa.types.is_integer(values.type):
-            return number_column(table, name, where)
+            return number_values(values, name, where)
         return np.asarray(pc.fill_null(as_int64(values, name, where), -1).to_numpy(zero_copy_only=False))
     known = pc.if_else(pc.equal(values, ""), None, values)
     classes = pc.unique(known.drop_null())
@@ -545,8 +534,6 @@ def _label_column(table: Any, name: str, where: str) -> Array:
 
 def _split_masks(table: Any, name: str, where: str) -> dict[str, Array]:
     values = column(table, name, where)
-    if pa.types.is_dictionary(values.type):
-        values = values.dictionary_decode()
     if pa.types.is_integer(values.type):
         refuse_gaps(values, name, where)
         codes = np.asarray(values.to_numpy(zero_copy_only=False))
@@ -568,15 +555,11 @@ def _split_masks(table: Any, name: str, where: str) -> dict[str, Array]:
 
 
 def _is_range(ids: Any) -> bool:
-    """Whether ``ids`` are 0..N-1 in this order, so that they need no mapping."""
     if not pa.types.is_integer(ids.type):
         return False
     return bool(np.array_equal(ids.to_numpy(zero_copy_only=False), np.arange(len(ids))))
 
 
 def _user_ids(ids: Any) -> Array:
-    return np.asarray(ids.to_numpy(zero_copy_only=False)).astype(_numpy_dtype(ids))
-
-
-def _numpy_dtype(ids: Any) -> type:
-    return np.int64 if pa.types.is_integer(ids.type) else np.str_
+    dtype = np.int64 if pa.types.is_integer(ids.type) else np.str_
+    return np.asarray(ids.to_numpy(zero_copy_only=False)).astype(dtype)

@@ -1,4 +1,4 @@
-"""Whether a raw graph is what it claims to be; the error names the column and the first wrong row."""
+"""Validation of raw graphs; errors name the column and the first wrong row."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 def check_raw_graph(graph: RawGraph, where: str) -> None:
-    """Raise unless ids, columns, labels and splits of ``graph`` fit together; any process alone.
-
-    Args:
-        graph: What a source returned.
-        where: The file or spec that messages start with.
+    """Raise unless ids, columns, labels and splits of ``graph`` are consistent; ``where`` starts messages.
 
     Raises:
-        DatasetError: no node or no edge; ids out of range; a column of the wrong length; a feature
-            that is NaN or infinite; a label outside [-1, classes); splits that overlap, have no
-            node, or hold a node without label; a user id that occurs twice.
+        DatasetError: there is no node or edge; an id is out of range; a column has the wrong length; a
+            feature is NaN or infinite; a label is outside [-1, classes); splits overlap, are empty, or hold a
+            node without label; a user id occurs twice.
     """
     if graph.total_nodes == 0 or graph.total_edges == 0:
         raise DatasetError(
@@ -57,7 +53,7 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
 
 
 def check_ids(ids: Array, end: int, column: str, where: str, what: str = "node id") -> None:
-    """Raise DatasetError unless ``ids`` is (K,) of integers in [0, end); ``what`` is one of them."""
+    """Raise DatasetError unless ``ids`` are (K,) integers in [0, end); ``what`` names one in messages."""
     check_whole(ids, column, where)
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= end):
         row = _first((ids < 0) | (ids >= end))
@@ -67,7 +63,7 @@ def check_ids(ids: Array, end: int, column: str, where: str, what: str = "node i
 
 
 def check_whole(values: Array, column: str, where: str) -> None:
-    """Raise DatasetError unless ``values`` is (K,) of integers."""
+    """Raise DatasetError unless ``values`` are (K,) integers."""
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise DatasetError(
             f"{where}: column {column!r} must hold one whole number a row; it is {values.dtype} of "
@@ -76,10 +72,10 @@ def check_whole(values: Array, column: str, where: str) -> None:
 
 
 def check_unique(ids: Array, column: str, where: str) -> None:
-    """Raise DatasetError when a value of ``ids`` ((K,) integers or strings) occurs twice."""
+    """Raise DatasetError if a value of ``ids`` ((K,) integers or strings) occurs twice."""
     order = np.argsort(ids, kind="stable")
     in_order = ids[order]
-    # A stable order keeps equal ids by row, so every later row of a run is the repeating one.
+    # A stable order keeps equal ids in row order, so all but the first of a run are repeats.
     repeats = order[1:][in_order[1:] == in_order[:-1]]
     if len(repeats):
         row = int(repeats.min())
@@ -93,13 +89,13 @@ def check_unique(ids: Array, column: str, where: str) -> None:
 def check_columns(
     columns: Mapping[str, NodeColumn], num_rows: int, num_classes: int | None, where: str
 ) -> None:
-    """Raise DatasetError unless the named columns of one node or edge type are sound.
+    """Raise DatasetError unless the columns of one node or edge type are valid.
 
     Args:
         columns: name -> (num_rows, ...) array.
         num_rows: Nodes (or edges) of that type.
-        num_classes: Classes of the column ``label``; None when it counts none.
-        where: What messages start with.
+        num_classes: Classes of the column ``label``; None if it has no classes.
+        where: Prefix of messages.
     """
     for name, column in columns.items():
         _check_length(column, num_rows, name, where)
@@ -115,13 +111,13 @@ def check_columns(
 
 
 def check_finite(column: Array, name: str, where: str, first_row: int = 0) -> None:
-    """Raise DatasetError when a floating-point ``column`` ((K, ...)) has a NaN or an infinity.
+    """Raise DatasetError if a floating-point ``column`` ((K, ...)) has a NaN or an infinity.
 
-    ``first_row`` is the number by which the message calls the first row.
+    ``first_row`` is the number of its first row, for the message.
     """
     if column.dtype.kind != "f":
         return
-    # In pieces: a truth value for every feature at once would take a quarter of their memory.
+    # In pieces: a boolean for every feature would take a quarter of their memory.
     for first in range(0, len(column), _ROWS_AT_ONCE):
         piece = column[first : first + _ROWS_AT_ONCE]
         finite = np.isfinite(piece)
@@ -187,7 +183,7 @@ def _check_splits(splits: Mapping[str, NodeColumn], where: str) -> None:
 
 def _check_labels(label: Array, num_classes: int, splits: Mapping[str, NodeColumn], where: str) -> None:
     if label.ndim != 1:
-        return  # several answers a node: any number may stand there
+        return  # several targets per node may be any numbers
     if label.dtype.kind not in "iu":
         raise DatasetError(f"{where}: column {LABEL!r} must hold whole numbers; it is {label.dtype}")
     wrong = (label < -1) | (label >= num_classes)

@@ -85,7 +85,7 @@ def test_what_a_source_returns_is_checked(folder: Path) -> None:
 
 def test_reading_a_file_needs_neither_dgl_nor_torch(folder: Path) -> None:
     code = (
-        "import sys; from dglx_dist.data import load_dataset; "
+        "import sys; from dglx_dist.data.sources import load_dataset; "
         f"load_dataset({str(folder / 'friends.npz')!r}); "
         "assert not {'dgl', 'torch'} & set(sys.modules)"
     )

@@ -1,6 +1,6 @@
-"""The description of tables that GraphStorm's users know, read and checked before any table is opened.
+"""Description of the tables to ingest, in the format of GraphStorm's ``gconstruct``.
 
-What is understood of GraphStorm's ``gconstruct`` keys; every other key is refused with the list of these::
+The supported keys; any other key is an error that lists them::
 
     {
       "version": "gconstruct-v0.1",
@@ -17,7 +17,7 @@ What is understood of GraphStorm's ``gconstruct`` keys; every other key is refus
       ]
     }
 
-Paths are relative to the folder of the description, or else to the current one.
+Paths are relative to the folder of the description or to the current folder.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from dglx_dist.registry import did_you_mean
 
 
 def read_json(path: Path) -> object:
-    """Read a file in which no object has a key twice, for JSON would pass over all but the last.
+    """Read a JSON file in which no object repeats a key.
 
     Raises:
-        ConfigError: it is missing, or no such JSON.
+        ConfigError: the file is missing, not valid JSON, or repeats a key.
     """
     try:
         found: object = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
-        # Neither NaN nor half of a character, which Python lets pass, can be written down again.
+        # Python accepts NaN and lone surrogates, which cannot be written back.
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
-    except OSError as problem:
+    except OSError as error:
         raise ConfigError(
-            f"{path.absolute()} cannot be read: {problem.strerror}; name the description"
+            f"{path.absolute()} cannot be read: {error.strerror}; name the description"
         ) from None
-    except (ValueError, RecursionError) as problem:
-        raise ConfigError(f"{path}: no valid JSON: {problem}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: no valid JSON: {error}") from None
     return found
 
 
@@ -57,22 +57,22 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     for key in found if len(found) < len(pairs) else ():
         if sum(key == one for one, _ in pairs) > 1:
-            raise ValueError(f"the key {key!r} stands twice in one object")
+            raise ValueError(f"the key {key!r} appears twice in one object")
     return found
 
 
 @final
 class Entry:
-    """One JSON object.
+    """One JSON object; accessors raise ConfigError for a value of the wrong kind.
 
     Args:
-        value: What was read.
-        known: Its keys.
-        path: The file, and
-        what: where in it, as messages begin.
+        value: Parsed JSON.
+        known: Allowed keys.
+        path: The file, for messages.
+        what: The object's name, for messages.
 
     Raises:
-        ConfigError: it is no object, or has another key.
+        ConfigError: ``value`` is not an object, or has another key.
     """
 
     def __init__(self, value: object, known: Sequence[str], path: Path, what: str) -> None:
@@ -89,27 +89,23 @@ class Entry:
         self.what = what
 
     def wrong(self, key: str, expected: str) -> ConfigError:
-        """Return the error that says what a key must be."""
+        """Return the error that ``key`` must be ``expected``."""
         shown = f"is {self.value[key]!r}" if key in self.value else "is missing"
         return ConfigError(f"{self.path}: {self.what}: {key!r} {shown}; it must be {expected}")
 
     def get(self, key: str) -> Any:
-        """Return what a key has; None where it has nothing."""
+        """Return the value of a key, or None."""
         return self.value.get(key)
 
     def text(self, key: str) -> str:
-        """Return the text of a key.
-
-        Raises:
-            ConfigError: it is missing, no text, or empty.
-        """
+        """Return the non-empty text of a key."""
         value = self.get(key)
         if not isinstance(value, str) or not value:
             raise self.wrong(key, "a text that is not empty")
         return value
 
     def optional_text(self, key: str) -> str | None:
-        """Return the text of a key, or None where it is missing."""
+        """Return the text of a key, or None if it is missing."""
         return None if self.get(key) is None else self.text(key)
 
     def texts(self, key: str) -> tuple[str, ...]:
@@ -121,14 +117,13 @@ class Entry:
         return tuple(values)
 
     def one_of(self, key: str, known: Sequence[str]) -> str:
-        """Return the text of a key, which is one of ``known``."""
         value = self.text(key)
         if value not in known:
             raise self.wrong(key, f"one of {', '.join(known)}{did_you_mean(value, known)}")
         return value
 
     def list_of(self, key: str) -> list[Any]:
-        """Return the list of a key, which must not be empty."""
+        """Return the non-empty list of a key."""
         value = self.get(key)
         if not isinstance(value, list) or not value:
             raise self.wrong(key, "a list that is not empty")
@@ -148,10 +143,10 @@ class FileSet:
 
 
 def read_files(entry: Entry) -> FileSet:
-    """Return the files that an entry names under ``files``, as its ``format`` says or their suffix tells.
+    """Return the files under ``files``, in the format of the entry or else of their suffix.
 
     Raises:
-        ConfigError: there are none, one is named twice, or their format is not known.
+        ConfigError: there are none, one is named twice, or their format is unknown.
     """
     stated = entry.get("format")
     if stated is None:
@@ -167,7 +162,7 @@ def read_files(entry: Entry) -> FileSet:
 
 
 def named_files(entry: Entry, key: str) -> FileSet:
-    """Return the files that a key names, whose suffix tells the format; see :func:`read_files`."""
+    """Return the files that a key names, in the format of their suffix; see :func:`read_files`."""
     paths = _paths(entry, key)
     names = {path.suffix[1:] for path in paths}
     for name in FORMATS:
@@ -183,12 +178,11 @@ def named_files(entry: Entry, key: str) -> FileSet:
 
 
 def line_files(entry: Entry, key: str) -> FileSet:
-    """Return the files that a key names, with one id a line; see :func:`read_files`."""
+    """Return the files that a key names, with one id per line; see :func:`read_files`."""
     return FileSet(paths=_paths(entry, key), format="csv")
 
 
 def _paths(entry: Entry, key: str) -> tuple[Path, ...]:
-    """Return the files that a key names; the rows of one that is named twice would count twice."""
     paths = tuple(path for pattern in entry.texts(key) for path in _matches(pattern, entry))
     if len({path.resolve() for path in paths}) < len(paths):
         raise entry.wrong(key, "files of which none is named twice")
@@ -200,7 +194,6 @@ def _can_separate(text: str) -> bool:
 
 
 def _matches(pattern: str, entry: Entry) -> list[Path]:
-    """Return the files of one pattern, sorted, beside the description or below the current folder."""
     for folder in (entry.path.absolute().parent, Path.cwd()):
         names = [pattern] if (folder / pattern).is_file() else glob(pattern, root_dir=folder, recursive=True)
         found = sorted(folder / name for name in names if (folder / name).is_file())
@@ -235,7 +228,7 @@ _LABEL_KEYS = ("task_type", "label_col", "split_pct", "custom_split_filenames")
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
-    """Columns of a table that become one tensor, or a part of it where names repeat."""
+    """Columns of a table that make a tensor, or a part of it if the name repeats."""
 
     columns: tuple[str, ...]
     name: str
@@ -246,17 +239,17 @@ class FeatureSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSpec:
-    """What is to be learnt of one type, and how it is split."""
+    """The learning task of one type, and how its rows are split."""
 
     task: str
     column: str | None = None
     """None for link prediction."""
     split: tuple[float, float, float] | None = DEFAULT_SPLIT
-    """Shares of train, validation and test; None: the files tell."""
+    """Shares of train, validation and test; None: ``files`` define the split."""
     files: Mapping[str, FileSet] = field(default_factory=dict)
     """train, valid, test -> files with the ids of their nodes."""
     id_column: str | None = None
-    """Of these files, where they are Parquet or CSV; None: one id a line."""
+    """Id column of Parquet or CSV ``files``; None: one id per line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,14 +284,14 @@ class IngestConfig:
     nodes: tuple[NodeSpec, ...]
     edges: tuple[EdgeSpec, ...]
     raw: Mapping[str, Any]
-    """As it was written."""
+    """The parsed JSON."""
 
 
 def read_config(path: Path) -> IngestConfig:
     """Read and check a description; no table is opened.
 
     Raises:
-        ConfigError: it is missing, no JSON, has a key or value that cannot be honoured, or names no file.
+        ConfigError: it is missing, not JSON, has an unsupported key or value, or names no file.
     """
     raw = read_json(path)
     top = Entry(raw, ("version", "nodes", "edges"), path, "the description")
@@ -427,7 +420,7 @@ def _shares(entry: Entry) -> tuple[float, float, float]:
         return DEFAULT_SPLIT
     if not isinstance(value, list) or len(value) != 3 or not all(map(_is_share, value)):
         raise entry.wrong("split_pct", "three shares of train, validation and test")
-    # As written, 0.8 + 0.1 + 0.1 is a little above 1.
+    # In floating point, 0.8 + 0.1 + 0.1 is slightly above 1.
     if not 0 < sum(value) <= 1 + 1e-9:
         raise entry.wrong("split_pct", "three shares of train, validation and test, together at most 1")
     return value[0], value[1], value[2]

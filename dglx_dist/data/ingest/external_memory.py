@@ -1,4 +1,4 @@
-"""How much memory each step may take, and how much was taken."""
+"""Memory budget, and files that hold what does not fit: id buckets, scattered rows and spills."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
 
 _BYTES_AT_ONCE = 1 << 13
-"""A word of each byte then lies in memory that is used again and again, and needs no new one."""
+"""Hashing expands each byte to a word; blocks of this size reuse the same memory."""
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def bucket_of(ids: Any, num_buckets: int) -> Array:
-    """Return (K,) int64 in [0, num_buckets) for ``ids``: K pyarrow int64, or large_string and none empty."""
+    """Return (K,) int64 in [0, num_buckets) for K pyarrow int64 or non-empty large_string ``ids``."""
     if pa.types.is_integer(ids.type):
-        words = mixed(ids.to_numpy(zero_copy_only=False).astype(np.uint64))
+        words = _splitmix64(ids.to_numpy(zero_copy_only=False).astype(np.uint64))
     else:
         offsets, _ = text_buffers(ids)
-        place_words = mixed(np.arange(np.diff(offsets).max(initial=0), dtype=np.uint64))
+        position_words = _splitmix64(np.arange(np.diff(offsets).max(initial=0), dtype=np.uint64))
         firsts = np.flatnonzero(np.diff(offsets[:-1] // _BYTES_AT_ONCE, prepend=-1)).tolist()
         pieces = [
-            _text_words(ids.slice(first, last - first), place_words)
+            _text_words(ids.slice(first, last - first), position_words)
             for first, last in zip(firsts, [*firsts[1:], len(ids)], strict=True)
         ]
         words = np.concatenate(pieces or [np.empty(0, np.uint64)])
     return (words % np.uint64(num_buckets)).astype(np.int64)
 
 
-def mixed(words: Array) -> Array:
-    """Return splitmix64's output for each of ``words`` ((K,) uint64)."""
+def _splitmix64(words: Array) -> Array:
+    # Not the compiled kernel of keyed_random: loading a compiler would count against the memory budget.
     with np.errstate(over="ignore"):
         words = words + _GOLDEN
         words = (words ^ (words >> np.uint64(30))) * _MIX_1
@@ -56,45 +56,48 @@ def text_buffers(ids: Any) -> tuple[Array, Array]:
     return ends - first, values
 
 
-def _text_words(ids: Any, place_words: Array) -> Array:
-    """Return (K,) words: the sum over a text's bytes of byte times the word of its place, mixed."""
+def _text_words(ids: Any, position_words: Array) -> Array:
+    """Return (K,) hashes: the mixed sum over a text's bytes of byte times the word of its position."""
     offsets, data = text_buffers(ids)
     lengths = np.diff(offsets)
-    places = np.arange(len(data)) - np.repeat(offsets[:-1], lengths)
+    positions = np.arange(len(data)) - np.repeat(offsets[:-1], lengths)
     with np.errstate(over="ignore"):
-        products = place_words[places] * (data.astype(np.uint64) + np.uint64(1))
+        products = position_words[positions] * (data.astype(np.uint64) + np.uint64(1))
         sums = np.add.reduceat(products, offsets[:-1])
-    return mixed(sums + lengths.astype(np.uint64))
+    return _splitmix64(sums + lengths.astype(np.uint64))
+
+
+def runs(values: Array) -> Iterator[tuple[int, slice]]:
+    """Yield each run of equal values in an ascending (K,) integer array: the value and its positions."""
+    starts = np.flatnonzero(np.diff(values, prepend=-1))
+    for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(values)], strict=True):
+        yield int(values[start]), slice(start, end)
 
 
 _TEXT, _INTEGER = 1, 0
 
 
 def append_ids(folder: Path, bucket: Array, numbers: Array, ids: Any) -> None:
-    """Append each id to the file of its bucket.
+    """Append each id and its number to the file ``<bucket>.ids``.
 
     Args:
-        folder: Of the files ``<bucket>.ids``.
-        bucket: (K,) of each id.
-        numbers: (K,) int64 of each id.
+        folder: Where the files are; made if missing.
+        bucket: (K,) integers.
+        numbers: (K,) int64.
         ids: K pyarrow int64 or large_string values.
     """
     folder.mkdir(parents=True, exist_ok=True)
     order = np.argsort(bucket, kind="stable")
-    in_order = bucket[order]
     ids, numbers = ids.take(pa.array(order)), numbers[order]
-    starts = np.flatnonzero(np.diff(in_order, prepend=-1))
-    for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-        with (folder / f"{in_order[start]}.ids").open("ab") as file:
-            _write(file, numbers[start:end], ids.slice(start, end - start))
+    for number, run in runs(bucket[order]):
+        with (folder / f"{number}.ids").open("ab") as file:
+            _write(file, numbers[run], ids[run])
 
 
 def read_ids(path: Path, most_bytes: int | None) -> Iterator[tuple[Array, Any]]:
-    """Yield (numbers, ids) in the order in which they were appended; nothing for a file that is not there.
+    """Yield (numbers, ids) in the order in which they were appended; nothing if the file does not exist.
 
-    Args:
-        path: The file.
-        most_bytes: About how much is read at a time; None: all of it.
+    About ``most_bytes`` are read at a time; None: all.
     """
     if not path.is_file():
         return
@@ -139,46 +142,46 @@ def _read(file: BinaryIO) -> tuple[Array, Any] | None:
     return numbers, pa.Array.from_buffers(pa.large_string(), count, buffers)
 
 
-_MMAP_THRESHOLD = -3
-"""Its number in <malloc.h>."""
-_LARGE = 1 << 17
+_M_MMAP_THRESHOLD = -3
+"""Parameter number in <malloc.h>."""
+_MMAP_THRESHOLD_BYTES = 1 << 17
 
-CODE = 48 * 2**20
-"""What libraries have still to read of their own code, and buffers that do not depend on the limit."""
-PROGRAM = 192 * 2**20
-"""About what Python and its libraries take, with :data:`CODE`, for advice."""
-SHARES = 6
-"""In how many shares of its memory a step thinks, see :attr:`Budget.bucket`."""
-LEAST_WORK = 24 * 2**20
-"""Bytes beside the program itself, below which pieces become too small to be worth anything."""
+LIBRARY_BYTES = 48 * 2**20
+"""Library code that is not loaded yet, and buffers that do not depend on the limit."""
+PROGRAM_BYTES = 192 * 2**20
+"""Approximate memory of Python and its libraries, :data:`LIBRARY_BYTES` included; used in messages."""
+BUDGET_SHARES = 6
+"""A bucket takes one of so many shares of the budget."""
+MIN_WORK_BYTES = 24 * 2**20
+"""Least budget beside the program itself; with less the pieces become too small."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What ingesting may hold beside the program: one step at a time, each a fixed share."""
+    """Memory for ingesting beside the program itself; steps run one at a time."""
 
     work: int
 
     @property
     def batch(self) -> int:
-        """Bytes of table rows read at a time; turning them into arrays takes some times as much."""
+        """Bytes of table rows read at a time; converting them takes a multiple of it."""
         return self.work // 32
 
     @property
     def bucket(self) -> int:
-        """Bytes of what is sorted or looked up at a time."""
-        return self.work // SHARES
+        """Bytes sorted or looked up at a time."""
+        return self.work // BUDGET_SHARES
 
 
 def open_budget(limit: int) -> Budget:
-    """Return what is left of ``limit`` bytes beside what this process holds now.
+    """Return the budget: ``limit`` bytes minus the memory of this process now.
 
     Raises:
-        ConfigError: too little is; the message names the least.
+        ConfigError: it is below the minimum, which the message names.
     """
-    used = resident() + CODE
-    if limit - used < LEAST_WORK:
-        least = -(-(used + LEAST_WORK) // 2**20)
+    used = resident() + LIBRARY_BYTES
+    if limit - used < MIN_WORK_BYTES:
+        least = -(-(used + MIN_WORK_BYTES) // 2**20)
         raise ConfigError(
             f"--memory {limit // 2**20}MB leaves too little beside the {used // 2**20} MB of the program "
             f"itself; grant at least {least}MB"
@@ -187,46 +190,42 @@ def open_budget(limit: int) -> Budget:
 
 
 @contextmanager
-def frugal() -> Iterator[None]:
-    """Give freed memory back to the system meanwhile, in place of keeping it for the next step.
+def low_memory_allocators() -> Iterator[None]:
+    """Make allocators return freed memory to the system instead of keeping it.
 
-    Arrow's own pool keeps what it freed for a while, and glibc what is smaller than the largest piece freed
-    so far: reading a column of 9 MB, a piece of 1 MB at a time, held 40 MB. The setting of glibc stays.
+    Arrow's own pool keeps freed memory for a while, and glibc keeps pieces smaller than the largest one freed
+    so far: reading a column of 9 MB in pieces of 1 MB held 40 MB. The glibc setting is not reverted.
     """
     before = pa.default_memory_pool()
     pa.set_memory_pool(pa.system_memory_pool())
-    _mallopt(_MMAP_THRESHOLD, _LARGE)
+    # Not every C library has mallopt.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
     try:
         yield
     finally:
         pa.set_memory_pool(before)
 
 
-def give_back() -> None:
-    """Return what was freed to the system; called between steps, whose small pieces fit nothing else."""
+def release_memory() -> None:
+    """Return freed memory to the system; called between steps, since malloc does not reuse small pieces."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-def _mallopt(name: int, value: int) -> None:
-    # Not every C library has it.
-    setting = getattr(ctypes.CDLL(None), "mallopt", None)
-    if setting is not None:
-        setting(name, value)
-
-
 @final
 class Scatter:
-    """Positions are cut into ranges of which one fits into memory; a range is a file until it is read.
+    """Random writes to rows on disk, in files of position ranges that fit into memory.
 
     Args:
-        folder: Where the files lie; made here.
+        folder: Where the files are; made here.
         num_rows: Positions are in [0, num_rows).
         dtype: Of the values.
         row_shape: Of one row.
         memory: Bytes for one range.
-        fill: What stands where nothing was put.
+        fill: Value of rows that are never put.
     """
 
     def __init__(
@@ -245,11 +244,11 @@ class Scatter:
         self._entry = np.dtype([("at", np.int64), ("row", dtype, row_shape)])
         self._row = np.dtype((dtype, row_shape))
         self._fill = fill
-        # What is read and what it becomes, side by side.
+        # The entries that are read and the rows that they become are in memory at the same time.
         self.range_rows = max(1, memory // (self._entry.itemsize + self._row.itemsize))
 
     def put(self, positions: Array, rows: Array) -> None:
-        """Put (k, *row) at ``positions`` ((k,) integers); of several at one position the last stays."""
+        """Put (k, *row) at ``positions`` ((k,) integers); the last row at a position wins."""
         if not len(positions):
             return
         ranges = positions // self.range_rows
@@ -257,14 +256,12 @@ class Scatter:
         entries = np.empty(len(positions), self._entry)
         entries["at"] = positions[order]
         entries["row"] = rows[order]
-        ranges = ranges[order]
-        starts = np.flatnonzero(np.diff(ranges, prepend=-1))
-        for start, end in zip(starts, [*starts[1:], len(ranges)], strict=True):
-            with self._file(int(ranges[start])).open("ab") as file:
-                entries[start:end].tofile(file)
+        for number, run in runs(ranges[order]):
+            with self._file(number).open("ab") as file:
+                entries[run].tofile(file)
 
     def chunks(self) -> Iterator[Array]:
-        """Yield all rows in order, a range at a time, and delete what was read."""
+        """Yield all rows in order, a range at a time, and delete its file."""
         for first in range(0, self._num_rows, self.range_rows):
             count = min(self.range_rows, self._num_rows - first)
             rows = np.full((count, *self._row.shape), self._fill, dtype=self._row.base)
@@ -282,13 +279,7 @@ class Scatter:
 
 @final
 class Spill:
-    """Rows in one file; nothing is held in memory.
-
-    Args:
-        path: File to create.
-        dtype: Of the values.
-        row_shape: Of one row; () for one number.
-    """
+    """Rows in one new file, none in memory."""
 
     def __init__(self, path: Path, dtype: Any, row_shape: tuple[int, ...] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -299,7 +290,7 @@ class Spill:
         self.num_rows = 0
 
     def append(self, rows: Array) -> None:
-        """Add (k, *row) at the end."""
+        """Append (k, *row)."""
         with self._path.open("ab") as file:
             np.ascontiguousarray(rows, dtype=self._dtype).tofile(file)
         self.num_rows += len(rows)
@@ -314,21 +305,16 @@ class Spill:
                 left -= count
                 yield values.reshape(count, *self._row_shape)
 
-    def remove(self) -> None:
-        """Delete the file."""
-        self._path.unlink()
-
 
 @final
-class Reader:
-    """Takes rows of a spill from the front, as many as asked for."""
+class SpillReader:
+    """Reads rows of a spill in order, any number at a time."""
 
     def __init__(self, spill: Spill, num_rows: int) -> None:
         self._chunks = spill.chunks(num_rows)
         self._left: list[Array] = []
 
     def take(self, count: int) -> Array:
-        """Return the next ``count`` rows."""
         taken: list[Array] = []
         missing = count
         while missing:

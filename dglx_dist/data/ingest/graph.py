@@ -1,4 +1,4 @@
-"""From a description to a dataset in one part, within a limit of memory."""
+"""Ingestion: tables larger than memory -> a dataset of one part, within a memory limit."""
 
 from __future__ import annotations
 
@@ -13,108 +13,135 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from dglx_dist.data.ingest.columns import (
-    Codes,
-    Features,
-    Labels,
-    Place,
-    Rows,
-    drawn,
-    make_transforms,
-    named,
-    write_tensors,
-)
-from dglx_dist.data.ingest.config import EdgeSpec, FeatureSpec, FileSet, IngestConfig, LabelSpec, NodeSpec
+from dglx_dist.data.ingest.config import EdgeSpec, FeatureSpec, IngestConfig, LabelSpec, NodeSpec
 from dglx_dist.data.ingest.external_memory import (
-    PROGRAM,
-    SHARES,
-    Reader,
+    BUDGET_SHARES,
+    PROGRAM_BYTES,
     Scatter,
     Spill,
-    frugal,
-    give_back,
+    SpillReader,
+    low_memory_allocators,
     open_budget,
+    release_memory,
+    runs,
     text_buffers,
 )
-from dglx_dist.data.ingest.id_map import Buckets, IdMap, RowNumbers, refuse_unknown
+from dglx_dist.data.ingest.features import Features, make_transforms
+from dglx_dist.data.ingest.id_map import BucketIdMap, IdMap, RangeIdMap, check_known
 from dglx_dist.data.ingest.tables import Piece, Table, ids_of
-from dglx_dist.data.storage.columns import edge_folder, node_folder, write_string_chunks
+from dglx_dist.data.ingest.tensors import (
+    DatasetOutput,
+    Labels,
+    Rows,
+    SplitCodes,
+    draw_split_codes,
+    read_split_codes,
+    write_tensors,
+)
+from dglx_dist.data.storage.columns import IDS, edge_folder, node_folder, write_string_chunks
 from dglx_dist.data.storage.files import named_failures, partial_folder, peak
-from dglx_dist.data.storage.manifest import Manifest, write_manifest
-from dglx_dist.data.storage.writer import check_target, put_in_place
+from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.progress import progress
 from dglx_dist.records import SPLITS, Array, ColumnInfo, EdgeType
 
-IDS = ColumnInfo(dtype="int64", row_shape=())
+_REVERSE = "-rev"
+"""Suffix of reverse relations, as in GraphStorm."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class IngestedNodes:
-    """What the edges and the manifest need of a node type that is written."""
+class IngestPlan:
+    """Target, limits and options of one ingestion.
 
+    Raises:
+        ConfigError: the seed is negative.
+    """
+
+    out: Path
+    memory: int
+    """Maximum bytes of the process, program and libraries included."""
+    name: str | None = None
+    """Of the graph; None: that of the folder."""
+    seed: int = 0
+    """Of the splits."""
+    reverse_edges: bool = False
+    overwrite: bool = False
+    workspace: Path | None = None
+    """Folder for temporary files; None: beside ``out``."""
+    output_description: Path | None = None
+    """Target of :func:`write_description`, checked before ingestion starts."""
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ingested:
+    """Result of one ingestion."""
+
+    manifest: Manifest
+    description: Mapping[str, Any]
+    """The description with the statistics of its transforms, for later tables."""
+    peak_bytes: int
+    """Peak memory of the process since its start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _IngestedNodes:
     ids: IdMap
     is_text: bool
     """Whether ids are looked up as texts."""
     user_ids: str | None
-    """Kind of the ids that were kept; None where they are 0..N-1."""
+    """Kind of the stored user ids; None where they are 0..N-1."""
     columns: Mapping[str, ColumnInfo]
     num_classes: int | None
     class_names: tuple[str, ...]
-    """In the order of their numbers; none where labels are numbers."""
-    settled: list[Mapping[str, Any]]
-    """Settings of the transform of each feature."""
+    """By class number; empty where labels are numbers."""
+    found_settings: list[Mapping[str, Any]]
+    """Transform settings of each feature, with statistics."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Survey:
+class _NodeScan:
     num_rows: int
     id_bytes: int
     is_range: bool
 
 
-def ingest_nodes(spec: NodeSpec, *, is_text: bool, seed: int, place: Place) -> IngestedNodes:
-    """Write one node type, in the order of its table.
-
-    Args:
-        spec: Of the description.
-        is_text: Whether its ids are texts, somewhere.
-        seed: Of the split.
-        place: Where to.
-
-    Raises:
-        DatasetError: naming file, row and column of what is wrong.
-    """
-    table = Table(spec.files, place.budget.batch)
-    features = Features(spec.features, place.budget.batch)
+def _ingest_nodes(spec: NodeSpec, *, is_text: bool, seed: int, output: DatasetOutput) -> _IngestedNodes:
+    table = Table(spec.files, output.budget.batch)
+    features = Features(spec.features, output.budget.batch)
     labels = _labels(spec.label)
-    survey = _look(spec, table, features, labels, is_text)
-    give_back()
-    settled = features.settle(str(spec.files.paths[0]))
+    scanned = _scan_nodes(spec, table, features, labels, is_text)
+    release_memory()
+    found_settings = features.finalize(str(spec.files.paths[0]))
     if labels is not None:
-        labels.settle(str(spec.files.paths[0]))
-    ids = _keep_ids(spec, table, survey, is_text, place)
+        labels.finalize(str(spec.files.paths[0]))
+    ids = _make_id_map(spec, table, scanned, is_text, output)
     folder = node_folder(0, spec.ntype)
-    place.write(f"{folder}/original_ids.arrow", IDS, survey.num_rows, _counting(survey.num_rows, place))
-    codes = None if spec.label is None else _codes(spec, spec.label, ids, is_text, seed, place)
+    output.write(
+        f"{folder}/original_ids.arrow", IDS, scanned.num_rows, _row_numbers(scanned.num_rows, output)
+    )
+    codes = None if spec.label is None else _node_split(spec, spec.label, ids, is_text, seed, output)
     rows = Rows(
         table=table,
-        num_rows=survey.num_rows,
+        num_rows=scanned.num_rows,
         features=features,
         labels=labels,
         codes=codes,
         folder=folder,
-        arrange=lambda chunks, _: chunks,
+        reorder=lambda chunks, _: chunks,
     )
-    kept = isinstance(ids, Buckets)
-    return IngestedNodes(
+    kept = isinstance(ids, BucketIdMap)
+    return _IngestedNodes(
         ids=ids,
         is_text=is_text,
         user_ids=("string" if is_text else "int64") if kept else None,
-        columns=write_tensors(rows, place),
+        columns=write_tensors(rows, output),
         num_classes=None if labels is None else labels.num_classes,
         class_names=() if labels is None else labels.names,
-        settled=settled,
+        found_settings=found_settings,
     )
 
 
@@ -124,15 +151,17 @@ def _labels(spec: LabelSpec | None) -> Labels | None:
     return Labels(spec.column, spec.task == "regression")
 
 
-def _look(spec: NodeSpec, table: Table, features: Features, labels: Labels | None, is_text: bool) -> _Survey:
-    """Read once what must be known of all rows."""
-    names = [*features.looked_at, *([labels.column] if labels is not None else [])]
+def _scan_nodes(
+    spec: NodeSpec, table: Table, features: Features, labels: Labels | None, is_text: bool
+) -> _NodeScan:
+    # One pass over everything that must be known of all rows.
+    names = [*features.scanned_columns, *([labels.column] if labels is not None else [])]
     names += [spec.id_column] if spec.id_column is not None else []
     num_rows, id_bytes, is_range = 0, 0, True
     for piece in table.pieces(names):
-        features.look(piece)
+        features.scan(piece)
         if labels is not None:
-            labels.look(piece.columns[labels.column], piece.where, piece.first_row)
+            labels.scan(piece.columns[labels.column], piece.where, piece.first_row)
         if spec.id_column is not None:
             ids = _ids(spec.id_column, piece, is_text)
             if is_text:
@@ -143,20 +172,22 @@ def _look(spec: NodeSpec, table: Table, features: Features, labels: Labels | Non
         num_rows += piece.num_rows
     if num_rows == 0:
         raise DatasetError(f"{spec.files.paths[0]}: the table has no row, so there is no node {spec.ntype!r}")
-    return _Survey(num_rows=num_rows, id_bytes=id_bytes, is_range=is_range and not is_text)
+    return _NodeScan(num_rows=num_rows, id_bytes=id_bytes, is_range=is_range and not is_text)
 
 
 def _ids(column: str, piece: Piece, is_text: bool) -> Any:
     return ids_of(piece.columns[column], column, piece.where, piece.first_row, is_text=is_text)
 
 
-def _keep_ids(spec: NodeSpec, table: Table, survey: _Survey, is_text: bool, place: Place) -> IdMap:
-    """Make the look-up of ids, and write them into the dataset where they are not 0..N-1."""
-    memory = place.budget.bucket
-    if spec.id_column is None or survey.is_range:
-        return RowNumbers(survey.num_rows, memory)
-    buckets = Buckets(place.work / "ids", survey.num_rows, survey.id_bytes, memory)
-    written = _WrittenIds(place, is_text)
+def _make_id_map(
+    spec: NodeSpec, table: Table, scanned: _NodeScan, is_text: bool, output: DatasetOutput
+) -> IdMap:
+    # Ids that are not 0..N-1 are also written to the dataset.
+    memory = output.budget.bucket
+    if spec.id_column is None or scanned.is_range:
+        return RangeIdMap(scanned.num_rows, memory)
+    buckets = BucketIdMap(output.work / "ids", scanned.num_rows, scanned.id_bytes, memory)
+    written = _UserIdWriter(output, is_text)
     for piece in table.pieces([spec.id_column]):
         ids = _ids(spec.id_column, piece, is_text)
         buckets.add(ids, piece.row)
@@ -166,15 +197,15 @@ def _keep_ids(spec: NodeSpec, table: Table, survey: _Survey, is_text: bool, plac
     return buckets
 
 
-class _WrittenIds:
-    """Ids in the order of the table, on disk until all are known."""
+class _UserIdWriter:
+    """Collects ids in table order on disk, then writes them as one column."""
 
-    def __init__(self, place: Place, is_text: bool) -> None:
-        self._place = place
+    def __init__(self, output: DatasetOutput, is_text: bool) -> None:
+        self._output = output
         self._is_text = is_text
-        self._numbers = Spill(place.work / "user_ids", np.int64)
-        """The ids, or where each text ends."""
-        self._texts = Spill(place.work / "user_id_texts", np.uint8)
+        # The ids, or the end offset of each text.
+        self._numbers = Spill(output.work / "user_ids", np.int64)
+        self._texts = Spill(output.work / "user_id_texts", np.uint8)
         if is_text:
             self._numbers.append(np.zeros(1, np.int64))
 
@@ -187,30 +218,39 @@ class _WrittenIds:
         self._texts.append(data)
 
     def write(self, path: str) -> None:
-        at_once = self._place.budget.batch // 8
+        at_once = self._output.budget.batch // 8
         numbers = self._numbers.chunks(at_once)
         if not self._is_text:
-            self._place.write(path, IDS, self._numbers.num_rows, numbers)
+            self._output.write(path, IDS, self._numbers.num_rows, numbers)
             return
         data = self._texts.chunks(8 * at_once)
-        self._place.files[path] = write_string_chunks(
-            self._place.folder / path, self._numbers.num_rows - 1, self._texts.num_rows, numbers, data
+        self._output.files[path] = write_string_chunks(
+            self._output.folder / path, self._numbers.num_rows - 1, self._texts.num_rows, numbers, data
         )
-        self._place.advance(1)
+        self._output.advance(1)
 
 
-def _codes(spec: NodeSpec, label: LabelSpec, ids: IdMap, is_text: bool, seed: int, place: Place) -> Codes:
-    shares = label.split
-    if shares is not None:
-        return lambda has_label, count: drawn(has_label, count, shares, seed)
+def _node_split(
+    spec: NodeSpec, label: LabelSpec, ids: IdMap, is_text: bool, seed: int, output: DatasetOutput
+) -> SplitCodes:
+    drawn = _drawn_split(label, seed)
+    if drawn is not None:
+        return drawn
     owner = f"{spec.files.paths[0]}{' ...' if len(spec.files.paths) > 1 else ''}"
-    return lambda has_label, count: named(
-        label, ids, owner, place.work / "split", is_text=is_text, memory=place.budget.bucket
+    return lambda has_label, count: read_split_codes(
+        label, ids, owner, output.work / "split", is_text=is_text, memory=output.budget.bucket
     )
 
 
-def _counting(count: int, place: Place) -> Iterator[Array]:
-    step = place.budget.batch // 8
+def _drawn_split(label: LabelSpec | None, seed: int) -> SplitCodes | None:
+    shares = None if label is None else label.split
+    if shares is None:
+        return None
+    return lambda has_label, count: draw_split_codes(has_label, count, shares, seed)
+
+
+def _row_numbers(count: int, output: DatasetOutput) -> Iterator[Array]:
+    step = output.budget.batch // 8
     for first in range(0, count, step):
         yield np.arange(first, min(first + step, count))
 
@@ -218,9 +258,9 @@ def _counting(count: int, place: Place) -> Iterator[Array]:
 _SLOTS = 1 << 16
 _EDGE = np.dtype([("destination", np.int64), ("source", np.int64), ("row", np.int64)])
 _SORTING_BYTES = 3 * _EDGE.itemsize
-"""What sorting takes for each edge: the edge, its place, and a sorted copy of each column in turn."""
-_MOST_STEPS = 5
-"""What a hub may take of the memory, in shares of it; nothing else is held meanwhile."""
+"""Memory of sorting per edge: the edge, its position, and a sorted copy of one column at a time."""
+_HUB_SHARES = 5
+"""Memory shares that the edges of a hub may take; nothing else is in memory then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,11 +274,10 @@ class Ends:
 
     @property
     def num_edges(self) -> int:
-        """E."""
         return self.sources.num_rows
 
     def reversed(self) -> Ends:
-        """Return the same edges the other way."""
+        """Return the same edges in the opposite direction."""
         return Ends(sources=self.destinations, destinations=self.sources)
 
 
@@ -251,42 +290,42 @@ class InEdges:
     indices: Spill
     """(E,) sources."""
     rows: Spill
-    """(E,) int64 row of the table of each edge."""
+    """(E,) int64 table row of each edge."""
 
-    def places(self, folder: Path, memory: int) -> Spill:
-        """Return (E,) int64: where the edge of each row of the table stands now."""
+    def positions(self, folder: Path, memory: int) -> Spill:
+        """Return (E,) int64: the position of each table row in this order."""
         count = self.rows.num_rows
         scatter = Scatter(folder / "scatter", count, np.int64, memory=memory)
         first = 0
         for rows in self.rows.chunks(memory // 64 + 1):
             scatter.put(rows, np.arange(first, first + len(rows)))
             first += len(rows)
-        places = Spill(folder / "places", np.int64)
+        positions = Spill(folder / "positions", np.int64)
         for piece in scatter.chunks():
-            places.append(piece)
-        return places
+            positions.append(piece)
+        return positions
 
 
 def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path, memory: int) -> InEdges:
-    """Sort by destination, then source, then row of the table.
+    """Sort edges by (destination, source, table row).
 
-    The in-edges of consecutive destinations are sorted at a time, as many as fit; those of a 65,536th of the
-    destinations are sorted together, in five times ``memory`` if need be.
+    Sorts the in-edges of as many consecutive destinations as fit at a time, but at least those of one of
+    65,536 slots of destinations, with up to five times ``memory``.
 
     Args:
-        ends: By row, all within range.
-        num_sources: Nodes of the source type; their ids are stored in 32 bits where these do.
+        ends: By table row, all within range.
+        num_sources: Nodes of the source type; their ids are stored as int32 if they fit.
         num_destinations: Nodes of the destination type.
-        folder: For files.
+        folder: For temporary files.
         memory: Bytes for one sort.
 
     Raises:
-        ConfigError: more edges than that end at a node, or at neighbours in the table.
+        ConfigError: a node, or a slot of neighbours in the table, has too many in-edges for one sort.
     """
     width = -(-num_destinations // _SLOTS)
     step = max(1, memory // _SORTING_BYTES)
     firsts = _first_destinations(ends, num_destinations, width, step)
-    _deal_out(ends, firsts, folder / "buckets", step)
+    _write_buckets(ends, firsts, folder / "buckets", step)
     result = InEdges(
         indptr=Spill(folder / "indptr", np.int64),
         indices=Spill(folder / "indices", np.int32 if num_sources < 2**31 else np.int64),
@@ -297,23 +336,23 @@ def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path
     for number, (first, last) in enumerate(zip(firsts, [*firsts[1:], num_destinations], strict=True)):
         edges = _read_bucket(folder / "buckets" / str(number))
         counts = np.bincount(edges["destination"] - first, minlength=last - first)
-        # A stable sort of two keys: edges of a bucket are by row already.
+        # A stable sort by two keys suffices: the edges of a bucket are in row order already.
         order = np.lexsort((edges["source"], edges["destination"]))
         result.indices.append(edges["source"][order])
         result.rows.append(edges["row"][order])
         result.indptr.append(total + np.cumsum(counts))
         total += len(edges)
         del edges, order
-        give_back()
+        release_memory()
     return result
 
 
 def _first_destinations(ends: Ends, num_destinations: int, width: int, step: int) -> list[int]:
-    """Return each bucket's first destination, so that none but a lone slot has more than ``step`` edges."""
+    # A bucket has at most ``step`` edges, unless it is a single slot.
     counts = np.zeros(-(-num_destinations // width), np.int64)
     for destinations in ends.destinations.chunks(step):
         counts += np.bincount(destinations // width, minlength=len(counts))
-    _check_fits(counts, width, _MOST_STEPS * step)
+    _check_fits(counts, width, _HUB_SHARES * step)
     firsts, held = [0], 0
     for slot, count in enumerate(counts.tolist()):
         if held and held + count > step:
@@ -327,14 +366,14 @@ def _check_fits(counts: Array, width: int, most: int) -> None:
     slot = int(np.argmax(counts))
     if counts[slot] > most:
         nodes = f"rows {slot * width} to {(slot + 1) * width - 1}" if width > 1 else f"row {slot}"
-        needed = int(counts[slot]) * _SORTING_BYTES * SHARES // _MOST_STEPS
+        needed = int(counts[slot]) * _SORTING_BYTES * BUDGET_SHARES // _HUB_SHARES
         raise ConfigError(
             f"{counts[slot]} edges end at the nodes of {nodes} of their table, and are sorted together; "
-            f"grant --memory {(needed + PROGRAM) // 2**20 + 1}MB"
+            f"grant --memory {(needed + PROGRAM_BYTES) // 2**20 + 1}MB"
         )
 
 
-def _deal_out(ends: Ends, firsts: list[int], folder: Path, step: int) -> None:
+def _write_buckets(ends: Ends, firsts: list[int], folder: Path, step: int) -> None:
     folder.mkdir(parents=True)
     row = 0
     for edges in _edges(ends, step):
@@ -342,11 +381,9 @@ def _deal_out(ends: Ends, firsts: list[int], folder: Path, step: int) -> None:
         row += len(edges)
         buckets = np.searchsorted(firsts, edges["destination"], side="right") - 1
         order = np.argsort(buckets, kind="stable")
-        buckets = buckets[order]
-        starts = np.flatnonzero(np.diff(buckets, prepend=-1))
-        for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
-            with (folder / str(buckets[start])).open("ab") as file:
-                edges[order[start:end]].tofile(file)
+        for number, run in runs(buckets[order]):
+            with (folder / str(number)).open("ab") as file:
+                edges[order[run]].tofile(file)
 
 
 def _edges(ends: Ends, step: int) -> Iterator[Array]:
@@ -366,48 +403,32 @@ def _read_bucket(path: Path) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IngestedEdges:
-    """What the manifest needs of an edge type that is written."""
-
+class _IngestedEdges:
     num_edges: int
     columns: Mapping[str, ColumnInfo]
     class_names: tuple[str, ...]
-    """In the order of their numbers; none where labels are numbers."""
-    settled: list[Mapping[str, Any]]
+    found_settings: list[Mapping[str, Any]]
 
 
-def ingest_edges(
+def _ingest_edges(
     spec: EdgeSpec,
-    nodes: Mapping[str, IngestedNodes],
+    nodes: Mapping[str, _IngestedNodes],
     *,
     reverse: EdgeType | None,
     seed: int,
-    place: Place,
-) -> IngestedEdges:
-    """Write one edge type, and the same edges the other way round as another, without tensors.
-
-    Args:
-        spec: Of the description.
-        nodes: All node types.
-        reverse: Type of the edges the other way; None: they are not written.
-        seed: Of the split.
-        place: Where to.
-
-    Raises:
-        DatasetError: naming file, row and column of what is wrong, such as an id that is no node's.
-    """
-    table = Table(spec.files, place.budget.batch)
-    features = Features(spec.features, place.budget.batch)
-    labels = None
-    if spec.label is not None and spec.label.column is not None:
-        labels = Labels(spec.label.column, spec.label.task == "regression")
-    num_edges = _look_edges(table, features, labels)
+    output: DatasetOutput,
+) -> _IngestedEdges:
+    # The reverse edges are another edge type, without tensors; None: they are not written.
+    table = Table(spec.files, output.budget.batch)
+    features = Features(spec.features, output.budget.batch)
+    labels = _labels(spec.label)
+    num_edges = _scan_edges(table, features, labels)
     if num_edges == 0:
         raise DatasetError(f"{spec.files.paths[0]}: the table has no row, so there is no edge {spec.etype}")
-    settled = features.settle(str(spec.files.paths[0]))
-    ends = _look_up(spec, table, num_edges, nodes, place)
+    found_settings = features.finalize(str(spec.files.paths[0]))
+    ends = _find_ends(spec, table, num_edges, nodes, output)
     sizes = nodes[spec.etype[0]].ids.num_nodes, nodes[spec.etype[2]].ids.num_nodes
-    edges = _write_structure(spec.etype, ends, sizes, "forward", place)
+    edges = _write_structure(spec.etype, ends, sizes, "forward", output)
     columns = {}
     if features.names or labels is not None or spec.label is not None:
         rows = Rows(
@@ -415,162 +436,104 @@ def ingest_edges(
             num_rows=num_edges,
             features=features,
             labels=labels,
-            codes=_codes_edges(spec, seed),
+            codes=_drawn_split(spec.label, seed),
             folder=edge_folder(0, spec.etype),
-            arrange=_Arranger(edges, place).arrange,
+            reorder=_EdgeReorderer(edges, output).reorder,
         )
-        columns = dict(write_tensors(rows, place))
-    shutil.rmtree(place.work / "forward")
+        columns = dict(write_tensors(rows, output))
+    shutil.rmtree(output.work / "forward")
     if reverse is not None:
-        _write_structure(reverse, ends.reversed(), sizes[::-1], "reverse", place)
+        _write_structure(reverse, ends.reversed(), sizes[::-1], "reverse", output)
     for number in range(2):
-        shutil.rmtree(place.work / f"end{number}")
+        shutil.rmtree(output.work / f"end{number}")
     names = () if labels is None else labels.names
-    return IngestedEdges(num_edges=num_edges, columns=columns, class_names=names, settled=settled)
+    return _IngestedEdges(
+        num_edges=num_edges, columns=columns, class_names=names, found_settings=found_settings
+    )
 
 
-def _look_edges(table: Table, features: Features, labels: Labels | None) -> int:
-    """Read once what must be known of all rows; return how many there are."""
-    names = [*features.looked_at, *([labels.column] if labels is not None else [])]
+def _scan_edges(table: Table, features: Features, labels: Labels | None) -> int:
+    names = [*features.scanned_columns, *([labels.column] if labels is not None else [])]
     if not names:
         return table.count()
     num_rows = 0
     for piece in table.pieces(names):
-        features.look(piece)
+        features.scan(piece)
         if labels is not None:
-            labels.look(piece.columns[labels.column], piece.where, piece.first_row)
+            labels.scan(piece.columns[labels.column], piece.where, piece.first_row)
         num_rows += piece.num_rows
     if labels is not None:
-        labels.settle(str(table.files.paths[0]))
+        labels.finalize(str(table.files.paths[0]))
     return num_rows
 
 
-def _look_up(
-    spec: EdgeSpec, table: Table, num_edges: int, nodes: Mapping[str, IngestedNodes], place: Place
+def _find_ends(
+    spec: EdgeSpec, table: Table, num_edges: int, nodes: Mapping[str, _IngestedNodes], output: DatasetOutput
 ) -> Ends:
-    """Return the node numbers of both ends of every edge."""
     found: list[Spill] = []
     for column, ntype in ((spec.source_column, spec.etype[0]), (spec.destination_column, spec.etype[2])):
         known = nodes[ntype]
-        folder = place.work / f"end{len(found)}"
-        result = known.ids.find(_ids_edges(table, column, known.is_text), num_edges, folder)
-        refuse_unknown(result.unknown, table.place, column, f"the {ntype!r} nodes")
+        folder = output.work / f"end{len(found)}"
+        ids = (_ids(column, piece, known.is_text) for piece in table.pieces([column]))
+        result = known.ids.find(ids, num_edges, folder)
+        check_known(result.unknown, table.locate, column, f"the {ntype!r} nodes")
         spill = Spill(folder / "nodes", np.int64)
         for piece in result.rows.chunks():
             spill.append(piece)
         found.append(spill)
-        place.advance(1)
+        output.advance(1)
     return Ends(sources=found[0], destinations=found[1])
 
 
-def _ids_edges(table: Table, column: str, is_text: bool) -> Iterator[Any]:
-    for piece in table.pieces([column]):
-        yield ids_of(piece.columns[column], column, piece.where, piece.first_row, is_text=is_text)
-
-
-def _write_structure(etype: EdgeType, ends: Ends, sizes: tuple[int, ...], name: str, place: Place) -> InEdges:
+def _write_structure(
+    etype: EdgeType, ends: Ends, sizes: tuple[int, ...], name: str, output: DatasetOutput
+) -> InEdges:
     num_sources, num_destinations = sizes
-    edges = sort_edges(ends, num_sources, num_destinations, place.work / name, place.budget.bucket)
-    folder, at_once = edge_folder(0, etype), place.budget.batch // 8
-    place.write(f"{folder}/indptr.arrow", IDS, num_destinations + 1, edges.indptr.chunks(at_once))
+    edges = sort_edges(ends, num_sources, num_destinations, output.work / name, output.budget.bucket)
+    folder, at_once = edge_folder(0, etype), output.budget.batch // 8
+    output.write(f"{folder}/indptr.arrow", IDS, num_destinations + 1, edges.indptr.chunks(at_once))
     info = ColumnInfo(dtype="int32" if num_sources < 2**31 else "int64", row_shape=())
-    place.write(f"{folder}/indices.arrow", info, ends.num_edges, edges.indices.chunks(at_once))
-    place.write(f"{folder}/original_ids.arrow", IDS, ends.num_edges, edges.rows.chunks(at_once))
+    output.write(f"{folder}/indices.arrow", info, ends.num_edges, edges.indices.chunks(at_once))
+    output.write(f"{folder}/original_ids.arrow", IDS, ends.num_edges, edges.rows.chunks(at_once))
     return edges
 
 
-def _codes_edges(spec: EdgeSpec, seed: int) -> Codes | None:
-    shares = None if spec.label is None else spec.label.split
-    if shares is None:
-        return None
-    return lambda has_label, count: drawn(has_label, count, shares, seed)
+class _EdgeReorderer:
+    """Reorders table rows into edge order."""
 
-
-class _Arranger:
-    """Puts rows of the table into the order of the edges."""
-
-    def __init__(self, edges: InEdges, place: Place) -> None:
-        self._folder: Path = place.work / "forward" / "arrange"
-        self._memory = place.budget.bucket
+    def __init__(self, edges: InEdges, output: DatasetOutput) -> None:
+        self._folder: Path = output.work / "forward" / "arrange"
+        self._memory = output.budget.bucket
         self._count = edges.rows.num_rows
-        self._places = edges.places(self._folder, self._memory)
+        self._positions = edges.positions(self._folder, self._memory)
         self._number = 0
 
-    def arrange(self, chunks: Iterable[Array], info: ColumnInfo) -> Iterator[Array]:
+    def reorder(self, chunks: Iterable[Array], info: ColumnInfo) -> Iterator[Array]:
         self._number += 1
         folder = self._folder / str(self._number)
         scatter = Scatter(folder, self._count, info.dtype, info.row_shape, memory=self._memory)
-        places = Reader(self._places, self._memory // 64)
+        positions = SpillReader(self._positions, self._memory // 64)
         for rows in chunks:
-            scatter.put(places.take(len(rows)), rows)
+            scatter.put(positions.take(len(rows)), rows)
         return scatter.chunks()
 
 
-METHOD = "ingest"
-"""What the manifest says in place of a partitioner."""
-REVERSE = "-rev"
-"""Ends the relation of reverse edges, as in GraphStorm."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class IngestPlan:
-    """How and where to.
-
-    Raises:
-        ConfigError: the seed is negative.
-    """
-
-    out: Path
-    memory: int
-    """Bytes that the process may hold at most, program and libraries included."""
-    name: str | None = None
-    """Of the graph; None: that of the folder."""
-    seed: int = 0
-    """Of the splits."""
-    reverse_edges: bool = False
-    overwrite: bool = False
-    workspace: Path | None = None
-    """For what does not fit into memory meanwhile; None: beside ``out``."""
-    settled: Path | None = None
-    """Where :func:`write_settled` is going to write, to be told beforehand where that cannot be."""
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ingested:
-    """What came of it."""
-
-    manifest: Manifest
-    settled: Mapping[str, Any]
-    """The description with what its transforms found out, to treat later tables alike."""
-    peak_bytes: int
-    """The most that the process has held, since it was started."""
-
-
 def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
-    """Read the tables and write a dataset of one part, which appears whole or not at all; one process.
+    """Read the tables and write a dataset of one part atomically; one process calls it.
 
-    Holds pieces of tables, buckets of ids and of edges, and no array over all nodes or edges. The disk needs
-    room for about the edges three times over, beside the dataset.
-
-    Args:
-        config: What is in the tables.
-        plan: How and where to.
+    Keeps pieces of tables and buckets of ids and edges in memory, but no array over all nodes or edges.
+    Temporary files take about three times the edges, beside the dataset.
 
     Raises:
-        ConfigError: the memory does not hold the program, or what must be sorted together; a setting of a
-            transform cannot be honoured; a reverse type exists already; or other files were to be in
-            the dataset.
-        DatasetError: naming file, row and column of what is wrong in a table.
-        StorageError: the target holds something else, or the disk refuses.
+        ConfigError: the memory limit is too small for the program or one sort; a setting of a transform is
+            invalid; a reverse type exists already; or another output path is inside the dataset.
+        DatasetError: a value in a table is wrong; names file, row and column.
+        StorageError: the target is not empty, or cannot be written.
     """
     out = plan.out.absolute()
     check_target(out, plan.overwrite)
     workspace = (plan.workspace or out.parent).absolute()
-    for what, path in (("workspace", workspace), ("output-conf-file", plan.settled)):
+    for what, path in (("workspace", workspace), ("output-conf-file", plan.output_description)):
         if path is not None and path.resolve().is_relative_to(out.resolve()):
             raise ConfigError(f"the {what} {path} is in {out}, which holds a dataset only; choose another")
     _check_tables(config)
@@ -578,45 +541,44 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
     is_text = _text_types(config)
     budget = open_budget(plan.memory)
     with (
-        frugal(),
+        low_memory_allocators(),
         named_failures(out),
         partial_folder(out) as partial,
         partial_folder(workspace / f"{out.name}.work") as work,
         progress("Ingesting", _num_steps(config, len(reverse))) as advance,
     ):
-        place = Place(folder=partial, work=work, budget=budget, advance=advance)
+        output = DatasetOutput(folder=partial, work=work, budget=budget, advance=advance)
         nodes = {}
         for i, node in enumerate(config.nodes):
-            own = replace(place, work=work / f"nodes{i}")
-            nodes[node.ntype] = ingest_nodes(node, is_text=is_text[node.ntype], seed=plan.seed, place=own)
+            own = replace(output, work=work / f"nodes{i}")
+            nodes[node.ntype] = _ingest_nodes(node, is_text=is_text[node.ntype], seed=plan.seed, output=own)
             advance.say(f"{nodes[node.ntype].ids.num_nodes} nodes {node.ntype!r}")
         edges = {}
         for i, edge in enumerate(config.edges):
-            own = replace(place, work=work / f"edges{i}")
+            own = replace(output, work=work / f"edges{i}")
             other = reverse.get(edge.etype)
-            edges[edge.etype] = ingest_edges(edge, nodes, reverse=other, seed=plan.seed, place=own)
+            edges[edge.etype] = _ingest_edges(edge, nodes, reverse=other, seed=plan.seed, output=own)
             advance.say(f"{edges[edge.etype].num_edges} edges {':'.join(edge.etype)}")
-        settled = _settled(config, nodes, edges)
-        manifest = write_manifest(_manifest(config, plan, reverse, place, nodes, edges), partial)
+        description = _description_with_settings(config, nodes, edges)
+        manifest = write_manifest(_manifest(config, plan, reverse, output, nodes, edges), partial)
         put_in_place(partial, out, plan.overwrite)
-    return Ingested(manifest=manifest, settled=settled, peak_bytes=peak())
+    return Ingested(manifest=manifest, description=description, peak_bytes=peak())
 
 
-def write_settled(ingested: Ingested, path: Path) -> None:
-    """Write the description with what the transforms found out.
+def write_description(ingested: Ingested, path: Path) -> None:
+    """Write the description with the statistics of its transforms as JSON.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(ingested.settled, indent=1) + "\n", encoding="utf-8")
-    except OSError as problem:
-        raise ConfigError(f"{path} cannot be written: {problem.strerror}; choose another place") from problem
+        path.write_text(json.dumps(ingested.description, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another place") from error
 
 
 def _check_tables(config: IngestConfig) -> None:
-    """Find out before anything is read in full whether there are all columns, and settings make sense."""
     specs: tuple[NodeSpec | EdgeSpec, ...] = (*config.nodes, *config.edges)
     for spec in specs:
         for feature in spec.features:
@@ -627,8 +589,8 @@ def _check_tables(config: IngestConfig) -> None:
             ids = (spec.id_column,)
         label = spec.label
         others = [column for feature in spec.features for column in feature.columns]
-        named = (*ids, *others, None if label is None else label.column)
-        Table(spec.files, 1).check([column for column in named if column is not None])
+        columns = (*ids, *others, None if label is None else label.column)
+        Table(spec.files, 1).check([column for column in columns if column is not None])
         if label is not None and label.id_column is not None:
             for files in label.files.values():
                 Table(files, 1).check([label.id_column])
@@ -636,7 +598,7 @@ def _check_tables(config: IngestConfig) -> None:
 
 def _reverse_types(config: IngestConfig) -> dict[EdgeType, EdgeType]:
     own = {edge.etype for edge in config.edges}
-    reverse = {etype: (etype[2], f"{etype[1]}{REVERSE}", etype[0]) for etype in own}
+    reverse = {etype: (etype[2], f"{etype[1]}{_REVERSE}", etype[0]) for etype in own}
     for etype, other in reverse.items():
         if other in own:
             raise ConfigError(
@@ -647,22 +609,18 @@ def _reverse_types(config: IngestConfig) -> dict[EdgeType, EdgeType]:
 
 
 def _text_types(config: IngestConfig) -> dict[str, bool]:
-    """Return which node types have texts for ids: all but those that only Parquet whole numbers name."""
+    # Ids are texts unless all tables that name them hold Parquet integers.
     is_text = {}
     for node in config.nodes:
-        named = [(node.files, node.id_column)]
+        used = [(node.files, node.id_column)]
         for edge in config.edges:
-            named += [(edge.files, edge.source_column)] if edge.etype[0] == node.ntype else []
-            named += [(edge.files, edge.destination_column)] if edge.etype[2] == node.ntype else []
-        # Row numbers are numbers, also where a CSV file names them.
+            used += [(edge.files, edge.source_column)] if edge.etype[0] == node.ntype else []
+            used += [(edge.files, edge.destination_column)] if edge.etype[2] == node.ntype else []
+        # Row numbers are integers, also if a CSV file names them.
         is_text[node.ntype] = node.id_column is not None and not all(
-            _is_whole_number(files, column) for files, column in named if column is not None
+            Table(files, 0).is_whole_number(column) for files, column in used if column is not None
         )
     return is_text
-
-
-def _is_whole_number(files: FileSet, column: str) -> bool:
-    return Table(files, 0).is_whole_number(column)
 
 
 def _num_steps(config: IngestConfig, num_reverse: int) -> int:
@@ -675,22 +633,21 @@ def _num_steps(config: IngestConfig, num_reverse: int) -> int:
     return nodes + sum(5 + tensors(spec) for spec in config.edges) + 3 * num_reverse
 
 
-def _settled(
-    config: IngestConfig, nodes: Mapping[str, IngestedNodes], edges: Mapping[EdgeType, IngestedEdges]
+def _description_with_settings(
+    config: IngestConfig, nodes: Mapping[str, _IngestedNodes], edges: Mapping[EdgeType, _IngestedEdges]
 ) -> Mapping[str, Any]:
-    """Return the description with what was found out; the order of types and features is that of the file."""
-    told = copy.deepcopy(dict(config.raw))
-    for entry, node in zip(told["nodes"], config.nodes, strict=True):
-        _settle(entry, node.features, nodes[node.ntype].settled)
-    for entry, edge in zip(told["edges"], config.edges, strict=True):
-        _settle(entry, edge.features, edges[edge.etype].settled)
-    return told
+    description = copy.deepcopy(dict(config.raw))
+    for entry, node in zip(description["nodes"], config.nodes, strict=True):
+        _add_settings(entry, node.features, nodes[node.ntype].found_settings)
+    for entry, edge in zip(description["edges"], config.edges, strict=True):
+        _add_settings(entry, edge.features, edges[edge.etype].found_settings)
+    return description
 
 
-def _settle(
-    entry: dict[str, Any], features: Sequence[FeatureSpec], settled: Sequence[Mapping[str, Any]]
+def _add_settings(
+    entry: dict[str, Any], features: Sequence[FeatureSpec], found_settings: Sequence[Mapping[str, Any]]
 ) -> None:
-    for feature, spec, found in zip(entry.get("features") or [], features, settled, strict=True):
+    for feature, spec, found in zip(entry.get("features") or [], features, found_settings, strict=True):
         if found:
             feature["transform"] = {"name": spec.transform, **found}
 
@@ -699,9 +656,9 @@ def _manifest(
     config: IngestConfig,
     plan: IngestPlan,
     reverse: Mapping[EdgeType, EdgeType],
-    place: Place,
-    nodes: Mapping[str, IngestedNodes],
-    edges: Mapping[EdgeType, IngestedEdges],
+    output: DatasetOutput,
+    nodes: Mapping[str, _IngestedNodes],
+    edges: Mapping[EdgeType, _IngestedEdges],
 ) -> Manifest:
     columns = {etype: dict(one.columns) for etype, one in edges.items()}
     counts = {etype: one.num_edges for etype, one in edges.items()}
@@ -718,8 +675,8 @@ def _manifest(
         edge_columns=columns,
         num_classes={t: one.num_classes for t, one in nodes.items() if one.num_classes is not None},
         user_ids={ntype: one.user_ids for ntype, one in nodes.items() if one.user_ids is not None},
-        method=METHOD,
+        method="ingest",
         seed=plan.seed,
-        parameters={"description": _settled(config, nodes, edges), "class_names": names},
-        files=place.files,
+        parameters={"description": _description_with_settings(config, nodes, edges), "class_names": names},
+        files=output.files,
     )

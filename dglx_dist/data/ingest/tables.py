@@ -1,4 +1,4 @@
-"""Tables of many files, read a piece at a time; a piece knows its file and row, for messages."""
+"""Tables of many CSV or Parquet files, read a piece at a time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from dglx_dist.data.ingest.config import FileSet
-from dglx_dist.data.tables import as_int64, plain, refuse_gaps
+from dglx_dist.data.tables import as_int64, holds_text, plain, refuse_gaps
 from dglx_dist.data.validate import check_finite
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import Array
 
-_LEAST_ROW_BYTES = 32
-_MOST_ROWS = 1 << 16
-_LEAST_BLOCK, _MOST_BLOCK = 1 << 16, 1 << 20
+_MIN_ROW_BYTES = 32
+_MAX_ROWS = 1 << 16
+_MIN_BLOCK, _MAX_BLOCK = 1 << 16, 1 << 20
 _PROBED_ROWS = 1 << 8
 _TEXTS = "BYTE_ARRAY"
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
-"""Bytes of one value of Parquet's types, once it is read."""
+"""Parquet type -> bytes of one value in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +35,21 @@ class Piece:
 
     path: Path
     first_row: int
-    """Number of the first one in its file, from 0, the header not counted."""
+    """Number of the first row in its file, from 0, without the header."""
     row: int
-    """Number of the first one in the table."""
+    """Number of the first row in the table."""
     columns: dict[str, Any]
-    """Name -> pyarrow array in one chunk; everything in a CSV file is text, as it is written."""
+    """Name -> pyarrow array in one chunk; all columns of a CSV file are texts as written."""
     num_rows: int
 
     @property
     def where(self) -> str:
-        """The file, as messages begin."""
+        """The file, as the prefix of messages."""
         return str(self.path)
 
 
 class Table:
-    """The files of one node or edge type.
-
-    Args:
-        files: Which.
-        batch_bytes: About how much is read at a time.
-    """
+    """The files of one node or edge type, read about ``batch_bytes`` at a time."""
 
     def __init__(self, files: FileSet, batch_bytes: int) -> None:
         self.files = files
@@ -62,10 +57,10 @@ class Table:
         self._ends: list[int] = []
 
     def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
-        """Yield the columns ``names`` of all rows in order, one row at least; without names count rows.
+        """Yield the columns ``names`` of all rows in order; without names, pieces have a row count only.
 
         Raises:
-            DatasetError: a file cannot be read, or has none or several of a column.
+            DatasetError: a file cannot be read, lacks a column, or has it twice.
         """
         row, ends = 0, []
         for path in self.files.paths:
@@ -82,7 +77,7 @@ class Table:
         self._ends = ends
 
     def count(self) -> int:
-        """Return how many rows there are; a CSV file is read for it."""
+        """Return the number of rows; reads CSV files in full."""
         if self.files.format == "csv":
             return sum(piece.num_rows for piece in self.pieces([]))
         ends = [0]
@@ -91,8 +86,8 @@ class Table:
         self._ends = ends[1:]
         return ends[-1]
 
-    def place(self, row: int) -> tuple[Path, int]:
-        """Return the file of a row, and its number there; after :meth:`count` or all :meth:`pieces`."""
+    def locate(self, row: int) -> tuple[Path, int]:
+        """Return the file of a row and its number there; valid after :meth:`count` or all :meth:`pieces`."""
         first = 0
         for path, end in zip(self.files.paths, self._ends, strict=True):
             if row < end:
@@ -101,7 +96,7 @@ class Table:
         raise AssertionError(f"row {row} of {first}")
 
     def check(self, names: Sequence[str]) -> None:
-        """Raise DatasetError unless every file can be opened and has each of these columns once."""
+        """Raise DatasetError unless every file is readable and has each of these columns once."""
         for path in self.files.paths:
             if self.files.format == "csv":
                 _check_names(path, _header(path, self.files.separator), names)
@@ -109,7 +104,7 @@ class Table:
                 _schema(path, names)
 
     def is_whole_number(self, name: str) -> bool:
-        """Return whether every file holds ``name`` as whole numbers; what is in CSV is text."""
+        """Whether every file holds ``name`` as whole numbers; CSV columns are texts."""
         if self.files.format == "csv":
             return False
         return all(pa.types.is_integer(_schema(path, [name]).field(name).type) for path in self.files.paths)
@@ -120,29 +115,29 @@ class Table:
                 yield from self._read_csv(path, names)
             else:
                 yield from self._read_parquet(path, names)
-        except (pa.ArrowException, OSError) as problem:
-            # What Arrow says of a row that does not end within a block.
+        except (pa.ArrowException, OSError) as error:
+            # Arrow's message for a row that does not end within a block.
             longest = self._block_bytes() >> 10
-            is_long = self.files.format == "csv" and "straddling" in str(problem)
+            is_long = self.files.format == "csv" and "straddling" in str(error)
             hint = f"; a quote is open, or a row has over {longest} KB: write Parquet" if is_long else ""
             raise DatasetError(
-                f"{path}: not readable as a {self.files.format} table: {problem}{hint}"
-            ) from problem
+                f"{path}: not readable as a {self.files.format} table: {error}{hint}"
+            ) from error
 
     def _read_parquet(self, path: Path, names: list[str]) -> Iterator[Any]:
         names = names or _schema(path, []).names[:1]
         _schema(path, names)
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 16, pre_buffer=False) as file:
             for number in range(file.metadata.num_row_groups):
-                row_bytes = max(_row_bytes(file, number, names), _LEAST_ROW_BYTES)
-                rows = min(max(self._batch_bytes // row_bytes, 1), _MOST_ROWS)
+                row_bytes = max(_row_bytes(file, number, names), _MIN_ROW_BYTES)
+                rows = min(max(self._batch_bytes // row_bytes, 1), _MAX_ROWS)
                 yield from file.iter_batches(
                     batch_size=rows, row_groups=[number], columns=names, use_threads=False
                 )
 
     def _block_bytes(self) -> int:
-        """Return how much of a CSV file is a piece: Arrow reads 32 of them ahead."""
-        return min(max(self._batch_bytes // 4, _LEAST_BLOCK), _MOST_BLOCK)
+        # Arrow reads 32 blocks ahead.
+        return min(max(self._batch_bytes // 4, _MIN_BLOCK), _MAX_BLOCK)
 
     def _read_csv(self, path: Path, names: list[str]) -> Iterator[Any]:
         names = names or _header(path, self.files.separator)[:1]
@@ -159,10 +154,10 @@ class Table:
 
 
 def _row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
-    """Return about what a row of a row group takes once it is read.
+    """Return the approximate bytes of a row of a row group in memory.
 
-    What repeats is stored once: thousands of 0 or of one text take some bits each in the file. Numbers tell
-    how many there are; texts have to be looked at.
+    The file stores repeated values once, so the size in memory follows from the number of values; for texts
+    with a dictionary, a few rows are read as a sample.
     """
     group = file.metadata.row_group(number)
     total, texts = 0, []
@@ -184,7 +179,6 @@ def _row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
 
 
 def _schema(path: Path, names: Sequence[str]) -> Any:
-    """Return the schema of a Parquet file that has the columns ``names``."""
     schema = _metadata(path).schema.to_arrow_schema()
     _check_names(path, schema.names, names)
     return schema
@@ -193,16 +187,16 @@ def _schema(path: Path, names: Sequence[str]) -> Any:
 def _metadata(path: Path) -> Any:
     try:
         return pyarrow.parquet.read_metadata(path)
-    except (pa.ArrowException, OSError) as problem:
-        raise DatasetError(f"{path}: not readable as a parquet table: {problem}") from problem
+    except (pa.ArrowException, OSError) as error:
+        raise DatasetError(f"{path}: not readable as a parquet table: {error}") from error
 
 
 def _header(path: Path, separator: str) -> list[str]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             return next(csv.reader(file, delimiter=separator), [])
-    except (UnicodeDecodeError, csv.Error, OSError) as problem:
-        raise DatasetError(f"{path}: not readable as a csv table: {problem}") from problem
+    except (UnicodeDecodeError, csv.Error, OSError) as error:
+        raise DatasetError(f"{path}: not readable as a csv table: {error}") from error
 
 
 def _check_names(path: Path, known: Sequence[str], names: Sequence[str]) -> None:
@@ -215,7 +209,6 @@ def _check_names(path: Path, known: Sequence[str], names: Sequence[str]) -> None
 
 
 _WHOLE = "^(0|-?[1-9][0-9]*)$"
-"""A whole number as it is written."""
 
 
 def numbers_of_text(
@@ -224,7 +217,7 @@ def numbers_of_text(
     """Return texts as (K,) float64, or as (K, F) where each holds F numbers between separators.
 
     Raises:
-        DatasetError: naming the first row that is empty, no number, not finite, or of another length.
+        DatasetError: a row is empty, not a number, not finite, or of another length; names the first one.
     """
     refuse_gaps(values, name, where, first_row)
     width = None
@@ -243,7 +236,7 @@ def numbers_of_text(
     try:
         numbers = np.asarray(trimmed.cast(pa.float64()).to_numpy(zero_copy_only=False))
     except pa.ArrowInvalid:
-        row = _first_that_is_no_number(trimmed)
+        row = _first_non_number(trimmed)
         raise DatasetError(
             f"{where}: column {name!r}, row {first_row + row // (width or 1)}: {values[row].as_py()!r} is no "
             "number; mend the table, or encode the column with to_categorical"
@@ -257,11 +250,10 @@ def ids_of(values: Any, name: str, where: str, first_row: int, *, is_text: bool)
     """Return ids as a pyarrow large_string array, or int64 where ``is_text`` is False.
 
     Raises:
-        DatasetError: naming the first row that is empty, or what the column holds instead of ids.
+        DatasetError: a row is empty, or the column does not hold ids.
     """
     refuse_gaps(values, name, where, first_row)
-    is_string = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
-    if not is_string and not pa.types.is_integer(values.type):
+    if not holds_text(values) and not pa.types.is_integer(values.type):
         raise DatasetError(
             f"{where}: column {name!r} must hold integer or string ids; it holds {values.type}"
         )
@@ -273,9 +265,9 @@ def ids_of(values: Any, name: str, where: str, first_row: int, *, is_text: bool)
                 f"{where}: column {name!r}, row {first_row + int(np.argmax(empty))}: the id is empty"
             )
         return texts
-    if not is_string:
+    if not holds_text(values):
         return as_int64(values, name, where)
-    # Arrow would read 0x10 and 007, too, which is not how the id is written.
+    # Arrow also parses 0x10 and 007, which would be other ids when written back.
     odd = ~np.asarray(pc.match_substring_regex(values, _WHOLE).to_numpy(zero_copy_only=False))
     if odd.any():
         row = int(np.argmax(odd))
@@ -286,7 +278,7 @@ def ids_of(values: Any, name: str, where: str, first_row: int, *, is_text: bool)
     return as_int64(values, name, where)
 
 
-def _first_that_is_no_number(texts: Any) -> int:
+def _first_non_number(texts: Any) -> int:
     for row, text in enumerate(texts.to_pylist()):
         try:
             pa.scalar(text).cast(pa.float64())

@@ -1,4 +1,4 @@
-"""How good a partition is: what it cuts, how even it is, how much every part must fetch."""
+"""Quality figures of a partition, and rebalancing of overloaded parts."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ class PartitionQuality:
     edge_cut: float
     """``cut_edges`` / E, in [0, 1]; a random partition has (P - 1) / P. 0 without edges."""
     remote_fraction: tuple[float, ...]
-    """(P,) share of a part's in-edges whose source is elsewhere: rho of section 0 for one-hop reads."""
+    """(P,) share of a part's in-edges with a remote source: rho of section 0 for one-hop reads."""
     halo_nodes: tuple[int, ...]
-    """(P,) distinct foreign sources of the in-edges of a part."""
+    """(P,) distinct remote sources of the in-edges of a part."""
     halo_factor: tuple[float, ...]
     """(P,) halo nodes per owned node; 0 for an empty part."""
     replication_factor: float
-    """Copies of a node on average when every part keeps its halo: 1 + sum of halo nodes / N."""
+    """Mean copies of a node if every part stores its halo: 1 + sum of halo nodes / N."""
     balance: dict[str, float]
-    """Constraint -> largest load / share of the load (max / mean when the shares are equal); 1 is even."""
+    """Constraint -> largest load / share (max / mean for equal shares); 1 is even."""
     tolerance: dict[str, float]
-    """Constraint -> what the partitioner promised."""
+    """Constraint -> tolerance promised by the partitioner."""
     missed: dict[str, float]
-    """Constraint -> what was reached where the promise was not kept; empty is good."""
+    """Constraint -> value reached where the promise is not met."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the same as JSON values: lists for tuples."""
+        """Return the figures as JSON values."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
 def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
-    """Return the figures of ``assignment`` on ``graph``; reads each edge 1 + P / 64 times, one process.
+    """Return the quality of ``assignment`` on ``graph``; reads each edge 1 + P / 64 times.
 
     Raises:
-        ConfigError: ``assignment`` is not one owner in [0, P) for each node of ``graph``.
+        ConfigError: ``assignment`` does not have one owner in [0, P) for each node of ``graph``.
     """
     _check_fits(graph, assignment)
     num_parts = assignment.num_parts
@@ -105,7 +105,7 @@ def _check_fits(graph: RawGraph, assignment: Assignment) -> None:
 
 
 def _balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, float]:
-    """Return the imbalance of everything that can be balanced in ``graph``, asked for or not."""
+    # Of all constraints that exist in the graph, whether requested or not.
     asked = assignment.parameters.get("balance")
     constraints = ["nodes", "degree", *(c for c, column in MASKS.items() if has_column(graph, column))]
     if len(graph.num_nodes) > 1:
@@ -121,12 +121,12 @@ def _balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, 
 
 
 def _remote_and_halo(graph: RawGraph, part: Array, num_parts: int) -> tuple[Array, Array]:
-    """Return (P,) int64 in-edges from elsewhere and (P,) int64 distinct foreign sources."""
+    """Return (P,) int64 in-edges with a remote source and (P,) int64 distinct remote sources."""
     first_id = first_ids(graph)
     remote = np.zeros(num_parts, dtype=np.int64)
     halo = np.zeros(num_parts, dtype=np.int64)
     for first_part in range(0, num_parts, 64):
-        # One bit per (source, part): 8 bytes a node for each 64 parts, however many edges there are.
+        # One bit per (source, part): 8 bytes per node for 64 parts, independent of the number of edges.
         readers = np.zeros(graph.total_nodes, dtype=np.uint64)
         for (src_type, _, dst_type), (src, dst) in graph.edges.items():
             _mark(src, dst, first_id[src_type], first_id[dst_type], part, first_part, readers, remote)
@@ -165,33 +165,28 @@ def _count_bits(readers: Array, first_part: int, halo: Array) -> None:
             bit += 1
 
 
-LOG = logging.getLogger(__name__)
-MAX_PASSES = 12
-EPSILON = 1e-12
+_LOG = logging.getLogger(__name__)
+_MAX_PASSES = 12
+_EPSILON = 1e-12
 
 
-def settle(
+def enforce_capacities(
     graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array, method: str
 ) -> tuple[Array, dict[str, float]]:
-    """Return ``part_of_node`` within its capacities as far as moves allow, and what is still missed.
+    """Rebalance (N,) int32 ``part_of_node`` if it exceeds its capacities.
 
-    Moves cost cut edges, so the nodes that lose least go first. What stays too heavy is logged as a
-    warning, with the figure reached.
-
-    Args:
-        graph: Whose neighbours decide where a node goes.
-        weights: Constraints and capacities.
-        part_of_node: (N,) int32; not changed.
-        method: Whose result it is, for the message.
+    Returns:
+        A new (N,) int32 array, and the constraints that are still exceeded with their value, which is also
+        logged as a warning of ``method``.
     """
     missed = weights.missed(part_of_node)
     if not missed:
         return part_of_node, missed
-    LOG.info("%s left %s above tolerance; moving nodes", method, missed)
+    _LOG.info("%s left %s above tolerance; moving nodes", method, missed)
     part_of_node = rebalance(graph, weights, part_of_node)
     missed = weights.missed(part_of_node)
     for name, reached in missed.items():
-        LOG.warning(
+        _LOG.warning(
             "%s could not balance %s within its tolerance: the heaviest part carries %.3f of its share",
             method,
             name,
@@ -201,46 +196,45 @@ def settle(
 
 
 def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array) -> Array:
-    """Return a copy of the (N,) int32 ``part_of_node`` with nodes moved from heavy parts to where room is.
+    """Return a copy of the (N,) int32 ``part_of_node`` with nodes moved from overloaded to other parts.
 
-    A move must lower the total excess, each constraint measured in its own total. One constraint may
-    thus push another a little over, which a later move of another node mends: that is how two nodes
-    change places.
+    Nodes that lose the fewest neighbours move first. A move must lower the total excess, each constraint
+    relative to its total. It may overload a part in another constraint, which a later move corrects.
     """
     part = part_of_node.copy()
-    # Weights are whole numbers: what is above the whole part of the room is excess in full.
-    loads, room = weights.loads(part), np.floor(weights.capacities() + 1e-6)
+    # Weights are integers, so capacities are rounded down.
+    loads, capacity = weights.loads(part), np.floor(weights.capacities() + 1e-6)
     totals = np.maximum(loads.sum(axis=1), 1.0)
     matrix = weights.matrix() / totals
     loads /= totals[:, None]
-    room /= totals[:, None]
-    for attempt in range(MAX_PASSES):
-        # First only nodes that lose no neighbour, then twice as many each time, at last any number.
-        allowed_loss = 2**attempt - 1 if attempt < MAX_PASSES // 2 else 2**62
-        _move(graph.indptr, graph.indices, matrix, loads, room, part, np.int64(allowed_loss))
-        if (loads <= room * (1 + 1e-9)).all():
+    capacity /= totals[:, None]
+    for attempt in range(_MAX_PASSES):
+        # First only nodes that lose no neighbour; the allowed loss doubles, then is unlimited.
+        allowed_loss = 2**attempt - 1 if attempt < _MAX_PASSES // 2 else 2**62
+        _move(graph.indptr, graph.indices, matrix, loads, capacity, part, np.int64(allowed_loss))
+        if (loads <= capacity * (1 + 1e-9)).all():
             break
     return part
 
 
-def deal(weights: BalanceWeights) -> Array:
-    """Return (N,) int32 parts that are even in all constraints, whatever the edges are."""
-    return _deal(weights.matrix(), np.maximum(weights.capacities(), 1.0))
+def even_parts(weights: BalanceWeights) -> Array:
+    """Return (N,) int32 parts that are even in all constraints, independent of edges."""
+    return _even_parts(weights.matrix(), np.maximum(weights.capacities(), 1.0))
 
 
 @njit(cache=True, nogil=True)
-def _deal(matrix: Array, room: Array) -> Array:
+def _even_parts(matrix: Array, capacity: Array) -> Array:
     num_nodes, num_constraints = matrix.shape
-    num_parts = room.shape[1]
+    num_parts = capacity.shape[1]
     part = np.zeros(num_nodes, dtype=np.int32)
-    loads = np.zeros(room.shape)
+    loads = np.zeros(capacity.shape)
     for u in range(num_nodes):
         best_fill = np.inf
         for p in range(num_parts):
-            # Constraints in which the node weighs count double or more.
+            # Constraints in which the node has a weight count double or more.
             fill = 0.0
             for c in range(num_constraints):
-                fill += (loads[c, p] + matrix[u, c]) / room[c, p] * (1.0 + matrix[u, c])
+                fill += (loads[c, p] + matrix[u, c]) / capacity[c, p] * (1.0 + matrix[u, c])
             if fill < best_fill:
                 best_fill = fill
                 part[u] = p
@@ -251,24 +245,30 @@ def _deal(matrix: Array, room: Array) -> Array:
 
 @njit(cache=True, nogil=True)
 def _move(
-    indptr: Array, indices: Array, matrix: Array, loads: Array, room: Array, part: Array, allowed_loss: int
+    indptr: Array,
+    indices: Array,
+    matrix: Array,
+    loads: Array,
+    capacity: Array,
+    part: Array,
+    allowed_loss: int,
 ) -> None:
     num_parts = loads.shape[1]
     links = np.zeros(num_parts, dtype=np.int64)
     for u in range(len(part)):
         home = part[u]
-        relief = _excess(loads[:, home], room[:, home], matrix[u], 0.0)
-        relief -= _excess(loads[:, home], room[:, home], matrix[u], -1.0)
-        if relief <= EPSILON:
+        relief = _excess(loads[:, home], capacity[:, home], matrix[u], 0.0)
+        relief -= _excess(loads[:, home], capacity[:, home], matrix[u], -1.0)
+        if relief <= _EPSILON:
             continue
         links[:] = 0
         for e in range(indptr[u], indptr[u + 1]):
             links[part[indices[e]]] += 1
         best, best_links, best_burden = -1, np.int64(-1), 0.0
         for p in range(num_parts):
-            burden = _excess(loads[:, p], room[:, p], matrix[u], 1.0)
-            burden -= _excess(loads[:, p], room[:, p], matrix[u], 0.0)
-            if p == home or burden > relief - EPSILON:
+            burden = _excess(loads[:, p], capacity[:, p], matrix[u], 1.0)
+            burden -= _excess(loads[:, p], capacity[:, p], matrix[u], 0.0)
+            if p == home or burden > relief - _EPSILON:
                 continue
             if links[p] > best_links or (links[p] == best_links and burden < best_burden):
                 best, best_links, best_burden = p, links[p], burden
@@ -279,9 +279,9 @@ def _move(
 
 
 @njit(cache=True, nogil=True)
-def _excess(load: Array, room: Array, weight: Array, sign: float) -> float:
-    """Return by how much a part exceeds its room over all constraints, with the node taken out or put in."""
+def _excess(load: Array, capacity: Array, weight: Array, sign: float) -> float:
+    """Return the excess over capacity, summed over constraints, with the node added (1) or removed (-1)."""
     excess = 0.0
     for c in range(len(load)):
-        excess += max(load[c] + sign * weight[c] - room[c], 0.0)
+        excess += max(load[c] + sign * weight[c] - capacity[c], 0.0)
     return excess

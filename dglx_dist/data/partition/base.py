@@ -1,4 +1,4 @@
-"""The contract of a partitioner."""
+"""The partitioner interface, its options and the registry of partitioners."""
 
 from __future__ import annotations
 
@@ -14,43 +14,40 @@ from dglx_dist.records import Array, Assignment, RawGraph
 from dglx_dist.registry import Registry
 
 DEFAULT_TOLERANCE = 0.05
-"""The heaviest part may weigh 5 % more than its share."""
+"""The heaviest part may exceed its share by 5 %."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionOptions:
-    """What to balance, what to minimise and how hard to try.
-
-    A partitioner refuses every field that it cannot honour and that differs from its default.
+    """Balance constraints, objective and other options; a partitioner rejects those that it does not support.
 
     Raises:
-        ConfigError: a value is out of its range, named twice, or belongs to nothing.
+        ConfigError: a value is out of its range, a constraint is named twice, or a tolerance is for none.
     """
 
     balance: tuple[str, ...] = ()
-    """Weights that all parts share evenly: ``nodes``, ``degree`` (in-degree), ``train``, ``val``, ``test``,
-    ``ntype`` (each node type by itself), ``etype`` (the in-edges of each edge type by itself) or the name of
-    a node column of non-negative numbers."""
+    """Weights to balance: ``nodes``, ``degree`` (in-degree), ``train``, ``val``, ``test``, ``ntype`` (each
+    node type), ``etype`` (in-edges of each edge type) or a node column of non-negative numbers."""
     tolerance: float | Mapping[str, float] = field(default_factory=dict)
-    """How much the heaviest part may exceed its share, 0.05 = 5 %; one for all, or by constraint."""
+    """Allowed excess of the heaviest part over its share, 0.05 = 5 %; one value, or by constraint."""
     target_weights: tuple[float, ...] | None = None
-    """(P,) positive share of each part, for unequal machines; they need not sum to 1. None: equal."""
+    """(P,) positive relative shares of the parts, for unequal machines. None: equal."""
     objective: Literal["cut", "vol"] = "cut"
-    """Minimise cut edges, or the number of (node, foreign part) pairs that must be communicated."""
+    """Minimise cut edges, or the number of (node, remote part) pairs that must be communicated."""
     fast: bool = False
-    """The cheap variant: kaminpar is faster; metis is DistDGL's, less memory and a worse cut."""
+    """Faster variant: of kaminpar its fast mode; of metis DistDGL's, with less memory and a worse cut."""
     servers: int | None = None
     """Number of servers for ``hierarchical``; P must be a multiple of it."""
     workers: int | None = None
     """Number of workers in each server for ``hierarchical``; P = servers x workers."""
     inner: str | None = None
-    """Name of the partitioner that ``hierarchical`` applies at both levels; None: the default one."""
+    """Partitioner of both levels of ``hierarchical``; None: the default one."""
     file: str | PathLike[str] | None = None
     """For ``file``: .npy, .txt or .csv with one part id per node, node types one after the other."""
     vector: Array | Mapping[str, Array] | None = field(default=None, compare=False)
-    """For ``file``: the part ids themselves, (N,) integers over all node types, or by node type."""
+    """For ``file``: part ids, (N,) integers over all node types, or by node type."""
     threads: int = 1
-    """Compute threads, where the partitioner has any; more than 1 may cost reproducibility."""
+    """Compute threads of ``kaminpar``; with more than 1 results may not be reproducible."""
 
     def __post_init__(self) -> None:
         _check_balance(self.balance)
@@ -69,17 +66,16 @@ class PartitionOptions:
 
     @property
     def constraints(self) -> tuple[str, ...]:
-        """Return what is balanced: ``balance``, with ``nodes`` before it when nothing in it covers all nodes.
+        """The constraints to balance: ``balance``, preceded by ``nodes`` if none of them covers all nodes.
 
-        Balancing only the few training nodes would leave the size of the parts to chance.
+        Balancing only the few training nodes would not limit the size of the parts.
         """
-        sparse = {"train", "val", "test"}
-        if set(self.balance) <= sparse:
+        if set(self.balance) <= {"train", "val", "test"}:
             return ("nodes", *self.balance)
         return self.balance
 
     def tolerance_of(self, constraint: str) -> float:
-        """Return the tolerance of ``constraint``, 0.05 where none was given."""
+        """Return the tolerance of ``constraint``, by default 0.05."""
         if isinstance(self.tolerance, Mapping):
             return float(self.tolerance.get(constraint, DEFAULT_TOLERANCE))
         return float(self.tolerance)
@@ -108,32 +104,29 @@ def _check_tolerance(tolerance: float | Mapping[str, float], constraints: tuple[
 
 
 class Partitioner(ABC):
-    """Gives every node one owner.
-
-    Args:
-        options: What to balance and how; kept as :attr:`options`.
+    """Assigns every node to one owner.
 
     Raises:
-        ConfigError: ``options`` sets a field that the class does not name in :attr:`honours`.
+        ConfigError: ``options`` sets a field that is not in :attr:`honours`.
     """
 
     honours: ClassVar[frozenset[str]] = frozenset()
-    """Fields of PartitionOptions that this class reads. Any other one that is set is refused at start."""
+    """Supported fields of PartitionOptions; others must have their default value."""
 
     max_constraints: ClassVar[int | None] = 1
-    """How many weights it balances at once; None: any number."""
+    """Maximum number of balance weights; None: any number."""
 
     def __init__(self, options: PartitionOptions) -> None:
         self.options = options
         default = PartitionOptions()
-        # Balancing the number of nodes is what everybody does (or approximates) when nothing is said.
-        spoken = {"balance"} if options.constraints != default.constraints else set()
+        # Balancing the number of nodes is the default of every partitioner.
+        given = {"balance"} if options.constraints != default.constraints else set()
         if options.vector is not None:
-            spoken.add("vector")
+            given.add("vector")
         for name in {option.name for option in fields(options)} - {"balance", "vector"}:
             if getattr(options, name) != getattr(default, name):
-                spoken.add(name)
-        for name in sorted(spoken - self.honours):
+                given.add(name)
+        for name in sorted(given - self.honours):
             raise ConfigError(
                 f"{type(self).__name__} cannot honour {name}={getattr(options, name)!r}; leave it out or "
                 "choose another method (metis honours balance, tolerance, target_weights, objective and fast)"
@@ -141,11 +134,10 @@ class Partitioner(ABC):
 
     @abstractmethod
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Return the owner of every node; called alone, in one process.
+        """Return the owner of every node; called in one process.
 
-        The same graph, options, number of parts and seed give the same answer. Works for 1 part, for
-        more parts than nodes (some stay empty), without edges and with several node types. What it
-        promises about balance stands in ``Assignment.parameters["tolerance"]``, by constraint.
+        Deterministic. Supports 1 part, more parts than nodes (some are empty), graphs without edges and
+        several node types. ``Assignment.parameters["tolerance"]`` has the promised balance by constraint.
 
         Args:
             graph: The graph; it is not changed.
@@ -153,7 +145,7 @@ class Partitioner(ABC):
             seed: At least 0.
 
         Raises:
-            ConfigError: the options do not fit ``graph`` or ``num_parts``.
+            ConfigError: the options do not match ``graph`` or ``num_parts``.
         """
 
 
@@ -176,14 +168,14 @@ PARTITIONERS: Registry[Partitioner] = Registry(
 )
 
 partitioner = PARTITIONERS.register
-"""Decorator that makes one's own partitioner known by a name: ``@partitioner("mine")``."""
+"""Decorator that registers a partitioner: ``@partitioner("mine")``."""
 
 
 def default_partitioner(options: PartitionOptions) -> str:
-    """Return ``kaminpar`` where one balance weight is enough, ``metis`` where more is asked.
+    """Return ``kaminpar`` for one balance weight, otherwise ``metis``.
 
-    KaMinPar needs a quarter of the memory for the same cut and runs on several threads; only METIS
-    balances several weights at once and minimises communication volume.
+    KaMinPar needs a quarter of the memory for the same cut and has threads; only METIS balances several
+    weights and minimises communication volume.
     """
     one_weight = len(options.constraints) == 1 and not {"ntype", "etype"} & set(options.constraints)
     return "kaminpar" if one_weight and options.objective == "cut" else "metis"

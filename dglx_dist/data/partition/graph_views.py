@@ -1,4 +1,4 @@
-"""What every node weighs in each balance constraint, and how much a part may carry."""
+"""Views of a graph for partitioners: balance weights, symmetric adjacency, induced subgraphs, assignments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dglx_dist.registry import did_you_mean
 
 MASKS = {"train": "train_mask", "val": "val_mask", "test": "test_mask"}
 COUNT_EDGES = ("degree", "etype")
-"""Constraints whose weights are numbers of edges."""
+"""Constraints whose weights count edges."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,22 +29,22 @@ class BalanceWeights:
     tolerance: Array
     """(C,) float64."""
     shares: Array
-    """(P,) float64, the part of the whole that each part should carry; they sum to 1."""
+    """(P,) float64 target shares of the parts, which sum to 1."""
 
     def matrix(self) -> Array:
-        """Return (N, C) int64, row by row."""
+        """Return (N, C) int64."""
         return np.ascontiguousarray(np.stack(self.columns, axis=1))
 
     def loads(self, part_of_node: Array) -> Array:
-        """Return (C, P) float64: what each part carries under the (N,) int parts."""
+        """Return (C, P) float64 loads of the parts under the (N,) int assignment."""
         return np.stack(
             [np.bincount(part_of_node, weights=w, minlength=len(self.shares)) for w in self.columns]
         )
 
     def capacities(self) -> Array:
-        """Return (C, P) float64: share x (1 + tolerance), or share + one heaviest node where that is more.
+        """Return (C, P) float64: share x (1 + tolerance), or share + the heaviest node if that is more.
 
-        No partition of indivisible nodes can promise less than the second.
+        Nodes are indivisible, so no partition can guarantee less than the second.
         """
         rows = []
         for weights, tolerance in zip(self.columns, self.tolerance, strict=True):
@@ -54,18 +54,18 @@ class BalanceWeights:
         return np.stack(rows)
 
     def missed(self, part_of_node: Array) -> dict[str, float]:
-        """Return, for each constraint beyond its capacity, the largest load / share."""
+        """Return the largest load / share of each constraint that exceeds its capacity."""
         loads, capacities = self.loads(part_of_node), self.capacities()
         return {
             name: imbalance(loads[c], self.shares)
             for c, name in enumerate(self.names)
-            # Shares are rounded, so exactly full may look a hair above full.
+            # Shares are rounded, so a full part may appear slightly overloaded.
             if (loads[c] > capacities[c] * (1 + 1e-9)).any()
         }
 
 
 def imbalance(loads: Array, shares: Array) -> float:
-    """Return the largest load / (total x share) of the (P,) loads, 1.0 when there is nothing to carry."""
+    """Return the largest load / (total x share) of the (P,) loads, 1.0 if the total is 0."""
     total = float(loads.sum())
     return float((loads / (total * shares)).max()) if total > 0 else 1.0
 
@@ -76,9 +76,8 @@ def balance_weights(
     """Return the constraints of ``options`` as weights of the nodes of ``graph``.
 
     Raises:
-        ConfigError: a constraint names neither a known weight nor a node column, its column is not
-            numeric or negative, there are more than ``max_constraints``, or target_weights do not have
-            one value per part.
+        ConfigError: a constraint is neither a known weight nor a node column of non-negative integers, there
+            are more than ``max_constraints``, or target_weights do not have one value per part.
     """
     names: list[str] = []
     columns: list[Array] = []
@@ -102,11 +101,7 @@ def balance_weights(
 
 
 def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array:
-    """Return (P,) float64 shares that sum to 1.
-
-    Raises:
-        ConfigError: there is not one weight per part.
-    """
+    """Return (P,) float64 shares that sum to 1; ConfigError unless there is one weight per part."""
     if target_weights is None:
         return np.full(num_parts, 1.0 / num_parts)
     if len(target_weights) != num_parts:
@@ -121,21 +116,21 @@ def constraint_columns(graph: RawGraph, constraint: str) -> list[tuple[str, Arra
     """Return (name, (N,) int64 weights) of ``constraint``: one, or one per type for ``ntype`` and ``etype``.
 
     Raises:
-        ConfigError: ``graph`` has no such weight.
+        ConfigError: ``graph`` does not have the weight.
     """
     if constraint == "nodes":
         return [("nodes", np.ones(graph.total_nodes, dtype=np.int64))]
     if constraint == "degree":
         return [("degree", in_degrees(graph))]
     if constraint == "ntype":
-        return [(f"ntype:{node_type}", _only(graph, node_type)) for node_type in graph.num_nodes]
+        return [(f"ntype:{node_type}", _is_of_type(graph, node_type)) for node_type in graph.num_nodes]
     if constraint == "etype":
         return [(f"etype:{'.'.join(etype)}", _in_degrees_by(graph, etype)) for etype in graph.edges]
     return [(constraint, _data_column(graph, constraint, MASKS.get(constraint, constraint)))]
 
 
 def in_degrees(graph: RawGraph) -> Array:
-    """Return (N,) int64: in-edges of every node over all edge types, which is what its owner stores."""
+    """Return (N,) int64 in-degrees over all edge types."""
     parts = {t: np.zeros(count, dtype=np.int64) for t, count in graph.num_nodes.items()}
     for (_, _, dst_type), (_, dst) in graph.edges.items():
         parts[dst_type] += np.bincount(dst, minlength=graph.num_nodes[dst_type])
@@ -147,11 +142,11 @@ def _in_degrees_by(graph: RawGraph, etype: EdgeType) -> Array:
 
 
 def has_column(graph: RawGraph, column: str) -> bool:
-    """Whether any node type carries ``column``."""
+    """Whether any node type has ``column``."""
     return any(column in columns for columns in graph.node_data.values())
 
 
-def _only(graph: RawGraph, wanted: str) -> Array:
+def _is_of_type(graph: RawGraph, wanted: str) -> Array:
     pieces = [np.full(count, t == wanted, dtype=np.int64) for t, count in graph.num_nodes.items()]
     return np.concatenate(pieces)
 
@@ -189,7 +184,7 @@ def _weight_of(values: NodeColumn, constraint: str, node_type: str) -> Array:
 
 
 def check_request(num_parts: int, seed: int) -> None:
-    """Raise ConfigError unless there is a part to put nodes in and the seed is not negative."""
+    """Raise ConfigError unless ``num_parts`` is at least 1 and ``seed`` at least 0."""
     if num_parts < 1:
         raise ConfigError(f"num_parts is {num_parts}; it must be at least 1")
     if seed < 0:
@@ -197,7 +192,7 @@ def check_request(num_parts: int, seed: int) -> None:
 
 
 def trivial_parts(num_nodes: int, num_parts: int) -> Array | None:
-    """Return the (N,) int32 parts that need no thought: one part, or a part for each node; else None."""
+    """Return the (N,) int32 parts for a single part or at least one part per node; else None."""
     if num_parts == 1:
         return np.zeros(num_nodes, dtype=np.int32)
     if num_parts >= num_nodes:
@@ -214,7 +209,7 @@ def to_assignment(
     seed: int,
     parameters: Mapping[str, object],
 ) -> Assignment:
-    """Cut the (N,) vector over all types into one owned int32 vector per type."""
+    """Split the (N,) vector over all types into one int32 vector per type."""
     part_of: dict[str, Array] = {}
     first = 0
     for node_type, count in graph.num_nodes.items():
@@ -233,34 +228,34 @@ def from_assignment(graph: RawGraph, assignment: Assignment) -> Array:
 
 
 def describe(options: PartitionOptions, weights: BalanceWeights | None) -> dict[str, object]:
-    """Return what a partitioner was told and promises, as JSON values for ``Assignment.parameters``.
+    """Return options and promised tolerances as JSON values for ``Assignment.parameters``.
 
-    ``weights`` are the constraints that it holds to; None: it promises no balance.
+    ``weights`` are the constraints that the partitioner guarantees; None: no balance.
     """
-    told: dict[str, object] = {"tolerance": {}}
+    parameters: dict[str, object] = {"tolerance": {}}
     if weights is not None:
-        told["tolerance"] = dict(zip(weights.names, weights.tolerance.tolist(), strict=True))
+        parameters["tolerance"] = dict(zip(weights.names, weights.tolerance.tolist(), strict=True))
     if options.balance:
-        told["balance"] = list(options.balance)
+        parameters["balance"] = list(options.balance)
     if options.target_weights is not None:
-        told["target_weights"] = list(options.target_weights)
+        parameters["target_weights"] = list(options.target_weights)
     if options.objective != "cut":
-        told["objective"] = options.objective
+        parameters["objective"] = options.objective
     if options.fast:
-        told["fast"] = True
-    return told
+        parameters["fast"] = True
+    return parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class SymmetricGraph:
-    """Rows of neighbours without direction, self loops or repetition; u lists v iff v lists u."""
+    """Undirected adjacency without self-loops or repetition; u lists v iff v lists u."""
 
     indptr: Array
     """(N + 1,) int64."""
     indices: Array
     """(M,) int32 or int64, in no particular order within a row; M is even."""
     edge_weights: Array | None
-    """(M,) int32: how many directed edges join the pair; None when (99 in 100) pairs have the same number."""
+    """(M,) int32 number of directed edges of a pair; None if 99 % of the pairs have the same number."""
 
     @property
     def num_nodes(self) -> int:
@@ -269,20 +264,20 @@ class SymmetricGraph:
 
 
 def symmetrise(graph: RawGraph, *, dtype: Any = None, weighted: bool = True) -> SymmetricGraph:
-    """Join all edge types of ``graph`` into one symmetric graph; ids of the node types follow each other.
+    """Return all edge types as one symmetric graph over the concatenated node types.
 
-    Needs, beside the edges, 2 E ids (and 2 E int32 weights if ``weighted``) and two arrays of N int64.
+    Takes 2 E ids (and 2 E int32 weights if ``weighted``) and two arrays of N int64.
 
     Args:
         graph: Homogeneous or heterogeneous.
         dtype: Of the indices; None: int32 if N fits, else int64.
-        weighted: Whether to count parallel (and opposite) edges; False: each pair weighs the same.
+        weighted: Whether to count parallel and opposite edges; False: all pairs have the same weight.
     """
     num_nodes = graph.total_nodes
     if dtype is None:
         dtype = np.int32 if num_nodes <= np.iinfo(np.int32).max else np.int64
     first_id = first_ids(graph)
-    # One slot more than rows + 1: while filling, indptr[v + 1] is where row v goes on, and ends as its end.
+    # One slot more than rows + 1: while filling, indptr[v + 1] is the next free position of row v.
     indptr = np.zeros(num_nodes + 2, dtype=np.int64)
     for (src_type, _, dst_type), (src, dst) in graph.edges.items():
         _count(src, dst, first_id[src_type], first_id[dst_type], indptr)
@@ -293,7 +288,7 @@ def symmetrise(graph: RawGraph, *, dtype: Any = None, weighted: bool = True) -> 
     indptr = indptr[:-1]
     weights = np.ones(len(indices) if weighted else 0, dtype=np.int32)
     num_kept = _merge(indptr, indices, weights, weighted)
-    # Shrinks in place where the allocator can: no second copy of the largest array.
+    # Shrinks in place if the allocator can, without a copy of the largest array.
     indices.resize(num_kept, refcheck=False)
     if not weighted:
         return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=None)
@@ -303,7 +298,7 @@ def symmetrise(graph: RawGraph, *, dtype: Any = None, weighted: bool = True) -> 
 
 
 def first_ids(graph: RawGraph) -> dict[str, int]:
-    """Return, per node type, the id of its first node when all types follow each other."""
+    """Return the id of the first node of each type in the concatenation of all types."""
     firsts, first = {}, 0
     for node_type, count in graph.num_nodes.items():
         firsts[node_type] = first
@@ -312,11 +307,7 @@ def first_ids(graph: RawGraph) -> dict[str, int]:
 
 
 def _nearly_uniform(weights: Array) -> bool:
-    """Whether all but 1 in 100 weights are the same: they then cost memory and hardly change a cut.
-
-    A directed graph without structure has a few pairs joined both ways; a symmetric one has none joined
-    once.
-    """
+    # Weights that are equal for 99 % of the pairs cost memory and hardly change the cut.
     if len(weights) == 0:
         return True
     commonest = int(np.median(weights[:: max(len(weights) // 1000, 1)]))
@@ -345,9 +336,9 @@ def _fill(src: Array, dst: Array, first_src: int, first_dst: int, indptr: Array,
 
 @njit(cache=True, nogil=True)
 def _merge(indptr: Array, indices: Array, weights: Array, weighted: bool) -> int:
-    """Merge repeated neighbours in place, moving rows forward; return how many entries are left."""
+    """Merge repeated neighbours in place and compact the rows; return the number of entries left."""
     num_nodes = len(indptr) - 1
-    place = np.full(num_nodes, -1, dtype=np.int64)
+    position = np.full(num_nodes, -1, dtype=np.int64)
     written = 0
     begin = indptr[0]
     for u in range(num_nodes):
@@ -355,12 +346,12 @@ def _merge(indptr: Array, indices: Array, weights: Array, weighted: bool) -> int
         row = written
         for e in range(begin, end):
             v = indices[e]
-            # Places only grow, so one before this row belongs to another row.
-            if place[v] >= row:
+            # Positions only grow, so one before this row belongs to another row.
+            if position[v] >= row:
                 if weighted:
-                    weights[place[v]] += 1
+                    weights[position[v]] += 1
                 continue
-            place[v] = written
+            position[v] = written
             indices[written] = v
             if weighted:
                 weights[written] = 1
@@ -371,12 +362,10 @@ def _merge(indptr: Array, indices: Array, weights: Array, weighted: bool) -> int
 
 
 def induced_graph(graph: RawGraph, nodes: Array, constraints: Sequence[str]) -> RawGraph:
-    """Return the graph of ``nodes`` and the edges among them, renumbered in the given order per type.
-
-    Only the node columns that ``constraints`` weigh are kept.
+    """Return the subgraph of ``nodes``, renumbered per type, with only the node columns of ``constraints``.
 
     Args:
-        graph: The whole.
+        graph: The whole graph.
         nodes: (K,) int64 ascending ids over all node types.
         constraints: Names as in ``PartitionOptions.balance``.
     """
@@ -387,16 +376,16 @@ def induced_graph(graph: RawGraph, nodes: Array, constraints: Sequence[str]) -> 
     first_id = first_ids(graph)
     for node_type, first in first_id.items():
         low, high = np.searchsorted(nodes, (first, first + graph.num_nodes[node_type]))
-        mine = nodes[low:high] - first
-        new_id[nodes[low:high]] = np.arange(len(mine))
-        num_nodes[node_type] = len(mine)
+        rows = nodes[low:high] - first
+        new_id[nodes[low:high]] = np.arange(len(rows))
+        num_nodes[node_type] = len(rows)
         columns = graph.node_data.get(node_type, {})
         node_data[node_type] = {
-            n: v[mine] for n, v in columns.items() if n in wanted and isinstance(v, np.ndarray)
+            n: v[rows] for n, v in columns.items() if n in wanted and isinstance(v, np.ndarray)
         }
     edges: dict[EdgeType, tuple[Array, Array]] = {}
     for edge_type, (src, dst) in graph.edges.items():
-        # Views, since adding the first id to int32 ids overflows where all types together exceed 2**31.
+        # Views, since adding the first id to int32 ids overflows if all types together exceed 2**31.
         new_src = new_id[first_id[edge_type[0]] :][src]
         new_dst = new_id[first_id[edge_type[2]] :][dst]
         inside = (new_src >= 0) & (new_dst >= 0)

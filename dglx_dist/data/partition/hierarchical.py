@@ -1,4 +1,4 @@
-"""Servers first, then the workers inside each: the expensive border is cut best."""
+"""Two-level partitioning: over servers first, then over the workers of each server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import final
 
 import numpy as np
 
-from dglx_dist.data.partition.balance import settle
+from dglx_dist.data.partition.balance import enforce_capacities
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.graph_views import (
     COUNT_EDGES,
@@ -25,15 +25,13 @@ from dglx_dist.data.partition.graph_views import (
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, EdgeType, NodeColumn, RawGraph
 
-OF_THE_WHOLE = "in the whole graph"
-
 
 @final
 class Hierarchical(Partitioner):
     """Splits over ``options.servers``, then each piece over ``options.workers``, with ``options.inner``.
 
-    Parts are numbered server by server: server s has the parts s x workers to (s + 1) x workers - 1.
-    Everything else in the options is handed to the inner method, which may refuse it.
+    Server s has the parts s x workers to (s + 1) x workers - 1. The inner method gets all other options and
+    may reject them.
     """
 
     honours = frozenset(
@@ -43,11 +41,6 @@ class Hierarchical(Partitioner):
     max_constraints = None
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Partition at both levels; see :meth:`Partitioner.assign`.
-
-        Raises:
-            ConfigError: as there, or num_parts is not servers x workers.
-        """
         check_request(num_parts, seed)
         servers, workers = self._shape(num_parts)
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
@@ -62,19 +55,21 @@ class Hierarchical(Partitioner):
         first = from_assignment(whole, upper)
         part_of_node = np.empty(len(first), dtype=np.int32)
         for server in range(servers):
-            mine = np.flatnonzero(first == server)
+            local_nodes = np.flatnonzero(first == server)
             of_worker = options
             if self.options.target_weights is not None:
                 of_worker = replace(options, target_weights=tuple(shares[server]))
-            piece = induced_graph(whole, mine, options.constraints)
+            piece = induced_graph(whole, local_nodes, options.constraints)
             second = plugin(of_worker).assign(piece, workers, seed)
-            part_of_node[mine] = server * workers + from_assignment(piece, second)
+            part_of_node[local_nodes] = server * workers + from_assignment(piece, second)
         promised = weights if upper.parameters.get("tolerance") else None
         parameters = describe(self.options, promised)
         parameters |= {"servers": servers, "workers": workers, "inner": inner}
         if promised is not None and weights.missed(part_of_node):
-            # Two levels may each be one heavy node above their share.
-            part_of_node, missed = settle(symmetrise(graph), weights, part_of_node, "hierarchical")
+            # Each level may exceed its share by one heavy node.
+            part_of_node, missed = enforce_capacities(
+                symmetrise(graph), weights, part_of_node, "hierarchical"
+            )
             if missed:
                 parameters["missed"] = missed
         return to_assignment(
@@ -82,7 +77,7 @@ class Hierarchical(Partitioner):
         )
 
     def _shape(self, num_parts: int) -> tuple[int, int]:
-        """Return (servers, workers); what was not said follows from the other one."""
+        # (servers, workers); a missing number follows from the other one.
         servers, workers = self.options.servers, self.options.workers
         if servers is None and workers is None:
             raise ConfigError(
@@ -107,7 +102,7 @@ class Hierarchical(Partitioner):
 
 
 def _inner_options(options: PartitionOptions, honours: frozenset[str]) -> PartitionOptions:
-    """Return what each of the two levels is told: the same, at a tolerance that compounds to the whole."""
+    # The tolerance of each level is such that two levels compound to the requested one.
     inner = replace(options, servers=None, workers=None, inner=None)
     if "tolerance" not in honours and not options.tolerance:
         return inner
@@ -116,20 +111,22 @@ def _inner_options(options: PartitionOptions, honours: frozenset[str]) -> Partit
 
 
 def _with_whole_weights(graph: RawGraph, options: PartitionOptions) -> tuple[RawGraph, PartitionOptions]:
-    """Make weights that count edges node columns: a piece of the graph has lost the edges from outside."""
+    # Weights that count edges become node columns, since a piece of the graph lacks the edges from outside.
     names = {constraint: [constraint] for constraint in options.constraints}
     added: dict[str, Array] = {}
     for constraint in [name for name in names if name in COUNT_EDGES]:
         columns = constraint_columns(graph, constraint)
-        names[constraint] = [f"{name} {OF_THE_WHOLE}" for name, _ in columns]
+        names[constraint] = [f"{name} in the whole graph" for name, _ in columns]
         added |= dict(zip(names[constraint], (column for _, column in columns), strict=True))
     if not added:
         return graph, options
     node_data: dict[str, dict[str, NodeColumn]] = {}
     first = 0
     for node_type, count in graph.num_nodes.items():
-        mine: dict[str, NodeColumn] = {name: column[first : first + count] for name, column in added.items()}
-        node_data[node_type] = {**graph.node_data.get(node_type, {}), **mine}
+        of_type: dict[str, NodeColumn] = {
+            name: column[first : first + count] for name, column in added.items()
+        }
+        node_data[node_type] = {**graph.node_data.get(node_type, {}), **of_type}
         first += count
     tolerance = options.tolerance
     if isinstance(tolerance, Mapping):
@@ -139,38 +136,35 @@ def _with_whole_weights(graph: RawGraph, options: PartitionOptions) -> tuple[Raw
 
 
 TRAINER_ID = "trainer_id"
-"""Node and edge data that names the trainer, numbered machine by machine: DGL's name."""
+"""DGL's name of the node and edge data with the trainer."""
 TRAINERS_PER_PART = "trainers_per_part"
-"""Key in ``Assignment.parameters`` and so in the manifest."""
+"""Key in ``Assignment.parameters`` and in the manifest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevelSplit:
-    """One cut at both levels: part p holds the trainers p x t to (p + 1) x t - 1."""
+    """Assignments to P parts and to P x t trainers; part p has the trainers p x t to (p + 1) x t - 1."""
 
     parts: Assignment
-    """The owner of every node among the P parts."""
     trainers: Assignment
-    """Its trainer among the P x t."""
 
 
 def assign_two_levels(
     graph: RawGraph, method: str, options: PartitionOptions, size: tuple[int, int], seed: int
 ) -> TwoLevelSplit:
-    """Cut ``graph`` over the parts, and each part over its trainers, with the same method and balance.
+    """Partition ``graph`` over parts, and each part over its trainers, with the same method and balance.
 
-    Every constraint holds at both levels: a trainer carries at most (1 + tolerance) of its share, and so
-    does a part. ``parameters["missed"]`` of each level says where it does not.
+    Constraints apply at both levels; ``parameters["missed"]`` of each level has those that are not met.
 
     Args:
-        graph: Of any types.
-        method: The partitioner for both levels; neither ``hierarchical`` nor ``file``.
+        graph: Homogeneous or heterogeneous.
+        method: The partitioner for both levels, not ``hierarchical`` or ``file``.
         options: ``target_weights`` are those of the P parts; the trainers of a part are equal.
         size: (P, t).
         seed: At least 0.
 
     Raises:
-        ConfigError: the method cannot be used at two levels, or the options do not fit.
+        ConfigError: the method or the options cannot be used at two levels.
     """
     num_parts, per_part = size
     if options.servers is not None or options.workers is not None or options.inner is not None:
@@ -186,21 +180,21 @@ def assign_two_levels(
     trainers = Hierarchical(two).assign(graph, num_parts * per_part, seed)
     part_of = {ntype: owners // np.int32(per_part) for ntype, owners in trainers.part_of.items()}
     of_levels = ("servers", "workers", "inner", "missed", "target_weights")
-    told = {name: value for name, value in trainers.parameters.items() if name not in of_levels}
-    told[TRAINERS_PER_PART] = per_part
+    parameters = {name: value for name, value in trainers.parameters.items() if name not in of_levels}
+    parameters[TRAINERS_PER_PART] = per_part
     if options.target_weights is not None:
-        told["target_weights"] = list(options.target_weights)
-    parts = Assignment(num_parts=num_parts, part_of=part_of, method=method, seed=seed, parameters=told)
-    if told.get("tolerance"):
+        parameters["target_weights"] = list(options.target_weights)
+    parts = Assignment(num_parts=num_parts, part_of=part_of, method=method, seed=seed, parameters=parameters)
+    if parameters.get("tolerance"):
         weights = balance_weights(graph, options, num_parts, None)
         missed = weights.missed(from_assignment(graph, parts))
         if missed:
-            parts = replace(parts, parameters={**told, "missed": missed})
+            parts = replace(parts, parameters={**parameters, "missed": missed})
     return TwoLevelSplit(parts=parts, trainers=trainers)
 
 
 def with_trainer_ids(graph: RawGraph, trainers: Assignment) -> RawGraph:
-    """Return ``graph`` with the trainer of each node, and of each edge by its destination, as int32 columns.
+    """Return ``graph`` with int32 columns of the trainer of each node and of each edge's destination.
 
     Raises:
         ConfigError: the graph has a column of that name.
@@ -218,7 +212,7 @@ def with_trainer_ids(graph: RawGraph, trainers: Assignment) -> RawGraph:
 
 
 def check_no_trainer_ids(graph: RawGraph) -> None:
-    """Raise ConfigError when the graph has a column where the trainers' numbers shall stand."""
+    """Raise ConfigError if the graph already has a column ``trainer_id``."""
     for name, columns in (*graph.node_data.items(), *graph.edge_data.items()):
         if TRAINER_ID in columns:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""KaMinPar: parallel multilevel partitioning in a quarter of METIS' memory, one balance weight."""
+"""KaMinPar: parallel multilevel partitioning with one balance weight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
-from dglx_dist.data.partition.balance import settle
+from dglx_dist.data.partition.balance import enforce_capacities
 from dglx_dist.data.partition.base import Partitioner
 from dglx_dist.data.partition.graph_views import (
     BalanceWeights,
@@ -24,24 +24,19 @@ from dglx_dist.data.partition.graph_views import (
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, RawGraph
 
-HEADER_BYTES = 24
-# Bits of the version word; a set bit says that something is absent, or that its numbers have 32 bits.
+_HEADER_BYTES = 24
+# Bits of the version word: an array is absent, or has 32-bit numbers.
 NO_EDGE_WEIGHTS, NO_NODE_WEIGHTS, SHORT_NODE_IDS, SHORT_EDGE_WEIGHTS = 1, 2, 8, 32
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) -> None:
-    """Write ``graph`` to ``path``: header, byte offset of each row, neighbours, node and edge weights.
-
-    Args:
-        path: Overwritten.
-        graph: Indices int32 or int64.
-        node_weights: (N,) int64 or None.
-    """
+    """Write a ParHiP file: header, byte offset of each row, neighbours, (N,) int64 node and edge weights."""
     version = 0
     version |= NO_EDGE_WEIGHTS if graph.edge_weights is None else SHORT_EDGE_WEIGHTS
     version |= NO_NODE_WEIGHTS if node_weights is None else 0
     version |= SHORT_NODE_IDS if graph.indices.itemsize == 4 else 0
-    first_neighbour = HEADER_BYTES + len(graph.indptr) * 8
+    first_neighbour = _HEADER_BYTES + len(graph.indptr) * 8
     with path.open("wb") as file:
         np.array([version, graph.num_nodes, len(graph.indices)], dtype=np.uint64).tofile(file)
         (graph.indptr * graph.indices.itemsize + first_neighbour).tofile(file)
@@ -52,25 +47,16 @@ def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) 
             graph.edge_weights.tofile(file)
 
 
-SHARED_MEMORY = Path("/dev/shm")
-
-
 @final
 class Kaminpar(Partitioner):
-    """The default where one balance weight is enough.
+    """The default for one balance weight; reproducible with one thread only.
 
-    Honours one constraint, its tolerance, target weights, ``fast`` and ``threads``. With one thread
-    the same seed gives the same answer; with more it may not.
+    Supports one constraint, its tolerance, target weights, ``fast`` and ``threads``.
     """
 
     honours = frozenset({"balance", "tolerance", "target_weights", "fast", "threads"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Partition with KaMinPar; see :meth:`Partitioner.assign`.
-
-        Raises:
-            ConfigError: as there, or kaminpar is not installed.
-        """
         check_request(num_parts, seed)
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
         parameters = describe(self.options, weights)
@@ -78,7 +64,7 @@ class Kaminpar(Partitioner):
         if part_of_node is None:
             symmetric = symmetrise(graph)
             part_of_node = self._compute(symmetric, weights, seed)
-            part_of_node, missed = settle(symmetric, weights, part_of_node, "kaminpar")
+            part_of_node, missed = enforce_capacities(symmetric, weights, part_of_node, "kaminpar")
             if missed:
                 parameters["missed"] = missed
         return to_assignment(
@@ -88,8 +74,8 @@ class Kaminpar(Partitioner):
     def _compute(self, graph: SymmetricGraph, weights: BalanceWeights, seed: int) -> Array:
         library = _library()
         node_weights = None if weights.names == ("nodes",) else weights.columns[0]
-        # Its Python binding reads graphs from files only; in shared memory that costs one copy.
-        folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        # The Python binding reads graphs from files only; a file in shared memory costs one copy.
+        folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         with tempfile.TemporaryDirectory(prefix="dglx-kaminpar-", dir=folder) as scratch:
             path = Path(scratch) / "graph.parhip"
             write_parhip(path, graph, node_weights)

@@ -1,4 +1,4 @@
-"""METIS, with as many balance constraints as one likes."""
+"""METIS: multilevel k-way partitioning with any number of balance constraints, by pymetis or DGL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import final
 
 import numpy as np
 
-from dglx_dist.data.partition.balance import deal, settle
+from dglx_dist.data.partition.balance import enforce_capacities, even_parts
 from dglx_dist.data.partition.base import DEFAULT_TOLERANCE, Partitioner, PartitionOptions
 from dglx_dist.data.partition.graph_views import (
     BalanceWeights,
@@ -27,20 +27,20 @@ from dglx_dist.data.partition.graph_views import (
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, RawGraph
 
-_OWN_WEIGHTS = ("nodes", "degree")
-"""Constraints that DGL has arguments for; others become kinds of nodes."""
+_DGL_WEIGHTS = ("nodes", "degree")
+"""Constraints that DGL has arguments for; others become node types."""
 
 
-def what_dgl_lacks(options: PartitionOptions, weights: BalanceWeights) -> str | None:
-    """Return why DGL's METIS cannot do what is asked, or None when it can."""
+def unsupported_by_dgl(options: PartitionOptions, weights: BalanceWeights) -> str | None:
+    """Return why DGL's METIS does not support the request, or None if it does."""
     given = options.tolerance
     tolerances = list(given.values()) if isinstance(given, Mapping) else [given]
     if any(t != DEFAULT_TOLERANCE for t in tolerances):
-        return f"DGL's METIS knows no tolerance, but {given} is asked for"
+        return f"DGL's METIS has no tolerance, but {given} is requested"
     if options.target_weights is not None:
-        return f"DGL's METIS makes equal parts, but target_weights={options.target_weights} is asked for"
+        return f"DGL's METIS makes equal parts, but target_weights={options.target_weights} is requested"
     for name, column in zip(weights.names, weights.columns, strict=True):
-        if name not in _OWN_WEIGHTS and column.max(initial=0) > 1:
+        if name not in _DGL_WEIGHTS and column.max(initial=0) > 1:
             return f"DGL's METIS cannot balance the weight {name!r}"
     return None
 
@@ -51,19 +51,19 @@ def part_graph_with_dgl(
     """Return (N,) int32 parts by DGL's METIS: one initial partition, one refinement pass, one fixed seed.
 
     Raises:
-        ConfigError: a tolerance, target weights or a weight that is neither nodes, degree nor 0 / 1.
+        ConfigError: the request is not supported, see :func:`unsupported_by_dgl`.
     """
-    lacking = what_dgl_lacks(options, weights)
-    if lacking is not None:
-        raise ConfigError(f"{lacking}; pip install pymetis")
+    unsupported = unsupported_by_dgl(options, weights)
+    if unsupported is not None:
+        raise ConfigError(f"{unsupported}; pip install pymetis")
     kinds = np.zeros(symmetric.num_nodes, dtype=np.int64)
     for name, column in zip(weights.names, weights.columns, strict=True):
-        if name not in _OWN_WEIGHTS:
+        if name not in _DGL_WEIGHTS:
             kinds = kinds * 2 + column
     dgl, torch = importlib.import_module("dgl"), importlib.import_module("torch")
     csc = tuple(torch.from_numpy(a) for a in (symmetric.indptr, symmetric.indices.astype(np.int64)))
     homogeneous = dgl.graph(("csc", (*csc, torch.empty(0, dtype=torch.int64))))
-    # DGL tells on standard output how long each step took.
+    # DGL prints the time of each step to standard output.
     with contextlib.redirect_stdout(io.StringIO()):
         parts = dgl.metis_partition_assignment(
             homogeneous,
@@ -77,30 +77,30 @@ def part_graph_with_dgl(
     return np.asarray(parts.numpy(), dtype=np.int32)
 
 
-# Places in the options array, return codes and array length as in metis.h of METIS 5.1.
-NUM_OPTIONS = 40
-OBJTYPE, NITER, NCUTS, SEED, NUMBERING = 1, 6, 7, 8, 17
-RETURN_CODES = {-2: "bad input", -3: "not enough memory", -4: "internal error"}
-MAX_SEED = 2**31 - 1
+# Indices of the options array, its length, and return codes, as in metis.h of METIS 5.1.
+_NUM_OPTIONS = 40
+_OBJTYPE, _NITER, _NCUTS, _SEED, _NUMBERING = 1, 6, 7, 8, 17
+_RETURN_CODES = {-2: "bad input", -3: "not enough memory", -4: "internal error"}
+_MAX_SEED = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetisRequest:
-    """What METIS is told beside the graph and its weights."""
+    """Arguments of METIS beside the graph and its weights."""
 
     num_parts: int
     seed: int
     volume: bool = False
-    """Minimise communication volume in place of cut edges."""
+    """Minimise communication volume instead of cut edges."""
     num_refinements: int = 10
-    """Refinement passes on each level."""
+    """Refinement passes per level."""
 
 
 def library_path() -> str | None:
-    """Return the shared library that exports METIS with 64-bit ids, or None where pymetis is not installed.
+    """Return pymetis' shared library with METIS, or None if pymetis is not installed.
 
     Raises:
-        ConfigError: it is installed, but with ids of another width.
+        ConfigError: its ids do not have 64 bits.
     """
     try:
         extension = importlib.import_module("pymetis._internal")
@@ -118,11 +118,11 @@ def part_graph(path: str, graph: SymmetricGraph, weights: BalanceWeights, reques
     Args:
         path: From :func:`library_path`.
         graph: With int64 indices.
-        weights: Constraints, tolerances and shares; columns without any weight are left out.
-        request: The rest.
+        weights: Constraints, tolerances and shares; columns of zeros are left out.
+        request: Other arguments.
 
     Raises:
-        ConfigError: METIS refuses or runs out of memory.
+        ConfigError: METIS fails or runs out of memory.
     """
     library = ctypes.CDLL(path)
     used = [c for c, column in enumerate(weights.columns) if column.any()]
@@ -150,21 +150,21 @@ def part_graph(path: str, graph: SymmetricGraph, weights: BalanceWeights, reques
     )
     if code != 1:
         raise ConfigError(
-            f"METIS gave up with {RETURN_CODES.get(code, code)} on {num_nodes} nodes and "
+            f"METIS failed with {_RETURN_CODES.get(code, code)} on {num_nodes} nodes and "
             f"{len(graph.indices)} neighbours; with too little memory use method kaminpar or ldg"
         )
     return parts.astype(np.int32)
 
 
 def _options(library: ctypes.CDLL, request: MetisRequest) -> ctypes.Array[ctypes.c_int64]:
-    options = (ctypes.c_int64 * NUM_OPTIONS)()
+    options = (ctypes.c_int64 * _NUM_OPTIONS)()
     library.METIS_SetDefaultOptions(options)
-    options[OBJTYPE] = int(request.volume)
-    options[NITER] = request.num_refinements
-    options[NCUTS] = 1
-    # More than 31 bits do not reach its generator, which takes 0 and 1 for the same.
-    options[SEED] = request.seed % (MAX_SEED - 1) + 1
-    options[NUMBERING] = 0
+    options[_OBJTYPE] = int(request.volume)
+    options[_NITER] = request.num_refinements
+    options[_NCUTS] = 1
+    # METIS' generator uses 31 bits of the seed, and 0 and 1 are the same seed.
+    options[_SEED] = request.seed % (_MAX_SEED - 1) + 1
+    options[_NUMBERING] = 0
     return options
 
 
@@ -176,31 +176,24 @@ def _address(array: Array | None) -> ctypes.c_void_p | None:
 class Metis(Partitioner):
     """Multilevel k-way partitioning of the symmetrised graph (DistDGL, section 1.1).
 
-    Honours any number of constraints, a tolerance for each, target weights, the objective and ``fast``:
-    DistDGL's cheap variant, one initial partition and one refinement pass, by DGL's own build of METIS.
-    With tolerances, target weights or weights above 1 of one's own, which that build does not know, fast is
-    one refinement pass instead of ten. METIS aims at the tolerances; what it misses is moved to where
-    there is room, and what cannot be is logged and listed in ``parameters["missed"]``. About 200 bytes
-    of memory per directed edge.
+    Supports any number of constraints, a tolerance for each, target weights, the objective and ``fast``:
+    DistDGL's variant by DGL's own build of METIS, with one initial partition and one refinement pass. If that
+    build does not support the options, ``fast`` is one refinement pass instead of ten. Nodes of parts that
+    exceed their tolerance are moved afterwards; remaining excess is logged and listed in
+    ``parameters["missed"]``. Takes about 200 bytes per directed edge.
     """
 
     honours = frozenset({"balance", "tolerance", "target_weights", "objective", "fast"})
     max_constraints = None
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Partition with METIS; see :meth:`Partitioner.assign`.
-
-        Raises:
-            ConfigError: as there, METIS runs out of memory, or pymetis is not installed and DGL's own METIS
-                knows neither tolerances nor target weights.
-        """
         check_request(num_parts, seed)
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
         parameters = describe(self.options, weights)
         part_of_node = trivial_parts(graph.total_nodes, num_parts)
         if part_of_node is None:
             symmetric = symmetrise(graph, dtype=np.int64)
-            part_of_node, missed = settle(
+            part_of_node, missed = enforce_capacities(
                 symmetric, weights, self._compute(symmetric, weights, seed), "metis"
             )
             if missed:
@@ -209,10 +202,10 @@ class Metis(Partitioner):
 
     def _compute(self, symmetric: SymmetricGraph, weights: BalanceWeights, seed: int) -> Array:
         if len(symmetric.indices) == 0:
-            # METIS has nothing to coarsen, and complains on standard output; any even deal is as good.
-            return deal(weights)
+            # METIS prints warnings without edges; any even assignment is as good.
+            return even_parts(weights)
         path = library_path()
-        if path is None or (self.options.fast and what_dgl_lacks(self.options, weights) is None):
+        if path is None or (self.options.fast and unsupported_by_dgl(self.options, weights) is None):
             return part_graph_with_dgl(symmetric, self.options, weights)
         request = MetisRequest(
             num_parts=len(weights.shares),

@@ -1,4 +1,4 @@
-"""The user's own part of every node, from a file or an array."""
+"""Partitioners that do not read edges: contiguous, hash, random, feature, and given by the user."""
 
 from __future__ import annotations
 
@@ -17,32 +17,25 @@ from dglx_dist.records import Array, Assignment, RawGraph
 
 @final
 class Contiguous(Partitioner):
-    """Ranges of ids, for data that is already ordered well (by crawl, by community, by an earlier partition).
+    """Ranges of ids, for data in a good order (by crawl, community or an earlier partition).
 
-    Honours one balance weight and target weights. No range exceeds its share by more than one node.
+    Supports one balance weight and target weights; no range exceeds its share by more than one node.
     """
 
     honours = frozenset({"balance", "target_weights", "tolerance"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Cut the ids into P ranges; ``seed`` changes nothing. See :meth:`Partitioner.assign`."""
         check_request(num_parts, seed)
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
-        return to_assignment(
-            graph,
-            cut_ranges(weights.columns[0], weights.shares),
-            num_parts,
-            method="contiguous",
-            seed=seed,
-            parameters=describe(self.options, weights),
-        )
+        parts, parameters = cut_ranges(weights.columns[0], weights.shares), describe(self.options, weights)
+        return to_assignment(graph, parts, num_parts, method="contiguous", seed=seed, parameters=parameters)
 
 
 def cut_ranges(weights: Array, shares: Array) -> Array:
     """Return (N,) int32 ascending parts of the (N,) int64 ``weights``, close to the (P,) ``shares``.
 
-    A node goes where its middle lies on the line of all weights, so a range misses each of its two ends
-    by at most half a node.
+    The middle of a node in the cumulative weights decides, so each end of a range is off by at most half a
+    node.
     """
     ends = np.cumsum(weights, dtype=np.float64)
     total = ends[-1] if len(ends) else 0.0
@@ -53,22 +46,12 @@ def cut_ranges(weights: Array, shares: Array) -> Array:
 
 @final
 class Hash(Partitioner):
-    """splitmix64(id) mod P, so that order or pattern in the ids does not show in the parts (P3, section 2.1).
-
-    It promises no balance: sizes vary like those of a random draw.
-    """
+    """splitmix64(id) mod P (P3, section 2.1): independent of patterns in the ids, no balance promise."""
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Hash the ids (node types one after the other); ``seed`` changes nothing. See the base class."""
         check_request(num_parts, seed)
-        return to_assignment(
-            graph,
-            hash_parts(graph.total_nodes, num_parts),
-            num_parts,
-            method="hash",
-            seed=seed,
-            parameters=describe(self.options, None),
-        )
+        parts, parameters = hash_parts(graph.total_nodes, num_parts), describe(self.options, None)
+        return to_assignment(graph, parts, num_parts, method="hash", seed=seed, parameters=parameters)
 
 
 def hash_parts(num_nodes: int, num_parts: int) -> Array:
@@ -78,51 +61,39 @@ def hash_parts(num_nodes: int, num_parts: int) -> Array:
 
 
 FEATURES, COLUMNS = "features", "columns"
-"""The key and the value in ``Assignment.parameters`` of those who ask for features by column."""
+"""Key and value in ``Assignment.parameters`` that request features by column."""
 
 
 @final
 class Feature(Partitioner):
-    """Owners by hash, with ``parameters["features"] == "columns"``: features are meant to be cut by column.
+    """Owners by hash, and features also split by column (P3, section 3.2).
 
-    On disk rows still lie with their owner, so that every strategy can train; who writes the dataset adds,
-    for that parameter, files of the columns of as many ranks as parts (P3, section 3.2).
+    Rows are stored with their owner, so that every strategy can train; for ``parameters["features"]`` the
+    writer of the dataset adds files of columns for as many ranks as parts.
     """
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Hash the ids as ``hash`` does; ``seed`` changes nothing. See :meth:`Partitioner.assign`."""
         check_request(num_parts, seed)
-        return to_assignment(
-            graph,
-            hash_parts(graph.total_nodes, num_parts),
-            num_parts,
-            method="feature",
-            seed=seed,
-            parameters={**describe(self.options, None), FEATURES: COLUMNS},
-        )
+        parts = hash_parts(graph.total_nodes, num_parts)
+        parameters = {**describe(self.options, None), FEATURES: COLUMNS}
+        return to_assignment(graph, parts, num_parts, method="feature", seed=seed, parameters=parameters)
 
 
 @final
 class File(Partitioner):
-    """Takes the parts from ``options.file`` or ``options.vector``; it promises no balance."""
+    """Parts from ``options.file`` or ``options.vector``, without a balance promise."""
 
     honours = frozenset({"file", "vector"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Read and check one part id per node; ``seed`` changes nothing. See :meth:`Partitioner.assign`.
-
-        Raises:
-            ConfigError: neither or both of file and vector are given, or the suffix is unknown.
-            DatasetError: the ids are not whole numbers in [0, P), or not one per node; names the line.
-        """
         check_request(num_parts, seed)
-        told, parts, unit = self._parts(graph)
-        _check_parts(parts, told, unit, graph.total_nodes, num_parts)
-        parameters = {**describe(self.options, None), "file": told}
+        source, parts, unit = self._parts(graph)
+        _check_parts(parts, source, unit, graph.total_nodes, num_parts)
+        parameters = {**describe(self.options, None), "file": source}
         return to_assignment(graph, parts, num_parts, method="file", seed=seed, parameters=parameters)
 
     def _parts(self, graph: RawGraph) -> tuple[str, Array, str]:
-        """Return where the ids come from, the ids, and what one of them is called in a message."""
+        # The source of the ids, the ids, and the unit of a position in messages.
         file, vector = self.options.file, self.options.vector
         if (file is None) == (vector is None):
             raise ConfigError("method file needs either a file or a vector of part ids: set one of them")
@@ -144,8 +115,8 @@ def read_parts(path: Path) -> Array:
     """Return the part ids in ``path``: .npy (N,) integers, or .txt / .csv with one per line.
 
     Raises:
-        ConfigError: there is no such file, or its suffix is another one.
-        DatasetError: a line is not a whole number; names the file and the line, counted from 1.
+        ConfigError: the file does not exist, or its suffix is unknown.
+        DatasetError: a line is not a whole number; names file and line, counted from 1.
     """
     if path.suffix not in (".npy", ".txt", ".csv"):
         raise ConfigError(f"{path} ends in {path.suffix!r}; part ids come as .npy, .txt or .csv")
@@ -172,45 +143,40 @@ def read_parts(path: Path) -> Array:
     return parts
 
 
-def _check_parts(parts: Array, told: str, unit: str, num_nodes: int, num_parts: int) -> None:
+def _check_parts(parts: Array, source: str, unit: str, num_nodes: int, num_parts: int) -> None:
     if parts.ndim != 1 or (parts.dtype.kind not in "iu" and len(parts)):
         raise DatasetError(
-            f"{told} holds {parts.shape} {parts.dtype}; part ids are whole numbers, ({num_nodes},)"
+            f"{source} holds {parts.shape} {parts.dtype}; part ids are whole numbers, ({num_nodes},)"
         )
-    _check_count(parts, told, num_nodes)
+    _check_count(parts, source, num_nodes)
     wrong = (parts < 0) | (parts >= num_parts)
     if wrong.any():
         first = int(np.argmax(wrong))
         number = first + 1 if unit == "line" else first
         raise DatasetError(
-            f"{told}, {unit} {number}: part {parts[first]} is outside 0..{num_parts - 1}; "
+            f"{source}, {unit} {number}: part {parts[first]} is outside 0..{num_parts - 1}; "
             f"ask for {int(parts.max()) + 1} parts or correct it"
         )
 
 
-def _check_count(parts: Array, told: str, num_nodes: int) -> None:
+def _check_count(parts: Array, source: str, num_nodes: int) -> None:
     if len(parts) != num_nodes:
-        raise DatasetError(f"{told} has {len(parts)} part ids for {num_nodes} nodes; give one per node")
+        raise DatasetError(f"{source} has {len(parts)} part ids for {num_nodes} nodes; give one per node")
 
 
 @final
 class Random(Partitioner):
-    """A random deal: a part misses its share by at most one node, a neighbour is remote with (P-1)/P."""
+    """A random permutation in ranges: shares are exact to one node; an edge is cut with (P - 1) / P."""
 
     honours = frozenset({"target_weights"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Shuffle the nodes and cut the row into parts; see :meth:`Partitioner.assign`."""
         check_request(num_parts, seed)
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
         order = np.random.default_rng(seed).permutation(graph.total_nodes)
         part_of_node = np.empty(graph.total_nodes, dtype=np.int32)
         part_of_node[order] = cut_ranges(weights.columns[0], weights.shares)
+        parameters = describe(self.options, weights)
         return to_assignment(
-            graph,
-            part_of_node,
-            num_parts,
-            method="random",
-            seed=seed,
-            parameters=describe(self.options, weights),
+            graph, part_of_node, num_parts, method="random", seed=seed, parameters=parameters
         )

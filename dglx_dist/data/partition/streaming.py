@@ -1,13 +1,13 @@
-"""Fennel: one pass over the nodes with a convex price on size."""
+"""Streaming partitioners: Fennel and LDG, one pass over the nodes in breadth-first order."""
 
 from __future__ import annotations
 
-from typing import final
+from typing import Literal, final
 
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.partition.base import Partitioner
+from dglx_dist.data.partition.base import Partitioner, PartitionOptions
 from dglx_dist.data.partition.graph_views import (
     SymmetricGraph,
     balance_weights,
@@ -20,10 +20,9 @@ from dglx_dist.records import Array, Assignment, RawGraph
 
 
 def stream_order(graph: SymmetricGraph, seed: int) -> Array:
-    """Return (N,) int64 all nodes in breadth-first order from random starts, drawn by ``seed``.
+    """Return (N,) int64 all nodes in breadth-first order from random starts.
 
-    A node then arrives when some of its neighbours are placed already: the order in which a crawl
-    would bring them, and the one in which greedy streaming does well.
+    Greedy streaming works well in this order, since some neighbours of a node are assigned before it.
     """
     starts = np.random.default_rng(seed).permutation(graph.num_nodes)
     return _breadth_first(graph.indptr, graph.indices, starts)
@@ -53,52 +52,45 @@ def _breadth_first(indptr: Array, indices: Array, starts: Array) -> Array:
     return order
 
 
+def _assign(
+    graph: RawGraph, options: PartitionOptions, num_parts: int, seed: int, method: Literal["fennel", "ldg"]
+) -> Assignment:
+    check_request(num_parts, seed)
+    weights = balance_weights(graph, options, num_parts, max_constraints=1)
+    symmetric = symmetrise(graph, weighted=False)
+    order, capacity = stream_order(symmetric, seed), weights.capacities()[0]
+    arrays = symmetric.indptr, symmetric.indices, order, weights.columns[0], capacity
+    part_of_node = _stream_fennel(*arrays, weights.shares) if method == "fennel" else _stream_ldg(*arrays)
+    parameters = describe(options, weights)
+    return to_assignment(graph, part_of_node, num_parts, method=method, seed=seed, parameters=parameters)
+
+
 GAMMA = 1.5
-"""Exponent of the price of size; 1.5 is the authors' choice."""
+"""Exponent of the size penalty; the authors' choice."""
 
 
 @final
 class Fennel(Partitioner):
-    """Each node goes where placed neighbours minus the marginal price of size is largest.
+    """Each node goes where assigned neighbours minus the marginal size penalty is largest.
 
-    Honours one constraint, its tolerance and target weights. One pass; beside the symmetric rows it
-    keeps a few numbers per node. The tolerance holds always.
+    Supports one constraint, its tolerance, which always holds, and target weights.
     """
 
     honours = frozenset({"balance", "tolerance", "target_weights"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Stream the nodes in breadth-first order; see :meth:`Partitioner.assign`."""
-        check_request(num_parts, seed)
-        weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
-        symmetric = symmetrise(graph, weighted=False)
-        part_of_node = _stream(
-            symmetric.indptr,
-            symmetric.indices,
-            stream_order(symmetric, seed),
-            weights.columns[0],
-            weights.capacities()[0],
-            weights.shares,
-        )
-        return to_assignment(
-            graph,
-            part_of_node,
-            num_parts,
-            method="fennel",
-            seed=seed,
-            parameters=describe(self.options, weights),
-        )
+        return _assign(graph, self.options, num_parts, seed, "fennel")
 
 
 @njit(cache=True, nogil=True)
-def _stream(
+def _stream_fennel(
     indptr: Array, indices: Array, order: Array, weights: Array, capacity: Array, shares: Array
 ) -> Array:
     num_parts = len(capacity)
     num_nodes = max(len(order), 1)
     num_pairs = len(indices) / 2
     # The size of a part is measured in nodes of mean weight, relative to an equal share, so that
-    # Fennel's constant alpha = sqrt(P) m / n^1.5 fits other weights and unequal shares as well.
+    # Fennel's constant alpha = sqrt(P) m / n^1.5 also applies to other weights and unequal shares.
     alpha = np.sqrt(num_parts) * num_pairs / num_nodes**GAMMA
     mean_weight = max(weights.sum() / num_nodes, 1e-9)
     part = np.full(len(order), -1, dtype=np.int32)
@@ -130,34 +122,15 @@ def _stream(
 
 @final
 class Ldg(Partitioner):
-    """Each node goes where most of its placed neighbours are, times how empty that part is.
+    """Linear deterministic greedy: each node goes where assigned neighbours x free share is largest.
 
-    Honours one constraint, its tolerance and target weights. One pass; beside the symmetric rows it
-    keeps a few numbers per node. The tolerance holds always.
+    Supports one constraint, its tolerance, which always holds, and target weights.
     """
 
     honours = frozenset({"balance", "tolerance", "target_weights"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Stream the nodes in breadth-first order; see :meth:`Partitioner.assign`."""
-        check_request(num_parts, seed)
-        weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
-        symmetric = symmetrise(graph, weighted=False)
-        part_of_node = _stream_ldg(
-            symmetric.indptr,
-            symmetric.indices,
-            stream_order(symmetric, seed),
-            weights.columns[0],
-            weights.capacities()[0],
-        )
-        return to_assignment(
-            graph,
-            part_of_node,
-            num_parts,
-            method="ldg",
-            seed=seed,
-            parameters=describe(self.options, weights),
-        )
+        return _assign(graph, self.options, num_parts, seed, "ldg")
 
 
 @njit(cache=True, nogil=True)
@@ -175,7 +148,7 @@ def _stream_ldg(indptr: Array, indices: Array, order: Array, weights: Array, cap
         best, best_score, best_fill = 0, -1.0, np.inf
         for p in range(num_parts):
             fill = (load[p] + weights[u]) / max(capacity[p], 1.0)
-            # A full part takes nobody: its score is below every other one, and the emptiest wins a tie.
+            # A full part has a score below all others; among full parts the emptiest wins.
             score = links[p] * (1.0 - load[p] / max(capacity[p], 1.0)) if fill <= 1.0 else -0.5
             if score > best_score or (score == best_score and fill < best_fill):
                 best, best_score, best_fill = p, score, fill

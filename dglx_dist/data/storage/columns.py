@@ -1,8 +1,8 @@
-"""One array in one Arrow IPC file, written in one pass and read without a copy.
+"""Arrays as Arrow IPC files, memory-mapped without a copy, and the file names of a dataset.
 
-A file holds one primitive column of one record batch, so its values are one contiguous piece that
-NumPy can view in a memory map. Rows are stored one after the other; dtype and shape stand in the
-schema's metadata, since Arrow has neither bytes-wide booleans nor bfloat16 nor multi-dimensional rows.
+A file holds one primitive column of one record batch, so its values are contiguous and NumPy can view them
+in a memory map. Dtype and shape are in the schema's metadata, since Arrow has no byte-wide booleans, no
+bfloat16 and no multi-dimensional rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ DTYPES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "bfloat16", "float32", "float64"),
 )
-"""Every dtype that a dataset can hold, by torch's name."""
+"""Dtypes of a dataset, by torch's names."""
+
+IDS = ColumnInfo(dtype="int64", row_shape=())
+"""Column of ids or offsets."""
 
 _STORED_AS = {"bool": "uint8", "bfloat16": "uint16"}
 _COLUMN = "values"
@@ -38,24 +41,20 @@ _COLUMN = "values"
 
 @dataclass(frozen=True, kw_only=True)
 class FileInfo:
-    """What the manifest knows of one file."""
+    """Size and checksum of one file."""
 
     num_bytes: int
     checksum: str
-    """CRC-32 of all bytes, eight hexadecimal digits: every single damaged byte changes it."""
+    """CRC-32 of all bytes, eight hexadecimal digits."""
 
 
 def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
-    """Return the NumPy dtype in which values of ``dtype`` are handed out; bfloat16 comes as uint16."""
+    """Return the NumPy dtype of values of ``dtype`` in memory; uint16 for bfloat16."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
 def column_info(array: Array, what: str) -> ColumnInfo:
-    """Return the :class:`ColumnInfo` of an array (N, *row).
-
-    Raises:
-        ConfigError: values of this dtype cannot be stored.
-    """
+    """Return the dtype and row shape of an array (N, *row); ConfigError if the dtype cannot be stored."""
     if array.dtype.name not in DTYPES:
         raise ConfigError(
             f"{what} has dtype {array.dtype}, which a dataset cannot hold; convert it to one of "
@@ -65,18 +64,18 @@ def column_info(array: Array, what: str) -> ColumnInfo:
 
 
 def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> FileInfo:
-    """Write rows that arrive in chunks as one file, reach the disk, and return its size and checksum.
+    """Write rows that arrive in chunks as one file, synchronised to disk.
 
     Args:
-        path: File to create; its folder is made.
+        path: New file; its folder is made.
         info: Dtype and row shape.
-        num_rows: Rows of all chunks together.
-        chunks: Arrays (k, *row) of ``info``'s dtype, in order; held one at a time.
+        num_rows: Rows of all chunks.
+        chunks: Arrays (k, *row) of ``info``'s dtype, in order; one at a time is in memory.
     """
     stored = np.dtype(_STORED_AS.get(info.dtype, info.dtype))
     num_values = num_rows * math.prod(info.row_shape)
     num_bytes = num_values * stored.itemsize
-    # Arrow lays out the file around a body that is address space only; the sink puts the chunks there.
+    # Arrow lays out the file around a body that is only address space; the sink writes the chunks instead.
     body = pa.py_buffer(_space(num_bytes)).slice(0, num_bytes)
     values = pa.Array.from_buffers(pa.from_numpy_dtype(stored), num_values, [None, body], 0)
     metadata = {"dtype": info.dtype, "shape": json.dumps([num_rows, *info.row_shape])}
@@ -84,24 +83,24 @@ def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[A
 
 
 def write_strings(path: Path, values: Array) -> FileInfo:
-    """Write a unicode array (N,) as an Arrow string column; return the file's size and checksum."""
+    """Write a unicode array (N,) as an Arrow string column."""
     return _write_file(path, pa.array(values.tolist(), pa.large_string()), {"dtype": "string"}, ())
 
 
 def write_string_chunks(
     path: Path, num_rows: int, num_bytes: int, ends: Iterable[Array], data: Iterable[Array]
 ) -> FileInfo:
-    """Write texts that arrive in chunks as an Arrow string column; return the file's size and checksum.
+    """Write texts that arrive in chunks as an Arrow string column.
 
     Args:
-        path: File to create; its folder is made.
-        num_rows: Texts.
-        num_bytes: Of all texts together, in UTF-8.
-        ends: Chunks of the (num_rows + 1,) int64 places at which texts begin, from 0 on, and the last ends.
+        path: New file; its folder is made.
+        num_rows: Number of texts.
+        num_bytes: Size of all texts in UTF-8.
+        ends: Chunks of the (num_rows + 1,) int64 offsets of texts, starting at 0.
         data: Chunks of the (num_bytes,) uint8 bytes.
     """
     space = _space(8 * (num_rows + 1), writable=True)
-    # Arrow reads the length of the bytes from here.
+    # Arrow reads the size of the data from the last offset.
     np.frombuffer(space, np.int64)[num_rows] = num_bytes
     buffers = [None, pa.py_buffer(space).slice(0, 8 * (num_rows + 1)), pa.py_buffer(_space(num_bytes))]
     values = pa.Array.from_buffers(pa.large_string(), num_rows, buffers)
@@ -110,16 +109,16 @@ def write_string_chunks(
 
 
 def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows: int | None = None) -> Array:
-    """Map one file and return its read-only values (N, *row) without reading them.
+    """Memory-map one file and return its read-only values (N, *row).
 
     Args:
         path: The file.
-        name: How messages call it.
-        info: The dtype and row shape it must have; any when None.
-        num_rows: The rows it must have; any when None.
+        name: Its name in messages.
+        info: Required dtype and row shape; None: any.
+        num_rows: Required number of rows; None: any.
 
     Raises:
-        StorageError: the file is missing, damaged, or holds something else.
+        StorageError: the file is missing, damaged, or has another dtype or shape.
     """
     column, metadata = _open_column(path, name)
     try:
@@ -138,11 +137,7 @@ def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows:
 
 
 def read_strings(path: Path, name: str, num_rows: int) -> Array:
-    """Return the unicode array (N,) of one file, copied into memory.
-
-    Raises:
-        StorageError: the file is missing, damaged, or holds something else.
-    """
+    """Return a copy of the unicode array (N,) of one file; errors as :func:`read_column`."""
     column, metadata = _open_column(path, name)
     if metadata.get("dtype") != "string" or len(column) != num_rows:
         raise StorageError(f"{path} does not hold {num_rows} strings; partition the graph again")
@@ -150,7 +145,6 @@ def read_strings(path: Path, name: str, num_rows: int) -> Array:
 
 
 def checksum(path: Path) -> FileInfo:
-    """Read one file and return its size and checksum."""
     value, num_bytes, block = 0, 0, bytearray(1 << 15)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -161,14 +155,14 @@ def checksum(path: Path) -> FileInfo:
 
 @dataclass(frozen=True)
 class _Body:
-    """What one buffer of a column really holds."""
+    """Content of one buffer of a column."""
 
     pieces: Iterator[Array]
     num_bytes: int
 
 
 def _space(num_bytes: int, *, writable: bool = False) -> mmap.mmap:
-    """Return memory that is address space only, until somebody touches it."""
+    """Return memory without physical pages until it is accessed."""
     access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE, prot=access)
 
@@ -178,12 +172,12 @@ def _bytes(chunk: Array) -> Array:
 
 
 class _Sink(io.RawIOBase):
-    """Takes what Arrow writes, puts the real values where Arrow writes the buffers, and sums up."""
+    """File object for Arrow that replaces the buffers by the real values and computes size and checksum."""
 
     def __init__(self, file: BinaryIO, bodies: Sequence[_Body]) -> None:
         super().__init__()
         self._file = file
-        # Arrow writes no buffer without bytes.
+        # Arrow does not write empty buffers.
         self._bodies = [body for body in bodies if body.num_bytes]
         self._is_real = not self._bodies
         self.num_bytes = 0
@@ -193,7 +187,7 @@ class _Sink(io.RawIOBase):
         return True
 
     def write(self, data: object) -> int:
-        # Arrow hands bodies over as its own buffers, and everything else as bytes.
+        # Arrow writes column buffers as pa.Buffer, everything else as bytes.
         if self._is_real or not isinstance(data, pa.Buffer):
             return self._put(memoryview(data))  # type: ignore[arg-type]  # any buffer
         body = self._bodies.pop(0)
@@ -254,22 +248,22 @@ def _damaged(name: str, path: Path, problem: Exception) -> StorageError:
 MANIFEST = "manifest.json"
 CACHE = "cache"
 PARTIAL_SUFFIX = ".partial"
-"""Ends the name of a folder that is still being written."""
+"""Suffix of folders that are being written."""
 
-_LONGEST = 80
-"""Characters of one encoded name; three of them make an edge type's folder, and 255 is the limit."""
+_MAX_NAME = 80
+"""Characters of one encoded name: an edge type's folder consists of three, and the system's limit is 255."""
 
 
 def safe_name(name: str) -> str:
-    """Return ``name`` as a file name: letters, digits, ``_`` and ``-`` stay, the rest is %-encoded.
+    """Return ``name`` as a file name: characters other than letters, digits, ``_`` and ``-`` are %-encoded.
 
-    Different names give different file names; none contains a dot or a slash, none is empty.
+    Different names give different file names; none is empty or contains a dot or a slash.
     """
     encoded = quote(name, safe="").replace(".", "%2E").replace("~", "%7E") or "%"
-    if len(encoded) <= _LONGEST:
+    if len(encoded) <= _MAX_NAME:
         return encoded
     digest = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
-    return f"{encoded[: _LONGEST - 34].rstrip('%')}%-{digest}"
+    return f"{encoded[: _MAX_NAME - 34].rstrip('%')}%-{digest}"
 
 
 def node_folder(part: int, ntype: str) -> str:

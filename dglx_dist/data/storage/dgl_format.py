@@ -1,4 +1,4 @@
-"""A graph and the owner of every node -> DGL's partition files, which stock DGL loads."""
+"""Reading and writing DGL's partition files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from dglx_dist.records import EDGE_TYPE, LABEL, NODE_TYPE, Array, Assignment, Ed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class IdLine:
-    """Where the ids of each (type, part) lie on the line; T types, P parts."""
+class IdRanges:
+    """DGL's homogeneous ids, which are contiguous for each (part, type); T types, P parts."""
 
     starts: Array
     """(T, P) int64: first id of the type's nodes (or edges) in the part."""
@@ -32,11 +32,11 @@ class IdLine:
     """(T, P) int64."""
 
     @staticmethod
-    def of_offsets(offsets: Sequence[Array]) -> IdLine:
-        """Return the line for T arrays (P + 1,) of per-type offsets."""
+    def of_offsets(offsets: Sequence[Array]) -> IdRanges:
+        """Return the ranges for T arrays (P + 1,) of per-type offsets."""
         counts = np.stack([np.diff(one) for one in offsets]).astype(np.int64)
         flat = np.concatenate([[0], np.cumsum(counts.T.ravel())])[:-1]
-        return IdLine(starts=np.ascontiguousarray(flat.reshape(counts.T.shape).T), counts=counts)
+        return IdRanges(starts=np.ascontiguousarray(flat.reshape(counts.T.shape).T), counts=counts)
 
     @property
     def offsets(self) -> Array:
@@ -49,38 +49,38 @@ class IdLine:
         return first, first + int(self.counts[:, part].sum())
 
     def from_typed(self, kind: int, ids: Array) -> Array:
-        """Return the ids on the line of per-type ids (K,) of type number ``kind``."""
+        """Return the homogeneous ids of per-type ids (K,) of type number ``kind``."""
         offsets = self.offsets[kind]
         part = np.searchsorted(offsets[1:], ids, side="right")
         return self.starts[kind][part] + (ids - offsets[part])
 
-    def place(self, ids: Array) -> tuple[Array, Array]:
-        """Return the type number and the part of ids (K,) on the line."""
+    def locate(self, ids: Array) -> tuple[Array, Array]:
+        """Return the type number and the part of homogeneous ids (K,)."""
         ends = (self.starts + self.counts).T.ravel()
         slot = np.searchsorted(ends, ids, side="right")
         return slot % len(self.starts), slot // len(self.starts)
 
     def to_typed(self, ids: Array) -> tuple[Array, Array]:
-        """Return the type number and the per-type id of ids (K,) on the line."""
-        kind, part = self.place(ids)
+        """Return the type number and the per-type id of homogeneous ids (K,)."""
+        kind, part = self.locate(ids)
         return kind, ids - self.starts[kind, part] + self.offsets[kind, part]
 
 
 def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = False) -> Manifest:
-    """Write a partitioned dataset from the files of DGL's ``partition_graph``.
+    """Write a dataset from the files of DGL's ``partition_graph``; one process calls it.
 
-    Parts and node ids stay: new ids are DGL's per-type global ids. Edge ids follow our order;
-    ``original_edge_ids`` are DGL's per-type global edge ids. Ids of ``orig_nids.dgl``, where it lies beside
-    ``graph.dgl``, become the user's ids. DGL keeps booleans as uint8, so uint8 columns named ``*mask`` are
-    taken for booleans. The whole graph is held in memory. Called by one process.
+    New node ids are DGL's per-type global ids, in the same parts. Edge ids follow our order;
+    ``original_edge_ids`` are DGL's per-type global edge ids. Ids in ``orig_nids.dgl`` beside ``graph.dgl``
+    become user ids. DGL stores booleans as uint8, so uint8 columns named ``*mask`` become booleans. The whole
+    graph is in memory.
 
     Args:
         part_config: DGL's JSON file.
-        folder: Where the dataset goes; as for ``write_dataset``.
-        overwrite: Replace the dataset that is there.
+        folder: Target, as for ``write_dataset``.
+        overwrite: Replace an existing dataset.
 
     Raises:
-        StorageError: a file is missing or damaged, or the parts are of a kind that cannot be read.
+        StorageError: a file is missing or damaged, or the parts are of an unsupported kind.
     """
     config = read_part_config(Path(part_config).absolute())
     collected = _Collected(config)
@@ -105,7 +105,7 @@ def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = Fals
 
 @dataclass(frozen=True, kw_only=True)
 class PartConfig:
-    """What DGL's JSON file says, checked."""
+    """Checked content of DGL's JSON file."""
 
     path: Path
     name: str
@@ -113,12 +113,11 @@ class PartConfig:
     num_parts: int
     ntypes: list[str]
     etypes: list[EdgeType]
-    nodes: IdLine
-    edges: IdLine
+    nodes: IdRanges
+    edges: IdRanges
     files: list[Mapping[str, object]]
 
     def file(self, part: int, kind: str) -> Path:
-        """Return the path of one of a part's files."""
         name = self.files[part].get(kind)
         if not isinstance(name, str):
             raise StorageError(
@@ -129,11 +128,7 @@ class PartConfig:
 
 
 def read_part_config(path: Path) -> PartConfig:
-    """Read DGL's JSON file.
-
-    Raises:
-        StorageError: it is missing, or not of that kind.
-    """
+    """Read DGL's JSON file; StorageError if it is missing or not DGL's."""
     try:
         top = Fields(json.loads(path.read_bytes()), str(path))
     except OSError as problem:
@@ -150,8 +145,8 @@ def read_part_config(path: Path) -> PartConfig:
         num_parts=num_parts,
         ntypes=ntypes,
         etypes=[_edge_type(name, path) for name in etypes],
-        nodes=_line(top, "node_map", ntypes, num_parts),
-        edges=_line(top, "edge_map", etypes, num_parts),
+        nodes=_id_ranges(top, "node_map", ntypes, num_parts),
+        edges=_id_ranges(top, "edge_map", etypes, num_parts),
         files=[top.mapping(f"part-{part}") for part in range(num_parts)],
     )
 
@@ -176,8 +171,8 @@ def _edge_type(name: str, path: Path) -> EdgeType:
     return pieces[0], pieces[1], pieces[2]
 
 
-def _line(top: Fields, key: str, names: Sequence[str], num_parts: int) -> IdLine:
-    """Return the id ranges of one map; ``ranges[t][p]`` is [first, end), or the end alone in old files."""
+def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> IdRanges:
+    # An entry for type t and part p is [first, end), or only the end in old files.
     expected = (
         f"{num_parts} ranges for each of {', '.join(names)}, growing from part to part and type to type"
     )
@@ -193,20 +188,20 @@ def _line(top: Fields, key: str, names: Sequence[str], num_parts: int) -> IdLine
         raise top.wrong(key, expected)
     counts = array[..., 1] - array[..., 0]
     offsets = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))
-    line = IdLine.of_offsets(list(offsets))
-    if (counts < 0).any() or not np.array_equal(line.starts, array[..., 0]):
+    ranges = IdRanges.of_offsets(list(offsets))
+    if (counts < 0).any() or not np.array_equal(ranges.starts, array[..., 0]):
         raise top.wrong(key, expected)
-    return line
+    return ranges
 
 
 def _only(top: Fields, key: str, name: str) -> object:
-    """Return the ranges of the only type, which old files do not name."""
+    # Old files do not name the only type.
     value = top.value(key)
     return value.get(name) if isinstance(value, Mapping) else value
 
 
 class _Collected:
-    """The whole graph under DGL's per-type ids, filled part by part."""
+    """The whole graph under DGL's per-type ids, read part by part."""
 
     def __init__(self, config: PartConfig) -> None:
         self._config = config
@@ -216,11 +211,6 @@ class _Collected:
         self.bfloat16: list[tuple[str | EdgeType, str]] = []
 
     def add_part(self, part: int) -> None:
-        """Read one part.
-
-        Raises:
-            StorageError: naming the file that is missing, damaged, or does not fit the JSON file.
-        """
         config = self._config
         path = config.file(part, "part_graph")
         structure = _load(path, lambda name: dgl.load_graphs(name)[0][0])
@@ -229,10 +219,12 @@ class _Collected:
             *((structure.edata, name) for name in (dgl.EID, "inner_edge")),
         ):
             if name not in data:
-                raise StorageError(f"{path} has no {name!r} of its nodes or edges; it is no part of DGL's")
+                raise StorageError(
+                    f"{path} has no {name!r} of its nodes or edges; it is not a part written by DGL"
+                )
         nodes, edges = structure.ndata[dgl.NID].numpy(), structure.edata[dgl.EID].numpy()
         inner_nodes = structure.ndata["inner_node"].numpy() == 1
-        # Only edges into owned nodes are whole in a part.
+        # A part has all data only of edges into owned nodes.
         inner_edges = structure.edata["inner_edge"].numpy() == 1
         _check_ids(nodes[inner_nodes], config.nodes.part_range(part), "nodes", path)
         _check_ids(edges[inner_edges], config.edges.part_range(part), "edges", path)
@@ -245,7 +237,6 @@ class _Collected:
         self._add_user_ids(path.with_name("orig_nids.dgl"), part)
 
     def graph(self) -> RawGraph:
-        """Return the whole graph."""
         config = self._config
         node_data: dict[str, dict[str, Array]] = {}
         edge_data: dict[EdgeType, dict[str, Array]] = {}
@@ -284,14 +275,14 @@ class _Collected:
             self._ends[kind][:, typed[chosen]] = sources[chosen], destinations[chosen]
 
     def _add_columns(self, which: int, path: Path, types: Mapping[str, int], ids: Array) -> None:
-        line = self._config.edges if which else self._config.nodes
-        kinds, typed = line.to_typed(ids)
+        ranges = self._config.edges if which else self._config.nodes
+        kinds, typed = ranges.to_typed(ids)
         for kind, name, tensor in _named(_load(path, load_tensors), types, path):
             chosen = typed[kinds == kind]
             if len(tensor) != len(chosen):
                 raise StorageError(f"{path}: {name!r} has {len(tensor)} rows for {len(chosen)} owned ids")
             rows = self._as_array(which, kind, name, tensor)
-            total = int(line.counts[kind].sum())
+            total = int(ranges.counts[kind].sum())
             column = self._columns[which].setdefault(
                 (kind, name), np.zeros((total, *rows.shape[1:]), rows.dtype)
             )
@@ -337,7 +328,7 @@ def _load(path: Path, read: Callable[[str], Any]) -> Any:
 def _named(
     tensors: Mapping[str, torch.Tensor], types: Mapping[str, int], path: Path
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """Yield (type number, column, tensor) of the keys ``type/column``; old files leave out the only type."""
+    # Keys are type/column; old files leave out the only type.
     for key, tensor in tensors.items():
         owner, slash, name = key.partition("/")
         if not slash and len(types) == 1:
@@ -369,30 +360,30 @@ def write_dgl_format(
 ) -> Path:
     """Write ``<folder>/<graph name>.json`` and ``part<p>/`` as DGL's ``partition_graph`` does.
 
-    Each part holds its nodes first, then the halo: the other ends of its nodes' in-edges. Ids are those of a
-    dataset written from the same arguments: DGL's per-type ids are our new ids. Booleans become uint8, which
-    is all that DGL's files know. ``orig_nids.dgl`` and ``orig_eids.dgl`` hold the ids of the source. One
-    part's features are held in memory at a time. Called by one process.
+    Each part holds its nodes first, then the halo: the sources of their in-edges. DGL's per-type ids are the
+    new ids of a dataset written from the same arguments. Booleans become uint8, which DGL's files can hold.
+    ``orig_nids.dgl`` and ``orig_eids.dgl`` hold the ids of the source. The features of one part at a time are
+    in memory. One process calls it.
 
     Args:
-        graph: What to write.
+        graph: The graph.
         assignment: The owner of every node.
         folder: Must not exist, or be empty.
         bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.
-        formats: As which of ``coo``, ``csc`` and ``csr`` structure is stored; None: ``coo``.
+        formats: Structure formats to store, of ``coo``, ``csc`` and ``csr``; None: ``coo``.
 
     Returns:
-        The JSON file, which DGL calls ``part_config``.
+        The JSON file, DGL's ``part_config``.
 
     Raises:
-        ConfigError: graph and assignment do not fit, or DGL's files cannot hold a value or a name.
-        StorageError: ``folder`` holds something, or cannot be written.
+        ConfigError: graph and assignment do not match, or DGL's files cannot hold a value or a name.
+        StorageError: ``folder`` is not empty, or cannot be written.
     """
     folder = Path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise StorageError(f"{folder} exists already; choose another folder")
     _check_names(graph)
-    job = _Job(graph, relabel_nodes(graph, assignment), frozenset(bfloat16), formats)
+    writer = _DglWriter(graph, relabel_nodes(graph, assignment), frozenset(bfloat16), formats)
     config = f"{safe_name(graph.name)}.json"
     with (
         named_failures(folder),
@@ -400,18 +391,15 @@ def write_dgl_format(
         progress("Writing DGL's format", assignment.num_parts) as advance,
     ):
         for part in range(assignment.num_parts):
-            job.write_part(part, partial / f"part{part}")
+            writer.write_part(part, partial / f"part{part}")
             advance(1)
-        text = json.dumps(job.config(assignment), indent=4)
-        (partial / config).write_text(text)
+        (partial / config).write_text(json.dumps(writer.config(assignment), indent=4))
         if not publish(partial, folder):
             raise StorageError(f"{folder} appeared while it was being written; choose another folder")
     return folder / config
 
 
-class _Job:
-    """One write: the graph under its new ids."""
-
+class _DglWriter:
     def __init__(
         self,
         graph: RawGraph,
@@ -426,11 +414,10 @@ class _Job:
         self._edges: dict[EdgeType, EdgeOrder] = {
             etype: relabel_edges(graph, etype, nodes[etype[0]], nodes[etype[2]]) for etype in graph.edges
         }
-        self._node_line = IdLine.of_offsets([order.offsets for order in nodes.values()])
-        self._edge_line = IdLine.of_offsets([order.offsets for order in self._edges.values()])
+        self._node_ranges = IdRanges.of_offsets([order.offsets for order in nodes.values()])
+        self._edge_ranges = IdRanges.of_offsets([order.offsets for order in self._edges.values()])
 
     def write_part(self, part: int, folder: Path) -> None:
-        """Write structure, features and original ids of one part."""
         folder.mkdir()
         dgl.save_graphs(str(folder / _FILES["part_graph"]), [self._structure(part)], formats=self._formats)
         node_rows = {ntype: _rows(order, part) for ntype, order in self._nodes.items()}
@@ -452,7 +439,6 @@ class _Job:
         save_tensors(str(folder / "orig_eids.dgl"), orig_eids)
 
     def config(self, assignment: Assignment) -> dict[str, object]:
-        """Return what DGL's JSON file says."""
         etypes = [":".join(etype) for etype in self._edges]
         parts = {
             f"part-{part}": {kind: f"part{part}/{name}" for kind, name in _FILES.items()}
@@ -465,47 +451,47 @@ class _Job:
             "part_method": assignment.method,
             "num_parts": assignment.num_parts,
             "halo_hops": 1,
-            "node_map": _ranges(self._ntypes, self._node_line),
-            "edge_map": _ranges(etypes, self._edge_line),
+            "node_map": _ranges(self._ntypes, self._node_ranges),
+            "edge_map": _ranges(etypes, self._edge_ranges),
             "ntypes": {name: number for number, name in enumerate(self._ntypes)},
             "etypes": {name: number for number, name in enumerate(etypes)},
             **parts,
         }
 
     def _structure(self, part: int) -> dgl.DGLGraph:
-        first, last = self._node_line.part_range(part)
+        first, last = self._node_ranges.part_range(part)
         source, destination = self._ends(part, first)
         owned = (source >= first) & (source < last)
         halo = np.unique(source[~owned])
         local = np.where(owned, source - first, (last - first) + np.searchsorted(halo, source))
         global_ids = np.concatenate([np.arange(first, last), halo])
-        kinds, owners = self._node_line.place(global_ids)
+        kinds, owners = self._node_ranges.locate(global_ids)
         structure = dgl.graph(
             (torch.from_numpy(local), torch.from_numpy(destination)), num_nodes=len(global_ids)
         )
         structure.ndata[dgl.NID] = _ids(global_ids)
         structure.ndata["part_id"] = _ids(owners)
         structure.ndata["inner_node"] = torch.from_numpy((owners == part).astype(np.uint8))
-        edge_ids = np.arange(*self._edge_line.part_range(part))
+        edge_ids = np.arange(*self._edge_ranges.part_range(part))
         structure.edata[dgl.EID] = _ids(edge_ids)
         structure.edata["inner_edge"] = torch.ones(len(edge_ids), dtype=torch.uint8)
         if len(self._ntypes) > 1 or len(self._edges) > 1:
             structure.ndata[dgl.NTYPE] = torch.from_numpy(kinds.astype(np.int32))
-            edge_kinds, _ = self._edge_line.place(edge_ids)
+            edge_kinds, _ = self._edge_ranges.locate(edge_ids)
             structure.edata[dgl.ETYPE] = torch.from_numpy(edge_kinds.astype(np.int32))
         return structure
 
     def _ends(self, part: int, first: int) -> tuple[Array, Array]:
-        """Return (global sources, local destinations) of the part's edges in the order of their ids."""
+        # Global sources and local destinations, in the order of edge ids.
         sources, destinations = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for etype, order in self._edges.items():
             nodes = self._nodes[etype[2]].offsets
             kind = self._ntypes.index(etype[2])
             degrees = np.diff(order.indptr[nodes[part] : nodes[part + 1] + 1])
-            shift = self._node_line.starts[kind, part] - first
+            shift = self._node_ranges.starts[kind, part] - first
             destinations.append(np.repeat(np.arange(len(degrees)) + shift, degrees))
             indices = order.indices[order.offsets[part] : order.offsets[part + 1]]
-            sources.append(self._node_line.from_typed(self._ntypes.index(etype[0]), indices))
+            sources.append(self._node_ranges.from_typed(self._ntypes.index(etype[0]), indices))
         return np.concatenate(sources), np.concatenate(destinations)
 
     def _tensor(self, column: tuple[str | EdgeType, str], rows: Array) -> torch.Tensor:
@@ -535,10 +521,10 @@ def _ids(ids: Array) -> torch.Tensor:
     return torch.from_numpy(ids.astype(np.int64))
 
 
-def _ranges(names: Sequence[str], line: IdLine) -> dict[str, list[list[int]]]:
-    ends = line.starts + line.counts
+def _ranges(names: Sequence[str], ranges: IdRanges) -> dict[str, list[list[int]]]:
+    ends = ranges.starts + ranges.counts
     return {
-        name: [[int(first), int(end)] for first, end in zip(line.starts[kind], ends[kind], strict=True)]
+        name: [[int(first), int(end)] for first, end in zip(ranges.starts[kind], ends[kind], strict=True)]
         for kind, name in enumerate(names)
     }
 

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, and those that are compared with their checksums when read."""
+"""Atomic folders, checksum stamps, and memory sizes of the process."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from dglx_dist.data.storage.columns import PARTIAL_SUFFIX, FileInfo, checksum
 from dglx_dist.errors import ConfigError, StorageError
 
 STAMP = "stamp.json"
-"""Has the checksums of the other files of a folder that :func:`seal` has closed."""
+"""Checksums of the other files of a folder, written by :func:`seal`."""
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _ABANDONED_S = 86400.0
-"""After so long a folder that nobody has renamed will not be, whoever made it."""
+"""Age from which a partial folder counts as abandoned, whoever made it."""
 _MAKER = re.compile(rf"\.(?P<host>[^./]+)-(?P<process>\d+)-[0-9a-f]{{8}}{re.escape(PARTIAL_SUFFIX)}$")
 
 
 @contextmanager
 def partial_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``target``, for the caller to fill and rename; remove it if left over.
+    """Yield an empty folder beside ``target`` for the caller to fill and rename; remove it if it is left.
 
-    What a killed process left of the same target goes first, as :func:`remove_abandoned` would remove it.
+    Abandoned partial folders of the same target are removed first, see :func:`remove_abandoned`.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for other in target.parent.iterdir():
@@ -50,12 +50,12 @@ def partial_folder(target: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(folder: Path, *, below: bool = True) -> None:
-    """Remove what :func:`partial_folder` made in ``folder`` and whoever filled it left: was killed.
+    """Remove the partial folders of killed processes in ``folder``, with ``below`` also in its subfolders.
 
-    Anywhere in it, or with ``below`` False in itself only. That is where its process on this machine is gone,
-    or, as of other machines nobody can tell, where it is a day old. What cannot be removed stays.
+    A partial folder is abandoned if its process on this machine has ended, or, if it is from another machine,
+    if it is a day old. Folders that cannot be removed stay.
     """
-    # Other ranks and other runs make and remove folders here meanwhile, which a walk does not mind.
+    # os.walk tolerates other ranks and runs that make and remove folders here at the same time.
     for parent, names, _ in os.walk(folder):
         for name in [name for name in names if name.endswith(PARTIAL_SUFFIX)]:
             names.remove(name)
@@ -82,23 +82,19 @@ def _runs(process: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True  # somebody else's
+        return True  # another user's process
     return True
 
 
 def _host() -> str:
-    # No dots: the name of a folder stands before it and ends with one. Machines of a lab and containers may
-    # share a name, and then not the numbers of their processes.
+    # Without dots, which separate it from the folder's name. Containers may share a host name but have their
+    # own process ids, so the id of the pid namespace is included.
     return f"{os.uname().nodename.replace('.', '_')}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 @contextmanager
 def named_failures(folder: Path) -> Iterator[None]:
-    """Turn what the system refuses (a full disk, a folder of somebody else's) into an error that says so.
-
-    Raises:
-        StorageError: in place of any OSError inside.
-    """
+    """Raise StorageError naming ``folder`` for any OSError inside, such as a full disk."""
     try:
         yield
     except OSError as problem:
@@ -106,10 +102,10 @@ def named_failures(folder: Path) -> Iterator[None]:
 
 
 def publish(folder: Path, target: Path) -> bool:
-    """Rename ``folder`` to ``target``, which must not exist or be empty, once its content is on disk.
+    """Synchronise ``folder`` to disk and rename it to ``target``, which must not exist or be empty.
 
     Returns:
-        False when ``target`` has come to hold something; ``folder`` is then unchanged.
+        False if ``target`` is not empty; ``folder`` is then unchanged.
     """
     _sync_tree(folder)
     try:
@@ -123,10 +119,10 @@ def publish(folder: Path, target: Path) -> bool:
 
 
 def replace_folder(folder: Path, target: Path) -> None:
-    """Put ``folder`` in the place of ``target``, and remove what was there after that.
+    """Replace ``target`` by ``folder``, then remove the old content.
 
-    One step where the system can exchange two names (Linux); elsewhere the old folder is set aside first,
-    under a name ending in ``.partial``, and is removed only when the new one stands.
+    Atomic where the system can exchange two names (Linux); elsewhere the old folder is renamed to
+    ``*.partial`` first and removed after the new one is in place.
     """
     _sync_tree(folder)
     if _exchange(folder, target):
@@ -139,27 +135,24 @@ def replace_folder(folder: Path, target: Path) -> None:
     shutil.rmtree(old)
 
 
-def seal(folder: Path, told: Mapping[str, Any], files: Mapping[str, FileInfo] | None = None) -> None:
-    """Stamp what is in ``folder`` as whole, for :func:`unseal`.
+def seal(folder: Path, facts: Mapping[str, Any], files: Mapping[str, FileInfo] | None = None) -> None:
+    """Write a stamp with the checksums of the files in ``folder``, for :func:`unseal`.
 
     Args:
         folder: Has files only.
-        told: JSON values that are kept with them.
-        files: What is known of each file by its name; None: they are read.
-
-    Raises:
-        OSError: the system refuses.
+        facts: JSON values to store in the stamp.
+        files: Sizes and checksums by file name; None: computed here.
     """
     known = {path.name: checksum(path) for path in folder.iterdir()} if files is None else files
-    head = {"told": told, "files": {name: [one.num_bytes, one.checksum] for name, one in known.items()}}
+    head = {"told": facts, "files": {name: [one.num_bytes, one.checksum] for name, one in known.items()}}
     (folder / STAMP).write_text(json.dumps({"crc32": _checksum_of(head), "head": head}))
 
 
 def unseal(folder: Path) -> Any:
-    """Return what :func:`seal` was told, once every file was read and compared with its checksum.
+    """Compare every file with its checksum and return the facts of :func:`seal`.
 
     Raises:
-        StorageError: a file, or the stamp itself, is not what was sealed.
+        StorageError: a file or the stamp is missing or damaged.
     """
     try:
         stamp = json.loads((folder / STAMP).read_bytes())
@@ -174,12 +167,12 @@ def unseal(folder: Path) -> Any:
 
 
 def damaged(folder: Path, problem: object) -> StorageError:
-    """Return the error that what is kept in ``folder`` cannot be used."""
+    """Return the error that the cached content of ``folder`` cannot be used."""
     return StorageError(f"{folder} is damaged ({problem}); a run that opens it makes it anew")
 
 
 def _checksum_of(head: object) -> int:
-    # Of the values, not of the text: whoever reads the same values is not misled.
+    # Of the values, not of the text, so that formatting does not matter.
     return zlib.crc32(json.dumps(head, sort_keys=True).encode())
 
 
@@ -210,30 +203,26 @@ def _sync(path: Path) -> None:
 
 
 def resident() -> int:
-    """Return the bytes that this process holds in memory now, shared pages included."""
+    """Return the resident bytes of this process, shared pages included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def peak() -> int:
-    """Return the most that it has held since its program was started, shared pages included.
+    """Return the peak resident bytes of this process since its program started, shared pages included.
 
-    Not ``getrusage``: what that tells begins with the size of the process that started this one.
+    Not from ``getrusage``, whose peak includes the process that started this one.
     """
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError("the kernel tells no peak")
+    raise AssertionError("the kernel reports no peak")
 
 
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
 
 
 def read_size(text: str) -> int:
-    """Return the bytes of "4GB", "512MB" or "1000".
-
-    Raises:
-        ConfigError: it is no size.
-    """
+    """Return the bytes of "4GB", "512MB" or "1000"; ConfigError if it is not a size."""
     digits = text.strip().upper().rstrip("BKMGT")
     unit = text.strip().upper()[len(digits) :]
     try:

@@ -1,8 +1,9 @@
-"""The manifest of a dataset: what is in the folder, as a frozen record and as JSON."""
+"""The manifest of a dataset as a frozen record and as JSON, and replacing a dataset's folder."""
 
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,8 @@ from typing import TypeGuard, TypeVar
 
 import numpy as np
 
-from dglx_dist.data.storage.columns import DTYPES, MANIFEST, FileInfo, part_files
+from dglx_dist.data.storage.columns import CACHE, DTYPES, MANIFEST, FileInfo, part_files
+from dglx_dist.data.storage.files import publish, replace_folder
 from dglx_dist.errors import StorageError
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
@@ -20,10 +22,10 @@ T = TypeVar("T")
 
 
 class Fields:
-    """One JSON object; every accessor raises StorageError naming the file, the key and the value.
+    """One JSON object; accessors raise StorageError naming the file, the key and the value.
 
     Args:
-        value: What the parser returned.
+        value: Parsed JSON.
         where: The file.
         key: Path of this object inside the file; empty for the whole.
     """
@@ -41,7 +43,7 @@ class Fields:
         return list(self._value)
 
     def wrong(self, key: str, expected: str) -> StorageError:
-        """Return the error that ``key`` should have been ``expected``."""
+        """Return the error that ``key`` must be ``expected``."""
         if key not in self._value:
             return StorageError(f"{self.where}: key {self._path(key)!r} is missing, expected {expected}")
         return StorageError(f"{self.where}: {_shown(self._path(key), self._value[key])}, expected {expected}")
@@ -110,7 +112,7 @@ class Fields:
         ]
 
     def finish(self) -> None:
-        """Raise StorageError when there is a key that nobody asked for."""
+        """Raise StorageError if there is a key that was not read."""
         for key in self._value:
             if key not in self._seen:
                 raise StorageError(f"{self.where}: key {self._path(key)!r} is unknown in this format version")
@@ -148,7 +150,7 @@ _NO_CHECKSUM = "00000000"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
-    """What a partitioned dataset holds; compare two by :attr:`checksum` or :func:`to_json`."""
+    """Content of a partitioned dataset; compare two by :attr:`checksum` or :func:`to_json`."""
 
     name: str
     num_parts: int
@@ -167,12 +169,12 @@ class Manifest:
     seed: int
     parameters: Mapping[str, object] = field(default_factory=dict)
     quality: Mapping[str, object] = field(default_factory=dict)
-    """Figures of the partition as the partitioner's caller gave them, JSON values only."""
+    """Quality figures of the partition, JSON values only."""
     files: Mapping[str, FileInfo] = field(default_factory=dict)
     """Path relative to the folder -> size and checksum, for every file but the manifest."""
     version: int = VERSION
     checksum: str = ""
-    """Of the manifest's bytes on disk; empty until it was written or read. Names the dataset's content."""
+    """Of the manifest's bytes on disk; identifies the dataset's content. Empty until written or read."""
 
     @property
     def node_types(self) -> tuple[str, ...]:
@@ -194,7 +196,7 @@ class Manifest:
 
 
 def to_json(manifest: Manifest) -> dict[str, object]:
-    """Return the manifest as JSON values, its checksum left out."""
+    """Return the manifest as JSON values, without its checksum."""
     return {
         "format": FORMAT,
         "version": manifest.version,
@@ -229,15 +231,11 @@ def to_json(manifest: Manifest) -> dict[str, object]:
 
 
 def from_json(value: object, where: str) -> Manifest:
-    """Return the manifest of JSON values, every field checked.
-
-    Args:
-        value: What a JSON parser returned.
-        where: The file, for messages.
+    """Return the manifest of parsed JSON; ``where`` is the file, for messages.
 
     Raises:
-        StorageError: naming ``where`` and the key that is missing, unknown or of the wrong kind, or
-            the format version when it is newer than this program.
+        StorageError: a key is missing, unknown or of the wrong kind, or the format version is newer than this
+            program.
     """
     top = Fields(value, where)
     _check_format(top)
@@ -278,8 +276,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the checked manifest of a dataset.
 
     Raises:
-        StorageError: there is none, perhaps because the files are DGL's, or it is damaged, or of a newer
-            format version.
+        StorageError: it is missing (perhaps the files are DGL's), damaged, or of a newer format version.
     """
     path = folder / MANIFEST
     try:
@@ -291,7 +288,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as problem:
         raise StorageError(f"{path} is damaged ({problem}); copy it again or partition again") from problem
     top = Fields(value, str(path))
-    # The version comes first: a newer format may compute its checksum differently.
+    # The version is checked first: a newer format may compute its checksum differently.
     _check_format(top)
     stated = top.text("checksum")
     head, _, tail = raw.rpartition(f'"{stated}"'.encode(errors="replace"))
@@ -325,7 +322,6 @@ def _is_dgl_config(path: Path) -> bool:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        # Whatever it is, it is not what DGL writes.
         return False
     return isinstance(value, dict) and {"node_map", "part_method"} <= value.keys()
 
@@ -422,7 +418,6 @@ def _check_types(manifest: Manifest, where: str) -> None:
 
 
 def _check_files(manifest: Manifest, where: str) -> None:
-    """Raise unless the manifest lists the files that its types and columns make, and no others."""
     user_ids = tuple(manifest.user_ids)
     expected = {
         path
@@ -433,3 +428,44 @@ def _check_files(manifest: Manifest, where: str) -> None:
     if wrong:
         problem = "lacks" if wrong[0] in expected else "has the unexpected"
         raise StorageError(f"{where}: key 'files' {problem} {wrong[0]!r}; partition the graph again")
+
+
+_PART = re.compile(r"part\d+")
+
+
+def check_target(folder: Path, overwrite: bool) -> None:
+    """Raise StorageError if ``folder`` holds something that must not be replaced."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise StorageError(f"{folder} is a file; choose another folder")
+    if not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise StorageError(f"{folder} exists already; choose another folder, or ask for overwriting")
+    if not _is_dataset(folder):
+        raise StorageError(
+            f"{folder} holds something that is no dataset of this program, and is not overwritten; "
+            f"choose another folder, or remove it yourself"
+        )
+
+
+def put_in_place(partial: Path, folder: Path, overwrite: bool) -> None:
+    """Rename the finished dataset ``partial`` to ``folder``; an old dataset is removed after that.
+
+    Raises:
+        StorageError: ``folder`` now holds something that must not be replaced.
+    """
+    if publish(partial, folder):
+        return
+    if not overwrite:
+        raise StorageError(f"{folder} appeared while it was being written; choose another folder")
+    check_target(folder, overwrite)
+    replace_folder(partial, folder)
+
+
+def _is_dataset(folder: Path) -> bool:
+    # It may be damaged or of another version, but the folder holds nothing else.
+    names = {path.name for path in folder.iterdir()}
+    others = {name for name in names - {MANIFEST, CACHE} if not _PART.fullmatch(name)}
+    return MANIFEST in names and not others and FORMAT.encode() in (folder / MANIFEST).read_bytes()

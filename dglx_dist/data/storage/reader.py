@@ -1,4 +1,4 @@
-"""A dataset on disk -> memory-mapped arrays."""
+"""Opening a dataset: verification, memory-mapped parts, and the structure of the whole graph."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from dglx_dist.data.storage.columns import (
     CACHE,
+    IDS,
     PARTIAL_SUFFIX,
     FileInfo,
     checksum,
@@ -37,20 +38,20 @@ from dglx_dist.records import Array, ColumnInfo, EdgeType, RawGraph
 Verify: TypeAlias = Literal["auto", "full", "never"]
 
 _LOG = logging.getLogger(__name__)
-_WORTH_SHOWING = 1 << 28
-"""Bytes that take long enough to read for somebody to wonder."""
+_PROGRESS_BYTES = 1 << 28
+"""Progress is shown for more bytes than this."""
 
 _VALUES = 1 << 20
-"""Ids that are compared at a time."""
+"""Ids compared at a time."""
 
 Stamps: TypeAlias = dict[str, list[object]]
-"""Path -> [size, time of change in ns, checksum] of a file that was read and found whole, and behind those,
-where it holds ids that were found in range, the checksum of the manifest that has the ranges."""
+"""Path of a verified file -> [size, time of change in ns, checksum], and for files of ids that were found in
+range the checksum of the manifest with these ranges."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Ids:
-    """An array that compiled code indexes with, unchecked."""
+    """An array that compiled code uses as indices without checks."""
 
     path: str
     part: int
@@ -58,7 +59,7 @@ class _Ids:
     bound: int
     """Above all values."""
     of: str
-    """What has these ids."""
+    """The things that the ids number, for messages."""
 
     @property
     def name(self) -> str:
@@ -70,15 +71,15 @@ class _Ids:
 
 
 def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
-    """Compare the files that are on this machine with their checksums, and ids with their ranges.
+    """Compare the files on this machine with their checksums, and ids with their ranges.
 
-    ``auto`` reads each file once: files whose size and time of change are as they were when they were
-    last read are taken as whole. What was read is remembered in ``cache/verified.json`` of the dataset;
-    in a folder that cannot be written every opening reads all files, and logs that. ``full`` reads all.
+    ``auto`` skips files whose size and time of change are the same as at the last verification, recorded in
+    ``cache/verified.json``; if that cannot be written, a warning is logged and every opening reads all files.
+    ``full`` reads all.
 
     Raises:
-        StorageError: naming the first file that is not what was written.
-        DatasetError: naming the first id that is out of range.
+        StorageError: a file is damaged; names the first one.
+        DatasetError: an id is out of range; names the first one.
     """
     if verify == "never":
         return
@@ -93,7 +94,7 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
     if not changed:
         return
     num_bytes = sum(files[path].num_bytes for path in changed)
-    with progress("Checking files", num_bytes, enabled=num_bytes > _WORTH_SHOWING) as advance:
+    with progress("Checking files", num_bytes, enabled=num_bytes > _PROGRESS_BYTES) as advance:
         for path in changed:
             _check_file(folder / path, files[path])
             if path in ids:
@@ -139,7 +140,7 @@ def _first_wrong(values: Array, ids: _Ids) -> int | None:
     if ids.is_indptr and values[0] != 0:
         return 0
     for start in range(0, len(values), _VALUES):
-        # With the last value of the chunk before, for comparing neighbours.
+        # Includes the last value of the previous chunk, to compare neighbours.
         first = max(start - 1, 0)
         chunk = values[first : start + _VALUES]
         wrong = (chunk < 0) | (chunk >= ids.bound)
@@ -151,7 +152,7 @@ def _first_wrong(values: Array, ids: _Ids) -> int | None:
 
 
 def _check_file(path: Path, expected: FileInfo) -> None:
-    # The size first: it costs nothing, and tells a half-copied file from a damaged one.
+    # The size is cheap to check, and distinguishes a half-copied file from a damaged one.
     size = path.stat().st_size
     if size != expected.num_bytes:
         raise StorageError(
@@ -179,7 +180,7 @@ def _read_stamps(folder: Path) -> Stamps:
     try:
         stamps = json.loads(_stamp_file(folder).read_bytes())
     except (OSError, ValueError):
-        # No stamp, or a broken one, only means that the files are read again.
+        # Without a valid stamp the files are read again.
         return {}
     return stamps if isinstance(stamps, dict) else {}
 
@@ -202,18 +203,15 @@ def _write_stamps(folder: Path, stamps: Stamps) -> None:
 
 K = TypeVar("K")
 
-_IDS = ColumnInfo(dtype="int64", row_shape=())
-
 
 def open_dataset(folder: str | Path, *, verify: Verify = "auto") -> StoredDataset:
-    """Open a partitioned dataset; nothing but the manifest is read, apart from verifying.
+    """Open a partitioned dataset; not collective.
 
-    Any process may call it alone. The first opening reads every file once to compare checksums, and ids with
-    their ranges; later ones compare sizes and times of change only. Let one
-    process of each machine open it before the others do, and they need not all read it.
+    Verification (see :func:`verify_files`) reads every file at the first opening; if one process of each
+    machine opens the dataset first, the others need not read it.
 
     Args:
-        folder: What ``write_dataset`` wrote.
+        folder: Output of ``write_dataset``.
         verify: ``auto``, ``full`` (read everything now) or ``never``.
 
     Raises:
@@ -233,7 +231,7 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto") -> StoredDatase
 
 @final
 class StoredDataset:
-    """The parts of a dataset, of which this machine may have some only."""
+    """The parts of a dataset; this machine may have only some of them."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
@@ -245,11 +243,11 @@ class StoredDataset:
         return not self._missing(part)
 
     def part(self, part: int) -> StoredPart:
-        """Return one part; nothing is read.
+        """Return one part without reading it.
 
         Raises:
-            ConfigError: there is no such part.
-            StorageError: naming its files that are not on this machine.
+            ConfigError: the part does not exist.
+            StorageError: files of it are not on this machine; names them.
         """
         if part not in self._parts:
             missing = self._missing(part)
@@ -272,10 +270,9 @@ class StoredDataset:
 
 @final
 class StoredPart:
-    """One part: every array is a read-only view of a memory map, made when first asked for.
+    """One part, whose arrays are read-only memory-mapped views, opened on first use.
 
-    Methods raise ConfigError for a type or name that the dataset does not have, and StorageError
-    naming the file when it is damaged or missing.
+    Methods raise ConfigError for an unknown type or name, and StorageError for a missing or damaged file.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, part: int) -> None:
@@ -285,26 +282,26 @@ class StoredPart:
         self._arrays: dict[str, Array] = {}
 
     def num_nodes(self, ntype: str) -> int:
-        """Return how many nodes of one type this part owns."""
+        """Return the number of nodes of one type that this part owns."""
         offsets = _known(self._manifest.node_offsets, ntype, "node type", self._folder)
         return int(offsets[self._part + 1] - offsets[self._part])
 
     def num_edges(self, etype: EdgeType) -> int:
-        """Return how many edges of one type this part owns."""
+        """Return the number of edges of one type that this part owns."""
         offsets = _known(self._manifest.edge_offsets, etype, "edge type", self._folder)
         return int(offsets[self._part + 1] - offsets[self._part])
 
     def indptr(self, etype: EdgeType) -> Array:
         """Return (n_dst + 1,) int64 starting at 0: in-edges of the owned destinations."""
         folder = self._edge_folder(etype)
-        return self._column(f"{folder}/indptr.arrow", _IDS, self.num_nodes(etype[2]) + 1)
+        return self._column(f"{folder}/indptr.arrow", IDS, self.num_nodes(etype[2]) + 1)
 
     def indices(self, etype: EdgeType) -> Array:
         """Return (E_part,) int32 or int64 new global source ids, ascending within a destination."""
         return self._column(f"{self._edge_folder(etype)}/indices.arrow", None, self.num_edges(etype))
 
     def node_data(self, ntype: str, name: str) -> Array:
-        """Return (n, *row) of one node tensor; bfloat16 comes as its bits in uint16."""
+        """Return (n, *row) of one node tensor; bfloat16 as bits in uint16."""
         columns = _known(self._manifest.node_columns, ntype, "node type", self._folder)
         info = _known(columns, name, f"tensor of {ntype!r} nodes", self._folder)
         path = data_path(node_folder(self._part, ntype), name)
@@ -317,23 +314,23 @@ class StoredPart:
         return self._column(data_path(self._edge_folder(etype), name), info, self.num_edges(etype))
 
     def original_node_ids(self, ntype: str) -> Array:
-        """Return (n,) int64: the id that each owned node had in the source, ascending."""
+        """Return (n,) int64 ascending ids of the owned nodes in the source."""
         num_nodes = self.num_nodes(ntype)
-        return self._column(f"{node_folder(self._part, ntype)}/original_ids.arrow", _IDS, num_nodes)
+        return self._column(f"{node_folder(self._part, ntype)}/original_ids.arrow", IDS, num_nodes)
 
     def original_edge_ids(self, etype: EdgeType) -> Array:
-        """Return (E_part,) int64: the position that each edge had in the source's list."""
-        return self._column(f"{self._edge_folder(etype)}/original_ids.arrow", _IDS, self.num_edges(etype))
+        """Return (E_part,) int64 positions of the edges in the source."""
+        return self._column(f"{self._edge_folder(etype)}/original_ids.arrow", IDS, self.num_edges(etype))
 
     def user_ids(self, ntype: str) -> Array | None:
-        """Return (n,) int64 or unicode ids that the user knows, or None; strings are copied."""
+        """Return (n,) int64 or unicode ids of the user, or None; strings are copied."""
         num_nodes = self.num_nodes(ntype)
         kind = self._manifest.user_ids.get(ntype)
         path = f"{node_folder(self._part, ntype)}/user_ids.arrow"
         if kind is None:
             return None
         if kind == "int64":
-            return self._column(path, _IDS, num_nodes)
+            return self._column(path, IDS, num_nodes)
         return self._kept(path, lambda: read_strings(self._folder / path, path, num_nodes))
 
     def _edge_folder(self, etype: EdgeType) -> str:
@@ -344,7 +341,7 @@ class StoredPart:
         return self._kept(path, lambda: read_column(self._folder / path, path, info, num_rows))
 
     def _kept(self, path: str, read: Callable[[], Array]) -> Array:
-        # Two threads may both map a file once; either view serves.
+        # Two threads may both map a file; either view is valid.
         if path not in self._arrays:
             self._arrays[path] = read()
         return self._arrays[path]
@@ -358,10 +355,9 @@ def _known(mapping: Mapping[K, Any], key: K, kind: str, folder: Path) -> Any:
 
 
 def graph_of(dataset: StoredDataset) -> RawGraph:
-    """Return nodes and edges in the order of the source, where that is cheap: in a dataset of one part.
+    """Return the graph of a dataset of one part, with nodes and edges in the order of the source.
 
-    Node data stays in its memory map. Edges go back to their original order in memory, and their data with
-    them.
+    Node data stays memory-mapped; edges and their data are reordered in memory.
 
     Raises:
         ConfigError: there are several parts, or a tensor is stored as bfloat16.
@@ -407,14 +403,12 @@ def _edges(part: StoredPart, etype: EdgeType) -> tuple[Array, Array]:
 
 
 def _by_source(part: StoredPart, etype: EdgeType, rows: Array) -> Array:
-    """Return rows of edges in the order of the source's list."""
     ordered = np.empty_like(rows)
     ordered[part.original_edge_ids(etype)] = rows
     return ordered
 
 
 _INDPTR_FILE, _INDICES_FILE = "indptr.arrow", "indices.arrow"
-_INDPTR = ColumnInfo(dtype="int64", row_shape=())
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -431,13 +425,13 @@ class CSC:
 def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     """Return the whole graph's in-edges of one type, memory-mapped.
 
-    One part: the part's own arrays. More: a copy under ``<folder>/cache``, made by the first process that
-    asks and used by all later ones as long as the manifest is the same; its checksums are compared each time,
-    and a damaged one is logged and made anew. Processes may race: each writes under a name of its own and the
-    first to finish wins. In a folder that cannot be written the copy is made in memory, and that is logged.
+    With several parts, the first process writes a copy under ``<folder>/cache``, which later ones use as long
+    as the manifest is the same. Its checksums are compared each time; a damaged copy is logged and rewritten.
+    Processes may race: each writes under its own name and the first to finish wins. If the folder cannot be
+    written, the copy is made in memory and a warning is logged.
 
     Raises:
-        ConfigError: there is no such edge type.
+        ConfigError: the edge type does not exist.
         StorageError: a part is not on this machine, or damaged.
     """
     manifest = dataset.manifest
@@ -458,13 +452,13 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
                 return _in_memory(dataset, etype)
             raise StorageError(f"{target} cannot be written ({problem}); make room for it") from problem
     return CSC(
-        indptr=read_column(target / _INDPTR_FILE, "indptr", _INDPTR, manifest.num_nodes(etype[2]) + 1),
+        indptr=read_column(target / _INDPTR_FILE, "indptr", IDS, manifest.num_nodes(etype[2]) + 1),
         indices=read_column(target / _INDICES_FILE, "indices", None, manifest.num_edges(etype)),
     )
 
 
 def _damage(target: Path) -> str:
-    """Return what is wrong with the copy, "" if nothing."""
+    # "" if the copy is intact.
     try:
         unseal(target)
     except StorageError as problem:
@@ -480,7 +474,7 @@ def _build(dataset: StoredDataset, etype: EdgeType, target: Path) -> None:
         progress("Putting the structure together", num_edges, enabled=num_edges > 1 << 24) as advance,
     ):
         num_rows = manifest.num_nodes(etype[2]) + 1
-        indptr = write_column(partial / _INDPTR_FILE, _INDPTR, num_rows, _indptr_pieces(dataset, etype))
+        indptr = write_column(partial / _INDPTR_FILE, IDS, num_rows, _indptr_pieces(dataset, etype))
         info = ColumnInfo(dtype=dataset.part(0).indices(etype).dtype.name, row_shape=())
 
         def pieces() -> Iterator[Array]:
@@ -492,7 +486,7 @@ def _build(dataset: StoredDataset, etype: EdgeType, target: Path) -> None:
         indices = write_column(partial / _INDICES_FILE, info, num_edges, pieces())
         seal(partial, {}, {_INDPTR_FILE: indptr, _INDICES_FILE: indices})
         if not publish(partial, target) and _damage(target):
-            # Somebody else's damaged copy is in the way.
+            # Another process has published a damaged copy.
             replace_folder(partial, target)
 
 

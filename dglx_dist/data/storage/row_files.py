@@ -1,8 +1,7 @@
-"""Rows of named tensors in a folder: each writer one Arrow file per tensor, and one index over all of them.
+"""Named tensors as row files: one Arrow file per writer and tensor, with one index over all files.
 
-The rows of a tensor are numbered, and a file holds a run of them. Which run a reader takes is its own affair:
-what some number of writers wrote, any number of readers can read. The folder is written under another name
-and renamed when its index stands, see :mod:`dglx_dist.data.storage.files`.
+A file holds a range of a tensor's rows, and readers may read any ranges, so the number of readers may differ
+from the number of writers. Callers write into a partial folder, see :mod:`dglx_dist.data.storage.files`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from dglx_dist.records import Array, ColumnInfo
 
 INDEX = "index.json"
 SUFFIX = ".arrow"
-"""Ends the names of the files with rows."""
+"""Suffix of row files."""
 VERSION = 1
 
 
@@ -51,12 +50,11 @@ class RowFile:
 
     @property
     def info(self) -> ColumnInfo:
-        """Dtype and row shape."""
         return ColumnInfo(dtype=self.dtype, row_shape=self.row_shape)
 
     @property
     def last(self) -> int:
-        """The row after the last one here."""
+        """The row after the last one of this file."""
         return self.first + self.num_rows
 
 
@@ -67,33 +65,27 @@ class SavedRows:
     name: str
     info: ColumnInfo
     files: tuple[RowFile, ...]
-    """In order of their rows, without gaps."""
+    """In row order, without gaps."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of all files."""
         return self.files[-1].last
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
         return (self.num_rows, *self.info.row_shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowIndex:
-    """What a folder holds."""
+    """The tensors of a folder."""
 
     tensors: Mapping[str, SavedRows]
     facts: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    """What the writer said of the whole, JSON values."""
+    """JSON values of the writer."""
 
     def tensor(self, name: str, folder: Path) -> SavedRows:
-        """Return one tensor.
-
-        Raises:
-            StorageError: there is none of that name; the message lists those that exist.
-        """
+        """Return one tensor; StorageError listing the known names if it does not exist."""
         if name not in self.tensors:
             known = ", ".join(map(repr, self.tensors)) or "none"
             raise StorageError(
@@ -105,24 +97,24 @@ class RowIndex:
 def write_rows(
     folder: Path, name: str, first: int, rows: Array, *, info: ColumnInfo | None = None
 ) -> RowFile:
-    """Write a run of rows as one file of ``folder``, reach the disk, and return its line of the index.
+    """Write a range of rows as one file of ``folder`` and return its index entry.
 
-    Not collective: each writer calls it for its own run, also an empty one.
+    Not collective: each writer calls it for its own range, also an empty one.
 
     Args:
-        folder: Exists; holds no file of this tensor that starts at the same row with as many rows.
+        folder: Existing folder.
         name: Of the tensor.
         first: Number of the first row.
         rows: (n, *row); bfloat16 as uint16.
-        info: Dtype and row shape; None: those of ``rows``. Needed for bfloat16.
+        info: Dtype and row shape, required for bfloat16; None: those of ``rows``.
 
     Raises:
         ConfigError: values of this dtype cannot be stored.
-        OSError: the system refuses; see ``named_failures``.
+        OSError: the file cannot be written; see ``named_failures``.
     """
     info = info or column_info(rows, name)
     path = f"{safe_name(name)}.{first}-{first + len(rows)}{SUFFIX}"
-    # Two writers may both have an empty run at one row, and need not write it at all.
+    # Two writers may have an empty range at the same row; no file is written for it.
     written = (
         write_column(folder / path, info, len(rows), [rows])
         if len(rows)
@@ -143,16 +135,11 @@ def write_rows(
 def write_index(
     folder: Path, files: Iterable[RowFile], facts: Mapping[str, object] | None = None
 ) -> RowIndex:
-    """Write the index over the files of all writers, last of all; one writer does it.
-
-    Args:
-        folder: Where the files lie.
-        files: Of all writers, any order.
-        facts: More to keep, JSON values.
+    """Write the index over the files of all writers, in any order; one writer calls it last.
 
     Raises:
-        StorageError: the runs of a tensor overlap, have gaps or differ in dtype or row shape.
-        OSError: the system refuses.
+        StorageError: the files of a tensor overlap, have gaps or differ in dtype or row shape.
+        OSError: the index cannot be written.
     """
     index = _index_of(folder, files, dict(facts or {}))
     lines = [asdict(file) for tensor in index.tensors.values() for file in tensor.files]
@@ -168,22 +155,17 @@ def write_index(
 
 
 def read_index(folder: Path) -> RowIndex:
-    """Return what ``folder`` holds.
-
-    Raises:
-        StorageError: it has no index, or one that is damaged or of another version.
-    """
+    """Return the index of ``folder``; StorageError if it is missing, damaged or of another version."""
     path = folder / INDEX
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-        told = body.pop("checksum")
-        if told != _checksum(body):
+        if body.pop("checksum") != _checksum(body):
             raise ValueError("its checksum differs")
         version, facts = body["version"], body["facts"]
         files = [RowFile(**{**line, "row_shape": tuple(line["row_shape"])}) for line in body["files"]]
         if any(Path(file.path).name != file.path for file in files):
             raise ValueError("it names files outside the folder")
-        if not isinstance(facts, dict) or not all(map(_sound, files)):
+        if not isinstance(facts, dict) or not all(map(_is_valid, files)):
             raise ValueError("it has values of a wrong type")
     except FileNotFoundError:
         raise StorageError(
@@ -197,7 +179,7 @@ def read_index(folder: Path) -> RowIndex:
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise StorageError when ``folder`` holds anything else than saved rows, even beside them."""
+    """Raise StorageError if ``folder`` holds anything other than saved rows."""
     if not folder.is_dir():
         if folder.exists():
             raise StorageError(f"{folder} is a file; choose another folder")
@@ -212,14 +194,14 @@ def check_replaceable(folder: Path) -> None:
 
 
 def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:
-    """Compare the files that hold the rows ``first`` to ``last - 1`` with their checksums.
+    """Compare the files with the rows ``first`` to ``last - 1`` with their checksums.
 
     Raises:
-        StorageError: one of them is missing or damaged; it is named.
+        StorageError: a file is missing or damaged; names it.
     """
     for file in _overlapping(saved, first, last):
         try:
-            if not (folder / file.path).is_file():  # a device or a pipe may never end
+            if not (folder / file.path).is_file():  # reading a device or a pipe may never end
                 raise FileNotFoundError("there is no such file")
             found = checksum(folder / file.path)
         except OSError as problem:
@@ -234,17 +216,17 @@ def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:
 
 
 def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array) -> None:
-    """Copy the rows ``first`` to ``last - 1`` into ``out``; :func:`check_rows` tells whether they are intact.
+    """Copy the rows ``first`` to ``last - 1`` into ``out``; see :func:`check_rows` for verification.
 
     Args:
-        folder: Where the files lie.
-        saved: The tensor, of ``read_index(folder)``.
-        first: Number of the first row wanted.
-        last: Number of the row after the last wanted.
+        folder: Folder of the files.
+        saved: A tensor of ``read_index(folder)``.
+        first: Number of the first row.
+        last: Number of the row after the last one.
         out: (last - first, *row) of the tensor's dtype; bfloat16 as uint16.
 
     Raises:
-        StorageError: a file is missing or holds something else, or the tensor has no such rows.
+        StorageError: a file is missing or of another shape or dtype, or the tensor has no such rows.
     """
     if not 0 <= first <= last <= saved.num_rows:
         raise StorageError(
@@ -257,7 +239,7 @@ def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array)
         np.copyto(out[begin - first : end - first], rows[begin - file.first : end - file.first], casting="no")
 
 
-def _sound(file: RowFile) -> bool:
+def _is_valid(file: RowFile) -> bool:
     numbers = (file.first, file.num_rows, *file.row_shape)
     return isinstance(file.name, str) and all(isinstance(one, int) and one >= 0 for one in numbers)
 
@@ -267,7 +249,6 @@ def _overlapping(saved: SavedRows, first: int, last: int) -> list[RowFile]:
 
 
 def _index_of(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object]) -> RowIndex:
-    """Put the lines of an index together, and look whether they make whole tensors."""
     by_name: dict[str, list[RowFile]] = {}
     for file in files:
         by_name.setdefault(file.name, []).append(file)

@@ -1,21 +1,19 @@
-"""A graph in memory and the owner of every node -> a dataset on disk."""
+"""Writing a dataset: feature precision, relabelling by owner, and the files of all parts."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numba import njit
 
 from dglx_dist.data.storage.columns import (
-    CACHE,
-    MANIFEST,
+    IDS,
     FileInfo,
     column_info,
     data_path,
@@ -25,47 +23,46 @@ from dglx_dist.data.storage.columns import (
     write_column,
     write_strings,
 )
-from dglx_dist.data.storage.files import named_failures, partial_folder, publish, replace_folder
-from dglx_dist.data.storage.manifest import FORMAT, Manifest, write_manifest
-from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.data.storage.files import named_failures, partial_folder
+from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
+from dglx_dist.errors import ConfigError
 from dglx_dist.progress import Advance, progress
 from dglx_dist.records import LABEL, Array, Assignment, ColumnInfo, EdgeType, NodeColumn, RawGraph, SparseRows
 from dglx_dist.registry import did_you_mean
 
 FeatureDtype: TypeAlias = str | Mapping[str, str]
-"""``float16``, ``bfloat16`` or ``float32`` for all feature columns, or column name to one of them."""
+"""``float16``, ``bfloat16`` or ``float32`` for all feature columns, or by column name."""
 
-ALLOWED = ("float16", "bfloat16", "float32")
+_FEATURE_DTYPES = ("float16", "bfloat16", "float32")
+K = TypeVar("K", str, EdgeType)
 CHUNK_VALUES = 1 << 22
 
 
 def check_feature_dtype(wanted: FeatureDtype | None) -> None:
-    """Raise ConfigError when a dtype is not one that features can be stored in on request."""
+    """Raise ConfigError if a dtype is not a valid feature dtype."""
     named = {} if wanted is None else wanted if isinstance(wanted, Mapping) else {"all features": wanted}
     for column, dtype in named.items():
-        if dtype not in ALLOWED:
-            raise ConfigError(f"the feature dtype of {column} is {dtype!r}; give one of {', '.join(ALLOWED)}")
+        if dtype not in _FEATURE_DTYPES:
+            raise ConfigError(
+                f"the feature dtype of {column} is {dtype!r}; give one of {', '.join(_FEATURE_DTYPES)}"
+            )
 
 
 def in_precision(
     graph: RawGraph, wanted: FeatureDtype
 ) -> tuple[RawGraph, frozenset[tuple[str | EdgeType, str]]]:
-    """Return ``graph`` with feature columns in another floating-point type, rounded to the nearest.
+    """Return a copy of ``graph`` with feature columns rounded to another floating-point type.
 
-    One dtype for all goes to every floating-point column of nodes and edges with a row of one or more
-    dimensions, ``label`` excepted; single numbers per node or edge (weights, times) keep their type unless
-    they are named. Needs the new columns beside the old ones.
-
-    Args:
-        graph: What to convert; it is not changed.
-        wanted: Dtype, or column name to dtype.
+    A single dtype applies to all floating-point columns of nodes and edges with at least two dimensions,
+    except ``label``; scalars per node or edge (weights, times) keep their type unless they are named. Old and
+    new columns are in memory at the same time.
 
     Returns:
         The graph, and (type, column) of each column that now holds bfloat16 bits as uint16.
 
     Raises:
-        ConfigError: no column has a name, it is not floating point, or a finite value would become infinite:
-            the message names its column and row.
+        ConfigError: a named column does not exist or is not floating point, or a finite value would become
+            infinite; names column and row.
     """
     check_feature_dtype(wanted)
     if isinstance(wanted, Mapping):
@@ -119,13 +116,13 @@ def _check_names(graph: RawGraph, wanted: Mapping[str, str]) -> None:
 
 def _converted(column: NodeColumn, dtype: str, what: str) -> NodeColumn:
     if isinstance(column, SparseRows):
-        # Zero is all zero bits in every type, so what is not stored stays zero.
+        # Zero has only zero bits in every type, so values that are not stored stay zero.
         return replace(column, values=_narrowed(column.values, dtype, what, column.indptr))
     return _narrowed(column, dtype, what, None)
 
 
 def _narrowed(values: Array, dtype: str, what: str, indptr: Array | None) -> Array:
-    """Convert (n, ...) values a piece at a time; ``indptr`` tells the rows of sparse ones."""
+    """Convert (n, ...) values in pieces; ``indptr`` gives the rows of sparse values, for messages."""
     if values.dtype.name == dtype:
         return values
     out = np.empty(values.shape, dtype=np.uint16 if dtype == "bfloat16" else dtype)
@@ -154,10 +151,10 @@ def _narrowed(values: Array, dtype: str, what: str, indptr: Array | None) -> Arr
 
 
 def _single_bits(values: Array) -> Array:
-    """Return the bits of float32, such that rounding them once more rounds ``values`` to the nearest.
+    """Return float32 bits that round to the bfloat16 nearest to ``values``.
 
-    What float32 cannot hold is cut, not rounded, and gets an odd last bit: it is then on the right side of
-    any tie of 16 bits.
+    Rounding twice could be wrong at ties, so values that float32 cannot hold are truncated and get an odd
+    last bit (round to odd), which keeps them on the correct side of a tie.
     """
     single = np.ascontiguousarray(_quietly(values, np.float32))
     bits = single.view(np.uint32)
@@ -169,14 +166,14 @@ def _single_bits(values: Array) -> Array:
 
 
 def _quietly(values: Array, dtype: Any) -> Array:
-    """Convert; what becomes infinite is looked for afterwards."""
+    # Overflow is checked by the caller.
     with np.errstate(over="ignore"):
         return values.astype(dtype)
 
 
 @njit(cache=True, nogil=True)
 def _round_to_bfloat16(single: Array, out: Array) -> None:
-    """Round the bits of float32 to the nearest 16, ties to even; not-a-number stays one."""
+    """Round float32 bits to the nearest 16 bits, ties to even; NaN stays NaN."""
     for i in range(len(single)):
         bits = single[i]
         if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
@@ -191,7 +188,7 @@ class NodeOrder:
     """The new ids of one node type; both permutations are int32 when N fits."""
 
     new_to_old: Array
-    """(N,) original id of each new id; ascending within a part."""
+    """(N,) original id of each new id, ascending within a part."""
     old_to_new: Array
     """(N,) new id of each original id."""
     offsets: Array
@@ -207,16 +204,16 @@ class EdgeOrder:
     indices: Array
     """(E,) new source ids, ascending within a destination; int32 when N_src fits."""
     new_to_old: Array
-    """(E,) original edge id (position in the source's list) of each new edge id."""
+    """(E,) original edge id (position in the source) of each new edge id."""
     offsets: Array
-    """(P + 1,) int64: edges owned by part p, which owns their destinations."""
+    """(P + 1,) int64: edge ids of part p, which owns their destinations."""
 
 
 def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrder]:
     """Return the new ids of every node type; nodes of one part keep their order.
 
     Raises:
-        ConfigError: the assignment does not fit the graph.
+        ConfigError: the assignment does not match the graph.
     """
     if assignment.num_parts < 1:
         raise ConfigError(f"the assignment has {assignment.num_parts} parts; there must be at least 1")
@@ -239,10 +236,10 @@ def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrde
 def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinations: NodeOrder) -> EdgeOrder:
     """Return the edges of one type ordered by (new destination, new source, original edge id).
 
-    Needs 2 E ids beside its result, and no sort by comparison.
+    Linear time, with 2 E ids of temporary memory.
 
     Raises:
-        ConfigError: an edge names a node that does not exist, or the ids are no (E,) whole numbers.
+        ConfigError: an edge names a node that does not exist, or the ids are not (E,) integers.
     """
     src, dst = graph.edges[etype]
     _check_ends(src, len(sources.new_to_old), etype, "source")
@@ -336,51 +333,8 @@ def _gather_twice(ids: Array, old_to_new: Array, edges: Array, out: Array) -> No
         out[position] = old_to_new[ids[edges[position]]]
 
 
-_PART = re.compile(r"part\d+")
-
-
-def check_target(folder: Path, overwrite: bool) -> None:
-    """Raise StorageError when ``folder`` holds something that may not be replaced; costs nothing."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise StorageError(f"{folder} is a file; choose another folder")
-    if not any(folder.iterdir()):
-        return
-    if not overwrite:
-        raise StorageError(f"{folder} exists already; choose another folder, or ask for overwriting")
-    if not _is_ours(folder):
-        raise StorageError(
-            f"{folder} holds something that is no dataset of this program, and is not overwritten; "
-            f"choose another folder, or remove it yourself"
-        )
-
-
-def put_in_place(partial: Path, folder: Path, overwrite: bool) -> None:
-    """Rename the finished dataset ``partial`` to ``folder``; what was there is lost only when it stands.
-
-    Raises:
-        StorageError: ``folder`` has come to hold something that may not be replaced.
-    """
-    if publish(partial, folder):
-        return
-    if not overwrite:
-        raise StorageError(f"{folder} appeared while it was being written; choose another folder")
-    check_target(folder, overwrite)
-    replace_folder(partial, folder)
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether there is nothing but a dataset, which may be damaged or of another version."""
-    names = {path.name for path in folder.iterdir()}
-    others = {name for name in names - {MANIFEST, CACHE} if not _PART.fullmatch(name)}
-    return MANIFEST in names and not others and FORMAT.encode() in (folder / MANIFEST).read_bytes()
-
-
 CHUNK_BYTES = 1 << 24
-"""Rows are gathered this many bytes at a time, so that writing needs no second copy of a column."""
-
-_IDS = ColumnInfo(dtype="int64", row_shape=())
+"""Bytes of rows gathered at a time, so that writing needs no second copy of a column."""
 
 
 def write_dataset(
@@ -392,29 +346,27 @@ def write_dataset(
     overwrite: bool = False,
     bfloat16: Collection[tuple[str | EdgeType, str]] = (),
 ) -> Manifest:
-    """Relabel ``graph`` and write it as a dataset that appears at ``folder`` whole or not at all.
+    """Relabel ``graph`` and write it atomically as a dataset; one process calls it.
 
-    Needs about three times the edge ids beside the graph; features are streamed. Called by one process.
+    Temporary memory is about three times the edge ids; features are streamed.
 
     Args:
-        graph: What to write; sparse features are stored dense.
+        graph: Sparse features are stored dense.
         assignment: The owner of every node.
         folder: Must not exist, or be empty, unless ``overwrite``.
-        quality: Figures to keep in the manifest, JSON values only.
-        overwrite: Replace the dataset that is there; it is lost only when the new one stands.
+        quality: Figures for the manifest, JSON values only.
+        overwrite: Replace an existing dataset, after the new one is complete.
         bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.
 
-    Returns:
-        The manifest of what was written.
-
     Raises:
-        ConfigError: graph and assignment do not fit, or a value cannot be stored.
-        StorageError: ``folder`` holds something that may not be replaced, or cannot be written.
+        ConfigError: graph and assignment do not match, or a value cannot be stored.
+        StorageError: ``folder`` holds something that must not be replaced, or cannot be written.
     """
     folder = Path(folder).absolute()
     check_target(folder, overwrite)
-    node_columns = _node_columns(graph, bfloat16)
-    edge_columns = _edge_columns(graph, bfloat16)
+    num_edges = {etype: len(src) for etype, (src, _) in graph.edges.items()}
+    node_columns = _columns(graph.num_nodes, graph.node_data, bfloat16)
+    edge_columns = _columns(num_edges, graph.edge_data, bfloat16)
     user_ids = _user_id_kinds(graph)
     settings = _json_only({"parameters": dict(assignment.parameters), "quality": dict(quality or {})})
     orders = relabel_nodes(graph, assignment)
@@ -424,11 +376,11 @@ def write_dataset(
         partial_folder(folder) as partial,
         progress("Writing the dataset", num_bytes) as advance,
     ):
-        job = _Job(partial, assignment.num_parts, advance)
+        writer = _PartWriter(partial, assignment.num_parts, advance)
         for ntype in graph.num_nodes:
-            job.write_node_type(graph, ntype, orders[ntype], node_columns[ntype])
+            writer.write_node_type(graph, ntype, orders[ntype], node_columns[ntype])
         edge_offsets = {
-            etype: job.write_edge_type(graph, etype, orders, edge_columns[etype]) for etype in graph.edges
+            etype: writer.write_edge_type(graph, etype, orders, edge_columns[etype]) for etype in graph.edges
         }
         manifest = Manifest(
             name=graph.name,
@@ -443,15 +395,15 @@ def write_dataset(
             seed=assignment.seed,
             parameters=settings["parameters"],
             quality=settings["quality"],
-            files=job.files,
+            files=writer.files,
         )
         manifest = write_manifest(manifest, partial)
         put_in_place(partial, folder, overwrite)
     return manifest
 
 
-class _Job:
-    """One write: collects what each file came to."""
+class _PartWriter:
+    """Writes the files of all parts and collects their sizes and checksums."""
 
     def __init__(self, folder: Path, num_parts: int, advance: Advance) -> None:
         self._folder = folder
@@ -462,7 +414,6 @@ class _Job:
     def write_node_type(
         self, graph: RawGraph, ntype: str, order: NodeOrder, columns: Mapping[str, ColumnInfo]
     ) -> None:
-        """Write ids and columns of one node type in all parts."""
         user_ids = graph.user_ids.get(ntype)
         for part in range(self._num_parts):
             folder = node_folder(part, ntype)
@@ -471,7 +422,7 @@ class _Job:
             if user_ids is not None:
                 self._user_ids(f"{folder}/user_ids.arrow", user_ids, rows)
             for name, info in columns.items():
-                take = _taker(graph.node_data[ntype][name])
+                take = _row_getter(graph.node_data[ntype][name])
                 self._gathered(data_path(folder, name), info, rows, take)
 
     def write_edge_type(
@@ -481,7 +432,7 @@ class _Job:
         orders: Mapping[str, NodeOrder],
         columns: Mapping[str, ColumnInfo],
     ) -> Array:
-        """Write structure, ids and columns of one edge type in all parts; return its offsets (P + 1,)."""
+        # Returns the offsets (P + 1,) of the edge type.
         source, _, destination = etype
         order = relabel_edges(graph, etype, orders[source], orders[destination])
         nodes = orders[destination].offsets
@@ -490,13 +441,13 @@ class _Job:
             first, last = int(order.offsets[part]), int(order.offsets[part + 1])
             rows = order.new_to_old[first:last]
             indptr = order.indptr[nodes[part] : nodes[part + 1] + 1] - first
-            self._column(f"{folder}/indptr.arrow", _IDS, len(indptr), [indptr])
+            self._column(f"{folder}/indptr.arrow", IDS, len(indptr), [indptr])
             indices = order.indices[first:last]
             info = ColumnInfo(dtype=indices.dtype.name, row_shape=())
             self._column(f"{folder}/indices.arrow", info, len(indices), [indices])
             self._ids(f"{folder}/original_ids.arrow", rows)
             for name, info in columns.items():
-                take = _taker(graph.edge_data[etype][name])
+                take = _row_getter(graph.edge_data[etype][name])
                 self._gathered(data_path(folder, name), info, rows, take)
         return order.offsets
 
@@ -504,15 +455,15 @@ class _Job:
         if user_ids.dtype.kind == "U":
             self.files[path] = write_strings(self._folder / path, user_ids[rows])
         else:
-            self._gathered(path, _IDS, rows, _taker(user_ids))
+            self._gathered(path, IDS, rows, _row_getter(user_ids))
 
     def _ids(self, path: str, ids: Array) -> None:
-        self._gathered(path, _IDS, ids, lambda rows: rows)
+        self._gathered(path, IDS, ids, lambda rows: rows)
 
     def _gathered(self, path: str, info: ColumnInfo, rows: Array, take: Callable[[Array], Array]) -> None:
         """Write ``take(rows)`` a chunk at a time."""
         dtype = numpy_dtype(info.dtype)
-        step = max(1, CHUNK_BYTES // max(1, math.prod(info.row_shape) * dtype.itemsize))
+        step = max(1, CHUNK_BYTES // max(1, _row_bytes(info)))
         chunks = (
             take(rows[first : first + step]).astype(dtype, copy=False) for first in range(0, len(rows), step)
         )
@@ -527,33 +478,23 @@ class _Job:
             self._advance(chunk.nbytes)
 
 
-def _taker(column: NodeColumn) -> Callable[[Array], Array]:
+def _row_getter(column: NodeColumn) -> Callable[[Array], Array]:
     if isinstance(column, SparseRows):
         return column.dense
     return lambda rows: column[rows]
 
 
-def _node_columns(
-    graph: RawGraph, bfloat16: Collection[tuple[str | EdgeType, str]]
-) -> dict[str, dict[str, ColumnInfo]]:
+def _columns(
+    num_rows: Mapping[K, int],
+    data: Mapping[K, Mapping[str, NodeColumn]],
+    bfloat16: Collection[tuple[str | EdgeType, str]],
+) -> dict[K, dict[str, ColumnInfo]]:
     return {
-        ntype: {
-            name: _checked_info(column, num_nodes, f"{ntype}/{name}", (ntype, name) in bfloat16)
-            for name, column in graph.node_data.get(ntype, {}).items()
+        kind: {
+            name: _checked_info(column, count, f"{kind}/{name}", (kind, name) in bfloat16)
+            for name, column in data.get(kind, {}).items()
         }
-        for ntype, num_nodes in graph.num_nodes.items()
-    }
-
-
-def _edge_columns(
-    graph: RawGraph, bfloat16: Collection[tuple[str | EdgeType, str]]
-) -> dict[EdgeType, dict[str, ColumnInfo]]:
-    return {
-        etype: {
-            name: _checked_info(column, len(src), f"{etype}/{name}", (etype, name) in bfloat16)
-            for name, column in graph.edge_data.get(etype, {}).items()
-        }
-        for etype, (src, _) in graph.edges.items()
+        for kind, count in num_rows.items()
     }
 
 
@@ -606,7 +547,7 @@ def _row_bytes(info: ColumnInfo) -> int:
 
 
 def _json_only(settings: Mapping[str, dict[str, object]]) -> Mapping[str, dict[str, object]]:
-    """Return ``settings`` as they will be read back, or say now which one JSON cannot hold."""
+    # The settings as they are read back.
     for name, values in settings.items():
         for key, value in values.items():
             try:

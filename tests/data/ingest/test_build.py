@@ -13,7 +13,7 @@ import pytest
 from dglx_dist.data.ingest import graph as build
 from dglx_dist.data.ingest.config import read_config
 from dglx_dist.data.ingest.external_memory import Budget
-from dglx_dist.data.ingest.graph import Ingested, IngestPlan, ingest, write_settled
+from dglx_dist.data.ingest.graph import Ingested, IngestPlan, ingest, write_description
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.reader import StoredPart, open_dataset
@@ -318,7 +318,7 @@ def test_what_is_wrong_in_the_description_is_told_before_a_table_is_read(tmp_pat
 
 def test_what_was_found_transforms_later_tables_alike(tmp_path: Path) -> None:
     done = run(tmp_path)
-    write_settled(done, tmp_path / "again" / "shop.json")
+    write_description(done, tmp_path / "again" / "shop.json")
     (tmp_path / "again" / "more").mkdir()
     told = json.loads((tmp_path / "again" / "shop.json").read_text())
     features = told["nodes"][0]["features"]
@@ -347,7 +347,10 @@ def test_a_target_that_holds_something_is_refused_at_once(tmp_path: Path) -> Non
     with pytest.raises(StorageError, match="no dataset of this program"):
         run(tmp_path, overwrite=True)
     within = tmp_path / "new" / "x"
-    for what, places in (("workspace", {"workspace": within}), ("output-conf-file", {"settled": within})):
+    for what, places in (
+        ("workspace", {"workspace": within}),
+        ("output-conf-file", {"output_description": within}),
+    ):
         plan = IngestPlan(out=tmp_path / "new", memory=1 << 30, **places)
         with pytest.raises(ConfigError, match=rf"the {what} .* is in .*new"):
             ingest(read_config(tmp_path / "shop.json"), plan)

@@ -100,7 +100,7 @@ def test_a_file_that_is_no_description_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a JSON object"):
         read_config(tmp_path / "list.json")
     (tmp_path / "twice.json").write_text('{"nodes": [], "nodes": [{}]}')
-    with pytest.raises(ConfigError, match="the key 'nodes' stands twice"):
+    with pytest.raises(ConfigError, match="the key 'nodes' appears twice"):
         read_config(tmp_path / "twice.json")
     (tmp_path / "deep.json").write_text("[" * 100_000)
     with pytest.raises(ConfigError, match="no valid JSON"):

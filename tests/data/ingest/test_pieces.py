@@ -1,4 +1,4 @@
-"""The parts that ingesting is made of: rows by position, buckets of ids, sorted edges, drawn splits."""
+"""The parts that ingesting is made of: rows by position, buckets of ids, sorted edges, random splits."""
 
 import tracemalloc
 from collections import Counter
@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from dglx_dist.data.ingest.columns import NONE, Labels, drawn
 from dglx_dist.data.ingest.config import FileSet
-from dglx_dist.data.ingest.external_memory import Reader, Scatter, Spill, append_ids, bucket_of, read_ids
+from dglx_dist.data.ingest.external_memory import Scatter, Spill, SpillReader, append_ids, bucket_of, read_ids
 from dglx_dist.data.ingest.graph import Ends, sort_edges
-from dglx_dist.data.ingest.id_map import Buckets, RowNumbers
+from dglx_dist.data.ingest.id_map import BucketIdMap, RangeIdMap
 from dglx_dist.data.ingest.tables import Table, numbers_of_text
+from dglx_dist.data.ingest.tensors import NO_SPLIT, Labels, draw_split_codes
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.records import Array
 
@@ -37,7 +37,7 @@ def test_what_is_spilled_is_read_in_any_pieces(tmp_path: Path) -> None:
     spill.append(np.arange(6).reshape(3, 2))
     spill.append(np.arange(6, 10).reshape(2, 2))
     assert [len(piece) for piece in spill.chunks(2)] == [2, 2, 1]
-    reader = Reader(spill, 2)
+    reader = SpillReader(spill, 2)
     assert [reader.take(count).tolist() for count in (1, 3, 0, 1)] == [
         [[0, 1]], [[2, 3], [4, 5], [6, 7]], [], [[8, 9]],
     ]  # fmt: skip
@@ -88,7 +88,7 @@ def test_one_id_in_all_rows_is_found_without_holding_them(tmp_path: Path) -> Non
     path = tmp_path / "n.csv"
     path.write_text("id\n" + "same\n" * 40_000)
     table = Table(FileSet(paths=(path,), format="csv"), 1 << 16)
-    ids = Buckets(tmp_path / "map", 40_000, 4 * 40_000, 1 << 16)
+    ids = BucketIdMap(tmp_path / "map", 40_000, 4 * 40_000, 1 << 16)
     for piece in table.pieces(["id"]):
         ids.add(piece.columns["id"].cast(pa.large_string()), piece.row)
     tracemalloc.start()
@@ -115,7 +115,7 @@ def test_records_of_ids_are_read_as_they_were_appended(tmp_path: Path, ids: pa.A
 @pytest.mark.parametrize("memory", [500, 1 << 20])
 def test_ids_are_found_in_the_order_in_which_they_are_asked_for(tmp_path: Path, memory: int) -> None:
     names = [f"n{number}" for number in range(40)]
-    ids = Buckets(tmp_path / "map", 40, 100, memory)
+    ids = BucketIdMap(tmp_path / "map", 40, 100, memory)
     for first in (0, 30):
         last = first + 30 if first == 0 else 40
         ids.add(pa.array(names[first:last], pa.large_string()), first)
@@ -132,7 +132,7 @@ def test_ids_are_found_in_the_order_in_which_they_are_asked_for(tmp_path: Path, 
 
 
 def test_row_numbers_need_no_table(tmp_path: Path) -> None:
-    found = RowNumbers(3, 1000).find([pa.array([2, 0]), pa.array([3, -1])], 4, tmp_path)
+    found = RangeIdMap(3, 1000).find([pa.array([2, 0]), pa.array([3, -1])], 4, tmp_path)
     assert np.concatenate(list(found.rows.chunks()))[:2].tolist() == [2, 0]
     assert found.unknown is not None
     assert (found.unknown.row, found.unknown.id, found.unknown.count) == (2, 3, 2)
@@ -168,13 +168,13 @@ def test_edges_are_sorted_by_destination_source_and_row(tmp_path: Path, memory: 
 def test_shares_that_make_up_the_whole_leave_no_row_out(
     count: int, shares: tuple[float, ...], expected: list[int]
 ) -> None:
-    codes = np.concatenate(list(drawn(iter([np.ones(count, bool)]), count, shares, 0)))
+    codes = np.concatenate(list(draw_split_codes(iter([np.ones(count, bool)]), count, shares, 0)))
     assert np.bincount(codes, minlength=3)[:3].tolist() == expected
 
 
 def test_more_rows_than_can_be_drawn_are_told() -> None:
     with pytest.raises(ConfigError, match="1000000000 labelled rows"):
-        next(drawn(iter([np.ones(1, bool)]), 10**9, (0.8, 0.1, 0.1), 0))
+        next(draw_split_codes(iter([np.ones(1, bool)]), 10**9, (0.8, 0.1, 0.1), 0))
 
 
 def whole(spill: Spill) -> Array:
@@ -184,16 +184,18 @@ def whole(spill: Spill) -> Array:
 def test_a_draw_has_exact_shares_and_does_not_depend_on_the_pieces() -> None:
     labelled = np.random.default_rng(2).random(200_000) < 0.5
     count = int(labelled.sum())
-    whole_draw = np.concatenate(list(drawn(iter([labelled]), count, (0.8, 0.1, 0.05), seed=5)))
+    whole_draw = np.concatenate(list(draw_split_codes(iter([labelled]), count, (0.8, 0.1, 0.05), seed=5)))
     pieces = np.array_split(labelled, 7)
-    assert np.array_equal(np.concatenate(list(drawn(iter(pieces), count, (0.8, 0.1, 0.05), 5))), whole_draw)
-    assert (whole_draw[~labelled] == NONE).all()
+    assert np.array_equal(
+        np.concatenate(list(draw_split_codes(iter(pieces), count, (0.8, 0.1, 0.05), 5))), whole_draw
+    )
+    assert (whole_draw[~labelled] == NO_SPLIT).all()
     counts = Counter(whole_draw[labelled].tolist())
     assert [counts[code] for code in range(3)] == [int(count * share + 1e-6) for share in (0.8, 0.1, 0.05)]
     # Every place is as likely: the first tenth has its tenth of the validation rows, within 5 deviations.
     first = (whole_draw[labelled][: count // 10] == 1).sum()
     assert abs(first - count / 100) < 5 * (count / 100) ** 0.5
-    other_seed = np.concatenate(list(drawn(iter([labelled]), count, (0.8, 0.1, 0.05), 6)))
+    other_seed = np.concatenate(list(draw_split_codes(iter([labelled]), count, (0.8, 0.1, 0.05), 6)))
     assert not np.array_equal(other_seed, whole_draw)
 
 
@@ -212,27 +214,27 @@ def test_a_draw_has_exact_shares_and_does_not_depend_on_the_pieces() -> None:
 def test_labels_become_numbers(values: list[object], codes: list[int], classes: int) -> None:
     labels = Labels("y", is_regression=False)
     array = pa.array(values)
-    labels.look(array, "t.csv", 0)
-    labels.settle("t.csv")
+    labels.scan(array, "t.csv", 0)
+    labels.finalize("t.csv")
     assert labels.codes(array, "t.csv", 0).tolist() == codes
     assert labels.num_classes == classes
 
 
 def test_what_is_no_label_is_refused() -> None:
     mixed = Labels("y", is_regression=False)
-    mixed.look(pa.array(["a"]), "t.parquet", 0)
+    mixed.scan(pa.array(["a"]), "t.parquet", 0)
     with pytest.raises(DatasetError, match="holds int64, and a file before it texts"):
-        mixed.look(pa.array([1]), "u.parquet", 0)
+        mixed.scan(pa.array([1]), "u.parquet", 0)
     with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 11: 1.5 is no class"):
-        Labels("y", is_regression=False).look(pa.array([1.0, 1.5]), "t.csv", 10)
+        Labels("y", is_regression=False).scan(pa.array([1.0, 1.5]), "t.csv", 10)
     empty = Labels("y", is_regression=False)
-    empty.look(pa.array(["", None]), "t.csv", 0)
+    empty.scan(pa.array(["", None]), "t.csv", 0)
     with pytest.raises(DatasetError, match=r"t.csv: column 'y' has no label in any row; leave labels out"):
-        empty.settle("t.csv")
+        empty.finalize("t.csv")
     number = Labels("y", is_regression=False)
-    number.look(pa.array([10**9]), "t.csv", 0)
+    number.scan(pa.array([10**9]), "t.csv", 0)
     with pytest.raises(DatasetError, match=r"t.csv: column 'y' has the label 1000000000, .* is it an id"):
-        number.settle("t.csv")
+        number.finalize("t.csv")
     with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 1: is empty"):
         Labels("y", is_regression=True).codes(pa.array([1.0, None]), "t.csv", 0)
 

@@ -5,8 +5,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from dglx_dist.data.ingest.columns import join_settled, make_transforms
 from dglx_dist.data.ingest.config import FeatureSpec
+from dglx_dist.data.ingest.features import join_settings, make_transforms
 from dglx_dist.errors import ConfigError, DatasetError
 
 
@@ -15,8 +15,8 @@ def transformed(values: list[Any], name: str, **settings: Any) -> list[Any]:
     (one,) = make_transforms(FeatureSpec(columns=("x",), name="f", transform=name, settings=settings))
     array = pa.array(values)
     for first in (0, 2):
-        one.look(array.slice(first, 2), "t.csv", first)
-    one.settle("t.csv")
+        one.scan(array.slice(first, 2), "t.csv", first)
+    one.finalize("t.csv")
     return [list(row) for row in one.apply(array, "t.csv", 0).tolist()]
 
 
@@ -87,12 +87,12 @@ def test_a_wrong_setting_is_refused(name: str, settings: dict[str, Any]) -> None
         make_transforms(FeatureSpec(columns=("x",), name="f", transform=name, settings=settings))
 
 
-def test_what_was_settled_for_each_column_is_read_again() -> None:
+def test_what_was_found_for_each_column_is_read_again() -> None:
     spec = FeatureSpec(columns=("x", "y"), name="f", transform="standard", settings={})
     made = make_transforms(spec)
     for one, values in zip(made, ([1.0, 3.0], [2.0, 6.0]), strict=True):
-        one.look(pa.array(values), "t.csv", 0)
-    settled = join_settled([one.settle("t.csv") for one in made])
+        one.scan(pa.array(values), "t.csv", 0)
+    settled = join_settings([one.finalize("t.csv") for one in made])
     assert settled == {"sum": [[4.0], [8.0]]}
     again = make_transforms(FeatureSpec(columns=("x", "y"), name="f", transform="standard", settings=settled))
     assert [one.apply(pa.array([2.0]), "t.csv", 0).tolist() for one in again] == [[[0.5]], [[0.25]]]

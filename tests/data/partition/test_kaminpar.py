@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dglx_dist.data.partition import kaminpar as room
+from dglx_dist.data.partition import kaminpar
 from dglx_dist.data.partition.balance import measure
 from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.data.partition.kaminpar import Kaminpar
@@ -51,7 +51,7 @@ def test_without_shared_memory_the_temporary_folder_serves(
 ) -> None:
     graph = communities(num_nodes=400)
     first = flat(Kaminpar(PartitionOptions()).assign(graph, 2, 0).part_of)
-    monkeypatch.setattr(room, "SHARED_MEMORY", tmp_path / "absent")
+    monkeypatch.setattr(kaminpar, "_SHARED_MEMORY", tmp_path / "absent")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert flat(Kaminpar(PartitionOptions()).assign(graph, 2, 0).part_of) == first
     assert list(tmp_path.iterdir()) == []

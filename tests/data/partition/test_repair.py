@@ -3,7 +3,7 @@ import logging
 import numpy as np
 import pytest
 
-from dglx_dist.data.partition.balance import deal, rebalance, settle
+from dglx_dist.data.partition.balance import enforce_capacities, even_parts, rebalance
 from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.data.partition.graph_views import balance_weights, symmetrise
 from tests.data.partition.graphs import TWO_TRIANGLES, communities, homogeneous
@@ -25,10 +25,10 @@ def test_two_nodes_change_places_when_both_parts_are_full() -> None:
     options = PartitionOptions(balance=("nodes", "train"), tolerance={"nodes": 0.03, "train": 0.05})
     weights = balance_weights(graph, options, 2, None)
     part = (np.arange(80) >= 40).astype(np.int32)
-    settled, missed = settle(symmetrise(graph), weights, part, "test")
+    balanced, missed = enforce_capacities(symmetrise(graph), weights, part, "test")
     assert missed == {}
-    assert np.bincount(settled[:20], minlength=2).max() <= 11
-    assert np.bincount(settled).max() <= 41
+    assert np.bincount(balanced[:20], minlength=2).max() <= 11
+    assert np.bincount(balanced).max() <= 41
 
 
 def test_an_excess_of_a_fraction_is_mended_too() -> None:
@@ -44,13 +44,13 @@ def test_an_excess_of_a_fraction_is_mended_too() -> None:
     weights = balance_weights(graph, options, 4, None)
     part = np.repeat(np.arange(4, dtype=np.int32), [97, 101, 101, 101])
     assert list(weights.missed(part)) == ["train"]
-    assert settle(symmetrise(graph), weights, part, "test")[1] == {}
+    assert enforce_capacities(symmetrise(graph), weights, part, "test")[1] == {}
 
 
 def test_nothing_moves_when_nothing_is_missed() -> None:
     weights = balance_weights(TWO_TRIANGLES, PartitionOptions(), 2, None)
     part = np.array([0, 0, 0, 1, 1, 1], dtype=np.int32)
-    assert settle(symmetrise(TWO_TRIANGLES), weights, part, "test")[0] is part
+    assert enforce_capacities(symmetrise(TWO_TRIANGLES), weights, part, "test")[0] is part
 
 
 def test_what_cannot_be_mended_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -59,14 +59,16 @@ def test_what_cannot_be_mended_is_warned_of(caplog: pytest.LogCaptureFixture) ->
     graph = homogeneous(4, [], **pairs)
     weights = balance_weights(graph, PartitionOptions(balance=tuple(pairs)), 3, None)
     with caplog.at_level(logging.WARNING):
-        settled, missed = settle(symmetrise(graph), weights, np.array([0, 1, 2, 2], dtype=np.int32), "test")
-    (together,) = (pair for pair in pairs if settled[int(pair[0])] == settled[int(pair[1])])
+        balanced, missed = enforce_capacities(
+            symmetrise(graph), weights, np.array([0, 1, 2, 2], dtype=np.int32), "test"
+        )
+    (together,) = (pair for pair in pairs if balanced[int(pair[0])] == balanced[int(pair[1])])
     assert missed == {together: 3.0}  # a load of 2 where the share is 2 / 3
     assert [record.args[1] for record in caplog.records] == [together]
 
 
-def test_a_deal_is_even_in_all_constraints() -> None:
+def test_parts_without_edges_are_even_in_all_constraints() -> None:
     graph = communities(num_nodes=400)
     options = PartitionOptions(balance=("train", "val", "test"), tolerance=0.05)
     weights = balance_weights(graph, options, 4, None)
-    assert weights.missed(deal(weights)) == {}
+    assert weights.missed(even_parts(weights)) == {}

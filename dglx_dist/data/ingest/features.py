@@ -1,0 +1,442 @@
+"""Feature transforms and the feature tensors of one type; names and settings are GraphStorm's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dglx_dist.data.ingest.config import FeatureSpec
+from dglx_dist.data.ingest.tables import Piece, Table, numbers_of_text
+from dglx_dist.data.tables import holds_text, number_values
+from dglx_dist.errors import ConfigError, DatasetError
+from dglx_dist.records import FEATURE, Array, ColumnInfo
+
+_FOUND_SETTINGS = ("max_val", "min_val", "sum", "mapping")
+MAX_CATEGORIES = 1 << 14
+"""Maximum number of distinct texts of a categorical column."""
+
+
+class Transform(ABC):
+    """Transform of one column; scans all rows first where ``needs_scan`` is set."""
+
+    needs_scan = False
+
+    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+        self.column = column
+        self.settings = settings
+
+    def scan(self, values: Any, where: str, first_row: int) -> None:  # noqa: B027  # most need not
+        """Update the statistics with some rows (a pyarrow array); file and first row are for messages."""
+
+    def finalize(self, where: str) -> Mapping[str, Any]:
+        """Return settings that include the statistics of the table ``where``, for later tables.
+
+        Raises:
+            DatasetError: the statistics are unusable, such as a column of one value.
+        """
+        return self.settings
+
+    @abstractmethod
+    def apply(self, values: Any, where: str, first_row: int) -> Array:
+        """Return (K, width) transformed rows.
+
+        Raises:
+            DatasetError: a value is not a number; names file, row and column.
+        """
+
+
+def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
+    """Return one transform for each column of a feature.
+
+    Raises:
+        ConfigError: a setting has an invalid value.
+    """
+    kinds: Mapping[str, type[Transform]] = {
+        "max_min_norm": MaxMin,
+        "standard": Standard,
+        "to_categorical": Categorical,
+        "no-op": Unchanged,
+    }
+    kind, count = kinds[spec.transform], len(spec.columns)
+    return tuple(
+        kind(column, _settings_of_column(spec.settings, number, count))
+        for number, column in enumerate(spec.columns)
+    )
+
+
+def _settings_of_column(settings: Mapping[str, Any], number: int, count: int) -> Mapping[str, Any]:
+    if count == 1:
+        return settings
+    return {
+        key: value[number] if isinstance(value, list) and len(value) == count else value
+        for key, value in settings.items()
+    }
+
+
+def join_settings(of_columns: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the settings of a feature from those of its columns: statistics become lists."""
+    if len(of_columns) == 1:
+        return of_columns[0]
+    keys = dict.fromkeys(key for one in of_columns for key in one)
+    columns = {key: [one.get(key) for one in of_columns] for key in keys}
+    return {key: found if key in _FOUND_SETTINGS else found[0] for key, found in columns.items()}
+
+
+@final
+class Unchanged(Transform):
+    """Numbers without change; texts are split at ``separator``."""
+
+    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(column, settings)
+        self._separator = _text(settings, "separator", column)
+        self._width = settings.get("truncate_dim")
+        if self._width is not None and (type(self._width) is not int or self._width < 1):
+            raise ConfigError(f"truncate_dim of {column!r} is {self._width!r}; give a whole number above 0")
+
+    def apply(self, values: Any, where: str, first_row: int) -> Array:
+        rows = _matrix(values, self.column, where, first_row, self._separator)
+        if self._width is not None and rows.shape[1] < self._width:
+            raise DatasetError(
+                f"{where}: column {self.column!r}, row {first_row}: {rows.shape[1]} numbers, but "
+                f"truncate_dim asks for {self._width}"
+            )
+        return rows[:, : self._width]
+
+
+@final
+class MaxMin(Transform):
+    """(value - min) / (max - min), clipped to [0, 1]; for each position of a list separately."""
+
+    needs_scan = True
+
+    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(column, settings)
+        self._bounds = tuple(_number(settings, key, column) for key in ("min_bound", "max_bound"))
+        self._given = tuple(_numbers(settings, key, column) for key in ("min_val", "max_val"))
+        self._low, self._high = self._given
+
+    def scan(self, values: Any, where: str, first_row: int) -> None:
+        rows = _matrix(values, self.column, where, first_row).astype(np.float64, copy=False)
+        _check_width(rows, self._low, self._high, self.column, where, first_row)
+        if len(rows):
+            if self._given[0] is None:
+                low = rows.min(axis=0)
+                self._low = low if self._low is None else np.minimum(self._low, low)
+            if self._given[1] is None:
+                high = rows.max(axis=0)
+                self._high = high if self._high is None else np.maximum(self._high, high)
+
+    def finalize(self, where: str) -> Mapping[str, Any]:
+        if self._low is None or self._high is None:
+            raise DatasetError(
+                f"{where}: column {self.column!r} has no row to find its minimum and maximum in"
+            )
+        low, high = self._low, self._high
+        if self._given[0] is None and self._bounds[0] is not None:
+            low = np.maximum(low, self._bounds[0])
+        if self._given[1] is None and self._bounds[1] is not None:
+            high = np.minimum(high, self._bounds[1])
+        if (high <= low).any():
+            raise DatasetError(
+                f"{where}: column {self.column!r}: its maximum {high.max()} is not above its "
+                f"minimum {low.min()}, and max_min_norm would divide by 0; leave the column out"
+            )
+        self._low, self._high = low, high
+        return {**self.settings, "min_val": low.tolist(), "max_val": high.tolist()}
+
+    def apply(self, values: Any, where: str, first_row: int) -> Array:
+        rows = _matrix(values, self.column, where, first_row).astype(np.float64, copy=False)
+        assert self._low is not None
+        assert self._high is not None
+        return np.clip((rows - self._low) / (self._high - self._low), 0, 1).astype(np.float32)
+
+
+@final
+class Standard(Transform):
+    """Value / sum of all values, which GraphStorm calls standard."""
+
+    needs_scan = True
+
+    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(column, settings)
+        self._given = _numbers(settings, "sum", column)
+        self._sum = self._given
+
+    def scan(self, values: Any, where: str, first_row: int) -> None:
+        rows = _matrix(values, self.column, where, first_row)
+        _check_width(rows, self._sum, None, self.column, where, first_row)
+        if self._given is None and len(rows):
+            found = rows.sum(axis=0, dtype=np.float64)
+            self._sum = found if self._sum is None else self._sum + found
+
+    def finalize(self, where: str) -> Mapping[str, Any]:
+        if self._sum is None or (self._sum == 0).any():
+            raise DatasetError(
+                f"{where}: column {self.column!r}: the sum of its values is 0, and standard would "
+                "divide by it; take max_min_norm, or leave the column out"
+            )
+        return {**self.settings, "sum": self._sum.tolist()}
+
+    def apply(self, values: Any, where: str, first_row: int) -> Array:
+        rows = _matrix(values, self.column, where, first_row)
+        assert self._sum is not None
+        return (rows / self._sum).astype(np.float32)
+
+
+@final
+class Categorical(Transform):
+    """One-hot columns (int8) of the distinct texts in alphabetical order; all 0 where a row has no text."""
+
+    needs_scan = True
+
+    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(column, settings)
+        self._separator = _text(settings, "separator", column)
+        mapping = settings.get("mapping")
+        self._given = mapping is not None
+        self._seen: set[str] = set()
+        self._codes: Mapping[str, int] = {}
+        if mapping is not None:
+            self._codes = mapping if isinstance(mapping, dict) else {}
+            are_whole = all(type(number) is int for number in self._codes.values())
+            if not are_whole or not self._codes or {*self._codes.values()} != {*range(len(self._codes))}:
+                raise ConfigError(
+                    f"mapping of {column!r} must give each text a number, from 0 on without gaps"
+                )
+
+    def scan(self, values: Any, where: str, first_row: int) -> None:
+        if self._given:
+            return
+        _, texts = self._texts(values, where)
+        self._seen.update(pc.unique(texts).to_pylist())
+        if len(self._seen) > MAX_CATEGORIES:
+            raise DatasetError(
+                f"{where}: column {self.column!r} has more than {MAX_CATEGORIES} different values up to row "
+                f"{first_row + len(values) - 1}; to_categorical makes a column of each; encode it otherwise"
+            )
+
+    def finalize(self, where: str) -> Mapping[str, Any]:
+        if not self._given:
+            self._codes = {text: number for number, text in enumerate(sorted(self._seen))}
+        if not self._codes:
+            raise DatasetError(
+                f"{where}: column {self.column!r} has no value to make a category of; leave it out"
+            )
+        return {**self.settings, "mapping": dict(self._codes)}
+
+    def apply(self, values: Any, where: str, first_row: int) -> Array:
+        rows, texts = self._texts(values, where)
+        known = pa.array(list(self._codes), pa.large_string())
+        numbers = np.array(list(self._codes.values()), np.int64)
+        found = pc.index_in(texts, value_set=known)
+        is_known = ~np.asarray(pc.is_null(found).to_numpy(zero_copy_only=False))
+        codes = np.asarray(pc.fill_null(found, 0).to_numpy(zero_copy_only=False))
+        out = np.zeros((len(values), len(self._codes)), np.int8)
+        out[rows[is_known], numbers[codes[is_known]]] = 1
+        return out
+
+    def _texts(self, values: Any, where: str) -> tuple[Array, Any]:
+        # (T,) row of each text, and the texts; empty texts are left out.
+        if pa.types.is_nested(values.type):
+            raise DatasetError(
+                f"{where}: column {self.column!r} holds {values.type}; to_categorical takes one value a "
+                "row, or texts with a separator"
+            )
+        try:
+            texts = values.cast(pa.large_string())
+        except pa.ArrowException as error:
+            raise DatasetError(
+                f"{where}: column {self.column!r} holds {values.type} that is no text ({error}); write "
+                "texts or numbers"
+            ) from error
+        rows = np.arange(len(texts))
+        if self._separator is not None:
+            lists = pc.fill_null(pc.split_pattern(texts, self._separator), [])
+            rows = np.repeat(rows, pc.list_value_length(lists).to_numpy(zero_copy_only=False))
+            texts = lists.flatten()
+        kept = pc.not_equal(pc.fill_null(texts, ""), "")
+        return rows[np.asarray(kept.to_numpy(zero_copy_only=False))], texts.filter(kept)
+
+
+def _matrix(values: Any, column: str, where: str, first_row: int, separator: str | None = None) -> Array:
+    if holds_text(values):
+        rows = numbers_of_text(values, column, where, first_row, separator)
+    else:
+        rows = number_values(values, column, where, first_row)
+    return rows.reshape(len(rows), -1) if rows.ndim == 1 else rows
+
+
+def _check_width(
+    rows: Array, low: Array | None, high: Array | None, column: str, where: str, first_row: int
+) -> None:
+    # A statistic of length 1 was given in the settings, for all positions.
+    for found in (low, high):
+        if found is not None and len(rows) and len(found) not in (1, rows.shape[1]):
+            raise DatasetError(
+                f"{where}: column {column!r}, row {first_row}: {rows.shape[1]} numbers, but there "
+                f"were {len(found)} before"
+            )
+
+
+def _number(settings: Mapping[str, Any], key: str, column: str) -> float | None:
+    value = settings.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ConfigError(f"{key} of {column!r} is {value!r}; give a number")
+    return value
+
+
+def _numbers(settings: Mapping[str, Any], key: str, column: str) -> Array | None:
+    value = settings.get(key)
+    if value is None:
+        return None
+    values = value if isinstance(value, list) else [value]
+    if not values or any(isinstance(one, bool) or not isinstance(one, int | float) for one in values):
+        raise ConfigError(f"{key} of {column!r} is {value!r}; give a number, or a list of them")
+    return np.array(values, np.float64)
+
+
+def _text(settings: Mapping[str, Any], key: str, column: str) -> str | None:
+    value = settings.get(key)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(f"{key} of {column!r} is {value!r}; give a text that is not empty")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FeatureColumns:
+    spec: FeatureSpec
+    transforms: tuple[Transform, ...]
+
+
+@final
+class Features:
+    """Features of one type; features with the same name are columns of one tensor."""
+
+    def __init__(self, specs: Sequence[FeatureSpec], batch_bytes: int) -> None:
+        self._parts = [_FeatureColumns(spec=spec, transforms=make_transforms(spec)) for spec in specs]
+        self._batch_bytes = batch_bytes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors."""
+        return tuple(dict.fromkeys(part.spec.name for part in self._parts))
+
+    @property
+    def scanned_columns(self) -> tuple[str, ...]:
+        """Columns that must be scanned in full before they are transformed."""
+        return tuple(one.column for part in self._parts for one in part.transforms if one.needs_scan)
+
+    def scan(self, piece: Piece) -> None:
+        for part in self._parts:
+            for one in part.transforms:
+                if one.needs_scan:
+                    one.scan(piece.columns[one.column], piece.where, piece.first_row)
+
+    def finalize(self, where: str) -> list[Mapping[str, Any]]:
+        """Return the settings of each feature, including statistics of the table ``where``.
+
+        Raises:
+            DatasetError: a column cannot be transformed as asked.
+        """
+        return [join_settings([one.finalize(where) for one in part.transforms]) for part in self._parts]
+
+    def info(self, name: str, table: Table) -> ColumnInfo:
+        """Return dtype and row shape of one tensor, from its first row.
+
+        Raises:
+            DatasetError: the first row has no number, or the table has no row.
+        """
+        parts = self._of(name)
+        for piece in table.pieces(_columns(parts)):
+            rows = _rows(parts, piece, slice(0, 1))
+            if not sum(one.shape[1] for one in rows):
+                raise DatasetError(
+                    f"{piece.where}: column {parts[0].spec.columns[0]!r}, row {piece.first_row}: an empty "
+                    "list; give at least one number a row, or leave the column out"
+                )
+            return ColumnInfo(dtype=_dtype(name, parts, rows), row_shape=_row_shape(name, rows))
+        raise DatasetError(f"{table.files.paths[0]}: the table has no row")
+
+    def chunks(self, name: str, table: Table, info: ColumnInfo) -> Iterator[Array]:
+        """Yield the rows of one tensor, (k, *row) of ``info``'s dtype.
+
+        Raises:
+            DatasetError: a value is not a number or does not fit; names file, row and column.
+        """
+        parts = self._of(name)
+        width = max(1, int(np.prod(info.row_shape)))
+        at_once = max(1, self._batch_bytes // (8 * width))
+        for piece in table.pieces(_columns(parts)):
+            for first in range(0, piece.num_rows, at_once):
+                rows = np.concatenate(_rows(parts, piece, slice(first, first + at_once)), axis=1)
+                if rows.shape[1] != width:
+                    names = ", ".join(map(repr, _columns(parts)))
+                    raise DatasetError(
+                        f"{piece.path}: column {names}, row {piece.first_row + first}: "
+                        f"{rows.shape[1]} numbers, but the first row has {width}"
+                    )
+                stored = _cast(rows, info, parts, piece.where, piece.first_row + first)
+                yield stored.reshape(len(rows), *info.row_shape)
+
+    def _of(self, name: str) -> list[_FeatureColumns]:
+        return [part for part in self._parts if part.spec.name == name]
+
+
+def _cast(
+    rows: Array, info: ColumnInfo, parts: Sequence[_FeatureColumns], where: str, first_row: int
+) -> Array:
+    names = ", ".join(map(repr, _columns(parts)))
+    if np.dtype(info.dtype).kind != "f":
+        if not np.can_cast(rows.dtype, info.dtype, "safe"):
+            raise DatasetError(
+                f"{where}: column {names}, row {first_row}: holds {rows.dtype}, and the first row "
+                f"{info.dtype}; give out_dtype"
+            )
+        return rows.astype(info.dtype, copy=False)
+    with np.errstate(over="ignore"):
+        stored = rows.astype(info.dtype, copy=False)
+    beyond = ~np.isfinite(stored).all(axis=1)
+    if beyond.any():
+        row = int(np.argmax(beyond))
+        value = rows[row][~np.isfinite(stored[row])][0]
+        raise DatasetError(
+            f"{where}: column {names}, row {first_row + row}: {value} is beyond {info.dtype}; give a wider "
+            "out_dtype, or scale the column"
+        )
+    return stored
+
+
+def _columns(parts: Sequence[_FeatureColumns]) -> list[str]:
+    return [one.column for part in parts for one in part.transforms]
+
+
+def _rows(parts: Sequence[_FeatureColumns], piece: Piece, rows: slice) -> list[Array]:
+    count = len(range(piece.num_rows)[rows])
+    return [
+        one.apply(
+            piece.columns[one.column].slice(rows.start, count), piece.where, piece.first_row + rows.start
+        )
+        for part in parts
+        for one in part.transforms
+    ]
+
+
+def _dtype(name: str, parts: Sequence[_FeatureColumns], rows: Sequence[Array]) -> str:
+    # Without out_dtype: float32, as models compute; whole numbers that are not the model's input stay.
+    asked = [part.spec.dtype for part in parts if part.spec.dtype is not None]
+    if asked:
+        return asked[0]
+    found = np.result_type(*(one.dtype for one in rows))
+    return "float32" if found.kind == "f" or name == FEATURE else found.name
+
+
+def _row_shape(name: str, rows: Sequence[Array]) -> tuple[int, ...]:
+    # One number a row is stored as a vector, except for the model's input, which is a matrix.
+    width = sum(one.shape[1] for one in rows)
+    return () if width == 1 and name != FEATURE else (width,)
