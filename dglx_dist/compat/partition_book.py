@@ -73,7 +73,11 @@ class RangePartitionBook(GraphPartitionBook):
         made.inner = book
         return made
 
-    partid = Forward(PartitionBook.partid)
+    @property
+    def partid(self) -> int:
+        """The partition of this rank."""
+        return self.inner.partid
+
     ntypes = Forward(PartitionBook.ntypes)
     etypes = Forward(PartitionBook.etypes)
     canonical_etypes = Forward(PartitionBook.canonical_etypes)
