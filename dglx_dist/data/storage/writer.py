@@ -210,11 +210,7 @@ class EdgeOrder:
 
 
 def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrder]:
-    """Return the new ids of every node type; nodes of one part keep their order.
-
-    Raises:
-        ConfigError: the assignment does not match the graph.
-    """
+    """Return the new ids of every node type; nodes of one part keep their order."""
     if assignment.num_parts < 1:
         raise ConfigError(f"the assignment has {assignment.num_parts} parts; there must be at least 1")
     orders = {}
