@@ -150,7 +150,7 @@ def test_edges_are_sorted_by_destination_source_and_row(tmp_path: Path, memory: 
     assert whole(found.rows).tolist() == order.tolist()
     assert whole(found.indices).tolist() == sources[order].tolist()
     assert whole(found.indptr).tolist() == [0, *np.cumsum(np.bincount(destinations, minlength=10))]
-    assert whole(found.places(tmp_path / "places", memory)).tolist() == np.argsort(order).tolist()
+    assert whole(found.positions(tmp_path / "positions", memory)).tolist() == np.argsort(order).tolist()
     with pytest.raises(ConfigError, match=r"edges end at the nodes of row 0 .* grant --memory 1\d\dMB"):
         sort_edges(ends, 20, 10, tmp_path / "less", 1000)
 
