@@ -165,11 +165,7 @@ def refuse_unknown(options: Mapping[str, object], known: Iterable[str], source: 
 
 
 def whole_number(options: Mapping[str, object], name: str) -> int | None:
-    """Return the option ``name`` as an int >= 0, or None if it is not given.
-
-    Raises:
-        ConfigError: it is not a whole number, or negative.
-    """
+    """Return the option ``name`` as an int >= 0, or None if it is not given."""
     if options.get(name) is None:
         return None
     text = str(options[name])
@@ -647,7 +643,7 @@ class OgbSource(DatasetSource):
         refuse_unknown(options, ("root",), "ogb")
         if not location.startswith("ogbn-"):
             raise ConfigError(
-                f"ogb:{location} is no node dataset; those that can be loaded start with ogbn-, "
+                f"ogb:{location} is not a node dataset; those that can be loaded start with ogbn-, "
                 f"e.g. ogb:ogbn-arxiv"
             )
         if importlib.util.find_spec("ogb") is None:

@@ -273,11 +273,7 @@ class SyntheticConfig:
 
 
 def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
-    """Parse ``nodes=20000,degree=25``; ``options`` override it.
-
-    Raises:
-        ConfigError: an unknown name, or a value of the wrong type.
-    """
+    """Parse ``nodes=20000,degree=25``; ``options`` override it."""
     given: dict[str, object] = {}
     for item in filter(None, text.split(",")):
         name, equals, value = item.partition("=")

@@ -40,11 +40,7 @@ SUFFIXES = (".csv", ".parquet")
 
 
 def read_table(path: Path) -> Any:
-    """Return the table in ``path``, a ``.csv`` with a header line or a ``.parquet``, as a pyarrow.Table.
-
-    Raises:
-        DatasetError: the file does not exist, has another suffix, or is not readable.
-    """
+    """Return the table in ``path``, a ``.csv`` with a header line or a ``.parquet``, as a pyarrow.Table."""
     if not path.is_file():
         raise DatasetError(f"there is no table {path.absolute()}")
     if path.suffix not in SUFFIXES:
@@ -82,12 +78,7 @@ def holds_text(values: Any) -> bool:
 
 
 def id_column(table: Any, name: str, where: str) -> Any:
-    """Return the ids in column ``name`` as a pyarrow int64 or large_string array without gaps.
-
-    Raises:
-        DatasetError: the table has no row; the column is missing, has an empty row, or holds neither
-            integers nor strings.
-    """
+    """Return the ids in column ``name`` as a pyarrow int64 or large_string array without gaps."""
     ids = column(table, name, where)
     if table.num_rows == 0:
         raise DatasetError(f"{where}: the table has no row, which would leave the graph empty")
@@ -159,11 +150,7 @@ def number_values(values: Any, name: str, where: str, first_row: int = 0) -> Arr
 
 
 def stacked_columns(table: Any, names: Sequence[str], where: str) -> Array:
-    """Return the named number columns as one (K, F) float32 array.
-
-    Raises:
-        DatasetError: a column is missing, holds lists, or has a row that is not a finite number.
-    """
+    """Return the named number columns as one (K, F) float32 array."""
     stacked = np.empty((table.num_rows, len(names)), dtype=np.float32)
     for position, name in enumerate(names):
         values = number_column(table, name, where)
@@ -210,12 +197,7 @@ class TableLayout:
 def find_layout(location: Path, ignore: tuple[str, ...]) -> TableLayout:
     """Read the layout of a folder or of a ``.json`` description; no table is opened.
 
-    Args:
-        location: The folder, or the description, whose paths are relative to its folder.
-        ignore: Columns to leave out of all tables.
-
-    Raises:
-        DatasetError: neither exists, the folder has no tables, or the description is wrong.
+    Columns in ``ignore`` are left out of all tables.
     """
     if location.is_file():
         return _described(location, ignore)
@@ -547,8 +529,8 @@ def _split_masks(table: Any, name: str, where: str) -> dict[str, Array]:
     if odd.any():
         row = int(np.argmax(odd))
         raise DatasetError(
-            f"{where}: column {name!r}, row {row}: {values[row].as_py()!r} is no split; write train, val or "
-            f"test (or 0, 1, 2), and nothing (or -1) where there is none"
+            f"{where}: column {name!r}, row {row}: {values[row].as_py()!r} is not a split; write train, val "
+            f"or test (or 0, 1, 2), and nothing (or -1) where there is none"
         )
     masks = masks_of_split(codes)
     return {mask_name: masks[mask_name] for mask_name in SPLITS if masks[mask_name].any()}

@@ -89,14 +89,7 @@ def check_unique(ids: Array, column: str, where: str) -> None:
 def check_columns(
     columns: Mapping[str, NodeColumn], num_rows: int, num_classes: int | None, where: str
 ) -> None:
-    """Raise DatasetError unless the columns of one node or edge type are valid.
-
-    Args:
-        columns: name -> (num_rows, ...) array.
-        num_rows: Nodes (or edges) of that type.
-        num_classes: Classes of the column ``label``; None if it has no classes.
-        where: Prefix of messages.
-    """
+    """Raise DatasetError unless the (num_rows, ...) columns of one node or edge type are valid."""
     for name, column in columns.items():
         _check_length(column, num_rows, name, where)
         if isinstance(column, SparseRows):
@@ -191,7 +184,7 @@ def _check_labels(label: Array, num_classes: int, splits: Mapping[str, NodeColum
         row = _first(wrong)
         raise DatasetError(
             f"{where}: column {LABEL!r}, row {row}: label {label[row]} is outside 0..{num_classes - 1} "
-            f"(-1 stands for none)"
+            f"(-1 means none)"
         )
     for name, mask in splits.items():
         if isinstance(mask, SparseRows):

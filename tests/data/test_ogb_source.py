@@ -85,5 +85,5 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyP
 
 
 def test_other_tasks_of_ogb_are_refused() -> None:
-    with pytest.raises(ConfigError, match="ogb:ogbl-collab is no node dataset"):
+    with pytest.raises(ConfigError, match="ogb:ogbl-collab is not a node dataset"):
         load_dataset("ogb:ogbl-collab")

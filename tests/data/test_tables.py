@@ -176,8 +176,8 @@ BAD_TABLES = {
         r"nodes\.csv: column 'city' holds strings.*ignore=city",
     ),
     "label": ("id,label\n1,0\n2,-3\n", "src,dst\n1,2\n", r"nodes\.csv: column 'label', row 1: label -3"),
-    "split": ("id,split\n1,train\n2,dev\n", "src,dst\n1,2\n", r"column 'split', row 1: 'dev' is no split"),
-    "split number": ("id,split\n1,0\n2,7\n", "src,dst\n1,2\n", r"column 'split', row 1: 7 is no split"),
+    "split": ("id,split\n1,train\n2,dev\n", "src,dst\n1,2\n", r"column 'split', row 1: 'dev' is not a split"),
+    "split number": ("id,split\n1,0\n2,7\n", "src,dst\n1,2\n", r"column 'split', row 1: 7 is not a split"),
     "overlap": (
         "id,train_mask,test_mask\n1,1,0\n2,1,1\n",
         "src,dst\n1,2\n",

@@ -35,11 +35,7 @@ from dglx_dist.registry import did_you_mean
 
 
 def read_json(path: Path) -> object:
-    """Read a JSON file in which no object repeats a key.
-
-    Raises:
-        ConfigError: the file is missing, not valid JSON, or repeats a key.
-    """
+    """Read a JSON file in which no object repeats a key."""
     try:
         found: object = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
         # Python accepts NaN and lone surrogates, which cannot be written back.
@@ -49,7 +45,7 @@ def read_json(path: Path) -> object:
             f"{path.absolute()} cannot be read: {error.strerror}; name the description"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: no valid JSON: {error}") from None
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
     return found
 
 
@@ -63,17 +59,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @final
 class Entry:
-    """One JSON object; accessors raise ConfigError for a value of the wrong kind.
-
-    Args:
-        value: Parsed JSON.
-        known: Allowed keys.
-        path: The file, for messages.
-        what: The object's name, for messages.
-
-    Raises:
-        ConfigError: ``value`` is not an object, or has another key.
-    """
+    """One JSON object with the keys ``known``; a ConfigError names file, object and key of a wrong value."""
 
     def __init__(self, value: object, known: Sequence[str], path: Path, what: str) -> None:
         if not isinstance(value, dict):
@@ -94,22 +80,18 @@ class Entry:
         return ConfigError(f"{self.path}: {self.what}: {key!r} {shown}; it must be {expected}")
 
     def get(self, key: str) -> Any:
-        """Return the value of a key, or None."""
         return self.value.get(key)
 
     def text(self, key: str) -> str:
-        """Return the non-empty text of a key."""
         value = self.get(key)
         if not isinstance(value, str) or not value:
             raise self.wrong(key, "a text that is not empty")
         return value
 
     def optional_text(self, key: str) -> str | None:
-        """Return the text of a key, or None if it is missing."""
         return None if self.get(key) is None else self.text(key)
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """Return the texts of a key: one, or a list of them."""
         value = self.get(key)
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not values or not all(isinstance(v, str) and v for v in values):
@@ -123,7 +105,6 @@ class Entry:
         return value
 
     def list_of(self, key: str) -> list[Any]:
-        """Return the non-empty list of a key."""
         value = self.get(key)
         if not isinstance(value, list) or not value:
             raise self.wrong(key, "a list that is not empty")
@@ -143,11 +124,7 @@ class FileSet:
 
 
 def read_files(entry: Entry) -> FileSet:
-    """Return the files under ``files``, in the format of the entry or else of their suffix.
-
-    Raises:
-        ConfigError: there are none, one is named twice, or their format is unknown.
-    """
+    """Return the files under ``files``, in the format of the entry or else of their suffix."""
     stated = entry.get("format")
     if stated is None:
         return named_files(entry, "files")

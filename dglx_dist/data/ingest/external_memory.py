@@ -78,14 +78,7 @@ _TEXT, _INTEGER = 1, 0
 
 
 def append_ids(folder: Path, bucket: Array, numbers: Array, ids: Any) -> None:
-    """Append each id and its number to the file ``<bucket>.ids``.
-
-    Args:
-        folder: Where the files are; made if missing.
-        bucket: (K,) integers.
-        numbers: (K,) int64.
-        ids: K pyarrow int64 or large_string values.
-    """
+    """Append (K,) int64 numbers and K pyarrow int64 or large_string ids to the files ``<bucket>.ids``."""
     folder.mkdir(parents=True, exist_ok=True)
     order = np.argsort(bucket, kind="stable")
     ids, numbers = ids.take(pa.array(order)), numbers[order]
@@ -217,15 +210,9 @@ def release_memory() -> None:
 
 @final
 class Scatter:
-    """Random writes to rows on disk, in files of position ranges that fit into memory.
+    """Random writes to rows on disk, in files of position ranges that fit into ``memory`` bytes.
 
-    Args:
-        folder: Where the files are; made here.
-        num_rows: Positions are in [0, num_rows).
-        dtype: Of the values.
-        row_shape: Of one row.
-        memory: Bytes for one range.
-        fill: Value of rows that are never put.
+    Rows that are never put have the value ``fill``.
     """
 
     def __init__(
@@ -290,7 +277,6 @@ class Spill:
         self.num_rows = 0
 
     def append(self, rows: Array) -> None:
-        """Append (k, *row)."""
         with self._path.open("ab") as file:
             np.ascontiguousarray(rows, dtype=self._dtype).tofile(file)
         self.num_rows += len(rows)

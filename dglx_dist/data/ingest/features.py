@@ -35,28 +35,16 @@ class Transform(ABC):
         """Update the statistics with some rows (a pyarrow array); file and first row are for messages."""
 
     def finalize(self, where: str) -> Mapping[str, Any]:
-        """Return settings that include the statistics of the table ``where``, for later tables.
-
-        Raises:
-            DatasetError: the statistics are unusable, such as a column of one value.
-        """
+        """Return settings that include the statistics of the table ``where``, for later tables."""
         return self.settings
 
     @abstractmethod
     def apply(self, values: Any, where: str, first_row: int) -> Array:
-        """Return (K, width) transformed rows.
-
-        Raises:
-            DatasetError: a value is not a number; names file, row and column.
-        """
+        """Return (K, width) transformed rows."""
 
 
 def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
-    """Return one transform for each column of a feature.
-
-    Raises:
-        ConfigError: a setting has an invalid value.
-    """
+    """Return one transform for each column of a feature."""
     kinds: Mapping[str, type[Transform]] = {
         "max_min_norm": MaxMin,
         "standard": Standard,
@@ -252,7 +240,7 @@ class Categorical(Transform):
             texts = values.cast(pa.large_string())
         except pa.ArrowException as error:
             raise DatasetError(
-                f"{where}: column {self.column!r} holds {values.type} that is no text ({error}); write "
+                f"{where}: column {self.column!r} holds {values.type} that is not text ({error}); write "
                 "texts or numbers"
             ) from error
         rows = np.arange(len(texts))
@@ -324,7 +312,6 @@ class Features:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors."""
         return tuple(dict.fromkeys(part.spec.name for part in self._parts))
 
     @property
@@ -339,19 +326,11 @@ class Features:
                     one.scan(piece.columns[one.column], piece.where, piece.first_row)
 
     def finalize(self, where: str) -> list[Mapping[str, Any]]:
-        """Return the settings of each feature, including statistics of the table ``where``.
-
-        Raises:
-            DatasetError: a column cannot be transformed as asked.
-        """
+        """Return the settings of each feature, including statistics of the table ``where``."""
         return [join_settings([one.finalize(where) for one in part.transforms]) for part in self._parts]
 
     def info(self, name: str, table: Table) -> ColumnInfo:
-        """Return dtype and row shape of one tensor, from its first row.
-
-        Raises:
-            DatasetError: the first row has no number, or the table has no row.
-        """
+        """Return dtype and row shape of one tensor, from its first row."""
         parts = self._of(name)
         for piece in table.pieces(_columns(parts)):
             rows = _rows(parts, piece, slice(0, 1))
@@ -364,11 +343,7 @@ class Features:
         raise DatasetError(f"{table.files.paths[0]}: the table has no row")
 
     def chunks(self, name: str, table: Table, info: ColumnInfo) -> Iterator[Array]:
-        """Yield the rows of one tensor, (k, *row) of ``info``'s dtype.
-
-        Raises:
-            DatasetError: a value is not a number or does not fit; names file, row and column.
-        """
+        """Yield the rows of one tensor, (k, *row) of ``info``'s dtype."""
         parts = self._of(name)
         width = max(1, int(np.prod(info.row_shape)))
         at_once = max(1, self._batch_bytes // (8 * width))

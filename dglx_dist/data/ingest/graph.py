@@ -309,15 +309,8 @@ class InEdges:
 def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path, memory: int) -> InEdges:
     """Sort edges by (destination, source, table row).
 
-    Sorts the in-edges of as many consecutive destinations as fit at a time, but at least those of one of
-    65,536 slots of destinations, with up to five times ``memory``.
-
-    Args:
-        ends: By table row, all within range.
-        num_sources: Nodes of the source type; their ids are stored as int32 if they fit.
-        num_destinations: Nodes of the destination type.
-        folder: For temporary files.
-        memory: Bytes for one sort.
+    Sorts the in-edges of as many consecutive destinations as fit into ``memory`` bytes, but at least
+    those of one of 65,536 slots of destinations, with up to five times ``memory``.
 
     Raises:
         ConfigError: a node, or a slot of neighbours in the table, has too many in-edges for one sort.

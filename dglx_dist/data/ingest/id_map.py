@@ -70,14 +70,7 @@ class RangeIdMap(IdMap):
 
 @final
 class BucketIdMap(IdMap):
-    """Any ids, hashed into files of which one fits into memory.
-
-    Args:
-        folder: For the files.
-        num_nodes: N.
-        id_bytes: Size of all ids.
-        memory: Bytes for one bucket.
-    """
+    """Any ids of ``id_bytes`` in all, hashed into files (buckets) that fit into ``memory`` bytes each."""
 
     def __init__(self, folder: Path, num_nodes: int, id_bytes: int, memory: int) -> None:
         self.num_nodes = num_nodes
@@ -86,7 +79,6 @@ class BucketIdMap(IdMap):
         self._number = max(1, -(-(id_bytes + _TABLE_BYTES * num_nodes) // memory))
 
     def add(self, ids: Any, first_row: int) -> None:
-        """Add ids of consecutive rows."""
         rows = np.arange(first_row, first_row + len(ids))
         append_ids(self._folder / "nodes", bucket_of(ids, self._number), rows, ids)
 

@@ -44,7 +44,6 @@ class Piece:
 
     @property
     def where(self) -> str:
-        """The file, as the prefix of messages."""
         return str(self.path)
 
 
@@ -57,11 +56,7 @@ class Table:
         self._ends: list[int] = []
 
     def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
-        """Yield the columns ``names`` of all rows in order; without names, pieces have a row count only.
-
-        Raises:
-            DatasetError: a file cannot be read, lacks a column, or has it twice.
-        """
+        """Yield the columns ``names`` of all rows in order; without names, pieces have a row count only."""
         row, ends = 0, []
         for path in self.files.paths:
             first = row
@@ -214,11 +209,7 @@ _WHOLE = "^(0|-?[1-9][0-9]*)$"
 def numbers_of_text(
     values: Any, name: str, where: str, first_row: int, separator: str | None = None
 ) -> Array:
-    """Return texts as (K,) float64, or as (K, F) where each holds F numbers between separators.
-
-    Raises:
-        DatasetError: a row is empty, not a number, not finite, or of another length; names the first one.
-    """
+    """Return texts as (K,) float64, or as (K, F) where each holds F numbers between separators."""
     refuse_gaps(values, name, where, first_row)
     width = None
     if separator is not None:
@@ -238,8 +229,8 @@ def numbers_of_text(
     except pa.ArrowInvalid:
         row = _first_non_number(trimmed)
         raise DatasetError(
-            f"{where}: column {name!r}, row {first_row + row // (width or 1)}: {values[row].as_py()!r} is no "
-            "number; mend the table, or encode the column with to_categorical"
+            f"{where}: column {name!r}, row {first_row + row // (width or 1)}: {values[row].as_py()!r} is "
+            "not a number; correct the table, or encode the column with to_categorical"
         ) from None
     numbers = numbers if width is None else numbers.reshape(-1, width)
     check_finite(numbers, name, where, first_row)
@@ -247,11 +238,7 @@ def numbers_of_text(
 
 
 def ids_of(values: Any, name: str, where: str, first_row: int, *, is_text: bool) -> Any:
-    """Return ids as a pyarrow large_string array, or int64 where ``is_text`` is False.
-
-    Raises:
-        DatasetError: a row is empty, or the column does not hold ids.
-    """
+    """Return ids as a pyarrow large_string array, or int64 where ``is_text`` is False."""
     refuse_gaps(values, name, where, first_row)
     if not holds_text(values) and not pa.types.is_integer(values.type):
         raise DatasetError(
@@ -272,8 +259,8 @@ def ids_of(values: Any, name: str, where: str, first_row: int, *, is_text: bool)
     if odd.any():
         row = int(np.argmax(odd))
         raise DatasetError(
-            f"{where}: column {name!r}, row {first_row + row}: node id {values[row].as_py()!r} is no whole "
-            "number, as those of its nodes are (their row numbers where they have no node_id_col)"
+            f"{where}: column {name!r}, row {first_row + row}: node id {values[row].as_py()!r} is not a "
+            "whole number, as those of its nodes are (their row numbers where they have no node_id_col)"
         )
     return as_int64(values, name, where)
 

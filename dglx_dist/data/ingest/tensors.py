@@ -73,11 +73,7 @@ class Labels:
             )
 
     def finalize(self, where: str) -> None:
-        """Count the classes, after all rows of the table ``where`` are scanned.
-
-        Raises:
-            DatasetError: no row has a label, or a number is too large for a class.
-        """
+        """Count the classes, after all rows of the table ``where`` are scanned."""
         if self.is_regression:
             return
         if self._texts is not None:
@@ -98,11 +94,7 @@ class Labels:
         self.num_classes = self._largest + 1
 
     def codes(self, values: Any, where: str, first_row: int) -> Array:
-        """Return (K,) labels of some rows.
-
-        Raises:
-            DatasetError: a value is not a label; names file, row and column.
-        """
+        """Return (K,) labels of some rows."""
         if self.is_regression:
             read = numbers_of_text if holds_text(values) else number_values
             return read(values, self.column, where, first_row).astype(np.float32)
@@ -127,8 +119,8 @@ class Labels:
         if odd.any():
             row = int(np.argmax(odd))
             raise DatasetError(
-                f"{where}: column {self.column!r}, row {first_row + row}: {values[row].as_py()!r} is no "
-                "class; give whole numbers from 0 on (-1 or nothing: none), or make it a task of regression"
+                f"{where}: column {self.column!r}, row {first_row + row}: {values[row].as_py()!r} is not "
+                "a class; give whole numbers from 0 on (-1 or nothing: none), or make it a task of regression"
             )
         return numbers.astype(np.int64)
 
@@ -215,11 +207,7 @@ def _whole_shares(count: int, shares: Sequence[float]) -> list[int]:
 def read_split_codes(
     spec: LabelSpec, ids: IdMap, owner: str, folder: Path, *, is_text: bool, memory: int
 ) -> Iterator[Array]:
-    """Yield the split codes of all nodes, in order, from the files of ``custom_split_filenames``.
-
-    Raises:
-        DatasetError: an id is unknown or named twice; names file and row.
-    """
+    """Yield the split codes of all nodes, in order, from the files of ``custom_split_filenames``."""
     codes = Scatter(folder / "codes", ids.num_nodes, np.uint8, memory=memory, fill=NO_SPLIT)
     times = Scatter(folder / "times", ids.num_nodes, np.uint8, memory=memory)
     total = 0
@@ -319,7 +307,7 @@ def _id_of_line(text: str, path: Path, row: int) -> str:
     except ValueError:
         value = None
     if not isinstance(value, str):
-        raise DatasetError(f"{path}: row {row}: {text[:60]!r} is no node id; write one id a line")
+        raise DatasetError(f"{path}: row {row}: {text[:60]!r} is not a node id; write one id a line")
     return value
 
 
@@ -368,11 +356,7 @@ class Rows:
 
 
 def write_tensors(rows: Rows, output: DatasetOutput) -> Mapping[str, ColumnInfo]:
-    """Write features, labels and masks of one type; return their dtype and shape by name.
-
-    Raises:
-        DatasetError: a value in the table is wrong; names file, row and column.
-    """
+    """Write features, labels and masks of one type; return their dtype and shape by name."""
     columns: dict[str, ColumnInfo] = {}
     for name in rows.features.names:
         columns[name] = info = rows.features.info(name, rows.table)

@@ -128,7 +128,7 @@ class Partitioner(ABC):
                 given.add(name)
         for name in sorted(given - self.honours):
             raise ConfigError(
-                f"{type(self).__name__} cannot honour {name}={getattr(options, name)!r}; leave it out or "
+                f"{type(self).__name__} does not support {name}={getattr(options, name)!r}; leave it out or "
                 "choose another method (metis honours balance, tolerance, target_weights, objective and fast)"
             )
 

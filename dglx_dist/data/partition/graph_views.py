@@ -73,12 +73,7 @@ def imbalance(loads: Array, shares: Array) -> float:
 def balance_weights(
     graph: RawGraph, options: PartitionOptions, num_parts: int, max_constraints: int | None
 ) -> BalanceWeights:
-    """Return the constraints of ``options`` as weights of the nodes of ``graph``.
-
-    Raises:
-        ConfigError: a constraint is neither a known weight nor a node column of non-negative integers, there
-            are more than ``max_constraints``, or target_weights do not have one value per part.
-    """
+    """Return the constraints of ``options`` as weights of the nodes of ``graph``."""
     names: list[str] = []
     columns: list[Array] = []
     tolerance: list[float] = []
@@ -113,11 +108,7 @@ def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array
 
 
 def constraint_columns(graph: RawGraph, constraint: str) -> list[tuple[str, Array]]:
-    """Return (name, (N,) int64 weights) of ``constraint``: one, or one per type for ``ntype`` and ``etype``.
-
-    Raises:
-        ConfigError: ``graph`` does not have the weight.
-    """
+    """Return (name, (N,) int64 weights) of ``constraint``; ``ntype`` and ``etype`` have one per type."""
     if constraint == "nodes":
         return [("nodes", np.ones(graph.total_nodes, dtype=np.int64))]
     if constraint == "degree":
@@ -142,7 +133,6 @@ def _in_degrees_by(graph: RawGraph, etype: EdgeType) -> Array:
 
 
 def has_column(graph: RawGraph, column: str) -> bool:
-    """Whether any node type has ``column``."""
     return any(column in columns for columns in graph.node_data.values())
 
 
@@ -259,7 +249,6 @@ class SymmetricGraph:
 
     @property
     def num_nodes(self) -> int:
-        """N, over all node types."""
         return len(self.indptr) - 1
 
 
@@ -362,12 +351,9 @@ def _merge(indptr: Array, indices: Array, weights: Array, weighted: bool) -> int
 
 
 def induced_graph(graph: RawGraph, nodes: Array, constraints: Sequence[str]) -> RawGraph:
-    """Return the subgraph of ``nodes``, renumbered per type, with only the node columns of ``constraints``.
+    """Return the subgraph of ``nodes`` ((K,) int64 ascending ids over all types), renumbered per type.
 
-    Args:
-        graph: The whole graph.
-        nodes: (K,) int64 ascending ids over all node types.
-        constraints: Names as in ``PartitionOptions.balance``.
+    It has only the node columns of ``constraints``.
     """
     new_id = np.full(graph.total_nodes, -1, dtype=np.int64)
     num_nodes: dict[str, int] = {}

@@ -216,6 +216,6 @@ def check_no_trainer_ids(graph: RawGraph) -> None:
     for name, columns in (*graph.node_data.items(), *graph.edge_data.items()):
         if TRAINER_ID in columns:
             raise ConfigError(
-                f"{graph.name} has {TRAINER_ID!r} as data of {name!r} already; remove it, or cut for one "
-                "trainer per part"
+                f"{graph.name} has {TRAINER_ID!r} as data of {name!r} already; remove it, or partition for "
+                "one trainer per part"
             )

@@ -48,11 +48,7 @@ def unsupported_by_dgl(options: PartitionOptions, weights: BalanceWeights) -> st
 def part_graph_with_dgl(
     symmetric: SymmetricGraph, options: PartitionOptions, weights: BalanceWeights
 ) -> Array:
-    """Return (N,) int32 parts by DGL's METIS: one initial partition, one refinement pass, one fixed seed.
-
-    Raises:
-        ConfigError: the request is not supported, see :func:`unsupported_by_dgl`.
-    """
+    """Return (N,) int32 parts by DGL's METIS: one initial partition, one refinement pass, one fixed seed."""
     unsupported = unsupported_by_dgl(options, weights)
     if unsupported is not None:
         raise ConfigError(f"{unsupported}; pip install pymetis")
@@ -113,13 +109,9 @@ def library_path() -> str | None:
 
 
 def part_graph(path: str, graph: SymmetricGraph, weights: BalanceWeights, request: MetisRequest) -> Array:
-    """Return (N,) int32 parts by METIS_PartGraphKway; releases the GIL.
+    """Return (N,) int32 parts by METIS_PartGraphKway of the library ``path``; releases the GIL.
 
-    Args:
-        path: From :func:`library_path`.
-        graph: With int64 indices.
-        weights: Constraints, tolerances and shares; columns of zeros are left out.
-        request: Other arguments.
+    ``graph`` has int64 indices. Weight columns of zeros are left out.
 
     Raises:
         ConfigError: METIS fails or runs out of memory.

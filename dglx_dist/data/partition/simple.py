@@ -112,12 +112,7 @@ class File(Partitioner):
 
 
 def read_parts(path: Path) -> Array:
-    """Return the part ids in ``path``: .npy (N,) integers, or .txt / .csv with one per line.
-
-    Raises:
-        ConfigError: the file does not exist, or its suffix is unknown.
-        DatasetError: a line is not a whole number; names file and line, counted from 1.
-    """
+    """Return the part ids in ``path``: .npy (N,) integers, or .txt / .csv with one per line."""
     if path.suffix not in (".npy", ".txt", ".csv"):
         raise ConfigError(f"{path} ends in {path.suffix!r}; part ids come as .npy, .txt or .csv")
     if not path.is_file():

@@ -267,17 +267,14 @@ def safe_name(name: str) -> str:
 
 
 def node_folder(part: int, ntype: str) -> str:
-    """Return the folder of one node type in one part."""
     return f"part{part}/nodes/{safe_name(ntype)}"
 
 
 def edge_folder(part: int, etype: EdgeType) -> str:
-    """Return the folder of one edge type in one part."""
     return f"part{part}/edges/{edge_type_name(etype)}"
 
 
 def edge_type_name(etype: EdgeType) -> str:
-    """Return the edge type as one file name."""
     return ".".join(safe_name(piece) for piece in etype)
 
 

@@ -168,7 +168,7 @@ def unseal(folder: Path) -> Any:
 
 def damaged(folder: Path, problem: object) -> StorageError:
     """Return the error that the cached content of ``folder`` cannot be used."""
-    return StorageError(f"{folder} is damaged ({problem}); a run that opens it makes it anew")
+    return StorageError(f"{folder} is damaged ({problem}); a run that opens it writes it again")
 
 
 def _checksum_of(head: object) -> int:
@@ -228,7 +228,7 @@ def read_size(text: str) -> int:
     try:
         size = int(float(digits) * _UNITS[unit])
     except (ValueError, KeyError, OverflowError):
-        raise ConfigError(f"{text!r} is no size in bytes; write it as '4GB', '512MB' or '1000'") from None
+        raise ConfigError(f"{text!r} is not a size in bytes; write it as '4GB', '512MB' or '1000'") from None
     if size < 1:
         raise ConfigError(f"a size of {text!r} leaves no room; write it as '4GB' or '512MB'")
     return size

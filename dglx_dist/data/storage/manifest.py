@@ -39,7 +39,6 @@ class Fields:
         self.where = where
 
     def keys(self) -> Sequence[str]:
-        """Return the keys in the order of the file."""
         return list(self._value)
 
     def wrong(self, key: str, expected: str) -> StorageError:
@@ -49,11 +48,9 @@ class Fields:
         return StorageError(f"{self.where}: {_shown(self._path(key), self._value[key])}, expected {expected}")
 
     def value(self, key: str) -> object:
-        """Return a value of any kind."""
         return self._get(key)
 
     def text(self, key: str) -> str:
-        """Return a string."""
         value = self._get(key)
         if not isinstance(value, str):
             raise self.wrong(key, "a string")
@@ -94,18 +91,15 @@ class Fields:
         return values
 
     def mapping(self, key: str) -> Mapping[str, object]:
-        """Return an object of any values."""
         value = self._get(key)
         if not isinstance(value, dict):
             raise self.wrong(key, "an object")
         return value
 
     def record(self, key: str) -> Fields:
-        """Return an object to be read field by field."""
         return Fields(self._get(key), self.where, self._path(key))
 
     def records(self, key: str) -> list[Fields]:
-        """Return a list of objects."""
         return [
             Fields(item, self.where, f"{self._path(key)}[{index}]")
             for index, item in enumerate(self._list(key))
@@ -187,11 +181,9 @@ class Manifest:
         return tuple(self.edge_columns)
 
     def num_nodes(self, ntype: str) -> int:
-        """Return N of one node type."""
         return int(self.node_offsets[ntype][-1])
 
     def num_edges(self, etype: EdgeType) -> int:
-        """Return E of one edge type."""
         return int(self.edge_offsets[etype][-1])
 
 
@@ -240,17 +232,30 @@ def from_json(value: object, where: str) -> Manifest:
     top = Fields(value, where)
     _check_format(top)
     num_parts = top.integer("num_parts", at_least=1)
-    node_types = [_NodeType.read(item, num_parts) for item in top.records("node_types")]
-    edge_types = [_EdgeType.read(item, num_parts) for item in top.records("edge_types")]
+    node_offsets, node_columns, num_classes, user_ids = {}, {}, {}, {}
+    for item in top.records("node_types"):
+        ntype = item.text("name")
+        node_offsets[ntype], node_columns[ntype] = _offsets(item, num_parts), _columns(item.record("columns"))
+        if (classes := item.optional_integer("num_classes")) is not None:
+            num_classes[ntype] = classes
+        if (kind := item.choice("user_ids", ("int64", "string", None))) is not None:
+            user_ids[ntype] = kind
+        item.finish()
+    edge_offsets, edge_columns = {}, {}
+    for item in top.records("edge_types"):
+        source, relation, destination = item.texts("name", count=3)
+        etype = (source, relation, destination)
+        edge_offsets[etype], edge_columns[etype] = _offsets(item, num_parts), _columns(item.record("columns"))
+        item.finish()
     manifest = Manifest(
         name=top.text("name"),
         num_parts=num_parts,
-        node_offsets={kind.name: kind.offsets for kind in node_types},
-        edge_offsets={kind.name: kind.offsets for kind in edge_types},
-        node_columns={kind.name: kind.columns for kind in node_types},
-        edge_columns={kind.name: kind.columns for kind in edge_types},
-        num_classes={kind.name: kind.num_classes for kind in node_types if kind.num_classes is not None},
-        user_ids={kind.name: kind.user_ids for kind in node_types if kind.user_ids is not None},
+        node_offsets=node_offsets,
+        edge_offsets=edge_offsets,
+        node_columns=node_columns,
+        edge_columns=edge_columns,
+        num_classes=num_classes,
+        user_ids=user_ids,
         method=top.text("method"),
         seed=top.integer("seed"),
         parameters=top.mapping("parameters"),
@@ -313,7 +318,7 @@ def _why_unreadable(folder: Path, problem: OSError) -> str:
     else:
         reason = f"its {MANIFEST} cannot be read ({problem.strerror})"
     return (
-        f"{folder} is no partitioned dataset: {reason}; write one with `dglx partition DATA --out DIR` "
+        f"{folder} is not a partitioned dataset: {reason}; write one with `dglx partition DATA --out DIR` "
         "or dx.partition_graph"
     )
 
@@ -336,45 +341,6 @@ def _check_format(top: Fields) -> None:
             f"{top.where} is of format version {version}, and this program reads up to version {VERSION}; "
             f"update dglx_dist, or partition again with this version"
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _NodeType:
-    name: str
-    offsets: Array
-    columns: Mapping[str, ColumnInfo]
-    num_classes: int | None
-    user_ids: str | None
-
-    @staticmethod
-    def read(item: Fields, num_parts: int) -> _NodeType:
-        kind = _NodeType(
-            name=item.text("name"),
-            offsets=_offsets(item, num_parts),
-            columns=_columns(item.record("columns")),
-            num_classes=item.optional_integer("num_classes"),
-            user_ids=item.choice("user_ids", ("int64", "string", None)),
-        )
-        item.finish()
-        return kind
-
-
-@dataclass(frozen=True, kw_only=True)
-class _EdgeType:
-    name: EdgeType
-    offsets: Array
-    columns: Mapping[str, ColumnInfo]
-
-    @staticmethod
-    def read(item: Fields, num_parts: int) -> _EdgeType:
-        source, relation, destination = item.texts("name", count=3)
-        kind = _EdgeType(
-            name=(source, relation, destination),
-            offsets=_offsets(item, num_parts),
-            columns=_columns(item.record("columns")),
-        )
-        item.finish()
-        return kind
 
 
 def _offsets(item: Fields, num_parts: int) -> Array:
@@ -445,7 +411,7 @@ def check_target(folder: Path, overwrite: bool) -> None:
         raise StorageError(f"{folder} exists already; choose another folder, or ask for overwriting")
     if not _is_dataset(folder):
         raise StorageError(
-            f"{folder} holds something that is no dataset of this program, and is not overwritten; "
+            f"{folder} holds something other than a dataset of this program and is not overwritten; "
             f"choose another folder, or remove it yourself"
         )
 

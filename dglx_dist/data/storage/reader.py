@@ -239,7 +239,6 @@ class StoredDataset:
         self._parts: dict[int, StoredPart] = {}
 
     def has_part(self, part: int) -> bool:
-        """Whether all files of ``part`` are on this machine."""
         return not self._missing(part)
 
     def part(self, part: int) -> StoredPart:
@@ -366,14 +365,14 @@ def graph_of(dataset: StoredDataset) -> RawGraph:
     manifest = dataset.manifest
     if manifest.num_parts != 1:
         raise ConfigError(
-            f"{dataset.folder} is cut into {manifest.num_parts} parts already; train on it, or cut the graph "
+            f"{dataset.folder} already has {manifest.num_parts} parts; train on it, or partition the graph "
             "that it was made from"
         )
     for tensors in (*manifest.node_columns.values(), *manifest.edge_columns.values()):
         for name, info in tensors.items():
             if info.dtype == "bfloat16":
                 raise ConfigError(
-                    f"{dataset.folder} holds {name!r} as bfloat16; cut the graph that it was made from"
+                    f"{dataset.folder} holds {name!r} as bfloat16; partition the graph that it was made from"
                 )
     part = dataset.part(0)
     edges = {etype: _edges(part, etype) for etype in manifest.edge_types}
@@ -471,7 +470,7 @@ def _build(dataset: StoredDataset, etype: EdgeType, target: Path) -> None:
     num_edges = manifest.num_edges(etype)
     with (
         partial_folder(target) as partial,
-        progress("Putting the structure together", num_edges, enabled=num_edges > 1 << 24) as advance,
+        progress("Assembling the structure", num_edges, enabled=num_edges > 1 << 24) as advance,
     ):
         num_rows = manifest.num_nodes(etype[2]) + 1
         indptr = write_column(partial / _INDPTR_FILE, IDS, num_rows, _indptr_pieces(dataset, etype))

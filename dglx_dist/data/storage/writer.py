@@ -38,9 +38,15 @@ K = TypeVar("K", str, EdgeType)
 CHUNK_VALUES = 1 << 22
 
 
-def check_feature_dtype(wanted: FeatureDtype | None) -> None:
+def check_feature_dtype(feature_dtype: FeatureDtype | None) -> None:
     """Raise ConfigError if a dtype is not a valid feature dtype."""
-    named = {} if wanted is None else wanted if isinstance(wanted, Mapping) else {"all features": wanted}
+    named = (
+        {}
+        if feature_dtype is None
+        else feature_dtype
+        if isinstance(feature_dtype, Mapping)
+        else {"all features": feature_dtype}
+    )
     for column, dtype in named.items():
         if dtype not in _FEATURE_DTYPES:
             raise ConfigError(
@@ -49,7 +55,7 @@ def check_feature_dtype(wanted: FeatureDtype | None) -> None:
 
 
 def in_precision(
-    graph: RawGraph, wanted: FeatureDtype
+    graph: RawGraph, feature_dtype: FeatureDtype
 ) -> tuple[RawGraph, frozenset[tuple[str | EdgeType, str]]]:
     """Return a copy of ``graph`` with feature columns rounded to another floating-point type.
 
@@ -64,44 +70,44 @@ def in_precision(
         ConfigError: a named column does not exist or is not floating point, or a finite value would become
             infinite; names column and row.
     """
-    check_feature_dtype(wanted)
-    if isinstance(wanted, Mapping):
-        _check_names(graph, wanted)
+    check_feature_dtype(feature_dtype)
+    if isinstance(feature_dtype, Mapping):
+        _check_names(graph, feature_dtype)
     bits: set[tuple[str | EdgeType, str]] = set()
     node_data: dict[str, dict[str, NodeColumn]] = {}
     for ntype, columns in graph.node_data.items():
         node_data[ntype] = dict(columns)
-        for name, dtype in _chosen(columns, wanted).items():
+        for name, dtype in _chosen(columns, feature_dtype).items():
             what = f"node data {name!r}" + (f" of {ntype!r}" if len(graph.num_nodes) > 1 else "")
             node_data[ntype][name] = _converted(columns[name], dtype, what)
             bits |= {(ntype, name)} if dtype == "bfloat16" else set()
     edge_data: dict[EdgeType, dict[str, Array]] = {}
     for etype, values in graph.edge_data.items():
         edge_data[etype] = dict(values)
-        for name, dtype in _chosen(values, wanted).items():
+        for name, dtype in _chosen(values, feature_dtype).items():
             what = f"edge data {name!r}" + (f" of {etype}" if len(graph.edges) > 1 else "")
             edge_data[etype][name] = _narrowed(values[name], dtype, what, None)
             bits |= {(etype, name)} if dtype == "bfloat16" else set()
     return replace(graph, node_data=node_data, edge_data=edge_data), frozenset(bits)
 
 
-def _chosen(columns: Mapping[str, Any], wanted: FeatureDtype) -> dict[str, str]:
-    if isinstance(wanted, Mapping):
-        return {name: wanted[name] for name, column in columns.items() if name in wanted}
+def _chosen(columns: Mapping[str, Any], feature_dtype: FeatureDtype) -> dict[str, str]:
+    if isinstance(feature_dtype, Mapping):
+        return {name: feature_dtype[name] for name, column in columns.items() if name in feature_dtype}
     return {
-        name: wanted
+        name: feature_dtype
         for name, column in columns.items()
         if column.dtype.kind == "f" and len(column.shape) > 1 and name != LABEL
     }
 
 
-def _check_names(graph: RawGraph, wanted: Mapping[str, str]) -> None:
+def _check_names(graph: RawGraph, feature_dtype: Mapping[str, str]) -> None:
     dtypes = {
         name: column.dtype
         for columns in (*graph.node_data.values(), *graph.edge_data.values())
         for name, column in columns.items()
     }
-    for name in wanted:
+    for name in feature_dtype:
         if name not in dtypes:
             raise ConfigError(
                 f"feature_dtype names {name!r}, which {graph.name} does not have"
@@ -210,11 +216,7 @@ class EdgeOrder:
 
 
 def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrder]:
-    """Return the new ids of every node type; nodes of one part keep their order.
-
-    Raises:
-        ConfigError: the assignment does not match the graph.
-    """
+    """Return the new ids of every node type; nodes of one part keep their order."""
     if assignment.num_parts < 1:
         raise ConfigError(f"the assignment has {assignment.num_parts} parts; there must be at least 1")
     orders = {}

@@ -180,7 +180,7 @@ def test_files_name_the_split(tmp_path: Path) -> None:
         ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "age": [1.0, float("nan")]},
          r"users-1.parquet: column 'age', row 1: nan .*is not a finite number"),
         ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "age": ["1", "old"]},
-         r"users-1.parquet: column 'age', row 1: 'old' is no number"),
+         r"users-1.parquet: column 'age', row 1: 'old' is not a number"),
         ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "emb": [[1.0, 2.0], [1.0]]},
          r"users-1.parquet: column 'emb', row 1: .*1 .*, but"),
         ("users-1.parquet", {k: v[3:] for k, v in USERS.items() if k != "emb"}, r"has no column 'emb'"),
@@ -344,7 +344,7 @@ def test_a_target_that_holds_something_is_refused_at_once(tmp_path: Path) -> Non
     (tmp_path / "out" / "mine.txt").write_text("kept")
     with pytest.raises(StorageError, match="exists already"):
         run(tmp_path)
-    with pytest.raises(StorageError, match="no dataset of this program"):
+    with pytest.raises(StorageError, match="other than a dataset of this program"):
         run(tmp_path, overwrite=True)
     within = tmp_path / "new" / "x"
     for what, places in (

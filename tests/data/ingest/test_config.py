@@ -61,8 +61,8 @@ def test_what_graphstorm_users_write_is_understood(tmp_path: Path) -> None:
         ({"nodes.0.files": "shop.json", "nodes.0.format": None}, "shop.json is of no known format"),
         ({"nodes.0.labels.0.split_pct": None,
           "nodes.0.labels.0.custom_split_filenames": {"train": "", "valid": "knows.csv"}}, "'train' is ''"),
-        ({"nodes.0.features.0.transform.max_bound": float("nan")}, "no valid JSON"),
-        ({"nodes.0.node_type": "\ud800"}, "no valid JSON"),
+        ({"nodes.0.features.0.transform.max_bound": float("nan")}, "not valid JSON"),
+        ({"nodes.0.node_type": "\ud800"}, "not valid JSON"),
         ({"nodes.0.labels.0.custom_split_filenames": {"train": "items.parquet"}},
          "'split_pct' is .* left out where custom_split_filenames"),
         ({"nodes.0.labels.0.split_pct": None,
@@ -94,7 +94,7 @@ def test_a_file_that_is_no_description_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ConfigError, match="no valid JSON"):
+    with pytest.raises(ConfigError, match="not valid JSON"):
         read_config(tmp_path / "bad.json")
     (tmp_path / "list.json").write_text(json.dumps([1]))
     with pytest.raises(ConfigError, match="must be a JSON object"):
@@ -103,7 +103,7 @@ def test_a_file_that_is_no_description_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the key 'nodes' appears twice"):
         read_config(tmp_path / "twice.json")
     (tmp_path / "deep.json").write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match="no valid JSON"):
+    with pytest.raises(ConfigError, match="not valid JSON"):
         read_config(tmp_path / "deep.json")
 
 

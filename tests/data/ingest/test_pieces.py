@@ -150,7 +150,7 @@ def test_edges_are_sorted_by_destination_source_and_row(tmp_path: Path, memory: 
     assert whole(found.rows).tolist() == order.tolist()
     assert whole(found.indices).tolist() == sources[order].tolist()
     assert whole(found.indptr).tolist() == [0, *np.cumsum(np.bincount(destinations, minlength=10))]
-    assert whole(found.places(tmp_path / "places", memory)).tolist() == np.argsort(order).tolist()
+    assert whole(found.positions(tmp_path / "positions", memory)).tolist() == np.argsort(order).tolist()
     with pytest.raises(ConfigError, match=r"edges end at the nodes of row 0 .* grant --memory 1\d\dMB"):
         sort_edges(ends, 20, 10, tmp_path / "less", 1000)
 
@@ -225,7 +225,7 @@ def test_what_is_no_label_is_refused() -> None:
     mixed.scan(pa.array(["a"]), "t.parquet", 0)
     with pytest.raises(DatasetError, match="holds int64, and a file before it texts"):
         mixed.scan(pa.array([1]), "u.parquet", 0)
-    with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 11: 1.5 is no class"):
+    with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 11: 1.5 is not a class"):
         Labels("y", is_regression=False).scan(pa.array([1.0, 1.5]), "t.csv", 10)
     empty = Labels("y", is_regression=False)
     empty.scan(pa.array(["", None]), "t.csv", 0)
@@ -242,7 +242,7 @@ def test_what_is_no_label_is_refused() -> None:
 def test_texts_are_numbers_or_refused() -> None:
     texts = pa.array(["1;2", " 3 ; 4e1"])
     assert numbers_of_text(texts, "x", "t.csv", 0, ";").tolist() == [[1.0, 2.0], [3.0, 40.0]]
-    with pytest.raises(DatasetError, match=r"t.csv: column 'x', row 8: 'b' is no number"):
+    with pytest.raises(DatasetError, match=r"t.csv: column 'x', row 8: 'b' is not a number"):
         numbers_of_text(pa.array(["1;2", "3;4", "b;5"]), "x", "t.csv", 6, ";")
     with pytest.raises(DatasetError, match=r"row 7: 1 numbers, but row 6 has 2"):
         numbers_of_text(pa.array(["1;2", "3"]), "x", "t.csv", 6, ";")

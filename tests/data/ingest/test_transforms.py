@@ -57,7 +57,7 @@ def test_a_column_becomes(
         ),
         ([["a"], ["b"], [], []], "to_categorical", {}, "one value a row, or texts with a separator"),
         (["", None, "", None], "to_categorical", {}, "has no value to make a category of"),
-        ([b"a", b"\xff", b"a", b"a"], "to_categorical", {}, "holds binary that is no text"),
+        ([b"a", b"\xff", b"a", b"a"], "to_categorical", {}, "holds binary that is not text"),
         ([[1], [2], [3], [4]], "no-op", {"truncate_dim": 2}, "1 numbers, but truncate_dim asks for 2"),
         ([1, 2, None, 3], "standard", {}, "t.csv: column 'x', row 2: is empty"),
     ],

@@ -27,7 +27,7 @@ def test_an_option_is_honoured_or_refused_at_start(name: str, option: str) -> No
     if option in plugin.honours:
         assert plugin(SAID[option]).options is SAID[option]
     else:
-        with pytest.raises(ConfigError, match=f"{plugin.__name__} cannot honour {option}="):
+        with pytest.raises(ConfigError, match=f"{plugin.__name__} does not support {option}="):
             plugin(SAID[option])
 
 
@@ -41,5 +41,5 @@ def test_what_a_plugin_does_not_name_is_refused() -> None:
             raise NotImplementedError
 
     assert Mine(PartitionOptions(balance=("nodes",))).options.balance == ("nodes",)
-    with pytest.raises(ConfigError, match="Mine cannot honour fast=True"):
+    with pytest.raises(ConfigError, match="Mine does not support fast=True"):
         Mine(PartitionOptions(fast=True))

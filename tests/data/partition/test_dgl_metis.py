@@ -28,8 +28,8 @@ def test_dgl_takes_over_and_balances_what_it_is_told() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (PartitionOptions(tolerance=0.2), "knows no tolerance, but 0.2"),
-        (PartitionOptions(balance=("train",), tolerance={"train": 0.2}), "knows no tolerance"),
+        (PartitionOptions(tolerance=0.2), "has no tolerance, but 0.2"),
+        (PartitionOptions(balance=("train",), tolerance={"train": 0.2}), "has no tolerance"),
         (PartitionOptions(target_weights=(1, 2)), "makes equal parts"),
         (PartitionOptions(balance=("nodes", "cost")), "cannot balance the weight 'cost'"),
     ],

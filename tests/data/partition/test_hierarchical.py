@@ -67,7 +67,7 @@ def test_unequal_machines() -> None:
         (PartitionOptions(servers=4), "6 parts are not 4 servers x 1 workers"),
         (PartitionOptions(servers=2, workers=2), "6 parts are not 2 servers x 2 workers = 4"),
         (PartitionOptions(servers=2, inner="hierarchical"), "cannot use 'hierarchical'"),
-        (PartitionOptions(servers=2, inner="ldg", fast=True), "Ldg cannot honour fast"),
+        (PartitionOptions(servers=2, inner="ldg", fast=True), "Ldg does not support fast"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: PartitionOptions, named: str) -> None:

@@ -36,7 +36,7 @@ def test_bad_input_is_refused_by_name() -> None:
     path = library_path()
     assert path is not None
     weights = balance_weights(graph, PartitionOptions(), 2, None)
-    with pytest.raises(ConfigError, match="METIS gave up with bad input on 400 nodes"):
+    with pytest.raises(ConfigError, match="METIS failed with bad input on 400 nodes"):
         part_graph(path, symmetrise(graph, dtype=np.int64), weights, MetisRequest(num_parts=0, seed=0))
 
 

@@ -128,7 +128,7 @@ def test_a_column_of_that_name_is_not_overwritten() -> None:
         ("file", PartitionOptions(), "cannot use 'file'"),
         ("metis", PartitionOptions(servers=2), "ask for two levels already"),
         ("metis", PartitionOptions(target_weights=(1, 2, 3)), "target_weights has 3 values for 2 parts"),
-        ("random", PartitionOptions(balance=("train",)), "Random cannot honour balance"),
+        ("random", PartitionOptions(balance=("train",)), "Random does not support balance"),
     ],
 )
 def test_what_does_not_fit_is_refused(method: str, options: PartitionOptions, named: str) -> None:

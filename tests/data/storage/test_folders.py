@@ -146,7 +146,7 @@ def test_what_was_sealed_is_told_as_long_as_no_bit_differs(
     assert unseal(folder) == TOLD
     for name in ("x", STAMP):
         for at in flipped_bits(folder / name):
-            with pytest.raises(StorageError, match=f"{folder} is damaged .*makes it anew"):
+            with pytest.raises(StorageError, match=f"{folder} is damaged .*writes it again"):
                 unseal(folder)
             flip(folder / name, at, at % 8)
     assert unseal(folder) == TOLD

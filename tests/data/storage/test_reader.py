@@ -64,7 +64,7 @@ def test_unknown_names_list_what_exists(tmp_path: Path) -> None:
 
 
 def test_no_dataset_there(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"is no partitioned dataset.*dglx partition"):
+    with pytest.raises(StorageError, match=r"is not a partitioned dataset.*dglx partition"):
         open_dataset(tmp_path)
 
 

@@ -139,7 +139,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "group": (Before, {"group_size": 3}, r"does not divide the 2 ranks; choose one of 1, 2"),
     "unknown option": (Before, {"dept": 2}, r"dept"),
     "depth": (Before, {"depth": 4}, r"depth=4 must be 1, 2 or 3"),
-    "memory": (Before, {"memory": "much"}, r"'much' is no size in bytes; write it as '4GB'"),
+    "memory": (Before, {"memory": "much"}, r"'much' is not a size in bytes; write it as '4GB'"),
 }
 ACCEPTED = {"computed weights, one by one": (lambda: Weighted(False), {"depth": 1})}
 
