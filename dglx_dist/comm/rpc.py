@@ -560,12 +560,8 @@ class Rpc:
     def register(self, op: str, handler: Handler, *, for_clients: bool = False) -> None:
         """Answer calls of ``op`` with ``handler``, called from any thread, several at a time.
 
-        The arrays it returns are sent without a copy and must not be changed afterwards.
-
-        Args:
-            op: Name of the operation.
-            handler: Answers it.
-            for_clients: Whether external clients may call it, too.
+        The arrays it returns are sent without a copy and must not be changed afterwards. External clients may
+        call it only if ``for_clients``.
 
         Raises:
             ConfigError: ``op`` is taken.

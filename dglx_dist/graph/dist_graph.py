@@ -244,11 +244,7 @@ class DistGraph(Shared):
     number_of_nodes, number_of_edges = num_nodes, num_edges
 
     def num_classes(self, ntype: str | None = None) -> int:
-        """Return the number of classes of the labels of one node type.
-
-        Raises:
-            ConfigError: the dataset states none, or ``ntype`` is missing.
-        """
+        """Return the number of classes of a node type's labels; ConfigError if the dataset has none."""
         key = self._ntype_or_only(ntype, "num_classes(ntype)")
         classes = self.dataset.manifest.num_classes
         if key not in classes:
@@ -256,11 +252,7 @@ class DistGraph(Shared):
         return classes[key]
 
     def to_canonical_etype(self, etype: str | EdgeType | None) -> EdgeType:
-        """Return the triple of an edge type given by triple or relation; of None: the only type.
-
-        Raises:
-            ConfigError: there is no such type, or several with this relation.
-        """
+        """Return the triple of an edge type, see :func:`canonical_etype`."""
         return canonical_etype(etype, self.canonical_etypes)
 
     def get_partition_book(self) -> PartitionBook:
@@ -276,11 +268,7 @@ class DistGraph(Shared):
         return own_policy(name, rows, self._book, self.kvstore)
 
     def policy_of_length(self, num_rows: int) -> PartitionPolicy:
-        """Return the policy of the one node or edge type of which there are ``num_rows``.
-
-        Raises:
-            ConfigError: none or several have that many.
-        """
+        """Return the policy of the only node or edge type with ``num_rows``; ConfigError otherwise."""
         return policy_of_length([*self._node_policies.values(), *self._edge_policies.values()], num_rows)
 
     def new_tensor(

@@ -262,12 +262,7 @@ class Pusher:
         column.write(ids, np.ascontiguousarray(rows))
 
     def checked(self, name: str, ids: Array, rows: Array) -> Column:
-        """Return the column when ``rows`` may be pushed to it.
-
-        Raises:
-            ConfigError: there is no such tensor, it is read-only, or ids or rows do not fit.
-            IndexError: an id is out of range.
-        """
+        """Return the column if ``rows`` may be pushed to it; ConfigError or IndexError otherwise."""
         column = self._column(name)
         column.check_writable()
         if ids.dtype != np.int64 or ids.ndim != 1:

@@ -313,13 +313,8 @@ def _checked(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
 class SparseSGD(SparseOptimizer):
     """``torch.optim.SGD`` without momentum, for embeddings.
 
-    Args:
-        params: The embeddings.
-        lr: The learning rate.
-        mode, staleness, reduction: See :class:`~dglx_dist.graph.optim.UpdateOptions`.
-
-    Raises:
-        ConfigError: see :class:`~dglx_dist.graph.optim.SparseOptimizer`.
+    ``mode``, ``staleness`` and ``reduction`` are explained at :class:`~dglx_dist.graph.optim.UpdateOptions`,
+    errors at :class:`~dglx_dist.graph.optim.SparseOptimizer`.
     """
 
     def __init__(
@@ -340,14 +335,7 @@ class SparseSGD(SparseOptimizer):
 class SparseAdagrad(SparseOptimizer):
     """``torch.optim.Adagrad`` for embeddings; keeps one row of squares beside each row.
 
-    Args:
-        params: The embeddings.
-        lr: The learning rate.
-        eps: Added to the root of the sum of squares.
-        mode, staleness, reduction: As for :class:`SparseSGD`.
-
-    Raises:
-        ConfigError: see :class:`~dglx_dist.graph.optim.SparseOptimizer`.
+    ``eps`` is added to the root of the sum of squares; the other arguments are as for :class:`SparseSGD`.
     """
 
     def __init__(
@@ -375,15 +363,8 @@ class SparseAdam(SparseOptimizer):
 
     In mode "async" the step of the bias correction is the number of pushes that the owner has applied.
 
-    Args:
-        params: The embeddings.
-        lr: The learning rate.
-        betas: Decay rates of the moments.
-        eps: Added to the root of the second moment.
-        mode, staleness, reduction: As for :class:`SparseSGD`.
-
-    Raises:
-        ConfigError: see :class:`~dglx_dist.graph.optim.SparseOptimizer`.
+    ``betas`` are the decay rates of the moments, ``eps`` is added to the root of the second one; the other
+    arguments are as for :class:`SparseSGD`.
     """
 
     def __init__(

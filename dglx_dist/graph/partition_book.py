@@ -125,11 +125,7 @@ class PartitionBook:
         return self._edges.total(None if etype is None else self.to_canonical_etype(etype))
 
     def to_canonical_etype(self, etype: str | EdgeType) -> EdgeType:
-        """Return the triple of an edge type given by triple or by relation.
-
-        Raises:
-            ConfigError: there is no such type, or several with this relation.
-        """
+        """Return the triple of an edge type, see :func:`canonical_etype`."""
         return canonical_etype(etype, self._edges.types)
 
     def node_bounds(self, ntype: str = NODE_TYPE) -> Array:
@@ -291,14 +287,7 @@ class Placement:
         return self.parts_of_server(self.topology.server)
 
     def server_offsets(self, offsets: Array) -> Array:
-        """Merge the id offsets of parts into those of servers.
-
-        Args:
-            offsets: (P + 1,) int64; part p owns the ids ``offsets[p]:offsets[p + 1]``.
-
-        Returns:
-            (S + 1,) int64; server s owns the ids ``[s]:[s + 1]``.
-        """
+        """Merge (P + 1,) int64 id offsets of parts into (S + 1,) int64 ones of servers."""
         servers = np.arange(self.topology.num_servers + 1)
         return np.asarray(offsets, dtype=np.int64)[np.searchsorted(self.server_of_part, servers, side="left")]
 

@@ -68,11 +68,7 @@ def type_text(type_name: str | EdgeType) -> str:
 
 
 def policy_of_length(policies: Sequence[PartitionPolicy], num_rows: int) -> PartitionPolicy:
-    """Return the one of ``policies`` that has ``num_rows``.
-
-    Raises:
-        ConfigError: none or several have that many.
-    """
+    """Return the one of ``policies`` that has ``num_rows``; ConfigError when none or several have."""
     found = [policy for policy in policies if policy.get_size() == num_rows]
     if len(found) == 1:
         return found[0]

@@ -107,9 +107,7 @@ def as_dgl_graph(
 ) -> dgl.DGLGraph:
     """Return a DGLGraph over *all* nodes with the drawn edges, their ids in ``edata[dgl.EID]``.
 
-    Args:
-        num_nodes: node type -> N.
-        drawn: edge type -> ((K,) requested destinations, their drawn in-edges), for every edge type.
+    ``drawn``: every edge type -> ((K,) requested destinations, their drawn in-edges).
     """
     import dgl  # only here: the rest of the room works without it
 

@@ -30,11 +30,7 @@ from dglx_dist.records import Array, ColumnInfo
 def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, remedy: str) -> None:
     """Raise ConfigError on all ranks when rows exceed the free memory of a machine; collective.
 
-    Args:
-        session: The run; rows lie in its ``scratch``.
-        bounds: (S + 1,) int64; server s will have the rows ``bounds[s]:bounds[s + 1]``.
-        row_bytes: Of one row, with all that belongs to it.
-        what, remedy: For the message.
+    Server s will have the rows ``bounds[s]:bounds[s + 1]``, each with ``row_bytes`` in the session's scratch.
     """
 
     def check() -> None:

@@ -149,12 +149,7 @@ def split_ids(
 ) -> Array:
     """Return the share of ``topology.rank`` in the ascending, distinct (n,) int64 ``ids``.
 
-    Args:
-        ids: The marked ids.
-        bounds: (S + 1,) int64 id ranges of the servers.
-        topology: Of the rank.
-        force_even: As for :func:`node_split`.
-        trainer_of: (n,) preferred rank of each of ``ids``, or None.
+    ``bounds``: (S + 1,) int64 id ranges of the servers; ``trainer_of``: (n,) preferred rank of each id.
     """
     server = topology.server
     ranks = topology.ranks_of_server(server)
