@@ -137,8 +137,8 @@ def _choose(
     first, last = requested
     if not any(first <= number <= last for number in known):
         raise ConfigError(
-            f"the trace has no {unit} from {first} to {last}, only {known[0]} to {known[-1]}; choose others "
-            "with --batches FIRST:LAST"
+            f"the trace has no {unit} from {first} to {last}; it has {known[0]} to {known[-1]}; choose "
+            "others with --batches FIRST:LAST"
         )
     return max(first, known[0]), min(last, known[-1])
 

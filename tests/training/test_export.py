@@ -138,7 +138,7 @@ def test_an_error_on_one_rank_is_one_on_all_and_leaves_what_was_there(tmp_path: 
             ("exists", "StorageError", "pass overwrite=True"),
             ("foreign", "StorageError", "other contents than exported rows"),
             ("only rank 1", "ConfigError", "rows is a Tensor"),
-            ("misnamed", "ConfigError", "is of the nodes 'author'"),
+            ("misnamed", "ConfigError", "has the nodes of type 'author'"),
             ("nothing", "ConfigError", "no rows to write"),
             ("id", "ConfigError", "a name other than 'id'"),
             ("disk", "StorageError", "No space left"),

@@ -127,7 +127,7 @@ def _wrong_layers(g: DistGraph, inputs: dict[str, DistTensor]) -> None:
         ids = block.dstnodes["paper"].data[dgl.NID]
         return {} if 59 in ids else {"paper": torch.zeros(len(ids), 2)}
 
-    refuse(some, "gave rows for some nodes of type 'paper' but not for|rank . on")
+    refuse(some, "returned rows for some nodes of type 'paper' but not for|rank . on")
     refuse(lambda block, h: {"paper": torch.zeros(99, 2)}, r"\['paper'\] is \(99, 2\)|rank . on")
     refuse(lambda block, h: torch.zeros(7, 2), "a tensor belong to no node type")
     refuse(lambda block, h: {}, "no rows for any node")

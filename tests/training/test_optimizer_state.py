@@ -74,5 +74,5 @@ def test_what_cannot_be_saved_is_told() -> None:
     net = model()
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=1.0)
     optimizer.param_groups[0]["schedule"] = lambda step: step
-    with pytest.raises(CheckpointError, match="'schedule' as function"):
+    with pytest.raises(CheckpointError, match="'schedule' of type function"):
         split_state(optimizer, net)
