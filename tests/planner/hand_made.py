@@ -9,7 +9,7 @@ from dglx_dist.planner.closures import FullWork
 from dglx_dist.planner.cost_model import Ghosts, Measured, MemoryModel
 from dglx_dist.planner.model_shape import HaloPairs, shape_of_kind
 from dglx_dist.planner.profile import Rates
-from dglx_dist.planner.records import Cluster, GraphStats
+from dglx_dist.planner.records import Cluster, FullGraphScheme, GraphStats
 from dglx_dist.planner.workload import BatchWork, Survey
 
 GRAPH = GraphStats(
@@ -57,8 +57,10 @@ def known(**changed: Any) -> Measured:
         "memory": memory,
         "batches": BATCHES,
         "whole": {
-            (0, "", 1): WHOLE,
-            (2, "", 1): replace(WHOLE, card_rows=(0, 0), pairs=HaloPairs(outside=(0, 0), inside=(0, 0))),
+            FullGraphScheme(0): WHOLE,
+            FullGraphScheme(2): replace(
+                WHOLE, card_rows=(0, 0), pairs=HaloPairs(outside=(0, 0), inside=(0, 0))
+            ),
         },
         "ghosts": Ghosts(outside=400, inside=0),
         "structure_partitioned": False,

@@ -13,7 +13,7 @@ from dglx_dist.planner.candidates import SearchSpace, enumerate_candidates, sche
 from dglx_dist.planner.choose import Constraints, choose, find_regions
 from dglx_dist.planner.cost_model import predict, ring_split
 from dglx_dist.planner.model_shape import shape_of_kind
-from dglx_dist.planner.records import Candidate, Outcome
+from dglx_dist.planner.records import Candidate, FullGraphScheme, Outcome
 from dglx_dist.records import Array
 from tests.planner import hand_made
 from tests.planner.hand_made import BATCHES, CLUSTER, RATES, SHAPE, SURVEY, known
@@ -21,8 +21,8 @@ from tests.planner.hand_made import BATCHES, CLUSTER, RATES, SHAPE, SURVEY, know
 ROWS = Candidate(strategy="data_parallel", unit="mini_batch", moves="rows")
 COLUMNS = Candidate(strategy="push_pull", unit="mini_batch", moves="columns", options={"structure": "push"})
 LATE = replace(COLUMNS, options={"structure": "push", "depth": 3}, exact=False)
-WHOLE = Candidate(strategy="full_graph", unit="full_graph", moves="plans", scheme=(0, "", 1))
-PRELOADED = Candidate(strategy="shared_preload", unit="full_graph", moves="plans", scheme=(2, "", 1))
+WHOLE = Candidate(strategy="full_graph", unit="full_graph", moves="plans", scheme=FullGraphScheme(0))
+PRELOADED = Candidate(strategy="shared_preload", unit="full_graph", moves="plans", scheme=FullGraphScheme(2))
 
 
 def test_bytes_of_rows_by_hand() -> None:
@@ -63,14 +63,14 @@ def test_sums_are_waited_for() -> None:
 def test_an_owner_more_is_a_block_more_in_each_step() -> None:
     """5 steps, each with a block of 1.5 ms of the other part; what is sent is handled on the one core too."""
     rows, columns = predict(ROWS, known()), predict(COLUMNS, known())
-    handled = (rows.bytes_outside - columns.bytes_outside) * 0.75e-9
+    handled = (rows.inter_server_bytes - columns.inter_server_bytes) * 0.75e-9
     assert columns.seconds.compute == pytest.approx(rows.seconds.compute + 5 * 1.5e-3 - handled)
     # 2500 edges of layer 1, 4 heads of 50 columns.
     assert SHAPE.first is not None
     attends = replace(SHAPE, first=replace(SHAPE.first, logit_width=4))
-    without = columns.seconds.compute - columns.bytes_outside * 0.75e-9
+    without = columns.seconds.compute - columns.inter_server_bytes * 0.75e-9
     with_heads = predict(COLUMNS, known(shape=attends))
-    more = with_heads.seconds.compute - with_heads.bytes_outside * 0.75e-9 - without
+    more = with_heads.seconds.compute - with_heads.inter_server_bytes * 0.75e-9 - without
     assert more == pytest.approx(4 * 50 * 2500 * 1e-8)
 
 
@@ -95,7 +95,7 @@ def test_what_a_card_lets_pass_after_a_pause_is_not_waited_for() -> None:
 
 def test_co_batches_are_read_from_disk_in_each_epoch() -> None:
     """3000 rows of 400 bytes and 5000 edges of 16 to check, and 5 ms for each of 3 co-batches."""
-    scheme = (2, "", 3)
+    scheme = FullGraphScheme(2, co_batches=3)
     work = replace(hand_made.WHOLE, steps=3, card_rows=(0, 0), read_rows=3000)
     rates = replace(RATES, check_byte_s=1e-6)
     co = Candidate(strategy="cooperative", unit="full_graph", moves="plans", scheme=scheme)
@@ -164,16 +164,20 @@ def test_what_does_not_fit_says_so() -> None:
     unsplit = replace(SHAPE, first=None, why_not_split="no layer takes the features")
     refused = predict(COLUMNS, known(shape=unsplit))
     assert (refused.why_not, refused.epoch_seconds) == ("no layer takes the features", 0.0)
-    assert predict(replace(WHOLE, scheme=(1, "", 1)), known()).why_not == "its plans were not counted"
+    assert predict(replace(WHOLE, scheme=FullGraphScheme(1)), known()).why_not == "its plans were not counted"
 
 
 def test_a_choice_is_json_with_its_outcome() -> None:
-    found = choose((ROWS, COLUMNS), known(), Constraints())
+    found = choose((ROWS, COLUMNS, WHOLE), known(), Constraints())
     outcome = Outcome(epoch=1, epoch_seconds=1.0, bytes_outside=5, bytes_inside=0, peak_memory_bytes=7)
     value = json.loads(json.dumps(replace(found, outcome=outcome).to_json()))
     assert value["chosen"] == "push_pull structure=push"
     assert value["outcome"]["bytes_outside"] == 5
-    assert {one["name"] for one in value["predictions"]} == {"data_parallel", "push_pull structure=push"}
+    by_name = {one["name"]: one for one in value["predictions"]}
+    assert by_name.keys() == {"data_parallel", "push_pull structure=push", "full_graph"}
+    assert by_name["full_graph"]["candidate"]["way"] == [0, "", 1]
+    assert by_name["data_parallel"]["candidate"]["way"] is None
+    assert {"bytes_outside", "bytes_inside", "outside", "inside"} <= by_name["data_parallel"].keys()
 
 
 def test_gradients_go_around_a_ring() -> None:
@@ -203,7 +207,7 @@ def test_candidates_follow_the_servers() -> None:
     many = enumerate_candidates(SearchSpace(ranks=4, servers=2, num_layers=3, steps=3))
     assert {one.options.get("hops") for one in many if one.strategy == "shared_preload"} == {None, 1, 2}
     assert {one.options.get("group_size") for one in many if one.moves == "columns"} == {None, 1, 2}
-    assert (3, "", 3) in schemes_of(many)
+    assert FullGraphScheme(3, co_batches=3) in schemes_of(many)
     # Sixteen co-batches are no epoch of a hundred steps.
     long = enumerate_candidates(SearchSpace(ranks=4, servers=2, num_layers=3, steps=100))
     assert {one.unit for one in long if one.strategy == "cooperative"} == {"full_graph"}
@@ -247,7 +251,7 @@ def test_a_wide_model_does_not_fit_where_a_narrow_one_does() -> None:
 
 
 def test_what_a_model_cannot_be_is_no_choice() -> None:
-    workers = Candidate(strategy="lambda", unit="full_graph", moves="intervals", scheme=(0, "", 1))
+    workers = Candidate(strategy="lambda", unit="full_graph", moves="intervals", scheme=FullGraphScheme(0))
     assert predict(workers, known()).feasible
     dropping = known(shape=replace(SHAPE, why_not_chained="'dropout' drops with probability 0.5"))
     assert predict(workers, dropping).why_not == "'dropout' drops with probability 0.5"

@@ -63,7 +63,9 @@ def test_figures_alone_come_near_what_is_counted(tmp_path: Path) -> None:
     by_name = {one.candidate.name: one for one in told.predictions}
     for one in counted.predictions:
         if one.candidate.name in ("data_parallel", "push_pull structure=push", "full_graph"):
-            assert by_name[one.candidate.name].bytes_outside == pytest.approx(one.bytes_outside, rel=0.25)
+            assert by_name[one.candidate.name].inter_server_bytes == pytest.approx(
+                one.inter_server_bytes, rel=0.25
+            )
 
 
 def test_figures_that_make_no_sense_are_refused() -> None:

@@ -23,6 +23,7 @@ from dglx_dist.planner.closures import (
 from dglx_dist.planner.dry_run import count_ghosts
 from dglx_dist.planner.model_shape import count_pairs, shape_of_kind, topology_of
 from dglx_dist.planner.profile import busy_cores, plan_trials, time_on_plans
+from dglx_dist.planner.records import FullGraphScheme
 from dglx_dist.planner.workload import stats_of_dataset
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.training.models import build_model
@@ -143,4 +144,4 @@ def test_steps_are_summed_and_the_busiest_found() -> None:
     assert (work.edges, work.rows) == ((6,), (10, 5))
     assert (work.pairs.outside, work.card_rows) == ((10,), (9,))
     assert (work.external_rows, work.most_external_rows, work.steps) == (12, 6, 2)
-    assert not worth_counting(10**9, 2, (0, "", 1))
+    assert not worth_counting(10**9, 2, FullGraphScheme(0))

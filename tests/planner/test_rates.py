@@ -91,7 +91,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_raised() -> None:
         time_batches(Fails(ValueError(), torch.ones(1)), shape, [[block]])
     stuck = Fails(ValueError(), weights)
     stuck.made_of_weights = weights * 2
-    with pytest.raises(ConfigError, match=r"could not be copied.*keep what"):
+    with pytest.raises(ConfigError, match=r"could not be copied.*remove what"):
         time_batches(stuck, shape, [[block]])
 
 
