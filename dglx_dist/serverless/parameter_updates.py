@@ -312,7 +312,7 @@ def make_update(
         groups = [{"decoupled_weight_decay": kind == "AdamW", **group} for group in groups]
         return AdamUpdate(names, _by_name(AdamSettings, groups, names), state, root)
     raise ConfigError(
-        f"the parameter servers do not support the optimizer {kind!r}; use torch.optim.SGD, Adam or AdamW, "
+        f"the parameter servers have no optimizer {kind!r}; use torch.optim.SGD, Adam or AdamW, "
         "or another strategy"
     )
 

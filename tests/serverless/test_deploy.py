@@ -211,7 +211,7 @@ def test_a_function_that_aws_is_still_at_work_on_is_waited_for(
     assert now is not None
     for state, waits in zip(states, ("active", "updated"), strict=True):
         there = {**now, "Configuration": {**now["Configuration"], **state}}
-        monkeypatch.setattr(function_module, "find_role", lambda _client, _name, there=there: there)
+        monkeypatch.setattr(function_module, "find_function", lambda _client, _name, there=there: there)
         assert list(plan(wanted)) == [f"wait until dglx-worker is {waits}"]
         assert plan(replace(wanted, memory_mb=512))[0] == f"wait until dglx-worker is {waits}"
 

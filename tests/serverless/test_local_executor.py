@@ -139,7 +139,7 @@ def test_a_killed_process_is_known_within_a_second_and_replaced() -> None:
         (lost,) = executor.lost()
         assert (
             lost.reason
-            == f"task r0.e0.s1.i0.f, attempt 0: worker process {pid} was killed by signal 9: it said nothing"
+            == f"task r0.e0.s1.i0.f, attempt 0: worker process {pid} was killed by signal 9: no output"
         )
         bench.late = 0
         executor.invoke(bench.task(FORWARD).again().to_event())
@@ -264,7 +264,7 @@ def test_a_stage_that_cannot_go_along_is_refused_at_once(tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="move its class to a module"):
         LocalExecutor(ExecutorContext(folder=tmp_path, stages={"mine": "__main__:Mine"}), {})
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ConfigError, match="move its class to the top of 'mine'"):
+    with pytest.raises(ConfigError, match="move it to the top level of 'mine'"):
         LocalExecutor(ExecutorContext(folder=tmp_path, stages={"mine": "mine:make.<locals>.Mine"}), {})
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ConfigError, match="no_such_module"):

@@ -82,12 +82,12 @@ def steps(*some: Step | str) -> Callable[[], Program]:
 LAST = gcn().steps[4]
 WRONG: dict[str, tuple[Callable[[], Program], str]] = {
     "no steps": (steps(), "number of steps"),
-    "no step": (steps("AV1"), "no step"),
+    "no step": (steps("AV1"), "not a step"),
     "ends in a gather": (steps(*gcn().steps[:1]), "must be a Vertex"),
     "other classes": (lambda: replace(gcn(), classes=4), "must be a Vertex"),
     "no classes": (lambda: replace(gcn(), classes=0), "classes"),
     "no features": (lambda: replace(gcn(), features=-1), "features"),
-    "other features": (lambda: replace(gcn(), features=6), "makes 5 columns of 6"),
+    "other features": (lambda: replace(gcn(), features=6), "makes 5 columns from 6"),
     "half a node": (lambda: replace(gcn(), num_train=0.5), "num_train"),  # type: ignore[arg-type]
     "true classes": (lambda: replace(gcn(), classes=True), "classes"),
     "no train nodes": (lambda: replace(gcn(), num_train=0), "num_train"),
