@@ -16,8 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.auto import adopt_checkpointed, default_batch_size, default_fanouts, facts_of, outcome_of
-from dglx_dist.auto_options import Training, check_session_options
+from dglx_dist.auto import (
+    Training,
+    adopt_checkpointed,
+    check_session_options,
+    choose_in_job,
+    default_batch_size,
+    default_fanouts,
+    facts_of,
+    outcome_of,
+)
 from dglx_dist.comm.collectives import broadcast_json, sum_over_ranks
 from dglx_dist.comm.session import Session, current_session, session_or
 from dglx_dist.compat.dist_graph import DistGraph as ScriptGraph
@@ -675,9 +683,6 @@ def _choose_for(
     own_loop: bool,
 ) -> Choice:
     # ``own_loop`` excludes strategies that only fit() supports.
-    # Imported here: it loads all strategies.
-    from dglx_dist.auto import choose_in_job
-
     if not isinstance(model, nn.Module):
         raise ConfigError(f"choose_strategy takes a torch.nn.Module, not a {type(model).__name__}")
     inner = _distributed(g)

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from dglx_dist.api import DataLoader, choose_strategy, distribute, fit, init, wrap
-from dglx_dist.auto import adopt_checkpointed, check_equal_servers
-from dglx_dist.auto_options import Training, read_auto_options
+from dglx_dist.auto import Training, adopt_checkpointed, check_equal_servers, read_auto_options
 from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.topology import Topology
