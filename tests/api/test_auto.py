@@ -219,7 +219,7 @@ def test_one_process_has_a_choice_too(data: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ({}, "found: 'None'"),
+        ({}, "found: None"),
         ({TRAINED_WITH: {"name": "mine", "options": {}}}, "found: 'mine'"),
         ({TRAINED_WITH: {"name": "push_pull", "options": None}}, "found: 'push_pull'"),
         ({TRAINED_WITH: {"name": "lambda", "options": {"executor": "http"}}}, "found: 'lambda'"),
