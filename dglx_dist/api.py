@@ -764,7 +764,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         )
     choice = None
     if g.session.strategy == AUTO:
-        choice = _settle_strategy(model, g, config, fanouts, batch_size)
+        choice = _adopt_or_choose(model, g, config, fanouts, batch_size)
         if default_batch_size(g.session.strategy) is None:
             # Steps on the whole graph: these options were for the mini-batches in the comparison.
             fanouts, batch_size = None if fanouts is None else [-1] * len(fanouts), None
@@ -792,7 +792,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     return wrapped, replace(result, choice=choice)
 
 
-def _settle_strategy(
+def _adopt_or_choose(
     model: nn.Module, g: DistGraph, config: FitConfig, fanouts: Sequence[int] | None, batch_size: int | None
 ) -> Choice | None:
     """Adopt the strategy of the checkpoint, else choose one; collective."""

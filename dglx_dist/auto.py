@@ -1,4 +1,4 @@
-"""``strategy="auto"``: measure in the running job, choose, and give the session what was chosen."""
+"""``strategy="auto"``: its options, the measurement in the running job, and the choice."""
 
 from __future__ import annotations
 
