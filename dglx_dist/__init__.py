@@ -1,6 +1,6 @@
-"""Train a DGL model on many processes, with the strategy that suits your graph and your network.
+"""Distributed training of DGL models, with the strategy that suits the graph and the network.
 
-Public names are imported when they are first used, so that ``import dglx_dist`` and ``dglx --help`` are fast.
+Public names are imported on first use, so that ``import dglx_dist`` and ``dglx --help`` are fast.
 """
 
 from __future__ import annotations
@@ -54,65 +54,61 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "CheckpointError": "dglx_dist.errors",
-    "ConfigError": "dglx_dist.errors",
-    "DataLoader": "dglx_dist.api",
-    "DatasetError": "dglx_dist.errors",
-    "DglxError": "dglx_dist.errors",
-    "DistEmbedding": "dglx_dist.graph.embedding",
-    "DistGraph": "dglx_dist.graph.dist_graph",
-    "DistEdgeDataLoader": "dglx_dist.api",
-    "DistNodeDataLoader": "dglx_dist.api",
-    "DistTensor": "dglx_dist.graph.dist_tensor",
-    "FitConfig": "dglx_dist.training.fit",
-    "FitResult": "dglx_dist.training.fit",
-    "PartitionBook": "dglx_dist.graph.partition_book",
-    "PeerError": "dglx_dist.errors",
-    "RemoteError": "dglx_dist.errors",
-    "StorageError": "dglx_dist.errors",
-    "UnknownNameError": "dglx_dist.errors",
-    "distribute": "dglx_dist.api",
-    "distribute_dataset": "dglx_dist.api",
-    "edge_split": "dglx_dist.graph.split",
-    "choose_strategy": "dglx_dist.api",
-    "evaluate": "dglx_dist.training.inference",
-    "fit": "dglx_dist.api",
-    "init": "dglx_dist.api",
-    "layerwise_inference": "dglx_dist.training.inference",
-    "load": "dglx_dist.training.checkpoint",
-    "local_device": "dglx_dist.api",
-    "local_graph": "dglx_dist.strategies.full_graph.local_graphs",
-    "negative": "dglx_dist.dataloading",
-    "node_split": "dglx_dist.graph.split",
-    "optim": "dglx_dist.graph",
-    "original_ids": "dglx_dist.api",
-    "partition_graph": "dglx_dist.api",
-    "reduce_mean": "dglx_dist.api",
-    "register_partitioner": "dglx_dist.api",
-    "register_strategy": "dglx_dist.api",
-    "reverse_edge_ids": "dglx_dist.graph.analysis",
-    "save": "dglx_dist.training.checkpoint",
-    "shutdown": "dglx_dist.api",
-    "strategy_names": "dglx_dist.api",
-    "wrap": "dglx_dist.api",
-    "write_embeddings": "dglx_dist.training.export",
+_EXPORTS = {
+    "dglx_dist.api": (
+        "DataLoader",
+        "DistEdgeDataLoader",
+        "DistNodeDataLoader",
+        "choose_strategy",
+        "distribute",
+        "distribute_dataset",
+        "fit",
+        "init",
+        "local_device",
+        "original_ids",
+        "partition_graph",
+        "reduce_mean",
+        "register_partitioner",
+        "register_strategy",
+        "shutdown",
+        "strategy_names",
+        "wrap",
+    ),
+    "dglx_dist.dataloading": ("negative",),
+    "dglx_dist.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "DatasetError",
+        "DglxError",
+        "PeerError",
+        "RemoteError",
+        "StorageError",
+        "UnknownNameError",
+    ),
+    "dglx_dist.graph": ("optim",),
+    "dglx_dist.graph.analysis": ("reverse_edge_ids",),
+    "dglx_dist.graph.dist_graph": ("DistGraph",),
+    "dglx_dist.graph.dist_tensor": ("DistTensor",),
+    "dglx_dist.graph.embedding": ("DistEmbedding",),
+    "dglx_dist.graph.partition_book": ("PartitionBook",),
+    "dglx_dist.graph.split": ("edge_split", "node_split"),
+    "dglx_dist.strategies.full_graph.local_graphs": ("local_graph",),
+    "dglx_dist.training.checkpoint": ("load", "save"),
+    "dglx_dist.training.export": ("write_embeddings",),
+    "dglx_dist.training.fit": ("FitConfig", "FitResult"),
+    "dglx_dist.training.inference": ("evaluate", "layerwise_inference"),
 }
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = list(_WHERE)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> object:
-    """Import the public name ``name`` from its room.
-
-    Raises:
-        AttributeError: there is no such public name.
-    """
-    if name not in _WHERE:
+    if name not in _MODULE_OF:
         raise AttributeError(
             f"module 'dglx_dist' has no attribute {name!r}; public names: {', '.join(__all__)}"
         )
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

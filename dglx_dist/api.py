@@ -16,8 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.auto import adopt_checkpointed, default_batch_size, default_fanouts, facts_of, outcome_of
-from dglx_dist.auto_options import Training, check_session_options
+from dglx_dist.auto import (
+    Training,
+    adopt_checkpointed,
+    check_session_options,
+    choose_in_job,
+    default_batch_size,
+    default_fanouts,
+    facts_of,
+    outcome_of,
+)
 from dglx_dist.comm.collectives import broadcast_json, sum_over_ranks
 from dglx_dist.comm.session import Session, current_session, session_or
 from dglx_dist.compat.dist_graph import DistGraph as ScriptGraph
@@ -675,9 +683,6 @@ def _choose_for(
     own_loop: bool,
 ) -> Choice:
     # ``own_loop`` excludes strategies that only fit() supports.
-    # Imported here: it loads all strategies.
-    from dglx_dist.auto import choose_in_job
-
     if not isinstance(model, nn.Module):
         raise ConfigError(f"choose_strategy takes a torch.nn.Module, not a {type(model).__name__}")
     inner = _distributed(g)
@@ -759,7 +764,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         )
     choice = None
     if g.session.strategy == AUTO:
-        choice = _settle_strategy(model, g, config, fanouts, batch_size)
+        choice = _adopt_or_choose(model, g, config, fanouts, batch_size)
         if default_batch_size(g.session.strategy) is None:
             # Steps on the whole graph: these options were for the mini-batches in the comparison.
             fanouts, batch_size = None if fanouts is None else [-1] * len(fanouts), None
@@ -787,7 +792,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     return wrapped, replace(result, choice=choice)
 
 
-def _settle_strategy(
+def _adopt_or_choose(
     model: nn.Module, g: DistGraph, config: FitConfig, fanouts: Sequence[int] | None, batch_size: int | None
 ) -> Choice | None:
     """Adopt the strategy of the checkpoint, else choose one; collective."""

@@ -1,8 +1,9 @@
-"""``strategy="auto"``: measure in the running job, choose, and give the session what was chosen."""
+"""``strategy="auto"``: its options, the measurement in the running job, and the choice."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,26 +14,26 @@ import psutil
 import torch
 from torch import nn
 
-from dglx_dist.auto_options import AutoOptions, Training, read_auto_options
 from dglx_dist.comm.collectives import broadcast_json, gather_json
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.files import peak, read_size, resident
+from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.cache import check_budget
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, choosable, enumerate_candidates, schemes_of
-from dglx_dist.planner.choose import Constraints, choose
+from dglx_dist.planner.choose import FULL_GRAPH_EPOCHS, Constraints, choose
 from dglx_dist.planner.dry_run import DryRunConfig, live_run
 from dglx_dist.planner.model_shape import ModelShape, layers_in, shape_of_module
 from dglx_dist.planner.profile import probe
 from dglx_dist.planner.records import Candidate, Choice, Cluster, Outcome
-from dglx_dist.planner.workload import TRAIN_MASK, Draws, check_plannable, check_train_nodes
+from dglx_dist.planner.workload import DRY_BATCHES, TRAIN_MASK, Draws, check_plannable, check_train_nodes
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, EpochRecord
 from dglx_dist.report.run_folder import PLAN, read_plan
 from dglx_dist.report.tables import RunFacts, plan_lines, summarise
-from dglx_dist.strategies.base import AUTO, CACHE_CHOICE, STRATEGIES, strategy_of
+from dglx_dist.strategies.base import AUTO, CACHE_CHOICE, STRATEGIES, check_options, strategy_of
 from dglx_dist.strategies.data_parallel import check_same_model
 from dglx_dist.training import checkpoint
 from dglx_dist.training.fit import TRAINED_WITH, FitResult
@@ -45,6 +46,104 @@ NO_BATCHES = (
     f"mini-batches of {_DEEP} layers and more are not considered unless fan-outs are given, so ways to train "
     "on whole graphs are compared (--fanout, --unit)"
 )
+_OPTIONS: Mapping[str, type] = {
+    "unit": str,
+    "allow_estimators": bool,
+    "full_graph_epochs": float,
+    "memory": str,
+    "dry_batches": int,
+    "caches": bool,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoOptions:
+    """Options of ``auto``.
+
+    Raises:
+        ConfigError: a value cannot be honoured.
+    """
+
+    unit: str = "mini_batch"
+    """Kind of step to choose among: mini_batch, full_graph, or any."""
+    allow_estimators: bool = False
+    full_graph_epochs: float = FULL_GRAPH_EPOCHS
+    memory: str = ""
+    """Limit of a rank, as "4GB"; empty: its share of the machine's."""
+    dry_batches: int = DRY_BATCHES
+    """0: all of an epoch."""
+    caches: bool = True
+    """Whether caches of remote rows may be chosen."""
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("mini_batch", "full_graph", "any"):
+            raise ConfigError(f"option unit={self.unit!r} must be 'mini_batch', 'full_graph' or 'any'")
+        if self.dry_batches < 0:
+            raise ConfigError(f"option dry_batches={self.dry_batches} must be at least 0 (0: an epoch)")
+        if not 0 < self.full_graph_epochs < math.inf:
+            raise ConfigError(f"option full_graph_epochs={self.full_graph_epochs} must be a number above 0")
+        if self.memory:
+            try:
+                read_size(self.memory)
+            except ConfigError as error:
+                raise ConfigError(f"option memory: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Model and batches of the training to plan for.
+
+    Raises:
+        ConfigError: a value cannot be honoured.
+    """
+
+    fanouts: Sequence[int] | None = None
+    """Input-most first; None: the defaults."""
+    batch_size: int | None = None
+    epochs: int = 20
+    num_layers: int | None = None
+    """None: the number of fan-outs, or of the model's convolutions."""
+    kind: str | None = None
+    """Of a ready-made model; None: derived from its convolutions."""
+    heads: int = 4
+    hidden: int | None = None
+    own_loop: bool = False
+    """Whether the user's loop takes the steps, which strategy ``lambda`` does not support."""
+
+    def __post_init__(self) -> None:
+        if self.fanouts is not None:
+            if isinstance(self.fanouts, str) or not isinstance(self.fanouts, Sequence) or not self.fanouts:
+                raise ConfigError(
+                    f"fanouts={self.fanouts!r} must be a list of one whole number for each layer, input-most "
+                    "first; -1: all"
+                )
+            for place, fanout in enumerate(self.fanouts):
+                whole_number(f"fanouts[{place}]", fanout, least=-1)
+        if self.batch_size is not None:
+            whole_number("batch_size", self.batch_size, least=1)
+        whole_number("epochs", self.epochs, least=1)
+
+
+def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
+    """Return the options of a session that was opened with ``auto``.
+
+    Raises:
+        ConfigError: one is unknown, of another type, or out of range.
+    """
+    given = dict(options)
+    for name, kind in (("full_graph_epochs", float), ("memory", str)):
+        if isinstance(given.get(name), int) and not isinstance(given[name], bool):
+            given[name] = kind(given[name])  # type: ignore[arg-type]  # an int, checked above
+    check_options(AUTO, given, _OPTIONS)
+    return AutoOptions(**given)  # type: ignore[arg-type]  # checked above
+
+
+def check_session_options(session: Session) -> None:
+    """Raise ConfigError for an option that the session's strategy, or ``auto``, does not know."""
+    if session.strategy == AUTO:
+        read_auto_options(session.options)
+    else:
+        strategy_of(session)
 
 
 @dataclass(frozen=True, kw_only=True)

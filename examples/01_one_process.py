@@ -1,4 +1,4 @@
-"""GraphSAGE on one process, with plain DGL: what the other examples start from.
+"""GraphSAGE on one process, with plain DGL: the starting point of the other examples.
 
     python examples/01_one_process.py
 

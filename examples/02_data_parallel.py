@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/02_data_parallel.py
 
 Expect, in some ten seconds: each rank prints its losses, and both the same test accuracy, above 0.7.
-The first run cuts the graph into a folder under data/, later ones find it there.
+The first run partitions the graph into a folder under data/; later runs reuse it.
 
 What differs from 01_one_process.py:
 

@@ -1,10 +1,10 @@
-"""Cut the graph once, beforehand; train on the folder, evaluate exactly, and go on where a run ended.
+"""Partition the graph once; train on the folder, evaluate exactly, and resume from a checkpoint.
 
     python examples/03_partition_once.py --partition          once, on one machine
     torchrun --nproc-per-node 2 examples/03_partition_once.py   as often as you like
 
 Expect: the first prints how the original ids map to the new ones. The second prints one line per epoch and
-an exact test accuracy above 0.75; started again it goes on from its checkpoint, five epochs further.
+an exact test accuracy above 0.75; a second start resumes from its checkpoint for five more epochs.
 
 What differs from 02_data_parallel.py: `dx.partition_graph` in place of `dx.distribute`, `dx.DistGraph` on
 the folder, `inference_layers` for exact evaluation, `dx.save` and `dx.load`.
@@ -51,7 +51,7 @@ def partition():
 
 def main():
     session = dx.init(strategy="data_parallel", seed=0)
-    # Four parts, any number of ranks: the two do not depend on each other.
+    # Four parts, any number of ranks: the two are independent.
     g = dx.DistGraph(FOLDER)
     sampler = dgl.dataloading.NeighborSampler(
         [10, 5], prefetch_node_feats=["feat"], prefetch_labels=["label"]

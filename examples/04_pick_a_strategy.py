@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/04_pick_a_strategy.py --strategy data_parallel
 
-Expect: the strategies that there are, one line per epoch with loss, accuracy and what crossed the network,
-and an exact test accuracy above 0.75. A strategy that does not exist ends with the nearest name.
+Expect: the names of the strategies, one line per epoch with loss, accuracy and network traffic, and an exact
+test accuracy above 0.75. An unknown strategy is an error with the nearest name.
 
 What differs from 03_partition_once.py: `dx.fit` in place of the loop; the strategy is an argument.
 """

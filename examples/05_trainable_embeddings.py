@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/05_trainable_embeddings.py
 
-Expect: a falling loss on each rank, and on both the same test accuracy, above 0.6, without a look at
-``feat``. The rows lie where their nodes lie; a step sends the gradients of the rows that its batches came by.
+Expect: a falling loss on each rank, and on both the same test accuracy, above 0.6, without ``feat``. The rows
+are on the servers of their nodes; a step sends the gradients of the rows in its batches.
 
 What differs from 02_data_parallel.py:
 

@@ -6,7 +6,7 @@ Expect, in half a minute: one line per epoch, and an exact test accuracy above 0
 papers' features alone give about 0.4.
 
 What differs from 05_trainable_embeddings.py: ids, features and labels come by node type; `EntityInputs` takes
-each type's rows from its features or its embedding; `dx.evaluate` is told the same inputs.
+each type's rows from its features or its embedding; `dx.evaluate` takes the same inputs.
 """
 
 import argparse

@@ -21,7 +21,7 @@ HIDDEN = 32
 
 
 def build_model(g, inputs):
-    # Unchanged dgl.nn inside: HGTConv, on the block with its types told by numbers.
+    # Unchanged dgl.nn inside: HGTConv, on the block with its types as numbers.
     return HGT(g, inputs.feature_widths, HIDDEN, TOPICS, heads=4, dropout=0.3, out_types=["paper"])
 
 

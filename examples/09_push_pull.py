@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/09_push_pull.py
 
-Expect, in some fifteen seconds: each rank prints its losses, the weights of which it holds a piece only, and
-both the same test accuracy, above 0.7. No row of features is ever sent: a rank has columns of all nodes.
-Three batches are in flight, so that sending lies beside computing; with depth=1 the results are those of
+Expect, in some fifteen seconds: each rank prints its losses and the weights of which it has a piece, and both
+the same test accuracy, above 0.7. No row of features is sent: a rank has some columns of all nodes.
+Three batches are in flight, so that transfers overlap with computing; with depth=1 the results are those of
 02_data_parallel.py, up to the order of summation.
 
 What differs from 02_data_parallel.py:

@@ -5,7 +5,7 @@
 Expect, in some ten seconds: each rank prints the loss of its own nodes, one step an epoch, and both the
 same test accuracy, above 0.7. Nothing is sampled: each rank computes its part of the graph, and layers
 exchange the rows of nodes at its border; the weights are those of one process. On several servers,
-shared_preload in the place of full_graph exchanges them inside a server only.
+shared_preload instead of full_graph exchanges them inside a server only.
 
 What differs from 02_data_parallel.py:
 

@@ -1,10 +1,10 @@
-"""Tensor work on stateless workers, as in Dorylus: epochs overlap and no loop owns a step, so `dx.fit`.
+"""Tensor work on stateless workers, as in Dorylus: epochs overlap, so `dx.fit` replaces the loop.
 
     torchrun --nproc-per-node 2 examples/11_lambda.py
 
 Expect, in some fifteen seconds: rank 0 prints every tenth loss, both ranks the same test accuracy, above 0.7,
-and rank 0 what the run would have cost on functions, at AWS's prices. The ranks sum over edges; two processes
-beside each, which have numpy and pyzmq only, do the rest. With executor="aws" functions of AWS Lambda do.
+and rank 0 the cost of the run on functions, at AWS's prices. The ranks sum over edges; two worker processes
+per rank, with numpy and pyzmq only, do the rest. With executor="aws" they are functions of AWS Lambda.
 Epochs overlap by one until the training accuracy is 0.8, and are exact from then on.
 
 What differs from 04_pick_a_strategy.py: the strategy and its options; every step takes the whole graph, so

@@ -1,4 +1,4 @@
-"""The graph of the examples with several types: papers with features and topics, authors with nothing."""
+"""The graph of the examples with several types: papers with features and topics, authors without data."""
 
 import dgl
 import torch

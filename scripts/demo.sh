@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to a trained model: sets up, makes and partitions a graph, trains GraphSAGE on 2 ranks,
-# evaluates, prints a table and writes runs/<name>/.
+# Sets up, generates and partitions a graph, trains GraphSAGE on 2 ranks, evaluates, prints a table and
+# writes runs/<name>/.
 #
 #   scripts/demo.sh                                    the built-in graph
 #   scripts/demo.sh --data path/to/graph.npz           a graph of your own (anything `dglx partition` reads)
@@ -26,7 +26,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 
-# A path is meant from where the command was typed.
+# Paths are relative to the folder of the caller.
 if [ -e "$started_in/$data" ]; then
     data=$started_in/$data
 fi
@@ -34,7 +34,7 @@ scripts/setup.sh
 dglx=.venv/bin/dglx
 parts=${parts:-$ranks}
 if [ -z "$name" ]; then
-    # Readable, and different for every graph and cut: a file that has changed is cut again.
+    # Readable, and different for every graph and partitioning: a changed file is partitioned again.
     changed=$(stat -c '%s %Y' "$data" 2>/dev/null || true)
     name=$(basename "${data%%:*}" .npz)-$parts-$(printf '%s' "$data $parts $method$changed" | sha256sum | cut -c1-6)
 fi

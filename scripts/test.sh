@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Sets up, then runs the tests; arguments go to pytest.
 #
-#   scripts/test.sh                       what every change must pass
-#   scripts/test.sh --all                 and the tests marked wide: more placements, seeds, models, real graphs
+#   scripts/test.sh                       the tests that every change must pass
+#   scripts/test.sh --all                 also those marked wide: more placements, seeds, models, real graphs
 #   scripts/test.sh tests/data/storage -x      one folder, stopping at the first failure
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -42,7 +42,7 @@ def root(
         bool, typer.Option("--debug", help="Show tracebacks; goes anywhere in the line.")
     ] = False,
 ) -> None:
-    """Cut a graph into parts, train a model on it with many processes, and see what that cost."""
+    """Partition a graph, train a model on it with many processes, and report the cost."""
 
 
 app.command(no_args_is_help=True)(partition)

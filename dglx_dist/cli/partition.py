@@ -15,7 +15,7 @@ def ingest(  # noqa: PLR0913  # one argument per option
         Path,
         typer.Argument(
             metavar="CONFIG.json",
-            help="Which tables make the graph, in the words of GraphStorm's gconstruct (docs/ingest.md).",
+            help="Tables of the graph, in the format of GraphStorm's gconstruct (docs/ingest.md).",
         ),
     ],
     out: Annotated[
@@ -25,14 +25,12 @@ def ingest(  # noqa: PLR0913  # one argument per option
         str,
         typer.Option(
             metavar="SIZE",
-            help="What this process may hold at most, like 200MB; the rest is spilled.",
+            help="Memory limit of this process, like 200MB; the rest is spilled.",
         ),
     ] = "2GB",
     add_reverse_edges: Annotated[
         bool,
-        typer.Option(
-            "--add-reverse-edges", help="Write each edge type the other way, too, named RELATION-rev."
-        ),
+        typer.Option("--add-reverse-edges", help="Add the reverse of each edge type, named RELATION-rev."),
     ] = False,
     name: Annotated[str | None, typer.Option(help="Of the graph. Default: that of DIR.")] = None,
     seed: Annotated[int, typer.Option(help="Of split_pct: the same seed draws the same nodes.")] = 0,
@@ -40,17 +38,18 @@ def ingest(  # noqa: PLR0913  # one argument per option
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write CONFIG with the ranges and categories found, to transform later tables alike.",
+            help="Write CONFIG with the ranges and categories found, to transform later tables equally.",
         ),
     ] = None,
     workspace: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to spill. Default: beside the folder written.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for spilled data. Default: beside DIR of --out."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DIR.")] = False,
 ) -> None:
-    """Build a dataset from CSV and Parquet tables larger than memory; ids may be texts.
+    """Build a dataset from CSV and Parquet tables larger than memory; ids may be strings.
 
-    It is in one part, ready for `dglx train`; `dglx partition` cuts it into more.
+    It has one part, ready for `dglx train`; `dglx partition` makes more.
 
     Example: `dglx ingest shop.json --out data/shop --memory 500MB --add-reverse-edges`
     """
@@ -112,7 +111,7 @@ def partition(  # noqa: PLR0913  # one argument per option
         str | None,
         typer.Option(
             metavar="A,B",
-            help="What all parts share evenly: nodes, degree, train, val, test, ntype, etype, a column.",
+            help="Weights to balance: nodes, degree, train, val, test, ntype, etype, a column.",
         ),
     ] = None,
     tolerance: Annotated[
@@ -137,7 +136,8 @@ def partition(  # noqa: PLR0913  # one argument per option
     trainers_per_server: Annotated[
         int,
         typer.Option(
-            metavar="T", help="Cut each part once more, by the same method, and store each node's trainer_id."
+            metavar="T",
+            help="Partition each part once more, by the same method, and store each node's trainer_id.",
         ),
     ] = 1,
     feature_dtype: Annotated[
@@ -150,7 +150,7 @@ def partition(  # noqa: PLR0913  # one argument per option
     file: Annotated[
         Path | None, typer.Option(help="For file: one part id per node (.npy, .txt, .csv).")
     ] = None,
-    threads: Annotated[int, typer.Option(help="Threads of the partitioner, where it has any.")] = 1,
+    threads: Annotated[int, typer.Option(help="Threads of the partitioner, if it supports them.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same parts.")] = 0,
     format: Annotated[str, typer.Option(help="dglx, or dgl: what DGL's own load_partition reads.")] = "dglx",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DIR.")] = False,
@@ -158,7 +158,7 @@ def partition(  # noqa: PLR0913  # one argument per option
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the dataset source; repeatable.")
     ] = None,
 ) -> None:
-    """Cut a graph into parts and write them to a folder that every strategy trains on.
+    """Partition a graph into a folder that every strategy trains on.
 
     Example: `dglx partition ogb:ogbn-arxiv --parts 4 --method metis --balance train,degree --out data/arxiv`
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MODEL, _SERVERS, _GRAPH, _CHOICE = "Model", "Servers", "A graph that is not here", "What may be chosen"
+_MODEL, _SERVERS, _GRAPH, _CHOICE = "Model", "Servers", "A graph without a dataset", "Choice"
 
 _MAX_BITS_PER_S = 10**14
 """Above the limit of tc, for links between accelerators inside of a server."""
@@ -94,14 +94,16 @@ def plan(  # noqa: PLR0913  # one argument per option
     ] = False,
     speed: Annotated[
         float,
-        typer.Option(rich_help_panel=_GRAPH, help="Of a rank, by one core of a server; an accelerator: 50."),
+        typer.Option(
+            rich_help_panel=_GRAPH, help="Of a rank, relative to one core of a server; an accelerator: 50."
+        ),
     ] = 1.0,
     nodes: Annotated[float | None, typer.Option(rich_help_panel=_GRAPH, help="E.g. 1e9.")] = None,
     edges: Annotated[float | None, typer.Option(rich_help_panel=_GRAPH, help="E.g. 2e10.")] = None,
     features: Annotated[int, typer.Option(rich_help_panel=_GRAPH, help="Columns.")] = 100,
-    classes: Annotated[int, typer.Option(rich_help_panel=_GRAPH, help="To tell apart.")] = 50,
+    classes: Annotated[int, typer.Option(rich_help_panel=_GRAPH, help="Of the labels.")] = 50,
     train_share: Annotated[
-        float, typer.Option(rich_help_panel=_GRAPH, help="Of the nodes, those that are trained on.")
+        float, typer.Option(rich_help_panel=_GRAPH, help="Share of training nodes.")
     ] = 0.1,
     partitioner: Annotated[
         str, typer.Option(rich_help_panel=_GRAPH, help="random, or metis and the like.")
@@ -111,7 +113,7 @@ def plan(  # noqa: PLR0913  # one argument per option
     ] = None,
     degree_spread: Annotated[
         float,
-        typer.Option(rich_help_panel=_GRAPH, help="Mean square of the in-degrees by their squared mean."),
+        typer.Option(rich_help_panel=_GRAPH, help="Mean square of the in-degrees over their squared mean."),
     ] = 4.0,
     unit: Annotated[
         str,
@@ -124,7 +126,7 @@ def plan(  # noqa: PLR0913  # one argument per option
         float,
         typer.Option(
             rich_help_panel=_CHOICE,
-            help="With --unit any: epochs of whole graphs that are worth one of mini-batches.",
+            help="With --unit any: epochs of whole graphs equivalent to one of mini-batches.",
         ),
     ] = 5.0,
     allow_estimators: Annotated[
@@ -132,34 +134,34 @@ def plan(  # noqa: PLR0913  # one argument per option
         typer.Option(
             "--allow-estimators",
             rich_help_panel=_CHOICE,
-            help="Choose among what does not train exactly, too.",
+            help="Also choose among strategies that do not train exactly.",
         ),
     ] = False,
     dry_batches: Annotated[
-        int, typer.Option(help="Batches of each rank that are counted; 0: all of an epoch, exactly.")
+        int, typer.Option(help="Counted batches of each rank; 0: all of an epoch, exactly.")
     ] = 20,
     structure: Annotated[str, typer.Option(help="auto, replicated on each server, or partitioned.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Of the run that is planned for.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the planned run.")] = 0,
     picture: Annotated[
         Path | None,
         typer.Option(
             "--map",
             metavar="FILE.png",
-            help="Draw who wins at other hidden widths and bandwidths, for this graph.",
+            help="Draw the fastest strategy at other hidden widths and bandwidths.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON and nothing else.")] = False,
 ) -> None:
-    """Say what an epoch takes, moves and needs under every strategy, which one to take, and why.
+    """Predict time, traffic and memory of an epoch under every strategy, and choose one.
 
     For a dataset: `dglx plan --data data/demo --model sage --hidden 16 --servers 2 --ranks 4
     --bandwidth-external 1gbit`
 
-    For what is not here: `dglx plan --nodes 1e9 --edges 2e10 --features 128 --servers 64 --ranks-per-server 8
+    Without a dataset: `dglx plan --nodes 1e9 --edges 2e10 --features 128 --servers 64 --ranks-per-server 8
     --bandwidth-external 100gbit --cores 8 --speed 50 --memory 80GB`
 
-    Nothing is trained: batches and plans of all ranks are counted by one process, and the model is timed on a
-    few of them. `dglx train --strategy auto` does this and trains.
+    Nothing is trained: one process counts batches and plans of all ranks, and times the model on a few of
+    them. `dglx train --strategy auto` does this and trains.
     """
     from dglx_dist.cli.plan_job import PlanConfig, make_map, make_plan
     from dglx_dist.data.storage.files import read_size

@@ -29,7 +29,7 @@ def inspect(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `dglx partition` wrote.")],
     picture: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where the picture goes; default: cache/partition.png in DIR."),
+        typer.Option(metavar="FILE", help="File of the picture; default: cache/partition.png in DIR."),
     ] = None,
     verify: Annotated[
         str, typer.Option(help="auto: read files not read before, full: read all, never: trust them.")
@@ -37,14 +37,14 @@ def inspect(
     closure: Annotated[
         bool,
         typer.Option(
-            "--closure", help="Show how many nodes a server holds that preloads its neighbourhood, by hop."
+            "--closure", help="Show the number of nodes of a server that preloads its neighbourhood, by hop."
         ),
     ] = False,
     hops: Annotated[
-        int | None, typer.Option(help=f"Of --closure: as many as the model has layers. Default: {HOPS}.")
+        int | None, typer.Option(help=f"With --closure: number of the model's layers. Default: {HOPS}.")
     ] = None,
     servers: Annotated[
-        int | None, typer.Option(help="Of --closure: how many will train. Default: one for each part.")
+        int | None, typer.Option(help="With --closure: number that will train. Default: one per part.")
     ] = None,
 ) -> None:
     """Show a partitioned dataset: edge cut, balance, halo and replication factors, sizes on disk, a picture.
@@ -193,9 +193,9 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Print the tables of a run again and draw its picture anew; of an unfinished one, what there is.
+    """Print the tables of a run and draw its picture again; of an unfinished run, the finished epochs.
 
-    Of a trace, draw who did what when, and say how much of the network's time lay beside compute.
+    Of a trace, draw the timeline of the ranks, and print how much of the network time overlaps with compute.
 
     Examples: `dglx report runs/demo` and `dglx report trace.json --batches 20:23`
     """

@@ -48,7 +48,7 @@ it.
 """
 )
 def functions() -> None:
-    """Make workers a function of AWS Lambda, try it, and remove it; needs `pip install 'dglx_dist[aws]'`."""
+    """Deploy workers as a function of AWS Lambda, test or remove it; needs `pip install 'dglx_dist[aws]'`."""
 
 
 @lambda_app.command()

@@ -89,23 +89,22 @@ def train(  # noqa: PLR0913  # one argument per option
     data: Annotated[Path, typer.Argument(metavar="DIR", help="What `dglx partition` wrote.")],
     strategy: Annotated[
         str,
-        typer.Option(help="How the ranks share the work; a wrong name lists them, auto chooses."),
+        typer.Option(help="A wrong name lists all strategies; auto chooses one."),
     ] = "data_parallel",
     ranks: Annotated[
         int | None,
-        typer.Option(
-            help="Start so many processes here, with torchrun. Without it: one, or those of torchrun."
-        ),
+        typer.Option(help="Processes to start here, with torchrun. Default: one, or those of torchrun."),
     ] = None,
     servers: Annotated[
-        int | None, typer.Option(help="Treat the ranks as if they were on so many machines. Default: one.")
+        int | None,
+        typer.Option(help="Treat the ranks as if they were on this number of machines. Default: one."),
     ] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the strategy; repeatable.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that a rank may be silent.")] = 300.0,
     seed: Annotated[
-        int, typer.Option(help="Of weights, order and draws; the same on any number of ranks.")
+        int, typer.Option(help="Of weights, order and samples, which are equal on any number of ranks.")
     ] = 0,
     model: Annotated[
         str,
@@ -124,7 +123,7 @@ def train(  # noqa: PLR0913  # one argument per option
         str,
         typer.Option(
             rich_help_panel=_MODEL,
-            help="Save memory in resgcn: backward computes each layer again, and either exchanges rows of "
+            help="Save memory in resgcn: backward recomputes each layer, and either exchanges rows of "
             "other ranks again (exchange) or keeps them (keep).",
         ),
     ] = "none",
@@ -136,7 +135,7 @@ def train(  # noqa: PLR0913  # one argument per option
         typer.Option(
             metavar="K,K",
             rich_help_panel=_LOADER,
-            help="Neighbours drawn per node and layer, input-most first; -1: all. Default: 25, then 10 "
+            help="Neighbours sampled per node and layer, input-most first; -1: all. Default: 25, then 10 "
             "for each other layer; all where the strategy takes the whole graph.",
         ),
     ] = None,
@@ -155,20 +154,22 @@ def train(  # noqa: PLR0913  # one argument per option
         typer.Option(
             metavar="POLICY",
             rich_help_panel=_LOADER,
-            help="Keep features of other servers on each: vip (what batches need most), degree or halo.",
+            help="Cache features of other servers: vip (most needed by batches), degree or halo.",
         ),
     ] = None,
     cache_alpha: Annotated[
         float,
-        typer.Option(rich_help_panel=_LOADER, help="How many, as a fraction of the server's own nodes."),
+        typer.Option(
+            rich_help_panel=_LOADER, help="Size of the cache, as a fraction of the server's own nodes."
+        ),
     ] = 0.2,
     depth: Annotated[
-        int | None, typer.Option(rich_help_panel=_LOADER, help="Batches made ahead. Default: 1.")
+        int | None, typer.Option(rich_help_panel=_LOADER, help="Batches prepared ahead. Default: 1.")
     ] = None,
     loader_threads: Annotated[
         int | None,
         typer.Option(
-            rich_help_panel=_LOADER, help="Threads that make them; 0: the training loop. Default: 1."
+            rich_help_panel=_LOADER, help="Threads that prepare them; 0: the training loop. Default: 1."
         ),
     ] = None,
     verify: Annotated[
@@ -183,22 +184,24 @@ def train(  # noqa: PLR0913  # one argument per option
         ),
     ] = None,
     eval_every: Annotated[
-        int, typer.Option(rich_help_panel=_RUN, help="Evaluate exactly after so many epochs; 0: at the end.")
+        int, typer.Option(rich_help_panel=_RUN, help="Epochs between exact evaluations; 0: at the end.")
     ] = 1,
     patience: Annotated[
         int | None,
-        typer.Option(rich_help_panel=_RUN, help="Stop after so many evaluations without a better one."),
+        typer.Option(
+            rich_help_panel=_RUN, help="Stop after this number of evaluations without a better one."
+        ),
     ] = None,
     checkpoint_every: Annotated[
         int,
-        typer.Option(rich_help_panel=_RUN, help="Save to RUNDIR/checkpoints after so many epochs; 0: never."),
+        typer.Option(rich_help_panel=_RUN, help="Epochs between checkpoints in RUNDIR/checkpoints; 0: none."),
     ] = 0,
     resume: Annotated[
         bool,
         typer.Option(
             "--resume",
             rich_help_panel=_RUN,
-            help="Go on from the newest checkpoint in RUNDIR; from the start where there is none.",
+            help="Resume from the newest checkpoint in RUNDIR; from the start if there is none.",
         ),
     ] = False,
     predictions: Annotated[
@@ -220,10 +223,10 @@ def train(  # noqa: PLR0913  # one argument per option
         ),
     ] = None,
     trace_steps: Annotated[
-        int, typer.Option(rich_help_panel=_RUN, help="Steps that the trace holds, from the first one on.")
+        int, typer.Option(rich_help_panel=_RUN, help="Number of first steps in the trace.")
     ] = 200,
 ) -> None:
-    """Train a model on a partitioned dataset, evaluate it exactly, and write what it cost to a folder.
+    """Train a model on a partitioned dataset, evaluate it exactly, and write results and cost to a folder.
 
     Two processes here: `dglx train data/demo --ranks 2 --epochs 5 --out runs/demo`
 

@@ -18,6 +18,7 @@ from dglx_dist.api import fit, init, training_nodes
 from dglx_dist.auto import (
     DEFAULT_STRATEGY,
     CheckpointedStrategy,
+    Training,
     adopt_checkpointed,
     choose_in_job,
     default_batch_size,
@@ -27,7 +28,6 @@ from dglx_dist.auto import (
     plan_of_run,
     plan_summary,
 )
-from dglx_dist.auto_options import Training
 from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.comm.collectives import barrier, broadcast_json
 from dglx_dist.comm.session import Session

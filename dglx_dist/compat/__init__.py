@@ -1,4 +1,4 @@
-"""``dgl.distributed`` on this package's engine: ``install()``, and scripts written for DistDGL run."""
+"""Drop-in replacement of ``dgl.distributed``; :func:`install` puts it in place."""
 
 from dglx_dist.compat.namespace import install as install
 

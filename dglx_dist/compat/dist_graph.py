@@ -328,10 +328,10 @@ class DistGraph(Shared):
         output_device: torch.device | str | None = None,
     ) -> dgl.DGLGraph:
         """Sample in-edges of nodes, without ``exclude_edges``, which DGL 1.1.3 ignores."""
-        drawn = self.inner.sample_neighbors(
+        sampled = self.inner.sample_neighbors(
             seed_nodes, fanout, edge_dir, prob, exclude_edges, replace, etype_sorted, output_device
         )
-        return without_empty_types(drawn)
+        return without_empty_types(sampled)
 
     def add_edge_attribute(self, name: str, padding: Any = None) -> None:
         """Refused: always a ConfigError."""

@@ -1,4 +1,4 @@
-"""Training with a cache of remote rows: the same to the last bit, and as many hits as foretold."""
+"""Training with a cache of remote rows: the same to the last bit, and as many hits as predicted."""
 
 from __future__ import annotations
 

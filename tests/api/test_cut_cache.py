@@ -1,4 +1,4 @@
-"""A graph is cut into the cache once, whoever else is at it and whatever a killed run left there."""
+"""A graph is partitioned into the cache once, also beside other runs and remains of killed ones."""
 
 import os
 import subprocess

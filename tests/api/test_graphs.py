@@ -84,13 +84,13 @@ def test_what_a_rank_cannot_load_is_an_error_everywhere(tmp_path: Path) -> None:
         assert "/mine" in elsewhere
 
 
-def test_who_waits_in_vain_for_the_cut_hears_what_to_do() -> None:
+def test_a_time_out_while_rank_0_partitions_names_the_remedy() -> None:
     for rank, message in (
         (0, "^rank 1 is silent$"),
         (1, r"^waiting for rank 0.* rank 0 is silent\. .*dglx partition"),
     ):
         session: Any = SimpleNamespace(topology=Topology(rank, 2, (0, 1)))
-        with pytest.raises(dx.PeerError, match=message), graphs._configured(session):
+        with pytest.raises(dx.PeerError, match=message), graphs._explained_timeout(session):
             raise dx.PeerError(f"rank {1 - rank} is silent")
 
 
@@ -172,7 +172,7 @@ def test_a_dataset_gives_each_rank_its_share_of_a_split(tmp_path: Path) -> None:
     assert sorted(ids for _, ids in found) == [[0], [3]]
 
 
-def test_how_to_cut_is_never_ignored(tmp_path: Path) -> None:
+def test_partitioning_options_are_never_ignored(tmp_path: Path) -> None:
     dx.partition_graph(as_dgl(), "t", 2, tmp_path)
     with dx.init():
         for how in ({"parts": 3}, {"method": "hash"}, {"balance": ["train"]}, {"seed": 0}):
