@@ -26,7 +26,7 @@ from dglx_dist.auto import (
     facts_of,
     outcome_of,
 )
-from dglx_dist.comm.collectives import broadcast_json, sum_over_ranks
+from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.session import Session, current_session, session_or
 from dglx_dist.compat.dist_graph import DistGraph as ScriptGraph
 from dglx_dist.compat.namespace import ScriptModel
@@ -40,7 +40,6 @@ from dglx_dist.dataloading.edge_loader import samples_edges
 from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.split import node_split
 from dglx_dist.prepare import PartitionPlan, content_key, partition_to_disk
 from dglx_dist.records import FEATURE, Array, RawGraph
@@ -274,7 +273,7 @@ def distribute(
 
     # Rank 0 decides: another machine may not see yet what is on its disk.
     with _explained_timeout(session):
-        location: Any = broadcast_json(together(session, located, ConfigError), session)
+        location: Any = broadcast_json(run_on_all_ranks(session, located, ConfigError), session)
     where: dict[str, Any] = {argument: Path(path).expanduser() for argument, path in location.items()}
     return DistGraph(**where, structure=structure, session=session)
 
@@ -698,7 +697,7 @@ def _choose_for(
             own_loop=own_loop,
         )
 
-    return choose_in_job(model, inner, together(inner.session, read, ConfigError))
+    return choose_in_job(model, inner, run_on_all_ranks(inner.session, read, ConfigError))
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -29,14 +29,13 @@ from dglx_dist.auto import (
     plan_summary,
 )
 from dglx_dist.cli.train_config import TrainConfig
-from dglx_dist.comm.collectives import barrier, broadcast_json
+from dglx_dist.comm.collectives import barrier, broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.planner.records import Candidate
@@ -103,7 +102,7 @@ def _training_of(plan: TrainConfig) -> Training:
 def _saved_plan(g: DistGraph, folder: Path) -> dict[str, Any] | None:
     """Return ``plan.json`` of the run as rank 0 reads it; collective."""
     is_first = g.session.topology.rank == 0
-    found = together(g.session, lambda: plan_of_run(folder) if is_first else None, StorageError)
+    found = run_on_all_ranks(g.session, lambda: plan_of_run(folder) if is_first else None, StorageError)
     plan = broadcast_json(found, g.session)
     return plan if isinstance(plan, dict) else None
 
@@ -179,7 +178,7 @@ def _check_outputs(plan: TrainConfig, g: DistGraph) -> None:
         for folder in folders:
             check_target(folder, overwrite=True)
 
-    together(g.session, lambda: check() if g.session.topology.rank == 0 else None)
+    run_on_all_ranks(g.session, lambda: check() if g.session.topology.rank == 0 else None)
 
 
 def _write_outputs(
@@ -300,7 +299,7 @@ def _resume_after_restart(plan: TrainConfig, session: Session) -> TrainConfig:
     if restarts == 0 or plan.resume or plan.checkpoint_every == 0:
         return plan
     # The folder may still hold an earlier run that this launch has not replaced yet.
-    found = together(session, lambda: launch_of(folder) if is_first else "", StorageError)
+    found = run_on_all_ranks(session, lambda: launch_of(folder) if is_first else "", StorageError)
     if broadcast_json(found == launch, session) is not True:
         return plan
     if is_first:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from dglx_dist.comm.ledger import ring_bytes
 from dglx_dist.comm.session import Session
-from dglx_dist.errors import PeerError
+from dglx_dist.errors import DglxError, PeerError, StorageError
 from dglx_dist.records import Array
 
 _MAX_STATUS_CHARS = 100
 """Of the status that a rank reports and others compare with their own."""
+
+T = TypeVar("T")
 
 CONTROL = "control"
 """Ledger phase of what is not data."""
@@ -236,3 +239,30 @@ def raise_for_missing(
             f"{names} {undone} within {session.timeout_s:g} s ({session.describe_failure(what)}); {advice}, "
             "or raise timeout_s (DGLX_TIMEOUT)"
         )
+
+
+def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:
+    """Return what ``action`` returns; when it raises on one rank, all raise.
+
+    Collective.
+
+    Args:
+        session: The run.
+        action: Calls no collective.
+        error: What the other ranks raise, with the failed rank and its message.
+    """
+    problem, result = "", None
+    mine: Exception | None = None
+    try:
+        result = action()
+    except Exception as caught:  # noqa: BLE001
+        # Of any kind: a value of a wrong type on one rank must not leave the others waiting.
+        meant = isinstance(caught, DglxError | IndexError) and str(caught)
+        mine, problem = caught, str(caught) if meant else f"{type(caught).__name__}: {caught}"
+    problems = gather_json(problem, session)
+    if mine is not None:
+        raise mine
+    for rank, text in enumerate(problems):
+        if text:
+            raise error(f"rank {rank} on {session.hosts[rank]}: {text}")
+    return result  # type: ignore[return-value]  # set, since nothing was raised

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import SessionField, Shared
 from dglx_dist.compat.partition_book import PartitionPolicy, graph_of_store, inner_policy, outer_policy
 from dglx_dist.compat.wrappers import Forward
@@ -22,7 +22,6 @@ from dglx_dist.graph.dist_tensor import opened_graph, union
 from dglx_dist.graph.embedding import DistEmbedding as InnerDistEmbedding
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.graph.shared_memory import InitRows
 
@@ -127,7 +126,7 @@ class KVClient:
 
     def barrier(self) -> None:
         """Wait for all ranks; afterwards every rank sees what was pushed before."""
-        together(self.inner.session, self.inner.fence)
+        run_on_all_ranks(self.inner.session, self.inner.fence)
         barrier(self.inner.session, "client.barrier()")
 
     def init_data(
@@ -279,7 +278,7 @@ class Lifetimes:
         """Free the tensors that no rank refers to any more; every rank must call it."""
         unused = [key for key, users in self._users.items() if not users and store.has(key)]
         # The gather ends after every rank has entered it, so no rank still reads these rows.
-        together(store.session, store.fence)
+        run_on_all_ranks(store.session, store.fence)
         unused_by_rank = cast("list[list[str]]", gather_json(unused, store.session))
         for key in sorted(set.intersection(*map(set, unused_by_rank))):
             store.remove(key)

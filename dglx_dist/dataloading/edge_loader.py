@@ -14,7 +14,7 @@ from dgl.dataloading import EdgePredictionSampler
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import EDGE_PHASE
 from dglx_dist.dataloading.loader import check_alike, nodes_to, open_maker
 from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, NodeIds
@@ -41,7 +41,6 @@ from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.column import PendingPull
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids, as_array, as_ids
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import Answered
 from dglx_dist.graph.sampling import by_type
 from dglx_dist.records import Array, EdgeType, StepShare
@@ -516,7 +515,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
             rule=ExcludeRule(exclude=exclude, reverse_eids=reverse_eids, reverse_etypes=reverse_etypes),
             negative=negative_sampler,
         )
-        pace, read = together(
+        pace, read = run_on_all_ranks(
             g.session,
             lambda: (
                 Pace(batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(drop_last)),
@@ -530,7 +529,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         plan = EdgePlan(
             seed=seed,
             exclude=open_exclude(g, read.sampling.rule),
-            negative=together(
+            negative=run_on_all_ranks(
                 g.session,
                 lambda: open_negative(g, read.sampling.negative, _negative_etypes(g, read.items)),
                 ConfigError,

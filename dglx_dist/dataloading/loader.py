@@ -12,7 +12,7 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.feature_fetch import Columns
 from dglx_dist.dataloading.kernels import Schema
@@ -59,7 +59,6 @@ from dglx_dist.dataloading.step_loader import (
 from dglx_dist.dataloading.step_loader import LoaderTimes as LoaderTimes
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.graph.sampling import by_type, fanout_by_type
 from dglx_dist.keyed_random import Csc, Rule
@@ -80,7 +79,9 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
         ConfigError: on all ranks, when one cannot combine ``g``, plan and options, or the plans differ.
         IndexError: an excluded edge does not exist; ConfigError on the other ranks.
     """
-    columns, draws = together(g.session, lambda: _local_plan(g, sampler, plan, options, seed), ConfigError)
+    columns, draws = run_on_all_ranks(
+        g.session, lambda: _local_plan(g, sampler, plan, options, seed), ConfigError
+    )
     signature = f"fanouts={plan.fanouts}, replace={plan.replace}, prob={plan.weights!r}"
     check_alike(g.session, "samplers with", signature)
     if draws is None:
@@ -174,7 +175,7 @@ def _whole(g: DistGraph, weights: str | None) -> list[Csc]:
     shards = {etype: g.structure(etype).shards[0] for etype in g.canonical_etypes}
     if weights is None:
         return [csc_of(shard) for shard in shards.values()]
-    return together(
+    return run_on_all_ranks(
         g.session,
         lambda: [csc_of(shard, all_weights(g, etype, weights)) for etype, shard in shards.items()],
         ConfigError,
@@ -188,7 +189,7 @@ def _serve(g: DistGraph, weights: str | None, draws: TypedDraws) -> str:
     """
     by_shard: Mapping[EdgeType, Mapping[int, Array]] = {}
     if weights is not None:
-        by_shard = together(
+        by_shard = run_on_all_ranks(
             g.session,
             lambda: {etype: shard_weights(g, g.structure(etype), weights) for etype in g.canonical_etypes},
             ConfigError,
@@ -321,7 +322,7 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         **options: Any,
     ) -> None:
         counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
-        read, plan, pace, seeds = together(
+        read, plan, pace, seeds = run_on_all_ranks(
             g.session,
             lambda: (
                 read_options(options),

@@ -10,14 +10,13 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from dglx_dist.comm.collectives import gather_json
+from dglx_dist.comm.collectives import gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.progress import progress
 from dglx_dist.records import Array, EdgeType
@@ -220,7 +219,7 @@ def reverse_edge_ids(
         _check_matching(g, kind, back, by)
         return kind, back
 
-    kind, back = together(g.session, checked, ConfigError)
+    kind, back = run_on_all_ranks(g.session, checked, ConfigError)
     _check_equal(g.session, [list(kind), list(back), by])
 
     def compute(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:

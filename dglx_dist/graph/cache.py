@@ -11,13 +11,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numba import njit
 
-from dglx_dist.comm.collectives import barrier, gather_json, sum_over_ranks
+from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import PHASE_ROW_CACHE, CachePlan, Column, check_cacheable, fill_cache
 from dglx_dist.graph.dist_tensor import OpenedGraph
 from dglx_dist.graph.ids import Ids, to_tensor
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.sampling import NO_IDS, by_type, fanout_by_type
 from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.graph.split import node_split
@@ -214,7 +213,7 @@ def check_budget(policy: str, alpha: float) -> None:
 
 def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     session, store = g.session, g.kvstore
-    column = together(session, lambda: _column_of(g, request), ConfigError)
+    column = run_on_all_ranks(session, lambda: _column_of(g, request), ConfigError)
     _check_equal(session, request)
     topology = session.topology
     own = int(column.bounds[topology.server]), int(column.bounds[topology.server + 1])
@@ -298,7 +297,7 @@ def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Arra
 
 def vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) -> Array:
     """Return how many of the server's ranks need each row per step, on average; in memory that they share."""
-    local = together(g.session, lambda: _access_of_rank(g, request), ConfigError)
+    local = run_on_all_ranks(g.session, lambda: _access_of_rank(g, request), ConfigError)
     info = ColumnInfo(dtype="float64", row_shape=())
     total = shared_rows(g.session, file_name, len(local), info)
     topology = g.session.topology

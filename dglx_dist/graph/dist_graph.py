@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, broadcast_json
+from dglx_dist.comm.collectives import barrier, broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import Session, Shared, current_session
 from dglx_dist.data.partition.hierarchical import TRAINERS_PER_PART
 from dglx_dist.data.storage.manifest import Manifest
@@ -25,7 +25,7 @@ from dglx_dist.graph.column import CachePlan
 from dglx_dist.graph.dist_tensor import GRAPH_REMEDY, OPENED, DataView, DistTensor, TypedViews, unsupported
 from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all, to_tensor
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together, together
+from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together
 from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
 from dglx_dist.graph.partition_policy import PartitionPolicy, own_policy, policy_of_length
 from dglx_dist.graph.sampling import UNIFORM, DrawRule, draw_uniform, sampled_graph
@@ -167,7 +167,7 @@ class DistGraph(Shared):
         self._book = book_of(self.placement, manifest)
         self._node_policies = node_policies(self._book, self.kvstore, manifest.checksum)
         self._edge_policies = edge_policies(self._book, self.kvstore, manifest.checksum)
-        together(
+        run_on_all_ranks(
             self.session,
             lambda: add_columns(self.dataset, self.placement, self._node_policies, self._edge_policies),
         )
@@ -309,7 +309,9 @@ class DistGraph(Shared):
         Raises:
             ConfigError: on all ranks, when an argument is invalid on one, or memory is short there.
         """
-        known = together(self.session, lambda: self._ntype_or_only(ntype, "cache_rows(ntype=)"), ConfigError)
+        known = run_on_all_ranks(
+            self.session, lambda: self._ntype_or_only(ntype, "cache_rows(ntype=)"), ConfigError
+        )
         return cache_rows(self, CacheRequest(name, known, alpha, policy, seeds, fanouts, batch_size))
 
     def structure(self, etype: str | EdgeType | None = None) -> Structure:
@@ -402,12 +404,12 @@ class DistGraph(Shared):
 
     def barrier(self) -> None:
         """Wait for every rank; what any rank wrote before, in any way, is then seen by all."""
-        together(self.session, self.kvstore.fence, RemoteError)
+        run_on_all_ranks(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, "g.barrier()")
 
     def close(self) -> None:
         """Stop serving this graph, once its own writes are done; collective."""
-        together(self.session, self.kvstore.fence, RemoteError)
+        run_on_all_ranks(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, f"closing {self.name}")
         for action in self.on_close:
             action()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session, SessionField, Shared, current_session
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.data.storage.reader import StoredDataset
@@ -23,7 +23,6 @@ from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.column import Column, Shard
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import PartitionBook, RowOwners
 from dglx_dist.graph.partition_policy import PartitionPolicy
 from dglx_dist.graph.row_kernels import column_info, numpy_view, tensor_view, torch_dtype
@@ -174,7 +173,7 @@ def save_rows(folder: str | Path, name: str, policy: PartitionPolicy, key: str) 
         store.fence()
         return Path(folder)
 
-    target = together(store.session, settle)
+    target = run_on_all_ranks(store.session, settle)
     facts = {"policy": policy.policy_str, "dataset": policy.dataset}
     save_folder(store.session, target, write_own, facts)
 
@@ -209,8 +208,8 @@ def load_rows(folder: str | Path, name: str | None, policy: PartitionPolicy, key
         for shard in column.shards:
             read_rows(source, saved, first, last, shard.rows[first - shard.first : last - shard.first])
 
-    source, saved = together(store.session, check)
-    together(store.session, lambda: read(source, saved))
+    source, saved = run_on_all_ranks(store.session, check)
+    run_on_all_ranks(store.session, lambda: read(source, saved))
     barrier(store.session, f"loading {key}")
 
 
@@ -494,7 +493,7 @@ class DistTensor(Shared):
         Raises:
             RemoteError: on all ranks, once, when a push with ``wait=False`` failed; the tensor still exists.
         """
-        together(self.kvstore.session, self.kvstore.fence, RemoteError)
+        run_on_all_ranks(self.kvstore.session, self.kvstore.fence, RemoteError)
         barrier(self.kvstore.session, f"deleting {self._name!r}")
         self.kvstore.remove(self._key)
 

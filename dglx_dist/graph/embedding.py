@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from numba import njit
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.collectives import barrier, run_on_all_ranks
 from dglx_dist.comm.session import Session, Shared
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, opened_graph
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.partition_policy import PartitionPolicy
 from dglx_dist.graph.row_kernels import number_distinct
@@ -123,7 +122,7 @@ class DistEmbedding(Shared):
         if any(key.endswith(f"~{name}") for key in store.names()):
             policy = checked()  # attaching is not collective
         else:
-            policy = together(store.session, checked, ConfigError)
+            policy = run_on_all_ranks(store.session, checked, ConfigError)
         self.dataset = _dataset_of(policy, graph)
         """Checksum of the dataset that numbers the rows; "" when its graph is closed."""
         self.weight = _make_rows(policy, (num_embeddings, embedding_dim), dtype, name, init_func)

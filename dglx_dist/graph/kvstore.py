@@ -13,7 +13,7 @@ from typing import TypeAlias, final
 import numpy as np
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
 from dglx_dist.comm.rpc import Pending, Rpc
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.columns import numpy_dtype
@@ -29,7 +29,6 @@ from dglx_dist.graph.column import (
     shards_of,
 )
 from dglx_dist.graph.ids import to_tensor
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import Placement, Request, RowOwners, requests_of, rows_per_message
 from dglx_dist.graph.row_kernels import (
     add_rows,
@@ -667,7 +666,7 @@ class KVStore:
             self.column(name).check_writable()
             self.fence()
 
-        together(self.session, check, ConfigError)
+        run_on_all_ranks(self.session, check, ConfigError)
         wanted = [kind, name, handler is not None]
         for rank, other in enumerate(gather_json(wanted, self.session)):
             if other != wanted:

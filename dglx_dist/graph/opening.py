@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
 import psutil
 
-from dglx_dist.comm.collectives import gather_json
+from dglx_dist.comm.collectives import gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.dgl_format import import_dgl_format
 from dglx_dist.data.storage.reader import StoredDataset, Verify, open_dataset, open_structure
-from dglx_dist.errors import ConfigError, DglxError, StorageError
+from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.structure import CSCShard, PartitionedStructure, ReplicatedStructure, Structure
 from dglx_dist.records import EdgeType
@@ -34,10 +33,10 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
         ConfigError: ``verify`` is not one of its three values.
     """
     first = is_first_on_machine(session)
-    checked = together(session, lambda: open_dataset(folder, verify=verify) if first else None)
+    checked = run_on_all_ranks(session, lambda: open_dataset(folder, verify=verify) if first else None)
     # After the check of this machine the other ranks need not read all files again.
     again: Verify = "never" if verify == "full" else verify
-    dataset = together(session, lambda: checked or open_dataset(folder, verify=again))
+    dataset = run_on_all_ranks(session, lambda: checked or open_dataset(folder, verify=again))
     for rank, checksum in enumerate(gather_json(dataset.manifest.checksum, session)):
         if checksum != dataset.manifest.checksum:
             raise StorageError(
@@ -62,10 +61,10 @@ def imported(part_config: Path, session: Session) -> Path:
             import_dgl_format(part_config, folder, overwrite=folder.exists())
 
     if not part_config.exists():
-        together(session, lambda: _missing(part_config))
+        run_on_all_ranks(session, lambda: _missing(part_config))
     # Rank 0 goes first: on a shared file system the other machines then find the result.
-    together(session, lambda: import_if_newer() if session.topology.rank == 0 else None)
-    together(session, lambda: import_if_newer() if is_first_on_machine(session) else None)
+    run_on_all_ranks(session, lambda: import_if_newer() if session.topology.rank == 0 else None)
+    run_on_all_ranks(session, lambda: import_if_newer() if is_first_on_machine(session) else None)
     return folder
 
 
@@ -88,7 +87,7 @@ def open_structures(
         raise ConfigError(f"structure is {mode!r}; choose 'auto', 'replicated' or 'partitioned'")
     manifest = dataset.manifest
     if mode == "auto":
-        fits = gather_json(together(session, lambda: _fits(dataset)), session)
+        fits = gather_json(run_on_all_ranks(session, lambda: _fits(dataset)), session)
         mode = "replicated" if all(fits) else "partitioned"
     if session.topology.rank == 0:
         log.info("%s: %d parts, structure %s", dataset.folder, manifest.num_parts, mode)
@@ -97,33 +96,6 @@ def open_structures(
             etype: _partitioned(dataset, session, placement, label, etype) for etype in manifest.edge_types
         }
     return {etype: _replicated(dataset, session, etype) for etype in manifest.edge_types}
-
-
-def together(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:
-    """Return what ``action`` returns; when it raises on one rank, all raise.
-
-    Collective.
-
-    Args:
-        session: The run.
-        action: Calls no collective.
-        error: What the other ranks raise, with the failed rank and its message.
-    """
-    problem, result = "", None
-    mine: Exception | None = None
-    try:
-        result = action()
-    except Exception as caught:  # noqa: BLE001
-        # Of any kind: a value of a wrong type on one rank must not leave the others waiting.
-        meant = isinstance(caught, DglxError | IndexError) and str(caught)
-        mine, problem = caught, str(caught) if meant else f"{type(caught).__name__}: {caught}"
-    problems = gather_json(problem, session)
-    if mine is not None:
-        raise mine
-    for rank, text in enumerate(problems):
-        if text:
-            raise error(f"rank {rank} on {session.hosts[rank]}: {text}")
-    return result  # type: ignore[return-value]  # set, since nothing was raised
 
 
 def is_first_on_machine(session: Session) -> bool:
@@ -151,8 +123,8 @@ def _fits(dataset: StoredDataset) -> bool:
 def _replicated(dataset: StoredDataset, session: Session, etype: EdgeType) -> ReplicatedStructure:
     # The first rank of a machine makes the copy on disk that the others map.
     first = is_first_on_machine(session)
-    made = together(session, lambda: open_structure(dataset, etype) if first else None)
-    csc = together(session, lambda: made or open_structure(dataset, etype))
+    made = run_on_all_ranks(session, lambda: open_structure(dataset, etype) if first else None)
+    csc = run_on_all_ranks(session, lambda: made or open_structure(dataset, etype))
     return ReplicatedStructure(etype, dataset.manifest.num_nodes(etype[0]), csc.indptr, csc.indices)
 
 
@@ -161,7 +133,7 @@ def _partitioned(
 ) -> PartitionedStructure:
     manifest = dataset.manifest
     node_offsets, edge_offsets = manifest.node_offsets[etype[2]], manifest.edge_offsets[etype]
-    shards = together(
+    shards = run_on_all_ranks(
         session,
         lambda: tuple(
             CSCShard(

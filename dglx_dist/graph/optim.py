@@ -13,12 +13,11 @@ from typing import Any, Literal, TypeAlias, final
 
 import torch
 
-from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session, current_session
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.shared_memory import check_memory
 from dglx_dist.graph.sparse_gradient import Reduction, RowSum, weighted_sum
 from dglx_dist.graph.sparse_gradient_exchange import (
@@ -79,7 +78,7 @@ class SparseOptimizer:
         self, params: Sequence[DistEmbedding], configure: Callable[[], tuple[UpdateRule, UpdateOptions]]
     ) -> None:
         self.session = _session_of(params)
-        self.params, (self._rule, self.options) = together(
+        self.params, (self._rule, self.options) = run_on_all_ranks(
             self.session, lambda: (_checked(params), configure()), ConfigError
         )
         store = self.params[0].kvstore
@@ -223,7 +222,7 @@ class SparseOptimizer:
             StorageError: on all ranks, when one cannot write.
         """
         self.flush()
-        target = together(self.session, lambda: Path(folder))
+        target = run_on_all_ranks(self.session, lambda: Path(folder))
         save_state(self.saved_state, target, self.session)
 
     def load(self, folder: str | Path) -> None:
@@ -235,7 +234,7 @@ class SparseOptimizer:
         """
         self.flush()
         state = self.saved_state
-        together(self.session, lambda: check_state(state, Path(folder)))
+        run_on_all_ranks(self.session, lambda: check_state(state, Path(folder)))
         self.lr = read_state(state, Path(folder), self.session)
 
     def close(self) -> None:

@@ -16,13 +16,12 @@ import psutil
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.columns import PARTIAL_SUFFIX, numpy_dtype
 from dglx_dist.data.storage.files import named_failures, publish, replace_folder
 from dglx_dist.data.storage.row_files import RowFile, check_replaceable, write_index
 from dglx_dist.errors import ConfigError, DglxError, StorageError
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.row_kernels import numpy_view, torch_dtype
 from dglx_dist.records import Array, ColumnInfo
 
@@ -45,7 +44,7 @@ def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, rem
                 f"{host}, where {free / 1e9:.3f} GB are free; {remedy}"
             )
 
-    together(session, check, ConfigError)
+    run_on_all_ranks(session, check, ConfigError)
 
 
 WriteOwn: TypeAlias = Callable[[Path], Sequence[RowFile]]
@@ -83,9 +82,9 @@ def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapp
                 replace_folder(temporary, target)
 
     try:
-        together(session, lambda: make() if is_first else None)
+        run_on_all_ranks(session, lambda: make() if is_first else None)
         fill_folder(session, temporary, write_own, facts)
-        together(session, lambda: finish() if is_first else None)
+        run_on_all_ranks(session, lambda: finish() if is_first else None)
     except DglxError:
         if is_first:
             # An incomplete copy would keep a full disk full.
@@ -119,8 +118,8 @@ def fill_folder(session: Session, folder: Path, write_own: WriteOwn, facts: Mapp
         with named_failures(folder):
             write_index(folder, files, facts)
 
-    lines = gather_json(together(session, write), session)
-    together(session, lambda: finish(lines) if rank == 0 else None)
+    lines = gather_json(run_on_all_ranks(session, write), session)
+    run_on_all_ranks(session, lambda: finish(lines) if rank == 0 else None)
 
 
 InitRows: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]

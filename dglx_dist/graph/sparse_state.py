@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from dglx_dist.comm.collectives import barrier, gather_int64
+from dglx_dist.comm.collectives import barrier, gather_int64, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.row_files import RowFile, check_rows, read_index, read_rows, write_rows
 from dglx_dist.errors import StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.row_kernels import column_info, numpy_view
 from dglx_dist.graph.shared_memory import fill_folder, save_folder
 from dglx_dist.graph.sparse_update import OwnedRows
@@ -124,7 +123,7 @@ def read_state(state: SparseState, folder: Path, session: Session) -> float:
             read_rows(folder, index.tensor(name, folder), table.first, table.last, out)
         return index.facts
 
-    facts = cast("dict[str, Any]", together(session, read_own))
+    facts = cast("dict[str, Any]", run_on_all_ranks(session, read_own))
     for table, steps in zip(state.tables, facts["steps"], strict=True):
         table.steps = int(steps)
     barrier(session, f"loading {folder}")

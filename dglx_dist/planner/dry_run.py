@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from dglx_dist.comm.collectives import gather_json
+from dglx_dist.comm.collectives import gather_json, run_on_all_ranks
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import CacheRequest, most_wanted, vip_scores
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import Placement, RowOwners
 from dglx_dist.graph.split import marked_ids
 from dglx_dist.planner import expected
@@ -421,7 +420,7 @@ def _rates_live(
     tried = batch_trials(g, seeds, config.draws, layers, whole=plan_rates is None and bool(config.schemes))
     batches = list(tried)
     # A model that fails on one rank alone must not leave the others waiting.
-    rates = of_all(together(session, lambda: time_batches(module, shape, batches), ConfigError))
+    rates = of_all(run_on_all_ranks(session, lambda: time_batches(module, shape, batches), ConfigError))
     assert rates is not None
     return rates, plan_rates
 

@@ -26,11 +26,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from dglx_dist.comm.collectives import broadcast_json, gather_json, peers_named
+from dglx_dist.comm.collectives import broadcast_json, gather_json, peers_named, run_on_all_ranks
 from dglx_dist.comm.session import current_session
 from dglx_dist.errors import CheckpointError, StorageError
 from dglx_dist.graph import sparse_state
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.optimizer_state import (
@@ -197,7 +196,7 @@ def _save_one(optimizer: SparseOptimizer, folder: Path) -> None:
         with _writing(folder):
             folder.mkdir(parents=True)
 
-    together(session, lambda: make() if session.topology.rank == 0 else None, CheckpointError)
+    run_on_all_ranks(session, lambda: make() if session.topology.rank == 0 else None, CheckpointError)
     try:
         sparse_state.write_state(optimizer.saved_state, folder, session)
     except StorageError as error:
@@ -277,7 +276,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
             _make_folder(temporary)
         return split_state(optimizer, module) if optimizer is not None else ({}, None)
 
-    of_optimizer, plain = together(session, prepare, CheckpointError)
+    of_optimizer, plain = run_on_all_ranks(session, prepare, CheckpointError)
     if plain is not None:
         of_optimizer, plain = join_optimizer(model, of_optimizer, plain, session)
     tensors = {f"model/{name}": value for name, value in of_model.items()}
@@ -315,7 +314,9 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
         "dataset": dict(dataset or {}),
         "extra": dict(extra or {}),
     }
-    together(session, lambda: _publish(temporary, final, state) if rank == 0 else None, CheckpointError)
+    run_on_all_ranks(
+        session, lambda: _publish(temporary, final, state) if rank == 0 else None, CheckpointError
+    )
     return final
 
 
@@ -350,7 +351,7 @@ def load(
         PeerError: a rank is dead or silent.
     """
     session = current_session()
-    found = together(
+    found = run_on_all_ranks(
         session, lambda: str(latest(folder)) if session.topology.rank == 0 else "", CheckpointError
     )
     path = Path(str(broadcast_json(found, session)))
@@ -370,7 +371,7 @@ def load(
         check_sparse(path, state.get("sparse", 0), sparse)
         return state, metadata
 
-    state, metadata = together(session, read_and_check, CheckpointError)
+    state, metadata = run_on_all_ranks(session, read_and_check, CheckpointError)
     same_ranks = state["world_size"] == session.topology.world_size
     wanted = _wanted(metadata, session.topology.rank, optimizer is not None, same_ranks and random_state)
     try:
@@ -414,7 +415,7 @@ def read_extra(folder: str | Path) -> Mapping[str, Any] | None:
             check_state(path, state)
             return dict(state["extra"])
 
-    found = broadcast_json(together(session, read, CheckpointError), session)
+    found = broadcast_json(run_on_all_ranks(session, read, CheckpointError), session)
     return found if isinstance(found, dict) else None
 
 

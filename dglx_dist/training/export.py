@@ -17,12 +17,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import broadcast_json, gather_json
+from dglx_dist.comm.collectives import broadcast_json, gather_json, run_on_all_ranks
 from dglx_dist.data.storage.columns import PARTIAL_SUFFIX, safe_name
 from dglx_dist.data.storage.files import named_failures, publish, replace_folder
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.records import Array
 
@@ -83,16 +82,18 @@ def write_embeddings(
         return Path(folder).absolute(), tables
 
     # Also the barrier after which the rows of every rank are written.
-    target, tables = together(session, checked, ConfigError)
-    together(session, lambda: check_target(target, overwrite) if is_first else None)
+    target, tables = run_on_all_ranks(session, checked, ConfigError)
+    run_on_all_ranks(session, lambda: check_target(target, overwrite) if is_first else None)
     partial = target.with_name(
         f"{target.name}.{broadcast_json(secrets.token_hex(6), session)}{PARTIAL_SUFFIX}"
     )
     try:
-        together(session, lambda: _make_folders(partial, tables) if is_first else None)
-        local_files = together(session, lambda: _write_share(tables, g, partial, name, row_group_bytes))
+        run_on_all_ranks(session, lambda: _make_folders(partial, tables) if is_first else None)
+        local_files = run_on_all_ranks(
+            session, lambda: _write_share(tables, g, partial, name, row_group_bytes)
+        )
         files = gather_json(local_files, session)
-        together(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
+        run_on_all_ranks(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
     finally:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)

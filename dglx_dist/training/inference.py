@@ -14,11 +14,10 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import barrier, gather_json, sum_over_ranks
+from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks, sum_over_ranks
 from dglx_dist.dataloading.minibatch import BlockBuilder
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.graph.structure import InEdges
@@ -492,7 +491,7 @@ def _for_all(work: _Work, compute: _Compute, ntypes: Sequence[str] | None, what:
         for ntype in (g.ntypes if ntypes is None else ntypes)
     }
     # All ranks, even without nodes, must know the shapes of the results before allocation.
-    started = together(
+    started = run_on_all_ranks(
         g.session,
         lambda: {ntype: compute(ntype, np.arange(*share[0])) for ntype, share in shares.items() if share},
         ConfigError,
@@ -510,7 +509,7 @@ def _for_all(work: _Work, compute: _Compute, ntypes: Sequence[str] | None, what:
                     start = first - out[path].local_range[0]
                     out[path].local_rows()[start : start + len(values)] = values.cpu()
 
-    together(g.session, fill, ConfigError)
+    run_on_all_ranks(g.session, fill, ConfigError)
     barrier(g.session, what)
     return out
 

@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import gather_int64, sum_over_ranks
+from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.opening import together
 
 PHASE = "metrics"
 
@@ -29,7 +28,7 @@ def accuracy(predicted: Tensor, label: Tensor, session: Session) -> float:
         label: (B,) integer classes.
         session: The run.
     """
-    classes = together(session, lambda: _as_classes(predicted, label), ConfigError)
+    classes = run_on_all_ranks(session, lambda: _as_classes(predicted, label), ConfigError)
     counts = torch.stack([(classes == label).sum(), torch.tensor(len(label), device=label.device)])
     correct, total = sum_over_ranks(counts.to(torch.int64), session, phase=PHASE).tolist()
     return correct / total if total else math.nan
@@ -64,7 +63,7 @@ def f1(
             raise ConfigError(f"average={average!r} must be 'macro' or 'micro'")
         return _as_classes(predicted, label)
 
-    classes = together(session, checked, ConfigError)
+    classes = run_on_all_ranks(session, checked, ConfigError)
     hit = torch.bincount(label[classes == label], minlength=num_classes)
     counts = torch.stack([hit, *(torch.bincount(one, minlength=num_classes) for one in (classes, label))])
     hit, positive, true = sum_over_ranks(counts, session, phase=PHASE).to(torch.float64)
@@ -90,7 +89,7 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
     Raises:
         ConfigError: on all ranks: a score is nan, or shapes differ.
     """
-    together(session, lambda: _check_scores(score, label), ConfigError)
+    run_on_all_ranks(session, lambda: _check_scores(score, label), ConfigError)
     score, positive = score.detach(), label.to(torch.bool)
     ordered = _gather_rows(score[~positive].double().cpu(), session).sort().values
     local = score[positive].double().cpu()
@@ -122,7 +121,7 @@ def mae(predicted: Tensor, target: Tensor, session: Session) -> float:
 
 
 def _mean_error(predicted: Tensor, target: Tensor, power: int, session: Session) -> float:
-    together(session, lambda: _check_pair(predicted, target, "targets"), ConfigError)
+    run_on_all_ranks(session, lambda: _check_pair(predicted, target, "targets"), ConfigError)
     return _mean((predicted.detach().double() - target.double()).abs() ** power, session)
 
 
@@ -299,7 +298,7 @@ def hits_at(k: int, ranks: Tensor, session: Session) -> float:
             raise ConfigError(f"k={k} must be at least 1")
         return (ranks <= k).to(torch.float64)
 
-    return _mean(together(session, found, ConfigError), session)
+    return _mean(run_on_all_ranks(session, found, ConfigError), session)
 
 
 def _rank_columns(scores: Tensor, answer: Tensor, hidden: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from dglx_dist.comm.collectives import CONTROL, Clock, barrier, measure_clock
+from dglx_dist.comm.collectives import CONTROL, Clock, barrier, measure_clock, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import (
     RankSpans,
@@ -26,7 +26,6 @@ from dglx_dist.comm.trace import (
     write_trace,
 )
 from dglx_dist.errors import StorageError
-from dglx_dist.graph.opening import together
 from dglx_dist.records import Array
 
 log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ def check_trace(path: Path, session: Session) -> None:
     Raises:
         StorageError: on all ranks: the folder cannot be written, or ``path`` is not a trace.
     """
-    together(session, lambda: check_replaceable(path) if session.topology.rank == 0 else None)
+    run_on_all_ranks(session, lambda: check_replaceable(path) if session.topology.rank == 0 else None)
 
 
 def path_of_rank(path: Path, rank: int) -> Path:
@@ -74,7 +73,7 @@ def recording(config: TraceConfig | None, session: Session) -> Iterator[Callable
         return
     check_trace(config.path, session)
     # The trace of an earlier run that failed would mislead beside the new one.
-    together(session, lambda: remove_trace(path_of_rank(config.path, session.topology.rank)))
+    run_on_all_ranks(session, lambda: remove_trace(path_of_rank(config.path, session.topology.rank)))
     recorder = _Recorder(config, session, measure_clock(session))
     session.timeline.start()
     try:
@@ -85,7 +84,7 @@ def recording(config: TraceConfig | None, session: Session) -> Iterator[Callable
         session.timeline.on = False
         recorder.write_own()
         raise
-    together(session, lambda: write_trace(config.path, trace) if trace is not None else None)
+    run_on_all_ranks(session, lambda: write_trace(config.path, trace) if trace is not None else None)
 
 
 @final

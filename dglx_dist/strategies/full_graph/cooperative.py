@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import barrier, gather_int64, gather_json
+from dglx_dist.comm.collectives import barrier, gather_int64, gather_json, run_on_all_ranks
 from dglx_dist.comm.system import return_memory
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.opening import together
 from dglx_dist.progress import progress
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.full_graph.expansion import (
@@ -314,8 +313,8 @@ class MemoryChoice:
             PeerError: a rank did not take part.
         """
         return_memory()
-        row = together(self._g.session, lambda: self._feature_row(), ConfigError)
-        memory_trace = together(self._g.session, lambda: self._traced_memory(model, row), ConfigError)
+        row = run_on_all_ranks(self._g.session, lambda: self._feature_row(), ConfigError)
+        memory_trace = run_on_all_ranks(self._g.session, lambda: self._traced_memory(model, row), ConfigError)
         feature_bytes = row.numel() * row.element_size()
         largest: dict[int, MemoryEstimate] = {}
 

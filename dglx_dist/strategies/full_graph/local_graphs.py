@@ -16,10 +16,10 @@ from dgl.frame import Frame
 from dgl.view import HeteroNodeView
 from torch import Tensor
 
+from dglx_dist.comm.collectives import run_on_all_ranks
 from dglx_dist.dataloading.loader import check_alike
 from dglx_dist.dataloading.row_buffers import Precision
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.base import STRATEGIES, count_targets
@@ -265,7 +265,7 @@ def local_graph(
         names = list(g.ndata) if columns is None else columns
         return _keys(g.ndata, names, "ndata"), _keys(g.edata, edge_columns, "edata")
 
-    node_keys, edge_keys = together(g.session, checked, ConfigError)
+    node_keys, edge_keys = run_on_all_ranks(g.session, checked, ConfigError)
     arguments = f"columns={[*node_keys]}, edge_columns={[*edge_keys]}, targets={targets!r}, use_pp={use_pp}"
     check_alike(g.session, "local graphs with", arguments)
     owners = RowOwners(g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology)

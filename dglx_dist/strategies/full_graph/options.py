@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from dgl.dataloading import NeighborSampler
 
+from dglx_dist.comm.collectives import run_on_all_ranks
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.dataloading.feature_fetch import Columns
 from dglx_dist.dataloading.loader import check_alike
@@ -18,7 +19,6 @@ from dglx_dist.dataloading.row_buffers import Precision
 from dglx_dist.dataloading.sampler_spec import Fanout, SamplePlan, find_columns, read_sampler
 from dglx_dist.dataloading.step_loader import read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.opening import together
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import check_options
 from dglx_dist.strategies.full_graph.expansion import (
@@ -244,7 +244,9 @@ def read_request(
     """
     given = dict(loader_options)
     idle = {name: given.pop(name) for name in _MINI_BATCH_OPTIONS if name in given}
-    request, fanouts = together(g.session, lambda: _read(strategy, g, indices, sampler, given), ConfigError)
+    request, fanouts = run_on_all_ranks(
+        g.session, lambda: _read(strategy, g, indices, sampler, given), ConfigError
+    )
     columns = request.columns
     arguments = (
         f"{request.num_layers} layers, seed={request.seed}, depth={request.depth}, "

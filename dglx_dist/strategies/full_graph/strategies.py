@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.dataloading.loader import check_alike
 from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.opening import together
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.full_graph.cooperative import (
@@ -137,7 +136,7 @@ def _open_loader(
 ) -> FullGraphLoader:
     check_alike(g.session, f"options of {strategy}", f"{options}")
     request = read_request(strategy, g, indices, sampler, loader_options)
-    hops = together(g.session, lambda: hops_of(options, request.num_layers), ConfigError)
+    hops = run_on_all_ranks(g.session, lambda: hops_of(options, request.num_layers), ConfigError)
     return FullGraphLoader(g, _source(g, request, hops, options), request, use_pp=options.use_pp)
 
 

@@ -17,13 +17,12 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.collectives import gather_int64, raise_for_missing
+from dglx_dist.comm.collectives import gather_int64, raise_for_missing, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.loader import check_alike
 from dglx_dist.dataloading.minibatch import BlockBuilder
 from dglx_dist.dataloading.step_loader import Items, StepLoader
 from dglx_dist.errors import ConfigError, DglxError
-from dglx_dist.graph.opening import together
 from dglx_dist.records import Array
 from dglx_dist.strategies.push_pull.options import Group, StructureChoice
 
@@ -376,12 +375,12 @@ class ResampledStructure(StructureSource):
         builder: BlockBuilder,
     ) -> None:
         self._loader, self._group, self._builder = loader, group, builder
-        self._sample = together(session, loader.offline, ConfigError)
+        self._sample = run_on_all_ranks(session, loader.offline, ConfigError)
         # Servers with the whole structure may each leave out other edges, or draw by another seed.
         check_alike(session, "draws", loader.sampling_signature())
         kinds, arrays = list(loader.items.ids), list(loader.items.ids.values())
         # Collective: all ranks answer before one asks.
-        together(session, lambda: session.rpc.register(op, lambda _name, _arrays: arrays))
+        run_on_all_ranks(session, lambda: session.rpc.register(op, lambda _name, _arrays: arrays))
         weakref.finalize(self, session.rpc.unregister, op)
         self._items: dict[int, Items[Any]] = {
             rank: Items(ids=dict(zip(kinds, session.rpc.call(rank, op, "", [], phase=SEEDS), strict=True)))

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, gather_int64, gather_json, sum_over_ranks
+from dglx_dist.comm.collectives import barrier, gather_int64, gather_json, run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.data.storage.columns import CACHE, FileInfo, numpy_dtype, safe_name
@@ -32,7 +32,6 @@ from dglx_dist.dataloading.row_buffers import Precision, RowMemory
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.ids import check_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import rows_per_message
 from dglx_dist.graph.row_kernels import column_info, numpy_view, take_rows, tensor_view, torch_dtype
 from dglx_dist.layers.dropout import Columns, deal_out_columns
@@ -293,7 +292,7 @@ def load_columns(store: KVStore, wanted: Sequence[ColumnRequest], session: Sessi
     """
     found: dict[str, ColumnSlice] = {}
     for is_last_turn in (False, True):
-        for name, rows in together(session, lambda: _local_columns(store, wanted)).items():
+        for name, rows in run_on_all_ranks(session, lambda: _local_columns(store, wanted)).items():
             found.setdefault(name, rows)
         missing = [one for one in wanted if one.name not in found and (one.is_leader or is_last_turn)]
         if gather_int64([len(missing)], session).any():
@@ -343,7 +342,7 @@ def _stream(
                     break
             return loaded
 
-        while gather_int64([together(session, load_round)], session).any():
+        while gather_int64([run_on_all_ranks(session, load_round)], session).any():
             pass
         barrier(session, "the columns are loaded")
 
@@ -616,7 +615,7 @@ def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: boo
     opened = OPENED.of(g.session)
     key = (g.kvstore.label, group.members, tuple(names))
     if key not in opened.stores:
-        wanted = together(g.session, lambda: _column_requests(g, names, group, cache), ConfigError)
+        wanted = run_on_all_ranks(g.session, lambda: _column_requests(g, names, group, cache), ConfigError)
         _check_same_request(g.session, [list(names), group.size, cache])
         if not any(label == g.kvstore.label for label, _, _ in opened.stores):
             g.on_close.append(lambda: opened.forget(g.kvstore.label))

@@ -13,6 +13,7 @@ from dgl.dataloading import EdgePredictionSampler
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
+from dglx_dist.comm.collectives import run_on_all_ranks
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.loader import check_alike
@@ -21,7 +22,6 @@ from dglx_dist.dataloading.row_buffers import Precision, RowMemory
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import LoaderTimes, StepLoader
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.opening import together
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.push_pull.block_exchange import (
     SMALL_NODES,
@@ -339,7 +339,7 @@ def open_loader(
 def _without_matrices(g: DistGraph, sampler: Any, store: ColumnStore | None) -> tuple[Any, tuple[str, ...]]:
     """Return a copy of ``sampler`` without prefetched input matrices, and their names and ``store``'s."""
     names = () if store is None else store.names
-    return together(g.session, lambda: _split_prefetch(g, sampler, names), ConfigError)
+    return run_on_all_ranks(g.session, lambda: _split_prefetch(g, sampler, names), ConfigError)
 
 
 def _split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:

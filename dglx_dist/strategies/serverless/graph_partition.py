@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 import torch
 
-from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.collectives import barrier, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.records import Array
@@ -397,7 +396,7 @@ def open_part(g: DistGraph, request: PartRequest) -> Part:
             training node has no label, or a node has no in-edge and a layer requires one.
     """
     session, program = g.session, request.program
-    together(session, lambda: check_columns(g, request.objective, program.features), ConfigError)
+    run_on_all_ranks(session, lambda: check_columns(g, request.objective, program.features), ConfigError)
     graph = read_structure(g)
     boundary = exchange_boundaries(session, graph)
     bounds = cut_intervals(graph.indptr, graph.sources, request.intervals)
@@ -418,7 +417,7 @@ def open_part(g: DistGraph, request: PartRequest) -> Part:
         part.check(program)
         return part
 
-    return together(session, read, ConfigError)
+    return run_on_all_ranks(session, read, ConfigError)
 
 
 def check_columns(g: DistGraph, objective: Objective, width: int) -> None:

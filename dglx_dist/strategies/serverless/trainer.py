@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from dglx_dist.comm.collectives import gather_int64, gather_json, sum_over_ranks
+from dglx_dist.comm.collectives import gather_int64, gather_json, run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import Items, LoaderTimes, read_items
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids
-from dglx_dist.graph.opening import together
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.aws.package import check_imports, stages_of
@@ -75,7 +74,7 @@ class IntervalLoader:
     def __init__(self, g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> None:
         check_types(g)
         self.g, self._epoch = g, 0
-        self._seeds: Items[str] = together(
+        self._seeds: Items[str] = run_on_all_ranks(
             g.session, lambda: _checked(g, indices, sampler, options), ConfigError
         )
 
@@ -128,7 +127,7 @@ class IntervalLoader:
         first, last = RowOwners(policy.bounds, g.session.topology).range_of(g.session.topology.rank)
         own_counts: Array = counts[torch.arange(first, last)].numpy()
         counts.delete()
-        together(g.session, lambda: _check_once(own_counts, first), ConfigError)
+        run_on_all_ranks(g.session, lambda: _check_once(own_counts, first), ConfigError)
         num_own = torch.tensor([int(own_counts.sum())])
         num_train = int(sum_over_ranks(num_own, g.session, phase="control")[0])
         if num_train == 0:
@@ -354,7 +353,7 @@ class LambdaTrainer(EpochTrainer):
         targets, self._num_train = loader.own_targets()
         self._program = chain.program(self._num_train)
         self._names = list(self._program.weight_shapes)
-        together(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
+        run_on_all_ranks(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
         request = PartRequest(
             program=self._program,
             factors=chain.factors,
