@@ -28,7 +28,7 @@ def test_the_wire_carries_24_bytes_an_edge_and_gives_back_the_same() -> None:
 
 
 def test_an_answer_for_other_nodes_is_refused() -> None:
-    with pytest.raises(ValueError, match="not asked for"):
+    with pytest.raises(ValueError, match="not requested"):
         from_wire(np.array([10, 12]), to_wire(np.array([12, 10]), all_in_edges(SHARD, np.array([12, 10]))))
 
 
