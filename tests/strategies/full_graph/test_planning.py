@@ -245,11 +245,11 @@ def bad_selection(_structure: Any, own: tuple[int, int], _seeds: Array) -> Array
 def test_what_makes_no_sense_is_refused_on_every_rank(folder: Path) -> None:
     first, second = run_ranks(refuse, 2, args=(str(folder),), ranks_per_server=1)
     assert first[0].startswith("ConfigError: rank 0 plans with hops 1 and rank 1 with 2; use the same")
-    assert second[0].startswith("ConfigError: rank 1 plans with hops 2 and rank 0 with 1; give the same")
+    assert second[0].startswith("ConfigError: rank 1 plans with hops 2 and rank 0 with 1; use the same")
     for messages in (first, second):
         assert messages[1] == "ConfigError: no rank was given a node to compute; give the loader at least one"
     assert second[2].startswith("IndexError")
-    assert first[2].startswith("FailedElsewhereError: rank 1")
+    assert first[2].startswith("FailedOnAnotherRankError: rank 1")
     assert "IndexError" in first[2]
     assert second[3].startswith("ZeroDivisionError")
     assert "ZeroDivisionError" in first[3]
