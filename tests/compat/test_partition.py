@@ -110,7 +110,7 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
     [
         ({"num_hops": 2}, "fetched on demand"),
         ({"use_graphbolt": True}, "there is one format"),
-        ({"store_eids": True}, "store_eids: of GraphBolt"),
+        ({"store_eids": True}, "store_eids: options of GraphBolt"),
         ({"num_trainers_per_machine": 0}, "num_trainers_per_machine=0; give a whole number of at least 1"),
         ({"balance_ntypes": {"paper": torch.zeros(60)}}, r"has \['paper'\]; the node types are _N"),
         ({"balance_ntypes": torch.zeros(7)}, r"has shape \(7,\) for the 60 nodes of '_N'"),
