@@ -168,7 +168,7 @@ def test_options_of_auto() -> None:
         ({"dry_batches": -1}, "dry_batches=-1 must be at least 0"),
         ({"full_graph_epochs": float("inf")}, "full_graph_epochs=inf must be a number above 0"),
         ({"full_graph_epochs": float("nan")}, "full_graph_epochs=nan"),
-        ({"memory": "much"}, "option memory: 'much' is no size"),
+        ({"memory": "much"}, "option memory: 'much' is not a size in bytes"),
         ({"memory": 0}, "option memory: a size of '0'"),
     ):
         with pytest.raises(ConfigError, match=said):

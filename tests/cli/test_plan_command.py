@@ -76,7 +76,7 @@ def test_mistakes_are_named(data: str) -> None:
     assert "--structure split must be" in refused("--data", data, "--structure", "split")
     told = refused("--data", data, "--bandwidth-external", "1 lightyear")
     assert "--bandwidth-external: rate '1 lightyear'" in told
-    assert "--memory: 'much' is no size" in refused("--data", data, "--memory", "much")
+    assert "--memory: 'much' is not a size in bytes" in refused("--data", data, "--memory", "much")
     assert "--latency-ms -1.0 must be" in refused("--data", data, "--latency-ms", "-1")
     told = refused("--data", data, "--model", "gat", "--heads", "0")
     assert "--heads 0 must be a divisor of --hidden 64" in told

@@ -362,7 +362,7 @@ def test_options() -> None:
         ({"batches": 0}, "batches=0"),
         ({"batches": -1}, "batches=-1"),
         ({"batches": 2, "memory": "1GB"}, "and not both"),
-        ({"memory": "much"}, "'much' is no size"),
+        ({"memory": "much"}, "'much' is not a size in bytes"),
         ({"composition": "any"}, "composition='any'"),
         ({"keep": "tape"}, "keep='tape'"),
         ({"external_hops": 1}, "without external_fanout"),
