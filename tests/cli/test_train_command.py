@@ -76,5 +76,5 @@ def test_nothing_is_started_where_auto_has_nothing_to_choose_among(tmp_path: Pat
         replace(raw, edges=both), tmp_path / "two", PartitionPlan(num_parts=2, method="contiguous")
     )
     check_names("data_parallel", tmp_path / "two", 2)
-    with pytest.raises(ConfigError, match=r"2 edge types.*take --strategy data_parallel"):
+    with pytest.raises(ConfigError, match=r"2 edge types.*use --strategy data_parallel"):
         check_names("auto", tmp_path / "two", 2)

@@ -91,7 +91,7 @@ def no_feature() -> Any:
 LOADERS: Mapping[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "own code": (lambda: OwnCode([-1]), {}, "OwnCode makes blocks by its own code.*MultiLayerFullNeighborS"),
     "weights": (weighted, {}, "draws edges by 'weight'.*data_parallel"),
-    "no such feature": (no_feature, {}, r"prefetch_node_feats names 'fat', and g\.ndata has \['feat', 'lab"),
+    "no such feature": (no_feature, {}, r"prefetch_node_feats names 'fat', but g\.ndata has \['feat', 'lab"),
     "exclude": (runs.sampler, {"exclude": torch.arange(3)}, "exclude=.*partition a graph without"),
     "unknown option": (runs.sampler, {"dept": 2}, "no option 'dept'; did you mean 'depth'"),
     "edges": (lambda: as_edge_prediction_sampler(runs.sampler()), {}, "is for edge loaders"),
