@@ -124,7 +124,10 @@ class ColumnInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShare:
-    """Number of targets of this rank and of all ranks in one step (gradient rule, algorithms 0.1)."""
+    """Number of targets of this rank and of all ranks in one step.
+
+    See the gradient rule, docs/design/contracts.md.
+    """
 
     num_local: int
     num_global: int

@@ -44,7 +44,7 @@ from dglx_dist.training.models import MODEL_KINDS, build_model, check_kind
 Notify = Callable[[str], None]
 
 _PAYLOAD = 0.94
-"""Share of a link's rate; the rest are headers and acknowledgements (algorithms 0.3)."""
+"""Share of a link's rate; the rest are headers and acknowledgements."""
 _LOOPBACK_BYTES_PER_S = 1.2e9
 """Rate of sockets between the processes of a server."""
 _LATENCY_MS = 0.5

@@ -36,7 +36,7 @@ def sum_over_ranks(
 ) -> Tensor:
     """Sum ``tensor`` over all ranks; every rank gets the same bits.
 
-    Counted as a ring all-reduce, 2 (W - 1) / W of its bytes per rank (algorithms 0.4), to the next rank.
+    Counted as a ring all-reduce, 2 (W - 1) / W of its bytes per rank, to the next rank.
 
     Args:
         tensor: Any shape and dtype, the same on all ranks; the result carries no gradient.

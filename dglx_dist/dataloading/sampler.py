@@ -133,9 +133,9 @@ def _ends(lists: Sequence[Array]) -> Array:
 class RemoteTypedSource(TypedSource):
     """Samples when each server has only the in-edges of its own nodes; one round of requests per hop.
 
-    For every hop and edge type it sends 8 bytes per remote destination and receives 24 per edge drawn there
-    (algorithms 1.3); each request also has 8 bytes per edge of the type that the batch excludes there. All
-    ranks serve ``op`` as for :class:`RemoteSource`.
+    For every hop and edge type it sends 8 bytes per remote destination and receives 24 per edge drawn there;
+    each request also has 8 bytes per edge of the type that the batch excludes there. All ranks serve ``op``
+    as for :class:`RemoteSource`.
     """
 
     def __init__(self, schema: Schema, structures: Sequence[Structure], op: str) -> None:
@@ -277,7 +277,7 @@ def keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
 class RemoteSource(BatchSource):
     """Samples when each server has only the in-edges of its own nodes; one round of requests per hop.
 
-    Sends 8 bytes per remote destination and receives 24 per edge drawn there (algorithms 1.3); each request
+    Sends 8 bytes per remote destination and receives 24 per edge drawn there; each request
     also has 8 bytes per edge that the batch excludes there. All ranks serve ``op`` with :func:`keyed_draw`,
     by the rule of the requests without what single batches exclude.
     """

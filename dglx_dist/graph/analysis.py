@@ -28,7 +28,10 @@ _MIN_EDGES_FOR_PROGRESS = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class Expansion:
-    """K-hop in-neighbourhoods of all servers: sizes of R_i^L, R_i^(L-1), ... of algorithms 3.1."""
+    """K-hop in-neighbourhoods of all servers: sizes of R_i^L, R_i^(L-1), ...
+
+    See docs/strategies/shared_preload.md.
+    """
 
     nodes: Array
     """(K + 1, S) int64 nodes within h hops of a server's own, its own included; row 0 are its own."""

@@ -61,9 +61,9 @@ class SparseOptimizer:
     """Updates the rows of embeddings that have gradients since the last step, and no others.
 
     Creating it is collective, with the same arguments. The owner of a row updates it from the sum over all
-    ranks of the gradients, weighted like those of the model (algorithms 0.1): the share of a call is the
-    ``session.step_share`` at that time. Rows without gradients, and their state, stay unchanged. Of several
-    optimisers of one embedding, the first to step takes the gradients.
+    ranks of the gradients, weighted like those of the model (the gradient rule, docs/design/contracts.md):
+    the share of a call is the ``session.step_share`` at that time. Rows without gradients, and their state,
+    stay unchanged. Of several optimisers of one embedding, the first to step takes the gradients.
 
     Args:
         params: The embeddings.

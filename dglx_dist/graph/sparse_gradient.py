@@ -261,9 +261,10 @@ class Parcel:
 
 
 def weight_of(share: StepShare | None, reduction: Reduction, world_size: int) -> float:
-    """Return the factor of a rank's gradient in the sum over ranks (algorithms 0.1).
+    """Return the factor of a rank's gradient in the sum over ranks.
 
-    n_local / n_global for a mean, 1 for a sum; 0 on a rank without targets, whatever its loss is.
+    n_local / n_global for a mean, 1 for a sum; 0 on a rank without targets, whatever its loss is (the
+    gradient rule, docs/design/contracts.md).
 
     Raises:
         ConfigError: the loss is a mean, there are several ranks, and the number of targets is unknown.

@@ -85,7 +85,7 @@ def join_pieces(count: int, pieces: Sequence[Piece]) -> InEdges:
 
 
 def to_wire(nodes: Array, edges: InEdges) -> list[Array]:
-    """Return [sources, destinations, edge ids], (e,) int64 each: 24 bytes an edge (algorithms 1.3)."""
+    """Return [sources, destinations, edge ids], (e,) int64 each: 24 bytes an edge."""
     destinations = np.repeat(nodes, np.diff(edges.indptr))
     return [edges.sources.astype(np.int64, copy=False), destinations, edges.edge_ids]
 
@@ -189,7 +189,7 @@ class Structure(ABC):
     ) -> PendingInEdges:
         """Ask for in-edges of nodes and return at once; requests leave before local nodes are drawn.
 
-        Sends 8 bytes per distinct remote node and receives 24 per edge (algorithms 1.3), counted under
+        Sends 8 bytes per distinct remote node and receives 24 per edge, counted under
         ``phase``; every request also has 8 per excluded edge of the server that is asked.
 
         Args:

@@ -46,7 +46,7 @@ class Columns:
 
 
 def deal_out_columns(width: int, parts: int) -> tuple[Columns, ...]:
-    """Cut ``width`` columns into ``parts`` runs; the first ``width % parts`` are one longer (P3, 2.1).
+    """Cut ``width`` columns into ``parts`` runs; the first ``width % parts`` are one longer (P3).
 
     More parts than columns leave the last parts without any.
 

@@ -18,8 +18,8 @@ CO_BATCH_COUNTS = (2, 8)
 CACHE_SIZES = (0.1, 0.5)
 """Cache sizes as fractions of the server's own nodes."""
 ASYNC_EPOCHS = {0: 1.08, 1: 1.4}
-"""Staleness to epochs to the same accuracy, relative to the pipeline with barriers (algorithms 6.2: Dorylus
-has 1.00 to 1.14 and 1.07 to 1.58)."""
+"""Staleness to epochs to the same accuracy, relative to the pipeline with barriers (Dorylus has
+1.00 to 1.14 and 1.07 to 1.58)."""
 _MOST_CO_BATCHES = 16
 
 

@@ -177,7 +177,7 @@ def plan_all(
     *,
     eas: Selection | None = None,
 ) -> list[RankLayers]:
-    """Return the plan sizes of all W ranks (algorithms 3.1 to 3.3).
+    """Return the plan sizes of all W ranks (docs/strategies/shared_preload.md).
 
     Args:
         context: Graph and ranks.

@@ -1,4 +1,4 @@
-"""Cost model: bytes, memory and seconds of an epoch for each candidate (algorithms 5)."""
+"""Cost model: bytes, memory and seconds of an epoch for each candidate (docs/design/planner.md)."""
 
 from __future__ import annotations
 
@@ -278,9 +278,10 @@ def column_bytes(
 
 
 def break_even_width(found: Survey, *, pushed: bool = True) -> float:
-    """Return H*, the hidden width at which push-pull moves as much as data parallelism (algorithms 2.4).
+    """Return H*, the hidden width at which push-pull moves as much as data parallelism.
 
-    From feature rows, pushed structure and sums alone; gradients and what both move are left out.
+    From feature rows, pushed structure and sums alone; gradients and what both move are left out. See
+    docs/strategies/push_pull.md, "When it pays".
 
     Raises:
         ConfigError: there are no batches, or one rank.
@@ -318,7 +319,7 @@ class Traffic:
 
 
 def rows_traffic(known: Measured, work: BatchWork, cache: CacheHits | None) -> Traffic:
-    """Return the traffic of data parallelism (algorithms 1.3); with a cache, of misses only."""
+    """Return the traffic of data parallelism (docs/design/contracts.md); with a cache, of misses only."""
     row = _ID_BYTES + known.graph.feature_bytes
     found = work.survey
     if cache is not None:
@@ -332,7 +333,7 @@ def rows_traffic(known: Measured, work: BatchWork, cache: CacheHits | None) -> T
 
 
 def columns_traffic(known: Measured, work: BatchWork, size: int, *, pushed: bool) -> Traffic:
-    """Return the traffic of push-pull (algorithms 2.4, 2.6) in groups of ``size`` ranks."""
+    """Return the traffic of push-pull in groups of ``size`` ranks (docs/strategies/push_pull.md)."""
     first, cluster = known.shape.first, known.cluster
     assert first is not None, "the model cannot be split"
     phases = column_bytes(work.survey, first, group_size=size, pushed=pushed)
@@ -358,7 +359,7 @@ def columns_traffic(known: Measured, work: BatchWork, size: int, *, pushed: bool
 
 
 def plans_traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
-    """Return the traffic of whole graphs with exchanged rows (algorithms 3.1, 3.4)."""
+    """Return the traffic of whole graphs with exchanged rows (docs/strategies/shared_preload.md)."""
     widths, row = known.shape.widths, known.graph.feature_bytes
     outside = exchanged_bytes(work.pairs.outside, widths, use_pp=use_pp)
     inside = exchanged_bytes(work.pairs.inside, widths, use_pp=use_pp)
@@ -372,7 +373,7 @@ def plans_traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
 
 
 def intervals_traffic(known: Measured, ghosts: Ghosts) -> Traffic:
-    """Return the traffic of intervals (algorithms 4.6); traffic to workers leaves the server."""
+    """Return the traffic of intervals (docs/strategies/lambda.md); traffic to workers leaves the server."""
     shape, total = known.shape, ghosts.outside + ghosts.inside
     phases = serverless_bytes(
         ServerlessSetting(
@@ -454,7 +455,7 @@ _MEETING_S = 4e-3
 """Per step, until the sum of gradients has gone through gloo's threads on busy cores and the slowest rank has
 arrived: measured idle time on 1 Gbit/s, independent of the bytes (A1)."""
 _ASYNC = 0.85
-"""An epoch without barriers, relative to one with them (Dorylus, 7.4)."""
+"""An epoch without barriers, relative to one with them (Dorylus, section 7.4)."""
 _WORKER_OVERHEAD = 1.5
 """Tensor work by workers, which receive and return rows, relative to the rank itself."""
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _ID_BYTES, _EDGE_BYTES = 8, 24
-"""algorithms 1.3: a requested id; source, destination and id of a returned edge."""
+"""A requested id; source, destination and id of a returned edge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Survey:
     gradient_bytes: int
     """2 (W - 1) (|theta| s + a flag of s bytes for each parameter tensor) for each step."""
     first_targets: int = 0
-    """D1 of algorithms 2.4: destinations of the layer-1 blocks; their sources, L0, are ``input_rows``."""
+    """D1: destinations of the layer-1 blocks; their sources, L0, are ``input_rows``."""
     first_edges: int = 0
     ranks_per_server: int = 1
 

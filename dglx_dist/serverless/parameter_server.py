@@ -19,7 +19,7 @@ from dglx_dist.serverless.program import Program
 
 
 def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
-    """Assign each interval to the least loaded server, largest intervals first (section 5.1).
+    """Assign each interval to the least loaded server, largest intervals first (Dorylus, section 5.1).
 
     The result depends only on the arguments, so the order of the sum of gradients never depends on timing.
     Every server gets an interval.
@@ -326,7 +326,7 @@ class Versions:
 
 @final
 class ParameterServer:
-    """Stores the latest weights and the stashes of its intervals (section 5.1). Thread-safe.
+    """Stores the latest weights and the stashes of its intervals (Dorylus, section 5.1). Thread-safe.
 
     Every server has all weights and makes every update. An update uses the sums of all servers, added in the
     servers' order, so the weights are bit-identical on all of them.

@@ -418,8 +418,9 @@ def find_share(arguments: Iterable[object], session: Session) -> StepShare | Non
 def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:
     """Return the factor of this rank's gradient in the sum over ranks.
 
-    For a mean it is n_local / n_global, so the sum is the mean over all targets (algorithms 0.1); for a sum
-    it is 1, so the sum is the gradient of one process. It is 0 on a rank without targets, whatever its loss.
+    For a mean it is n_local / n_global, so the sum is the mean over all targets; for a sum it is 1, so the
+    sum is the gradient of one process (the gradient rule, docs/design/contracts.md). It is 0 on a rank
+    without targets, whatever its loss.
 
     Raises:
         ConfigError: the loss is a mean and the number of targets is unknown.

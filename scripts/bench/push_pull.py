@@ -1,7 +1,7 @@
 """What the experiments with push-pull share: one graph, its cuts, who is compared, bytes foretold by phase.
 
-The setting is the worked example of P3 (algorithms 2.4) made small: fan-out 10 at the input and 25 at the
-seeds, so that a batch has about 7 input rows (L0) for each row of layer 1 (D1).
+The setting is the worked example of P3 (docs/strategies/push_pull.md) made small: fan-out 10 at the input
+and 25 at the seeds, so that a batch has about 7 input rows (L0) for each row of layer 1 (D1).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Closed form of strategies that change only communication: phi, kappa, beta (algorithms 5)."""
+"""Closed form of strategies that change only communication: phi, kappa, beta.
+
+See docs/strategies/shared_preload.md, "What it costs".
+"""
 
 from __future__ import annotations
 
@@ -112,7 +115,7 @@ def preloading_work(
     *,
     hops: int | None = None,
 ) -> ServerWork:
-    """Return the work of servers that hold the neighbourhood of their training nodes (algorithms 3.1, 3.3).
+    """Return the work of servers that hold the neighbourhood of their training nodes.
 
     Args:
         indptr: (N + 1,) of the in-edges.
@@ -208,7 +211,7 @@ class Counted:
 
     @property
     def preloaded_features(self) -> int:
-        """Bytes sent once when closures are preloaded (algorithms 3.1): requested ids and returned rows."""
+        """Bytes sent once when closures are preloaded: requested ids and returned rows."""
         return sum(self.preloading.foreign) * self._row
 
     @property
@@ -222,11 +225,11 @@ class Counted:
 
     @property
     def co_batch_features(self) -> int:
-        """Bytes sent once for all co-batches, which are then kept on disk (algorithms 3.4)."""
+        """Bytes sent once for all co-batches, which are then kept on disk."""
         return sum(self.batches.foreign) * self._row
 
     def co_batch_bytes(self) -> Mapping[str, int]:
-        """Return the bytes of an epoch of R co-batches that are on disk (algorithms 3.4)."""
+        """Return the bytes of an epoch of R co-batches that are on disk."""
         found = self.num_batches * gradient_bytes(self.widths, self.topology)
         return {"gradients": found} if found else {}
 

@@ -70,7 +70,10 @@ def test_bytes_of_a_graph_drawn_by_hand() -> None:
 
 
 def test_fusion_and_rematerialisation_save_what_the_formulas_say() -> None:
-    """Algorithms 4.6 for 2 layers; labels come as 4 bytes a row, and loss and count go as 32 an interval."""
+    """For 2 layers; labels come as 4 bytes a row, and loss and count go as 32 an interval.
+
+    See docs/strategies/lambda.md, "Bytes".
+    """
     on = ServerlessSetting(widths=(3, 5, 2), nodes=10, ghosts=4, intervals=3)
     rows, last_weights = 10 * 4, 6 * 2 * 4
 

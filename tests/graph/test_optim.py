@@ -1,4 +1,4 @@
-"""Optimisers of embeddings against torch's in one process (algorithms 1.6(9))."""
+"""Optimisers of embeddings against torch's in one process."""
 
 from __future__ import annotations
 

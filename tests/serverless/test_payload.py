@@ -31,7 +31,7 @@ def row_bytes(items: tuple[Item, ...]) -> int:
 
 
 def test_bytes_of_a_graph_convolution_are_the_papers() -> None:
-    """5-4-3 columns of 8 bytes: section 4.6, rows of the interval left out."""
+    """5-4-3 columns of 8 bytes: docs/strategies/lambda.md, "Bytes", rows of the interval left out."""
     program = gcn()
     for rematerialise, twice in ((True, 1), (False, 2)):
         assert row_bytes(pulled_items(program, 1, F, rematerialise)) == 5 * 8

@@ -137,7 +137,7 @@ def _many_steps(folder: str, fanouts: list[int]) -> list[Any]:
 
 
 def test_two_ranks_of_half_the_batch_are_one_process(folder: Path) -> None:
-    """algorithms 1.6(7), with every neighbour, against plain DGL."""
+    """With every neighbour, against plain DGL."""
     results = run_ranks(_many_steps, 2, args=(str(folder), [-1, -1]), ranks_per_server=1)
     everyone = equality.plain_graph().ndata["train_mask"].nonzero()[:, 0]
     batches = [_targets_of_step(everyone, step) for step in range(MANY_STEPS)]
@@ -148,7 +148,7 @@ def test_two_ranks_of_half_the_batch_are_one_process(folder: Path) -> None:
 
 
 def test_ranks_draw_the_same_sample_as_one(folder: Path) -> None:
-    """algorithms 1.6(7), with sampled neighbours: the draws belong to the node, not to the rank."""
+    """With sampled neighbours: the draws belong to the node, not to the rank."""
     alone = run_ranks(_many_steps, 1, args=(str(folder), [2, 2]))[0]
     for result in run_ranks(_many_steps, 2, args=(str(folder), [2, 2])):
         assert difference(result, alone) <= TOLERANCE

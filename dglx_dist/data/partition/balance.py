@@ -27,7 +27,7 @@ from dglx_dist.records import Array, Assignment, RawGraph
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionQuality:
-    """Figures of one partition; an edge belongs to the owner of its destination (section 1.1)."""
+    """Figures of one partition; an edge belongs to the owner of its destination."""
 
     num_parts: int
     num_nodes: tuple[int, ...]
@@ -39,7 +39,7 @@ class PartitionQuality:
     edge_cut: float
     """``cut_edges`` / E, in [0, 1]; a random partition has (P - 1) / P. 0 without edges."""
     remote_fraction: tuple[float, ...]
-    """(P,) share of a part's in-edges with a remote source: rho of section 0 for one-hop reads."""
+    """(P,) share of a part's in-edges with a remote source: rho for one-hop reads."""
     halo_nodes: tuple[int, ...]
     """(P,) distinct remote sources of the in-edges of a part."""
     halo_factor: tuple[float, ...]

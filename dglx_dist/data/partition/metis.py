@@ -166,7 +166,7 @@ def _address(array: Array | None) -> ctypes.c_void_p | None:
 
 @final
 class Metis(Partitioner):
-    """Multilevel k-way partitioning of the symmetrised graph (DistDGL, section 1.1).
+    """Multilevel k-way partitioning of the symmetrised graph (DistDGL).
 
     Supports any number of constraints, a tolerance for each, target weights, the objective and ``fast``:
     DistDGL's variant by DGL's own build of METIS, with one initial partition and one refinement pass. If that

@@ -46,7 +46,7 @@ def cut_ranges(weights: Array, shares: Array) -> Array:
 
 @final
 class Hash(Partitioner):
-    """splitmix64(id) mod P (P3, section 2.1): independent of patterns in the ids, no balance promise."""
+    """splitmix64(id) mod P (P3): independent of patterns in the ids, no balance promise."""
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         check_request(num_parts, seed)

@@ -1,4 +1,7 @@
-"""Plans of cooperative batches, made or read ahead during training (GraNNDis, algorithms 3.4)."""
+"""Plans of cooperative batches, made or read ahead during training (GraNNDis).
+
+See docs/strategies/shared_preload.md, "cooperative".
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Neighbourhood of a server: k-hop expansion, expansion-aware sampling and split over ranks (GraNNDis).
 
-Algorithms 3.1 and 3.3. Also composes the seeds of cooperative batches.
+See docs/strategies/shared_preload.md. Also composes the seeds of cooperative batches.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ _AHEAD = 2
 
 Selection: TypeAlias = Callable[[Structure, tuple[int, int], Array], Array]
 """Maps (structure, half-open range of the server's own nodes, (K,) ascending int64 seeds of the server) to
-the (n,) ascending int64 ids of the nodes that the server may use, including the seeds (algorithms 3.3).
-Called on the leader of each server; must not use collectives."""
+the (n,) ascending int64 ids of the nodes that the server may use, including the seeds
+(docs/strategies/shared_preload.md, "Expansion-aware sampling"). Called on the leader of each server;
+must not use collectives."""
 
 
 @final
@@ -538,7 +539,9 @@ class EasSelector:
         self._external_degrees = external_degrees(g, self._structure)
 
     def select(self, inner: Array, options: EasOptions, *, seed: int, draw: int = 0) -> Array:
-        """Return the (s,) int64 ascending nodes that ``inner`` expands to, Sel (algorithms 3.3).
+        """Return the (s,) int64 ascending nodes that ``inner`` expands to, Sel.
+
+        See docs/strategies/shared_preload.md, "Expansion-aware sampling".
 
         The result does not depend on the rank: random numbers are keyed by (seed, draw, node). For one seed,
         Sel grows with m, and with k for m up to 2 (beyond that, a larger k may reach a node earlier, when

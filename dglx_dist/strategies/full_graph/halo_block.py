@@ -1,4 +1,4 @@
-"""DGL block whose sources are distributed over ranks, for unmodified DGL models (algorithms 3.1, 3.2b)."""
+"""DGL block whose sources are distributed over ranks, for unmodified DGL models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Halo exchange between ranks as an autograd operator with an exact adjoint (algorithms 3.1, 3.2).
+"""Halo exchange between ranks as an autograd operator with an exact adjoint (docs/strategies/full_graph.md).
 
 Forward sends copies of own rows to peers and appends the rows that peers send. Backward is the transpose: it
 sends the gradients of these copies to the ranks that hold the rows, which add them up.

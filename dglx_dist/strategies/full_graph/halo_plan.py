@@ -51,7 +51,7 @@ Sent: TypeAlias = tuple[tuple[int, Array], ...]
 @final
 @dataclass(frozen=True, kw_only=True)
 class HaloLayer:
-    """One layer's block on one rank, l of ``1..L`` (algorithms 3.1, 3.2b).
+    """One layer's block on one rank, l of ``1..L``.
 
     The sources are the rank's own rows of the previous layer, followed by the halo: rows of other ranks,
     grouped by rank in ascending order and ascending by id within a rank. The targets are the first

@@ -72,7 +72,7 @@ class ColumnReader:
         """Return the columns of ``plan``.
 
         Sends 8 bytes for each feature row of another server and receives the row, once per server, because
-        its ranks hold different rows (algorithms 3.1). Edge values likewise, once for all layers. Rows on
+        its ranks hold different rows. Edge values likewise, once for all layers. Rows on
         disk are mapped, and nothing is sent for them.
 
         Args:

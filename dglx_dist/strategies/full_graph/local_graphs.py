@@ -242,7 +242,7 @@ def local_graph(
     it with a full-graph strategy (``dx.init(strategy="full_graph")``, ``dx.wrap``), which sums the gradients.
 
     Each epoch sends, per layer, the source columns that messages read, once to each rank that needs them, and
-    the gradients back (algorithms 3.1). With ``use_pp`` layer 1 sends nothing if its input is the unchanged
+    the gradients back. With ``use_pp`` layer 1 sends nothing if its input is the unchanged
     features. ``dgl.NID`` and ``dgl.EID`` have the global ids.
 
     Args:

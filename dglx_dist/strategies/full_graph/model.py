@@ -59,7 +59,7 @@ def install(model: nn.Module) -> None:
 
     The rows are the argument after the block, or else the one before it: a tensor of two or more dimensions,
     or a pair of sources and destinations. They are exchanged once, in the outermost module that receives
-    them, with the width of that module's input (algorithms 3.1). Tensors with a row for each source are not
+    them, with the width of that module's input. Tensors with a row for each source are not
     exchanged. Other tensors of own rows, also one-dimensional ones, are exchanged when they are set on the
     block's sources. Arguments named "edge...", "efeat", "efeats", "e" or "w" are never taken for node rows.
     Edge data must not be passed under other names: it would be exchanged if there are as many edges as own

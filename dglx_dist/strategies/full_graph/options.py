@@ -60,7 +60,7 @@ class FullGraphOptions:
     """
 
     hops: int | None = None
-    """k: number of layers that a server computes alone (algorithms 3.2); None: all."""
+    """k: number of layers that a server computes alone (docs/strategies/shared_preload.md); None: all."""
     use_pp: bool = True
     """Whether halo features are fetched once and kept, or exchanged in each epoch."""
     split: str = AUTO

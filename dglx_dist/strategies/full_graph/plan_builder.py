@@ -1,4 +1,6 @@
-"""Collective construction of full-graph plans from the seeds of all ranks (GraNNDis; algorithms 3.1, 3.2).
+"""Collective construction of full-graph plans from the seeds of all ranks (GraNNDis).
+
+See docs/strategies/shared_preload.md.
 
 The first rank of every server is its leader. It expands the seeds by one-sided requests, splits the rows
 among the ranks of the server and writes them to shared memory. Each rank then builds its own layers. No rank
@@ -521,7 +523,7 @@ class PlanRequest:
     hops: int
     """k in 0..L: number of layers that a server computes alone; 0: full_graph, L: no rows cross servers."""
     eas: Selection | None = None
-    """Selects the nodes that a server may use (algorithms 3.3); needs hops == L. None: all."""
+    """Selects the nodes that a server may use (expansion-aware sampling); needs hops == L. None: all."""
     split: str = AUTO
     """Partitioner that splits the rows of a server among its ranks; ``auto``: METIS. Unused with hops 0,
     where a rank computes the rows that it owns."""

@@ -27,7 +27,7 @@ from dglx_dist.strategies.push_pull.block_exchange import STRUCTURE
 from dglx_dist.strategies.push_pull.options import Group, PartInput
 
 FORWARD, BACKWARD = "activations", "activation_gradients"
-"""Ledger phases (algorithms 2.4: forward pull, backward push)."""
+"""Ledger phases (forward pull, backward push)."""
 
 _PULL, _PUSH = 1, 2
 """Message tags: pulls and pushes may overtake each other on the wire."""

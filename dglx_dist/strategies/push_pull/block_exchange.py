@@ -27,7 +27,7 @@ from dglx_dist.records import Array
 from dglx_dist.strategies.push_pull.options import Group, StructureChoice
 
 STRUCTURE = "structure"
-"""Ledger phase: (N_f - 1) 4 [(D1 + 1) + E1 + L0] bytes per owner and batch (algorithms 2.4)."""
+"""Ledger phase: (N_f - 1) 4 [(D1 + 1) + E1 + L0] bytes per owner and batch; docs/strategies/push_pull.md."""
 
 SEEDS = "seeds"
 """Ledger phase: 8 bytes per seed of every other member, once."""
@@ -201,7 +201,7 @@ class AdaptiveStructure(StructureSource):
 
 @final
 class PushedStructure(StructureSource):
-    """Sends each batch's layer-1 block to the other members, and waits for theirs (algorithms 2.2).
+    """Sends each batch's layer-1 block to the other members, and waits for theirs.
 
     All ranks must have constructed theirs before one iterates. ``op`` is the name of the remote call, equal
     on all ranks and used by nothing else.

@@ -1,4 +1,4 @@
-"""This rank's feature columns for all nodes: files, loading, row statistics and the store (P3, 3.2)."""
+"""This rank's feature columns for all nodes: files, loading, row statistics, the store (P3, section 3.2)."""
 
 from __future__ import annotations
 

@@ -169,7 +169,9 @@ def read_push_pull_options(options: Mapping[str, object]) -> PushPullOptions:
 
 
 def smallest_group(world_size: int, feature_bytes: int, memory_bytes: int) -> int:
-    """Return the fewest ranks that hold ``feature_bytes`` together with ``memory_bytes`` each (P3, 3.5).
+    """Return the fewest ranks that hold ``feature_bytes`` together with ``memory_bytes`` each.
+
+    See P3, section 3.5.
 
     Raises:
         ConfigError: not even all of them can hold them.

@@ -1,7 +1,8 @@
 """P3's pipeline: several mini-batches in flight, each with the weights that it began with.
 
 With b the batch of the user's current iteration and two or more batches in flight, one iteration runs
-fM(b+1), fD(b), bD(b), bM(b) (with three: bM(b-1)) and the user's optimizer step. See algorithms 2.5.
+fM(b+1), fD(b), bD(b), bM(b) (with three: bM(b-1)) and the user's optimizer step. See
+docs/strategies/push_pull.md, "What a step does".
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class InFlightBatch:
     pushes: list[Transfer] = field(default_factory=list)
     """The owners' gradients of those sums."""
     weight: float = 1.0
-    """Of this rank's gradient in the step (algorithms 0.1)."""
+    """Of this rank's gradient in the step (the gradient rule, docs/design/contracts.md)."""
 
     def sums(self) -> PartialSums:
         """Wait for the parts' shares and return their sums, without a gradient."""

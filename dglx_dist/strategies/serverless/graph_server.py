@@ -78,7 +78,7 @@ def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
 
     Args:
         program: The model as steps.
-        fused: Whether the last step runs forward and backward in one task (section 6, task fusion).
+        fused: Whether the last step runs forward and backward in one task (Dorylus, section 6: fusion).
     """
     forward = [_forward(program, index) for index in range(program.last)]
     if fused:

@@ -1,4 +1,4 @@
-"""Full-graph training moves the bytes of algorithms 3.1, inside a server and between servers."""
+"""Full-graph training moves the bytes that docs/strategies say, inside a server and between servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cooperative batching on real ranks (algorithms 3.8 (5)): float64, plain SGD."""
+"""Cooperative batching on real ranks: float64, plain SGD."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which external nodes servers keep (algorithms 3.8 (4)), on real ranks against sets over the edge list."""
+"""Which external nodes servers keep, on real ranks against sets over the edge list."""
 
 from __future__ import annotations
 

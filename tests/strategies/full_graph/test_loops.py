@@ -158,7 +158,6 @@ def test_a_model_may_go_on_from_the_rows_of_another(results: list[dict[str, Any]
 def test_replicas_are_their_owners_rows_and_share_its_gradient(
     results: list[dict[str, Any]], way: str
 ) -> None:
-    """algorithms 3.8 (6)."""
     graph = equality.plain_graph()
     model: Any = runs.first_model("sage")
     x = graph.ndata["feat"].requires_grad_()

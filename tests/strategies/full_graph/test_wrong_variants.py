@@ -1,4 +1,4 @@
-"""Mistakes that other implementations make leave other weights: equality is no accident (algorithms 3.7)."""
+"""Mistakes that other implementations make leave other weights: equality is no accident."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_weights_are_those_of_one_process(folder: Path, ranks: int, ranks_per_se
 
 
 def check_bytes(kind: str, total: Counter[str], ranks: int) -> None:
-    """algorithms 2.4 with int32 structure, and 2.3 for attention; each owner has N - 1 peers."""
+    """docs/strategies/push_pull.md, "When it pays", with int32 structure; each owner has N - 1 peers."""
     peers, size, steps = ranks - 1, 8, equality.STEPS
     activations = total["D1"] * equality.HIDDEN * size
     if kind == "gat":

@@ -1,4 +1,4 @@
-"""algorithms 2.9 (10): every message between ranks delayed at random; not a bit of the weights changes."""
+"""Every message between ranks delayed at random; not a bit of the weights changes."""
 
 from __future__ import annotations
 

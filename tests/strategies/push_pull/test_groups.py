@@ -1,4 +1,4 @@
-"""Groups of replicas (algorithms 2.6): the same weights, and the bytes that the size of a group says."""
+"""Groups of replicas: the same weights, and the bytes that the size of a group says."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def check_bytes(name: str, by_size: dict[int, list[Notes]]) -> None:
     matrices = {"sage": 2, "gat": 1}[RUNS[name].kind]
     steps, cut_bytes = EPOCHS * runs.STEPS, matrices * equality.HIDDEN * equality.WIDTH * 8
     for size in SIZES:
-        # A ring over n ranks sends 2 (n - 1) times its bytes in all (algorithms 0.4).
+        # A ring over n ranks sends 2 (n - 1) times its bytes in all.
         replicas = RANKS // size
         added = steps * 2 * (replicas - 1) * cut_bytes
         assert total[size]["gradients"] == total[RANKS]["gradients"] + added

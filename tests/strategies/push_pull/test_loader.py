@@ -171,7 +171,7 @@ def test_epochs_of_an_empty_rank_and_of_others(three: list[dict[str, Any]]) -> N
 
 @pytest.mark.parametrize("kind", ["nodes", "here", "edges"])
 def test_bytes(three: list[dict[str, Any]], kind: str) -> None:
-    """algorithms 2.4: int32 CSC to each of two peers; nothing when structure is drawn again."""
+    """int32 CSC to each of two peers; nothing when structure is drawn again."""
     for rank, found in enumerate(three):
         epochs, pushed = found[f"{kind}/push"]
         own = [step[rank] for epoch in epochs for step in epoch]

@@ -1,7 +1,7 @@
 """Batches in flight: the weights are those of delayed SGD with the logged versions, in one process.
 
-algorithms 2.9 (2), (4), (5) and (9): every depth, both variants of the weights and both orders, on one rank
-to the last bit and on several with uneven and empty shares.
+Every depth, both variants of the weights and both orders, on one rank to the last bit and on several
+with uneven and empty shares.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def watch_phases(model: Any, seen: dict[int, dict[str, str]]) -> None:
 
 
 def test_the_four_phases_of_a_batch_see_the_same_weights(folder: Path) -> None:
-    """algorithms 2.9 (4): the same stash from fM to bM; with whole weights D's as well."""
+    """The same stash from fM to bM; with whole weights D's as well."""
     found = run_ranks(phases_on_rank, 2, args=(str(folder),))[0]
     for name in PHASES:
         by_batch, notes = found[name]

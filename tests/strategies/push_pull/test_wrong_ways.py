@@ -1,4 +1,4 @@
-"""Mistakes that implementations of P3 make (algorithms 2.8): each leaves other weights, so tests see them.
+"""Mistakes that implementations of P3 make: each leaves other weights, so tests see them.
 
 Every mistake is made in the real code, by replacing the one function that does it right.
 """

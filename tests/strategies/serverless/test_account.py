@@ -19,7 +19,7 @@ from dglx_dist.strategies.serverless.options import read_settings
 from dglx_dist.strategies.serverless.scheduler import Snapshot
 
 TABLE = prices("dorylus")
-# A million functions of 192 MB that took 100 ms each: algorithms 4.10 (11).
+# A million functions of 192 MB that took 100 ms each.
 MILLION = Counts(invocations=10**6, cold=10, warm=10**6 - 10, billed_s=1e5, gb_s=1e5 * 192 / 1024)
 NOW = Snapshot(epochs=(3, 4, 3), steps=("GA1", "AV1", "AV1"), queue=2, tasks=1)
 
