@@ -1,4 +1,4 @@
-"""Rooms import upwards only: the order is the list in docs/design/contracts.md."""
+"""A room imports only rooms named before it in the list of docs/design/contracts.md."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ FORBIDDEN = ("dgl.distributed", "dgl.graphbolt", "dgl.sparse", "pickle", "marsha
 
 def order() -> list[str]:
     page = (ROOT / "docs" / "design" / "contracts.md").read_text()
-    (listed,) = re.findall(r"upwards in this list only: (.*?)\.\n", page, flags=re.DOTALL)
+    (listed,) = re.findall(r"rooms named before it in this list: (.*?)\.\n", page, flags=re.DOTALL)
     return [name.strip() for name in listed.split(",")]
 
 
