@@ -94,8 +94,7 @@ def test_a_result_fills_its_row_and_gets_a_section(folder: Path) -> None:
     assert "- **Verdict**: **reproduced**. It pays.\n" in page
     assert (
         "`python scripts/bench --suite papers --only D1 --out results`, 5 repetitions, 2026-11-21 "
-        "![P1](results/P1-b"
-        in page
+        "![P1](results/P1-b" in page
     )
     assert "2026-11-21 to 2026-11-21 on: cpu A processor; cores 2; versions (torch 2.13.0)." in page
 

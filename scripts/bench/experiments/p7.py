@@ -37,7 +37,7 @@ EXPERIMENT = Experiment(
         setting="4 servers of 4 P100, 10 Gbit/s, hidden width 32",
     ),
     prediction=(
-        "Bytes and times by the formulas of algorithms 2.4 from counted blocks (in the report): the "
+        "Bytes and times by the formulas of docs/strategies/push_pull.md from counted blocks: the "
         "deeper, the nearer come the input rows to the rows of layer 1 on a graph this small, so that "
         "here the gain shrinks with the layers, where on graphs that a batch never covers it grows."
     ),

@@ -46,7 +46,7 @@ EXPERIMENT = Experiment(
         "GCN moves what GraphSAGE does. SGC maps to the classes before it aggregates, so its sums are as "
         "narrow as these and its gain is larger. GAT adds 2 (L0 + D1) K logits each way: with 8 heads "
         "more than the 32 columns of its sums, so that it moves more than data parallelism and loses "
-        "(formulas of algorithms 2.3 and 2.4, in the report)."
+        "(formulas of docs/strategies/push_pull.md, in the report)."
     ),
     how=HOW
     + (
