@@ -15,7 +15,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--all"):
+    named = any("::" in argument for argument in config.args) or config.getoption("-m")
+    if not config.getoption("--all") and not named:
         wide = {item for item in items if {mark.name for mark in item.iter_markers()} & {"wide", "real_data"}}
         config.hook.pytest_deselected(items=list(wide))
         items[:] = [item for item in items if item not in wide]

@@ -269,8 +269,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
         before = read_epochs(folder) if plan.resume else ()
         if writes:
             if not plan.resume:
-                # Otherwise a later --resume or restart would load those of the replaced run.
-                shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+                _clear_checkpoints(folder)
             start_run(folder, config, keep_metrics=plan.resume, plan=choice)
         built = build(plan, g, ntype, g.num_classes(ntype))
         wrapped, result = _fit(
@@ -291,6 +290,17 @@ def train_dataset(plan: TrainConfig) -> Trained:
             _draw(epochs, folder, run_title(summary, config))
         _write_outputs(plan, wrapped, built, g, ntype)
         return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
+
+
+def _clear_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of a replaced run, which --resume would load; a restart moves them aside."""
+    launch, restarts = read_launch()
+    if restarts and (folder / CHECKPOINTS).is_dir():
+        # On several machines rank 0 may now be another one, and cannot tell whose checkpoints these are.
+        aside = folder / f"{CHECKPOINTS}-before-{launch or 'restart'}-{restarts}"
+        (folder / CHECKPOINTS).rename(aside)
+        log.warning("this restart begins at epoch 0; the earlier checkpoints are kept in %s", aside)
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 
 
 def _resume_after_restart(plan: TrainConfig, session: Session) -> TrainConfig:

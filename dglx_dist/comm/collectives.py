@@ -259,9 +259,11 @@ def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[Dglx
         # Of any kind: a value of a wrong type on one rank must not leave the others waiting.
         meant = isinstance(caught, DglxError | IndexError) and str(caught)
         mine, problem = caught, str(caught) if meant else f"{type(caught).__name__}: {caught}"
-    problems = gather_json(problem, session)
-    if mine is not None:
-        raise mine
+    try:
+        problems = gather_json(problem, session)
+    finally:
+        if mine is not None:
+            raise mine
     for rank, text in enumerate(problems):
         if text:
             raise error(f"rank {rank} on {session.hosts[rank]}: {text}")

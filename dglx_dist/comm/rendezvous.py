@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +18,7 @@ from dglx_dist.errors import PeerError
 _CHECK_EVERY_S = 1.0
 """Period at which a waiting rank probes those it waits for."""
 _FIRST_ERROR = "first_error"
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost")
 
 
 def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: float) -> Store:
@@ -27,6 +29,9 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
     """
     hosts_it = rank == 0 and not rendezvous.hosted_by_agent
     try:
+        # TCPStore binds to every interface unless it gets a listener.
+        bound = hosts_it and rendezvous.host in _LOOPBACK_HOSTS
+        listener = socket.create_server(("127.0.0.1", rendezvous.port)) if bound else None
         store = TCPStore(
             rendezvous.host,
             rendezvous.port,
@@ -35,8 +40,9 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,  # its error would not name the missing ranks
             multi_tenant=True,
+            master_listen_fd=None if listener is None else listener.detach(),
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         who = "the launcher" if rendezvous.hosted_by_agent else "rank 0"
         raise PeerError(
             f"rank {rank} found no rendezvous at {rendezvous.host}:{rendezvous.port} within {timeout_s:g} s; "

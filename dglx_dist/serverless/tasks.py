@@ -458,11 +458,12 @@ def kernels() -> str:
     library = ctypes.CDLL(importlib.import_module("numpy.linalg._umath_linalg").__file__)
     described = next((getattr(library, name) for name in _OPENBLAS if hasattr(library, name)), None)
     if described is None:
-        blas = " ".join(str(built["Build Dependencies"]["blas"].get(key)) for key in ("name", "version"))
+        found = built.get("Build Dependencies", {}).get("blas", {})
+        blas = " ".join(str(found.get(key)) for key in ("name", "version"))
     else:
         described.restype = ctypes.c_char_p
         blas = " ".join(described().decode(errors="replace").split())
-    return f"NumPy {np.__version__}; {blas}; {' '.join(built['SIMD Extensions'].get('found', ()))}"
+    return f"NumPy {np.__version__}; {blas}; {' '.join(built.get('SIMD Extensions', {}).get('found', ()))}"
 
 
 class Computed(NamedTuple):

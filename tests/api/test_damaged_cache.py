@@ -46,7 +46,7 @@ def with_flipped_bits(folder: Path, out: Path, kind: str) -> tuple[list[list[flo
     for turn, name in enumerate(("*.npy", "*.arrow", STAMP, "one rank")):
         paths = sorted(folder.glob(f"cache/{KINDS[kind][1]}{'*' if name == 'one rank' else name}"))
         if name == "one rank":
-            paths = paths[-1:]
+            paths = [path for path in paths if path.name != STAMP][-1:]
         with start_session() as session:
             flip_first(session, paths)
         losses.append(trained(folder, out / str(turn), kind))

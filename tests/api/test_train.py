@@ -54,6 +54,8 @@ def test_only_a_restart_of_the_same_launch_goes_on(
     # Its first attempt ended before it replaced the run of another launch.
     replaced = made("job_b", 1)
     assert replaced != before
+    (aside,) = (tmp_path / "run").glob(f"{CHECKPOINTS}-before-*")
+    assert (aside / first.name).stat().st_mtime_ns == before, "a restart deletes no checkpoint"
     assert made("job_b", 0) != replaced
 
 

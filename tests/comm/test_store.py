@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
+import psutil
 import pytest
 from torch.distributed import HashStore
 
 from dglx_dist.comm import rendezvous as module
 from dglx_dist.comm.rendezvous import JobStore
+from dglx_dist.comm.topology import read_rendezvous
 from dglx_dist.errors import PeerError
 
 KEYS = ("barrier/1/0", "barrier/1/1", "barrier/1/2")
@@ -56,3 +60,17 @@ def test_a_rank_that_failed_after_it_came_has_not_failed_before(store: JobStore)
     asked: list[list[int]] = []
     store.barrier("the end", check=failed_meanwhile)
     assert asked == [[0, 2], [2]]
+
+
+def test_a_store_that_rank_0_hosts_at_loopback_listens_there_only() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    store = module.open_store(read_rendezvous({**variables, "LOCAL_WORLD_SIZE": "1"}), 0, 1, 30.0)
+    listening = [
+        one.laddr.ip
+        for one in psutil.Process().net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+    ]
+    del store
+    assert listening == ["127.0.0.1"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from dglx_dist.comm.topology import (
     Topology,
+    bind_alike,
     launched_by_torchrun,
     read_rendezvous,
     read_settings,
@@ -120,3 +122,28 @@ def test_what_a_launcher_says_for_a_script() -> None:
 def test_impossible_topologies_are_refused(servers: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError):
         Topology(0, len(servers) if servers != (0,) else 2, servers)
+
+
+def test_gloo_and_nccl_follow_the_ranks_to_loopback_unless_the_user_set_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable in (GLOO, NCCL):
+        monkeypatch.setenv(variable, "")  # restored behind the test
+        monkeypatch.delenv(variable)
+    one_machine = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_PORT": "1",
+        "MASTER_ADDR": "x",
+    }
+    bind_alike(read_rendezvous(one_machine))
+    assert GLOO not in os.environ
+    bind_alike(read_rendezvous({**one_machine, "GROUP_WORLD_SIZE": "2"}))
+    assert GLOO not in os.environ
+    monkeypatch.setenv(NCCL, "eth7")
+    bind_alike(read_rendezvous({**one_machine, "GROUP_WORLD_SIZE": "1"}))
+    assert (os.environ[GLOO], os.environ[NCCL]) == ("lo", "eth7")
+
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"

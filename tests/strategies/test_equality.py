@@ -49,7 +49,7 @@ COLUMNS = [
 ]
 
 # (ranks, ranks per server): one server, several of them, servers of unequal size (three ranks: two and one).
-PLACEMENTS = [(1, 1), (2, 1), (4, 2), *wide((2, 2), (3, 3), (3, 2), (3, 1), (4, 4), (4, 1))]
+PLACEMENTS = [(1, 1), (2, 1), (3, 2), (4, 2), *wide((2, 2), (3, 3), (3, 1), (4, 4), (4, 1))]
 TOLERANCE = 1e-10
 
 

@@ -293,7 +293,7 @@ class WorkerService:
             GIVE: self._submit,
         }
         phases = {PROGRAM: PROGRAM_PHASE, PULL: DOWN, GIVE: UP}
-        self.kernels = {kernels()}
+        self.kernels = {printable(kernels(), _LONGEST_KERNELS).replace("\n", " ")}
         """Kernels of this process and those that workers reported."""
         for op, handler in self._handlers.items():
             rpc.register(op, self._counted(op, phases[op], handler), for_clients=True)
@@ -446,7 +446,7 @@ class Engine:
     @property
     def kernels(self) -> list[str]:
         """Numerical kernels of this graph server and its workers; see ``kernels`` of tasks."""
-        return sorted(self._worker_service.kernels)
+        return sorted(self._worker_service.kernels.copy())
 
     def snapshot(self) -> Snapshot:
         """Return the current state of this graph server; thread-safe."""
