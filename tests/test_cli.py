@@ -276,7 +276,7 @@ def test_a_corrupt_file_is_named(tmp_path: Path) -> None:
     content = bytearray(victim.read_bytes())
     content[-100] ^= 1
     victim.write_bytes(content)
-    # Ranks that find it, and tell the others: tests/graph/test_opening.py.
+    # Ranks that find it, and tell the others: tests/graph/test_dist_graph.py.
     for arguments in (("inspect", str(folder)), ("train", str(folder), "--out", str(tmp_path / "r"))):
         assert "feat.arrow" in refused(*arguments)
 

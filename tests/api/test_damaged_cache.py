@@ -1,19 +1,29 @@
-"""A bit that flips in what is kept beside a dataset changes no run, on whichever rank it is."""
+"""Files that are kept beside a dataset: made once, checked, and made again when one bit differs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from dglx_dist import api as cut_cache
+from dglx_dist.api import partition_cached
 from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
-from dglx_dist.data.storage.files import STAMP
+from dglx_dist.data.storage.columns import CACHE, MANIFEST
+from dglx_dist.data.storage.files import STAMP, partial_folder
+from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
+from dglx_dist.errors import StorageError
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
+from tests.api.graphs import two_triangles
 from tests.data.storage.graphs import flip
 from tests.helpers.ranks import run_ranks
 
@@ -75,3 +85,82 @@ def test_training_is_the_same_to_the_last_bit(tmp_path: Path, kind: str) -> None
         arrays = flipped[0] + flipped[1]
         assert arrays >= flipped[2] > 0
         assert flipped[3] == 1
+
+
+PLAN = PartitionPlan(num_parts=2, method="hash")
+
+
+@pytest.fixture
+def instead(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], None]:
+    """Put a function in the place of the cutting."""
+    return lambda cut: monkeypatch.setattr(cut_cache, "partition_to_disk", cut)
+
+
+def refuse(*_: object) -> None:
+    raise StorageError("the disk is full")
+
+
+def test_what_is_there_is_not_cut_again(tmp_path: Path, instead: Callable[..., None]) -> None:
+    folder = partition_cached(two_triangles(), PLAN, tmp_path)
+    instead(refuse)
+    assert partition_cached(two_triangles(), PLAN, tmp_path) == folder
+    assert (folder / MANIFEST).is_file()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files_of(folder)}
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != CACHE)
+
+
+def test_a_cut_with_a_flipped_bit_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = partition_cached(two_triangles(), PLAN, tmp_path)
+    whole = contents(folder)
+    for path in files_of(folder):
+        # Once as the user of an earlier run left it: found whole.
+        open_dataset(folder)
+        flip(path, path.stat().st_size // 2)
+        caplog.clear()
+        assert partition_cached(two_triangles(), PLAN, tmp_path) == folder
+        assert contents(folder) == whole
+        assert caplog.text.count("is partitioned again") == 1
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_whoever_finishes_first_counts(tmp_path: Path, instead: Callable[..., None]) -> None:
+    def cut_by_another_run_too(*cut: Path) -> None:
+        partition_to_disk(*cut)  # type: ignore[arg-type]
+        partition_to_disk(*cut)  # type: ignore[arg-type]
+
+    instead(cut_by_another_run_too)
+    assert (partition_cached(two_triangles(), PLAN, tmp_path) / MANIFEST).is_file()
+    instead(refuse)
+    with pytest.raises(StorageError, match="disk is full"):
+        partition_cached(two_triangles(), PartitionPlan(num_parts=3, method="hash"), tmp_path)
+
+
+def test_what_a_killed_run_left_goes(tmp_path: Path) -> None:
+    with partial_folder(tmp_path / "graph") as mine:
+        done = subprocess.Popen(["true"])
+        done.wait()
+        left = mine.rename(mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{done.pid}-")))
+        (left / "part0").mkdir()
+        (tmp_path / "other" / left.name).mkdir(parents=True)
+        folder = partition_cached(two_triangles(), PLAN, tmp_path)
+    # Not what lies deeper: the cache may be a folder with much else in it.
+    assert sorted(tmp_path.iterdir()) == sorted([folder, tmp_path / "other"])
+    assert [path.name for path in (tmp_path / "other").iterdir()] == [left.name]
+
+
+def test_a_cache_that_cannot_be_written_is_told_before_the_work(
+    tmp_path: Path, instead: Callable[..., None]
+) -> None:
+    def cut(*_: object) -> None:
+        pytest.fail("the graph was cut, and then there was no place for it")
+
+    instead(cut)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StorageError, match="cannot be written"):
+        partition_cached(two_triangles(), PLAN, tmp_path / "file")

@@ -1,3 +1,7 @@
+"""From a graph in memory to a partitioned dataset: one part a rank; an existing one is kept."""
+
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,12 +1,20 @@
+"""``dglx train`` in one process: the run's folder, the predictions, every built-in model."""
+
+from __future__ import annotations
+
 import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pyarrow.dataset
 import pytest
+import torch
 
 import dglx_dist as dx
 from dglx_dist.cli.train_config import TrainConfig
@@ -15,6 +23,9 @@ from dglx_dist.errors import StorageError
 from dglx_dist.records import EpochRecord
 from dglx_dist.report.run_folder import append_epoch
 from tests.api.graphs import as_dgl
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks
+from tests.training import hetero
 
 
 @pytest.fixture
@@ -112,6 +123,110 @@ def test_a_picture_that_cannot_be_written_is_an_error_of_ours_and_costs_no_figur
     with pytest.raises(StorageError, match="dglx report"):
         train_dataset(TrainConfig(data=dataset, out=str(tmp_path / "run"), epochs=1))
     assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def predicted_dataset(folder: Path, parts: int) -> str:
+    """Two triangles; the class is the triangle, and so is the first feature."""
+    graph = as_dgl()
+    graph.ndata["label"] = (graph.nodes() > 2).long()
+    for place, name in enumerate(("train_mask", "val_mask", "test_mask")):
+        graph.ndata[name] = graph.nodes() % 3 == place
+    graph.ndata["feat"] = torch.stack([graph.ndata["label"] * 4.0 - 2.0, torch.zeros(6)], 1)
+    dx.partition_graph(graph, "t", parts, folder, part_method="random", seed=4)
+    return str(folder / "t")
+
+
+def _train(data: str, out: str) -> float:
+    """Train for an epoch, and again for thirty; return the test accuracy of the second run."""
+    plan = TrainConfig(
+        data=data, out=f"{out}/run", epochs=30, hidden=8, dropout=0.0, model="mlp", batch_size=6, lr=0.05,
+        predictions=f"{out}/classes", save_embeddings=f"{out}/hidden", eval_every=0,
+    )  # fmt: skip
+    # The second replaces what the first has written.
+    train_dataset(replace(plan, epochs=1))
+    accuracy = train_dataset(plan).summary["test_accuracy"]
+    assert isinstance(accuracy, float)
+    return accuracy
+
+
+def test_the_class_of_every_node_under_its_original_id(tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        data = predicted_dataset(folder, ranks)
+        assert run_ranks(_train, ranks, args=(data, str(folder))) == [1.0] * ranks
+        table = pyarrow.dataset.dataset(folder / "classes").to_table().to_pydict()
+        assert dict(zip(table["id"], table["prediction"], strict=True)) == {
+            0: 0,
+            1: 0,
+            2: 0,
+            3: 1,
+            4: 1,
+            5: 1,
+        }
+        hidden = pyarrow.dataset.dataset(folder / "hidden").to_table()
+        rows = dict(zip(hidden["id"].to_pylist(), hidden["embedding"].to_pylist(), strict=True))
+        assert {len(row) for row in rows.values()} == {8}
+        # Nodes of one triangle have the same features, so the same hidden layer; the other's differs.
+        assert rows[0] == rows[1] == rows[2] != rows[3] == rows[4] == rows[5]
+
+
+def test_a_folder_of_something_else_is_found_before_training(tmp_path: Path) -> None:
+    (tmp_path / "classes").mkdir()
+    (tmp_path / "classes" / "letter.txt").write_text("dear")
+    with pytest.raises(dx.StorageError, match="other contents than exported rows"):
+        _train(predicted_dataset(tmp_path, 1), str(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_layer_has_no_layer_before_the_scores() -> None:
+    with pytest.raises(dx.ConfigError, match="--save-embeddings out must be left out with --layers 1"):
+        TrainConfig(data="d", out="o", layers=1, fanouts=(5,), save_embeddings="out")
+
+
+def _train_model(folder: str, out: str, options: dict[str, Any]) -> list[tuple[float, float]]:
+    plan = TrainConfig(
+        data=folder, out=out, hidden=8, fanouts=(-1, -1), batch_size=20, dropout=0.0, lr=0.02, eval_every=0,
+        **options,
+    )  # fmt: skip
+    epochs = train_dataset(plan).epochs
+    return [(epoch.loss, epoch.train_accuracy) for epoch in epochs]
+
+
+@pytest.mark.parametrize("model", ["rgcn", *wide("hgt")])
+def test_a_run_on_two_servers_is_that_of_one_process(model: str, tmp_path: Path) -> None:
+    data = str(hetero.write_parts(tmp_path))
+    options = {"model": model, "epochs": 25}
+    (alone,) = run_ranks(_train_model, 1, args=(data, str(tmp_path / "alone"), options))
+    # Twenty papers to train on: they are learnt by heart.
+    assert alone[-1][1] > 0.9
+    written = {"predictions": str(tmp_path / "classes"), "save_embeddings": str(tmp_path / "hidden")}
+    cached = {"cache": "vip", "cache_alpha": 1.0}
+    both = run_ranks(
+        _train_model, 2, args=(data, str(tmp_path / "both"), options | written | cached), ranks_per_server=1
+    )
+    assert both[0] == both[1]
+    assert [loss for loss, _ in both[0][:5]] == pytest.approx([loss for loss, _ in alone[:5]], rel=1e-3)
+    classes = pyarrow.dataset.dataset(tmp_path / "classes").to_table()
+    assert sorted(classes["id"].to_pylist()) == list(range(hetero.NUM_NODES["paper"]))
+    for ntype, count in hetero.NUM_NODES.items():
+        rows = pyarrow.dataset.dataset(tmp_path / "hidden" / ntype).to_table()
+        assert sorted(rows["id"].to_pylist()) == list(range(count))
+        assert {len(row) for row in rows["embedding"].to_pylist()} == {8}
+    summary = json.loads((tmp_path / "both" / "summary.json").read_text())
+    assert 0.0 <= summary["test_accuracy"] <= 1.0
+
+
+def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path) -> None:
+    data, out = str(hetero.write_parts(tmp_path)), str(tmp_path / "run")
+    whole = _train_model(data, str(tmp_path / "whole"), {"model": "rgcn", "epochs": 4})
+    _train_model(data, out, {"model": "rgcn", "epochs": 2, "checkpoint_every": 1})
+    assert _train_model(data, out, {"model": "rgcn", "epochs": 4, "resume": True}) == whole
+
+
+def test_a_model_for_one_type_names_those_for_several(tmp_path: Path) -> None:
+    plan = TrainConfig(data=str(hetero.write_parts(tmp_path)), out=str(tmp_path / "run"))
+    with pytest.raises(dx.ConfigError, match=r"3 node and 5 edge types, and --model sage .* --model rgcn or"):
+        train_dataset(plan)
 
 
 if __name__ == "__main__":

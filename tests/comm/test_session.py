@@ -1,18 +1,38 @@
-"""Sessions: what they offer, that there is one at a time, and that they leave nothing behind."""
+"""Sessions: one at a time, options that all ranks must share, scratch folders, network, clean ends."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+import signal
 import threading
+import uuid
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dglx_dist.comm.collectives import barrier, gather_int64
-from dglx_dist.comm.session import current_session, start_session
-from dglx_dist.comm.topology import Topology
+from dglx_dist.comm.session import (
+    Scratch,
+    agreement_facts,
+    check_agreement,
+    current_session,
+    if_alive,
+    start_session,
+)
+from dglx_dist.comm.topology import (
+    Topology,
+    endpoint_of,
+    interface_address,
+    link_speed,
+    listening_address,
+    read_rendezvous,
+)
 from dglx_dist.errors import ConfigError, RemoteError
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_ranks, start_ranks
 
 
 def test_one_process_needs_no_launcher() -> None:
@@ -91,3 +111,171 @@ def test_work_under_way_is_finished_before_the_end_and_its_error_ends_the_sessio
     session = start_session(topology=alone)
     session.before_close.append(fail)
     session.close(failed=True)
+
+
+def told(strategy: str = "push_pull", seed: int = 0, curve: bool = False, **options: Any) -> dict[str, Any]:
+    return {"no_trace": "", **agreement_facts(strategy, options, seed, curve)}
+
+
+def test_order_machines_and_objects_do_not_matter() -> None:
+    check_agreement([told(depth=2, order="x", memory="4GB"), told(order="x", depth=2, threads=3)])
+    check_agreement([told(make=object()), told(make=object())])
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (
+            told(),
+            r"rank 0 has options '{\"depth\": 2}' and rank 2 has '{}'; give the strategy the same options",
+        ),
+        (told("full_graph", depth=2), "give the same --strategy on all ranks"),
+        (told(seed=1, depth=2), "rank 0 has seed 0 and rank 2 has 1"),
+        (told(curve=True, depth=2), "set DGLX_CURVE alike"),
+        ({**told(depth=2), "no_trace": "the folder is full"}, "the folder is full"),
+    ],
+)
+def test_ranks_that_differ_are_named(other: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        check_agreement([told(depth=2), told(depth=2), other])
+
+
+class Counter:
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def count(self) -> None:
+        self._calls.append("called")
+
+
+def test_only_while_the_object_lives() -> None:
+    calls: list[str] = []
+    counter = Counter(calls)
+    call = if_alive(counter.count)
+    call()
+    assert calls == ["called"]
+    del counter
+    call()
+    assert calls == ["called"]
+
+
+def test_last_one_to_leave_removes_it() -> None:
+    job = uuid.uuid4().hex[:12]
+    first, second = Scratch(job, 0), Scratch(job, 0)
+    assert first.path == second.path
+    (first.path / "rows").write_text("x")
+    first.close()
+    first.close()
+    assert (second.path / "rows").read_text() == "x"
+    second.close()
+    assert not second.path.exists()
+
+
+def test_folders_in_use_are_left_alone_by_others() -> None:
+    mine = Scratch(uuid.uuid4().hex[:12], 0)
+    other = Scratch(uuid.uuid4().hex[:12], 0)
+    assert mine.path.is_dir()
+    other.close()
+    mine.close()
+
+
+def _open_and_die(job: str) -> None:
+    Scratch(job, 3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_folder_of_a_killed_process_is_removed_by_the_next() -> None:
+    job = uuid.uuid4().hex[:12]
+    (outcome,) = start_ranks(_open_and_die, 1, args=(job,))
+    assert outcome.exitcode == -signal.SIGKILL
+    abandoned = Scratch("unused" + job, 0)
+    left = list(abandoned.path.parent.glob(f"*{job}-s3"))
+    abandoned.close()
+    assert left == []
+
+
+def _path() -> str:
+    with start_session() as session:
+        return str(session.scratch)
+
+
+def test_ranks_of_a_server_share_one() -> None:
+    a, b, c = run_ranks(_path, 3, ranks_per_server=2)
+    assert a == b != c
+    assert not any(os.path.exists(path) for path in (a, b, c))
+
+
+def test_a_folder_taken_away_before_it_was_locked_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = uuid.uuid4().hex[:12]
+    real = fcntl.flock
+    taken: list[Path] = []
+
+    def lock(descriptor: int, kind: int) -> None:
+        if kind == fcntl.LOCK_SH and not taken:
+            # What a job does that starts at this moment and finds nobody's lock on the folder.
+            taken.extend(Path("/dev/shm").glob(f"*{job}-s0"))
+            shutil.rmtree(taken[0])
+        real(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    mine = Scratch(job, 0)
+    assert taken == [mine.path]
+    (mine.path / "rows").write_text("x")
+    mine.close()
+    assert not mine.path.exists()
+
+
+def test_a_survivor_removes_the_folder_of_a_killed_process() -> None:
+    mine, job = Scratch(uuid.uuid4().hex[:12], 0), uuid.uuid4().hex[:12]
+    start_ranks(_open_and_die, 1, args=(job,))
+    parent = mine.path.parent
+    mine.close()
+    assert list(parent.glob(f"*{job}-s3")) == []
+
+
+def rendezvous(**variables: str) -> object:
+    common = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    return read_rendezvous(common | variables)
+
+
+def test_interface_is_honoured_and_unknown_ones_listed() -> None:
+    assert interface_address("lo") == "127.0.0.1"
+    assert listening_address(rendezvous(GLOO_SOCKET_IFNAME="lo")) == "127.0.0.1"
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME='nope0'.*there are: .*lo"):
+        listening_address(rendezvous(GLOO_SOCKET_IFNAME="nope0"))
+
+
+def test_address_towards_the_rendezvous_is_taken() -> None:
+    assert listening_address(rendezvous()) == "127.0.0.1"
+    assert listening_address(rendezvous(MASTER_ADDR="localhost")) in ("127.0.0.1", "::1")
+
+
+def test_unknown_host_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR='no\.such\.host\.invalid'"):
+        listening_address(rendezvous(MASTER_ADDR="no.such.host.invalid"))
+
+
+def test_endpoints() -> None:
+    assert endpoint_of("10.0.0.1", 7) == "tcp://10.0.0.1:7"
+    assert endpoint_of("fe80::1", 7) == "tcp://[fe80::1]:7"
+
+
+def _endpoint() -> str:
+    with start_session() as session:
+        return str(session.rpc._server.endpoint)
+
+
+def test_ranks_listen_on_the_rendezvous_interface_only() -> None:
+    endpoints = run_ranks(_endpoint, 2)
+    assert all(endpoint.startswith("tcp://127.0.0.1:") for endpoint in endpoints)
+    assert len(set(endpoints)) == 2
+
+
+def test_the_speed_of_a_card_is_what_the_kernel_says(tmp_path: Path) -> None:
+    speeds = {"10000": 1.25e9, "-1": None, "no number": None}
+    assert link_speed("127.0.0.1", tmp_path) is None
+    (tmp_path / "lo").mkdir()
+    for text, speed in speeds.items():
+        (tmp_path / "lo" / "speed").write_text(text + "\n")
+        assert link_speed("127.0.0.1", tmp_path) == speed
+    assert link_speed("192.0.2.1", tmp_path) is None

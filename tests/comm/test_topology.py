@@ -1,4 +1,4 @@
-"""Reading torchrun's environment."""
+"""Topologies from torchrun's environment, and the environment that is derived from one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dglx_dist.comm.topology import (
     Topology,
     bind_alike,
     launched_by_torchrun,
+    rank_environment,
     read_rendezvous,
     read_settings,
     read_topology,
@@ -147,3 +148,25 @@ def test_gloo_and_nccl_follow_the_ranks_to_loopback_unless_the_user_set_them(
 
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def test_cores_are_shared_and_memory_is_kept() -> None:
+    cores = len(os.sched_getaffinity(0))
+    found = rank_environment(1, environment={"HOME": "/h"})
+    assert found["OMP_NUM_THREADS"] == str(cores)
+    assert found["HOME"] == "/h"
+    assert found["MALLOC_MMAP_MAX_"] == "0"
+    assert found["KINETO_LOG_LEVEL"] == "99"
+    assert rank_environment(10_000, environment={})["OMP_NUM_THREADS"] == "1"
+
+
+def test_what_the_user_set_stays() -> None:
+    given = {"OMP_NUM_THREADS": "7", "MALLOC_MMAP_MAX_": "5", "KINETO_LOG_LEVEL": "0"}
+    found = rank_environment(2, environment=given)
+    assert {name: found[name] for name in given} == given
+    assert "DGLX_RANKS_PER_SERVER" not in found
+
+
+def test_no_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        rank_environment(0)

@@ -1,4 +1,6 @@
-"""CSV and Parquet tables with the user's own ids."""
+"""CSV and Parquet tables with the user's own ids: layout, files, errors that name the row."""
+
+from __future__ import annotations
 
 import json
 from pathlib import Path
@@ -9,8 +11,162 @@ import pyarrow.parquet
 import pytest
 
 from dglx_dist.data.sources import load_dataset
+from dglx_dist.data.tables import find_layout, id_column, number_column, read_table, stacked_columns
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
+
+FIXED = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0, 3.0, 4.0]), 2)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_both_kinds_of_file_are_read(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t{suffix}"
+    if suffix == ".csv":
+        path.write_text("a,b\n1,x\n2,y\n")
+    else:
+        pyarrow.parquet.write_table(pa.table({"a": [1, 2], "b": ["x", "y"]}), path)
+    assert read_table(path).to_pydict() == {"a": [1, 2], "b": ["x", "y"]}
+
+
+def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.parquet").write_text("no parquet")
+    (tmp_path / "t.txt").write_text("a\n1\n")
+    with pytest.raises(DatasetError, match=r"t\.parquet: not readable as a parquet table"):
+        read_table(tmp_path / "t.parquet")
+    with pytest.raises(DatasetError, match=r"t\.txt: a table must be one of \.csv, \.parquet"):
+        read_table(tmp_path / "t.txt")
+    with pytest.raises(DatasetError, match=r"there is no table .*t\.csv"):
+        read_table(tmp_path / "t.csv")
+
+
+def test_ids_come_in_one_chunk_of_one_of_two_types() -> None:
+    chunks = pa.chunked_array([pa.array([1, 2], pa.int16()), pa.array([3], pa.int16())])
+    ids = id_column(pa.table({"id": chunks}), "id", "t")
+    assert ids.type == pa.int64()
+    assert ids.to_pylist() == [1, 2, 3]
+    texts = pa.array(["x", "y", "x"])
+    for kept in (texts.dictionary_encode(), texts.cast(pa.string_view())):
+        assert id_column(pa.table({"id": kept}), "id", "t").to_pylist() == ["x", "y", "x"]
+    with pytest.raises(DatasetError, match="t: the table has no row"):
+        id_column(pa.table({"id": pa.array([], pa.int64())}), "id", "t")
+
+
+def test_a_missing_column_lists_those_there_are() -> None:
+    with pytest.raises(DatasetError, match=r"t: has no column 'id' \(it has a, b\)"):
+        id_column(pa.table({"a": [1], "b": [2]}), "id", "t")
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (pa.array([1, 2]), [1, 2]),
+        (pa.array([True, False]), [True, False]),
+        (pa.array([[1.0], [2.0]]), [[1.0], [2.0]]),
+        (FIXED, [[1.0, 2.0], [3.0, 4.0]]),
+        (FIXED.slice(1), [[3.0, 4.0]]),
+    ],
+)
+def test_numbers_and_lists_of_numbers_become_arrays(values: object, expected: list[object]) -> None:
+    assert number_column(pa.table({"x": values}), "x", "t").tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (pa.array([1.0, None]), "column 'x', row 1: is empty"),
+        (pa.array([1.0, np.nan]), "column 'x', row 1: nan"),
+        (pa.array([[1.0, 2.0], [3.0, None]]), "column 'x', row 1: has an empty value"),
+        (pa.array([[1.0], []]), "column 'x', row 1: a list of 0 values, but row 0 has 1"),
+        (pa.array(["a"]), "column 'x' must hold numbers; it holds string"),
+    ],
+)
+def test_gaps_and_other_things_are_refused(values: object, message: str) -> None:
+    with pytest.raises(DatasetError, match=f"t: {message}"):
+        number_column(pa.table({"x": values}), "x", "t")
+
+
+def test_columns_stand_side_by_side_in_the_order_asked_for() -> None:
+    table = pa.table({"a": [1, 2], "b": [0.5, 1.5], "c": [[1.0], [2.0]]})
+    stacked = stacked_columns(table, ["b", "a"], "t")
+    assert stacked.dtype == np.float32
+    assert stacked.tolist() == [[0.5, 1.0], [1.5, 2.0]]
+    with pytest.raises(DatasetError, match="column 'c' holds lists"):
+        stacked_columns(table, ["a", "c"], "t")
+
+
+def touch(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+def test_one_type_by_file_names(tmp_path: Path) -> None:
+    layout = find_layout(touch(tmp_path, "nodes.csv", "edges.parquet", "notes.txt"), ())
+    assert layout.name == tmp_path.name
+    assert layout.nodes[NODE_TYPE].path == tmp_path / "nodes.csv"
+    assert layout.edges[EDGE_TYPE].path == tmp_path / "edges.parquet"
+
+
+def test_several_types_by_folder_names(tmp_path: Path) -> None:
+    layout = find_layout(touch(tmp_path, "nodes/a.csv", "edges/a__to__b.csv"), ("x",))
+    assert set(layout.nodes) == {"a"}
+    assert set(layout.edges) == {("a", "to", "b")}
+    assert layout.nodes["a"].ignore == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["readme.txt"], r"has no table of edges; expected nodes\.csv \(optional\) and edges\.csv"),
+        (["edges.csv", "edges.parquet"], r"has both edges\.csv and edges\.parquet; remove one"),
+        (["edges/a-b.csv"], "an edge type is SOURCE__RELATION__DESTINATION, not 'a-b'"),
+        (["manifest.json"], "is a partitioned dataset"),
+    ],
+)
+def test_other_folders_are_refused(tmp_path: Path, names: list[str], message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        find_layout(touch(tmp_path, *names), ())
+
+
+BY_TYPE = {"a:to:b": {"file": "e.csv"}}
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ({"nodes": {}}, "the description lacks 'edges'"),
+        ({"edges": BY_TYPE, "vertices": {}}, "has no setting 'vertices'"),
+        ({"edges": {"a:b": {"file": "e.csv"}}}, "an edge type is SOURCE:RELATION:DESTINATION, not 'a:b'"),
+        ({"edges": {"a:to:b": {}}}, "edges 'a:to:b' lacks 'file'"),
+        ({"edges": {"a:to:b": {"file": "e.csv", "src": "x"}}}, "has no setting 'src'"),
+        ({"edges": {"a:to:b": {"file": "e.csv", "source": "x"}}}, "both or none of source, destination"),
+        (
+            {"edges": BY_TYPE, "nodes": {"a": {"file": "n.csv", "features": "x"}}},
+            "'features' must be a list",
+        ),
+        (
+            {"edges": BY_TYPE, "nodes": {"a": {"file": "n.csv", "classes": 0}}},
+            "'classes' must be a whole number",
+        ),
+        ({"edges": ["e.csv"]}, "'edges' must be an object"),
+        (["e.csv"], "the description must be a JSON object"),
+    ],
+)
+def test_wrong_descriptions_are_refused(tmp_path: Path, description: object, message: str) -> None:
+    path = tmp_path / "shop.json"
+    path.write_text(json.dumps(description))
+    with pytest.raises(DatasetError, match=rf"shop\.json: .*{message}"):
+        find_layout(path, ())
+
+
+def test_what_is_not_json_or_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "shop.json").write_text("{")
+    with pytest.raises(DatasetError, match=r"shop\.json: not valid JSON"):
+        find_layout(tmp_path / "shop.json", ())
+    with pytest.raises(DatasetError, match="there is no folder or description"):
+        find_layout(tmp_path / "absent", ())
+
 
 NODES = (
     "id,split,label,feat_1,feat_0\nbob,train,red,1,0.5\nann,val,blue,2,1.5\ncid,,,3,2.5\ndan,test,red,4,3.5\n"

@@ -1,5 +1,8 @@
+"""Opening a dataset as a DistGraph: counts, types, ids, views, refusals."""
+
 from __future__ import annotations
 
+import shutil
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,15 @@ import torch
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.comm.topology import Topology
-from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.data.storage.dgl_format import write_dgl_format
+from dglx_dist.data.storage.reader import StoredPart
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.errors import ConfigError, DatasetError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import edge_split, node_split
-from tests.graph.small import NUM_NODES, edges, features
+from dglx_dist.records import NODE_TYPE, Array, Assignment, EdgeType, RawGraph
+from tests.data.storage.graphs import put_value
+from tests.graph.small import NUM_NODES, build, edges, features, part_of
 from tests.helpers import wide
 from tests.helpers.ranks import RankError, run_ranks
 
@@ -180,3 +188,137 @@ def test_fewer_parts_than_servers_is_refused(small_dataset: Path) -> None:
 def test_no_session_is_refused(small_dataset: Path) -> None:
     with pytest.raises(ConfigError, match=r"no session is open"):
         DistGraph(small_dataset)
+
+
+RATES, KNOWS = ("user", "rates", "item"), ("user", "knows", "user")
+
+
+def write(folder: Path) -> None:
+    graph = RawGraph(
+        name="shop",
+        num_nodes={"user": 2, "item": 3},
+        edges={
+            RATES: (np.array([0, 1, 1]), np.array([0, 1, 2])),
+            KNOWS: (np.array([0]), np.array([1])),
+        },
+        node_data={"user": {"feat": np.eye(2, dtype=np.float32)}, "item": {"price": np.array([5, 6, 7])}},
+        user_ids={"user": np.array(["ann", "bob"])},
+    )
+    parts = {"user": np.array([0, 1], np.int32), "item": np.zeros(3, np.int32)}
+    write_dataset(graph, Assignment(num_parts=2, part_of=parts, method="hand", seed=0), folder)
+
+
+def look_at_types(folder: Path, mode: Any) -> dict[str, Any]:
+    with start_session():
+        g = DistGraph(folder, structure=mode)
+        sampled = g.sample_neighbors({"item": [0, 1, 2], "user": [1]}, -1)
+        source, destination = g.find_edges([0, 1, 2], "rates")
+        with pytest.raises(ConfigError, match="node types"):
+            _ = g.ndata
+        return {
+            "types": (g.ntypes, g.canonical_etypes, g.num_nodes(), g.num_edges("rates")),
+            "edges": [sampled.num_edges(etype) for etype in (RATES, KNOWS)],
+            "ids": sorted(sampled.edges["rates"].data[dgl.EID].tolist()),
+            "rates": sorted(zip(source.tolist(), destination.tolist(), strict=True)),
+            "price": g.nodes["item"].data["price"][torch.tensor([2, 0])].tolist(),
+            "names": g.user_ids([1, 0], "user").tolist(),
+            "only rates": g.sample_neighbors({"item": [0]}, {"rates": 1, "knows": 0}).num_edges("rates"),
+            "degrees": g.in_degrees(etype="knows").tolist(),
+        }
+
+
+@pytest.mark.parametrize("mode", ["replicated", "partitioned"])
+def test_every_rank_sees_all_types(tmp_path: Path, mode: str) -> None:
+    write(tmp_path / "shop")
+    for seen in run_ranks(look_at_types, 2, args=(tmp_path / "shop", mode), ranks_per_server=1):
+        assert seen == {
+            "types": (["user", "item"], [RATES, KNOWS], 5, 3),
+            "edges": [3, 1],
+            "ids": [0, 1, 2],
+            "rates": [(0, 0), (1, 1), (1, 2)],
+            "price": [7, 5],
+            "names": ["bob", "ann"],
+            "only rates": 1,
+            "degrees": [0, 1],
+        }
+
+
+def open_dgl_format(part_config: Path) -> tuple[bool, int]:
+    with start_session():
+        g = DistGraph(part_config=part_config)
+        folder = g.dataset.folder
+        again = DistGraph(part_config=part_config)
+        assert again.dataset.folder == folder
+        order = g.ndata["feat"][:][:, 0].argsort()
+        return bool((g.ndata["feat"][:].numpy()[order] == features()).all()), g.num_edges()
+
+
+def test_dgls_own_files_are_imported_once_and_opened(tmp_path: Path) -> None:
+    parts = np.where(part_of() == 2, 1, 0).astype(np.int32)
+    assignment = Assignment(num_parts=2, part_of={NODE_TYPE: parts}, method="hand", seed=0)
+    part_config = write_dgl_format(build(), assignment, tmp_path / "dgl")
+    assert run_ranks(open_dgl_format, 2, args=(part_config,), ranks_per_server=1) == [(True, 45)] * 2
+    assert [one.name for one in part_config.parent.glob("*.dglx")] == [f"{part_config.stem}.dglx"]
+
+
+def damaged_on_one_rank(folder: Path) -> list[str]:
+    with start_session() as session:
+        opened = StoredPart.indptr
+
+        def read(part: StoredPart, etype: EdgeType) -> Array:
+            if session.topology.rank == 1:
+                raise StorageError("indptr is damaged")
+            return opened(part, etype)
+
+        StoredPart.indptr = read  # type: ignore[method-assign]
+        said = []
+        for mode in ("replicated", "partitioned"):
+            try:
+                DistGraph(folder, structure=mode)  # type: ignore[arg-type]
+            except StorageError as error:
+                said.append(str(error))
+        return said
+
+
+def test_a_file_damaged_for_one_rank_is_an_error_on_all(small_dataset: Path) -> None:
+    first, second = run_ranks(damaged_on_one_rank, 2, args=(small_dataset,), ranks_per_server=1)
+    assert second[-1] == "indptr is damaged"
+    assert first[-1].startswith("rank 1 on ")
+    assert first[-1].endswith(": indptr is damaged")
+
+
+def _opened_with_a_wrong_id(folder: Path) -> tuple[str, str]:
+    with start_session():
+        try:
+            DistGraph(folder)
+        except (DatasetError, StorageError) as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_an_id_out_of_range_is_an_error_on_all_ranks(small_dataset: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "wrong"
+    shutil.copytree(small_dataset, folder)
+    put_value(folder, "part0/edges/_N._E._N/indices.arrow", 2, 10**6)
+    said = f"{folder}: part 0 is wrong: in part0/edges/_N._E._N/indices.arrow, indices[2] is 1000000, "
+    first, second = run_ranks(_opened_with_a_wrong_id, 2, args=(folder,), ranks_per_server=1)
+    assert first[0] == "DatasetError"
+    assert first[1].startswith(said)
+    assert second[0] == "StorageError"
+    assert said in second[1]
+
+
+def _open_own_copy(folders: list[Path]) -> int:
+    with start_session() as session:
+        g = DistGraph(folders[session.topology.rank])
+        number = g.num_nodes()
+        g.close()
+        return number
+
+
+def test_each_machine_may_have_the_dataset_in_a_folder_of_its_own(
+    small_dataset: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(small_dataset, copy)
+    assert run_ranks(_open_own_copy, 2, args=([small_dataset, copy],), ranks_per_server=1) == [NUM_NODES] * 2

@@ -1,6 +1,9 @@
+"""DistTensor: creation, policies, reads, writes, and the search for nonzero rows."""
+
 from __future__ import annotations
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.split import node_split
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from tests.graph.small import NUM_NODES
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
@@ -212,3 +217,278 @@ def test_what_one_rank_cannot_create_all_hear_of(small_dataset: Path) -> None:
 def test_a_shape_that_is_none_is_refused(graph: DistGraph, shape: Any) -> None:
     with pytest.raises(ConfigError, match="shape is"):
         DistTensor(shape, torch.float32)
+
+
+def refused(create: Any) -> str:
+    try:
+        create()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def differ_on_one_rank(folder: Path) -> list[str]:
+    with start_session(timeout_s=30):
+        g = DistGraph(folder)
+        one = g.rank() == 1
+        rows, float32 = (NUM_NODES,), torch.float32
+        own, other = g.new_policy("r", 5), g.new_policy("r", 6)
+        said = [
+            refused(lambda: DistTensor((39,) if one else rows, float32, "h")),
+            refused(lambda: DistTensor((NUM_NODES, 2) if one else rows, float32, "h")),
+            refused(lambda: DistTensor(rows, torch.int64 if one else float32, "h")),
+            refused(lambda: DistTensor(rows, torch.complex64 if one else float32, "h")),
+            refused(lambda: DistTensor((), float32) if one else DistTensor(rows, float32)),
+            refused(lambda: DistTensor((6 if one else 5,), float32, "h", part_policy=other if one else own)),
+        ]
+        # Numbers are still in step, and no name is taken.
+        unnamed = DistTensor(rows, float32)
+        DistTensor(rows, float32, "h")
+        g.barrier()
+        if one:
+            said += [
+                refused(lambda: DistTensor((NUM_NODES, 2), float32, "h")),
+                refused(lambda: DistTensor(rows, torch.int64, "h")),
+                refused(lambda: DistTensor(rows, float32, "h", attach=False)),
+                refused(lambda: DistTensor((39,), float32, "h")),
+            ]
+            DistTensor(rows, float32, "h")[[3]] = torch.tensor([4.0])
+        g.barrier()
+        return [*said, unnamed.name, str(float(g.ndata["h"][3]))]
+
+
+def test_what_one_rank_asks_for_differently_is_an_error_on_all_and_attaching_on_one_alone(
+    small_dataset: Path,
+) -> None:
+    zero, one = run_ranks(differ_on_one_rank, 2, args=(small_dataset,), ranks_per_server=1)
+    assert zero[0].startswith("rank 1: no type has 39 rows")
+    assert one[0].startswith("no type has 39 rows")
+    for said in (zero, one):
+        assert "[40, 2], 'float32'" in said[1]
+        assert "[40], 'int64'" in said[2]
+        assert all("creating one is collective" in text for text in (said[1], said[2], said[5]))
+        assert "cannot have dtype 'complex64'" in said[3]
+        assert "give the number of rows first" in said[4]
+    assert "is float32 of shape (40,), not float32 of shape (40, 2); choose another name" in one[6]
+    assert "is float32 of shape (40,), not int64 of shape (40,)" in one[7]
+    assert "already" in one[8]
+    assert "no type has 39 rows" in one[9]
+    assert zero[6:] == one[10:]
+    assert zero[7] == "4.0"
+
+
+def use_two_graphs(folder: Path) -> list[Any]:
+    with start_session():
+        first, second = DistGraph(folder), DistGraph(folder)
+        one = first.new_tensor((NUM_NODES,), torch.int64, "h")
+        two = second.new_tensor((NUM_NODES,), torch.int64, "h")
+        one[:] = 1
+        second.barrier()
+        values = [int(one.to_local().sum()), int(two.to_local().sum())]
+        second.barrier()
+        two.delete()
+        second.close()
+        return [*values, "h" in first.ndata, refused(lambda: one | first.ndata["label"])]
+
+
+def name_what_is_no_policy(folder: Path) -> list[str]:
+    with start_session(timeout_s=15):
+        g = DistGraph(folder)
+        policy: Any = 3 if g.rank() == 1 else g.get_node_partition_policy("_N")
+        said = refused(lambda: DistTensor((NUM_NODES,), torch.float32, "h", part_policy=policy))
+        # Numbers are still in step.
+        return [said, g.new_tensor((NUM_NODES,), torch.float32).name]
+
+
+def test_what_is_no_policy_on_one_rank_is_an_error_on_all(small_dataset: Path) -> None:
+    zero, one = run_ranks(name_what_is_no_policy, 2, args=(small_dataset,), ranks_per_server=1)
+    assert zero[0] == f"rank 1: {one[0]}"
+    assert one[0] == "part_policy is 3; give what g.get_node_partition_policy gives"
+    assert zero[1] == one[1]
+
+
+def test_two_graphs_have_tensors_of_their_own(small_dataset: Path) -> None:
+    joined = [NUM_NODES, 0, True, ""]
+    assert run_ranks(use_two_graphs, 2, args=(small_dataset,), ranks_per_server=1) == [joined] * 2
+
+
+def free_in_blocks(folder: Path) -> list[Any]:
+    with start_session() as session:
+        g = DistGraph(folder)
+        names = []
+        for layer in range(3):
+            with g.new_tensor((NUM_NODES, 1 + layer), torch.float32, "h") as hidden:
+                hidden.push(torch.arange(NUM_NODES), torch.ones(1), accumulate=True, wait=False)
+                g.barrier()
+                names.append(float(hidden[5].sum()))
+        gone = "h" not in g.ndata
+        try:
+            with g.new_tensor((NUM_NODES,), torch.float32, "h"):
+                raise KeyError("on every rank, but it need not be")
+        except KeyError:
+            pass
+        left = [key for key in g.kvstore.names() if key.endswith("~h")]
+        mask = g.ndata["train_mask"] | g.new_tensor((NUM_NODES,), torch.bool)
+        same = torch.equal(mask.to_local(), g.ndata["train_mask"].to_local())
+        sent = session.ledger.snapshot()
+        counts = [g.ndata["train_mask"].count_nonzero(), g.ndata["feat"].count_nonzero()]
+        num_bytes = sum(row.num_bytes for row in session.ledger.since(sent) if row.phase == "masks")
+        return [names, gone, left, same, counts, num_bytes]
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (3, 2), *wide((2, 1))])
+def test_a_block_frees_its_tensor_and_masks_are_joined_and_counted(
+    small_dataset: Path, ranks: int, per_server: int | None
+) -> None:
+    servers = 1 if per_server is None else 2
+    expected = [[ranks * 1.0, ranks * 2.0, ranks * 3.0], True, [], True, [14, 199], 2 * 8 * (servers - 1)]
+    assert (
+        run_ranks(free_in_blocks, ranks, args=(small_dataset,), ranks_per_server=per_server)
+        == [expected] * ranks
+    )
+
+
+def test_masks_of_different_kinds_cannot_be_joined(small_dataset: Path) -> None:
+    with start_session(topology=Topology(0, 1, (0,))):
+        g = DistGraph(small_dataset)
+        with pytest.raises(ConfigError, match="cannot be joined; give two masks"):
+            g.ndata["train_mask"] | g.ndata["label"]
+        with pytest.raises(ConfigError, match="cannot be joined"):
+            g.ndata["feat"] | g.ndata["feat"]
+        with pytest.raises(TypeError):
+            g.ndata["train_mask"] | 1  # type: ignore[operator]
+
+
+def test_to_moves_what_is_read_and_not_the_rows(small_dataset: Path) -> None:
+    with start_session(topology=Topology(0, 1, (0,))):
+        tensor = DistGraph(small_dataset).ndata["feat"]
+        moved = tensor.to("meta")
+        assert (moved[[0, 1]].device.type, tensor[[0, 1]].device.type) == ("meta", "cpu")
+        assert (moved.shape, moved.name, moved.device.type) == (tensor.shape, "feat", "meta")
+        assert tensor.to() is not tensor
+        assert tensor.to()[0].device.type == "cpu"
+
+
+def test_policies_are_named_as_in_dgl(graph: DistGraph) -> None:
+    assert graph.get_node_partition_policy(NODE_TYPE).policy_str == "node~_N"
+    assert graph.get_edge_partition_policy(EDGE_TYPE).policy_str == "edge~_N:_E:_N"
+    own = graph.new_policy("relations", 11)
+    assert (own.policy_str, own.get_size(), own.get_part_size()) == ("own~relations", 11, 11)
+    assert own.to_partid(torch.tensor([0, 10])).tolist() == [0, 0]
+    with pytest.raises(IndexError, match="id 11 at position 0 is outside own~relations"):
+        own.to_partid(torch.tensor([11]))
+
+
+def test_wrong_sizes_and_bounds_are_refused(graph: DistGraph) -> None:
+    with pytest.raises(ConfigError, match="was given -1 rows"):
+        graph.new_policy("r", -1)
+    # "own~a~b" of it would be the tensor "b" of the policy "a".
+    with pytest.raises(ConfigError, match="has a '~'"):
+        graph.new_policy("a~b", 3)
+    for bounds in ([0], [0, 5, 9], [1, 9], [0, -1]):
+        with pytest.raises(ConfigError, match=r"for 1 server\(s\); give 2 ascending"):
+            graph.new_policy("r", bounds)
+
+
+def test_a_number_of_rows_that_fits_no_type_names_the_remedy(graph: DistGraph) -> None:
+    with pytest.raises(ConfigError, match=r"no type has 11 rows .* part_policy=g.new_policy\(name, 11\)"):
+        DistTensor((11, 4), torch.float32)
+
+
+def relation_tables(folder: Path) -> dict[str, Any]:
+    with start_session() as session:
+        g = DistGraph(folder)
+        servers = session.topology.num_servers
+        seen: dict[str, Any] = {}
+        for size in (11, 1, 0):
+            table = DistTensor(
+                (size, 2), torch.float32, f"w{size}", part_policy=g.new_policy("relations", size)
+            )
+            if g.rank() == 0:
+                table[:] = torch.arange(2 * size, dtype=torch.float32).reshape(size, 2)
+            g.barrier()
+            seen[f"w{size}"] = (table.to_local().tolist(), len(table.local_rows()))
+            assert f"w{size}" not in g.ndata
+        by_hand = g.new_policy("by hand", [0, *[5] * servers])
+        only_first = DistTensor((5,), torch.int64, "x", part_policy=by_hand)
+        only_first[:] = g.rank() * 0 + 7
+        g.barrier()
+        again = DistTensor((5,), torch.int64, "x", part_policy=g.new_policy("by hand", [0, *[5] * servers]))
+        seen["x"] = (again.to_local().tolist(), again.local_range)
+        return seen
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (3, 2), *wide((2, 1), (3, 1))])
+def test_tables_of_any_size_lie_on_the_servers(
+    small_dataset: Path, ranks: int, per_server: int | None
+) -> None:
+    outcomes = run_ranks(relation_tables, ranks, args=(small_dataset,), ranks_per_server=per_server)
+    servers = -(-ranks // per_server) if per_server else 1
+    first_of_server = [outcomes[server * (per_server or 1)] for server in range(servers)]
+    for size in (11, 1, 0):
+        table = torch.arange(2.0 * size).reshape(size, 2).tolist()
+        assert all(seen[f"w{size}"][0] == table for seen in outcomes)
+        rows = [seen[f"w{size}"][1] for seen in first_of_server]
+        assert sum(rows) == size
+        assert max(rows) - min(rows) <= 1
+    assert [seen["x"][1] for seen in first_of_server] == [(0, 5)] + [(5, 5)] * (servers - 1)
+    assert all(seen["x"][0] == [7] * 5 for seen in outcomes)
+
+
+def test_a_tensor_of_all_nodes_can_be_asked_for_by_policy(graph: DistGraph) -> None:
+    policy = graph.get_node_partition_policy(NODE_TYPE)
+    assert DistTensor((NUM_NODES,), torch.bool, "seen", part_policy=policy).part_policy is policy
+    with pytest.raises(ConfigError, match="a tensor of 7 rows does not go with own~r, of which there are 8"):
+        DistTensor((7,), torch.bool, part_policy=graph.new_policy("r", 8))
+
+
+def find_nonzero(folder: Path) -> list[Any]:
+    with start_session() as session:
+        g = DistGraph(folder)
+        mask = g.ndata["train_mask"]
+        before = session.ledger.snapshot()
+        marked = g.kvstore.nonzero(mask.kvstore_key)
+        sent = session.ledger.since(before)
+        first, last = mask.local_range
+        servers = mask.part_policy.bounds
+        formula = sum(-(-(b - a) // 8) for a, b in pairwise(servers.tolist()) if a != first or b != last)
+        equal = marked.tolist() == np.flatnonzero(mask.to_local().numpy()).tolist()
+        half = g.new_tensor((NUM_NODES,), torch.bfloat16, "half")
+        if g.rank() == 0:
+            half[[3, 38, 7]] = torch.tensor([1.0, -2.0, -0.0], dtype=torch.bfloat16)
+        g.barrier()
+        before = session.ledger.snapshot()
+        share = node_split(mask)
+        phases = {row.phase for row in session.ledger.since(before)}
+        return [
+            equal,
+            sum(row.num_bytes for row in sent) == formula,
+            g.kvstore.nonzero(half.kvstore_key).tolist(),
+            half.count_nonzero(),
+            phases == ({"masks"} if session.topology.num_servers > 1 else set()),
+            share.tolist(),
+        ]
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (3, 2), *wide((2, 1), (3, 1))])
+def test_marked_rows_are_found_for_one_bit_a_row(
+    small_dataset: Path, ranks: int, per_server: int | None
+) -> None:
+    outcomes = run_ranks(find_nonzero, ranks, args=(small_dataset,), ranks_per_server=per_server)
+    assert all(outcome[:5] == [True, True, [3, 38], 2, True] for outcome in outcomes)
+    shares = [node for outcome in outcomes for node in outcome[5]]
+    assert len(shares) == len(set(shares)) == 14
+
+
+def test_only_one_dimension_makes_a_mask(small_dataset: Path) -> None:
+    with start_session(topology=Topology(0, 1, (0,))):
+        g = DistGraph(small_dataset)
+        with pytest.raises(
+            ConfigError, match=r"has rows of shape \(5,\); only one of one dimension is a mask"
+        ):
+            g.kvstore.nonzero(g.ndata["feat"].kvstore_key)
+        with pytest.raises(ConfigError, match="no tensor 'x'"):
+            g.kvstore.count_nonzero("x")
+        empty = DistTensor((0,), torch.bool, "none", part_policy=g.new_policy("none", 0))
+        assert g.kvstore.nonzero(empty.kvstore_key).tolist() == []
+        assert empty.count_nonzero() == 0

@@ -1,3 +1,5 @@
+"""Trained embeddings and their optimizers against dense torch."""
+
 from __future__ import annotations
 
 import gc
@@ -12,11 +14,14 @@ import torch
 from dglx_dist.comm.session import start_session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph import embedding as row_init
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.embedding import DistEmbedding
+from dglx_dist.graph.embedding import DistEmbedding, fill_uniform
 from dglx_dist.records import StepShare
 from tests.graph.small import NUM_NODES
+from tests.graph.sparse_cases import DIM, KINDS, STEPS, embeddings, expected, make_optimizer, train
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 
@@ -214,3 +219,67 @@ def test_first_values_depend_on_the_seed_the_name_and_the_row_alone(small_datase
     assert bool((wide >= -1).all())
     assert bool((wide < 1).all())
     assert abs(float(wide.mean())) < 3 / 120**0.5
+
+
+def train_all_kinds(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with start_session(seed=3) as session:
+        g = DistGraph(folder)
+        for kind in KINDS:
+            embed = embeddings(g, kind)
+            before = [e.weight.to_local() for e in embed]
+            optimizer = make_optimizer(kind, embed)
+            g.barrier()
+            snapshot = session.ledger.snapshot()
+            train(g, embed, optimizer, range(STEPS))
+            sent = [row for row in session.ledger.since(snapshot) if row.phase == "sparse_gradients"]
+            untouched = [state[30:] for e in embed for state in e.optm_state]
+            found[kind] = {
+                "before": [rows.tolist() for rows in before],
+                "after": [e.weight.to_local().tolist() for e in embed],
+                "untouched_state": sum(float(rows.abs().sum()) for rows in untouched),
+                "sent": sum(row.num_bytes for row in sent),
+            }
+            g.barrier()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), [(1, 1), (2, 1), (4, 2), *wide((2, 2), (3, 3))])
+def test_equal_to_torch_on_one_process(small_dataset: Path, ranks: int, per_server: int) -> None:
+    results = run_ranks(train_all_kinds, ranks, args=(small_dataset,), ranks_per_server=per_server)
+    for kind in KINDS:
+        before = [torch.tensor(rows, dtype=torch.float64) for rows in results[0][kind]["before"]]
+        reference = expected(kind, before, ranks)
+        for result in results:
+            for first, wanted, rows in zip(before, reference, result[kind]["after"], strict=True):
+                after = torch.tensor(rows, dtype=torch.float64)
+                torch.testing.assert_close(after, wanted, rtol=0, atol=1e-10)
+                assert torch.equal(after[30:], first[30:])
+                assert not torch.equal(after[:30], first[:30])
+            assert result[kind]["untouched_state"] == 0.0
+        assert ranks == 1 or sum(result[kind]["sent"] for result in results) > 0
+    assert DIM == 3
+
+
+def filled(first: int, count: int, dtype: torch.dtype = torch.float32, name: str = "e") -> torch.Tensor:
+    rows = torch.empty(count, 3, dtype=dtype)
+    fill_uniform(rows, first, 5, name)
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_row_is_the_same_whoever_makes_it(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = filled(0, 50, dtype)
+    assert torch.equal(torch.cat([filled(0, 7, dtype), filled(7, 0, dtype), filled(7, 43, dtype)]), whole)
+    assert torch.equal(whole, filled(0, 50).to(dtype))
+    # Four rows at a time: short rows are made through a buffer.
+    monkeypatch.setattr(row_init, "_CHUNK_BYTES", 4 * 4 * 3)
+    assert torch.equal(filled(0, 50, dtype), whole)
+
+
+def test_draws_are_uniform_and_streams_are_told_apart_by_name() -> None:
+    rows = filled(0, 20_000).double()
+    assert -1.0 <= float(rows.min()) < -0.999
+    assert 0.999 < float(rows.max()) < 1.0
+    assert abs(float(rows.mean())) < 4 / (3 * 60_000) ** 0.5
+    assert not torch.equal(filled(0, 4), filled(0, 4, name="other"))

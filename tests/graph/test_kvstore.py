@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.comm.topology import Topology
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
+from dglx_dist.graph import kvstore as async_pushes
 from dglx_dist.graph import partition_book as row_requests
-from dglx_dist.graph.column import Column, Shard
-from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import Placement
+from dglx_dist.graph import shared_memory
+from dglx_dist.graph.column import CacheCounts, Column, RowCache, Shard
+from dglx_dist.graph.kvstore import MAX_IN_FLIGHT, AsyncPushQueue, KVStore, Send
+from dglx_dist.graph.partition_book import Placement, RowOwners
+from dglx_dist.graph.row_kernels import (
+    SlotTable,
+    fill_table,
+    no_slots,
+    numpy_view,
+    plan_pull,
+    slot_of,
+    table_sizes,
+)
+from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.records import Array, ColumnInfo
 from tests.helpers import wide
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_ranks, start_ranks
 
 OFFSETS = np.array([0, 7, 7, 20, 31])
 """Four parts, of which the second is empty."""
@@ -172,7 +188,6 @@ def test_what_cannot_be_asked_for_is_refused(store: KVStore) -> None:
 
 
 def test_out_is_filled_or_refused(store: KVStore) -> None:
-    import torch
 
     out = torch.empty(2, 5)
     assert store.pull("feat", np.array([3, 1]), out=out) is out
@@ -188,3 +203,594 @@ def test_shards_are_the_memory_itself(store: KVStore) -> None:
         (7, 13),
         (20, 11),
     ]
+
+
+class FakeRpc:
+    """Answers when ``gate`` is open; calls with a negative number fail."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.sent: list[int] = []
+        self.left = threading.Semaphore(0)
+
+    def submit(self, rank: int, op: str, name: str, arrays: Any, *, phase: str, layer: int) -> Any:
+        number = int(arrays[0][0])
+        self.sent.append(number)
+        self.left.release()
+
+        def result() -> list[Any]:
+            assert self.gate.wait(20)
+            if number < 0:
+                raise RemoteError(f"rank {rank} failed at {number}")
+            return []
+
+        return SimpleNamespace(result=result)
+
+
+def send(number: int, rank: int = 1) -> Send:
+    return Send(rank=rank, op="op", name="x", arrays=[np.array([number])], phase="push", layer=0)
+
+
+@pytest.fixture
+def rpc() -> FakeRpc:
+    return FakeRpc()
+
+
+@pytest.fixture
+def queue(rpc: FakeRpc) -> Any:
+    session = SimpleNamespace(rpc=rpc, timeout_s=20.0, hosts=["a", "b", "c"])
+    made = AsyncPushQueue(session)  # type: ignore[arg-type]
+    yield made
+    rpc.gate.set()
+    made.close()
+
+
+def test_a_fence_without_requests_returns(queue: AsyncPushQueue) -> None:
+    queue.fence(0.0)
+
+
+def test_requests_leave_in_order_before_the_first_is_answered(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
+    queue.put([send(number) for number in range(MAX_IN_FLIGHT + 3)])
+    for _ in range(MAX_IN_FLIGHT):
+        assert rpc.left.acquire(timeout=20)
+    assert rpc.sent == list(range(MAX_IN_FLIGHT))
+    rpc.gate.set()
+    queue.fence()
+    assert rpc.sent == list(range(MAX_IN_FLIGHT + 3))
+
+
+def test_a_fence_that_waits_in_vain_names_who_is_missing(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
+    queue.put([send(1), send(2, rank=2), send(3)])
+    with pytest.raises(PeerError, match=r"fence\(\) waited 0.05 s .* rank 1 on b \(2\), rank 2 on c \(1\)"):
+        queue.fence(0.05)
+    rpc.gate.set()
+    queue.fence()
+
+
+def test_errors_are_raised_at_the_fence_once_and_counted(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
+    rpc.gate.set()
+    queue.put([send(1), send(-2), send(3), send(-4), send(-5)])
+    with pytest.raises(RemoteError, match="failed at -2") as caught:
+        queue.fence()
+    assert caught.value.__notes__ == ["2 more pushes with wait=False failed too"]
+    queue.fence()
+    queue.put([send(6)])
+    queue.fence()
+    assert rpc.sent == [1, -2, 3, -4, -5, 6]
+
+
+def test_who_pushes_too_much_waits_for_room(
+    queue: AsyncPushQueue, rpc: FakeRpc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_pushes, "MAX_BYTES", 16)
+    queue.put([send(1), send(2)])  # 16 bytes
+    entered = threading.Event()
+
+    def put_one_more() -> None:
+        entered.set()
+        queue.put([send(3)])
+
+    thread = threading.Thread(target=put_one_more)
+    thread.start()
+    assert entered.wait(20)
+    for _ in range(2):
+        assert rpc.left.acquire(timeout=20)
+    assert rpc.sent == [1, 2]
+    rpc.gate.set()
+    thread.join(20)
+    queue.fence()
+    assert rpc.sent == [1, 2, 3]
+
+
+def test_a_fence_does_not_wait_for_what_is_pushed_after_it(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
+    rpc.gate.set()
+    queue.put([send(1)])
+    queue.fence()
+    rpc.gate.clear()
+    queue.put([send(2)])
+    with pytest.raises(PeerError):
+        queue.fence(0.0)
+
+
+BOUNDS = np.array([0, 10, 20, 30])
+
+
+def pulled(ids: Array, num_ids: int, direct_limit: int = 1 << 20) -> SlotTable:
+    num_slots, num_keys = table_sizes(len(ids), num_ids, direct_limit)
+    made = SlotTable(np.empty(num_slots, np.int32), np.empty(num_keys, np.int64))
+    fill_table(made, ids)
+    return made
+
+
+@pytest.mark.parametrize("direct_limit", [1 << 20, 0], ids=["direct", "hashed"])
+def test_every_cached_id_has_its_slot_and_no_other_has_one(direct_limit: int) -> None:
+    random = np.random.default_rng(0)
+    ids = np.sort(random.permutation(100_000)[:700])
+    made = pulled(ids, 100_000, direct_limit)
+    assert (len(made.keys) == 0) == (direct_limit > 0)
+    assert [slot_of(made, int(key)) for key in ids] == list(range(700))
+    others = np.setdiff1d(random.integers(0, 100_000, 2000), ids)
+    assert {slot_of(made, int(key)) for key in others} == {-1}
+    assert slot_of(no_slots(), 5) == -1
+
+
+def test_a_large_graph_is_hashed_where_that_is_smaller() -> None:
+    assert table_sizes(1000, 1 << 20) == (1 << 20, 0)
+    assert table_sizes(1000, 1 << 30) == (2048, 2048)
+    # 12 bytes x 2**28 would be more than 4 bytes x 2**27 ids.
+    assert table_sizes(1 << 26, 1 << 27) == (1 << 27, 0)
+
+
+@pytest.mark.parametrize("distinct", [False, True])
+def test_own_cached_and_remote_ids_part_ways(distinct: bool) -> None:
+    ids = np.array([12, 3, 25, 29, 0, 15, 4])
+    plan, hits = plan_pull(ids, BOUNDS, 1, pulled(np.array([3, 29]), 30), distinct=distinct)
+    assert (hits.places.tolist(), hits.slots.tolist()) == ([1, 3], [0, 1])
+    assert plan.ids.tolist() == [0, 4, 25]
+    assert plan.server_starts.tolist() == [0, 2, 2, 3]
+    assert plan.starts.tolist() == [0, 1, 2, 3]
+    assert plan.positions.tolist() == [4, 6, 2]
+
+
+def test_repeated_misses_are_asked_for_once_and_repeated_hits_count_each() -> None:
+    plan, hits = plan_pull(np.array([25, 3, 25, 3, 25]), BOUNDS, 1, pulled(np.array([3]), 30))
+    assert (plan.ids.tolist(), plan.positions.tolist()) == ([25], [0, 2, 4])
+    assert (hits.places.tolist(), hits.slots.tolist()) == ([1, 3], [0, 0])
+
+
+def test_nothing_asked_for() -> None:
+    plan, hits = plan_pull(np.empty(0, np.int64), BOUNDS, 1, no_slots(), distinct=True)
+    assert (len(plan.ids), len(plan.positions), len(hits.places)) == (0, 0, 0)
+    assert plan.server_starts.tolist() == [0, 0, 0, 0]
+
+
+def test_counts_add_up() -> None:
+    counts = CacheCounts(local=1, hits=3, misses=2) + CacheCounts(misses=4) - CacheCounts(local=1)
+    assert counts == CacheCounts(local=0, hits=3, misses=6)
+    assert counts.hit_rate == pytest.approx(1 / 3)
+    assert CacheCounts(local=5).hit_rate is None
+
+
+def rows_of(count: int) -> Array:
+    return np.arange(3 * count, dtype=np.float32).reshape(count, 3)
+
+
+def store_of(session: Session) -> KVStore:
+    store, offsets = KVStore(session, Placement(4, session.topology)), np.array([0, 7, 7, 20, 31])
+    rows = rows_of(31)
+    shards = {part: rows[offsets[part] : offsets[part + 1]] for part in store.placement.local_parts}
+    store.add("feat", offsets, shards, ColumnInfo(dtype="float32", row_shape=(3,)))
+    return store
+
+
+def pull_with_private_cache() -> list[Any]:
+    """Rank 0 caches for itself; the others ask as before."""
+    with start_session() as session:
+        store = store_of(session)
+        bounds = store.column("feat").bounds
+        server, everything = session.topology.server, np.arange(31)
+        remote = everything[(everything < bounds[server]) | (everything >= bounds[server + 1])]
+        if session.topology.rank == 0:
+            store.set_cache("feat", RowCache(table=pulled(remote[::2], 31), rows=rows_of(31)[remote[::2]]))
+        ids = np.random.default_rng(session.topology.rank).integers(0, 31, 80)
+        found = []
+        for asked, distinct in ((ids, False), (np.unique(ids)[::-1].copy(), True)):
+            sent, counts = session.ledger.total(phase="features"), store.cache_counts("feat")
+            equal = bool((store.pull("feat", asked, distinct=distinct).numpy() == rows_of(31)[asked]).all())
+            sent = session.ledger.total(phase="features") - sent
+            counts = store.cache_counts("feat") - counts
+            cached = remote[::2] if session.topology.rank == 0 else remote[:0]
+            missed = np.setdiff1d(np.intersect1d(asked, remote), cached)
+            found.append(
+                (equal, sent - (8 + 12) * len(missed), counts.hits - int(np.isin(asked, cached).sum()))
+            )
+            found.append(counts.local + counts.hits + counts.misses - len(asked))
+        barrier(session, "pulling")
+        return found
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (2, 1), *wide((3, 1), (4, 2))])
+def test_a_cache_changes_bytes_and_counts_only(ranks: int, per_server: int | None) -> None:
+    for found in run_ranks(pull_with_private_cache, ranks, ranks_per_server=per_server):
+        assert found == [(True, 0, 0), 0, (True, 0, 0), 0]
+
+
+def test_what_can_be_written_to_is_not_cached() -> None:
+    with start_session(topology=Topology(0, 1, (0,))) as session:
+        store = store_of(session)
+        shard, info = Shard(first=0, rows=rows_of(5)), ColumnInfo(dtype="float32", row_shape=(3,))
+        store.add_column(
+            Column(name="own", info=info, bounds=np.array([0, 5]), shards=(shard,), writable=True)
+        )
+        with pytest.raises(ConfigError, match="'own' can be written to"):
+            store.set_cache("own", RowCache(table=no_slots(), rows=rows_of(0)))
+        with pytest.raises(ConfigError, match="no tensor 'feet'"):
+            store.cache_counts("feet")
+
+
+NUM_ROWS = 31
+SPLITS = np.array([0, 7, 7, 20, NUM_ROWS])
+"""Four parts, of which the second is empty."""
+
+PUSH_CASES = [(1, None), (2, 1), (3, 2), *wide((2, None), (3, 1))]
+"""(ranks, ranks per server)."""
+
+KINDS = {"f": ("float32", (5,)), "d": ("float64", ()), "i": ("int64", (2,)), "h": ("bfloat16", (4,))}
+
+
+def open_to_push(session: Session) -> KVStore:
+    store = KVStore(session, Placement(4, session.topology))
+    bounds, server = store.placement.server_offsets(SPLITS), session.topology.server
+    first, last = int(bounds[server]), int(bounds[server + 1])
+    for name, (dtype, shape) in KINDS.items():
+        info = ColumnInfo(dtype=dtype, row_shape=shape)
+        rows = shared_rows(session, f"rows-{name}", last - first, info)
+        column = Column(
+            name=name, info=info, bounds=bounds, shards=(Shard(first=first, rows=rows),), writable=True
+        )
+        store.add_column(column)
+    barrier(session, "adding")
+    return store
+
+
+def pushed(rank: int, name: str) -> tuple[Array, torch.Tensor]:
+    """What ``rank`` adds: whole numbers, so that no order of the sum makes a difference."""
+    dtype, shape = KINDS[name]
+    random = np.random.default_rng(rank)
+    ids = random.integers(0, NUM_ROWS, 40)
+    values = random.integers(-3, 4, (40, *shape)).astype(np.float64)
+    return ids, torch.from_numpy(values).to(getattr(torch, dtype))
+
+
+def add_together() -> dict[str, Any]:
+    with start_session() as session:
+        row_requests.MAX_MESSAGE_BYTES = 100
+        store = open_to_push(session)
+        topology = session.topology
+        owners = RowOwners(store.placement.server_offsets(SPLITS), topology)
+        seen = {}
+        for name in KINDS:
+            ids, rows = pushed(topology.rank, name)
+            values = numpy_view(rows)
+            before = session.ledger.snapshot()
+            store.push(name, ids, values, accumulate=True)
+            sent = session.ledger.since(before)
+            distinct = np.unique(ids)
+            owner = owners.rank_of(distinct)
+            servers = np.array(topology.server_of_rank)[owner]
+            row_bytes = 8 + values[0].nbytes
+            away, near = servers != topology.server, (servers == topology.server) & (owner != topology.rank)
+            counted = {
+                outside: sum(
+                    row.num_bytes
+                    for row in sent
+                    if (not topology.same_server(row.source, row.destination)) is outside
+                    and row.phase == "push"
+                )
+                for outside in (True, False)
+            }
+            assert counted == {True: row_bytes * int(away.sum()), False: row_bytes * int(near.sum())}
+            store.push(name, ids[:7], values[:7], accumulate=True, wait=False)
+            store.fence()
+        barrier(session, "adding")
+        for name in KINDS:
+            seen[name] = store.pull(name, np.arange(NUM_ROWS)).double().tolist()
+        return seen
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), PUSH_CASES)
+def test_no_sum_is_lost_and_bytes_are_what_the_formula_says(ranks: int, per_server: int | None) -> None:
+    expected = {}
+    for name, (_, shape) in KINDS.items():
+        total = torch.zeros((NUM_ROWS, *shape), dtype=torch.float64)
+        for rank in range(ranks):
+            ids, rows = pushed(rank, name)
+            for count in (40, 7):
+                total.index_add_(0, torch.from_numpy(ids[:count]), rows[:count].double())
+        expected[name] = total.tolist()
+    for seen in run_ranks(add_together, ranks, ranks_per_server=per_server):
+        assert seen == expected
+
+
+def add_from_threads() -> list[float]:
+    with start_session() as session:
+        store = open_to_push(session)
+        ids = np.arange(NUM_ROWS)
+
+        def work() -> None:
+            for _ in range(25):
+                store.push("d", ids, np.ones(NUM_ROWS), accumulate=True, wait=False)
+            store.push("d", ids, np.ones(NUM_ROWS), accumulate=True)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        store.fence()
+        barrier(session, "adding")
+        return store.pull("d", ids).tolist()
+
+
+def test_threads_of_all_ranks_add_to_the_same_rows() -> None:
+    assert run_ranks(add_from_threads, 3, ranks_per_server=2) == [[3 * 4 * 26.0] * NUM_ROWS] * 3
+
+
+def write_without_waiting() -> list[Any]:
+    with start_session() as session:
+        store = open_to_push(session)
+        rank = session.topology.rank
+        ids = np.arange(NUM_ROWS)[ids_of(rank, session)]
+        rows = np.full((len(ids), 5), rank, np.float32)
+        store.push("f", ids, rows, wait=False)
+        rows[:] = -1  # the caller's again at once
+        store.fence()
+        barrier(session, "writing")
+        first = store.pull("f", np.arange(NUM_ROWS))[:, 4].tolist()
+        barrier(session, "reading")
+        repeated = np.array([30, 3, 30, 3])
+        if rank == 0:
+            store.push("f", repeated, np.arange(20, dtype=np.float32).reshape(4, 5))
+        barrier(session, "writing once more")
+        return [first, store.pull("f", np.array([3, 30]))[:, 0].tolist()]
+
+
+def ids_of(rank: int, session: Session) -> Array:
+    return np.arange(NUM_ROWS) % session.topology.world_size == rank
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), [(2, 1), (3, 2)])
+def test_after_a_fence_every_rank_sees_what_was_written(ranks: int, per_server: int) -> None:
+    first = [float(row % ranks) for row in range(NUM_ROWS)]
+    for seen in run_ranks(write_without_waiting, ranks, ranks_per_server=per_server):
+        assert seen == [first, [15.0, 10.0]]
+
+
+def use_handlers() -> list[Any]:
+    with start_session() as session:
+        store = open_to_push(session)
+        rank, calls = session.topology.rank, []
+
+        def keep_largest(rows: torch.Tensor, local_ids: torch.Tensor, values: torch.Tensor) -> None:
+            calls.append(len(local_ids))
+            for row, value in zip(local_ids.tolist(), values, strict=True):
+                rows[row] = torch.maximum(rows[row], value)
+
+        def negated(rows: torch.Tensor, local_ids: torch.Tensor) -> torch.Tensor:
+            return -rows[local_ids]
+
+        store.register_push_handler("i", keep_largest)
+        ids = np.array([3, 30, 3, 15])
+        rows = (np.arange(8).reshape(4, 2) * (rank + 1)).astype(np.int64)
+        store.push("i", ids, rows)
+        barrier(session, "pushing")
+        largest = store.pull("i", np.array([3, 15, 30])).tolist()
+        store.register_pull_handler("i", negated)
+        asked_for = store.pull("i", np.array([30, 3, 0, 30])).tolist()
+        store.register_pull_handler("i", None)
+        store.register_push_handler("i", None)
+        barrier(session, "handlers are gone")
+        if rank == 0:
+            store.push("i", ids, rows * 0)
+        barrier(session, "overwriting")
+        number_of_calls = len(calls)
+        return [largest, asked_for, store.pull("i", np.arange(NUM_ROWS)).abs().sum().item(), number_of_calls]
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (2, 1), (3, 2)])
+def test_handlers_do_what_is_pushed_and_pulled_on_the_owner(ranks: int, per_server: int | None) -> None:
+    outcomes = run_ranks(use_handlers, ranks, ranks_per_server=per_server)
+    rows = np.arange(8).reshape(4, 2) * ranks
+    for largest, asked_for, left, _ in outcomes:
+        assert largest == [rows[2].tolist(), rows[3].tolist(), rows[1].tolist()]
+        assert asked_for == [(-rows[1]).tolist(), (-rows[2]).tolist(), [0, 0], (-rows[1]).tolist()]
+        assert left == 0
+    owners = RowOwners(
+        Placement(4, topology_of(ranks, per_server)).server_offsets(SPLITS), topology_of(ranks, per_server)
+    )
+    owning = len({int(rank) for rank in owners.rank_of(np.array([3, 15, 30]))})
+    assert sum(number for *_, number in outcomes) == owning * ranks
+
+
+def push_one_row_often() -> list[list[Any]]:
+    with start_session() as session:
+        row_requests.MAX_MESSAGE_BYTES = 100
+        store = open_to_push(session)
+        calls: list[list[Any]] = []
+
+        def note(_rows: torch.Tensor, local_ids: torch.Tensor, values: torch.Tensor) -> None:
+            calls.append([local_ids.tolist(), values.tolist()])
+
+        store.register_push_handler("d", note)
+        if session.topology.rank == 0:
+            ids = np.tile([30, 29], 40)
+            store.push("d", ids, np.arange(80.0))
+        barrier(session, "pushing")
+        return calls
+
+
+def test_rows_of_one_id_reach_the_handler_in_their_order_however_large_the_push() -> None:
+    none, calls = run_ranks(push_one_row_often, 2, ranks_per_server=1)
+    assert none == []
+    first, second = sorted(calls)  # requests may overtake each other
+    local = 29 - 7  # rank 1 has the rows from 7 on
+    assert first == [[local] * 40, [float(k) for k in range(1, 80, 2)]]
+    assert second == [[local + 1] * 40, [float(k) for k in range(0, 80, 2)]]
+
+
+def topology_of(ranks: int, per_server: int | None) -> Topology:
+    return Topology(0, ranks, tuple(rank // (per_server or ranks) for rank in range(ranks)))
+
+
+def fail_on_one_rank() -> list[str]:
+    with start_session() as session:
+        store = open_to_push(session)
+        rank, said = session.topology.rank, []
+
+        def refuse(rows: torch.Tensor, local_ids: torch.Tensor, values: torch.Tensor) -> None:
+            raise ValueError(f"rank {rank} takes no {int(local_ids[0])}")
+
+        store.register_push_handler("d", refuse)
+        last, one = np.array([30]), np.ones(1)
+        if rank == 0:
+            try:
+                store.push("d", last, one)
+            except RemoteError as error:
+                said.append(str(error))
+            store.push("d", last, one, wait=False)
+            try:
+                store.fence()
+            except RemoteError as error:
+                said.append(str(error))
+            store.fence()
+            for ids, rows in (
+                (np.array([31]), one),
+                (last, np.ones(2)),
+                (last, np.ones(1, np.float32)),
+                (last.astype(np.int32), one),
+                (last.reshape(1, 1), one),
+            ):
+                try:
+                    store.push("d", ids, rows, wait=False)
+                except (ConfigError, IndexError) as error:
+                    said.append(str(error))
+        barrier(session, "the others do not hang")
+        try:
+            store.register_push_handler("d" if rank else "nothing", None)
+        except ConfigError as error:
+            said.append(str(error))
+        try:
+            store.register_push_handler("d", None if rank else refuse)
+        except ConfigError as error:
+            said.append(str(error))
+        return said
+
+
+def test_errors_reach_the_rank_that_pushed_and_nobody_else() -> None:
+    zero, one = run_ranks(fail_on_one_rank, 2, ranks_per_server=1)
+    assert "rank 1 takes no 23" in zero[0]
+    assert "rank 1 takes no 23" in zero[1]
+    for text, part in zip(
+        zero[2:7],
+        ["id 31 at position 0", "shape (1,), not", "float64", "must be (K,) int64", "shape (1, 1)"],
+        strict=True,
+    ):
+        assert part in text
+    assert "no tensor 'nothing'" in zero[7]
+    assert "rank 0 on" in one[0]
+    assert "no tensor 'nothing'" in one[0]
+    assert "rank 1 registers ['push', 'd', False] while rank 0" in zero[8]
+    assert "every rank must register the same" in one[1]
+    assert (len(zero), len(one)) == (9, 2)
+
+
+def leave_an_error_behind() -> None:
+    with start_session(timeout_s=60) as session:
+        store = open_to_push(session)
+
+        def refuse(rows: torch.Tensor, local_ids: torch.Tensor, values: torch.Tensor) -> None:
+            raise ValueError("not today")
+
+        store.register_push_handler("d", refuse)
+        if session.topology.rank == 0:
+            store.push("d", np.array([30]), np.ones(1), wait=False)
+
+
+def test_an_error_that_nobody_fetched_is_raised_when_the_session_is_closed() -> None:
+    first, _ = start_ranks(leave_an_error_behind, 2, ranks_per_server=1)
+    assert "RemoteError" in first.error
+    assert "not today" in first.error
+
+
+def push_to_the_dead() -> list[str]:
+    with start_session(timeout_s=60) as session:
+        store = open_to_push(session)
+
+        def die(rows: torch.Tensor, local_ids: torch.Tensor, values: torch.Tensor) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        store.register_push_handler("d", die)
+        if session.topology.rank == 0:
+            store.push("d", np.array([30]), np.ones(1), wait=False)
+            with pytest.raises(PeerError) as caught:
+                store.fence()
+            store.fence()  # told once; nothing is left to wait for
+            session.close(failed=True)
+            return [str(caught.value)]
+        barrier(session, "never reached")
+        return []
+
+
+def test_a_fence_after_a_push_to_a_rank_that_dies_names_it_and_does_not_hang() -> None:
+    first, second = start_ranks(push_to_the_dead, 2, ranks_per_server=1)
+    assert second.exitcode == -signal.SIGKILL
+    assert "rank 1" in first.result[0]
+
+
+@pytest.fixture
+def target() -> Any:
+    with start_session(topology=Topology(0, 1, (0,))) as session:
+        yield open_to_push(session)
+
+
+def test_what_does_not_fit_changes_nothing(target: KVStore) -> None:
+    with pytest.raises(IndexError, match="id 31 at position 1"):
+        target.push("d", np.array([0, 31]), np.ones(2), accumulate=True)
+    with pytest.raises(ConfigError, match=r"takes rows of float32 and shape \(1, 5\)"):
+        target.push("f", np.array([0]), np.ones((1, 4), np.float32), accumulate=True)
+    assert target.pull("d", np.arange(NUM_ROWS)).abs().sum() == 0
+
+
+def test_rows_need_not_be_contiguous_and_may_be_none(target: KVStore) -> None:
+    rows = np.arange(20, dtype=np.float32).reshape(5, 4).T
+    for accumulate in (False, True):
+        target.push("f", np.array([4, 2, 9, 1]), rows, accumulate=accumulate)
+        target.push("f", np.empty(0, np.int64), np.empty((0, 5), np.float32), accumulate=accumulate)
+    assert target.pull("f", np.array([1, 2, 9])).tolist() == (2 * rows[[3, 1, 2]]).tolist()
+
+
+def test_with_a_handler_repeats_are_summed_only_when_accumulating(target: KVStore) -> None:
+    seen = []
+    target.register_push_handler("d", lambda rows, ids, values: seen.append((ids.tolist(), values.tolist())))
+    for accumulate in (False, True):
+        target.push("d", np.array([5, 3, 5]), np.array([1.0, 2, 3]), accumulate=accumulate)
+    assert seen == [([3, 5, 5], [2, 1, 3]), ([5, 3], [4, 2])]
+
+
+def test_what_a_pull_handler_returns_is_checked(target: KVStore) -> None:
+    target.register_pull_handler("d", lambda rows, ids: rows[ids].float())
+    with pytest.raises(ConfigError, match=r"returned torch.float32 .* must be torch.float64 of shape \(1,\)"):
+        target.pull("d", np.array([2]))
+
+
+def test_what_fits_passes_and_one_byte_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with start_session(topology=Topology(0, 1, (0,))) as session:
+        monkeypatch.setattr(shared_memory.psutil, "virtual_memory", lambda: Free(1000))
+        shared_memory.check_memory(session, np.array([0, 10]), 100, "it", "use less")
+        with pytest.raises(ConfigError, match=r"it needs 0\.000 GB for 10 rows of 101 bytes on .*; use less"):
+            shared_memory.check_memory(session, np.array([0, 10]), 101, "it", "use less")
+
+
+class Free:
+    def __init__(self, available: int) -> None:
+        self.available = available

@@ -1,11 +1,14 @@
+"""Owners of ids, and the placement of parts on ranks and servers."""
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
 
+from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.partition_book import PartitionBook
+from dglx_dist.graph.partition_book import PartitionBook, Placement, RowOwners
 
 # Two partitions. Users 0,1 | 2,3,4; items 0,1,2 | 3. Homogeneous: u0 u1 i0 i1 i2 | u2 u3 u4 i3.
 RATES, SEES = ("user", "rates", "item"), ("user", "sees", "item")
@@ -55,3 +58,67 @@ def test_what_does_not_exist_is_refused() -> None:
         BOOK.num_nodes("book")
     with pytest.raises(ConfigError, match="no edge type 'hates'"):
         BOOK.num_edges("hates")
+
+
+def test_rows_of_a_server_are_cut_evenly_over_its_ranks() -> None:
+    # Server 0: rows 0-6 on ranks 0, 1, 2; server 1: rows 7-9 on ranks 3, 4.
+    owners = RowOwners(np.array([0, 7, 10]), Topology(0, 5, (0, 0, 0, 1, 1)))
+    assert [owners.range_of(rank) for rank in range(5)] == [(0, 2), (2, 4), (4, 7), (7, 8), (8, 10)]
+    assert owners.rank_of(np.arange(10)).tolist() == [0, 0, 1, 1, 2, 2, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("bounds", [[0, 0, 1], [0, 1, 1], [0, 0, 0], [0, 3, 3], [0, 2, 9]])
+def test_every_row_is_in_the_range_of_its_owner_also_with_fewer_rows_than_ranks(bounds: list[int]) -> None:
+    owners = RowOwners(np.array(bounds), Topology(1, 4, (0, 0, 0, 1)))
+    ranges = [owners.range_of(rank) for rank in range(4)]
+    assert [first for first, _ in ranges] + [bounds[-1]] == [0, *(last for _, last in ranges)]
+    owner = owners.rank_of(np.arange(bounds[-1]))
+    assert all(ranges[rank][0] <= row < ranges[rank][1] for row, rank in enumerate(owner))
+    assert (owner[: bounds[1]] < 3).all()
+    assert (owner[bounds[1] :] == 3).all()
+
+
+def test_bounds_of_another_number_of_servers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"shape \(2,\) for 2 servers"):
+        RowOwners(np.array([0, 7]), Topology(0, 2, (0, 1)))
+
+
+def topology(rank: int, *servers: int) -> Topology:
+    return Topology(rank=rank, world_size=len(servers), server_of_rank=servers)
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_every_part_has_one_server_and_blocks_are_contiguous(num_parts: int, num_servers: int) -> None:
+    placement = Placement(num_parts, topology(0, *range(num_servers)))
+    parts = [part for server in range(num_servers) for part in placement.parts_of_server(server)]
+    assert parts == list(range(num_parts))
+    assert all(
+        placement.server_of_part[part] == part * num_servers // num_parts == server
+        for server in range(num_servers)
+        for part in placement.parts_of_server(server)
+    )
+
+
+def test_five_parts_on_two_servers() -> None:
+    placement = Placement(5, topology(1, 0, 1))
+    assert list(placement.parts_of_server(0)) == [0, 1, 2]
+    assert list(placement.local_parts) == [3, 4]
+    offsets = np.array([0, 10, 10, 30, 31, 40])
+    assert placement.server_offsets(offsets).tolist() == [0, 30, 40]
+
+
+def test_fewer_parts_than_servers_is_refused_with_the_command() -> None:
+    with pytest.raises(ConfigError, match=r"2 part\(s\).*3 servers.*dglx partition DATA --parts 3"):
+        Placement(2, topology(0, 0, 1, 2))
+
+
+def test_requests_spread_over_the_ranks_of_a_server() -> None:
+    servers = (0, 0, 0, 1, 1)
+    asked = [Placement(2, topology(rank, *servers)).serving_rank(1) for rank in range(3)]
+    assert asked == [3, 4, 3]
+    assert Placement(2, topology(4, *servers)).serving_rank(0) == 1
+
+
+def test_the_own_server_is_served_by_oneself() -> None:
+    assert Placement(2, topology(4, 0, 0, 0, 1, 1)).serving_rank(1) == 4

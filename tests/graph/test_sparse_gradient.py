@@ -1,11 +1,47 @@
+"""Sparse gradients: summed by row, encoded, exchanged between ranks to the byte."""
+
 from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from dglx_dist.errors import ConfigError
-from dglx_dist.graph.sparse_gradient import Parcel, RowGradient, weight_of, weighted_copy, weighted_sum
+from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.graph import optim
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.embedding import DistEmbedding
+from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.graph.sparse_gradient import (
+    NEVER,
+    Gradient,
+    Parcel,
+    RowGradient,
+    add_rows,
+    count_rows,
+    forget_rows,
+    group_by_owner,
+    split_rows,
+    take_weighted,
+    weight_of,
+    weighted_copy,
+    weighted_sum,
+)
+from dglx_dist.graph.sparse_gradient_exchange import Inbox, StepMessage, read_message
 from dglx_dist.records import StepShare
+from tests.graph.small import NUM_NODES
+from tests.graph.sparse_cases import DIM, STEPS, batch, embeddings, expected, make_optimizer, train
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks, start_ranks
 
 QUARTER, NONE = StepShare(num_local=1, num_global=4), StepShare(num_local=0, num_global=4)
 
@@ -48,3 +84,318 @@ def test_what_is_sent_is_weighed_and_in_order() -> None:
     sent = weighted_copy(Parcel(ids=np.array([9, 5]), rows=rows, places=np.array([2, 0]), weight=0.5))
     assert (sent.ids.tolist(), sent.rows.tolist()) == ([9, 5], [[2.0], [0.5]])
     assert (sent.places.tolist(), sent.weight) == ([0, 1], 1.0)
+
+
+def test_positions_are_grouped_by_owner_in_their_order_and_an_owner_may_have_no_rows() -> None:
+    # Owner 0 has rows 0 to 3, owner 1 none, owner 2 the rows 4 to 9.
+    positions, first = group_by_owner(np.array([9, 0, 4, 3, 5]), np.array([0, 4, 4, 10]))
+    assert positions.tolist() == [1, 3, 0, 2, 4]
+    assert first.tolist() == [0, 2, 2, 5]
+    none, first = group_by_owner(np.empty(0, np.int64), np.array([0, 4, 4, 10]))
+    assert (none.tolist(), first.tolist()) == ([], [0, 0, 0, 0])
+
+
+def test_taken_rows_follow_the_places_and_are_weighed() -> None:
+    out = np.empty((2, 1))
+    take_weighted(np.array([[1.0], [2.0], [3.0]]), 0.5, np.array([2, 0]), out)
+    assert out.tolist() == [[1.5], [0.5]]
+
+
+def test_rows_of_one_rank_stay_where_they_are_and_others_are_summed() -> None:
+    slot_of, ids = np.full(4, NEVER, np.int32), (np.array([12, 10]), np.array([10, 13]))
+    assert [count_rows(some, 10, slot_of) for some in ids] == [0, 1]
+    touched, sums = np.empty(1, np.int64), np.full((1, 1), 99.0)
+    first = Gradient(np.array([[2.0], [1.0]]), np.array([1, 0]), 0.5)
+    rows, places, count = split_rows(ids[0], 10, first, slot_of, touched, sums, 0)
+    assert (rows.tolist(), places.tolist(), count) == ([2], [1], 1)
+    second = Gradient(np.array([[4.0], [8.0]]), np.array([0, 1]), 1.0)
+    rows, places, count = split_rows(ids[1], 10, second, slot_of, touched, sums, count)
+    assert (rows.tolist(), places.tolist(), count) == ([3], [1], 1)
+    assert (touched.tolist(), sums.tolist()) == ([0], [[5.0]])
+    for some in ids:
+        forget_rows(some, 10, slot_of)
+    assert slot_of.tolist() == [NEVER] * 4
+
+
+def test_weighed_rows_are_added_where_their_places_say() -> None:
+    out = np.zeros((2, 1), np.float32)
+    add_rows(np.array([[1.0], [2.0], [4.0]], np.float32), 0.5, np.array([1, 0, 1]), out)
+    assert out.tolist() == [[1.0], [2.5]]
+
+
+def parcel(*ids: int) -> Parcel:
+    return Parcel(ids=np.array(ids, np.int64), rows=np.ones((len(ids), 2)), places=np.arange(len(ids)))
+
+
+def test_what_is_read_is_what_was_sent() -> None:
+    sent = StepMessage(sender=3, step=17, used=(True, False), parcels=(parcel(4, 2), parcel()))
+    read = read_message(sent.name(), sent.arrays(), 2)
+    assert (read.sender, read.step, read.used, read.problem) == (3, 17, (True, False), "")
+    assert [part.ids.tolist() for part in read.parcels] == [[4, 2], []]
+    assert [part.places.tolist() for part in read.parcels] == [[0, 1], []]
+    assert sum(array.nbytes for array in sent.arrays()) == 2 * (8 + 2 * 8)
+
+
+def test_a_problem_travels_without_rows_and_keeps_its_words() -> None:
+    sent = StepMessage(sender=0, step=1, used=(True,), parcels=(), problem="no  targets: set it")
+    read = read_message(sent.name(), sent.arrays(), 1)
+    assert (read.problem, read.parcels) == ("no  targets: set it", ())
+
+
+def test_another_number_of_embeddings_is_refused() -> None:
+    sent = StepMessage(sender=1, step=1, used=(True,), parcels=(parcel(1),))
+    with pytest.raises(ConfigError, match=r"rank 1 sent gradients of 1 embeddings .* optimiser of 2"):
+        read_message(sent.name(), sent.arrays(), 2)
+
+
+def message(step: int) -> StepMessage:
+    return StepMessage(sender=0, step=step, used=(True,), parcels=())
+
+
+def test_messages_wait_for_their_step_and_are_given_once() -> None:
+    with start_session(topology=Topology(0, 1, (0,)), timeout_s=0.05) as session:
+        inbox = Inbox(session)
+        # A fast rank may be a step ahead.
+        inbox.put(message(2))
+        inbox.put(message(1))
+        assert [found.step for found in inbox.take(1, "step 1")] == [1]
+        assert [found.step for found in inbox.take(2, "step 2")] == [2]
+        with pytest.raises(PeerError, match=r"rank 0 on .* sent nothing for 'step 1' within 0\.05 s"):
+            inbox.take(1, "step 1")
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def whole(session: Session) -> StepShare:
+    """A share with which gradients are summed as they are."""
+    return StepShare(num_local=1, num_global=1)
+
+
+def count_bytes(folder: Path) -> tuple[list[tuple[int, int]], list[int]]:
+    with start_session() as session:
+        g = DistGraph(folder)
+        one = DistEmbedding(NUM_NODES, DIM, "one", dtype=torch.float64)
+        two = DistEmbedding(NUM_NODES, 5, "two", dtype=torch.bfloat16)
+        optimizer = optim.SparseSGD([one, two], lr=0.1)
+        rank, world = g.rank(), session.topology.world_size
+        session.step_share = whole(session)
+        before = session.ledger.snapshot()
+        # Rows 4 to 35 with repeats in and between the calls; the second embedding on rank 0 only.
+        ids = torch.tensor([4, 9, 9, 35, 20 + rank])
+        (one(ids).sum() + one(ids + 1).sum()).backward()
+        if rank == 0:
+            two(ids).sum().backward()
+        optimizer.step()
+        sent = {
+            row.destination: row.num_bytes
+            for row in session.ledger.since(before)
+            if row.phase == "sparse_gradients"
+        }
+        owners = RowOwners(one.part_policy.bounds, session.topology)
+        distinct = np.unique(torch.cat([ids, ids + 1]).numpy())
+        rows = np.bincount(owners.rank_of(distinct), minlength=world)
+        short_rows = np.bincount(owners.rank_of(np.unique(ids.numpy())), minlength=world) * (rank == 0)
+        wanted = rows * (8 + DIM * 8) + short_rows * (8 + 5 * 4)
+        g.barrier()
+        others = [other for other in range(world) if other != rank]
+        return [(sent.get(other, 0), int(wanted[other])) for other in others], sorted(sent)
+
+
+@pytest.mark.parametrize(("ranks", "per_server"), [(2, 1), *wide((3, 3))])
+def test_eight_bytes_and_one_row_for_each_distinct_row_of_another_rank(
+    small_dataset: Path, ranks: int, per_server: int
+) -> None:
+    for rank, (pairs, destinations) in enumerate(
+        run_ranks(count_bytes, ranks, args=(small_dataset,), ranks_per_server=per_server)
+    ):
+        assert all(sent == wanted for sent, wanted in pairs)
+        assert any(sent > 0 for sent, _ in pairs)
+        assert rank not in destinations
+
+
+def step_with_one_bad_rank(folder: Path) -> tuple[str, list[Any]]:
+    with start_session() as session:
+        g = DistGraph(folder)
+        embedding = DistEmbedding(NUM_NODES, 1, "e", init_func=zeros)
+        optimizer = optim.SparseSGD([embedding], lr=1.0)
+        if g.rank() == 0:
+            session.step_share = StepShare(num_local=1, num_global=2)
+        embedding([g.rank()]).sum().backward()
+        with pytest.raises(ConfigError) as caught:
+            optimizer.step()
+        session.step_share = StepShare(num_local=1, num_global=2)
+        embedding([g.rank()]).sum().backward()
+        optimizer.step()
+        return str(caught.value), embedding.weight[[0, 1]].tolist()
+
+
+def test_an_error_on_one_rank_is_one_on_all_and_changes_nothing(small_dataset: Path) -> None:
+    (first, rows), (second, same_rows) = run_ranks(
+        step_with_one_bad_rank, 2, args=(small_dataset,), ranks_per_server=1
+    )
+    assert first.startswith("rank 1 on ")
+    assert "set session.step_share" in first
+    assert second.startswith("an embedding was called outside of a step")
+    assert rows == same_rows == [[-0.5], [-0.5]]
+
+
+def make_differently(folder: Path) -> str:
+    with start_session():
+        g = DistGraph(folder)
+        embedding = DistEmbedding(NUM_NODES, 1, "e")
+        with pytest.raises(ConfigError) as caught:
+            optim.SparseSGD([embedding], lr=1.0 + g.rank())
+        g.barrier()
+        return str(caught.value)
+
+
+def test_ranks_that_make_different_optimisers_are_told(small_dataset: Path) -> None:
+    for text in run_ranks(make_differently, 2, args=(small_dataset,)):
+        assert "build it alike on all ranks" in text
+
+
+def only_rank_0_steps(folder: Path) -> str:
+    # Rank 1 must still be where it is when rank 0 gives up and asks, so it waits for longer.
+    with start_session(timeout_s=3.0 if os.environ["RANK"] == "0" else 30.0) as session:
+        g = DistGraph(folder)
+        optimizer = optim.SparseSGD([DistEmbedding(NUM_NODES, 1, "e")], lr=1.0)
+        session.step_share = whole(session)
+        go_on = optimizer.step if g.rank() == 0 else partial(barrier, session, "somewhere else")
+        with pytest.raises(PeerError) as caught:
+            go_on()
+        return str(caught.value)
+
+
+def test_who_does_not_step_is_named_and_where_it_is(small_dataset: Path) -> None:
+    text, _ = run_ranks(only_rank_0_steps, 2, args=(small_dataset,))
+    assert "rank 1 on" in text
+    assert "every rank must call step()" in text
+    assert "somewhere else" in text
+
+
+def one_dies(folder: Path) -> None:
+    with start_session() as session:
+        g = DistGraph(folder)
+        optimizer = optim.SparseSGD([DistEmbedding(NUM_NODES, 1, "e")], lr=1.0)
+        session.step_share = whole(session)
+        g.barrier()
+        if g.rank() == 1:
+            os._exit(7)
+        optimizer.step()
+
+
+def test_a_dead_rank_ends_the_wait_and_is_named(small_dataset: Path) -> None:
+    # The session's time-out is 300 s, the test's 60.
+    first, second = start_ranks(one_dies, 2, args=(small_dataset,), timeout_s=60)
+    assert second.exitcode == 7
+    assert "PeerError" in first.error
+    assert "rank 1" in first.error
+
+
+class SlowOwner:
+    """Stands before an optimiser's handler and lets calls through when told to."""
+
+    def __init__(self, session: Session, optimizer: Any) -> None:
+        self.open = threading.Event()
+        self.handler = optimizer._exchange._receive
+        session.rpc.unregister(optimizer._exchange._op)
+        session.rpc.register(optimizer._exchange._op, self.handle)
+
+    def handle(self, name: str, arrays: Sequence[Any]) -> Sequence[Any]:
+        assert self.open.wait(60)
+        return self.handler(name, arrays)
+
+
+def push_to_a_slow_owner(folder: Path) -> Any:
+    with start_session() as session:
+        g = DistGraph(folder)
+        embedding = DistEmbedding(NUM_NODES, 1, "e", init_func=zeros)
+        optimizer = optim.SparseSGD([embedding], lr=1.0, mode="async", staleness=2)
+        session.step_share = whole(session)
+        last = NUM_NODES - 1  # of rank 1
+        if g.rank() == 1:
+            slow = SlowOwner(session, optimizer)
+            g.barrier()
+            barrier(session, "pulled")
+            barrier(session, "two steps done")
+            seen = float(embedding.weight.local_rows()[-1])
+            # Only when the pushing rank says that it waits.
+            while "pushes of" not in str(session.rpc.peer_status([0], 5.0)[0]):
+                pass
+            slow.open.set()
+        else:
+            g.barrier()
+            # Pulled now: the owner's threads will all stand still.
+            losses = [embedding([last]).sum() for _ in range(3)]
+            barrier(session, "pulled")
+            for loss in losses[:2]:
+                loss.backward()
+                optimizer.step()
+            early = optimizer.staleness_report()
+            barrier(session, "two steps done")
+            losses[2].backward()
+            optimizer.step()
+            seen = (early.largest_lag, early.mean_lag, early.waits)
+        optimizer.flush()
+        report = optimizer.staleness_report()
+        rows = embedding.weight[[last]].tolist()
+        g.barrier()
+        return seen, (report.steps, report.largest_lag, report.waits), rows
+
+
+def test_late_updates_are_bounded_and_reported(small_dataset: Path) -> None:
+    pusher, owner = run_ranks(push_to_a_slow_owner, 2, args=(small_dataset,), ranks_per_server=1)
+    assert pusher == ((2, 1.5, 0), (3, 2, 1), [[-3.0]])
+    assert owner == (0.0, (0, 0, 0), [[-3.0]])
+
+
+def train_async(folder: Path, staleness: int) -> tuple[Any, ...]:
+    with start_session(seed=3) as session:
+        g = DistGraph(folder)
+        embed = embeddings(g, "sgd")
+        before = [e.weight.to_local().tolist() for e in embed]
+        optimizer = make_optimizer("sgd", embed, mode="async", staleness=staleness)
+        g.barrier()
+        train(g, embed, optimizer, range(STEPS))
+        optimizer.flush()
+        after = [e.weight.to_local().tolist() for e in embed]
+        g.barrier()
+        report = optimizer.staleness_report()
+        assert report.steps == STEPS
+        assert report.largest_lag <= staleness
+        assert len(batch(3, session.topology.rank, session.topology.world_size))
+        return before, after
+
+
+def test_async_without_staleness_on_one_rank_is_sync(small_dataset: Path) -> None:
+    ((before, after),) = run_ranks(train_async, 1, args=(small_dataset, 0))
+    reference = expected("sgd", [torch.tensor(rows, dtype=torch.float64) for rows in before], 1)
+    for mine, wanted in zip(after, reference, strict=True):
+        torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), wanted, rtol=0, atol=1e-10)
+
+
+def converge_async(folder: Path) -> tuple[float, float]:
+    """Rows 0 to 39 are drawn to their own number; every rank sees all of them."""
+    with start_session(seed=3) as session:
+        g = DistGraph(folder)
+        world = session.topology.world_size
+        embedding = DistEmbedding(NUM_NODES, 1, "e", init_func=zeros)
+        optimizer = optim.SparseSGD([embedding], lr=0.3, mode="async", staleness=3)
+        session.step_share = StepShare(num_local=1, num_global=world)
+        wanted = torch.arange(NUM_NODES)[:, None].float()
+        for step in range(150):
+            ids = torch.arange((step + g.rank()) % 4, NUM_NODES, 4)
+            ((embedding(ids) - wanted[ids]) ** 2).sum().backward()
+            optimizer.step()
+        optimizer.flush()
+        error = float((embedding.weight.to_local() - wanted).abs().max())
+        g.barrier()
+        return error, optimizer.staleness_report().largest_lag
+
+
+def test_async_converges_within_the_bound(small_dataset: Path) -> None:
+    for error, lag in run_ranks(converge_async, 2, args=(small_dataset,), ranks_per_server=1):
+        assert error < 1e-3
+        assert lag <= 3

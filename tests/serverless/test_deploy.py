@@ -1,9 +1,11 @@
-"""Functions are made, brought up to date and removed on AWS (moto's): what is said before, and done once."""
+"""Functions are created, updated and removed on AWS (moto's), and each step is named first."""
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +14,23 @@ from typing import Any
 import pytest
 from moto import mock_aws
 
+import dglx_dist
 from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.aws import clients as bounds
 from dglx_dist.serverless.aws import deploy as function_module
 from dglx_dist.serverless.aws import deploy as role
 from dglx_dist.serverless.aws.clients import HANDLER, Deployment, Place
-from dglx_dist.serverless.aws.deploy import Function, deploy, find_function, plan, plan_removal, remove
+from dglx_dist.serverless.aws.deploy import (
+    Function,
+    compiled_of,
+    deploy,
+    find_function,
+    plan,
+    plan_removal,
+    remove,
+    runtime_for,
+    what_aws_lacks,
+)
 
 from ..helpers.zips import zipped
 
@@ -257,3 +270,64 @@ def test_a_function_that_cannot_be_used_is_told(wanted: Deployment, monkeypatch:
     monkeypatch.setattr(made._client, "get_function_configuration", lambda FunctionName: states.pop(0))
     with pytest.raises(ConfigError, match="no addresses left in subnet-1"):
         wait.act()
+
+
+@pytest.fixture
+def wanted_stack(tmp_path: Path) -> Deployment:
+    return Deployment(name="dglx-worker", package=zipped(tmp_path), runtime="python3.12")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"name": "my worker"}, "not a valid function name"),
+        ({"memory_mb": 64}, "128 to 10240"),
+        ({"timeout_s": 901}, "1 to 900"),
+        ({"subnets": ("subnet-1",)}, "needs both"),
+        ({"architecture": "sparc"}, "x86_64, arm64"),
+        ({"runtime": "nodejs18.x"}, "python3.12"),
+        ({"package": Path("absent.zip")}, "dglx lambda package"),
+    ],
+)
+def test_settings_that_aws_does_not_take_are_refused(
+    change: dict[str, Any], told: str, wanted_stack: Deployment
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        replace(wanted_stack, **change)
+
+
+def test_a_package_must_fit_its_runtime(wanted_stack: Deployment, tmp_path: Path) -> None:
+    """NumPy 2 needs glibc 2.27, and AWS's Python 3.11 stands on Amazon Linux 2 with 2.26."""
+    assert runtime_for(wanted_stack, on_aws=True) == "python3.12"
+    old = zipped(tmp_path, "\0GLIBC_2.5\0GLIBC_2.27\0", name="numpy/x.cpython-311-x86_64-linux-gnu.so")
+    assert (compiled_of(old).python, compiled_of(old).architecture, compiled_of(old).glibc) == (
+        11,
+        "x86_64",
+        27,
+    )
+    with pytest.raises(ConfigError, match=r"made for Python 3.11 and the runtime is python3.12"):
+        runtime_for(wanted_stack, on_aws=True)
+    with pytest.raises(ConfigError, match=r"needs glibc 2.27 .* has 2.26; .*--python 3.12"):
+        runtime_for(replace(wanted_stack, runtime=None), on_aws=True)
+    assert runtime_for(replace(wanted_stack, runtime=None), on_aws=False) == "python3.11"
+    new = zipped(tmp_path, "\0GLIBC_2.27\0", name="numpy/x.cpython-312-aarch64-linux-gnu.so")
+    assert what_aws_lacks(new) == ""
+    with pytest.raises(ConfigError, match="made for arm64"):
+        runtime_for(wanted_stack, on_aws=True)
+    assert runtime_for(replace(wanted_stack, architecture="arm64", runtime=None), on_aws=True) == "python3.12"
+    old.write_text("no zip")
+    with pytest.raises(ConfigError, match="is not a package"):
+        runtime_for(wanted_stack, on_aws=True)
+
+
+def test_boto3_is_asked_for_when_it_is_needed_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("boto3", "botocore", "botocore.config"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"pip install 'dglx_dist\[aws\]'"):
+        Place(region="eu-west-1").client("lambda")
+    for file in Path(dglx_dist.__file__).parent.rglob("*.py"):
+        text = file.read_text()
+        for node in ast.parse(text).body if "boto" in text else ():
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            assert not any(name.startswith(("boto3", "botocore")) for name in names), file

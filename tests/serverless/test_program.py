@@ -1,18 +1,29 @@
-"""Programs: what they tell, their one text, and what makes no sense is refused."""
+"""Programs and the work they describe: one canonical text; invalid ones are refused."""
+
+from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import dgl
+import numpy as np
 import pytest
+import torch
+from dgl.nn import GATConv, GraphConv, SAGEConv
+from torch import Tensor, nn
+from torch.nn import functional
 
 from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.records import Array
 from dglx_dist.serverless.program import MAX_PROGRAM_BYTES, Gather, Program, Scatter, Slot, Step, Vertex
+from dglx_dist.serverless.stages.base import Backward, Config, Forward, Shapes, VertexStage, register_stage
+from dglx_dist.serverless.tasks import Direction, Work, add_gradients
 
-from .programs import gat, gcn, sage
+from .programs import PlainRun, gat, gcn, sage
 
 PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "one layer": lambda: gcn((5, 3))}
 
@@ -208,3 +219,240 @@ def test_a_text_cannot_name_what_is_not_registered() -> None:
     text["steps"][0]["stage"] = "subprocess:run"
     with pytest.raises(UnknownNameError, match="there is no stage 'subprocess:run'"):
         Program.from_json(json.dumps(text))
+
+
+NODES = 11
+CUTS = {"one": [0, 11], "odd and empty": [0, 3, 3, 4, 11]}
+
+
+class Stack(nn.Module):
+    """Two layers with a function between them; parameters are called layers.1 and layers.2."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"1": first, "2": second})
+
+    def forward(self, graph: dgl.DGLGraph, x: Tensor) -> Tensor:
+        h = self.layers["1"](graph, x)
+        if h.dim() == 3:
+            return self.layers["2"](graph, functional.elu(h).flatten(1)).mean(1)
+        return self.layers["2"](graph, functional.relu(h))
+
+
+MODELS = {
+    "gcn": (gcn, lambda: Stack(GraphConv(5, 4), GraphConv(4, 3))),
+    "sage": (sage, lambda: Stack(SAGEConv(5, 4, "mean"), SAGEConv(4, 3, "mean"))),
+    # A linear residual: no bias of its own in the last layer, so the last step has no weights at all.
+    "gat": (gat, lambda: Stack(GATConv(5, 2, 3), GATConv(6, 3, 4, residual=True, bias=True))),
+}
+
+
+def graph() -> dgl.DGLGraph:
+    """11 nodes, an in-edge from itself for each, 30 edges more."""
+    rng = np.random.default_rng(5)
+    sources, targets = rng.integers(0, NODES, size=(2, 30))
+    own = np.arange(NODES)
+    return dgl.graph((np.concatenate([sources, own]), np.concatenate([targets, own])), num_nodes=NODES)
+
+
+def run(name: str, cut: str, *, fused: bool = True, rematerialise: bool = True) -> tuple[PlainRun, nn.Module]:
+    torch.manual_seed(1)
+    program, model = MODELS[name][0](), MODELS[name][1]().double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    weights = {key: value.detach().numpy() for key, value in model.named_parameters()}
+    assert program.weight_shapes == {key: weights[key].shape for key in program.weight_shapes}
+    assert set(weights) == set(program.weight_shapes)
+    g = graph()
+    indptr, sources, _ = (array.numpy() for array in g.adj_tensors("csc"))
+    targets = np.repeat(np.arange(NODES), np.diff(indptr))
+    outward = np.bincount(sources, minlength=NODES)
+    values = 1 / np.diff(indptr)[targets]
+    if name == "gcn":
+        values = 1 / np.sqrt(np.diff(indptr)[targets] * outward[sources])
+    x, labels = node_data()
+    plain = PlainRun(
+        program,
+        weights,
+        x=x,
+        indptr=indptr,
+        sources=sources,
+        fixed={"fixed:0": values[:, None]},
+        labels=labels,
+        bounds=CUTS[cut],
+        fused=fused,
+        rematerialise=rematerialise,
+    )
+    return plain, model
+
+
+def node_data() -> tuple[Array, Array]:
+    rng = np.random.default_rng(6)
+    labels = rng.integers(0, 3, size=NODES).astype(np.int32)
+    labels[[1, 3, 4, 6, 9]] = -1
+    return rng.normal(size=(NODES, 5)), labels
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_model_by_tasks_is_the_model(name: str, cut: str) -> None:
+    plain, model = run(name, cut)
+    x, labels = node_data()
+    outputs = model(graph(), torch.tensor(x))
+    chosen = torch.tensor(labels >= 0)
+    targets = torch.tensor(labels).long()[chosen]
+    loss = functional.cross_entropy(outputs[chosen], targets, reduction="sum")
+    (loss / 6).backward()
+    assert plain.loss_sum == pytest.approx(loss.item(), rel=1e-12)
+    assert plain.correct == int((outputs[chosen].argmax(1) == targets).sum())
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        np.testing.assert_allclose(plain.gradients[key], parameter.grad.numpy(), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fusion_and_rematerialisation_change_no_bit(name: str) -> None:
+    first, _ = run(name, "odd and empty")
+    for fused, rematerialise in ((True, False), (False, True), (False, False)):
+        other, _ = run(name, "odd and empty", fused=fused, rematerialise=rematerialise)
+        assert (other.loss_sum, other.correct) == (first.loss_sum, first.correct)
+        for key, gradient in first.gradients.items():
+            assert np.array_equal(other.gradients[key], gradient), (key, fused, rematerialise)
+
+
+def test_a_task_is_the_sum_of_its_halves_and_the_first_has_the_odd_row() -> None:
+    program = gcn()
+    work = Work(program, 1, Direction.BACKWARD, True)
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=shape) for shape in work.weights.values()]
+    x, slope = rng.normal(size=(7, 5)), rng.normal(size=(7, 4))
+    whole = work.whole(weights, [x, slope], 7)
+    first, second = work.half(weights, [x[:4], slope[:4]], 4), work.half(weights, [x[4:], slope[4:]], 3)
+    summed = add_gradients(first.gradients, second.gradients)
+    assert all(map(np.array_equal, whole.gradients, summed))
+    assert whole.rows == first.rows == ()  # features get no gradient
+    one = work.whole(weights, [x[:1], slope[:1]], 1)
+    assert all(map(np.array_equal, one.gradients, work.half(weights, [x[:1], slope[:1]], 1).gradients))
+
+
+def broken(program: Program, step: int, direction: Direction) -> tuple[Work, list[Array], list[Array]]:
+    work = Work(program, step, direction, True)
+    weights = [np.zeros(shape) for shape in work.weights.values()]
+    return work, weights, [np.zeros((2, 4)), np.zeros(2, dtype=np.int32)]
+
+
+@pytest.mark.parametrize(
+    ("place", "array", "message"),
+    [
+        (0, np.zeros((3, 4)), "shape"),
+        (0, np.zeros((2, 5)), "shape"),
+        (0, np.zeros((2, 4), dtype=np.float32), "float32"),
+        (1, np.zeros(2, dtype=np.int64), "int64"),
+        (1, np.zeros((2, 1), dtype=np.int32), "shape"),
+        (1, np.array([0, 3], dtype=np.int32), "labels from 0 to 3"),
+        (1, np.array([0, -2], dtype=np.int32), "labels from -2 to 0"),
+    ],
+)
+def test_what_is_pulled_is_checked(place: int, array: Array, message: str) -> None:
+    work, weights, arrays = broken(gcn(), 4, Direction.FUSED)
+    work.half(weights, arrays, 2)
+    with pytest.raises(ConfigError, match=message):
+        work.half(weights, [array if index == place else old for index, old in enumerate(arrays)], 2)
+    with pytest.raises(ConfigError, match="1 arrays, not 2"):
+        work.half(weights, arrays[:1], 2)
+
+
+def test_weights_are_checked() -> None:
+    work, weights, arrays = broken(gcn(), 4, Direction.FUSED)
+    for bad in (weights[:1], [weights[1], weights[0]], [weights[0].astype(np.float32), weights[1]]):
+        with pytest.raises(ConfigError, match=r"got weights.*layers\.2\.bias"):
+            work.half(bad, arrays, 2)
+
+
+def test_edges_are_checked() -> None:
+    work = Work(gat(), 2, Direction.FORWARD, True)
+    arrays = [np.zeros((2, 3)), np.zeros((2, 3)), np.array([0, 1, 2])]
+    work.half([], arrays, 2)
+    with pytest.raises(ConfigError, match="what step 'AE1' pulled has an indptr"):
+        work.half([], [*arrays[:2], np.array([0, 2, 1])], 2)
+
+
+def test_only_steps_of_workers_become_work() -> None:
+    for step, direction in ((0, Direction.FORWARD), (2, Direction.BACKWARD)):
+        with pytest.raises(ConfigError, match="done by graph servers"):
+            Work(gcn(), step, direction, True)
+    with pytest.raises(ConfigError, match="no loss to be fused"):
+        Work(gat(), 2, Direction.FUSED, True)
+
+
+class Careless(VertexStage):
+    """h = x w, with a mistake of choice."""
+
+    def __init__(self, config: Config) -> None:
+        self._mistake = config["mistake"]
+
+    @property
+    def weight_shapes(self) -> Shapes:
+        return {"w": (4, 3)}
+
+    @property
+    def input_widths(self) -> tuple[int, ...]:
+        return (4,)
+
+    @property
+    def output_widths(self) -> tuple[int, ...]:
+        return (3,)
+
+    @property
+    def saved_widths(self) -> tuple[int, ...]:
+        return ()
+
+    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+        h = inputs[0] @ weights[0]
+        if self._mistake == "a class more":
+            h = np.concatenate([h, h[:, :1]], axis=1)
+        elif self._mistake == "writes to its rows":
+            inputs[0][:] = 0
+        elif self._mistake == "no array":
+            return Forward((h.tolist(),), ())  # type: ignore[arg-type]
+        return Forward((h, h) if self._mistake == "an output more" else (h,), ())
+
+    def backward(
+        self,
+        weights: Sequence[Array],
+        inputs: Sequence[Array],
+        gradients: Sequence[Array],
+        *,
+        saved: Sequence[Array] | None = None,
+        wanted: Sequence[bool] | None = None,
+    ) -> Backward:
+        slope = gradients[0][:, :3]
+        if self._mistake == "writes to its weights":
+            weights[0][:] = 0
+        dw = inputs[0].T @ slope
+        return Backward(
+            (None if self._mistake == "a gradient less" else slope @ weights[0].T,),
+            (dw.tolist() if self._mistake == "a list" else dw,),  # type: ignore[arg-type]
+        )
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("a class more", r"returned has output h2 of shape \(2, 4\) and float64, not \(2, 3\)"),
+        ("an output more", "returned has 2 arrays, not 1"),
+        ("no array", "returned has output h2 of type list"),
+        ("a gradient less", "returned has 1 arrays, not 2"),
+        ("a list", "returned gradients .*no array"),
+        ("writes to its rows", "read-only"),
+        ("writes to its weights", "read-only"),
+    ],
+)
+def test_mistakes_of_a_users_own_stage_are_found(mistake: str, message: str) -> None:
+    register_stage("careless", Careless)
+    last = replace(gcn().steps[4], stage="careless", config={"mistake": mistake}, weights=("w",))  # type: ignore[arg-type]
+    program = replace(gcn(), steps=(*gcn().steps[:4], last))
+    x, labels, weights = np.ones((2, 4)), np.zeros(2, dtype=np.int32), [np.ones((4, 3))]
+    with pytest.raises(ValueError, match=message):
+        Work(program, 4, Direction.FUSED, True).half(weights, [x, labels], 2)
+    assert (x.all(), weights[0].all()) == (True, True)

@@ -1,4 +1,4 @@
-"""Results of every node of a graph of three types are those of plain DGL on the whole graph."""
+"""Exact inference and evaluation of every node, equal to plain DGL on the whole graph."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import dgl
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dglx_dist.comm.session import start_session
@@ -18,9 +19,12 @@ from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.training.inference import (
     evaluate,
     first_rows,
+    flatten,
     in_original_order,
+    layers_of,
     layerwise_inference,
     minibatch_inference,
+    nest,
 )
 from dglx_dist.training.relational import HGT, RGCN
 from tests.helpers import wide
@@ -208,3 +212,195 @@ def test_one_type_and_a_pair_of_results(tmp_path: Path) -> None:
         assert torch.equal(in_original_order(other, g), 2 * graph.ndata["feat"])
         with pytest.raises(ConfigError, match="unknown node type 'user'"):
             first_rows(g, "feat", {"user": other})
+
+
+class Times(nn.Module):
+    """Multiplies rows by a number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, block: Any, h: torch.Tensor) -> torch.Tensor:
+        return self.factor * h
+
+
+class Model(nn.Module):
+    """Three layers under a name that it does not tell, and another list that is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([Times(2), Times(-3), Times(5)])
+        self.norms = nn.ModuleList()
+
+
+class Telling(Model):
+    def inference_layers(self) -> list[Any]:
+        return list(self.convs[:2])
+
+
+@pytest.mark.parametrize(
+    ("layers", "between", "expected"),
+    [
+        ("convs", None, -30),
+        # relu(2), relu(-6), and no function behind the last.
+        ("convs", torch.relu, 0),
+        ([Times(-7)], torch.relu, -7),
+        (None, None, -6),
+        (None, torch.neg, 6),
+    ],
+)
+def test_layers_follow_each_other(layers: Any, between: Any, expected: float) -> None:
+    h = torch.tensor(1.0)
+    for layer in layers_of(Telling(), layers, between):
+        h = layer(None, h)
+    assert h == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("layers", "layers='layers', but Model has no list of layers of that name"),
+        ("training", "no list of layers of that name"),
+        ("norms", "no layers to compute"),
+        ([], "no layers to compute"),
+        (None, r"give it a method inference_layers\(\)"),
+    ],
+)
+def test_who_tells_no_layers_is_asked_for_them(layers: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layers_of(Model(), layers, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "paths"),
+    [
+        (1, [()]),
+        ({"a": 1, "b": 2}, [("a",), ("b",)]),
+        ((1, {"a": 2}), [(0,), (1, "a")]),
+        ({"a": (1, 2), "b": {"c": 3}}, [("a", 0), ("a", 1), ("b", "c")]),
+    ],
+)
+def test_what_is_nested_comes_back(value: object, paths: list[object]) -> None:
+    flat = flatten(value)
+    assert list(flat) == paths
+    assert nest(flat) == value
+
+
+def test_lists_come_back_as_tuples() -> None:
+    assert nest(flatten([1, [2]])) == (1, (2,))
+
+
+def test_places_are_counted_in_their_order() -> None:
+    assert nest({(1, "a"): "second", (0, "a"): "first"}) == ({"a": "first"}, {"a": "second"})
+
+
+def test_keys_are_text() -> None:
+    with pytest.raises(ConfigError, match="the key 3"):
+        flatten({3: 1})
+
+
+def test_a_tuple_that_lacks_a_place_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"only the positions \[1\] belong"):
+        nest({(1, "author"): 1})
+
+
+class OwnModel(nn.Module):
+    """A user's model with DGL's own GraphConv and its symmetric norm, which reads the sources' degrees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = dgl.nn.GraphConv(equality.WIDTH, 6, norm="both", allow_zero_in_degree=True)
+        self.second = dgl.nn.GraphConv(6, equality.CLASSES, norm="left", allow_zero_in_degree=True)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        return self.second(blocks[1], self._between(self.first(blocks[0], h)))
+
+    def _between(self, h: Tensor) -> Tensor:
+        return F.dropout(torch.relu(self.norm(h)), 0.5, self.training)
+
+    def inference_layers(self) -> list[Any]:
+        return [lambda block, h: self._between(self.first(block, h)), self.second]
+
+
+class Untold(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OwnModel()
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        return self.inner(blocks, h)
+
+
+def own_model(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(2)
+    return kind().double()
+
+
+def _scores(evaluated_folder: str) -> dict[str, Any]:
+    session = start_session(timeout_s=60)
+    g = DistGraph(evaluated_folder)
+    results: dict[str, Any] = {}
+    tensors = len(g.kvstore.names())
+    for kind in equality.MODELS:
+        scores = layerwise_inference(equality.model_of(kind, g), g, batch_size=37)
+        results[kind] = in_original_order(scores, g).numpy().copy()
+        scores.delete()
+    model = own_model(OwnModel)
+    model.norm.eval()
+    results["own"] = in_original_order(layerwise_inference(model, g), g).numpy().copy()
+    assert model.training
+    assert not model.norm.training
+    results["untold"] = in_original_order(
+        minibatch_inference(own_model(Untold), g, 2, batch_size=90), g
+    ).numpy()
+    assert len(g.kvstore.names()) == tensors + 2  # the two that were not deleted, and no layer in between
+    results["accuracy"] = evaluate(own_model(OwnModel), g)
+    results["accuracy untold"] = evaluate(own_model(Untold), g, ["val_mask"], num_layers=2)
+    with pytest.raises(ConfigError, match=r"inference_layers\(\).*num_layers="):
+        evaluate(own_model(Untold), g)
+    with pytest.raises(ConfigError, match=r"no tensor 'tset_mask'.*known: 'feat', 'label', 'train_mask'"):
+        evaluate(own_model(OwnModel), g, ["tset_mask"])
+    session.close()
+    return results
+
+
+@pytest.fixture(scope="module")
+def evaluated_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("evaluate"))
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (3, 2), *wide((2, 1), (4, 4))])
+def test_scores_and_accuracy(evaluated_folder: Path, ranks: int, ranks_per_server: int) -> None:
+    graph = equality.plain_graph()
+    features = graph.ndata["feat"]
+    plain = {}
+    with torch.no_grad():
+        for kind in equality.MODELS:
+            torch.manual_seed(11)
+            plain[kind] = equality.PlainModel(kind).double().eval()([graph, graph], features)
+        plain["own"] = own_model(OwnModel).eval()([graph, graph], features)
+    plain["untold"] = plain["own"]
+    # Untold's weights are those of the OwnModel inside it.
+    correct = plain["own"].argmax(1) == graph.ndata["label"]
+    accuracy = {
+        name: float(correct[graph.ndata[name]].double().mean())
+        for name in ("train_mask", "val_mask", "test_mask")
+    }
+    for result in run_ranks(_scores, ranks, args=(str(evaluated_folder),), ranks_per_server=ranks_per_server):
+        for name, scores in plain.items():
+            np.testing.assert_allclose(result[name], scores.numpy(), rtol=0, atol=1e-12, err_msg=name)
+        assert result["accuracy"] == pytest.approx(accuracy, abs=1e-15)
+        assert result["accuracy untold"] == pytest.approx({"val_mask": accuracy["val_mask"]}, abs=1e-15)
+
+
+def test_degrees_inside_a_block_would_give_other_scores() -> None:
+    """Why blocks for evaluation carry the degrees of the graph: DGL's own do not."""
+    graph = equality.plain_graph()
+    model = own_model(OwnModel).eval()
+    block = dgl.to_block(dgl.in_subgraph(graph, torch.arange(50)), torch.arange(50))
+    with torch.no_grad():
+        inside = model.first(block, graph.ndata["feat"][block.srcdata[dgl.NID]])
+        whole = model.first(graph, graph.ndata["feat"])[:50]
+    assert float((inside - whole).abs().max()) > 1e-3

@@ -1,4 +1,4 @@
-"""Twelve rows with ties, cut over the ranks; figures by hand and by counting all pairs."""
+"""Metrics of rows that are split over the ranks, by hand and by counting all pairs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.training import metrics
+from dglx_dist.training.metrics import KnownEdges, hits_at, mrr, rank_of_answer, rank_of_positive
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
@@ -91,3 +93,134 @@ def test_bad_arguments() -> None:
             metrics.rmse(torch.zeros(2, 1), torch.zeros(2), session)
         with pytest.raises(ConfigError, match="'weighted'"):
             metrics.f1(torch.zeros(1).long(), torch.zeros(1).long(), 1, session, average="weighted")  # type: ignore[arg-type]
+
+
+# (0, 0) is answered by 1 and 3, (0, 1) by 2, (4, 0) by 0; one edge is there twice.
+EDGES = torch.tensor([[0, 0, 1], [0, 0, 3], [0, 1, 2], [4, 0, 0], [0, 0, 3]]).T
+
+
+def random_case(seed: int, queries: int = 40, candidates: int = 17) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores with many ties (values 0 to 4) and the triples that are asked for."""
+    random = torch.Generator().manual_seed(seed)
+    scores = torch.randint(5, (6 * 3, candidates), generator=random).double()
+    triples = torch.stack([torch.randint(high, (queries,), generator=random) for high in (6, 3, candidates)])
+    return scores, triples, torch.randint(candidates, (queries,), generator=random)
+
+
+def naive_rank(row: list[float], answer: int, left_out: set[int]) -> float:
+    above = sum(row[c] > row[answer] for c in range(len(row)) if c != answer and c not in left_out)
+    equal = sum(row[c] == row[answer] for c in range(len(row)) if c != answer and c not in left_out)
+    return 1 + above + equal / 2
+
+
+def test_ranks_by_hand() -> None:
+    others = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [2.0, 2.0, 2.0], [9.0, 9.0, 9.0]])
+    ranks = rank_of_positive(torch.tensor([4.0, 2.0, 2.0, 1.0]), others)
+    assert ranks.tolist() == [1.0, 2.5, 2.5, 4.0]
+    assert rank_of_positive(torch.tensor([0.5]), torch.empty(1, 0)).tolist() == [1.0]
+
+
+def test_known_answers_are_found() -> None:
+    known = KnownEdges(*EDGES)
+    assert len(known) == 4
+    rows, answers = known.answers(torch.tensor([4, 0, 3, 0, 5, 9]), torch.tensor([0, 0, 0, 1, 0, 0]))
+    assert rows.tolist() == [0, 1, 1, 3]
+    assert answers.tolist() == [0, 1, 3, 2]
+
+
+def test_no_edge_is_known() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    rows, answers = KnownEdges(none, none, none).answers(torch.tensor([0]), torch.tensor([0]))
+    assert len(rows) == len(answers) == 0
+
+
+def test_other_true_answers_are_no_candidates() -> None:
+    row = torch.tensor([[0.1, 0.5, 0.2, 0.9, 0.3]])
+    query = torch.tensor([0]), torch.tensor([0]), torch.tensor([1])
+    assert rank_of_answer(lambda s, r: row.clone(), *query).tolist() == [2.0]
+    assert rank_of_answer(lambda s, r: row.clone(), *query, known=KnownEdges(*EDGES)).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("max_scores", [1, 40, 10**6])
+@pytest.mark.parametrize("filtered", [True, False])
+def test_ranks_are_those_of_a_naive_loop(max_scores: int, filtered: bool) -> None:
+    scores, (subject, relation, answer), _ = random_case(1)
+    known = KnownEdges(subject, relation, answer)
+    asked_at_once = []
+
+    def score_all(s: Tensor, r: Tensor) -> Tensor:
+        asked_at_once.append(len(s))
+        return scores[s * 3 + r].clone()
+
+    ranks = rank_of_answer(
+        score_all, subject, relation, answer, known=known if filtered else None, max_scores=max_scores
+    )
+    triples = list(zip(subject.tolist(), relation.tolist(), answer.tolist(), strict=True))
+    expected = [
+        naive_rank(
+            scores[s * 3 + r].tolist(),
+            a,
+            {other for s2, r2, other in triples if filtered and (s2, r2) == (s, r)},
+        )
+        for s, r, a in triples
+    ]
+    assert ranks.tolist() == expected
+    assert max(asked_at_once) <= max(1, max_scores // scores.shape[1])
+
+
+def _ranking_figures(cut: tuple[int, ...]) -> dict[str, Any]:
+    session = start_session()
+    mine = slice(cut[session.topology.rank], cut[session.topology.rank + 1])
+    scores, (subject, relation, answer), _ = random_case(2)
+    known = KnownEdges(subject, relation, answer)
+    ranks = rank_of_answer(
+        lambda s, r: scores[s * 3 + r].clone(), subject[mine], relation[mine], answer[mine], known=known
+    )
+    none = torch.zeros(0)
+    return {
+        "mrr": mrr(ranks, session),
+        "hits": [hits_at(k, ranks, session) for k in (1, 3, 10)],
+        "none": [mrr(none, session), hits_at(3, none, session)],
+    }
+
+
+@pytest.mark.parametrize(("ranks", "cut"), [(1, (0, 40)), (3, (0, 11, 30, 40)), *wide((2, (0, 40, 40)))])
+def test_figures_of_all_ranks(ranks: int, cut: tuple[int, ...]) -> None:
+    scores, (subject, relation, answer), _ = random_case(2)
+    whole = rank_of_answer(
+        lambda s, r: scores[s * 3 + r].clone(),
+        subject,
+        relation,
+        answer,
+        known=KnownEdges(subject, relation, answer),
+    )
+    for result in run_ranks(_ranking_figures, ranks, args=(cut,)):
+        assert result["mrr"] == pytest.approx(float((1 / whole).mean()), abs=1e-14)
+        assert result["hits"] == [float((whole <= k).double().mean()) for k in (1, 3, 10)]
+        assert all(math.isnan(value) for value in result["none"])
+
+
+def test_bad_ranking_arguments() -> None:
+    one = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="answer -1 is negative"):
+        rank_of_answer(lambda s, r: torch.zeros(len(s), 3), one, one, one - 1)
+    with pytest.raises(ConfigError, match="2 subjects, 1 relations and 1 answers"):
+        rank_of_answer(lambda s, r: torch.zeros(len(s), 3), torch.zeros(2), one, one)
+    with pytest.raises(ConfigError, match=r"\(2,\) positives do not match \(3, 1\)"):
+        rank_of_positive(torch.zeros(2), torch.zeros(3, 1))
+    with pytest.raises(ConfigError, match="nan"):
+        rank_of_positive(torch.tensor([math.nan]), torch.zeros(1, 1))
+    with pytest.raises(ConfigError, match="nan"):
+        rank_of_answer(lambda s, r: torch.full((1, 2), math.nan), one, one, one)
+    with pytest.raises(ConfigError, match="answer 7 has no column among the 2"):
+        rank_of_answer(lambda s, r: torch.zeros(1, 2), one, one, one + 7)
+    with pytest.raises(ConfigError, match="max_scores=0"):
+        rank_of_answer(lambda s, r: torch.zeros(1, 2), one, one, one, max_scores=0)
+    with pytest.raises(ConfigError, match="subject -1 is negative"):
+        KnownEdges(one - 1, one, one)
+    with pytest.raises(ConfigError, match="2 subjects, 1 relations and 1 answers"):
+        KnownEdges(torch.zeros(2).long(), one, one)
+    with pytest.raises(ConfigError, match="63 bits"):
+        KnownEdges(one + 2**40, one + 2**40, one)
+    with start_session() as session, pytest.raises(ConfigError, match="k=0"):
+        hits_at(0, torch.ones(1), session)

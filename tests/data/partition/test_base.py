@@ -1,9 +1,18 @@
+"""Assignments, options and the registry of partitioners."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
-from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
-from dglx_dist.errors import ConfigError
+from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions, default_partitioner
+from dglx_dist.data.partition.base import PARTITIONERS as SAME
+from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.records import Assignment, RawGraph
+from dglx_dist.registry import Registry
 
 SAID = {
     "balance": PartitionOptions(balance=("degree",)),
@@ -43,3 +52,125 @@ def test_what_a_plugin_does_not_name_is_refused() -> None:
     assert Mine(PartitionOptions(balance=("nodes",))).options.balance == ("nodes",)
     with pytest.raises(ConfigError, match="Mine does not support fast=True"):
         Mine(PartitionOptions(fast=True))
+
+
+@pytest.mark.parametrize(
+    ("balance", "constraints"),
+    [
+        ((), ("nodes",)),
+        (("nodes",), ("nodes",)),
+        (("degree",), ("degree",)),
+        (("train", "val"), ("nodes", "train", "val")),
+        (("train", "degree"), ("train", "degree")),
+        (("ntype",), ("ntype",)),
+    ],
+)
+def test_nodes_are_balanced_when_nothing_else_covers_them(
+    balance: tuple[str, ...], constraints: tuple[str, ...]
+) -> None:
+    assert PartitionOptions(balance=balance).constraints == constraints
+
+
+def test_a_tolerance_is_one_for_all_or_by_name() -> None:
+    assert PartitionOptions(tolerance=0.1).tolerance_of("train") == 0.1
+    by_name = PartitionOptions(balance=("train",), tolerance={"train": 0.2})
+    assert (by_name.tolerance_of("train"), by_name.tolerance_of("nodes")) == (0.2, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"balance": "train"}, "must be a tuple"),
+        ({"balance": ("train", "train")}, "'train' twice"),
+        ({"tolerance": 0.0}, "tolerance of every constraint is 0.0"),
+        ({"tolerance": float("nan")}, "nan"),
+        ({"tolerance": {"trian": 0.1}}, "'trian', which is not balanced"),
+        ({"objective": "volume"}, "'volume'; it is 'cut' or 'vol'"),
+        ({"target_weights": (1.0, 0.0)}, r"target_weights\[1\] is 0.0"),
+        ({"servers": 0}, "servers is 0"),
+        ({"workers": -1}, "workers is -1"),
+        ({"threads": 0}, "threads is 0"),
+    ],
+)
+def test_a_wrong_value_is_named(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        PartitionOptions(**fields)
+
+
+def test_options_with_vectors_can_be_compared() -> None:
+    one, other = (PartitionOptions(vector=np.arange(3)) for _ in range(2))
+    assert one == other
+
+
+def test_balance_may_come_as_a_list() -> None:
+    options = PartitionOptions(balance=["nodes"])  # type: ignore[arg-type]
+    assert options.balance == ("nodes",)
+    assert options.constraints == PartitionOptions().constraints
+
+
+NAMES = [
+    "contiguous",
+    "feature",
+    "fennel",
+    "file",
+    "hash",
+    "hierarchical",
+    "kaminpar",
+    "ldg",
+    "metis",
+    "random",
+]
+
+
+def test_the_built_in_names_are_there() -> None:
+    assert set(NAMES) <= set(PARTITIONERS.names())
+    assert all(issubclass(PARTITIONERS.get(name), Partitioner) for name in NAMES)
+
+
+def test_a_misspelt_name_gets_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'metis'"):
+        PARTITIONERS.get("mettis")
+
+
+def test_ones_own_partitioner_is_known_by_its_decorator() -> None:
+    # A registry of its own: what a test adds to the shared one would stay for the others.
+    registry: Registry[Partitioner] = Registry("partitioner", Partitioner, builtin={}, group="none")
+
+    @registry.register("even_odd")
+    class EvenOdd(Partitioner):
+        def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+            parts = {t: (np.arange(n) % 2).astype(np.int32) for t, n in graph.num_nodes.items()}
+            return Assignment(num_parts=num_parts, part_of=parts, method="even_odd", seed=seed)
+
+    assert registry.get("even_odd") is EvenOdd
+    with pytest.raises(ConfigError, match="name 'even_odd' is taken"):
+        registry.register("even_odd")(EvenOdd)
+
+
+def test_the_decorator_writes_into_the_registry() -> None:
+    with pytest.raises(ConfigError, match="is taken"):
+        SAME.register("metis")(PARTITIONERS.get("metis"))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (PartitionOptions(), "kaminpar"),
+        (PartitionOptions(balance=("degree",)), "kaminpar"),
+        (PartitionOptions(target_weights=(1, 2)), "kaminpar"),
+        (PartitionOptions(balance=("train",)), "metis"),
+        (PartitionOptions(balance=("nodes", "degree")), "metis"),
+        (PartitionOptions(balance=("ntype",)), "metis"),
+        (PartitionOptions(objective="vol"), "metis"),
+    ],
+)
+def test_the_default_is_the_fastest_that_can_do_it(options: PartitionOptions, name: str) -> None:
+    assert default_partitioner(options) == name
+    PARTITIONERS.get(name)(options)
+
+
+def test_importing_the_room_imports_no_library_of_a_plugin() -> None:
+    heavy = {"dgl", "torch", "pymetis", "kaminpar"}
+    code = f"import sys, dglx_dist.data.partition.base; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,14 +1,19 @@
+"""KaMinPar and ParHIP files."""
+
+from __future__ import annotations
+
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dglx_dist.data.partition import kaminpar
+from dglx_dist.data.partition import kaminpar as kaminpar_library
 from dglx_dist.data.partition.balance import measure
 from dglx_dist.data.partition.base import PartitionOptions
-from dglx_dist.data.partition.kaminpar import Kaminpar
+from dglx_dist.data.partition.graph_views import symmetrise
+from dglx_dist.data.partition.kaminpar import Kaminpar, write_parhip
 from dglx_dist.errors import ConfigError
-from tests.data.partition.graphs import communities, flat
+from tests.data.partition.graphs import communities, flat, homogeneous
 
 
 def test_degree_is_balanced_within_its_tolerance() -> None:
@@ -51,7 +56,7 @@ def test_without_shared_memory_the_temporary_folder_serves(
 ) -> None:
     graph = communities(num_nodes=400)
     first = flat(Kaminpar(PartitionOptions()).assign(graph, 2, 0).part_of)
-    monkeypatch.setattr(kaminpar, "_SHARED_MEMORY", tmp_path / "absent")
+    monkeypatch.setattr(kaminpar_library, "_SHARED_MEMORY", tmp_path / "absent")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert flat(Kaminpar(PartitionOptions()).assign(graph, 2, 0).part_of) == first
     assert list(tmp_path.iterdir()) == []
@@ -71,3 +76,24 @@ def test_a_graph_with_weighted_pairs() -> None:
     quality = measure(heavy, Kaminpar(PartitionOptions()).assign(heavy, 4, 0))
     assert quality.edge_cut < 0.3
     assert quality.balance["nodes"] <= 1.05
+
+
+kaminpar = pytest.importorskip("kaminpar")
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("node_weights", [None, np.array([5, 0, 7, 1])])
+def test_the_reader_sees_what_was_written(
+    tmp_path: Path, dtype: type, weighted: bool, node_weights: np.ndarray | None
+) -> None:
+    graph = homogeneous(4, [(0, 1), (1, 0), (1, 0), (1, 2)])
+    path = tmp_path / "graph.parhip"
+    write_parhip(path, symmetrise(graph, dtype=dtype, weighted=weighted), node_weights)
+    read = kaminpar.load_graph(str(path), kaminpar.GraphFileFormat.PARHIP)
+    heavy = 3 if weighted else 1
+    rows = [sorted(read.neighbors(u)) for u in range(read.n())]
+    assert rows == [[(1, heavy)], [(0, heavy), (2, 1)], [(1, 1)], []]
+    assert read.is_node_weighted() == (node_weights is not None)
+    if node_weights is not None:
+        assert [read.node_weight(u) for u in range(4)] == node_weights.tolist()

@@ -1,5 +1,9 @@
-"""Several constraints at once, unequal machines, and what METIS misses."""
+"""METIS through pymetis and through DGL: several constraints, unequal servers, failures of the library."""
 
+from __future__ import annotations
+
+import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +12,8 @@ import pytest
 
 from dglx_dist.data.partition.balance import measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
-from dglx_dist.data.partition.graph_views import in_degrees
-from dglx_dist.data.partition.metis import Metis
+from dglx_dist.data.partition.graph_views import balance_weights, imbalance, in_degrees, symmetrise
+from dglx_dist.data.partition.metis import Metis, MetisRequest, library_path, part_graph
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import RawGraph
 from tests.data.partition.graphs import AUTHORS_AND_PAPERS, communities, flat, homogeneous
@@ -199,3 +203,76 @@ def test_a_bipartite_graph_is_cut_between_its_groups(balance: tuple[str, ...]) -
     if balance[-1] != "ntype":
         # 200 in-edges a part; an item has at most 36.
         assert max(quality.num_edges) <= 240
+
+
+def test_pymetis_brings_the_library() -> None:
+    path = library_path()
+    assert path is not None
+    assert "pymetis" in path
+
+
+def test_tolerances_and_shares_reach_the_library() -> None:
+    """METIS' own answer, before anything is repaired; 32-bit reals, or the shares would not sum to 1."""
+    graph = communities()
+    path = library_path()
+    assert path is not None
+    options = PartitionOptions(balance=("nodes", "degree"), target_weights=(3, 1))
+    weights = balance_weights(graph, options, 2, None)
+    parts = part_graph(path, symmetrise(graph, dtype=np.int64), weights, MetisRequest(num_parts=2, seed=0))
+    assert parts.dtype == np.int32
+    # METIS may end a hair above what it was allowed, which is why its answers are settled afterwards.
+    assert [imbalance(loads, weights.shares) <= 1.06 for loads in weights.loads(parts)] == [True, True]
+    assert np.bincount(parts)[0] == pytest.approx(1500, rel=0.05)
+
+
+def test_bad_input_is_refused_by_name() -> None:
+    graph = communities(num_nodes=400)
+    path = library_path()
+    assert path is not None
+    weights = balance_weights(graph, PartitionOptions(), 2, None)
+    with pytest.raises(ConfigError, match="METIS failed with bad input on 400 nodes"):
+        part_graph(path, symmetrise(graph, dtype=np.int64), weights, MetisRequest(num_parts=0, seed=0))
+
+
+def test_ids_of_another_width_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = types.SimpleNamespace(_idx_type_width=lambda: 32, __file__="x.so")
+    monkeypatch.setitem(sys.modules, "pymetis._internal", other)
+    with pytest.raises(ConfigError, match="32-bit ids"):
+        library_path()
+
+
+def test_without_pymetis_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pymetis._internal", None)
+    assert library_path() is None
+
+
+pytest.importorskip("dgl")
+
+
+@pytest.fixture(autouse=True)
+def no_pymetis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pymetis._internal", None)
+
+
+def test_dgl_takes_over_and_balances_what_it_is_told() -> None:
+    graph = communities(num_nodes=4000)
+    options = PartitionOptions(balance=("nodes", "degree", "train"))
+    quality = measure(graph, Metis(options).assign(graph, 4, 0))
+    assert all(quality.balance[c] <= 1.05 + 1e-9 for c in options.balance)
+    assert quality.edge_cut < 0.6
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (PartitionOptions(tolerance=0.2), "has no tolerance, but 0.2"),
+        (PartitionOptions(balance=("train",), tolerance={"train": 0.2}), "has no tolerance"),
+        (PartitionOptions(target_weights=(1, 2)), "makes equal parts"),
+        (PartitionOptions(balance=("nodes", "cost")), "cannot balance the weight 'cost'"),
+    ],
+)
+def test_what_dgl_cannot_honour_is_refused(options: PartitionOptions, named: str) -> None:
+    columns = {"cost": np.array([1, 2, 3, 4]), "train_mask": np.array([True, False, True, False])}
+    graph = homogeneous(4, [(0, 1), (1, 2), (2, 3)], **columns)
+    with pytest.raises(ConfigError, match=f"{named}.*pip install pymetis"):
+        Metis(options).assign(graph, 2, 0)

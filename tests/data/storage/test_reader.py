@@ -1,4 +1,6 @@
-"""Parts on this machine or not, names that exist or not, and formats from the future."""
+"""Parts that are on this machine or are not, names that do not exist, unknown format versions."""
+
+from __future__ import annotations
 
 import json
 import shutil

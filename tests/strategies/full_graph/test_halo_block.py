@@ -1,4 +1,4 @@
-"""Blocks over several ranks against one graph in one process; see threads.py for who owns what."""
+"""Blocks over several ranks against one graph in one process; see threads.py for the ownership."""
 
 from __future__ import annotations
 

@@ -1,165 +1,201 @@
-"""``dx.local_graph`` on real ranks: training in the full-graph style against plain DGL in one process."""
+"""One graph per rank for ``model(g, x)``, against the whole graph in one process."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import dgl
+import dgl.function as fn
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-import dglx_dist as dx
-from dglx_dist.comm.session import start_session
-from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
-from dglx_dist.strategies.base import STRATEGIES
-from tests.helpers import wide
-from tests.helpers.ranks import run_ranks
-from tests.strategies import equality
+from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
+from tests.strategies.full_graph.layers_of_dgl import LAYERS, ON_GRAPHS, REFUSED, Stack, weights
+from tests.strategies.full_graph.threads import World, gradients_of, whole_graph
 
-KINDS = ("sage", "gcn_symmetric", "gat")
+TOLERANCE = {"rtol": 0.0, "atol": 1e-10}
+ALL = np.arange(12)
 
 
-def edge_weights() -> np.ndarray:
-    num_edges = len(equality.raw_graph().edges[EDGE_TYPE][0])
-    return np.random.default_rng(9).uniform(0.5, 2.0, num_edges)
+def features() -> Tensor:
+    return torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    parts = tmp_path_factory.mktemp("local") / "parts"
-    raw = equality.raw_graph()
-    part_of = np.random.default_rng(4).choice(4, size=equality.NUM_NODES, p=[0.4, 0.3, 0.2, 0.1])
-    assignment = Assignment(num_parts=4, part_of={NODE_TYPE: part_of.astype(np.int32)}, method="test", seed=4)
-    write_dataset(replace(raw, edge_data={EDGE_TYPE: {"weight": edge_weights()}}), assignment, parts)
-    return parts
+def graphs_of(world: World) -> list[LocalGraph]:
+    return [LocalGraph(block) for (block,) in world.blocks]
 
 
-class Weighted(nn.Module):
-    """In the full-graph style, with edge weights, a norm of degrees and several hops in one layer."""
+@pytest.mark.parametrize("name", [*LAYERS, *ON_GRAPHS])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_models_compute_what_they_compute_on_the_whole_graph(name: str) -> None:
+    model = Stack({**LAYERS, **ON_GRAPHS}[name])
+    weigh = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    x = features().requires_grad_()
+    expected = model(whole_graph(), x)
+    (expected * weigh).sum().backward()
+    gradients = gradients_of([x, *model.parameters()])
+    world = World(whole_graph(), ALL, 1)
+    graphs = graphs_of(world)
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(11)
-        hidden = equality.HIDDEN
-        self.first = dgl.nn.SAGEConv(equality.WIDTH, hidden, "mean")
-        self.second = dgl.nn.GraphConv(hidden, hidden, norm="both", allow_zero_in_degree=True)
-        self.norm, self.last = nn.LayerNorm(hidden), dgl.nn.TAGConv(hidden, equality.CLASSES, k=2)
-        self.double()
+    def work(rank: int) -> tuple[np.ndarray, Tensor]:
+        nodes = world.plans[rank].nodes
+        assert torch.equal(graphs[rank].ndata[dgl.NID], torch.from_numpy(nodes))
+        return nodes, model(graphs[rank], x[torch.from_numpy(nodes)])
 
-    def forward(self, g: Any, x: Tensor, weights: Tensor) -> Tensor:
-        h = torch.relu(self.first(g, x, edge_weight=weights))
-        h = h + torch.relu(self.second(g, self.norm(h), edge_weight=weights))
-        return self.last(g, h)
-
-
-def train_weighted(g: Any, model: Any, parameters: Any) -> np.ndarray:
-    """The loop of a script for one graph in one process; returns the scores."""
-    x, mask, labels, weights = g.ndata["feat"], g.ndata["train_mask"], g.ndata["label"], g.edata["weight"]
-    optimizer = torch.optim.SGD(parameters, lr=equality.RATE)
-    for _ in range(equality.STEPS):
-        loss = F.cross_entropy(model(g, x, weights)[mask], labels[mask])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    with torch.no_grad():
-        scores: np.ndarray = model.eval()(g, x, weights).numpy()
-    return scores
+    done = world.run(work)
+    sum((out * weigh[nodes]).sum() for nodes, out in done).backward()
+    for nodes, out in done:
+        torch.testing.assert_close(out, expected[nodes], **TOLERANCE)
+    for one, other in zip(gradients_of([x, *model.parameters()]), gradients, strict=True):
+        torch.testing.assert_close(one, other, **TOLERANCE)
+    assert all(list(graph.ndata.keys()) == [dgl.NID] for graph in graphs)
 
 
-def train_on_rank(folder: str) -> dict[str, Any]:
-    session = start_session(strategy="fb", timeout_s=60)
-    g = DistGraph(folder)
-    with pytest.raises(ConfigError, match="no column 'nope'"):
-        dx.local_graph(g, columns=["nope"])
-    if session.topology.world_size > 1:
-        with pytest.raises(ConfigError, match=r"different local graphs with: rank 0 .*use_pp=False, rank 1 "):
-            dx.local_graph(g, use_pp=session.topology.rank > 0)
-    lg = dx.local_graph(g, edge_columns=["weight"])
-    strategy: Any = STRATEGIES.get("full_graph")(session, {})
-    mask, x, labels = (lg.ndata[name] for name in ("train_mask", "feat", "label"))
-    results: dict[str, Any] = {"nodes": g.orig_ids(lg.ndata[dgl.NID], "_N").numpy()}
-    for kind in KINDS:
-        torch.manual_seed(11)
-        model = strategy.wrap(equality.PlainModel(kind).double(), g)
-        optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
-        before = session.ledger.snapshot()
-        for _ in range(equality.STEPS):
-            loss = F.cross_entropy(model([lg, lg], x)[mask], labels[mask])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        rows = [
-            row for row in session.ledger.since(before) if row.phase in ("halo", "halo_gradients", "preload")
-        ]
-        with torch.no_grad():
-            scores = model.eval()([lg, lg], x)
-        results[kind] = {
-            "weights": [p.detach().numpy().copy() for p in model.whole().parameters()],
-            "scores": scores.numpy(),
-            "bytes": {
-                phase: sum(r.num_bytes for r in rows if r.phase == phase) for phase in ("halo", "preload")
-            },
-        }
-    model = strategy.wrap(Weighted(), g)
-    results["weighted"] = {
-        "scores": train_weighted(lg, model, model.parameters()),
-        "weights": [p.detach().numpy().copy() for p in model.whole().parameters()],
-    }
-    again = strategy.wrap(dgl.nn.SAGEConv(equality.WIDTH, equality.WIDTH, "mean").double(), g)
-    with pytest.raises(ConfigError, match="put both into one"):
-        again(lg, torch.relu(again(lg, x)))
-    results["halo"] = len(lg._block._halo._nodes) - lg.num_nodes() - lg._block._halo.repeats_first_row
-    g.close()
-    return results
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_would_see_this_rank_alone_are_refused(name: str) -> None:
+    make, reason = REFUSED[name]
+    model = make().double()
+    graph = graphs_of(world := World(whole_graph(), ALL, 1))[0]
+    with pytest.raises(ConfigError, match=reason):
+        model(graph, features()[world.plans[0].nodes])
 
 
-def one_process() -> tuple[list[np.ndarray], np.ndarray]:
-    """What plain DGL leaves of the weighted model."""
-    graph, model = equality.plain_graph(), Weighted()
-    graph.edata["weight"] = torch.from_numpy(edge_weights())
-    scores = train_weighted(graph, model, model.parameters())
-    return [p.detach().numpy() for p in model.parameters()], scores
+def test_several_hops_of_a_layer_that_dgl_has_in_float32_only() -> None:
+    conv = dgl.nn.APPNPConv(3, 0.2)
+    expected = conv(whole_graph(), features().float())
+    world = World(whole_graph(), ALL, 1)
+    graphs = graphs_of(world)
+    for rank, out in enumerate(
+        world.run(lambda rank: conv(graphs[rank], features()[world.plans[rank].nodes].float()))
+    ):
+        torch.testing.assert_close(out, expected[world.plans[rank].nodes])
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(1, 1), (4, 2), *wide((2, 1))])
-def test_training_on_local_graphs_is_training_on_the_whole_graph(
-    folder: Path, ranks: int, per_server: int
-) -> None:
-    results = run_ranks(train_on_rank, ranks, args=(str(folder),), ranks_per_server=per_server)
-    nodes = np.concatenate([one["nodes"] for one in results])
-    assert np.array_equal(np.sort(nodes), np.arange(equality.NUM_NODES))
-    halo = sum(one["halo"] for one in results)
-    for kind in (*KINDS, "weighted"):
-        weights, scores = one_process() if kind == "weighted" else equality.one_process(kind)
-        for one in results:
-            for mine, theirs in zip(one[kind]["weights"], weights, strict=True):
-                np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-10)
-        found = np.concatenate([one[kind]["scores"] for one in results])
-        np.testing.assert_allclose(found, scores[nodes], rtol=0, atol=1e-10)
-    # Features went once, when the graph was made: layer 1 of SAGE sends nothing, layer 2 its narrower output.
-    moved = [sum(one["sage"]["bytes"][phase] for one in results) for phase in ("halo", "preload")]
-    width = min(equality.HIDDEN, equality.CLASSES)
-    assert moved == [equality.STEPS * halo * width * 8, 0]
-    assert (halo > 0) == (ranks > 1)
+def test_a_value_is_exchanged_once_and_a_kept_one_never() -> None:
+    world = World(whole_graph(), ALL, 1)
+    graphs = graphs_of(world)
+
+    def work(rank: int) -> None:
+        g, ((exchange,), (layer,)) = graphs[rank], (world.exchanges[rank], world.plans[rank].layers)
+        g.ndata["x"] = features()[world.plans[rank].nodes]
+        g.update_all(fn.copy_u("x", "m"), fn.sum("m", "a"))
+        g.update_all(fn.copy_u("x", "m"), fn.max("m", "b"))
+        assert len(exchange.given) == 1
+        g.ndata["x"] = g.ndata["x"] * 2
+        g.update_all(fn.copy_u("x", "m"), fn.sum("m", "c"))
+        assert len(exchange.given) == 2
+        torch.testing.assert_close(g.ndata["c"], 2 * g.ndata["a"])
+        g.ndata["x"].add_(1)
+        g.update_all(fn.copy_u("x", "m"), fn.sum("m", "c"))
+        assert len(exchange.given) == 3
+        g.ndata["feat"] = features()[world.plans[rank].nodes]
+        g.keep_halo("feat", features()[layer.halo_nodes])
+        with g.local_scope():
+            g.srcdata["h"] = g.ndata["feat"]
+            g.update_all(fn.copy_u("h", "m"), fn.sum("m", "d"))
+            torch.testing.assert_close(g.ndata["d"], g.ndata["a"])
+        assert len(exchange.given) == 3
+        assert "d" not in g.ndata
+
+    world.run(work)
 
 
-def with_mini_batches(folder: str) -> str:
-    with start_session(strategy="dp", timeout_s=60):
-        with pytest.raises(ConfigError) as caught:
-            dx.local_graph(DistGraph(folder))
-        return str(caught.value)
+def test_models_run_in_inference_mode() -> None:
+    model = Stack(LAYERS["sage mean"])
+    expected = model(whole_graph(), features())
+    world = World(whole_graph(), ALL, 1)
+    graphs = graphs_of(world)
+
+    @torch.inference_mode()
+    def work(rank: int) -> None:
+        nodes = torch.from_numpy(world.plans[rank].nodes)
+        torch.testing.assert_close(model(graphs[rank], features()[nodes]), expected[nodes], **TOLERANCE)
+        graphs[rank].ndata["x"] = features()[nodes] * 1
+        for _ in range(2):
+            # Changed in place, which nobody counts.
+            graphs[rank].ndata["x"].mul_(2)
+            graphs[rank].update_all(fn.copy_u("x", "m"), fn.sum("m", "a"))
+        g = whole_graph()
+        g.ndata["x"] = features() * 4
+        g.update_all(fn.copy_u("x", "m"), fn.sum("m", "a"))
+        torch.testing.assert_close(graphs[rank].ndata["a"], g.ndata["a"][nodes], **TOLERANCE)
+
+    world.run(work)
 
 
-def test_strategies_of_mini_batches_are_refused(folder: Path) -> None:
-    """They would train, on gradients that count rows of other ranks with a weight of their own."""
-    for message in run_ranks(with_mini_batches, 2, args=(str(folder),)):
-        assert "strategy 'dp' would weigh" in message
-        assert "dx.distribute(graph, strategy='full_graph')" in message
+def test_it_looks_like_a_graph_of_the_ranks_nodes() -> None:
+    g, world = whole_graph(), World(whole_graph(), ALL, 1)
+    for rank, graph in enumerate(graphs_of(world)):
+        nodes = torch.from_numpy(world.plans[rank].nodes)
+        assert graph.is_homogeneous
+        assert not graph.is_block
+        assert graph.num_nodes() == graph.num_src_nodes() == graph.number_of_dst_nodes() == len(nodes)
+        assert graph.nodes().tolist() == graph.srcnodes().tolist() == list(range(len(nodes)))
+        assert graph.num_edges() == int(g.in_degrees(nodes).sum())
+        assert torch.equal(graph.in_degrees(), g.in_degrees(nodes))
+        assert torch.equal(graph.out_degrees(), g.out_degrees(nodes))
+        assert graph.in_degrees(0) == g.in_degrees(int(nodes[0]))
+        assert graph.out_degrees(0) == g.out_degrees(int(nodes[0]))
+        graph.ndata["y"] = torch.ones(len(nodes))
+        graph.nodes[[0]].data["y"] = torch.zeros(1)
+        assert float(graph.ndata.pop("y").sum()) == len(nodes) - 1
+        graph.apply_nodes(lambda batch: {"z": batch.data[dgl.NID] * 2})
+        assert torch.equal(graph.ndata["z"], nodes * 2)
+        assert "num_nodes" in repr(graph)
+        assert graph.to("cpu").num_nodes() == graph.local_var().num_nodes() == len(nodes)
+        assert graph.has_nodes([0, len(nodes)]).tolist() == [True, False]
+
+
+def test_apply_node_func_sees_what_was_reduced() -> None:
+    world = World(whole_graph(), ALL, 1)
+    graphs = graphs_of(world)
+    g = whole_graph()
+    g.ndata["x"] = features()
+
+    def double(nodes: Any) -> dict[str, Tensor]:
+        return {"a": nodes.data["a"] * 2}
+
+    g.update_all(fn.copy_u("x", "m"), fn.sum("m", "a"), double)
+
+    def work(rank: int) -> None:
+        graph = graphs[rank]
+        graph.ndata["x"] = features()[world.plans[rank].nodes]
+        graph.update_all(fn.copy_u("x", "m"), fn.sum("m", "a"), double)
+        torch.testing.assert_close(graph.ndata["a"], g.ndata["a"][world.plans[rank].nodes], **TOLERANCE)
+
+    world.run(work)
+
+
+def test_what_cannot_be_is_refused_with_the_reason() -> None:
+    world = World(whole_graph(), ALL, 1)
+    graph = graphs_of(world)[0]
+    with pytest.raises(ConfigError, match="3 rows of 'h' for a local graph of 5 nodes"):
+        graph.ndata["h"] = torch.zeros(3, 4)
+    with pytest.raises(ConfigError, match="sources of its edges lie on several ranks"):
+        graph.edges()
+    with pytest.raises(ConfigError, match="planned with all ranks"):
+        graph.add_edges([0], [1])
+    with pytest.raises(ConfigError, match="at once"):
+        graph.apply_edges(fn.copy_u("x", "e"), edges=torch.tensor([0]))
+    norm = dgl.nn.EdgeWeightNorm("both")
+    for moved in (graph, graph.to("cpu"), graph.formats("csc"), graph.local_var()):
+        with pytest.raises(ConfigError, match="out-edges of each source"):
+            norm(moved, weights(graph))
+        with pytest.raises(ConfigError, match="out-edges of each source"):
+            dgl.reverse(moved)
+    for changed in (dgl.add_self_loop, dgl.remove_self_loop, dgl.transforms.AddSelfLoop()):
+        with pytest.raises(ConfigError, match="local graph"):
+            changed(graph)
+    graph.ndata["x"] = torch.ones(5, 2)
+    with pytest.raises(ConfigError, match="only those of this rank"):
+        dgl.mean_nodes(graph, "x")
+    with pytest.raises(ConfigError, match="adj of a local graph"):
+        graph.adj()
+    with pytest.raises(ConfigError, match="'likes'"):
+        graph["likes"]
+    two_layers = World(whole_graph(), np.array([0]), 2)
+    with pytest.raises(ConfigError, match="every node as a seed"):
+        LocalGraph(two_layers.blocks[0][0])

@@ -15,7 +15,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training import checkpoint
 from tests.helpers.ranks import run_ranks
-from tests.layers.test_splittable_conv import BY_ROWS, CONVS
+from tests.layers.test_convolutions import BY_ROWS, CONVS
 from tests.strategies import equality
 
 MAKE: dict[str, Any] = {name: make for name, (make, _) in (CONVS | BY_ROWS).items()}

@@ -1,5 +1,9 @@
-"""Every part has every owner's block and its own columns of it; positions are those of the batch one has."""
+"""Batches of push-pull: every rank has every block and its own columns of it; failures of one rank."""
 
+from __future__ import annotations
+
+import os
+import signal
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +27,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.dropout import deal_out_columns
 from dglx_dist.strategies.push_pull.options import PIPELINES, make_group
 from tests.dataloading import bonds
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies.push_pull import rounds
 from tests.strategies.push_pull.rounds import WIDTH, edges_of, epoch_of, group_batch_of, nodes_of, sampler_of
 
@@ -383,3 +387,46 @@ def test_several_types_are_refused(tmp_path: Path) -> None:
             rounds.open_loader(
                 DataLoader, g, {"user": torch.arange(3)}, sampler_of(), None, group, options, {}
             )
+
+
+@pytest.fixture(scope="module")
+def faulty_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return rounds.write_ring(tmp_path_factory.mktemp("ring") / "parts", 2)
+
+
+class Failing(NeighborSampler):
+    """Fails at its third batch."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(rounds.FANOUTS)
+        self.how, self.batches = how, 0
+
+    def sample_blocks(self, g: Any, seed_nodes: Any, exclude_eids: Any = None) -> Any:
+        self.batches += 1
+        if self.batches == 3 and self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.batches == 3 and self.how == "raises":
+            raise ValueError("no third batch")
+        return super().sample_blocks(g, seed_nodes, exclude_eids)
+
+
+def on_rank(faulty_folder: str, how: str) -> int:
+    # Longer than the test may take: nobody is to wait for it.
+    with start_session(timeout_s=600) as session:
+        g = DistGraph(faulty_folder)
+        last = session.topology.rank == 1
+        loader = nodes_of(g, Failing(how if last else ""), num_threads=2)
+        return len(list(loader))
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+def test_the_rank_is_named_long_before_the_time_is_out(faulty_folder: Path, how: str) -> None:
+    waiting, failing = start_ranks(on_rank, 2, args=(str(faulty_folder), how))
+    assert waiting.exitcode == 1
+    assert "PeerError" in waiting.error
+    assert "rank 1" in waiting.error
+    if how == "raises":
+        # Its own error, not that of a thread that was waiting for rank 0.
+        assert failing.error.startswith("ValueError: no third batch")
+    else:
+        assert failing.exitcode == -signal.SIGKILL

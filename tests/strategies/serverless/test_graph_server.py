@@ -1,6 +1,9 @@
-"""A graph server alone: what it refuses of others, and parts that do not fit the program."""
+"""A graph server alone: intervals, ghosts, rows, and refused requests."""
+
+from __future__ import annotations
 
 import dataclasses
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,14 +13,17 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.program import Gather
 from dglx_dist.serverless.tasks import TaskKey
 from dglx_dist.strategies.serverless import graph_rows as over_edges
-from dglx_dist.strategies.serverless.graph_rows import SharedRows
-from dglx_dist.strategies.serverless.graph_server import (
-    GraphServer,
-    SubmitResult,
-    TaskKind,
+from dglx_dist.strategies.serverless.graph_partition import (
+    crossing_edges,
+    cut_intervals,
+    local_graph,
+    routes_of,
 )
+from dglx_dist.strategies.serverless.graph_rows import SharedRows
+from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
 
 from . import cases
+from .cases import boundaries_of
 from .serial_scheduler import LocalParameters, compute_task
 
 STARTS = [0, 17, 40]
@@ -125,3 +131,174 @@ def test_stores_keep_each_row_once() -> None:
     kept = [*vars(server._stores).values()]
     stored = [one for group in kept if isinstance(group, dict) for one in group.values()]
     assert sum(one.array.nbytes for one in stored) == 8 * (rows + len(graph.sources))
+
+
+def test_rows_are_never_seen_half_written() -> None:
+    shared = SharedRows(np.zeros((4, 1000)))
+    torn: list[int] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            with shared.reading() as rows:
+                torn.extend(int(row.min() != row.max()) for row in rows)
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for number in range(60):
+        with shared.writing() as rows:
+            for column in range(0, 1000, 100):
+                rows[number % 4, column : column + 100] = number
+    stop.set()
+    for reader in readers:
+        reader.join()
+    assert torn
+    assert not any(torn)
+
+
+def test_readers_share_and_a_waiting_writer_goes_before_new_readers() -> None:
+    shared = SharedRows(np.zeros((1, 1)))
+    order: list[str] = []
+
+    def write() -> None:
+        with shared.writing():
+            order.append("writer")
+
+    def read() -> None:
+        with shared.reading():
+            order.append("late reader")
+
+    with shared.reading(), shared.reading():
+        writer = threading.Thread(target=write)
+        writer.start()
+        while not shared._writers_waiting:
+            pass
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert order == []
+    writer.join()
+    reader.join()
+    assert order == ["writer", "late reader"]
+
+
+def test_a_failure_inside_frees_the_rows() -> None:
+    shared = SharedRows(np.zeros((1, 1)))
+    for enter in (shared.reading, shared.writing):
+        try:
+            with enter():
+                raise KeyError
+        except KeyError:
+            pass
+    with shared.writing() as rows:
+        rows[0] = 1
+    assert shared.array[0, 0] == 1
+
+
+# Nodes 0 1 | 2 3 | 4; edges 0->1, 1->0, 2->0, 4->0, 4->1, 0->2, 0->3, 1->3.
+GHOST_STARTS = [0, 2, 4, 5]
+IN_EDGES = [([0, 3, 5], [1, 2, 4, 0, 4]), ([0, 1, 3], [0, 0, 1]), ([0, 0], [])]
+
+
+def graphs() -> list:
+    return [
+        local_graph(rank, GHOST_STARTS, np.array(indptr), np.array(sources, dtype=np.int64))
+        for rank, (indptr, sources) in enumerate(IN_EDGES)
+    ]
+
+
+def test_local_ids_and_ghosts_by_hand() -> None:
+    first, second, third = graphs()
+    assert first.ghosts.tolist() == [2, 4]
+    assert first.sources.tolist() == [1, 2, 3, 0, 3]
+    assert [first.ghost_ids(owner).tolist() for owner in range(3)] == [[], [2], [4]]
+    assert first.out_indptr.tolist() == [0, 1, 2, 3, 5]
+    assert first.out_targets.tolist() == [1, 0, 0, 0, 1]
+    assert first.out_edges.tolist() == [3, 0, 1, 2, 4]
+    assert second.ghosts.tolist() == [0, 1]
+    assert (third.num_own, third.num_ghosts, third.num_local, third.num_servers) == (1, 0, 1, 3)
+
+
+def test_routes_by_hand() -> None:
+    """One node per interval on the first two; the third has no ghosts."""
+    all_graphs = graphs()
+    boundary = boundaries_of(all_graphs)
+    assert [[nodes.tolist() for nodes in row] for row in boundary] == [
+        [[], [0, 1], []],
+        [[0], [], []],
+        [[0], [], []],
+    ]
+    first = routes_of(all_graphs[0], np.array([0, 1, 2]), boundary[0])
+    assert sum(len(nodes) for nodes in first.boundary) == 2
+    assert first.boundary_bounds[1].tolist() == [0, 1, 2]
+    # Ghost 2 has an edge to node 0 alone, ghost 4 to both: its home is the higher interval.
+    assert [[some.tolist() for some in peer] for peer in first.returned] == [[[], []], [[0], []], [[], [0]]]
+    second = routes_of(all_graphs[1], np.array([0, 0, 1, 2]), boundary[1])
+    assert [some.tolist() for some in second.returned[0]] == [[], [], [0, 1]]
+    third = routes_of(all_graphs[2], np.array([0, 1]), boundary[2])
+    assert all(not len(some) for peer in third.returned for some in peer)
+
+
+def test_every_ghost_is_sent_by_one_interval_and_returned_by_one() -> None:
+    starts = [0, 9, 9, 24, 40]
+    parts = cases.case().parts(starts, 3)
+    for part in parts:
+        for peer in parts:
+            sent, local = part.routes.boundary[peer.graph.rank], peer.graph.ghost_ids(part.graph.rank)
+            assert (sent + part.graph.starts[part.graph.rank] == local).all()
+            returned = np.concatenate(part.routes.returned[peer.graph.rank])
+            assert sorted(returned.tolist()) == list(range(len(part.graph.ghost_ids(peer.graph.rank))))
+    num_sent = sum(len(nodes) for part in parts for nodes in part.routes.boundary)
+    assert num_sent == sum(part.graph.num_ghosts for part in parts) > 0
+
+
+def test_lists_of_another_partition_are_refused() -> None:
+    first = graphs()[0]
+    assert first.own_positions(np.array([0, 1]), 1).dtype == np.int32
+    for wrong in ([2], [-1, 0], [1, 0], [0, 0]):
+        with pytest.raises(ConfigError, match=r"graph server 1 asked 0 .* nodes 0 to 1"):
+            first.own_positions(np.array(wrong), 1)
+    with pytest.raises(ConfigError, match="same partition"):
+        first.own_positions(np.array([0], np.int32), 1)
+
+
+def test_edges_of_a_path_cross_where_it_is_cut() -> None:
+    """0 -> 1 -> 2 -> 3, and a ghost -> 0; cut between 1 and 2."""
+    indptr, sources = np.array([0, 1, 2, 3, 4]), np.array([4, 0, 1, 2], np.int32)
+    assert crossing_edges(indptr, sources, np.array([0, 2, 4])).tolist() == [1, 0, 1, 0]
+    assert crossing_edges(indptr, sources, np.array([0, 4])).tolist() == [1, 0, 0, 0]
+    assert crossing_edges(indptr, sources, np.array([0, 0, 1, 4])).tolist() == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("intervals", [1, 3, 7, 100])
+def test_no_interval_has_more_than_twice_the_mean_of_nodes(intervals: int) -> None:
+    (graph,) = cases.case().graphs([0, 40])
+    bounds = cut_intervals(graph.indptr, graph.sources, intervals)
+    assert bounds.dtype == np.int64
+    assert len(bounds) == intervals + 1
+    assert (bounds[0], bounds[-1]) == (0, 40)
+    assert (np.diff(bounds) >= 0).all()
+    assert np.diff(bounds).max() <= 2 * 40 / intervals + 1
+
+
+def test_edges_from_outside_are_balanced_too() -> None:
+    """The first tenth of the nodes has nine tenths of the edges, all from ghosts."""
+    counts = np.full(100, 1)
+    counts[:10] = 81
+    indptr = np.concatenate([[0], np.cumsum(counts)])
+    sources = np.full(indptr[-1], 100, np.int32)
+    bounds = cut_intervals(indptr, sources, 4)
+    loads = np.diff(indptr[bounds])
+    even = np.diff(indptr[np.array([0, 25, 50, 75, 100])])
+    assert even.max() / even.mean() > 3.5
+    assert loads.max() <= 2 * loads.mean() + 81
+    assert np.diff(bounds).max() <= 50
+    assert (cut_intervals(indptr, sources, 4) == bounds).all()
+
+
+def test_nothing_to_cut() -> None:
+    none = np.zeros(0, np.int32)
+    assert cut_intervals(np.zeros(1, np.int64), none, 3).tolist() == [0, 0, 0, 0]
+    assert cut_intervals(np.zeros(5, np.int64), none, 2).tolist() == [0, 2, 4]
+    with pytest.raises(ConfigError, match="intervals=0 per graph server must be at least 1"):
+        cut_intervals(np.zeros(1, np.int64), none, 0)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import zmq
 
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.endpoints import ClientAccess, open_client_access
+from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session, start_session
+from dglx_dist.comm.wire import Head, Kind, encode
 from dglx_dist.errors import PeerError, RemoteError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_service import Places
-from dglx_dist.serverless.tasks import TaskKey
-from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
+from dglx_dist.serverless.program import Program
+from dglx_dist.serverless.tasks import Direction, Task, TaskKey, Work, attempt_name, half_name
+from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS, Worker
 from dglx_dist.strategies.serverless.engine import Engine, EngineConfig
 from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.options import StalenessPolicy
@@ -110,3 +117,258 @@ def test_a_workers_secret_opens_the_operations_of_workers_alone(environment: dic
         assert (
             f"no operation 'lambda.state' is registered here (there are: {known})" in answers["lambda.state"]
         )
+
+
+INTERVALS, EPOCHS, RUN = 3, 3, 2
+NO_KEYS = (
+    *("", "r0", "e0.s1.i0.f/0", "r0.e0.s1.i0.f/2", "r0.e0.s1.i0.f/00", "r0.e1e9.s1.i0.f/0"),
+    *("r0.e9999999999.s1.i0.f/0", "r9999999999.e0.s1.i0.f/0", "r-1.e0.s1.i0.f/0", "r0.e0.s1.i-1.f/0"),
+    *("../../etc/passwd", "r0.e0.s1.i0.f/0/1000000", "r0.e٣.s1.i0.f/0", "\x00", "x" * 4096),
+)
+"""Neither halves nor attempts."""
+
+
+class Besieged:
+    """A worker as workers are, by sockets; before it does a task, others do what they can to that task."""
+
+    def __init__(self, access: ClientAccess, program: Program) -> None:
+        self._program, self._client = program, WorkerClient(access)
+        self._attacker = WorkerClient(access)
+        self._waiting: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._launched: dict[TaskKey, Task] = {}
+        self._failure: Exception | None = None
+        self.attacked: set[tuple[int, Direction]] = set()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
+        client = self._client
+        self._launched[key] = Task(
+            key=key,
+            rows=rows,
+            program=self._program.digest,
+            graph_server=client.address,
+            parameter_server=client.address,
+            secrets=client.secrets,
+            timeout_s=20.0,
+        )
+        if ready:
+            self.ready(key)
+
+    def ready(self, key: TaskKey) -> None:
+        self._waiting.put(self._launched[key])
+
+    def done(self, key: TaskKey, attempt: int) -> None:
+        """Nothing: whoever gave the rows, these are the task's."""
+
+    def raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        worker = Worker(self._client.caller)
+        try:
+            while (task := self._waiting.get()) is not None:
+                self._attack(task)
+                assert worker.handle(task.to_event())["accepted"] is True
+        except BaseException as error:
+            self._failure = PeerError(f"{type(error).__name__}: {error}")
+        finally:
+            self._client.caller.close()
+            self._attacker.caller.close()
+
+    def _attack(self, task: Task) -> None:
+        key = task.key
+        work = Work(self._program, key.step, key.direction, True)
+        if not self.attacked:
+            self._by_names()
+        if (key.step, key.direction) not in self.attacked:
+            self._by_rows(task, work)
+            self._by_gradients(key, work)
+            self._by_other_runs(task, work)
+        if key.interval == 1:
+            self._by_keys(key, work)
+        self.attacked.add((key.step, key.direction))
+
+    def _by_names(self) -> None:
+        for op in (PULL, GIVE):
+            for name in NO_KEYS:
+                self._attacker.is_refused(op, name, match="names no|no key of a task")
+        for op in (WEIGHTS, GRADIENTS):
+            for name in (*NO_KEYS, "r0.e0.s1.i0.f/0"):
+                self._attacker.is_refused(op, name, match="no key of a task")
+        for op in ("", "os:system", "lambda.exec", "__class__", "lambda.pull\x00"):
+            self._attacker.is_refused(op, "r0.e0.s1.i0.f/0", match="no operation")
+
+    def _by_keys(self, key: TaskKey, work: Work) -> None:
+        """Intervals, steps and epochs that are not there, not yet, or no more."""
+        attacker, end = self._attacker, f"s{key.step}.i{key.interval}.{key.direction.value}"
+        for interval in (INTERVALS, 999_999_999):
+            for op, half in ((PULL, "/0"), (GIVE, "/0/0")):
+                attacker.is_refused(op, f"r{RUN}.e{key.epoch}.s1.i{interval}.f{half}", match="of no interval")
+            for op in (WEIGHTS, GRADIENTS):
+                attacker.is_refused(op, f"r{RUN}.e{key.epoch}.s1.i{interval}.b", match="there is no interval")
+        for step in (0, 2, 5, 9999):
+            for op, half in ((PULL, "/0"), (GIVE, "/0/0")):
+                attacker.is_refused(
+                    op, f"r{RUN}.e{key.epoch}.s{step}.i0.f{half}", match="no worker does step"
+                )
+            for op in (WEIGHTS, GRADIENTS):
+                attacker.is_refused(op, f"r{RUN}.e{key.epoch}.s{step}.i0.b", match="has no weights")
+        for epoch in (key.epoch + 1, 999_999_999):
+            assert attacker.ask(PULL, f"r{RUN}.e{epoch}.{end}/0") == []  # not there yet: that tells nothing
+            attacker.is_refused(GIVE, f"r{RUN}.e{epoch}.{end}/0/0", match="came before it began")
+            attacker.is_refused(WEIGHTS, f"r{RUN}.e{epoch}.{end}", match="beyond staleness 0")
+            gradients = [np.ones(shape) for shape in work.weights.values()]
+            way = "forward" if key.direction is Direction.FORWARD else "beyond staleness 0"
+            attacker.is_refused(GRADIENTS, f"r{RUN}.e{epoch}.{end}", gradients, match=way)
+        for epoch in range(key.epoch):
+            attacker.is_refused(PULL, f"r{RUN}.e{epoch}.{end}/0", match="is over")
+            (taken,) = attacker.ask(GIVE, f"r{RUN}.e{epoch}.{end}/0/0", [np.full((1, 1), np.nan)])
+            assert taken.tolist() == [0]
+            if key.direction is not Direction.FORWARD:
+                self._by_old_gradients(f"r{RUN}.e{epoch}.{end}", key.epoch - epoch, gradients)
+
+    def _by_old_gradients(self, name: str, age: int, gradients: Sequence[Array]) -> None:
+        self._attacker.is_refused(WEIGHTS, name, match="are gone")
+        if age == 1:
+            self._attacker.is_refused(GRADIENTS, name, gradients, match="twice with different bits")
+        else:
+            assert self._attacker.ask(GRADIENTS, name, gradients) == []  # dropped
+
+    def _by_rows(self, task: Task, work: Work) -> None:
+        """Rows of the open task in every wrong form; none of them is taken."""
+        good = [np.zeros(shape, dtype) for shape, dtype in _first_half(task, work)]
+        for bad in _other_forms(good):
+            self._attacker.is_refused(GIVE, f"{task.key}/0/0", bad, match=rf"what came of {task.key} has")
+
+    def _by_other_runs(self, task: Task, work: Work) -> None:
+        """A worker that was given up in an earlier run of this session, which began at the same epoch."""
+        rows = [np.zeros(shape, dtype) for shape, dtype in _first_half(task, work)]
+        gradients = [np.ones(shape) for shape in work.weights.values()]
+        for run in (RUN - 1, RUN + 1):
+            key = replace(task.key, run=run)
+            said = f"task {key} is of run {run} of this session, and this is run {RUN}"
+            self._attacker.is_refused(PULL, half_name(key, 0), match=said)
+            self._attacker.is_refused(GIVE, attempt_name(key, 0, 0), rows, match=said)
+            self._attacker.is_refused(WEIGHTS, str(key), match=said)
+            self._attacker.is_refused(GRADIENTS, str(key), gradients, match=said)
+
+    def _by_gradients(self, key: TaskKey, work: Work) -> None:
+        gradients = [np.ones(shape) for shape in work.weights.values()]
+        if key.direction is Direction.FORWARD:
+            self._attacker.is_refused(GRADIENTS, str(key), gradients, match="goes forward")
+            return
+        for bad in _other_forms(gradients):
+            self._attacker.is_refused(GRADIENTS, str(key), bad, match="gradients of interval")
+
+
+def _first_half(task: Task, work: Work) -> list[tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of what a worker gives for the first half."""
+    half = (task.rows + 1) // 2
+    return [((half, item.width) if item.width else (2,), item.dtype) for item in work.given]
+
+
+def _other_forms(good: Sequence[Array]) -> Iterator[list[Array]]:
+    """Too many arrays, too few, larger, smaller, of other dtypes and dimensions."""
+    huge = np.zeros((1 << 17, 4))
+    yield [*good, *[np.zeros(1)] * (256 - len(good))]
+    yield [*good, huge]
+    if not good:
+        return
+    first, rest = good[0], list(good[1:])
+    yield list(rest)
+    for other in (
+        *(huge, first[:-1], np.concatenate([first, first[:1]]), first[None], first.reshape(-1)[:0]),
+        *(first.astype(dtype) for dtype in ("float32", "int64", "bool", "complex128")),
+    ):
+        yield [other, *rest]
+
+
+def engine_of(session: Session, access: ClientAccess) -> tuple[Engine, Besieged]:
+    program = cases.gcn()
+    (part,) = cases.case().parts([0, cases.case().num_nodes], INTERVALS)
+    plan = cases.plan_of(program, [part])
+    config = EngineConfig(
+        plan=plan, places=Places(parameter_servers=(0,), graph_servers=(0,)), policy=StalenessPolicy()
+    )
+    started: list[Besieged] = []
+
+    def start_workers(_handlers: Mapping[str, Handler]) -> Besieged:
+        started.append(Besieged(access, program))
+        return started[0]
+
+    parameters = cases.parameter_server(program, plan, 0)
+    return Engine(session, GraphServer(part, program, run=RUN), config, parameters, start_workers), started[0]
+
+
+def test_attacks_on_the_tasks_of_a_run_change_nothing() -> None:
+    with start_session(timeout_s=30.0) as session:
+        engine, besieged = engine_of(session, open_client_access(session))
+        totals = engine.run(EPOCHS)
+        weights, losses = cases.plain_answer("gcn", EPOCHS)
+        for name, value in engine.parameters.latest().items():
+            np.testing.assert_allclose(value, weights[name], rtol=1e-10, atol=1e-12)
+        assert [one.correct for one in totals] == [correct for _, correct in losses]
+        forward, backward, fused = Direction.FORWARD, Direction.BACKWARD, Direction.FUSED
+        assert besieged.attacked == {(1, forward), (1, backward), (4, fused)}
+        engine.close()
+        besieged.close()
+
+
+def garbage() -> Iterator[list[bytes]]:
+    """Messages that no honest client sends: counts, sizes and offsets of any size, and none of the format."""
+    head = encode(Head(Kind.REQUEST, 1, "double", ""))
+    count = slice(6, 8)
+    draw = np.random.default_rng(0)
+    yield [b""]
+    yield [b"\x80\x04cos\nsystem\n(S'true'\ntR."]  # a pickle
+    yield from ([draw.bytes(int(size))] for size in draw.integers(1, 400, 20))
+    yield from ([head[: count.start] + number + head[count.stop :]] for number in (b"\x01\x00", b"\xff\xff"))
+    for shape in ((1 << 62,), (1 << 31, 1 << 31), (-1,), (1 << 36,)):
+        dtype = b"\x0c\x01\x00\x00" + (1 << 20).to_bytes(4, "little")
+        described = b"".join(dimension.to_bytes(8, "little", signed=True) for dimension in shape)
+        one = dtype[:1] + len(shape).to_bytes(1, "little") + dtype[2:] + described
+        yield [head[: count.start] + b"\x01\x00" + head[count.stop :] + one]
+    yield [encode(Head(Kind.CHUNK, 7, array=3, offset=1 << 60)), b"x" * 100]
+    yield [encode(Head(Kind.REPLY, 1))]
+    yield [head, *[b"more"] * 50]
+
+
+def test_garbage_from_somebody_with_the_secret_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    with start_session(timeout_s=20.0) as session:
+        session.rpc.register(
+            "double", lambda _name, arrays: [2 * arrays[0]] if arrays else [], for_clients=True
+        )
+        access = open_client_access(session)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 2000)
+            access.credentials.present(socket, None)
+            socket.connect(access.addresses[0].endpoint)
+            sent = list(garbage())
+            for frames in sent:
+                socket.send_multipart(frames)
+            client = WorkerClient(access)
+            for _ in range(3):
+                assert client.ask("double", "", [np.array([21])])[0].tolist() == [42]
+            client.caller.close()
+    assert sum("dropped" in record.message for record in caplog.records) >= len(sent) - 1
+
+
+def test_the_secret_of_another_job_opens_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with start_session(timeout_s=20.0) as session:
+        access = open_client_access(session)
+        came: list[str] = []
+        session.rpc.register(WEIGHTS, lambda name, _arrays: came.append(name) or [], for_clients=True)
+        for secret in ("0" * 64, access.credentials.secret.decode()[:-1], " "):
+            client = WorkerClient(access, secret)
+            with pytest.raises(PeerError, match="refused the connection"):
+                client.ask(WEIGHTS, "r0.e0.s1.i0.f")
+            client.caller.close()
+        assert came == []
+    assert access.credentials.secret.decode() not in caplog.text
+    assert "does not know this job's secret" in caplog.text

@@ -1,0 +1,139 @@
+"""Connections between ranks: authentication, order, and messages of any size."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dglx_dist.comm.endpoints import admit, open_streams, show
+from dglx_dist.comm.session import start_session
+from dglx_dist.errors import PeerError
+from tests.helpers.ranks import run_ranks
+
+SECRET = bytes(range(32))
+
+
+@contextlib.contextmanager
+def pair(timeout_s: float = 10.0) -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, two = socket.socketpair()
+    with one, two:
+        one.settimeout(timeout_s)
+        two.settimeout(timeout_s)
+        yield one, two
+
+
+def both(connects: Callable[[], object], listens: Callable[[], object]) -> tuple[object, object]:
+    """What each end returned or raised; the one that fails leaves as a process would."""
+    found: list[object] = [None, None]
+
+    def run(place: int, action: Callable[[], object]) -> None:
+        try:
+            found[place] = action()
+        except OSError as error:
+            found[place] = error
+
+    other = threading.Thread(target=run, args=(0, connects))
+    other.start()
+    run(1, listens)
+    other.join()
+    return found[0], found[1]
+
+
+def test_ranks_that_know_the_secret_are_admitted() -> None:
+    with pair() as (one, two):
+        shown, admitted = both(lambda: show(one, 3, SECRET), lambda: admit(two, {2: b"x" * 32, 3: SECRET}))
+        assert (shown, admitted) == (None, 3)
+
+
+def test_an_end_that_does_not_know_it_is_refused_by_the_other() -> None:
+    with pair(0.5) as (one, two):
+        shown, admitted = both(lambda: show(one, 3, SECRET), lambda: admit(two, {3: b"x" * 32}))
+        assert isinstance(shown, ConnectionRefusedError)
+        assert isinstance(admitted, OSError)  # nobody proves anything to it
+
+
+def test_a_proof_cannot_be_sent_back() -> None:
+    """Whoever connects without the secret and returns what the other end said is not admitted."""
+    with pair() as (one, two):
+
+        def mirror() -> None:
+            one.sendall(b"dglxstr1" + (3).to_bytes(4, "big") + bytes(32))
+            answer = b""
+            while len(answer) < 64:
+                answer += one.recv(64)
+            one.sendall(answer[32:])
+
+        _, admitted = both(mirror, lambda: admit(two, {3: SECRET}))
+        assert isinstance(admitted, ConnectionRefusedError)
+        assert "secret" in str(admitted)
+
+
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\r\n" + bytes(60), b"dglxstr1" + (9).to_bytes(4, "big") + bytes(32)]
+)
+def test_strangers_are_refused(said: bytes) -> None:
+    with pair() as (one, two):
+        one.sendall(said)
+        with pytest.raises(ConnectionRefusedError, match="protocol"):
+            admit(two, {3: SECRET})
+
+
+def test_silence_ends_by_the_time_limit() -> None:
+    with pair(0.2) as (_, two), pytest.raises(TimeoutError):
+        admit(two, {3: SECRET})
+
+
+def connect_all() -> None:
+    with start_session() as session:
+        rank, world_size = session.topology.rank, session.topology.world_size
+        streams = open_streams(session)
+        assert open_streams(session) is streams
+        for peer in range(world_size):
+            if peer != rank:
+                streams.to(peer).sendall(bytes([rank]))
+        for peer in range(world_size):
+            if peer != rank:
+                streams.to(peer).setblocking(True)
+                assert streams.to(peer).recv(1) == bytes([peer])
+        with pytest.raises(PeerError, match=f"no connection to rank {rank}"):
+            streams.to(rank)
+        assert session.ledger.total() == sum(
+            row.num_bytes for row in session.ledger.rows() if row.phase == "control"
+        )
+        streams.close()
+        streams.close()
+        with pytest.raises(PeerError, match="the session is over"):
+            streams.to((rank + 1) % world_size)
+
+
+@pytest.mark.parametrize("curve", ["0", "1"])
+def test_every_rank_reaches_every_other_one(curve: str) -> None:
+    run_ranks(connect_all, 3, environment={"DGLX_CURVE": curve})
+
+
+def fail_on_rank_one() -> int:
+    """Rank 1 fails and lives on; rank 0 waits for bytes of it."""
+    session = start_session(timeout_s=60)
+    connection = open_streams(session).to(1 - session.topology.rank)
+    if session.topology.rank == 1:
+        session.fail(ValueError("a bug"))
+        session.close(failed=True)
+        return connection.fileno()
+    connection.settimeout(20)
+    received = connection.recv(1)
+    session.close(failed=True)
+    return len(received)
+
+
+def test_peers_of_a_rank_that_failed_are_told_by_the_end_of_the_connection() -> None:
+    assert run_ranks(fail_on_rank_one, 2) == [0, -1]
+
+
+def test_one_rank_needs_none() -> None:
+    with start_session() as session:
+        open_streams(session)
+        assert session.ledger.rows() == []

@@ -1,0 +1,76 @@
+"""Missing ranks are named when ranks come and go during the rendezvous."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+import pytest
+from torch.distributed import HashStore
+
+from dglx_dist.comm import rendezvous as module
+from dglx_dist.comm.rendezvous import JobStore
+from dglx_dist.comm.topology import read_rendezvous
+from dglx_dist.errors import PeerError
+
+KEYS = ("barrier/1/0", "barrier/1/1", "barrier/1/2")
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> JobStore:
+    """That of rank 1 of 3, which looks for the others at once."""
+    monkeypatch.setattr(module, "_CHECK_EVERY_S", 0.0)
+    return JobStore(HashStore(), 1, 3, timeout_s=30)
+
+
+def test_a_rank_that_came_and_ended_while_it_was_asked_is_not_missing(store: JobStore) -> None:
+    asked = []
+
+    def ended_meanwhile(missing: list[int]) -> None:
+        asked.append(missing)
+        for rank in missing:
+            store.raw.set(KEYS[rank], "the end")
+        raise PeerError(f"rank {missing[0]} does not answer")
+
+    store.barrier("the end", check=ended_meanwhile)
+    assert asked == [[0, 2]]
+
+
+def test_the_one_that_is_still_missing_is_accused(store: JobStore) -> None:
+    """Rank 0 came and ended while it was asked; rank 2 never comes."""
+
+    def check(missing: list[int]) -> None:
+        store.raw.set(KEYS[0], "the end")
+        raise PeerError(f"rank {missing[0]} does not answer")
+
+    with pytest.raises(PeerError, match="rank 2 does not answer"):
+        store.barrier("the end", check=check)
+
+
+def test_a_rank_that_failed_after_it_came_has_not_failed_before(store: JobStore) -> None:
+    """Its last word is found by the ranks that still wait for others."""
+
+    def failed_meanwhile(missing: list[int]) -> None:
+        asked.append(missing)
+        store.raw.set(KEYS[0], "the end")
+        JobStore(store.raw, 0, 3, timeout_s=30).report_failure("no room")
+        if len(asked) > 1:
+            store.raw.set(KEYS[2], "the end")
+
+    asked: list[list[int]] = []
+    store.barrier("the end", check=failed_meanwhile)
+    assert asked == [[0, 2], [2]]
+
+
+def test_a_store_that_rank_0_hosts_at_loopback_listens_there_only() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    store = module.open_store(read_rendezvous({**variables, "LOCAL_WORLD_SIZE": "1"}), 0, 1, 30.0)
+    listening = [
+        one.laddr.ip
+        for one in psutil.Process().net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+    ]
+    del store
+    assert listening == ["127.0.0.1"]

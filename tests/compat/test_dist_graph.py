@@ -1,0 +1,234 @@
+"""DGL's DistGraph, its store, policies and optimizers in one process, typed graphs too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import dgl
+import pytest
+import torch
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.compat import dataloading as sampling
+from dglx_dist.compat import namespace as session
+from dglx_dist.compat import optim
+from dglx_dist.compat.dataloading import DistEdgeDataLoader, DistNodeDataLoader
+from dglx_dist.compat.dist_graph import DistGraph
+from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient, attached_rows, remember
+from dglx_dist.compat.namespace import SUPPORTED_SUBMODULES
+from dglx_dist.compat.partition_book import EdgePartitionPolicy, NodePartitionPolicy, PartitionPolicy
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph as NativeDistGraph
+from tests.strategies.push_pull import rounds
+
+
+@pytest.fixture(scope="module")
+def g(stock_parts: Mapping[str, Path]) -> Iterator[DistGraph]:
+    session.initialize()
+    yield DistGraph("typed_two", part_config=stock_parts["typed_two"])
+    session.exit_client()
+
+
+def test_tensors_by_name(g: DistGraph) -> None:
+    client, policy = g._client, g.get_node_partition_policy("author")
+    name = policy.get_data_name("mine")
+    client.init_data(
+        name, (15, 2), torch.float32, policy, lambda shape, dtype: torch.ones(shape, dtype=dtype)
+    )
+    client.push(name, torch.tensor([3, 1]), torch.tensor([[5.0, 6], [7, 8]]))
+    client.barrier()
+    assert client.pull(name, torch.tensor([1, 2, 3])).tolist() == [[7, 8], [1, 1], [5, 6]]
+    assert client.get_data_meta(name)[:2] == (torch.float32, (15, 2))
+    assert client.data_store[name][3].tolist() == [5, 6]
+    assert client.get_partid(name, torch.tensor([1, 14])).tolist() == [0, 0]
+    assert (client.num_servers, client.client_id, client.machine_id, client.role) == (1, 0, 0, "default")
+    with pytest.raises(ConfigError, match="there is a tensor 'mine' already"):
+        client.init_data(name, (15, 2), torch.float32, policy)
+    with pytest.raises(ConfigError, match="must be 'node~author~<tensor>'"):
+        client.init_data("mine", (15, 2), torch.float32, policy)
+    hidden = policy.get_data_name("hidden")
+    client.init_data(hidden, (15,), torch.int64, policy, is_gdata=False)
+    client.push(hidden, [2], torch.tensor([9]))
+    assert (client.pull(hidden, [2]).tolist(), client.count_nonzero(hidden)) == ([9], 1)
+    assert hidden in client.data_name_list()
+    assert hidden not in client.gdata_name_list()
+    assert hidden in client.data_store
+    assert "hidden" not in g.nodes["author"].data
+    client.delete_data(hidden)
+    client.delete_data(name)
+    assert name not in client.data_name_list()
+    with pytest.raises(ConfigError, match=r"g\._client"):
+        KVClient("hosts", 1, "default")
+    with pytest.raises(ConfigError, match="leave map_shared_data"):
+        client.map_shared_data(None)
+
+
+def test_handlers_and_unions(g: DistGraph) -> None:
+    masks = [DistTensor((24,), torch.bool, f"mask {number}") for number in range(3)]
+    masks[0][torch.tensor([1, 2])] = torch.tensor([True, True])
+    masks[1][torch.tensor([2, 9])] = torch.tensor([True, True])
+    client, names = g._client, [mask.name for mask in masks]
+    client.union(*names)
+    assert masks[2].local_partition.nonzero()[:, 0].tolist() == [1, 2, 9]
+    assert client.count_nonzero(names[2]) == 3
+    sums = DistTensor((24,), torch.float32, "sums")
+
+    def add(store: Mapping[str, torch.Tensor], name: str, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        store[name].index_add_(0, ids, rows)
+
+    client.register_push_handler(sums.name, add)
+    client.register_pull_handler(sums.name, lambda store, name, ids: store[name][ids] * 10)
+    sums[torch.tensor([4, 4])] = torch.tensor([1.0, 2.0])
+    assert sums[torch.tensor([4, 5])].tolist() == [30, 0]
+
+
+def test_functions_of_submodules_ask_this_run(g: DistGraph) -> None:
+    found = SUPPORTED_SUBMODULES["kvstore"]["get_kvstore"]()
+    assert found.data_name_list() == g._client.data_name_list()
+    assert SUPPORTED_SUBMODULES["dist_context"]["is_initialized"]()
+
+
+def test_policies(g: DistGraph) -> None:
+    book = g.get_partition_book()
+    node, edge = NodePartitionPolicy(book, "paper"), EdgePartitionPolicy(book, ("paper", "cites", "paper"))
+    assert (node.policy_str, edge.policy_str) == ("node~paper", "edge~paper:cites:paper")
+    assert PartitionPolicy("edge~cites", book).type_name == ("paper", "cites", "paper")
+    assert (node.get_size(), edge.get_size(), edge.get_part_size(), edge.is_node) == (24, 48, 48, False)
+    tensor = DistTensor((48,), torch.int64, "of edges", part_policy=edge)
+    assert tensor.part_policy.policy_str == edge.policy_str
+    for wrong, reason in (
+        ("row~paper", "must begin with"),
+        ("node~nobody", "nobody"),
+        ("edge~nothing", "nothing"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            PartitionPolicy(wrong, book)
+    with pytest.raises(ConfigError, match="get_node_partition_policy"):
+        DistTensor((24,), torch.int64, part_policy="paper")  # type: ignore[arg-type]  # what is wrong
+
+
+def test_the_local_partition_has_the_types_and_ids_of_the_book(g: DistGraph) -> None:
+    local, book = g.local_partition, g.get_partition_book()
+    kinds, typed = book.map_to_per_etype(local.edata[dgl.EID])
+    assert (kinds == local.edata[dgl.ETYPE]).all()
+    assert sorted(local.ndata[dgl.NID].tolist()) == list(range(39))
+    source, destination = (local.ndata[dgl.NID][ends] for ends in local.edges())
+    for found, ends in zip(sampling.find_edges(g, local.edata[dgl.EID]), (source, destination), strict=True):
+        assert (found == ends).all()
+    for number, etype in enumerate(book.canonical_etypes):
+        found = g.find_edges(typed[kinds == number], etype)
+        assert (book.map_to_homo_nid(found[0], etype[0]) == source[kinds == number]).all()
+        assert (book.map_to_homo_nid(found[1], etype[2]) == destination[kinds == number]).all()
+
+
+@pytest.mark.parametrize("kind", [optim.SparseAdagrad, optim.SparseAdam])
+def test_state_of_optimizers_goes_out_and_in(g: DistGraph, tmp_path: Path, kind: Any) -> None:
+    policy = g.get_node_partition_policy("author")
+    embedding = DistEmbedding(15, 2, f"rows {kind.__name__}", part_policy=policy)
+    optimizer = kind([embedding], lr=0.5)
+
+    def step() -> torch.Tensor:
+        embedding(torch.tensor([2, 5])).pow(2).sum().add(embedding(torch.tensor([5])).sum()).backward()
+        optimizer.step()
+        return embedding.weight[torch.arange(15)]
+
+    first = step()
+    optimizer.save(tmp_path / "state")
+    told = optimizer.local_state_dict()
+    second = step()
+    optimizer.load(tmp_path / "state")
+    assert (embedding.weight[torch.arange(15)] == first).all()
+    assert (step() == second).all()
+    optimizer.load_local_state_dict(told)
+    assert len(embedding.optm_state) == (1 if kind is optim.SparseAdagrad else 2)
+    assert told["emb_states"][embedding.name]["ids"].tolist() == list(range(15))
+    embedding(torch.tensor([2])).sum().backward()
+    embedding.reset_trace()
+    optimizer.step()
+    assert (embedding.weight[torch.arange(15)] == second).all()
+
+
+def test_rows_of_a_batch_are_found_when_a_script_has_converted_its_blocks(tmp_path: Path) -> None:
+    folder = rounds.write_ring(tmp_path / "parts", 1)
+    with start_session():
+        g = NativeDistGraph(folder)
+        batches = 0
+        for nodes, _, blocks in rounds.nodes_of(g):
+            remember(g, nodes, blocks)
+            for place, block in enumerate(blocks):
+                blocks[place] = block.int()
+            del block
+            found = attached_rows(g.ndata["feat"], nodes)
+            assert found is not None
+            assert found.data_ptr() == blocks[0].srcdata["feat"].data_ptr()
+            assert attached_rows(g.ndata["feat"], nodes.clone()) is None
+            assert attached_rows(g.ndata["small"], nodes) is None
+            batches += 1
+        assert batches > 3
+        del blocks, found
+        assert attached_rows(g.ndata["feat"], nodes) is None
+        g.close()
+
+
+WRITES, WRITTEN_BY = ("author", "writes", "paper"), ("paper", "written_by", "author")
+
+
+def test_types_of_which_nothing_is_drawn_are_left_out(g: DistGraph) -> None:
+    papers = {"paper": torch.arange(5)}
+    for drawn in (sampling.sample_neighbors(g, papers, 2), sampling.in_subgraph(g, papers)):
+        assert (set(drawn.etypes), drawn.ntypes) == ({"cites", "writes"}, ["author", "paper"])
+        assert (g.find_edges(drawn.edges["writes"].data[dgl.EID], "writes")[1] < 5).all()
+    nothing = g.sample_neighbors(papers, 0)
+    assert (nothing.num_edges(), len(nothing.etypes)) == (0, 3)
+    sampler = dgl.dataloading.NeighborSampler([2, 2], prefetch_labels={"paper": ["labels"]})
+    (batch,) = DistNodeDataLoader(g, papers, sampler, batch_size=5)
+    last = batch[-1][-1]
+    assert (last.is_block, set(last.etypes), last.num_dst_nodes("author")) == (True, {"cites", "writes"}, 0)
+    assert last.step_share.num_global == 5
+    assert (last.dstnodes["paper"].data["labels"] == g.nodes["paper"].data["labels"][papers["paper"]]).all()
+    assert (last.srcnodes["author"].data[dgl.NID] == batch[-1][0].dstnodes["author"].data[dgl.NID]).all()
+    found = g.find_edges(last.edges["writes"].data[dgl.EID], "writes")
+    ends = last.edges(etype="writes", order="eid")
+    assert (last.srcnodes["author"].data[dgl.NID][ends[0]] == found[0]).all()
+    assert (last.dstnodes["paper"].data[dgl.NID][ends[1]] == found[1]).all()
+
+
+def test_weights_that_the_script_hung_on_the_edges(g: DistGraph) -> None:
+    for etype in g.canonical_etypes:
+        policy = g.get_edge_partition_policy(etype)
+        data, every = g.edges[etype].data, torch.arange(g.num_edges(etype))
+        # Nobody else refers to them, and creating the next one frees what nobody refers to.
+        data["chance"] = DistTensor((len(every),), torch.float32, part_policy=policy)
+        data["chance"][every] = (every % 3 > 0).float()
+    papers = {"paper": torch.arange(24)}
+    sampler = dgl.dataloading.NeighborSampler([-1], prob="chance")
+    ((*_, blocks),) = DistNodeDataLoader(g, papers, sampler, batch_size=24)
+    for drawn in (blocks[0], sampling.sample_neighbors(g, papers, -1, prob="chance")):
+        assert sorted(drawn.edges["writes"].data[dgl.EID].tolist()) == [one for one in range(72) if one % 3]
+
+
+def test_reverse_edges_of_another_type_are_kept_out(g: DistGraph) -> None:
+    edges = torch.arange(10)
+    loader = DistEdgeDataLoader(
+        g,
+        {"writes": edges},
+        dgl.dataloading.MultiLayerFullNeighborSampler(1),
+        batch_size=10,
+        exclude="reverse_types",
+        reverse_etypes={"writes": "written_by", "written_by": "writes"},
+    )
+    ((_, _, blocks),) = loader
+    every = Counter(pairs(g.find_edges(torch.arange(g.num_edges(WRITES)), WRITES)))
+    own = Counter(pairs(g.find_edges(edges, WRITES)))
+    back = g.find_edges(blocks[0].edges["written_by"].data[dgl.EID], WRITTEN_BY)
+    seen = Counter(pairs(back[::-1]))
+    # Of parallel edges those stay that are not in the batch; and authors of the batch wrote other papers too.
+    assert {pair: seen[pair] for pair in own} == {pair: every[pair] - own[pair] for pair in own}
+    assert seen.keys() - own.keys()
+
+
+def pairs(ends: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return list(zip(*(one.tolist() for one in ends), strict=True))

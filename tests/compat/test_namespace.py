@@ -1,0 +1,134 @@
+"""Every name that DGL has is in the table, and behaves as the table says."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import dgl.distributed
+import pytest
+from dgl.distributed import graph_partition_book
+
+from dglx_dist.compat.namespace import CONSTANTS, REFUSED, SUPPORTED, offered
+from dglx_dist.errors import ConfigError
+
+PAGE = (Path(__file__).parents[2] / "docs" / "compat.md").read_text()
+ROWS = [
+    line.split("|")[1:3] for line in PAGE.split("## Every name")[1].splitlines() if line.startswith("| `")
+]
+TABLE = {name: text for names, text in ROWS for name in re.findall(r"`(\w+)`", names)}
+NOT_DGLS = {"backend_name", "expand_as_pair", "importlib", "os", "sys", "pytorch", "sparse_emb"}
+
+
+def public(owner: object) -> set[str]:
+    return {name for name in dir(owner) if not name.startswith("_")}
+
+
+def test_every_name_of_the_installed_dgl_is_in_the_table() -> None:
+    assert public(dgl.distributed) <= TABLE.keys()
+
+
+def test_names_are_supported_refused_or_not_of_the_package() -> None:
+    submodules = {
+        name for name in public(dgl.distributed) if inspect.ismodule(getattr(dgl.distributed, name))
+    }
+    assert public(dgl.distributed) - SUPPORTED.keys() - REFUSED.keys() <= submodules | NOT_DGLS
+    assert not SUPPORTED.keys() & REFUSED.keys()
+
+
+def test_the_table_says_of_each_name_what_is_so() -> None:
+    assert {name for name, text in TABLE.items() if text.strip().startswith("refused")} == REFUSED.keys()
+    assert SUPPORTED.keys() <= TABLE.keys()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_names_raise_the_reason(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"dgl.distributed.{name} is not available: "):
+        offered()[name](1, two=2)
+
+
+def test_deriving_from_a_refused_class_raises() -> None:
+    with pytest.raises(ConfigError, match="register a handler"):
+        type("Mine", (offered()["Request"],), {})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["DistGraph", "DistTensor", "DistEmbedding", "GraphPartitionBook", "PartitionPolicy", "KVClient"],
+)
+def test_classes_have_every_public_attribute(name: str) -> None:
+    mine = SUPPORTED["RangePartitionBook" if name == "GraphPartitionBook" else name]
+    assert public(getattr(dgl.distributed, name)) <= public(mine)
+
+
+def test_the_book_of_ranges_has_every_public_attribute() -> None:
+    from dgl.distributed.graph_partition_book import RangePartitionBook
+
+    assert public(RangePartitionBook) <= public(SUPPORTED["RangePartitionBook"])
+
+
+@pytest.mark.parametrize("name", ["SparseAdagrad", "SparseAdam"])
+def test_optimizers_have_what_scripts_call(name: str) -> None:
+    # update() is what DGL's own step() calls.
+    stock = public(getattr(dgl.distributed.optim, name)) - {"update"}
+    assert stock <= public(getattr(SUPPORTED["optim"], name))
+
+
+def test_names_of_later_versions_are_there() -> None:
+    """As in the sources of DGL 2.4 and later, without what only GraphBolt's own files need."""
+    later = {"DistNodeDataLoader", "DistEdgeDataLoader", "NodeCollator", "EdgeCollator"}
+    later |= {"dgl_partition_to_graphbolt", "gb_convert_single_dgl_partition"}
+    later |= {"DEFAULT_NTYPE", "DEFAULT_ETYPE", "MAX_QUEUE_SIZE"}
+    assert later <= offered().keys()
+    assert CONSTANTS.keys() <= TABLE.keys()
+    assert {name: getattr(dgl.distributed.constants, name) for name in CONSTANTS} == dict(CONSTANTS)
+
+
+CALLED = {
+    **{name: one for name, one in SUPPORTED.items() if name not in ("optim", "DistConnectError", "KVClient")},
+    **{name: getattr(SUPPORTED["optim"], name) for name in ("SparseAdagrad", "SparseAdam")},
+    **{
+        f"{owner}.{name}": getattr(SUPPORTED[owner], name)
+        for owner in ("DistGraph", "DistTensor", "DistEmbedding", "RangePartitionBook", "KVClient")
+        for name in sorted(public(SUPPORTED[owner]))
+        if inspect.isfunction(getattr(SUPPORTED[owner], name))
+    },
+}
+"""Functions, classes and methods."""
+
+INSERTED = {"sample_neighbors": "replace", "sample_etype_neighbors": "replace"}
+"""Where later versions of DGL put an argument in front of one of 1.1.3; a bool there is taken for it."""
+
+
+def stock_of(name: str) -> Any:
+    """What the installed DGL has of that name, None where it has nothing."""
+    owner, _, method = name.partition(".")
+    for module in (dgl.distributed, dgl.dataloading, dgl.distributed.optim, graph_partition_book):
+        if hasattr(module, owner):
+            found = getattr(module, owner)
+            return getattr(found, method, None) if method else found
+    return None
+
+
+@pytest.mark.parametrize("name", sorted(CALLED))
+def test_arguments_have_dgls_names_order_and_defaults(name: str) -> None:
+    stock = stock_of(name)
+    if stock is None:
+        return
+    theirs, ours = inspect.signature(stock).parameters, inspect.signature(CALLED[name]).parameters
+    assert [one for one in ours if one in theirs] == list(theirs)
+    first = [*theirs][: [*theirs].index(INSERTED[name]) if name in INSERTED else None]
+    assert [*ours][: len(first)] == first
+    for argument, one in theirs.items():
+        default = ours[argument].default
+        if one.default is one.empty:
+            assert ours[argument].kind is one.kind
+        elif (name, argument) == ("initialize", "net_type"):
+            # From 2.x on; "socket", as in 1.1.3, is the same.
+            assert default is None
+        elif one.default == dgl.ALL:
+            assert default is None
+        else:
+            assert str(default) == str(one.default)

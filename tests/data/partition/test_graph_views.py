@@ -1,0 +1,225 @@
+"""The graph as partitioners see it: flat ids, symmetric edges, weights, induced subgraphs."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.partition.graph_views import (
+    SymmetricGraph,
+    balance_weights,
+    check_request,
+    describe,
+    first_ids,
+    from_assignment,
+    imbalance,
+    in_degrees,
+    induced_graph,
+    part_shares,
+    symmetrise,
+    to_assignment,
+    trivial_parts,
+)
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import Assignment, RawGraph, SparseRows
+from tests.data.partition.graphs import AUTHORS_AND_PAPERS, TWO_TRIANGLES, communities, homogeneous
+
+
+def test_there_and_back() -> None:
+    parts = np.array([2, 0, 1, 1, 0, 2])
+    assignment = to_assignment(AUTHORS_AND_PAPERS, parts, 3, method="m", seed=1, parameters={})
+    assert {t: p.tolist() for t, p in assignment.part_of.items()} == {
+        "author": [2, 0],
+        "paper": [1, 1, 0],
+        "venue": [2],
+    }
+    assert from_assignment(AUTHORS_AND_PAPERS, assignment).tolist() == parts.tolist()
+    empty = Assignment(num_parts=1, part_of={}, method="m", seed=0)
+    assert empty.parameters == {}
+
+
+def test_no_thought_for_one_part_or_a_part_each() -> None:
+    one, each = trivial_parts(3, 1), trivial_parts(2, 5)
+    assert one is not None
+    assert each is not None
+    assert (one.tolist(), each.tolist()) == ([0, 0, 0], [0, 1])
+    assert trivial_parts(3, 2) is None
+
+
+def test_what_was_told_survives_json() -> None:
+    options = PartitionOptions(
+        balance=("degree",), tolerance=0.1, target_weights=(1, 2), fast=True, objective="vol"
+    )
+    told = describe(options, balance_weights(TWO_TRIANGLES, options, 2, None))
+    assert json.loads(json.dumps(told)) == {
+        "tolerance": {"degree": 0.1},
+        "balance": ["degree"],
+        "target_weights": [1.0, 2.0],
+        "fast": True,
+        "objective": "vol",
+    }
+    assert describe(PartitionOptions(), None) == {"tolerance": {}}
+
+
+def test_a_senseless_request() -> None:
+    with pytest.raises(ConfigError, match="num_parts is -1"):
+        check_request(-1, 0)
+
+
+def test_edges_among_the_chosen_nodes_remain() -> None:
+    # Keep author 0, papers 0 and 2: writes 0 -> 0, cites 2 -> 0 (now 1 -> 0).
+    piece = induced_graph(AUTHORS_AND_PAPERS, np.array([0, 2, 4]), ("nodes",))
+    assert piece.num_nodes == {"author": 1, "paper": 2, "venue": 0}
+    ends = {t[1]: (src.tolist(), dst.tolist()) for t, (src, dst) in piece.edges.items()}
+    assert ends == {"writes": ([0], [0]), "cites": ([1], [0])}
+
+
+def test_only_the_columns_that_are_weighed_are_copied() -> None:
+    features = SparseRows(
+        indptr=np.zeros(4, int), indices=np.zeros(0, int), values=np.zeros(0), num_columns=2
+    )
+    graph = homogeneous(3, [], train_mask=np.array([True, False, True]), feat=features, cost=np.arange(3))
+    piece = induced_graph(graph, np.array([1, 2]), ("train",))
+    assert list(piece.node_data["_N"]) == ["train_mask"]
+    assert piece.node_data["_N"]["train_mask"].tolist() == [False, True]
+
+
+def test_ids_narrower_than_the_row_of_all_types_do_not_overflow() -> None:
+    # 200 + 3 does not fit into int8, as 2**31 + 3 does not fit into int32.
+    ends = np.array([0, 3], dtype=np.int8), np.array([1, 2], dtype=np.int8)
+    graph = RawGraph(name="g", num_nodes={"a": 200, "b": 4}, edges={("b", "r", "b"): ends})
+    piece = induced_graph(graph, np.array([202, 203]), ())
+    assert [ids.tolist() for ids in piece.edges[("b", "r", "b")]] == [[1], [0]]
+
+
+def rows(graph: SymmetricGraph) -> list[dict[int, int]]:
+    """Neighbour -> weight of every row."""
+    weights = np.ones(len(graph.indices), int) if graph.edge_weights is None else graph.edge_weights
+    return [
+        dict(zip(graph.indices[a:b].tolist(), weights[a:b].tolist(), strict=True))
+        for a, b in zip(graph.indptr[:-1], graph.indptr[1:], strict=True)
+    ]
+
+
+def test_direction_is_forgotten() -> None:
+    neighbours = [sorted(row) for row in rows(symmetrise(TWO_TRIANGLES))]
+    assert neighbours == [[1, 2], [0, 2], [0, 1, 3], [2, 4, 5], [3, 5], [3, 4]]
+
+
+def test_parallel_and_opposite_edges_become_a_weight_and_loops_nothing() -> None:
+    graph = homogeneous(4, [(0, 1), (0, 1), (1, 0), (2, 2), (1, 2)])
+    assert rows(symmetrise(graph)) == [{1: 3}, {0: 3, 2: 1}, {1: 1}, {}]
+    assert symmetrise(graph, weighted=False).edge_weights is None
+    assert [sorted(r) for r in rows(symmetrise(graph, weighted=False))] == [[1], [0, 2], [1], []]
+
+
+def test_equal_weights_are_left_out() -> None:
+    both_ways = homogeneous(3, [(0, 1), (1, 0), (1, 2), (2, 1)])
+    assert symmetrise(both_ways).edge_weights is None
+
+
+def test_weights_that_hardly_differ_are_left_out() -> None:
+    ring = [(i, (i + 1) % 400) for i in range(400)]
+    assert symmetrise(homogeneous(400, [*ring, *ring[:4]])).edge_weights is None
+    kept = symmetrise(homogeneous(400, [*ring, *ring[:5]])).edge_weights
+    assert kept is not None
+    assert sorted(kept.tolist()) == [1] * 790 + [2] * 10
+
+
+def test_node_types_follow_each_other() -> None:
+    assert first_ids(AUTHORS_AND_PAPERS) == {"author": 0, "paper": 2, "venue": 5}
+    assert [sorted(r) for r in rows(symmetrise(AUTHORS_AND_PAPERS))] == [[2, 3], [4], [0, 4], [0], [1, 2], []]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_the_indices_have_the_asked_dtype(dtype: type) -> None:
+    graph = symmetrise(TWO_TRIANGLES, dtype=dtype)
+    assert (graph.indices.dtype, graph.indptr.dtype) == (dtype, np.int64)
+
+
+def test_a_larger_graph_agrees_with_the_plain_way() -> None:
+    graph = communities(num_nodes=320)
+    ((src, dst),) = graph.edges.values()
+    plain: list[dict[int, int]] = [{} for _ in range(320)]
+    for u, v in zip(src.tolist(), dst.tolist(), strict=True):
+        if u != v:
+            plain[u][v] = plain[u].get(v, 0) + 1
+            plain[v][u] = plain[v].get(u, 0) + 1
+    symmetric = symmetrise(graph)
+    assert symmetric.edge_weights is not None
+    assert rows(symmetric) == plain
+
+
+@pytest.mark.parametrize("num_nodes", [0, 3])
+def test_no_edges(num_nodes: int) -> None:
+    graph = symmetrise(homogeneous(num_nodes, []))
+    assert graph.indptr.tolist() == [0] * (num_nodes + 1)
+    assert len(graph.indices) == 0
+
+
+def test_in_degrees_count_all_edge_types_where_the_edge_ends() -> None:
+    # authors 0, 1; papers 0..2, of which 0 is written once and cited once; the venue.
+    assert in_degrees(AUTHORS_AND_PAPERS).tolist() == [0, 0, 2, 1, 1, 0]
+    assert in_degrees(TWO_TRIANGLES).tolist() == [1, 1, 1, 2, 1, 1]
+    assert in_degrees(homogeneous(2, [(0, 0), (1, 0), (1, 0)])).tolist() == [3, 0]
+
+
+def test_each_node_type_is_a_constraint() -> None:
+    options = PartitionOptions(balance=("ntype",), tolerance={"ntype": 0.2})
+    weights = balance_weights(AUTHORS_AND_PAPERS, options, 2, None)
+    assert weights.names == ("ntype:author", "ntype:paper", "ntype:venue")
+    assert [c.tolist() for c in weights.columns] == [
+        [1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 0, 0, 1],
+    ]
+    assert weights.tolerance.tolist() == [0.2, 0.2, 0.2]
+
+
+def test_loads_capacities_and_what_is_missed() -> None:
+    graph = homogeneous(4, [], cost=np.array([10, 20, 30, 40]))
+    options = PartitionOptions(balance=("nodes", "cost"), tolerance=0.25, target_weights=(3, 1))
+    weights = balance_weights(graph, options, 2, None)
+    # nodes: shares 3 and 1, one more allowed; cost: shares 75 and 25, 25 % or one node of 40 more.
+    assert weights.capacities().tolist() == [[4.0, 2.0], [115.0, 65.0]]
+    parts = np.array([0, 0, 1, 1], dtype=np.int32)
+    assert weights.loads(parts).tolist() == [[2.0, 2.0], [30.0, 70.0]]
+    assert weights.missed(parts) == {"cost": 70 / 25}
+    assert weights.missed(np.array([0, 0, 0, 1])) == {}
+
+
+def test_an_empty_constraint_is_even() -> None:
+    assert imbalance(np.zeros(3), part_shares(None, 3)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (np.array([1, -2, 3]), "node 1 of type '_N' weighs -2"),
+        (np.ones((3, 2), dtype=int), r"\(3, 2\) int64"),
+        (np.ones(3), "float64"),
+        (
+            SparseRows(indptr=np.zeros(4, int), indices=np.zeros(0, int), values=np.zeros(0), num_columns=2),
+            r"\(3, 2\) float64",
+        ),
+    ],
+)
+def test_a_column_that_is_no_weight_is_refused(values: np.ndarray, named: str) -> None:
+    options = PartitionOptions(balance=("nodes", "cost"))
+    with pytest.raises(ConfigError, match=named):
+        balance_weights(homogeneous(3, [], cost=values), options, 2, None)
+
+
+def test_too_many_constraints_for_a_method() -> None:
+    with pytest.raises(ConfigError, match=r"3 are asked for .*choose method metis"):
+        balance_weights(AUTHORS_AND_PAPERS, PartitionOptions(balance=("ntype",)), 2, 1)
+
+
+def test_a_misspelt_weight_names_the_nearest() -> None:
+    for name, near in (("trian", "train"), ("degre", "degree"), ("coost", "cost")):
+        graph = homogeneous(2, [(0, 1)], cost=np.ones(2, dtype=int))
+        with pytest.raises(ConfigError, match=f"cannot balance '{name}'.*did you mean '{near}'"):
+            balance_weights(graph, PartitionOptions(balance=(name,)), 1, None)

@@ -1,0 +1,352 @@
+"""Folders replaced as a whole by concurrent writers, merged replicas, and the memory of a process."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dglx_dist.data.storage import files as folders
+from dglx_dist.data.storage.columns import FileInfo
+from dglx_dist.data.storage.files import (
+    STAMP,
+    partial_folder,
+    peak,
+    publish,
+    remove_abandoned,
+    replace_folder,
+    resident,
+    seal,
+    unseal,
+)
+from dglx_dist.data.storage.reader import CSC, StoredDataset, open_dataset, open_structure
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.records import EDGE_TYPE, EdgeType
+from tests.data.storage.graphs import (
+    FOLLOWS,
+    ODD_ONES_OUT,
+    RATES,
+    TWO_TRIANGLES,
+    flip,
+    flipped_bits,
+    put_together,
+    random_heterogeneous,
+    random_homogeneous,
+    random_owners,
+    store,
+)
+
+
+def filled(folder: Path, text: str) -> Path:
+    folder.mkdir()
+    (folder / "x").write_text(text)
+    return folder
+
+
+def test_a_published_folder_has_the_name_and_the_content(tmp_path: Path) -> None:
+    with partial_folder(tmp_path / "deep" / "d") as partial:
+        (partial / "x").write_text("new")
+        assert publish(partial, tmp_path / "deep" / "d")
+    assert (tmp_path / "deep/d/x").read_text() == "new"
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["d"]
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with partial_folder(tmp_path / "d") as partial:
+            (partial / "x").write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_publishing_never_replaces(tmp_path: Path) -> None:
+    old, new = filled(tmp_path / "old", "old"), filled(tmp_path / "new", "new")
+    assert not publish(new, old)
+    assert (old / "x").read_text() == "old"
+    assert (new / "x").read_text() == "new"
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_replacing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> None:
+    if not can_exchange:
+        monkeypatch.setattr(folders, "_exchange", lambda *_: False)
+    old, new = filled(tmp_path / "old", "old"), filled(tmp_path / "new", "new")
+    replace_folder(new, old)
+    assert (old / "x").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_the_system_here_exchanges_in_one_step(tmp_path: Path) -> None:
+    old, new = filled(tmp_path / "old", "old"), filled(tmp_path / "new", "new")
+    if not folders._exchange(new, old):
+        pytest.skip("this file system cannot exchange two names")
+    assert ((old / "x").read_text(), (new / "x").read_text()) == ("new", "old")
+
+
+def killed_while_filling(target: Path) -> None:
+    with partial_folder(target):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def left_by_a_killed_process(target: Path) -> Path:
+    process = multiprocessing.get_context("fork").Process(target=killed_while_filling, args=(target,))
+    process.start()
+    process.join(60)
+    (left,) = target.parent.glob(f"{target.name}.*.partial")
+    return left
+
+
+def test_what_the_killed_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    left_by_a_killed_process(tmp_path / "deep" / "a.b-c")
+    of_another = left_by_a_killed_process(tmp_path / "d")
+    of_another = of_another.rename(
+        str(of_another).replace(os.uname().nodename.replace(".", "_"), "elsewhere")
+    )
+    in_a_container = left_by_a_killed_process(tmp_path / "c")
+    in_a_container = in_a_container.rename(
+        str(in_a_container).replace(str(Path("/proc/self/ns/pid").stat().st_ino), "1")
+    )
+    set_aside = filled(tmp_path / "d.old-0123abcd.partial", "the only one")
+    with partial_folder(tmp_path / "e") as under_way:
+        remove_abandoned(tmp_path)
+        assert under_way.exists()
+        assert sorted(tmp_path.rglob("*.partial")) == sorted(
+            [of_another, in_a_container, set_aside, under_way]
+        )
+        os.utime(of_another, (0, 0))
+        os.utime(in_a_container, (0, 0))
+        remove_abandoned(tmp_path)
+        assert sorted(tmp_path.rglob("*.partial")) == sorted([set_aside, under_way])
+    remove_abandoned(tmp_path / "nowhere")
+
+
+def test_the_next_run_removes_what_the_killed_one_left_of_its_target(tmp_path: Path) -> None:
+    left, of_another = (left_by_a_killed_process(tmp_path / name) for name in ("d", "d.work"))
+    with partial_folder(tmp_path / "d") as partial:
+        assert sorted(tmp_path.iterdir()) == sorted([of_another, partial])
+        with partial_folder(tmp_path / "d"):
+            assert partial.exists()
+    assert not left.exists()
+
+
+def test_what_others_remove_meanwhile_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = left_by_a_killed_process(tmp_path / "z" / "d")
+    (tmp_path / "gone").mkdir()
+    scan = os.scandir
+
+    def scan_late(path: Any = ".") -> Any:
+        if str(path).endswith("gone"):
+            (tmp_path / "gone").rmdir()
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    remove_abandoned(tmp_path)
+    assert not left.exists()
+    assert not (tmp_path / "gone").exists()
+
+
+TOLD = {"dtype": "float32", "shape": [10, 3], "layers": [{"send": [1]}], "none": None}
+
+
+@pytest.mark.parametrize("files", [None, {"x": FileInfo(num_bytes=3, checksum="352441c2")}])
+def test_what_was_sealed_is_told_as_long_as_no_bit_differs(
+    tmp_path: Path, files: dict[str, FileInfo] | None
+) -> None:
+    folder = filled(tmp_path / "d", "abc")
+    seal(folder, TOLD, files)
+    assert unseal(folder) == TOLD
+    for name in ("x", STAMP):
+        for at in flipped_bits(folder / name):
+            with pytest.raises(StorageError, match=f"{folder} is damaged .*writes it again"):
+                unseal(folder)
+            flip(folder / name, at, at % 8)
+    assert unseal(folder) == TOLD
+    (folder / "x").write_text("abcd")
+    with pytest.raises(StorageError, match="x does not match"):
+        unseal(folder)
+    (folder / "x").unlink()
+    with pytest.raises(StorageError, match="No such file"):
+        unseal(folder)
+
+
+@pytest.mark.parametrize("stamp", ["", "[]", "{}", "1", '{"crc32": 1, "head": {}}', "[" * 100_000])
+def test_a_stamp_of_something_else_is_damage(tmp_path: Path, stamp: str) -> None:
+    (tmp_path / STAMP).write_text(stamp)
+    with pytest.raises(StorageError, match="damaged"):
+        unseal(tmp_path)
+
+
+PROCESS_TOLD = "from dglx_dist.data.storage.files import peak; print(peak())"
+
+
+def test_a_small_process_does_not_inherit_the_peak_of_the_one_that_starts_it() -> None:
+    held = bytearray(b"x" * (300 << 20))
+    told = subprocess.run(
+        [sys.executable, "-c", PROCESS_TOLD], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert len(held) < resident() <= peak()
+    assert 1 << 20 < int(told.stdout) < len(held)
+
+
+def edges_of(structure: CSC, dataset: StoredDataset, etype: EdgeType) -> list[tuple[int, int]]:
+    """Original (source, destination) of every edge, sorted."""
+    destinations = np.repeat(np.arange(len(structure.indptr) - 1), np.diff(structure.indptr))
+    sources = put_together(dataset, etype[0])[structure.indices]
+    return sorted(zip(sources.tolist(), put_together(dataset, etype[2])[destinations].tolist(), strict=True))
+
+
+def test_two_triangles(tmp_path: Path) -> None:
+    structure = open_structure(store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d"), EDGE_TYPE)
+    assert structure.indptr.tolist() == [0, 1, 2, 3, 4, 6, 7]
+    assert structure.indices.tolist() == [1, 3, 4, 0, 1, 5, 2]
+    assert (structure.indptr.dtype, structure.indices.dtype) == (np.int64, np.int32)
+    assert not structure.indices.flags.owndata
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+@pytest.mark.parametrize("etype", [RATES, FOLLOWS])
+def test_it_has_the_edges_of_the_source(tmp_path: Path, num_parts: int, etype: EdgeType) -> None:
+    graph = random_heterogeneous(num_parts)
+    dataset = store(graph, random_owners(graph, num_parts, 0), tmp_path / "d")
+    structure = open_structure(dataset, etype)
+    expected = sorted(zip(*(end.tolist() for end in graph.edges[etype]), strict=True))
+    assert edges_of(structure, dataset, etype) == expected
+    for first, last in zip(structure.indptr[:-1], structure.indptr[1:], strict=True):
+        assert (np.diff(structure.indices[first:last]) >= 0).all()
+
+
+def test_one_part_needs_no_copy(tmp_path: Path) -> None:
+    graph = random_homogeneous(0)
+    dataset = store(graph, random_owners(graph, 1, 0), tmp_path / "d")
+    assert open_structure(dataset, EDGE_TYPE).indices is dataset.part(0).indices(EDGE_TYPE)
+    assert list(tmp_path.rglob("structure-*")) == []
+
+
+def copies(folder: Path) -> list[Path]:
+    return sorted(folder.glob("cache/structure-*/*"))
+
+
+def test_the_second_opening_uses_the_copy(tmp_path: Path) -> None:
+    dataset = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    open_structure(dataset, EDGE_TYPE)
+    (copy,) = copies(tmp_path / "d")
+    before = (copy / "indices.arrow").stat()
+    open_structure(open_dataset(tmp_path / "d"), EDGE_TYPE)
+    after = (copy / "indices.arrow").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_a_copy_of_an_older_dataset_is_not_used(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    graph = random_homogeneous(0)
+    open_structure(store(graph, random_owners(graph, 2, 0), folder), EDGE_TYPE)
+    shutil.copytree(folder / "cache", tmp_path / "old")
+    write_dataset(graph, random_owners(graph, 2, 1), folder, overwrite=True)
+    shutil.copytree(tmp_path / "old", folder / "cache")
+    dataset = open_dataset(folder)
+    expected = sorted(zip(*(end.tolist() for end in graph.edges[EDGE_TYPE]), strict=True))
+    assert edges_of(open_structure(dataset, EDGE_TYPE), dataset, EDGE_TYPE) == expected
+    assert len(copies(folder)) == 2
+
+
+@pytest.mark.parametrize("damage", ["shorten", "remove"])
+def test_a_damaged_copy_is_made_again(tmp_path: Path, damage: str) -> None:
+    dataset = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    expected = open_structure(dataset, EDGE_TYPE).indices.tolist()
+    (copy,) = copies(tmp_path / "d")
+    path = copy / "indices.arrow"
+    if damage == "shorten":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    assert open_structure(dataset, EDGE_TYPE).indices.tolist() == expected
+    assert copies(tmp_path / "d") == [copy]
+
+
+@pytest.mark.parametrize("name", ["indptr.arrow", "indices.arrow", STAMP])
+def test_a_flipped_bit_in_the_copy_is_told_once_and_mended(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    expected = open_structure(dataset, EDGE_TYPE)
+    expected_values = expected.indptr.tolist(), expected.indices.tolist()
+    (copy,) = copies(tmp_path / "d")
+    for _ in flipped_bits(copy / name, every=7 if name == STAMP else 331):
+        caplog.clear()
+        found = open_structure(open_dataset(tmp_path / "d"), EDGE_TYPE)
+        assert (found.indptr.tolist(), found.indices.tolist()) == expected_values
+        assert [
+            one.message for one in caplog.records if str(copy) in one.message and "damaged" in one.message
+        ]
+        assert len(caplog.records) == 1
+    caplog.clear()
+    open_structure(dataset, EDGE_TYPE)
+    assert not caplog.records
+
+
+def test_it_works_in_memory_where_nothing_can_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with caplog.at_level(logging.WARNING):
+        structure = open_structure(dataset, EDGE_TYPE)
+    assert structure.indices.tolist() == [1, 3, 4, 0, 1, 5, 2]
+    assert "copied to memory" in caplog.text
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(StorageError, match="No space left"):
+        open_structure(dataset, EDGE_TYPE)
+
+
+def test_every_part_is_needed(tmp_path: Path) -> None:
+    dataset = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    shutil.rmtree(tmp_path / "d/part1")
+    with pytest.raises(StorageError, match=r"part 1 .* is not on this machine"):
+        open_structure(dataset, EDGE_TYPE)
+    assert copies(tmp_path / "d") == []
+    with pytest.raises(ConfigError, match="rates"):
+        open_structure(dataset, RATES)
+
+
+def _indices(folder: str) -> list[int]:
+    return open_structure(open_dataset(folder), EDGE_TYPE).indices.tolist()
+
+
+def test_processes_may_race(tmp_path: Path) -> None:
+    graph = random_homogeneous(5, num_nodes=2000, num_edges=20_000)
+    folder = tmp_path / "d"
+    write_dataset(graph, random_owners(graph, 3, 0), folder)
+    with ProcessPoolExecutor(3, mp_context=get_context("forkserver")) as pool:
+        found = list(pool.map(_indices, [str(folder)] * 6))
+    dataset = open_dataset(folder)
+    expected = np.concatenate([dataset.part(part).indices(EDGE_TYPE) for part in range(3)]).tolist()
+    assert found == [expected] * 6
+    (copy,) = copies(folder)
+    assert sorted(path.name for path in copy.iterdir()) == ["indices.arrow", "indptr.arrow", "stamp.json"]

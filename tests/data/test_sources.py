@@ -1,0 +1,756 @@
+"""Sources of raw graphs: npz, DGL, OGB, arrays; options and the registry."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+
+import dgl
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.data.sources import (
+    DATASETS,
+    DatasetSource,
+    DglBinarySource,
+    DglDataSource,
+    NpzSource,
+    cache_set_aside,
+    count_classes,
+    load_dataset,
+    masks_of_split,
+    raw_graph_from_dgl,
+    raw_graph_from_ogb,
+    refuse_unknown,
+    standard_columns,
+    whole_number,
+)
+from dglx_dist.data.validate import check_raw_graph
+from dglx_dist.errors import ConfigError, DatasetError, UnknownNameError
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, SPLITS, Array, RawGraph, SparseRows
+
+
+def test_names_and_dtypes_become_standard() -> None:
+    given: dict[str, Array] = {
+        "features": np.array([[1], [2]]),
+        "labels": np.array([[3], [-1]], dtype=np.int16),
+        "val_mask": np.array([0, 1], dtype=np.uint8),
+        "year": np.array([2001, 2002], dtype=np.int16),
+    }
+    columns = {name: np.asarray(column) for name, column in standard_columns(given, "here").items()}
+    assert {name: column.dtype for name, column in columns.items()} == {
+        "feat": np.float32,
+        "label": np.int64,
+        "val_mask": np.bool_,
+        "year": np.int16,
+    }
+    assert columns["label"].tolist() == [3, -1]
+    assert columns["val_mask"].tolist() == [False, True]
+
+
+def test_a_standard_name_that_is_taken_is_not_overwritten() -> None:
+    given = {"feat": np.array([1.0]), "features": np.array([2.0])}
+    columns = standard_columns(given, "here")
+    assert set(columns) == {"feat", "features"}
+    assert np.asarray(columns["feat"]).tolist() == [1.0]
+
+
+def test_double_precision_features_stay() -> None:
+    assert standard_columns({"feat": np.array([1.0])}, "here")["feat"].dtype == np.float64
+
+
+def test_floating_labels_are_whole_numbers_with_gaps() -> None:
+    assert np.asarray(standard_columns({"label": np.array([1.0, np.nan])}, "x")["label"]).tolist() == [1, -1]
+    with pytest.raises(DatasetError, match=r"x: column 'label', row 1: 0\.5 is not a whole number"):
+        standard_columns({"label": np.array([1.0, 0.5])}, "x")
+    with pytest.raises(DatasetError, match="x: column 'label' must hold numbers"):
+        standard_columns({"label": np.array(["red"])}, "x")
+
+
+def test_classes_are_the_largest_label_or_the_width() -> None:
+    assert count_classes({"label": np.array([0, 4, -1])}) == 5
+    assert count_classes({"label": np.zeros((3, 7))}) == 7
+    assert count_classes({"label": np.array([-1, -1])}) is None
+    assert count_classes({}) is None
+
+
+def test_codes_become_masks() -> None:
+    masks = masks_of_split(np.array([2, 0, 1, 0, -1]))
+    assert {name: np.flatnonzero(mask).tolist() for name, mask in masks.items()} == {
+        "train_mask": [1, 3],
+        "val_mask": [2],
+        "test_mask": [0],
+    }
+
+
+BUYS, MADE_BY = ("user", "buys", "item"), ("item", "made_by", "user")
+
+
+def triangle() -> dgl.DGLGraph:
+    graph = dgl.graph(([2, 0, 1], [0, 1, 2]))
+    graph.ndata["features"] = torch.arange(6, dtype=torch.int64).reshape(3, 2)
+    graph.ndata["labels"] = torch.tensor([1, 0, -1], dtype=torch.int32)
+    graph.ndata["train_mask"] = torch.tensor([1, 0, 0], dtype=torch.uint8)
+    graph.edata["weight"] = torch.tensor([0.5, 1.5, 2.5])
+    return graph
+
+
+def shop() -> dgl.DGLGraph:
+    graph = dgl.heterograph({BUYS: ([0, 1], [1, 2]), MADE_BY: ([0], [3])}, {"user": 4, "item": 3})
+    graph.nodes["user"].data["label"] = torch.tensor([0, 2, -1, 1])
+    graph.nodes["item"].data["feat"] = torch.ones(3, 2, dtype=torch.bfloat16)
+    graph.edges[BUYS].data["train_mask"] = torch.tensor([True, False])
+    return graph
+
+
+def test_a_homogeneous_graph_keeps_edge_order_and_gets_standard_columns() -> None:
+    graph = load_dataset(triangle())
+    assert graph.num_nodes == {NODE_TYPE: 3}
+    assert [ids.tolist() for ids in graph.edges[EDGE_TYPE]] == [[2, 0, 1], [0, 1, 2]]
+    assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == [0.5, 1.5, 2.5]
+    columns = {name: np.asarray(column) for name, column in graph.node_data[NODE_TYPE].items()}
+    assert columns["feat"].dtype == np.float32
+    assert columns["feat"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert columns["label"].tolist() == [1, 0, -1]
+    assert columns["train_mask"].tolist() == [True, False, False]
+    assert graph.num_classes == {NODE_TYPE: 2}
+
+
+def test_a_heterogeneous_graph_keeps_its_types() -> None:
+    graph = load_dataset(shop())
+    assert graph.num_nodes == {"user": 4, "item": 3}
+    assert [ids.tolist() for ids in graph.edges[MADE_BY]] == [[0], [3]]
+    assert graph.num_classes == {"user": 3}
+    assert graph.node_data["item"]["feat"].dtype == np.float32
+    assert graph.edge_data[BUYS]["train_mask"].tolist() == [True, False]
+
+
+def test_columns_of_a_script_stay_what_they_are() -> None:
+    graph = triangle()
+    graph.ndata["feat"] = torch.arange(3, dtype=torch.int32)
+    graph.ndata["label"] = torch.tensor([[0.5], [1.0], [2.0]], dtype=torch.float64)
+    kept = load_dataset(graph, rename=False)
+    columns = {name: np.asarray(column) for name, column in kept.node_data[NODE_TYPE].items()}
+    assert columns["features"].dtype == np.int64
+    assert columns["labels"].dtype == columns["feat"].dtype == np.int32
+    assert columns["label"].tolist() == [[0.5], [1.0], [2.0]]
+    assert kept.num_classes == {NODE_TYPE: 1}  # its width, as of several answers a node
+    # Gaps would be refused, so such labels number classes; and whole numbers do.
+    for label in ([1.0, torch.nan, 0.0], [1, -1, 0]):
+        graph.ndata["label"] = torch.tensor(label)
+        kept = load_dataset(graph, rename=False)
+        assert np.asarray(kept.node_data[NODE_TYPE]["label"]).tolist() == [1, -1, 0]
+        assert kept.num_classes == {NODE_TYPE: 2}
+
+
+@pytest.mark.parametrize("formats", ["csc", "csr"])
+def test_a_graph_in_one_format_keeps_the_order_of_its_edges(formats: str) -> None:
+    graph = load_dataset(triangle().formats(formats))
+    assert [ids.tolist() for ids in graph.edges[EDGE_TYPE]] == [[2, 0, 1], [0, 1, 2]]
+
+
+def test_a_block_is_no_graph() -> None:
+    with pytest.raises(ConfigError, match="block of a mini-batch"):
+        load_dataset(dgl.to_block(triangle()))
+
+
+def test_ids_of_a_larger_graph_are_left_out() -> None:
+    part = dgl.node_subgraph(triangle(), [1, 2])
+    assert dgl.NID in part.ndata
+    graph = raw_graph_from_dgl(part)
+    assert dgl.NID not in graph.node_data[NODE_TYPE]
+    assert dgl.EID not in graph.edge_data[EDGE_TYPE]
+
+
+def test_masks_of_several_splits_need_a_choice() -> None:
+    graph = triangle()
+    graph.ndata["train_mask"] = torch.tensor([[1, 0], [0, 1], [0, 0]])
+    with pytest.raises(
+        DatasetError, match="column 'train_mask' holds 2 splits; choose one with split=0 to 1"
+    ):
+        load_dataset(graph)
+    chosen = load_dataset(graph, split=1)
+    assert np.asarray(chosen.node_data[NODE_TYPE]["train_mask"]).tolist() == [False, True, False]
+
+
+def test_bad_columns_of_an_object_are_found() -> None:
+    graph = triangle()
+    graph.ndata["features"] = torch.tensor([0.0, 1.0, torch.nan])
+    with pytest.raises(DatasetError, match="the DGLGraph 'graph': column 'feat', row 2"):
+        load_dataset(graph)
+
+
+def test_something_else_than_a_graph_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a DGLGraph, not as builtins\.list"):
+        load_dataset([0, 1])  # type: ignore[arg-type]
+
+
+def test_a_saved_graph_comes_back(tmp_path: Path) -> None:
+    dgl.save_graphs(str(tmp_path / "shop.bin"), [shop()])
+    graph = load_dataset(tmp_path / "shop.bin")
+    assert graph.name == "shop"
+    assert [ids.tolist() for ids in graph.edges[BUYS]] == [[0, 1], [1, 2]]
+    assert np.asarray(graph.node_data["user"]["label"]).tolist() == [0, 2, -1, 1]
+
+
+def test_several_saved_graphs_need_an_index(tmp_path: Path) -> None:
+    path = tmp_path / "two.bin"
+    dgl.save_graphs(str(path), [triangle(), dgl.graph(([0], [1]))])
+    with pytest.raises(
+        ConfigError, match=r"two\.bin has 2 graphs and no index was given; choose index=0 to 1"
+    ):
+        load_dataset(path)
+    assert load_dataset(path, index=1).total_edges == 1
+    with pytest.raises(ConfigError, match="index=2 is not among them"):
+        load_dataset(path, index=2)
+    with pytest.raises(ConfigError, match="index='first' must be a whole number"):
+        load_dataset(path, index="first")
+
+
+def test_a_file_that_is_no_saved_graph_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "noise.bin").write_bytes(bytes(range(64)))
+    with pytest.raises(DatasetError, match=r"noise\.bin: not a file of saved DGL graphs; write"):
+        load_dataset(tmp_path / "noise.bin")
+    with pytest.raises(DatasetError, match=r"there is no file .*absent\.bin"):
+        DglBinarySource(str(tmp_path / "absent.bin"), {}).load()
+
+
+def test_half_a_saved_graph_is_refused_without_dgls_stack(tmp_path: Path) -> None:
+    path = tmp_path / "half.bin"
+    dgl.save_graphs(str(path), [triangle()])
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(DatasetError, match=r"half\.bin: .* damaged or cut off") as refused:
+        load_dataset(path)
+    assert "Check failed" not in str(refused.value)
+
+
+def test_a_dataset_of_dgl_is_loaded_by_its_class_name(tmp_path: Path) -> None:
+    # This one is computed, not downloaded.
+    options = {"num_base_nodes": 30, "num_base_edges_per_node": 2, "num_motifs": 4, "raw_dir": str(tmp_path)}
+    graph = load_dataset("dgl:BAShapeDataset", **options, seed=0)
+    assert graph.name == "BAShapeDataset"
+    assert graph.num_nodes == {NODE_TYPE: 50}  # 30, and four houses of five nodes
+    assert graph.num_classes == {NODE_TYPE: 4}
+
+
+def test_wrong_names_and_options_of_datasets_are_refused() -> None:
+    with pytest.raises(UnknownNameError, match="'CoraGraphDatase'; did you mean 'CoraGraphDataset'"):
+        DglDataSource("CoraGraphDatase", {})
+    with pytest.raises(ConfigError, match="'dgl:BAShapeDataset' has no option 'num_motif'; did you mean"):
+        DglDataSource("BAShapeDataset", {"num_motif": 3})
+
+
+def test_a_failed_download_says_what_can_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Offline(dgl.data.DGLDataset):
+        def __init__(self, raw_dir: str = "", verbose: bool = False) -> None:
+            raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(dgl.data, "CoraGraphDataset", Offline)
+    with pytest.raises(DatasetError, match=r"dgl:CoraGraphDataset could not be .*no route.*raw_dir="):
+        load_dataset("dgl:CoraGraphDataset")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    np.savez(tmp_path / "friends.npz", src=np.array([0, 1]), dst=np.array([1, 2]))
+    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "edges.csv").write_text("src,dst\n0,1\n1,2\n")
+    return tmp_path
+
+
+def test_a_path_says_its_source_by_its_kind(folder: Path) -> None:
+    by_file, by_name = load_dataset(folder / "friends.npz"), load_dataset(f"npz:{folder / 'friends.npz'}")
+    by_folder = load_dataset(str(folder))
+    for graph in (by_file, by_name, by_folder):
+        assert [ids.tolist() for ids in graph.edges[EDGE_TYPE]] == [[0, 1], [1, 2]]
+    assert by_file.name == "friends"
+
+
+def test_a_folder_may_be_called_as_a_source_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "tables").mkdir()
+    (folder / "tables" / "edges.csv").write_text("src,dst\n0,2\n")
+    monkeypatch.chdir(folder)
+    assert [ids.tolist() for ids in load_dataset("tables").edges[EDGE_TYPE]] == [[0], [1]]
+
+
+def test_settings_stand_in_the_spec_or_in_options() -> None:
+    in_spec = load_dataset("synthetic:nodes=200,degree=4,classes=2,seed=5")
+    by_option = load_dataset("synthetic", nodes=200, degree=4, classes=2, seed=5)
+    assert np.array_equal(in_spec.edges[EDGE_TYPE][0], by_option.edges[EDGE_TYPE][0])
+
+
+def test_a_wrong_path_is_named_with_its_neighbours_and_what_is_expected(folder: Path) -> None:
+    with pytest.raises(DatasetError) as caught:
+        load_dataset(folder / "freinds.npz")
+    message = str(caught.value)
+    assert str(folder / "freinds.npz") in message
+    assert "near it: friends.npz" in message
+    assert "expected a .npz file" in message.lower()
+
+
+def test_a_missing_folder_is_named(folder: Path) -> None:
+    with pytest.raises(DatasetError, match=r"the folder .*nowhere does not exist either"):
+        load_dataset(folder / "nowhere" / "a.npz")
+
+
+def test_a_mistyped_source_gets_the_nearest_name() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'synthetic'"):
+        load_dataset("sinthetic:nodes=10")
+    with pytest.raises(DatasetError, match="near it: synthetic"):
+        load_dataset("sinthetic")
+
+
+def test_a_file_of_no_known_kind_is_refused(folder: Path) -> None:
+    with pytest.raises(DatasetError, match=r"notes\.txt: the suffix '\.txt' belongs to no dataset source"):
+        load_dataset(folder / "notes.txt")
+
+
+def test_an_unknown_option_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="'npz' has no option 'seed'"):
+        load_dataset(folder / "friends.npz", seed=3)
+
+
+def test_an_option_named_like_our_argument_is_the_sources_to_refuse() -> None:
+    with pytest.raises(ConfigError, match="no option 'spec'"):
+        load_dataset("synthetic", **{"spec": "x"})
+
+
+def test_what_a_source_returns_is_checked(folder: Path) -> None:
+    np.savez(folder / "bad.npz", src=np.array([0]), dst=np.array([5]), num_nodes=np.array(2))
+    with pytest.raises(DatasetError, match=r"bad\.npz: column 'dst', row 0: node id 5"):
+        load_dataset(folder / "bad.npz")
+
+
+def test_reading_a_file_needs_neither_dgl_nor_torch(folder: Path) -> None:
+    code = (
+        "import sys; from dglx_dist.data.sources import load_dataset; "
+        f"load_dataset({str(folder / 'friends.npz')!r}); "
+        "assert not {'dgl', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+
+PATH_OF_FOUR = {
+    "src": np.array([0, 1, 2], dtype=np.int32),
+    "dst": np.array([1, 2, 3], dtype=np.int32),
+    "num_nodes": np.array(4),
+    "labels": np.array([0, 1, -1, 1], dtype=np.int16),
+    "split": np.array("made by hand"),
+    "both_directions": np.array(False),
+}
+
+
+def saved(folder: Path, **arrays: Array) -> Path:
+    np.savez(folder / "graph.npz", **(PATH_OF_FOUR | arrays))  # type: ignore[arg-type]
+    return folder / "graph.npz"
+
+
+def load(path: Path) -> RawGraph:
+    return NpzSource(str(path), {}).load()
+
+
+def test_a_node_graph_keeps_edges_labels_and_its_other_columns(tmp_path: Path) -> None:
+    graph = load(saved(tmp_path, weight=np.array([0.5, 1.0, 1.5]), age=np.array([1, 2, 3, 4])))
+    assert graph.name == "graph"
+    assert graph.num_nodes == {NODE_TYPE: 4}
+    assert [ids.tolist() for ids in graph.edges[EDGE_TYPE]] == [[0, 1, 2], [1, 2, 3]]
+    columns = graph.node_data[NODE_TYPE]
+    assert set(columns) == {"label", "age"}
+    assert np.array_equal(columns["label"], [0, 1, -1, 1])  # type: ignore[arg-type]
+    assert graph.num_classes == {NODE_TYPE: 2}
+    assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == [0.5, 1.0, 1.5]
+
+
+def test_whole_number_features_become_floats(tmp_path: Path) -> None:
+    features = load(saved(tmp_path, features=np.eye(4, dtype=np.uint8))).node_data[NODE_TYPE]["feat"]
+    assert features.dtype == np.float32
+    assert np.array_equal(features, np.eye(4))  # type: ignore[arg-type]
+
+
+def test_sparse_features_stay_sparse(tmp_path: Path) -> None:
+    path = saved(
+        tmp_path,
+        feat_indptr=np.array([0, 1, 1, 3, 3], dtype=np.int32),
+        feat_indices=np.array([2, 0, 1], dtype=np.int32),
+        feat_data=np.array([7, 8, 9], dtype=np.uint8),
+        feat_dim=np.array(3),
+    )
+    features = load(path).node_data[NODE_TYPE]["feat"]
+    assert isinstance(features, SparseRows)
+    assert features.indptr.dtype == np.int64
+    assert features.dense(np.array([2, 0])).tolist() == [[8.0, 9.0, 0.0], [0.0, 0.0, 7.0]]
+
+
+def test_relations_become_edge_types_with_their_own_edges_and_columns(tmp_path: Path) -> None:
+    path = saved(
+        tmp_path,
+        etype=np.array([1, 0, 1]),
+        etype_names=np.array(["<http://a.org/x#likes>", "<http://a.org/knows>", "<http://a.org/unused>"]),
+        weight=np.array([10, 20, 30]),
+    )
+    graph = load(path)
+    likes, knows = (NODE_TYPE, "likes", NODE_TYPE), (NODE_TYPE, "knows", NODE_TYPE)
+    assert set(graph.edges) == {likes, knows}
+    assert [ids.tolist() for ids in graph.edges[knows]] == [[0, 2], [1, 3]]
+    assert graph.edge_data[knows]["weight"].tolist() == [10, 30]
+    assert graph.edge_data[likes]["weight"].tolist() == [20]
+
+
+def test_names_that_share_their_last_piece_keep_the_whole(tmp_path: Path) -> None:
+    names = np.array(["<http://a.org/name>", "<http://b.org/name>", "plain"])
+    graph = load(saved(tmp_path, etype=np.array([0, 1, 2]), etype_names=names))
+    assert [relation for _, relation, _ in graph.edges] == ["http___a_org_name", "http___b_org_name", "plain"]
+
+
+def test_a_knowledge_graph_carries_its_splits_on_the_edges(tmp_path: Path) -> None:
+    np.savez(
+        tmp_path / "kg.npz",
+        head=np.array([0, 1, 2, 0]),
+        rel=np.array([0, 0, 1, 0]),
+        tail=np.array([1, 2, 0, 2]),
+        triple_split=np.array([0, 2, 0, 1], dtype=np.uint8),
+        num_entities=np.array(3),
+        relation_names=np.array(["_has", "_is"]),
+    )
+    graph = load_dataset(tmp_path / "kg.npz")
+    masks = graph.edge_data[(NODE_TYPE, "_has", NODE_TYPE)]
+    assert {name: mask.tolist() for name, mask in masks.items()} == {
+        "train_mask": [True, False, False],
+        "test_mask": [False, True, False],
+        "val_mask": [False, False, True],
+    }
+    assert set(graph.edge_data[(NODE_TYPE, "_is", NODE_TYPE)]) == {"train_mask"}
+
+
+def test_a_validation_mask_without_nodes_is_absent_but_a_training_mask_is_refused(tmp_path: Path) -> None:
+    none = np.zeros(4, dtype=bool)
+    assert "val_mask" not in load_dataset(saved(tmp_path, val_mask=none)).node_data[NODE_TYPE]
+    with pytest.raises(DatasetError, match=r"graph.npz: column 'train_mask' selects no row"):
+        load_dataset(saved(tmp_path, train_mask=none))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"dst": np.array([1, 2, 9])}, r"column 'dst', row 2: node id 9 is outside 0\.\.3"),
+        ({"num_classes": np.array(1)}, r"column 'label', row 1: label 1 is outside 0\.\.0"),
+        ({"odd": np.zeros((7, 2))}, r"array 'odd' has shape \(7, 2\)"),
+        ({"train_mask": np.array([0, 2, 1, 0])}, "column 'train_mask', row 1: 2 is neither 0 nor 1"),
+        ({"feat_data": np.ones(2)}, "lacks the array 'feat_indptr'"),
+        ({"etype": np.array([0, 1, 2]), "etype_names": np.array(["a", "b"])}, "row 2: relation 2 is outside"),
+        ({"etype": np.array([0, 1]), "etype_names": np.array(["a", "b"])}, "3 edges but 2 relations"),
+        ({"etype": np.array([0, 1, np.nan])}, "column 'rel or etype' must hold one whole number"),
+        ({"src": np.array(0)}, r"column 'src' must hold one whole number a row; it is int64 of shape \(\)"),
+        ({"etype": np.array([0, 1, 0]), "triple_split": np.array([0] * 4)}, "3 edges but 4 splits of edges"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_arrays_are_refused(tmp_path: Path, arrays: dict[str, Array], message: str) -> None:
+    with pytest.raises(DatasetError, match=rf"graph\.npz: .*{message}"):
+        load_dataset(saved(tmp_path, **arrays))
+
+
+def test_what_is_no_graph_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "no_edges.npz", src=np.array([0]))
+    with pytest.raises(DatasetError, match=r"no_edges\.npz: lacks the array 'dst'"):
+        load(tmp_path / "no_edges.npz")
+    (tmp_path / "text.npz").write_text("not a zip file")
+    with pytest.raises(DatasetError, match=r"text\.npz: not a readable \.npz file"):
+        load(tmp_path / "text.npz")
+    np.savez(tmp_path / "pickled.npz", src=np.array([{"a": 1}], dtype=object))
+    with pytest.raises(DatasetError, match=r"pickled\.npz: not a readable \.npz file of plain arrays"):
+        load(tmp_path / "pickled.npz")
+    whole = saved(tmp_path).read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DatasetError, match=r"cut\.npz: not a readable"):
+        load(tmp_path / "cut.npz")
+    with pytest.raises(DatasetError, match=r"there is no file .*absent\.npz"):
+        load(tmp_path / "absent.npz")
+    with pytest.raises(ConfigError, match="no option 'colour'"):
+        NpzSource(str(tmp_path / "graph.npz"), {"colour": 1})
+
+
+@pytest.mark.parametrize(("stored", "loaded"), [("u1", "i4"), ("u8", "i8"), (">i8", "i8"), (">i4", "i8")])
+def test_ids_come_in_the_dtypes_that_every_later_stage_compiles_for(
+    tmp_path: Path, stored: str, loaded: str
+) -> None:
+    ends = {name: PATH_OF_FOUR[name].astype(stored) for name in ("src", "dst")}
+    found = load(saved(tmp_path, **ends)).edges[EDGE_TYPE]
+    assert [(ids.dtype, ids.tolist()) for ids in found] == [(loaded, [0, 1, 2]), (loaded, [1, 2, 3])]
+
+
+def test_no_damaged_byte_ends_in_another_error(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "graph.npz", src=np.arange(200), dst=np.arange(200), feat=np.eye(200))
+    whole = (tmp_path / "graph.npz").read_bytes()
+    refused = 0
+    for place in range(0, len(whole), 5):
+        (tmp_path / "graph.npz").write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
+        try:
+            load_dataset(tmp_path / "graph.npz")
+        except DatasetError:
+            refused += 1
+    assert refused > 50
+
+
+def test_a_lone_array_under_the_wrong_suffix_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "array.npy", np.arange(3))
+    (tmp_path / "array.npy").rename(tmp_path / "array.npz")
+    with pytest.raises(DatasetError, match=r"array\.npz: not a readable \.npz file"):
+        load(tmp_path / "array.npz")
+
+
+def real(name: str) -> RawGraph:
+    path = REAL / f"{name}.npz"
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    return load_dataset(path)
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize(
+    ("name", "nodes", "edges", "features", "classes", "train", "val"),
+    [
+        ("cora", 2_708, 10_556, 1433, 7, 140, 500),
+        ("dblp_full", 17_716, 105_734, 1639, 4, 80, 120),
+        ("coauthor_physics", 34_493, 495_924, 8415, 5, 100, 150),
+    ],
+)
+def test_real_node_graphs_have_their_published_sizes(
+    name: str, nodes: int, edges: int, features: int, classes: int, train: int, val: int
+) -> None:
+    graph = real(name)
+    columns = graph.node_data[NODE_TYPE]
+    assert graph.is_homogeneous
+    assert (graph.total_nodes, graph.total_edges) == (nodes, edges)
+    assert isinstance(columns["feat"], SparseRows)
+    assert columns["feat"].shape == (nodes, features)
+    assert columns["feat"].dtype == np.float32
+    assert graph.num_classes == {NODE_TYPE: classes}
+    assert np.asarray(columns["train_mask"]).sum() == train
+    assert np.asarray(columns["val_mask"]).sum() == val
+    test = 1000 if name == "cora" else nodes - train - val
+    assert np.asarray(columns["test_mask"]).sum() == test
+
+
+@pytest.mark.real_data
+def test_aifb_has_its_relations_and_official_split() -> None:
+    graph = real("aifb")
+    assert (graph.total_nodes, graph.total_edges, len(graph.edges)) == (8_285, 29_043, 45)
+    columns = graph.node_data[NODE_TYPE]
+    assert {name: int(np.asarray(columns[name]).sum()) for name in SPLITS if name in columns} == {
+        "train_mask": 140,
+        "test_mask": 36,
+    }
+    assert graph.num_classes == {NODE_TYPE: 4}
+
+
+@pytest.mark.real_data
+def test_wn18rr_has_its_triples_by_split() -> None:
+    graph = real("wn18rr")
+    assert (graph.total_nodes, graph.total_edges, len(graph.edges)) == (40_943, 93_003, 11)
+    counts = dict.fromkeys(SPLITS, 0)
+    for masks in graph.edge_data.values():
+        for name, mask in masks.items():
+            counts[name] += int(mask.sum())
+    assert counts == {"train_mask": 86_835, "val_mask": 3_034, "test_mask": 3_134}
+
+
+WRITES = ("author", "writes", "paper")
+
+
+def test_one_node_type() -> None:
+    graph = raw_graph_from_ogb(
+        "ogbn-tiny",
+        {
+            "edge_index": np.array([[0, 1, 2], [1, 2, 3]]),
+            "edge_feat": None,
+            "node_feat": np.ones((4, 2), dtype=np.float32),
+            "node_year": np.array([[2010], [2011], [2012], [2013]]),
+            "num_nodes": 4,
+        },
+        np.array([[0], [2], [1], [0]]),
+        {"train": np.array([0, 3]), "valid": np.array([1]), "test": np.array([2])},
+    )
+    check_raw_graph(graph, "tiny")
+    columns = {name: np.asarray(column) for name, column in graph.node_data[NODE_TYPE].items()}
+    assert set(columns) == {"feat", "year", "label", "train_mask", "val_mask", "test_mask"}
+    assert [ids.tolist() for ids in graph.edges[EDGE_TYPE]] == [[0, 1, 2], [1, 2, 3]]
+    assert columns["label"].tolist() == [0, 2, 1, 0]
+    assert columns["year"].tolist() == [2010, 2011, 2012, 2013]
+    assert columns["train_mask"].tolist() == [True, False, False, True]
+    assert graph.num_classes == {NODE_TYPE: 3}
+
+
+def test_several_node_types_and_gaps_in_the_labels() -> None:
+    graph = raw_graph_from_ogb(
+        "ogbn-shop",
+        {
+            "edge_index_dict": {WRITES: np.array([[0, 1], [2, 0]])},
+            "edge_feat_dict": {},
+            "edge_reltype": {WRITES: np.array([[0], [0]])},
+            "node_feat_dict": {"paper": np.zeros((3, 5), dtype=np.float32)},
+            "num_nodes_dict": {"author": 2, "paper": 3},
+        },
+        {"paper": np.array([[1.0], [np.nan], [0.0]])},
+        {
+            "train": {"paper": np.array([0])},
+            "valid": {"paper": np.array([2])},
+            "test": {"paper": np.array([], dtype=np.int64)},
+        },
+    )
+    assert graph.num_nodes == {"author": 2, "paper": 3}
+    assert [ids.tolist() for ids in graph.edges[WRITES]] == [[0, 1], [2, 0]]
+    assert graph.edge_data[WRITES]["reltype"].tolist() == [0, 0]
+    assert np.asarray(graph.node_data["paper"]["label"]).tolist() == [1, -1, 0]
+    assert set(graph.node_data["author"]) == set()
+    assert graph.num_classes == {"paper": 2}
+
+
+def test_the_cache_of_ogb_is_neither_read_nor_changed(tmp_path: Path) -> None:
+    cache = tmp_path / "processed" / "data_processed"
+    with cache_set_aside(tmp_path):
+        assert not cache.parent.exists()
+    (tmp_path / "raw").mkdir()
+    with cache_set_aside(tmp_path):
+        cache.write_text("new")
+    assert not cache.exists()
+    cache.write_text("old")
+    with cache_set_aside(tmp_path):
+        assert not cache.exists()
+        cache.write_text("new")
+    assert [path.name for path in cache.parent.iterdir()] == ["data_processed"]
+    assert cache.read_text() == "old"
+
+
+def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package ogb.*pip install 'dglx_dist\[ogb\]'"):
+        load_dataset("ogb:ogbn-arxiv")
+
+
+def test_other_tasks_of_ogb_are_refused() -> None:
+    with pytest.raises(ConfigError, match="ogb:ogbl-collab is not a node dataset"):
+        load_dataset("ogb:ogbl-collab")
+
+
+def test_known_options_pass_and_others_get_the_nearest_name() -> None:
+    refuse_unknown({"index": 1}, ["index", "split"], "dgl")
+    with pytest.raises(ConfigError, match="'dgl' has no option 'indx'; did you mean 'index'"):
+        refuse_unknown({"indx": 1}, ["index", "split"], "dgl")
+    with pytest.raises(ConfigError, match="known: none"):
+        refuse_unknown({"index": 1}, [], "npz")
+
+
+def test_whole_numbers_come_as_numbers_or_as_text() -> None:
+    assert whole_number({"index": "12"}, "index") == 12
+    assert whole_number({"index": 0}, "index") == 0
+    assert whole_number({}, "index") is None
+    for wrong in (-1, 1.5, "first"):
+        with pytest.raises(ConfigError, match="must be a whole number, 0 or more"):
+            whole_number({"index": wrong}, "index")
+
+
+def synthetic(folder: Path) -> str:
+    return "nodes=300,degree=6,classes=3"
+
+
+def npz(folder: Path) -> str:
+    ends = {"src": np.array([0, 1, 2]), "dst": np.array([1, 2, 0])}
+    np.savez(folder / "a.npz", **ends, train_mask=np.array([1, 0, 0]), test_mask=np.array([0, 1, 1]))
+    return str(folder / "a.npz")
+
+
+def dgl_data(folder: Path) -> str:
+    return "BAShapeDataset"
+
+
+def dgl_binary(folder: Path) -> str:
+    graph = dgl.heterograph({("a", "to", "b"): ([0, 1], [2, 0]), ("b", "to", "a"): ([1], [1])})
+    dgl.save_graphs(str(folder / "a.bin"), [graph])
+    return str(folder / "a.bin")
+
+
+def tables(folder: Path) -> str:
+    (folder / "nodes.csv").write_text("id,split\nx,train\ny,test\nz,\n")
+    (folder / "edges.csv").write_text("src,dst\nz,x\ny,z\n")
+    return str(folder)
+
+
+EXAMPLES: dict[str, Callable[[Path], str]] = {
+    "synthetic": synthetic,
+    "npz": npz,
+    "dgl": dgl_data,
+    "dgl_binary": dgl_binary,
+    "tables": tables,
+}
+OPTIONS = {"dgl": {"num_base_nodes": 20, "num_motifs": 2, "seed": 0}}
+
+
+def example(name: str, folder: Path) -> RawGraph:
+    if name == "ogb":
+        if importlib.util.find_spec("ogb") is None:
+            pytest.skip("ogb is not installed")
+        pytest.skip("every dataset of ogb must be downloaded; test_ogb_source.py has the conversion")
+    options: dict[str, object] = dict(OPTIONS.get(name, {}))
+    if name == "dgl":
+        options["raw_dir"] = str(folder)
+    return DATASETS.get(name)(EXAMPLES[name](folder), options).load()
+
+
+every_source = pytest.mark.parametrize("name", DATASETS.names())
+
+
+@every_source
+def test_ids_are_those_of_the_nodes_and_columns_have_a_row_for_each(name: str, tmp_path: Path) -> None:
+    graph = example(name, tmp_path)
+    check_raw_graph(graph, name)
+    for (source, _, destination), (source_ids, destination_ids) in graph.edges.items():
+        assert source_ids.dtype in (np.int32, np.int64)
+        assert len(source_ids) == len(destination_ids) > 0
+        assert 0 <= source_ids.min() <= source_ids.max() < graph.num_nodes[source]
+        assert 0 <= destination_ids.min() <= destination_ids.max() < graph.num_nodes[destination]
+    for node_type, columns in graph.node_data.items():
+        assert all(column.shape[0] == graph.num_nodes[node_type] for column in columns.values())
+
+
+@every_source
+def test_splits_do_not_overlap(name: str, tmp_path: Path) -> None:
+    for columns in example(name, tmp_path).node_data.values():
+        masks = [np.asarray(columns[split]) for split in SPLITS if split in columns]
+        assert not any((one & other).any() for one, other in combinations(masks, 2))
+
+
+@every_source
+def test_loading_twice_gives_the_same_graph(name: str, tmp_path: Path) -> None:
+    one, two = example(name, tmp_path), example(name, tmp_path)
+    assert one.num_nodes == two.num_nodes
+    for edge_type, ends in one.edges.items():
+        assert all(np.array_equal(a, b) for a, b in zip(ends, two.edges[edge_type], strict=True))
+
+
+@every_source
+def test_an_unknown_option_is_refused_before_anything_is_read(name: str) -> None:
+    location = {"synthetic": "", "dgl": "BAShapeDataset", "ogb": "ogbn-arxiv"}.get(name, "absent")
+    with pytest.raises(ConfigError, match="has no option 'no_such_option'"):
+        DATASETS.get(name)(location, {"no_such_option": 1})
+
+
+def test_a_source_of_ones_own_is_registered_by_a_decorator() -> None:
+    class Pair(DatasetSource):
+        def __init__(self, location: str, options: object) -> None: ...
+
+        def load(self) -> RawGraph:
+            return RawGraph(name="pair", num_nodes={}, edges={})
+
+    DATASETS.register("pair_of_this_test")(Pair)
+    try:
+        assert DATASETS.get("pair_of_this_test") is Pair
+    finally:
+        DATASETS._added.pop("pair_of_this_test")

@@ -1,0 +1,311 @@
+"""Sampling over several edge types, in one process and over servers: equal draws, exact bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dgl
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.dataloading.kernels import Schema, Workspace, relations_of, sample_batch, sample_relations
+from dglx_dist.dataloading.minibatch import TypedBlockBuilder
+from dglx_dist.dataloading.sampler import RemoteTypedSource, WholeTypedSource, keyed_draw
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.structure import CSCShard
+from dglx_dist.keyed_random import Rule, stream_key
+from tests.dataloading.graphs import random_csc, request_for
+from tests.dataloading.shop import (
+    BUYS,
+    KNOWS,
+    LIKE,
+    SOLD,
+    dgl_shop,
+    edges_in,
+    shop_draws,
+    shop_in_rank,
+    typed_shop,
+    write_shop,
+)
+from tests.helpers.ranks import run_ranks
+
+ONE = ("_N", "_E", "_N")
+SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
+
+
+def blocks_of(schema, cscs, fanouts, seeds=SEEDS, exclude=None, direct_limit=1000, **draws):
+    request = shop_draws(schema, fanouts, **draws).request(seeds, 0, exclude or {})
+    workspace = Workspace(sum(schema.num_nodes), direct_limit=direct_limit)
+    batch = WholeTypedSource(schema, cscs).sample(request, exclude or {}, workspace)
+    return TypedBlockBuilder(schema).blocks(batch)
+
+
+@pytest.mark.parametrize("direct_limit", [0, 1000])
+@pytest.mark.parametrize(
+    ("weighted", "options"),
+    [
+        (False, {}),
+        (False, {"exclude": range(0, 900, 3)}),
+        (False, {"replace": True}),
+        (True, {}),
+        (True, {"replace": True, "exclude": range(0, 900, 3)}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_one_type_draws_what_its_own_kernel_draws(direct_limit, weighted, options, dtype) -> None:
+    csc = random_csc(300, 6, dtype=dtype)
+    if weighted:
+        csc = csc._replace(weights=(np.arange(len(csc.indices)) % 5).astype(np.float32))
+    schema = Schema(ntypes=("_N",), num_nodes=(300,), etypes=(ONE,))
+    seeds = np.array([4, 0, 150, 299])
+    exclude = {ONE: np.array(options.get("exclude", []), np.int64)}
+    replace = options.get("replace", False)
+    draws = shop_draws(schema, [3, 5, -1], replace=replace, exclude=exclude, seed=7)
+    workspace = Workspace(300, direct_limit=direct_limit)
+    batch, _ = sample_relations(
+        relations_of(schema, [csc]), draws.request({"_N": seeds}, 2, {}), workspace.table
+    )
+    request = request_for(seeds, [3, 5, -1], seed=7, epoch=2, **options)
+    expected, _ = sample_batch(csc, request, Workspace(300).table)
+    assert batch.node_starts.tolist() == [0, len(expected.nodes)]
+    assert batch.node_ends[:, 0].tolist() == expected.node_ends.tolist()
+    for name in ("nodes", "indptr", "sources", "edge_ids", "edge_ends"):
+        assert getattr(batch, name).tolist() == getattr(expected, name).tolist()
+
+
+@pytest.mark.parametrize("direct_limit", [0, 1000])
+@pytest.mark.parametrize("wide", [[], [SOLD, LIKE]])
+def test_full_fanout_is_what_dgl_samples(direct_limit: int, wide: list) -> None:
+    schema, cscs = typed_shop(wide)
+    whole = dgl_shop(schema, cscs)
+    _, blocks = blocks_of(schema, cscs, [-1, -1], direct_limit=direct_limit)
+    frontier = {ntype: torch.from_numpy(ids) for ntype, ids in SEEDS.items()}
+    for block in reversed(blocks):
+        sampled = dgl.sampling.sample_neighbors(whole, frontier, -1)
+        theirs = dgl.to_block(sampled, frontier)
+        for etype in schema.etypes:
+            ids = sampled.edges[etype].data[dgl.EID]
+            theirs.edges[etype].data[dgl.EID] = ids[theirs.edges[etype].data[dgl.EID]]
+            assert edges_in(block, etype) == edges_in(theirs, etype)
+        for ntype in schema.ntypes:
+            mine, other = block.srcnodes[ntype].data[dgl.NID], theirs.srcnodes[ntype].data[dgl.NID]
+            targets = block.dstnodes[ntype].data[dgl.NID].tolist()
+            assert sorted(mine.tolist()) == sorted(other.tolist())
+            assert targets == theirs.dstnodes[ntype].data[dgl.NID].tolist()
+            assert mine[: len(targets)].tolist() == targets
+        frontier = {ntype: block.srcnodes[ntype].data[dgl.NID] for ntype in schema.ntypes}
+
+
+def test_fanouts_are_of_a_layer_and_an_edge_type() -> None:
+    schema, cscs = typed_shop()
+    outer = dict.fromkeys(schema.etypes, 0) | {KNOWS: 2, SOLD: -1}
+    inner = dict.fromkeys(schema.etypes, 1) | {BUYS: 0}
+    _, blocks = blocks_of(schema, cscs, [outer, inner])
+    for fanouts, block in zip((outer, inner), blocks, strict=True):
+        for etype, csc in zip(schema.etypes, cscs, strict=True):
+            nodes = block.dstnodes[etype[2]].data[dgl.NID]
+            degrees = torch.from_numpy(np.diff(csc.indptr))[nodes]
+            most = fanouts[etype] if fanouts[etype] >= 0 else 99
+            assert block.in_degrees(etype=etype).tolist() == degrees.clamp(max=most).tolist()
+
+
+def test_a_node_found_by_one_edge_type_is_not_drawn_for_in_the_same_hop() -> None:
+    # User 8 knows users; only in the second hop do those buy-edges of the items they reach count.
+    schema, cscs = typed_shop()
+    _, (outer, inner) = blocks_of(schema, cscs, [-1, -1], seeds={"user": np.array([8])})
+    assert inner.num_dst_nodes("item") == inner.num_edges(LIKE) == 0
+    assert outer.num_dst_nodes("item") == inner.num_src_nodes("item") > 0
+    assert outer.num_edges(LIKE) > 0
+
+
+def test_edge_types_draw_independently() -> None:
+    # Two edge types with the same edges: equal draws would show in all 100 nodes.
+    csc = random_csc(100, 20)
+    etypes = (("n", "one", "n"), ("n", "two", "n"))
+    schema = Schema(ntypes=("n",), num_nodes=(100,), etypes=etypes)
+    _, (block,) = blocks_of(schema, [csc, csc], [3], seeds={"n": np.arange(100)})
+    one, two = ({edge for _, _, edge in edges_in(block, etype)} for etype in etypes)
+    assert len(one & two) < len(one) // 2
+
+
+def test_excluded_edges_of_a_type_are_those_of_no_other() -> None:
+    schema, cscs = typed_shop()
+    exclude = {KNOWS: np.arange(len(cscs[0].indices))}
+    _, blocks = blocks_of(schema, cscs, [-1, -1], exclude=exclude)
+    _, usual = blocks_of(schema, cscs, [-1, -1])
+    assert blocks[-1].num_edges(KNOWS) == 0 < usual[-1].num_edges(KNOWS)
+    assert edges_in(blocks[-1], SOLD) == edges_in(usual[-1], SOLD)
+
+
+def test_no_seeds_give_empty_hops() -> None:
+    schema, cscs = typed_shop()
+    nodes, blocks = blocks_of(schema, cscs, [2, 2], seeds={})
+    assert all(len(ids) == 0 for ids in nodes.values())
+    assert all(block.num_edges() == 0 for block in blocks)
+
+
+SHARES = {"0": {"user": [0, 2, 4, 9, 17, 29], "item": [3, 44]}, "1": {"item": [0, 1, 7], "user": [8]}}
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shop(tmp_path_factory.mktemp("shop") / "two", 2)
+
+
+def run(shop: Path, ranks: int, structure: str, shares: dict, exclude: bool = False) -> list[dict]:
+    return run_ranks(shop_in_rank, ranks, args=(str(shop), structure, shares, exclude), ranks_per_server=1)
+
+
+def test_a_cut_structure_draws_what_a_replicated_one_draws(shop: Path) -> None:
+    whole = run(shop, 2, "replicated", SHARES)
+    cut = run(shop, 2, "partitioned", SHARES, exclude=True)
+    for one, other in zip(whole, cut, strict=True):
+        assert one["drawn"] == other["drawn"]
+        assert one["targets"] == other["targets"]
+        assert one["shares"] == other["shares"]
+        assert one["bytes"][0] == one["own bytes"][0] == 0
+        assert other["bytes"][0] == other["bytes"][1] > 0
+        assert other["own bytes"][0] == other["own bytes"][1] > 0
+        assert one["parity"] == [0, 1]
+        assert other["parity"] == [1]
+    assert [share for share, _ in whole[0]["shares"]] == [5, 3]
+    assert [total for _, total in whole[0]["shares"]] == [9, 3]
+
+
+def test_any_number_of_ranks_draws_what_one_draws_and_a_rank_may_have_no_seeds(shop: Path) -> None:
+    both = {ntype: SHARES["0"].get(ntype, []) + SHARES["1"].get(ntype, []) for ntype in ("user", "item")}
+    (offline,) = run(shop, 1, "replicated", {"0": both})
+    first, idle = run(shop, 2, "replicated", {"0": both, "1": {}})
+    common = offline["drawn"].keys() & first["drawn"].keys()
+    assert {key for key in offline["drawn"] if key.startswith("0 ")} <= common
+    assert all(offline["drawn"][key] == first["drawn"][key] for key in common)
+    assert idle["drawn"] == {}
+    assert idle["shares"] == [[0, total] for _, total in first["shares"]]
+
+
+class Recording:
+    """Stands in for the structure of one edge type, cut in two at a node: notes who asks and who draws."""
+
+    def __init__(self, name, csc, cut, draw, events) -> None:
+        edge = int(csc.indptr[cut])
+        self._name, self._cut, self._draw, self._events = name, cut, draw, events
+        self._pieces = [
+            CSCShard(indptr=csc.indptr[: cut + 1], indices=csc.indices[:edge], first_node=0, first_edge=0),
+            CSCShard(
+                indptr=csc.indptr[cut:] - edge, indices=csc.indices[edge:], first_node=cut, first_edge=edge
+            ),
+        ]
+
+    def submit(self, op, nodes, parameters, *, exclude, layer):
+        from dglx_dist.graph.structure import Piece, join_pieces
+
+        self._events.append(("ask", layer, self._name))
+        nodes = nodes.copy()
+
+        class Pending:
+            def result(_self):
+                self._events.append(("draw", layer, self._name))
+                places = np.flatnonzero(nodes < self._cut), np.flatnonzero(nodes >= self._cut)
+                pieces = [
+                    Piece(
+                        edges=self._draw(piece, nodes[at], parameters, exclude),
+                        starts=np.arange(len(at) + 1),
+                        positions=at,
+                    )
+                    for piece, at in zip(self._pieces, places, strict=True)
+                ]
+                return join_pieces(len(nodes), pieces)
+
+        return Pending()
+
+
+def cut_source(events, schema, cscs):
+    draw = keyed_draw(Rule(False, np.empty(0, np.int64)), {})
+    structures = [
+        Recording(etype, csc, (len(csc.indptr) - 1) // 2, draw, events)
+        for etype, csc in zip(schema.etypes, cscs, strict=True)
+    ]
+    return RemoteTypedSource(schema, structures, "draw")
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("direct_limit", [0, 1000])
+def test_joined_pieces_make_the_batch_of_the_kernel(dtype: str, direct_limit: int) -> None:
+    schema, cscs = typed_shop()
+    draws = shop_draws(schema, [3, 2, -1], idtype=np.dtype(dtype))
+    once = {KNOWS: np.arange(0, len(cscs[0].indices), 3)}
+    request = draws.request(SEEDS, 0, once)
+    workspace = Workspace(80, direct_limit=direct_limit)
+    source = cut_source([], schema, cscs)
+    batch, again = source.sample(request, once, workspace), source.sample(request, once, workspace)
+    expected = WholeTypedSource(schema, cscs).sample(request, once, Workspace(80))
+    for one, two, other in zip(batch, again, expected, strict=True):
+        assert one.tolist() == two.tolist() == other.tolist()
+    assert batch.sources.dtype == dtype
+
+
+def test_in_every_hop_all_requests_leave_before_anything_is_drawn() -> None:
+    schema, cscs = typed_shop()
+    events: list[tuple[str, int, tuple[str, str, str]]] = []
+    draws = shop_draws(schema, [2, 2])
+    cut_source(events, schema, cscs).sample(draws.request(SEEDS, 0, {}), {}, Workspace(80))
+    for layer in (2, 1):
+        kinds = [kind for kind, at, _ in events if at == layer]
+        assert kinds == ["ask"] * 6 + ["draw"] * 6
+    assert [layer for _, layer, _ in events] == sorted((layer for _, layer, _ in events), reverse=True)
+
+
+def test_nothing_is_asked_where_nothing_is_drawn() -> None:
+    schema, cscs = typed_shop()
+    events: list[tuple[str, int, tuple[str, str, str]]] = []
+    only = {etype: 2 if etype == KNOWS else 0 for etype in schema.etypes}
+    source = cut_source(events, schema, cscs)
+    source.sample(shop_draws(schema, [only]).request(SEEDS, 0, {}), {}, Workspace(80))
+    assert {name for _, _, name in events} == {KNOWS}
+
+
+def test_a_repeated_seed_is_refused_and_the_workspace_stays_good() -> None:
+    schema, cscs = typed_shop()
+    draws, workspace = shop_draws(schema, [2]), Workspace(80)
+    source = cut_source([], schema, cscs)
+    with pytest.raises(ConfigError, match="node 3 more than once"):
+        source.sample(draws.request({"item": np.array([3, 5, 3])}, 0, {}), {}, workspace)
+    batch = source.sample(draws.request(SEEDS, 0, {}), {}, workspace)
+    expected = WholeTypedSource(schema, cscs).sample(draws.request(SEEDS, 0, {}), {}, Workspace(80))
+    assert batch.nodes.tolist() == expected.nodes.tolist()
+
+
+def test_an_ask_has_seeds_and_exclusions_type_by_type() -> None:
+    schema, _ = typed_shop()
+    draws = shop_draws(schema, [1, 2], exclude={LIKE: np.array([5])})
+    request = draws.request({"user": np.array([7, 2]), "item": np.array([9])}, 4, {KNOWS: np.array([1, 3])})
+    assert schema.ntypes == ("ghost", "item", "user")
+    assert request.seeds.tolist() == [9, 7, 2]
+    assert request.seed_ends.tolist() == [0, 0, 1, 3]
+    assert request.fanouts[:, 0].tolist() == [2, 1]
+    assert schema.etypes[0] == KNOWS
+    assert schema.etypes[-1] == LIKE
+    assert request.exclude.tolist() == [1, 3, 5]
+    assert request.exclude_ends.tolist() == [0, 2, 2, 2, 2, 2, 3]
+
+
+def test_the_first_edge_type_has_the_streams_of_a_graph_with_one() -> None:
+    schema, _ = typed_shop()
+    streams = shop_draws(schema, [1, 2], seed=11).request({}, 4, {}).streams
+    assert streams[:, 0].tolist() == [stream_key(11, 4, hop) for hop in range(2)]
+    assert len(set(streams.ravel().tolist())) == streams.size
+
+
+def test_what_is_excluded_always_and_once_is_left_out_together() -> None:
+    schema, _ = typed_shop()
+    draws = shop_draws(schema, [1], exclude={SOLD: np.array([2, 8])})
+    assert draws.request({}, 0, {SOLD: np.array([3, 8])}).exclude.tolist() == [2, 3, 8]
+    assert draws.request({}, 0, {}).exclude.tolist() == [2, 8]
+
+
+def test_a_repeated_seed_is_named() -> None:
+    schema, cscs = typed_shop()
+    request = shop_draws(schema, [1]).request({"user": np.array([1, 2]), "item": np.array([4, 4])}, 0, {})
+    with pytest.raises(ConfigError, match="node 4 more than once"):
+        WholeTypedSource(schema, cscs).sample(request, {}, Workspace(80))

@@ -1,0 +1,204 @@
+"""Row buffers of a batch: columns, precision, memory that is reused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.dataloading.row_buffers import BufferPool, Precision, RowMemory, check_float
+from dglx_dist.dataloading.sampler_spec import SamplePlan, find_columns
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import ColumnInfo
+from tests.dataloading.shop import BUYS, KNOWS
+
+
+def pool_with(*lengths: int) -> BufferPool:
+    pool = BufferPool(3, np.dtype(np.uint32), 2)
+    arrays = [np.empty((length, 3), np.uint32) for length in lengths]
+    for array in arrays:
+        pool.keep(array)
+    return pool
+
+
+def address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def test_empty_pool_lends_no_rows() -> None:
+    assert pool_with().borrow().shape == (0, 3)
+
+
+def test_the_longest_idle_one_is_lent() -> None:
+    assert len(pool_with(5, 9).borrow()) == 9
+
+
+def test_memory_held_by_a_tensor_is_not_lent() -> None:
+    pool = pool_with(5)
+    tensor = torch.from_numpy(pool.borrow()[:2].view(np.float32)).view(torch.float32)[:1]
+    assert len(pool.borrow()) == 0
+    del tensor
+    assert len(pool.borrow()) == 5
+
+
+def test_memory_held_by_autograd_is_not_lent() -> None:
+    pool = pool_with(5)
+    weight = torch.ones(3, requires_grad=True)
+    product = torch.from_numpy(pool.borrow().view(np.float32)) * weight
+    assert len(pool.borrow()) == 0
+    product.sum().backward()
+    del product
+    assert len(pool.borrow()) == 5
+
+
+def test_two_lent_at_a_time_are_two() -> None:
+    pool = pool_with(5, 5)
+    one, other = pool.borrow(), pool.borrow()
+    assert address(one) != address(other)
+    assert len(pool.borrow()) == 0
+
+
+def test_no_more_are_kept_than_allowed_and_longer_ones_replace_shorter() -> None:
+    pool = pool_with(5, 6)
+    held = [pool.borrow(), pool.borrow()]
+    pool.keep(np.empty((50, 3), np.uint32))
+    assert len(pool.borrow()) == 0
+    held.clear()
+    pool.keep(np.empty((50, 3), np.uint32))
+    held = [pool.borrow(), pool.borrow()]
+    assert sorted(len(array) for array in held) == [6, 50]
+
+
+def found(g: DistGraph, **names):
+    return find_columns(g, SamplePlan(fanouts=(1,), **names), Precision())
+
+
+def test_a_list_is_for_the_only_type(graph: DistGraph) -> None:
+    columns = found(graph, node_feats=("feat",), labels=("label",), edge_feats=("odd",))
+    assert columns.inputs == {"_N": {"feat": graph.ndata["feat"].kvstore_key}}
+    assert columns.targets == {"_N": {"label": graph.ndata["label"].kvstore_key}}
+    assert columns.edges == {("_N", "_E", "_N"): {"odd": graph.edata["odd"].kvstore_key}}
+
+
+def test_names_by_type_and_edge_types_by_relation_or_triple(shop_graph: DistGraph) -> None:
+    columns = found(
+        shop_graph,
+        node_feats={"item": ("feat", "label"), "user": ("feat",)},
+        edge_feats={"knows": ("weight",), BUYS: ("weight",)},
+    )
+    assert {ntype: list(keys) for ntype, keys in columns.inputs.items()} == {
+        "item": ["feat", "label"],
+        "user": ["feat"],
+    }
+    assert columns.inputs["user"]["feat"] == shop_graph.nodes["user"].data["feat"].kvstore_key
+    assert set(columns.edges) == {KNOWS, BUYS}
+    assert columns.targets == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"node_feats": ("feat",)}, r"prefetch_node_feats is the list \['feat'\].*ghost, item, user.*\{type"),
+        ({"edge_feats": ("weight",)}, r"prefetch_edge_feats.*\('user', 'knows', 'user'\).*\{type"),
+        ({"labels": {"buyer": ("label",)}}, r"no node type 'buyer' \(known: ghost, item, user\)"),
+        ({"labels": {"user": ("age",)}}, r"prefetch_labels names 'age'.*nodes\['user'\].*'feat', 'label'"),
+        ({"edge_feats": {"sells": ("weight",)}}, "'sells'"),
+        ({"edge_feats": {"buys": ("price",)}}, "prefetch_edge_feats names 'price'.*'weight'"),
+    ],
+)
+def test_what_is_not_there_is_named_with_what_is(shop_graph: DistGraph, names, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        found(shop_graph, **names)
+
+
+VALUES = torch.tensor([[1.0, -0.5], [65504.0, 0.0], [2.0**-14, 3.0]])
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_halves_become_float32_with_the_same_values(half: torch.dtype) -> None:
+    stored = VALUES.to(half)
+    rows = Precision().converted(stored)
+    assert rows.dtype == torch.float32
+    assert torch.equal(rows, stored.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8])
+def test_what_is_no_half_stays_the_same_memory(dtype: torch.dtype) -> None:
+    rows = VALUES.to(dtype)
+    assert Precision().converted(rows) is rows
+
+
+@pytest.mark.parametrize("wanted", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_type_that_was_asked_for(stored: torch.dtype, wanted: torch.dtype) -> None:
+    rows = VALUES.to(stored)
+    assert torch.equal(Precision(wanted).converted(rows), rows.to(wanted))
+    labels = torch.tensor([3, 4])
+    assert Precision(wanted).converted(labels) is labels
+
+
+def test_rows_of_any_shape_none_included() -> None:
+    for shape in ((0, 2), (3,), (0,), (2, 3, 4), (3, 0)):
+        rows = torch.ones(shape, dtype=torch.float16)
+        assert torch.equal(Precision().converted(rows), torch.ones(shape))
+
+
+def test_memory_is_used_again_only_when_the_batch_is_gone() -> None:
+    precision = Precision(num_batches=2)
+    first = precision.converted(torch.zeros(8, 4, dtype=torch.bfloat16))
+    place = first.data_ptr()
+    second = precision.converted(torch.ones(8, 4, dtype=torch.bfloat16))
+    assert second.data_ptr() != place
+    assert not first.any()
+    view = first[2:]
+    del first
+    assert precision.converted(torch.ones(8, 4, dtype=torch.bfloat16)).data_ptr() != place
+    assert not view.any()
+    del view
+    assert precision.converted(torch.ones(7, 4, dtype=torch.bfloat16)).data_ptr() == place
+
+
+@pytest.mark.parametrize("wrong", ["float16", torch.int32, torch.complex64, 16])
+def test_no_floating_point_type(wrong: object) -> None:
+    with pytest.raises(ConfigError, match="feature_dtype="):
+        check_float(wrong)
+
+
+PAIR = ColumnInfo(dtype="float32", row_shape=(2, 3))
+
+
+def test_rows_have_the_shape_of_the_column() -> None:
+    memory = RowMemory()
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64):
+        info = ColumnInfo(dtype=str(dtype).removeprefix("torch."), row_shape=())
+        assert memory.rows(str(dtype), 5, info).shape == (5,)
+        assert memory.rows(str(dtype), 5, info).dtype == dtype
+    assert memory.rows("pair", 7, PAIR).shape == (7, 2, 3)
+    assert memory.rows("pair", 7, PAIR).is_contiguous()
+    assert memory.rows("pair", 0, PAIR).shape == (0, 2, 3)
+    assert memory.rows("none", 4, ColumnInfo(dtype="int64", row_shape=(0,))).shape == (4, 0)
+
+
+def test_memory_is_lent_again_only_when_nobody_holds_it() -> None:
+    memory = RowMemory(2)
+    first = memory.rows("feat", 80, PAIR)
+    at = first.data_ptr()
+    second = memory.rows("feat", 80, PAIR)
+    assert second.data_ptr() != at
+    # A view is enough to hold it.
+    first = first[3:4]
+    assert memory.rows("feat", 80, PAIR).data_ptr() not in (at, second.data_ptr())
+    del first
+    # One row in eight is spare.
+    assert memory.rows("feat", 90, PAIR).data_ptr() == at
+    assert memory.rows("other", 80, PAIR).data_ptr() != at
+
+
+def test_a_column_in_two_dtypes_has_two_pools() -> None:
+    memory = RowMemory()
+    for _ in range(2):
+        narrow = memory.rows("feat", 4, ColumnInfo(dtype="float16", row_shape=(3,)))
+        wide = memory.rows("feat", 4, ColumnInfo(dtype="float32", row_shape=(3,)))
+        assert (narrow.dtype, wide.dtype) == (torch.float16, torch.float32)
+        assert narrow.data_ptr() != wide.data_ptr()

@@ -1,0 +1,383 @@
+"""Samplers over one type, in one process and over servers: equal draws, exact bytes, DGL's blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import dgl
+import numpy as np
+import pytest
+import torch
+from dgl import nn as dgl_nn
+
+from dglx_dist.dataloading.kernels import Workspace, sample_batch
+from dglx_dist.dataloading.minibatch import (
+    BlockBuilder,
+    Draws,
+    LocalColumn,
+    LocalSlicer,
+    TypedBlockBuilder,
+    Workspaces,
+    ids_by_type,
+)
+from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, WholeTypedSource, csc_of, keyed_draw
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.structure import CSCShard
+from dglx_dist.keyed_random import Rule
+from tests.dataloading.graphs import csc_from, random_csc, request_for
+from tests.dataloading.rings import NUM_NODES, draws_in_rank
+from tests.dataloading.shop import edges_in, shop_draws, typed_shop
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks
+
+CONVOLUTIONS = {
+    "sage_mean": lambda: dgl_nn.SAGEConv(4, 3, "mean"),
+    "sage_pool": lambda: dgl_nn.SAGEConv(4, 3, "pool"),
+    "gcn": lambda: dgl_nn.GraphConv(4, 3, allow_zero_in_degree=True),
+    "gat": lambda: dgl_nn.GATConv(4, 3, 2, allow_zero_in_degree=True),
+}
+
+
+def sampled(seeds, fanouts, dtype="int64", csc=None):
+    csc = random_csc(200, 5) if csc is None else csc
+    return WholeSource(csc).sample(request_for(seeds, fanouts, dtype=dtype), Workspace(len(csc.indptr) - 1))
+
+
+def test_ids_by_hand() -> None:
+    # 0 <- 1, 2    1 <- 3
+    batch = sampled([0], [-1, -1], csc=csc_from([[1, 2], [3], [], []]))
+    nodes, (outer, inner) = BlockBuilder().blocks(batch)
+    assert nodes.tolist() == outer.srcdata[dgl.NID].tolist() == [0, 1, 2, 3]
+    assert outer.dstdata[dgl.NID].tolist() == inner.srcdata[dgl.NID].tolist() == [0, 1, 2]
+    assert inner.dstdata[dgl.NID].tolist() == [0]
+    assert [column.tolist() for column in outer.edges()] == [[1, 2, 3], [0, 0, 1]]
+    assert outer.edata[dgl.EID].tolist() == [0, 1, 2]
+    assert inner.edata[dgl.EID].tolist() == [0, 1]
+    assert outer.is_block
+    assert outer.in_degrees().tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_convolutions_agree_with_dgls_own_block(kind: str, dtype: str) -> None:
+    _, (block,) = BlockBuilder().blocks(sampled([3, 0, 9], [6], dtype))
+    src, dst = block.edges()
+    theirs = dgl.create_block((src, dst), block.num_src_nodes(), block.num_dst_nodes())
+    torch.manual_seed(0)
+    conv = CONVOLUTIONS[kind]()
+    features = torch.rand(block.num_src_nodes(), 4)
+    results = []
+    for graph in (block, theirs):
+        x = features.clone().requires_grad_()
+        out = conv(graph, x)
+        out.square().sum().backward()
+        results.append((out.detach(), x.grad))
+    assert block.idtype == getattr(torch, dtype)
+    torch.testing.assert_close(results[0], results[1])
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_a_block_without_destinations_runs_forward_and_backward(kind: str, dtype: str) -> None:
+    _, (outer, inner) = BlockBuilder().blocks(sampled([], [5, 5], dtype))
+    assert outer.num_src_nodes() == outer.num_dst_nodes() == outer.num_edges() == inner.num_dst_nodes() == 0
+    conv = CONVOLUTIONS[kind]()
+    out = conv(outer, torch.rand(0, 4))
+    assert out.shape[0] == 0
+    out.sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in conv.parameters())
+
+
+def test_two_layers_by_hand() -> None:
+    _, blocks = BlockBuilder().blocks(sampled([0], [-1, -1], csc=csc_from([[1, 2], [3], [], []])))
+    x = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
+    for block in blocks:
+        block.srcdata["x"] = x
+        block.update_all(dgl.function.copy_u("x", "m"), dgl.function.sum("m", "x"))
+        x = block.dstdata["x"]
+    # Sums over in-neighbours twice: node 1 collects 3, node 2 nothing, node 0 both.
+    assert x.tolist() == [[1000.0]]
+
+
+def test_edge_positions_grow_with_the_blocks() -> None:
+    builder = BlockBuilder()
+    for size in (0, 1, 5, 2, 40):
+        indptr = torch.tensor([0, size])
+        block = builder.block(
+            indptr, torch.zeros(size, dtype=torch.int64), torch.tensor([7]), torch.arange(size)
+        )
+        assert block.edges(form="eid").tolist() == list(range(size))
+
+
+def test_blocks_move_and_copy_like_dgls() -> None:
+    _, (block,) = BlockBuilder().blocks(sampled([3, 0], [4]))
+    moved = block.to("cpu").int()
+    assert moved.idtype == torch.int32
+    assert moved.edata[dgl.EID].tolist() == block.edata[dgl.EID].tolist()
+    assert np.array_equal(moved.srcdata[dgl.NID].numpy(), block.srcdata[dgl.NID].numpy())
+
+
+TYPED_SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
+
+
+def typed_blocks(seeds, dtype="int64"):
+    schema, cscs = typed_shop()
+    request = shop_draws(schema, [4, 3], idtype=np.dtype(dtype)).request(seeds, 0, {})
+    batch = WholeTypedSource(schema, cscs).sample(request, {}, Workspace(80))
+    return schema, *TypedBlockBuilder(schema).blocks(batch)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("seeds", [TYPED_SEEDS, {"item": np.array([7])}, {}])
+def test_blocks_of_several_types_have_all_types_and_agree_with_dgls_own(seeds, dtype: str) -> None:
+    schema, nodes, blocks = typed_blocks(seeds, dtype)
+    assert list(nodes) == list(schema.ntypes) == blocks[0].srctypes == blocks[-1].dsttypes
+    assert blocks[0].canonical_etypes == list(schema.etypes)
+    assert [len(ids) for ids in nodes.values()] == [blocks[0].num_src_nodes(t) for t in schema.ntypes]
+    for block in blocks:
+        theirs = dgl.create_block(
+            {etype: block.edges(etype=etype) for etype in schema.etypes},
+            {ntype: block.num_src_nodes(ntype) for ntype in schema.ntypes},
+            {ntype: block.num_dst_nodes(ntype) for ntype in schema.ntypes},
+        )
+        assert block.is_block
+        assert block.idtype == getattr(torch, dtype)
+        for kind in ("sage", "gcn", "gat"):
+            mine, other = (hetero_outcome(kind, graph, block) for graph in (block, theirs))
+            torch.testing.assert_close(mine, other)
+    assert blocks[-1].dstnodes["user"].data[dgl.NID].tolist() == seeds.get("user", np.empty(0)).tolist()
+
+
+def hetero_outcome(kind, graph, sizes):
+    """Outputs and input gradients of a HeteroGraphConv over all edge types."""
+    torch.manual_seed(0)
+    convs = {
+        "sage": lambda: dgl_nn.SAGEConv(4, 3, "mean"),
+        "gcn": lambda: dgl_nn.GraphConv(4, 3, norm="right", allow_zero_in_degree=True),
+        "gat": lambda: dgl_nn.GATConv(4, 3, 2, allow_zero_in_degree=True),
+    }
+    conv = dgl_nn.HeteroGraphConv(
+        {etype: convs[kind]() for _, etype, _ in sizes.canonical_etypes}, aggregate="sum"
+    )
+    x = {ntype: torch.rand(sizes.num_src_nodes(ntype), 4, requires_grad=True) for ntype in sizes.srctypes}
+    out = conv(graph, x)
+    sum(rows.square().sum() for rows in out.values()).backward()
+    grads = {ntype: rows.grad for ntype, rows in x.items() if rows.grad is not None}
+    return {ntype: rows.detach() for ntype, rows in out.items()}, grads
+
+
+def test_moved_blocks_of_several_types_keep_their_ids() -> None:
+    schema, _, (outer, _) = typed_blocks(TYPED_SEEDS)
+    moved = outer.to("cpu").int()
+    for etype in schema.etypes:
+        assert edges_in(moved, etype) == edges_in(outer, etype)
+
+
+CSC = random_csc(100, 5)
+DRAWS = Draws(fanouts=(2, 3), replace=False, exclude=np.empty(0, np.int64), seed=1, idtype=np.dtype(np.int64))
+
+
+def test_hops_start_at_the_seeds_and_have_keys_of_their_own() -> None:
+    request = DRAWS.request(np.array([4]), 0)
+    assert request.fanouts.tolist() == [3, 2]
+    keys = {int(key) for epoch in range(3) for key in DRAWS.request(np.array([4]), epoch).streams}
+    assert len(keys) == 6
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        (np.arange(300, dtype=np.float32).reshape(100, 3), torch.float32),
+        (np.arange(100, dtype=np.int64), torch.int64),
+        (np.arange(100) % 2 == 0, torch.bool),
+        (np.arange(400, dtype=np.uint16).reshape(100, 2, 2), torch.bfloat16),
+    ],
+    ids=["float32", "scalar", "bool", "bfloat16"],
+)
+def test_local_columns_of_any_dtype_and_shape(rows: np.ndarray, dtype: torch.dtype) -> None:
+    slicer = LocalSlicer(WholeSource(CSC), LocalColumn(name="x", rows=rows, dtype=dtype), num_batches=2)
+    for seed in (0, 5, 9):
+        batch, ready = slicer.sample(DRAWS.request(np.array([seed]), 0), Workspace(100))
+        expected = torch.from_numpy(rows[batch.nodes])
+        assert ready["x"].dtype == dtype
+        assert torch.equal(ready["x"].view(expected.dtype), expected)
+
+
+def test_what_a_batch_leaves_out_is_told_apart_from_what_is_always_left_out() -> None:
+    draws = dataclasses.replace(DRAWS, exclude=np.array([3, 9]))
+    request = draws.request(np.array([4]), 0, np.array([5, 9]))
+    assert request.rule.exclude.tolist() == [3, 5, 9]
+    assert request.batch_exclude.tolist() == [5, 9]
+    assert draws.request(np.array([4]), 0).rule.exclude.tolist() == [3, 9]
+
+
+def test_workspaces_are_lent_to_one_borrower_at_a_time_and_used_again() -> None:
+    workspaces = Workspaces(10)
+    with workspaces.borrowed() as one, workspaces.borrowed() as other:
+        assert one is not other
+    with workspaces.borrowed() as again:
+        assert again in (one, other)
+
+
+def test_ids_come_without_a_dict_where_there_is_one_type() -> None:
+    ids = torch.tensor([1])
+    assert ids_by_type({"_N": ids}) is ids
+    assert ids_by_type({"a": ids, "b": ids}) == {"a": ids, "b": ids}
+
+
+SOURCE = WholeSource(random_csc(100, 5))
+ROWS = np.arange(100, dtype=np.uint32).reshape(100, 1)
+
+
+def test_slicing_samples_what_sampling_samples() -> None:
+    request = request_for([1, 0, 50], [3, 4])
+    plain = SOURCE.sample(request, Workspace(100))
+    sliced, out = SOURCE.sample_and_slice(request, Workspace(100), ROWS, np.empty((0, 1), np.uint32))
+    for one, other in zip(plain, sliced, strict=True):
+        assert one.tolist() == other.tolist()
+    assert out[: len(plain.nodes), 0].tolist() == plain.nodes.tolist()
+
+
+def test_repeated_seeds_are_refused_with_the_first() -> None:
+    with pytest.raises(ConfigError, match=r"node 4 more than once \(3 seeds, 2 distinct\)"):
+        SOURCE.sample_and_slice(request_for([4, 9, 4], [2]), Workspace(100), ROWS, ROWS[:0])
+
+
+SEEDS = list(range(1, NUM_NODES, 2))
+
+
+def run(rings, *, ranks, parts, structure="replicated", ranks_per_server=None, shares=None, **options):
+    shares = shares or {str(rank): SEEDS[rank::ranks] for rank in range(ranks)}
+    args = (str(rings[parts]), structure, shares, options)
+    return run_ranks(draws_in_rank, ranks, args=args, ranks_per_server=ranks_per_server)
+
+
+def merged(results):
+    drawn = {}
+    for result in results:
+        for key, edges in result["drawn"].items():
+            assert drawn.setdefault(key, edges) == edges
+    return drawn
+
+
+def targets_by_epoch(results):
+    half = results[0]["length"]
+    return [
+        sorted(seed for result in results for seeds in result["targets"][part] for seed in seeds)
+        for part in (slice(0, half), slice(half, None))
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_number_of_ranks_draws_what_one_draws(rings, ranks: int) -> None:
+    one = run(rings, ranks=1, parts=4)
+    many = run(rings, ranks=ranks, parts=4, num_threads=2)
+    # Other batches mean other frontiers, but whenever a node is drawn for, it gets the same edges.
+    offline, together = merged(one), merged(many)
+    common = offline.keys() & together.keys()
+    assert {key for key in offline if key.split()[1] == "0"} <= common
+    assert {key: offline[key] for key in common} == {key: together[key] for key in common}
+    assert targets_by_epoch(many) == targets_by_epoch(one) == [SEEDS, SEEDS]
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(4, 2), *wide((2, 1))])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fanouts": [-1, -1]},
+        {"sampler": {"replace": True}, "exclude": [5, 9, 200]},
+        {"sampler": {"prob": "source"}},
+    ],
+    ids=["uniform", "full", "replace_exclude", "weighted"],
+)
+def test_a_cut_structure_draws_what_a_replicated_one_draws(rings, ranks, ranks_per_server, options) -> None:
+    setting = {"ranks": ranks, "parts": ranks // ranks_per_server, "ranks_per_server": ranks_per_server}
+    whole = run(rings, structure="replicated", **setting, **options)
+    cut = run(rings, structure="partitioned", **setting, **options)
+    for one, other in zip(whole, cut, strict=True):
+        assert other["drawn"] == one["drawn"]
+        assert other["targets"] == one["targets"]
+        assert one["bytes"][0] == 0
+        assert other["bytes"][0] == other["bytes"][1] > 0
+
+
+def test_uneven_and_empty_shares_have_equal_steps(rings) -> None:
+    shares = {"0": SEEDS[:9], "1": [], "2": SEEDS[9:12]}
+    results = run(rings, ranks=3, parts=1, shares=shares)
+    assert [result["length"] for result in results] == [3, 3, 3]
+    assert [[len(seeds) for seeds in result["targets"][:3]] for result in results] == [
+        [4, 4, 1], [0, 0, 0], [3, 0, 0]
+    ]  # fmt: skip
+    assert results[1]["shares"][:3] == [[0, 7], [0, 4], [0, 1]]
+
+
+def same_seeds_on_all(folder: str) -> list[str]:
+    import warnings
+
+    from dgl.dataloading import NeighborSampler
+
+    from dglx_dist.comm.session import start_session
+    from dglx_dist.dataloading.loader import DataLoader
+    from dglx_dist.graph.dist_graph import DistGraph
+
+    with start_session(timeout_s=60), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DataLoader(DistGraph(folder), [1, 2, 3], NeighborSampler([2]))
+        return [str(warning.message) for warning in caught]
+
+
+def test_ranks_with_the_same_seeds_are_told(rings) -> None:
+    for messages in run_ranks(same_seeds_on_all, 2, args=(str(rings[1]),)):
+        assert any("the same 3 indices" in message and "node_split" in message for message in messages)
+
+
+class TwoPieces:
+    """Stands in for a structure: asks two pieces of a graph in turn."""
+
+    def __init__(self, csc, cut: int, draw) -> None:
+        edge = int(csc.indptr[cut])
+        self._draw, self._cut = draw, cut
+        self._pieces = [
+            CSCShard(indptr=csc.indptr[: cut + 1], indices=csc.indices[:edge], first_node=0, first_edge=0),
+            CSCShard(
+                indptr=csc.indptr[cut:] - edge, indices=csc.indices[edge:], first_node=cut, first_edge=edge
+            ),
+        ]
+
+    def ask(self, op, nodes, parameters, *, exclude, layer):
+        from dglx_dist.graph.structure import Piece, join_pieces
+
+        pieces = []
+        for piece, places in zip(
+            self._pieces, [np.flatnonzero(nodes < self._cut), np.flatnonzero(nodes >= self._cut)], strict=True
+        ):
+            edges = self._draw(piece, nodes[places], parameters, exclude)
+            pieces.append(Piece(edges=edges, starts=np.arange(len(places) + 1), positions=places))
+        return join_pieces(len(nodes), pieces)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("direct_limit", [0, 1000])
+def test_joined_pieces_make_the_batch_of_the_kernel(dtype: str, direct_limit: int) -> None:
+    csc = random_csc(300, 6)
+    # Edges 0, 7, ... are left out of every batch, and 0, 5, ... of this one.
+    always, once = np.arange(0, len(csc.indices), 7), np.arange(0, len(csc.indices), 5)
+    request = request_for(
+        [4, 0, 150, 299], [3, 5, -1], dtype=dtype, exclude={*always.tolist(), *once.tolist()}
+    )
+    request = request._replace(batch_exclude=once)
+    pieces = TwoPieces(csc, 120, keyed_draw(Rule(False, always), {}))
+    workspace = Workspace(300, direct_limit=direct_limit)
+    batch = RemoteSource(pieces, "draw").sample(request, workspace)
+    again = RemoteSource(pieces, "draw").sample(request, workspace)
+    expected, _ = sample_batch(csc, request, Workspace(300).table)
+    for one, two, other in zip(batch, again, expected, strict=True):
+        assert one.tolist() == two.tolist() == other.tolist()
+    assert batch.sources.dtype == dtype
+
+
+def test_a_piece_without_weights_has_none() -> None:
+    piece = CSCShard(indptr=np.array([0, 1]), indices=np.array([3]), first_node=5, first_edge=7)
+    assert len(csc_of(piece).weights) == 0
+    assert csc_of(piece, np.array([0.5], np.float32)).first_edge == 7

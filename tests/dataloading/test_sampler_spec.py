@@ -1,0 +1,142 @@
+"""Options of neighbour sampling: fan-outs and edge weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from dgl import dataloading as dl
+
+from dglx_dist.dataloading.sampler_spec import (
+    SamplePlan,
+    all_weights,
+    check_every_type_has,
+    read_sampler,
+    shard_weights,
+)
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.dist_tensor import DistTensor
+from tests.dataloading.shop import BUYS, KNOWS
+
+
+def test_neighbor_sampler_is_read() -> None:
+    sampler = dl.NeighborSampler(
+        [15, 10, -1],
+        replace=True,
+        prob="p",
+        prefetch_node_feats=["feat"],
+        prefetch_labels={"_N": ["label"]},
+        prefetch_edge_feats=["w"],
+    )
+    assert read_sampler(sampler) == SamplePlan(
+        fanouts=(15, 10, -1),
+        replace=True,
+        weights="p",
+        node_feats=("feat",),
+        labels={"_N": ("label",)},
+        edge_feats=("w",),
+    )
+
+
+def test_a_mask_is_a_weight() -> None:
+    assert read_sampler(dl.NeighborSampler([1], mask="live")).weights == "live"
+
+
+def test_full_neighbour_sampler_is_read() -> None:
+    assert read_sampler(dl.MultiLayerFullNeighborSampler(2)).fanouts == (-1, -1)
+
+
+def test_a_subclass_that_changes_no_drawing_is_read() -> None:
+    class Named(dl.NeighborSampler):
+        pass
+
+    assert read_sampler(Named([3])).fanouts == (3,)
+
+
+def test_a_sampler_with_code_of_its_own_is_left_to_it() -> None:
+    class Mine(dl.NeighborSampler):
+        def sample_blocks(self, g, seed_nodes, exclude_eids=None):
+            raise NotImplementedError
+
+    plan = read_sampler(Mine([3], prefetch_labels=["label"]))
+    assert plan.fanouts is None
+    assert plan.labels == ("label",)
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda: dl.NeighborSampler([3], edge_dir="out"), "use edge_dir='in'"),
+        (lambda: dl.NeighborSampler([{("u", "e", "v"): -3}]), r"fanouts\[0\]\[\('u', 'e', 'v'\)\] is -3"),
+        (lambda: dl.NeighborSampler([3, -2]), r"fanouts\[1\] is -2"),
+        (lambda: dl.NeighborSampler([2.5]), r"fanouts\[0\] is 2.5"),
+        (lambda: dl.NeighborSampler([]), "one number per layer"),
+        (lambda: dl.NeighborSampler(5), "one number per layer"),
+        (lambda: dl.NeighborSampler([3], prefetch_node_feats={"user": [3]}), r"\['user'\] is \[3\]"),
+        (lambda: dl.NeighborSampler([3], prefetch_labels="label"), r"give a list: \['label'\]"),
+        (lambda: dl.NeighborSampler([3], prefetch_edge_feats=[3]), "list of column names"),
+        (lambda: dl.as_edge_prediction_sampler(dl.NeighborSampler([3])), "DistEdgeDataLoader"),
+        (lambda: dl.ShaDowKHopSampler([3]), "NeighborSampler"),
+        (lambda: object(), "NeighborSampler"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_the_remedy(make, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        read_sampler(make())
+
+
+def test_fanouts_and_columns_by_type_are_read_as_they_are() -> None:
+    triple = ("user", "buys", "item")
+    sampler = dl.NeighborSampler(
+        [{"knows": 3, triple: -1}, 2],
+        prefetch_node_feats={"user": ["x", "y"]},
+        prefetch_edge_feats={triple: "w"},
+    )
+    plan = read_sampler(sampler)
+    assert plan.fanouts == ({"knows": 3, triple: -1}, 2)
+    assert plan.node_feats == {"user": ("x", "y")}
+    assert plan.edge_feats == {triple: ("w",)}
+
+
+def test_weights_are_those_of_the_column(shop_graph: DistGraph) -> None:
+    expected = shop_graph.edges[BUYS].data["weight"][torch.arange(shop_graph.num_edges(BUYS))].numpy()
+    assert all_weights(shop_graph, BUYS, "weight").tolist() == expected.tolist()
+    (shard,) = shard_weights(shop_graph, shop_graph.structure(BUYS), "weight").values()
+    assert shard.tolist() == expected.tolist()
+    assert shard.dtype == np.float32
+
+
+def test_weights_in_half_precision_have_their_values(graph: DistGraph) -> None:
+    (etype,) = graph.canonical_etypes
+    halves = torch.arange(graph.num_edges()) % 7 / 4
+    policy = graph.get_edge_partition_policy(etype)
+    half = DistTensor((len(halves),), torch.bfloat16, "half", part_policy=policy)
+    half[torch.arange(len(halves))] = halves.bfloat16()
+    assert all_weights(graph, etype, "half").tolist() == halves.tolist()
+    (shard,) = shard_weights(graph, graph.structure(etype), "half").values()
+    assert shard.tolist() == halves.tolist()
+
+
+def test_edge_types_without_the_column_are_named(shop_graph: DistGraph) -> None:
+    check_every_type_has(shop_graph, "weight")
+    policy = shop_graph.get_edge_partition_policy(KNOWS)
+    DistTensor((shop_graph.num_edges(KNOWS),), torch.float32, "odd", part_policy=policy)
+    with pytest.raises(
+        ConfigError, match=r"'odd', but 5 of 6 edge types have no such column: \('user', 'buys'"
+    ):
+        check_every_type_has(shop_graph, "odd")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("negative", "finite weights of at least 0"), ("pair", "one number per edge")]
+)
+def test_what_is_no_weight_is_refused(graph: DistGraph, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        all_weights(graph, graph.canonical_etypes[0], name)
+
+
+def test_a_tensor_of_one_rank_is_no_column(graph: DistGraph) -> None:
+    with pytest.raises(ConfigError, match="'ones' would be a Tensor of this rank alone; make a DistTensor"):
+        graph.edata["ones"] = torch.ones(graph.num_edges())
+    assert "ones" not in graph.edata

@@ -1,0 +1,355 @@
+"""Steps of an epoch: schedule, look-ahead, items, options, and ranks of unequal shares."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import pytest
+
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.dataloading.step_loader import (
+    Items,
+    LoaderOptions,
+    Pace,
+    Schedule,
+    StepLoader,
+    read_items,
+    read_options,
+    run_ahead,
+    whole_number,
+)
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import StepShare
+from tests.helpers.ranks import run_ranks
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_order_is_kept(num_threads: int) -> None:
+    assert list(run_ahead(lambda step: step * step, range(3, 9), depth=2, num_threads=num_threads)) == [
+        9, 16, 25, 36, 49, 64
+    ]  # fmt: skip
+
+
+def test_no_more_than_depth_are_begun_ahead() -> None:
+    begun, first_three = [], threading.Event()
+
+    def make(step: int) -> int:
+        begun.append(step)
+        if len(begun) == 3:
+            first_three.set()
+        return step
+
+    results = run_ahead(make, range(100), depth=2, num_threads=4)
+    next(results)
+    # One was taken and two may be ahead of it.
+    assert first_three.wait(10)
+    results.close()
+    assert sorted(begun) == [0, 1, 2]
+
+
+def test_an_error_comes_in_its_turn_with_its_cause() -> None:
+    def make(step: int) -> int:
+        if step == 2:
+            raise ValueError("bad row 2") from KeyError("feat")
+        return step
+
+    results = run_ahead(make, range(9), depth=3, num_threads=2)
+    assert [next(results), next(results)] == [0, 1]
+    with pytest.raises(ValueError, match="bad row 2") as caught:
+        next(results)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert any(frame.name == "make" for frame in caught.traceback)
+
+
+def test_leaving_early_ends_the_threads() -> None:
+    before = threading.active_count()
+    for step in run_ahead(lambda step: step, range(1000), depth=2, num_threads=3):
+        if step == 5:
+            break
+    assert threading.active_count() == before
+
+
+def test_threads_work_beside_the_consumer() -> None:
+    consumer = threading.get_ident()
+    assert consumer not in list(run_ahead(lambda _: threading.get_ident(), range(4), depth=1, num_threads=1))
+    assert set(run_ahead(lambda _: threading.get_ident(), range(4), depth=1, num_threads=0)) == {consumer}
+
+
+NONE = np.empty(0, np.int64)
+
+
+def two() -> Items[str]:
+    return Items(ids={"a": np.array([5, 6, 7]), "b": np.array([5, 9])})
+
+
+def test_the_list_is_the_types_one_after_another() -> None:
+    items = two()
+    assert len(items) == 5
+    assert items.order(shuffle=False, seed=0, epoch=0).tolist() == [0, 1, 2, 3, 4]
+    taken = items.take(np.array([4, 2, 0]))
+    assert {key: ids.tolist() for key, ids in taken.items()} == {"a": [7, 5], "b": [9]}
+    assert {key: ids.tolist() for key, ids in items.take(np.array([3])).items()} == {"a": [], "b": [5]}
+
+
+def test_order_is_a_permutation_keyed_by_epoch_and_ids() -> None:
+    ids = np.arange(100, 200)
+
+    def order(ids: np.ndarray, epoch: int) -> list[int]:
+        items = Items(ids={"a": ids})
+        return items.take(items.order(shuffle=True, seed=1, epoch=epoch))["a"].tolist()
+
+    first = order(ids, 0)
+    assert sorted(first) == ids.tolist() != first
+    assert order(ids, 1) != first
+    assert order(ids[::-1], 0) == first
+    assert Items(ids={"a": ids}).take(NONE)["a"].tolist() == []
+
+
+def test_equal_ids_of_two_types_do_not_stand_together() -> None:
+    ids = np.arange(200)
+    order = Items(ids={"a": ids, "b": ids}).order(shuffle=True, seed=1, epoch=0)
+    place = np.argsort(order)
+    assert sorted(order.tolist()) == list(range(400))
+    assert abs(np.corrcoef(place[:200], place[200:])[0, 1]) < 0.25
+
+
+def test_a_digest_tells_sets_apart() -> None:
+    assert two().digest() == Items(ids={"a": np.array([7, 5, 6]), "b": np.array([9, 5])}).digest()
+    assert two().digest() != Items(ids={"a": np.array([5, 9]), "b": np.array([5, 6, 7])}).digest()
+    assert Items(ids={"a": NONE}).digest() == 0
+
+
+COUNTS = {("u", "buys", "i"): 4, ("i", "likes", "u"): 3}
+
+
+def test_ids_and_masks_by_type_are_read_and_copied() -> None:
+    given = np.array([2, 0])
+    items = read_items({"buys": given, "likes": np.array([False, True, True])}, COUNTS, "edge")
+    given[0] = 3
+    assert [ids.tolist() for ids in items.ids.values()] == [[2, 0], [1, 2]]
+    assert list(items.ids) == list(COUNTS)
+    assert (
+        read_items({("i", "likes", "u"): []}, COUNTS, "edge").order(shuffle=True, seed=0, epoch=0).size == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"sells": [0]}, ConfigError, "no type 'sells'"),
+        ([0, 1], ConfigError, "several edge types"),
+        ({"buys": [1, 2, 1]}, ConfigError, "have edge 1 more than once"),
+        ({"buys": [4]}, IndexError, "id 4 at position 0"),
+        ({"buys": np.array([True])}, IndexError, "the mask has 1"),
+    ],
+)
+def test_wrong_items_are_refused(given, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_items(given, COUNTS, "edge")
+
+
+def test_defaults() -> None:
+    assert read_options({}).depth == 1
+
+
+def test_as_many_batches_ahead_as_there_are_threads() -> None:
+    assert read_options({"num_threads": 3}).depth == 3
+    assert read_options({"num_threads": 3, "depth": 5}).depth == 5
+    assert read_options({"num_threads": 0}).depth == 1
+
+
+@pytest.mark.parametrize("name", ["use_uva", "use_ddp", "num_workers", "pin_memory", "persistent_workers"])
+def test_needless_options_of_dgl_are_warned_about_once_they_ask_for_something(name: str) -> None:
+    with pytest.warns(UserWarning, match=f"{name}=True has no effect"):
+        read_options({name: True})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_options({name: False})
+
+
+def test_an_unknown_option_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="no option 'num_thread'; did you mean 'num_threads'"):
+        read_options({"num_thread": 2})
+
+
+@pytest.mark.parametrize(("name", "value"), [("depth", 0), ("depth", 1.5), ("num_threads", -1), ("seed", -1)])
+def test_bad_values_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value}"):
+        read_options({name: value})
+
+
+@pytest.mark.parametrize("device", ["gpu", 1.5])
+def test_what_is_no_device_is_refused(device: object) -> None:
+    with pytest.raises(ConfigError, match=f"device={device!r} is no device"):
+        read_options({"device": device})
+    assert read_options({"device": "meta"}).device == "meta"
+
+
+def test_whole_number() -> None:
+    assert whole_number("batch_size", 3, least=1) == 3
+    with pytest.raises(ConfigError, match="batch_size=True"):
+        whole_number("batch_size", True, least=1)
+
+
+SCHEDULED = (5, 2, 0)
+
+
+def on_rank(rank: int, *, drop_last: bool = False) -> Schedule:
+    return Schedule(batch_size=2, drop_last=drop_last, counts=SCHEDULED, rank=rank)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_every_rank_has_the_steps_of_the_longest(rank: int) -> None:
+    assert on_rank(rank).num_steps == 3
+    assert on_rank(rank, drop_last=True).num_steps == 2
+
+
+def test_shares_by_hand() -> None:
+    assert [on_rank(0).share(step) for step in range(3)] == [
+        StepShare(num_local=2, num_global=4),
+        StepShare(num_local=2, num_global=2),
+        StepShare(num_local=1, num_global=1),
+    ]
+    assert on_rank(2).share(0) == StepShare(num_local=0, num_global=4)
+    assert on_rank(0, drop_last=True).share(1) == StepShare(num_local=2, num_global=2)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("rank", range(3))
+def test_slices_cover_the_targets_once(rank: int, drop_last: bool) -> None:
+    schedule = on_rank(rank, drop_last=drop_last)
+    ids = np.arange(SCHEDULED[rank])
+    seen = np.concatenate([ids[schedule.slice_of(step)] for step in range(schedule.num_steps)])
+    used = SCHEDULED[rank] // 2 * 2 if drop_last else SCHEDULED[rank]
+    assert seen.tolist() == list(range(used))
+    assert schedule.targets() == (used, 6 if drop_last else 7)
+
+
+def test_no_seeds_anywhere_no_steps() -> None:
+    assert Schedule(batch_size=2, drop_last=False, counts=(0, 0), rank=0).num_steps == 0
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A batch that is its items."""
+
+    rows: list[int]
+    epoch: int
+    sample_s: float = 0.25
+    fetch_s: float = 0.5
+
+
+@final
+class Echoes(StepLoader[str, Echo, tuple[list[int], int, StepShare]]):
+    """Hands out what it was asked to make."""
+
+    def _make(self, items: dict[str, Any], epoch: int) -> Echo:
+        return Echo([int(row) for ids in items.values() for row in ids], epoch)
+
+    def _deliver(self, batch: Echo, share: StepShare) -> tuple[list[int], int, StepShare]:
+        assert self._session.step_share is share
+        return batch.rows, batch.epoch, share
+
+
+def echoes(session: Session, ids: list[int], size: int = 2, **pace: Any) -> Echoes:
+    items = Items(ids={"a": np.array(ids[:3], np.int64), "b": np.array(ids[3:], np.int64)})
+    return Echoes(session, items, Pace(batch_size=size, **pace), LoaderOptions(seed=7))
+
+
+def test_steps_in_the_order_given() -> None:
+    with start_session() as session:
+        loader = echoes(session, [5, 6, 7, 1, 2])
+        assert [rows for rows, _, _ in loader] == [[5, 6], [7, 1], [2]]
+        assert [epoch for _, epoch, _ in loader] == [1, 1, 1]
+        assert session.step_share is None
+        times = loader.times(reset=True)
+        assert (times.sample_s, times.fetch_s) == (6 * 0.25, 6 * 0.5)
+        assert loader.times().sample_s == 0
+        assert [rows for rows, _, _ in echoes(session, [5, 6, 7, 1, 2], drop_last=True)] == [[5, 6], [7, 1]]
+
+
+def test_a_loader_left_early_begins_the_next_epoch() -> None:
+    with start_session() as session:
+        loader = echoes(session, [5, 6, 7, 1, 2], shuffle=True)
+        next(iter(loader))
+        assert [epoch for _, epoch, _ in loader] == [1, 1, 1]
+        assert loader.state_dict() == {"epoch": 2, "step": 0, "seed": 7}
+
+
+def test_a_batch_size_is_checked() -> None:
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        Pace(batch_size=0)
+
+
+def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making a batch takes 3 seconds and using it 10: without threads the loop waits 3 for each."""
+    now = 0.0
+
+    def make(self: Echoes, items: dict[str, Any], epoch: int) -> Echo:
+        nonlocal now
+        now += 3
+        return Echo([], epoch)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(Echoes, "_make", make)
+    with start_session() as session:
+        items = Items(ids={"a": np.arange(5)})
+        loader = Echoes(session, items, Pace(batch_size=2), LoaderOptions(num_threads=0))
+        for _ in loader:
+            now += 10
+        assert loader.times().wait_s == 3 * 3
+
+
+def pace_in_rank() -> None:
+    with start_session(timeout_s=60) as session:
+        rank = session.topology.rank
+        with pytest.raises(ConfigError, match="the ranks have batch_size 2, 3; give all the same"):
+            echoes(session, [rank], size=2 + rank)
+        with pytest.raises(ConfigError, match="the ranks have drop_last 0, 1"):
+            echoes(session, [rank], drop_last=rank == 1)
+        assert len(echoes(session, [rank])) == 1
+
+
+def test_ranks_must_agree_on_the_pace() -> None:
+    run_ranks(pace_in_rank, 2)
+
+
+def shares_in_rank() -> list[tuple[list[int], int, int]]:
+    with start_session(timeout_s=60) as session:
+        ids = [[0, 1, 2, 3, 4], [], [8]][session.topology.rank]
+        return [(rows, s.num_local, s.num_global) for rows, _, s in echoes(session, ids)]
+
+
+def test_ranks_without_items_take_part_with_none() -> None:
+    assert run_ranks(shares_in_rank, 3) == [
+        [([0, 1], 2, 3), ([2, 3], 2, 2), ([4], 1, 1)],
+        [([], 0, 3), ([], 0, 2), ([], 0, 1)],
+        [([8], 1, 3), ([], 0, 2), ([], 0, 1)],
+    ]
+
+
+def test_whole_passes_are_noted_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes of the first loader, one of the second; not the one left early, nor the rest of one."""
+    monkeypatch.setenv("DGLX_TRACE", str(tmp_path))
+    with start_session() as session:
+        first, second = echoes(session, [5, 6, 7, 1, 2]), echoes(session, [1])
+        list(first)
+        next(iter(first))
+        state = first.state_dict()
+        for _ in second:
+            time.sleep(0.02)
+        list(first)
+        first.load_state_dict(state)
+        list(first)
+    passes = json.loads((tmp_path / "rank-0.json").read_text())["passes"]
+    assert [(done["loader"], done["steps"]) for done in passes] == [(0, 3), (1, 1), (0, 3)]
+    assert all(0 <= done["wait_s"] <= done["seconds"] for done in passes)
+    assert passes[1]["seconds"] >= 0.02
+    assert passes[1]["wait_s"] <= passes[1]["seconds"] - 0.02

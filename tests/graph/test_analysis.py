@@ -1,0 +1,215 @@
+"""Graph-wide passes over real ranks: k-hop closures and reverse edges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.data.storage.reader import StoredDataset, open_dataset, open_structure
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.analysis import Expansion, match_reverse, measure_expansion, reverse_edge_ids
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.partition_book import Placement
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
+from tests.dataloading import bonds
+from tests.dataloading.bonds import BOUGHT, BUYING, BUYS, HALF, KNOWS
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks
+from tests.training import hetero
+
+
+def write(folder: Path, edges: tuple[Array, Array], part_of: Array, parts: int) -> StoredDataset:
+    graph = RawGraph(name="drawn", num_nodes={NODE_TYPE: len(part_of)}, edges={EDGE_TYPE: edges})
+    assignment = Assignment(
+        num_parts=parts, part_of={NODE_TYPE: part_of.astype(np.int32)}, method="test", seed=0
+    )
+    write_dataset(graph, assignment, folder)
+    return open_dataset(folder)
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> StoredDataset:
+    """0 -> 1 -> ... -> 8, on three servers."""
+    ids = np.arange(9)
+    return write(tmp_path / "line", (ids[:-1], ids[1:]), ids // 3, 3)
+
+
+def test_a_line_by_hand(line: StoredDataset) -> None:
+    found = measure_expansion(line, 3, 4)
+    # Server 0 has the start of the line; the others take one node more with every hop.
+    assert found.nodes.T.tolist() == [[3, 3, 3, 3, 3], [3, 4, 5, 6, 6], [3, 4, 5, 6, 7]]
+    # Node 0 has no in-edge, every other one has one.
+    assert found.edges.T.tolist() == [[2, 2, 2, 2, 2], [3, 4, 5, 5, 5], [3, 4, 5, 6, 7]]
+    assert found.factors[2].tolist() == pytest.approx([1, 5 / 3, 5 / 3])
+    assert found.foreign[3].tolist() == [0, 3, 3]
+    # Three layers compute 3, 4 and 5 rows where 3 each would do.
+    assert found.work[3].tolist() == pytest.approx([1, 12 / 9, 12 / 9])
+    assert found.work[0].tolist() == [1, 1, 1]
+    assert found.hops == 4
+
+
+def test_servers_of_several_parts(line: StoredDataset) -> None:
+    found = measure_expansion(line, 2, 1)
+    # Parts 0 and 1 are one server's.
+    assert found.nodes.tolist() == [[6, 3], [6, 4]]
+    assert measure_expansion(line, 1, 5).nodes.tolist() == [[9]] * 6
+
+
+def reached(indptr: Array, indices: Array, own: range, hops: int) -> list[tuple[int, int]]:
+    """Nodes and in-edges within 0 to ``hops`` hops, the plain way."""
+    nodes, found = set(own), []
+    for _ in range(hops + 1):
+        found.append((len(nodes), sum(int(indptr[node + 1] - indptr[node]) for node in nodes)))
+        nodes |= {int(u) for node in nodes for u in indices[indptr[node] : indptr[node + 1]]}
+    return found
+
+
+@pytest.mark.parametrize("parts", [1, 4, 20, *wide(70)])
+def test_it_is_breadth_first_search(tmp_path: Path, parts: int) -> None:
+    """Words of 8, 32 and 64 bits, and more servers than a word has."""
+    random = np.random.default_rng(5)
+    edges = tuple(random.integers(300, size=(2, 400)))
+    dataset = write(tmp_path / "random", (edges[0], edges[1]), random.integers(parts, size=300), parts)
+    found = measure_expansion(dataset, parts, 3)
+    whole = open_structure(dataset, EDGE_TYPE)
+    bounds = Placement(parts, Topology(0, parts, tuple(range(parts)))).server_offsets(
+        dataset.manifest.node_offsets[NODE_TYPE]
+    )
+    for server in range(parts):
+        own = range(int(bounds[server]), int(bounds[server + 1]))
+        got = list(zip(found.nodes[:, server].tolist(), found.edges[:, server].tolist(), strict=True))
+        assert got == reached(whole.indptr, whole.indices, own, 3)
+
+
+def test_a_server_without_nodes_or_edges_has_figures(tmp_path: Path) -> None:
+    none = np.zeros(0, dtype=np.int64)
+    found = measure_expansion(write(tmp_path / "none", (none, none), np.zeros(4), 2), 2, 2)
+    assert found.nodes.tolist() == [[4, 0]] * 3
+    assert found.factors.tolist() == [[1, 0]] * 3
+    assert found.work.tolist() == [[1, 1]] * 3
+
+
+def test_refusals(line: StoredDataset, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="hops=-1"):
+        measure_expansion(line, 3, -1)
+    with pytest.raises(ConfigError, match=r"3 part\(s\) but the run has 4 servers"):
+        measure_expansion(line, 4, 1)
+    with pytest.raises(ConfigError, match=r"3 node and 5 edge types.*one relation"):
+        measure_expansion(open_dataset(hetero.write_parts(tmp_path)), 1, 1)
+
+
+def test_figures_are_those_of_the_record() -> None:
+    found = Expansion(nodes=np.array([[2, 4], [6, 4]]), edges=np.array([[1, 0], [3, 0]]))
+    assert found.factors.tolist() == [[1, 1], [3, 1]]
+    assert found.foreign.tolist() == [[0, 0], [4, 0]]
+    assert found.work.tolist() == [[1, 1], [1, 1]]
+
+
+ORDER = np.arange
+
+
+def test_each_edge_finds_the_edge_back() -> None:
+    """0 -> 1, 1 -> 0, 1 -> 2, 2 -> 2: the third has none, a loop is its own reverse."""
+    edges = np.array([0, 1, 1, 2]), np.array([1, 0, 2, 2]), ORDER(4)
+    assert match_reverse(edges, edges).tolist() == [1, 0, -1, 3]
+
+
+def test_parallel_edges_are_matched_in_the_order_of_the_source() -> None:
+    """Three times 0 -> 1, twice 1 -> 0; the source had the edges in the order 2, 0, 1 and 4, 3."""
+    forward = np.array([0, 0, 0]), np.array([1, 1, 1]), np.array([2, 3, 1])
+    backward = np.array([1, 1]), np.array([0, 0]), np.array([9, 8])
+    assert match_reverse(forward, backward).tolist() == [0, -1, 1]
+    assert match_reverse(backward, forward).tolist() == [0, 2]
+
+
+def test_no_edges() -> None:
+    none = np.empty(0, np.int64)
+    some = np.array([0]), np.array([1]), ORDER(1)
+    assert match_reverse((none, none, none), some).tolist() == []
+    assert match_reverse(some, (none, none, none)).tolist() == [-1]
+
+
+def find(ring: str, shop: str, structure: Any) -> None:
+    with start_session(timeout_s=60):
+        g = DistGraph(ring, structure=structure)
+        ids = torch.arange(g.num_edges())
+        found = reverse_edge_ids(g)
+        assert torch.equal(found[:], reverse_edge_ids(g, by="half")[:])
+        assert torch.equal(g.orig_edge_ids(found[:]), (g.orig_edge_ids(ids) + HALF) % (2 * HALF))
+        assert not torch.equal(found[:], (ids + HALF) % (2 * HALF))
+        assert "reverse" not in str(sorted(g.edata))
+        assert reverse_edge_ids(g).kvstore_key == found.kvstore_key
+        g = DistGraph(shop, structure=structure)
+        there = reverse_edge_ids(g, "buys", reverse_etype="bought_by", by="position")[:]
+        assert torch.equal(there, reverse_edge_ids(g, BUYS, reverse_etype=BOUGHT)[:])
+        assert torch.equal(g.orig_edge_ids(there, BOUGHT), g.orig_edge_ids(torch.arange(BUYING), BUYS))
+        friends = reverse_edge_ids(g, KNOWS)[:]
+        has = friends >= 0
+        source, destination = g.find_edges(torch.arange(g.num_edges(KNOWS)), KNOWS)
+        pairs = set(zip(source.tolist(), destination.tolist(), strict=True))
+        assert has.tolist() == [
+            (v, u) in pairs for u, v in zip(source.tolist(), destination.tolist(), strict=True)
+        ]
+        assert 0 < has.sum() < len(has)
+
+
+@pytest.mark.parametrize(("ranks", "structure"), [(1, "replicated"), (2, "partitioned"), (3, "replicated")])
+def test_reverse_edges_of_a_partitioned_graph(tmp_path: Path, ranks: int, structure: str) -> None:
+    ring = bonds.write(bonds.ring(), tmp_path / "ring", 3)
+    shop = bonds.write(bonds.shop(), tmp_path / "shop", 3)
+    run_ranks(find, ranks, args=(str(ring), str(shop), structure), ranks_per_server=1)
+
+
+@pytest.mark.parametrize(
+    ("etype", "options", "message"),
+    [
+        (None, {}, "say which with etype="),
+        ("sells", {}, "sells"),
+        ("buys", {}, "cannot be the reverse"),
+        ("buys", {"reverse_etype": "knows"}, "must lead from 'item' to 'user'"),
+        ("knows", {"by": "position"}, "edges of two types"),
+        ("buys", {"reverse_etype": "bought_by", "by": "half"}, "use by='endpoints'"),
+        ("knows", {"by": "name"}, "by='name'"),
+    ],
+)
+def test_what_cannot_be_reversed_is_told(tmp_path: Path, etype: Any, options: Any, message: str) -> None:
+    with start_session():
+        g = DistGraph(bonds.write(bonds.shop(), tmp_path / "shop", 1))
+        with pytest.raises(ConfigError, match=message):
+            reverse_edge_ids(g, etype, **options)
+
+
+def ask_differently(shop: str) -> list[str]:
+    with start_session(timeout_s=15):
+        g = DistGraph(shop)
+        reverse_edge_ids(g, KNOWS)
+        one = g.rank() == 1
+        said = []
+        calls: list[Any] = [
+            lambda: reverse_edge_ids(g, "sells" if one else KNOWS),
+            lambda: reverse_edge_ids(g, KNOWS, by="name" if one else "endpoints"),
+            lambda: reverse_edge_ids(g, BUYS if one else KNOWS, reverse_etype=BOUGHT if one else KNOWS),
+        ]
+        for call in calls:
+            try:
+                call()
+            except ConfigError as error:
+                said.append(str(error))
+        g.barrier()
+        return said
+
+
+def test_what_one_rank_asks_wrongly_or_differently_is_an_error_on_all(tmp_path: Path) -> None:
+    shop = bonds.write(bonds.shop(), tmp_path / "shop", 2)
+    zero, one = run_ranks(ask_differently, 2, args=(str(shop),), ranks_per_server=1)
+    assert [text.startswith("rank 1 on ") for text in zero] == [True, True, False]
+    assert "sells" in one[0]
+    assert "by='name'" in one[1]
+    assert all("ask alike on all ranks" in said[2] for said in (zero, one))

@@ -1,0 +1,211 @@
+"""Row kernels: gather, add, read-ahead, and the plan of a remote pull."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.row_kernels import (
+    add_rows,
+    as_words,
+    change_ahead,
+    check_summable,
+    first_outside,
+    gather_rows,
+    number_distinct,
+    numpy_view,
+    plan_remote,
+    read_ahead,
+    scatter_rows,
+    spread_rows,
+    sum_repeated,
+    take_rows,
+    tensor_view,
+)
+from dglx_dist.records import ColumnInfo
+
+DTYPES = ["float32", "float64", "int64", "int8", "uint16", "float16", "bfloat16"]
+
+
+def plan_of(ids: list[int]):
+    """All of ``ids`` are another server's: the own one, the second, has no rows."""
+    return plan_remote(np.array(ids, dtype=np.int64), np.array([0, 10, 10]), 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_one_id_are_summed(dtype: str) -> None:
+    info = ColumnInfo(dtype=dtype, row_shape=(2,))
+    rows = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]]).to(getattr(torch, dtype))
+    plan = plan_of([4, 1, 4, 4])
+    sums = tensor_view(sum_repeated(numpy_view(rows), plan, info), info)
+    assert sums.dtype == rows.dtype
+    assert plan.ids.tolist() == [4, 1]
+    assert sums.tolist() == [[13, 16], [3, 4]]
+
+
+def test_the_order_of_the_sum_is_the_one_given() -> None:
+    # In float32, 1e8 + 1 is 1e8: the other order would give 1.
+    rows = np.array([1, 1e8, -1e8], dtype=np.float32)
+    info = ColumnInfo(dtype="float32", row_shape=())
+    assert sum_repeated(rows, plan_of([3, 3, 3]), info).tolist() == [0]
+    assert sum_repeated(rows[[1, 2, 0]], plan_of([3, 3, 3]), info).tolist() == [1]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_is_summed_in_float32_and_rounded_once(dtype: str) -> None:
+    # One unit of a row of 1024 at a time would be lost in bfloat16, and 0.25 in float16.
+    info, torch_dtype = ColumnInfo(dtype=dtype, row_shape=()), getattr(torch, dtype)
+    rows = torch.cat([torch.tensor([1024.0]), torch.full((64,), 0.25)]).to(torch_dtype)
+    sums = tensor_view(sum_repeated(numpy_view(rows), plan_of([5] * 65), info), info)
+    assert sums.tolist() == [1040.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adding_touches_only_the_rows_that_are_named_and_here(dtype: str) -> None:
+    info = ColumnInfo(dtype=dtype, row_shape=(2,))
+    target = torch.arange(6).reshape(3, 2).to(getattr(torch, dtype))
+    rows = torch.tensor([[10, 20], [30, 40], [50, 60]]).to(getattr(torch, dtype))
+    add_rows(numpy_view(target), 7, np.array([9, 6, 7]), numpy_view(rows), info)
+    assert target.tolist() == [[50, 61], [2, 3], [14, 25]]
+
+
+def test_rows_without_columns_and_no_rows_at_all() -> None:
+    wide, narrow = ColumnInfo(dtype="float32", row_shape=(0,)), ColumnInfo(dtype="float32", row_shape=(3,))
+    assert sum_repeated(np.zeros((2, 0), np.float32), plan_of([1, 1]), wide).shape == (1, 0)
+    assert sum_repeated(np.zeros((0, 3), np.float32), plan_of([]), narrow).shape == (0, 3)
+    target = np.ones((2, 3), np.float32)
+    add_rows(target, 0, np.empty(0, np.int64), np.empty((0, 3), np.float32), narrow)
+    assert target.tolist() == [[1] * 3] * 2
+
+
+def test_bool_has_no_sum() -> None:
+    with pytest.raises(ConfigError, match="'mask' holds bool, which cannot be added"):
+        check_summable("mask", ColumnInfo(dtype="bool", row_shape=()))
+
+
+ROWS = [
+    ("float32", (100,)),
+    ("float64", ()),
+    ("bool", (3,)),
+    ("uint16", (5,)),
+    ("int8", ()),
+    ("float32", (2, 3)),
+]
+
+
+def rows(count: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    random = np.random.default_rng(0).integers(
+        0, 256, size=(count, *shape, np.dtype(dtype).itemsize), dtype=np.uint8
+    )
+    if dtype == "bool":
+        random &= 1
+    return random.reshape(-1).view(dtype).reshape(count, *shape)
+
+
+@pytest.mark.parametrize(("dtype", "shape"), ROWS)
+def test_gather_from_two_shards_equals_indexing(dtype: str, shape: tuple[int, ...]) -> None:
+    table, ids = rows(20, dtype, shape), np.array([3, 19, 3, 0, 7, 8, 19])
+    out = np.zeros((len(ids), *shape), dtype=dtype)
+    gather_rows(table[:8], 0, ids, out)
+    gather_rows(table[8:].copy(), 8, ids, out)
+    assert out.tobytes() == table[ids].tobytes()
+
+
+@pytest.mark.parametrize(("dtype", "shape"), ROWS)
+def test_scatter_equals_assignment(dtype: str, shape: tuple[int, ...]) -> None:
+    values, ids = rows(4, dtype, shape), np.array([12, 3, 9, 12])
+    table = np.zeros((8, *shape), dtype=dtype)
+    expected = np.zeros((16, *shape), dtype=dtype)
+    expected[ids] = values
+    scatter_rows(values, table, 6, ids)
+    assert table.tobytes() == expected[6:14].tobytes()
+
+
+def test_spread_puts_a_row_at_each_of_its_places() -> None:
+    out = np.zeros((5, 2), dtype=np.float32)
+    starts, positions = np.array([0, 1, 3, 4]), np.array([4, 0, 2, 1])
+    spread_rows(np.array([[1, 2], [3, 4]], dtype=np.float32), out, starts, positions, 1)
+    assert out.tolist() == [[1, 2], [3, 4], [1, 2], [0, 0], [0, 0]]
+
+
+def test_a_buffer_off_the_word_boundary_is_read_in_smaller_words() -> None:
+    raw = np.arange(1 + 3 * 8, dtype=np.uint8)[1:]
+    source = raw.view(np.uint64)
+    out = np.zeros(2, dtype=np.uint64)
+    assert as_words(source, out)[0].dtype == np.uint8
+    gather_rows(source, 0, np.array([2, 0]), out)
+    assert out.tobytes() == raw[16:24].tobytes() + raw[:8].tobytes()
+
+
+def test_rows_without_columns_and_no_ids_are_nothing_to_do() -> None:
+    gather_rows(np.zeros((4, 0), np.float32), 0, np.array([1, 2]), np.zeros((2, 0), np.float32))
+    out = np.zeros((0, 3), np.float32)
+    gather_rows(np.ones((4, 3), np.float32), 0, np.zeros(0, np.int64), out)
+    assert out.shape == (0, 3)
+
+
+@pytest.mark.parametrize(("ids", "position"), [([], -1), ([0, 4], -1), ([0, 5, 9], 1), ([2, 1, -1], 2)])
+def test_the_first_id_out_of_range_is_found(ids: list[int], position: int) -> None:
+    assert first_outside(np.array(ids, dtype=np.int64), 5) == position
+
+
+@pytest.mark.parametrize(("dtype", "shape"), ROWS)
+def test_taken_rows_are_those_that_indexing_gives(dtype: str, shape: tuple[int, ...]) -> None:
+    source, places = rows(9, dtype, shape), np.array([8, 0, 3, 3])
+    assert take_rows(source, places).tobytes() == source[places].tobytes()
+    assert take_rows(source, places[:0]).shape == (0, *shape)
+
+
+@njit
+def ask_for_all(rows: np.ndarray) -> None:
+    for row in range(rows.shape[0]):
+        read_ahead(rows, row)
+        change_ahead(rows, row)
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (3, 17), (2, 0), (0, 4)])
+def test_rows_that_are_asked_for_stay_as_they_are(shape: tuple[int, int]) -> None:
+    for dtype in (np.float32, np.float64):
+        rows = np.arange(shape[0] * shape[1], dtype=dtype).reshape(shape)
+        before = rows.copy()
+        ask_for_all(rows)
+        assert np.array_equal(rows, before)
+
+
+BOUNDS = np.array([0, 10, 20, 20, 30])
+
+
+def test_remote_ids_once_grouped_by_server_with_their_places() -> None:
+    plan = plan_remote(np.array([25, 12, 3, 25, 3, 29, 14]), BOUNDS, own_server=1)
+    assert plan.ids.tolist() == [3, 25, 29]
+    assert plan.server_starts.tolist() == [0, 1, 1, 1, 3]
+    assert plan.starts.tolist() == [0, 2, 4, 5]
+    assert plan.positions.tolist() == [2, 4, 0, 3, 5]
+
+
+@pytest.mark.parametrize("ids", [[], [12, 19, 10]])
+def test_nothing_remote(ids: list[int]) -> None:
+    plan = plan_remote(np.array(ids, dtype=np.int64), BOUNDS, own_server=1)
+    assert plan.ids.tolist() == []
+    assert plan.server_starts.tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("own", [0, 1, 2, 3])
+def test_many_ids_against_numpy(own: int) -> None:
+    ids = np.random.default_rng(own).integers(0, 30, 500)
+    plan = plan_remote(ids, BOUNDS, own)
+    remote = ids[(ids < BOUNDS[own]) | (ids >= BOUNDS[own + 1])]
+    assert sorted(plan.ids.tolist()) == np.unique(remote).tolist()
+    assert np.array_equal(np.repeat(plan.ids, np.diff(plan.starts)), ids[plan.positions])
+    server_of_slot = np.repeat(np.arange(4), np.diff(plan.server_starts))
+    assert np.array_equal(server_of_slot, np.searchsorted(BOUNDS, plan.ids, side="right") - 1)
+
+
+def test_distinct_ids_are_numbered_in_order_of_appearance() -> None:
+    distinct, places = number_distinct(np.array([7, 3, 7, 0, 3]))
+    assert (distinct.tolist(), places.tolist()) == ([7, 3, 0], [0, 1, 0, 2, 1])
+    none, places = number_distinct(np.empty(0, np.int64))
+    assert (none.tolist(), places.tolist()) == ([], [])

@@ -1,0 +1,126 @@
+"""Folders of rows: complete or absent, whoever dies, and no other folder is ever replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.data.storage.row_files import RowFile, read_index, read_rows, write_rows
+from dglx_dist.errors import DglxError, StorageError
+from dglx_dist.graph.shared_memory import fill_folder, save_folder
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks, start_ranks
+
+PER_RANK = 3
+
+
+def save(session: Session, folder: Path, value: int) -> None:
+    rank = session.topology.rank
+
+    def write_own(to: Path) -> Sequence[RowFile]:
+        return [write_rows(to, "x", PER_RANK * rank, np.full(PER_RANK, value + rank))]
+
+    save_folder(session, folder, write_own, {"value": value})
+
+
+def load(folder: Path) -> list[int]:
+    saved = read_index(folder).tensors["x"]
+    out = np.empty(saved.num_rows, np.int64)
+    read_rows(folder, saved, 0, saved.num_rows, out)
+    return [int(value) for value in out]
+
+
+def save_twice(folder: Path) -> list[int]:
+    with start_session() as session:
+        save(session, folder, 10)
+        save(session, folder, 20)
+        return load(folder)
+
+
+def die_while_saving(folder: Path, victim: int) -> str:
+    with start_session(timeout_s=20) as session:
+
+        def write_own(to: Path) -> Sequence[RowFile]:
+            rank = session.topology.rank
+            file = write_rows(to, "x", PER_RANK * rank, np.zeros(PER_RANK, np.int64))
+            if rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return [file]
+
+        try:
+            save_folder(session, folder, write_own, {})
+        except DglxError as error:
+            session.close(failed=True)
+            return f"{type(error).__name__}: {error}"
+        return "saved"
+
+
+def fail_on_one(folder: Path) -> str:
+    with start_session() as session:
+
+        def write_own(to: Path) -> Sequence[RowFile]:
+            if session.topology.rank == 1:
+                raise OSError(28, "No space left on device")
+            return [write_rows(to, "x", 0, np.zeros(PER_RANK, np.int64))]
+
+        try:
+            save_folder(session, folder, write_own, {})
+        except StorageError as error:
+            return str(error)
+        return "saved"
+
+
+@pytest.mark.parametrize("victim", [1, *wide(0)])
+def test_the_saved_rows_stay_when_a_rank_is_killed_while_it_saves(tmp_path: Path, victim: int) -> None:
+    folder = tmp_path / "rows"
+    whole = [20] * PER_RANK + [21] * PER_RANK
+    assert run_ranks(save_twice, 2, args=(folder,)) == [whole, whole]
+    outcomes = start_ranks(die_while_saving, 2, args=(folder, victim))
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    assert outcomes[1 - victim].result.startswith("PeerError")
+    assert load(folder) == whole
+    # What the dead left over is gone after the next save.
+    run_ranks(save_twice, 2, args=(folder,))
+    assert os.listdir(tmp_path) == ["rows"]
+
+
+def test_a_failure_of_one_rank_is_one_of_all_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    run_ranks(save_twice, 2, args=(folder,))
+    for said in run_ranks(fail_on_one, 2, args=(folder,)):
+        assert "No space left" in said
+    assert os.listdir(tmp_path) == ["rows"]
+    assert load(folder) == [20] * PER_RANK + [21] * PER_RANK
+
+
+def test_nothing_but_saved_rows_is_replaced(tmp_path: Path) -> None:
+    with start_session(topology=Topology(0, 1, (0,))) as session:
+        folder = tmp_path / "rows"
+        save(session, folder, 1)
+        save(session, folder / "below", 2)
+        with pytest.raises(StorageError, match="holds something else than saved rows, such as 'below'"):
+            save(session, folder, 3)
+        assert load(folder / "below") == [2] * PER_RANK
+        project = tmp_path / "project"
+        project.mkdir()
+        (project / "index.json").write_text("{}")
+        (project / "thesis.tex").write_text("mine")
+        with pytest.raises(StorageError, match=r"such as 'thesis\.tex'; choose another folder"):
+            save(session, project, 4)
+        assert sorted(os.listdir(project)) == ["index.json", "thesis.tex"]
+        assert sorted(os.listdir(tmp_path)) == ["project", "rows"]
+
+
+def test_a_folder_that_a_rank_does_not_see_is_named(tmp_path: Path) -> None:
+    with (
+        start_session(topology=Topology(0, 1, (0,))) as session,
+        pytest.raises(StorageError, match="choose one that all machines share"),
+    ):
+        fill_folder(session, tmp_path / "nowhere", lambda _: [], {})

@@ -1,0 +1,183 @@
+"""Sparse optimizers: rules, state, several embeddings and several optimizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph import optim
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.embedding import DistEmbedding
+from dglx_dist.graph.sparse_gradient import Gradient, Parcel
+from dglx_dist.graph.sparse_update import AdagradRule, AdamRule, OwnedRows, SgdRule, Touched, UpdateRule
+from tests.graph.small import NUM_NODES
+
+
+@pytest.fixture
+def graph(small_dataset: Path) -> Any:
+    with start_session(topology=Topology(0, 1, (0,)), seed=1):
+        yield DistGraph(small_dataset)
+
+
+def trained(names: list[str], steps: int) -> Any:
+    params = [DistEmbedding(NUM_NODES, 2, name) for name in names]
+    optimizer = optim.SparseAdam(params, lr=0.1)
+    for _ in range(steps):
+        torch.stack([param([3, 5]) for param in params]).pow(2).sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+def test_a_local_state_is_taken_over_with_its_steps(graph: DistGraph) -> None:
+    optimizer = trained(["a", "b"], 2)
+    state = optimizer.local_state_dict()
+    assert state["params"] == {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "world_size": 1}
+    assert state["emb_states"]["a"]["ids"].tolist() == list(range(NUM_NODES))
+    assert state["emb_states"]["a"]["steps"] == 2
+    state["params"]["lr"] = 0.5
+    for table in optimizer.tables:
+        table.steps = 0
+        for tensor in table.states:
+            tensor[:] = torch.zeros(NUM_NODES, 2)
+    optimizer.load_local_state_dict(state)
+    assert optimizer.lr == 0.5
+    for table in optimizer.tables:
+        entry = state["emb_states"][table.embedding.name]
+        assert table.steps == 2
+        assert all(torch.equal(tensor.to_local(), entry["states"][tensor.name]) for tensor in table.states)
+        assert bool((entry["states"][f"{table.embedding.name}_square"][[3, 5]] > 0).all())
+
+
+def test_a_state_of_others_is_refused_before_anything_changes(graph: DistGraph) -> None:
+    optimizer = trained(["a", "b"], 1)
+    state = optimizer.local_state_dict()
+    before = [tensor.to_local() for tensor in optimizer.tables[0].states]
+    for entry in state["emb_states"].values():
+        entry["states"] = {name: rows + 1.0 for name, rows in entry["states"].items()}
+    state["emb_states"]["c"] = state["emb_states"].pop("b")
+    with pytest.raises(ConfigError, match=r"this optimiser has no embedding 'c'; build it as it was"):
+        optimizer.load_local_state_dict(state)
+    after = [tensor.to_local() for tensor in optimizer.tables[0].states]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_the_first_of_two_optimisers_takes_the_gradients(graph: DistGraph) -> None:
+    (param,) = params = [DistEmbedding(NUM_NODES, 2, "a")]
+    one, other = (optim.SparseAdam(params, lr=0.1) for _ in range(2))
+    param([3]).sum().backward()
+    other.step()
+    one.step()
+    assert (one.tables[0].steps, other.tables[0].steps) == (0, 1)
+    assert one.tables[0].states[0].name != other.tables[0].states[0].name
+
+
+def test_a_closed_optimiser_frees_its_state_and_leaves_the_rows(graph: DistGraph) -> None:
+    optimizer = trained(["a"], 1)
+    names = {state.kvstore_key for state in optimizer.tables[0].states}
+    assert names <= set(graph.kvstore.names())
+    rows = optimizer.params[0].weight.to_local()
+    optimizer.close()
+    assert not names & set(graph.kvstore.names())
+    assert torch.equal(optimizer.params[0].weight.to_local(), rows)
+    again = trained(["a"], 1)
+    assert {state.kvstore_key for state in again.tables[0].states} == names
+    assert again.tables[0].steps == 1
+
+
+FIRST = {
+    "sgd": [1.0 - 0.5 * 2.0],
+    "adagrad": [1.0 - 0.5],
+    "adam": [1.0 - 0.5],
+    # The root of the second moment is 1, and 2 once corrected; an eps of 1 counts in full or by half.
+    "adam, eps before": [1.0 - 0.5 / (1.0 + 1.0)],
+    "adam, eps behind": [1.0 - 0.5 / (1.0 + 0.5)],
+}
+RULES = {
+    "sgd": SgdRule(0.5),
+    "adagrad": AdagradRule(0.5, 0.0),
+    "adam": AdamRule(0.5, (0.5, 0.75), 0.0),
+    "adam, eps before": AdamRule(0.5, (0.5, 0.75), 1.0),
+    "adam, eps behind": AdamRule(0.5, (0.5, 0.75), 1.0, corrected=True),
+}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_a_first_step_of_gradient_2(kind: str) -> None:
+    rule: UpdateRule = RULES[kind]
+    weight = np.ones((3, 1))
+    states = tuple(np.zeros((9, 1)) for _ in rule.state_names)
+    # Row 2 of the weights goes with row 7 of the states, and its gradient is half of the second row.
+    gradient = Gradient(np.array([[9.0], [4.0]]), np.array([1]), 0.5)
+    at, touched = np.array([2]), np.array([7 if states else 2])
+    rule.update(Touched(weight=weight, at=at, states=states, touched=touched, gradient=gradient), 1)
+    assert weight[2] == pytest.approx(FIRST[kind])
+    assert weight[:2].tolist() == [[1.0], [1.0]]
+    assert [np.flatnonzero(state).tolist() for state in states] == [[7]] * len(states)
+
+
+@pytest.mark.parametrize("lr", [-1.0, float("nan"), float("inf")])
+def test_a_rate_is_checked_when_it_is_set(lr: float) -> None:
+    rule = SgdRule(0.5)
+    with pytest.raises(ConfigError, match="must be a number, at least 0"):
+        rule.lr = lr
+    assert rule.lr == 0.5
+
+
+def test_settings_that_make_no_sense_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"eps=-1\.0 must be"):
+        AdagradRule(0.5, -1.0)
+    with pytest.raises(ConfigError, match=r"betas=\(0\.5, 1\.0\) must be two numbers"):
+        AdamRule(0.5, (0.5, 1.0), 0.0)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def parcel(ids: list[int], values: list[float], weight: float = 1.0, dtype: Any = np.float32) -> Parcel:
+    """Rows of one column, kept in the opposite order."""
+    rows = np.array(values[::-1], dtype=dtype)[:, None]
+    return Parcel(ids=np.array(ids, np.int64), rows=rows, places=np.arange(len(ids))[::-1], weight=weight)
+
+
+@pytest.fixture
+def g(small_dataset: Path) -> Any:
+    with start_session(topology=Topology(0, 1, (0,))):
+        yield DistGraph(small_dataset)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_several_parcels_are_summed_and_updated_once(g: DistGraph, dtype: torch.dtype) -> None:
+    embedding = DistEmbedding(NUM_NODES, 1, "e", init_func=zeros, dtype=dtype)
+    table = OwnedRows(embedding, [], SgdRule(1.0))
+    for _ in range(2):
+        table.apply([parcel([3, 5], [1.0, 2.0], 0.5), parcel([], []), parcel([5, 7, 3], [4.0, 8.0, 16.0])])
+    assert embedding.weight[[3, 5, 7, 4]].tolist() == [[-33.0], [-10.0], [-16.0], [0.0]]
+    table.apply([parcel([7], [1.0], 2.0)])
+    table.apply([])
+    assert embedding.weight[[7]].tolist() == [[-18.0]]
+    assert table.steps == 4
+
+
+def test_a_parcel_that_does_not_fit_is_refused(g: DistGraph) -> None:
+    table = OwnedRows(DistEmbedding(NUM_NODES, 1, "e"), [], SgdRule(1.0))
+    with pytest.raises(ConfigError, match=r"int64 ids and float32 rows, not int64, float64"):
+        table.check(parcel([3], [1.0], dtype=np.float64))
+    with pytest.raises(ConfigError, match=r"gradients of 2 ids cannot have shape \(1, 1\)"):
+        table.check(parcel([3, 4], [1.0]))
+    with pytest.raises(ConfigError, match="owns the rows 0 to 39 of 'e', not -1 to 40"):
+        table.check(parcel([40, -1], [1.0, 1.0]))
+    table.check(parcel([39], [1.0]))
+
+
+def test_all_who_change_rows_by_what_they_were_take_turns(g: DistGraph) -> None:
+    embedding = DistEmbedding(NUM_NODES, 1, "e")
+    tables = [OwnedRows(embedding, [], SgdRule(1.0)) for _ in range(2)]
+    assert tables[0].lock is tables[1].lock is g.kvstore.owner_lock(embedding.weight.kvstore_key)

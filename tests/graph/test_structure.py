@@ -1,0 +1,152 @@
+"""In-edges of a part, and access probabilities worked out by hand and counted on drawn batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dglx_dist.graph.cache import access_probability, count_sources, expected_hit_rate, most_wanted
+from dglx_dist.graph.structure import CSCShard, InEdges, Piece, all_in_edges, from_wire, join_pieces, to_wire
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
+
+# 1 -> 0, 2 -> 0, 3 -> 1, 3 -> 2: node 0 has the in-neighbours 1 and 2, and both have 3.
+DIAMOND = CSCShard(
+    indptr=np.array([0, 2, 3, 4, 4]), indices=np.array([1, 2, 3, 3]), first_node=0, first_edge=0
+)
+
+
+def vip(shard: CSCShard, seeds: list[int], fanouts: list[int], batch_size: int) -> Array:
+    count = len(shard.indptr) - 1
+    hops = [{EDGE_TYPE: fanout} for fanout in fanouts]
+    seeds_of = {NODE_TYPE: np.array(seeds, np.int64)}
+    return access_probability({EDGE_TYPE: shard}, {NODE_TYPE: count}, seeds_of, hops, batch_size)[NODE_TYPE]
+
+
+def test_one_seed_that_draws_one_of_two_neighbours() -> None:
+    assert vip(DIAMOND, [0], [1], 1).tolist() == pytest.approx([1, 0.5, 0.5, 0])
+
+
+def test_two_hops_by_hand() -> None:
+    # Hop 1 draws one of 1 and 2: 1/2 each. Hop 2 draws for 0 again, and 3 for each of 1 and 2 that is there:
+    # 1 is missed by both hops with 1/4; 3 with 1/2 * 1/2, the two being taken as independent.
+    assert vip(DIAMOND, [0], [1, 1], 1).tolist() == pytest.approx([1, 0.75, 0.75, 0.75])
+
+
+def test_a_batch_of_some_seeds_and_full_fan_out() -> None:
+    # One of the seeds 0 and 1: each with 1/2. Node 3 comes with seed 1, at the first hop.
+    assert vip(DIAMOND, [0, 1], [-1], 1).tolist() == pytest.approx([0.5, 1 - 0.5 * 0.5, 0.5, 0.5])
+    # As many seeds as the batch has room for are all in it.
+    assert vip(DIAMOND, [0, 1], [5], 2).tolist() == pytest.approx([1, 1, 1, 1])
+    assert vip(DIAMOND, [], [5], 2).tolist() == [0, 0, 0, 0]
+
+
+def test_fan_outs_are_input_most_first() -> None:
+    # The seed draws both neighbours, and then nothing is drawn for anyone.
+    assert vip(DIAMOND, [0], [0, 2], 1).tolist() == pytest.approx([1, 1, 1, 0])
+    # The seed draws nothing, then both neighbours: 3 is never reached.
+    assert vip(DIAMOND, [0], [2, 0], 1).tolist() == pytest.approx([1, 1, 1, 0])
+    assert vip(DIAMOND, [0], [2, 2], 1).tolist() == pytest.approx([1, 1, 1, 1])
+
+
+def test_several_types() -> None:
+    """Paper 0 is written by the authors 0 and 1 and cites paper 1; author 1 works at institute 0."""
+    writes, cites, employs = ("a", "writes", "p"), ("p", "cites", "p"), ("i", "employs", "a")
+    shards = {
+        writes: CSCShard(indptr=np.array([0, 2, 2]), indices=np.array([0, 1]), first_node=0, first_edge=0),
+        cites: CSCShard(indptr=np.array([0, 1, 1]), indices=np.array([1]), first_node=0, first_edge=0),
+        employs: CSCShard(indptr=np.array([0, 0, 1]), indices=np.array([0]), first_node=0, first_edge=0),
+    }
+    hops = [{writes: 0, cites: 0, employs: 3}, {writes: 1, cites: 1, employs: 0}]
+    found = access_probability(shards, {"a": 2, "p": 2, "i": 1}, {"p": np.array([0])}, hops, 1)
+    assert found["p"].tolist() == pytest.approx([1, 1])
+    assert found["a"].tolist() == pytest.approx([0.5, 0.5])
+    assert found["i"].tolist() == pytest.approx([0.5])
+
+
+def random_graph(num_nodes: int, degree: int) -> CSCShard:
+    random = np.random.default_rng(3)
+    sources = np.sort(random.integers(0, num_nodes, (num_nodes, degree)), axis=1).astype(np.int32)
+    indptr = np.arange(num_nodes + 1) * degree
+    return CSCShard(indptr=indptr, indices=sources.reshape(-1), first_node=0, first_edge=0)
+
+
+def drawn_batch(shard: CSCShard, batch: Array, fanouts: list[int], random: np.random.Generator) -> Array:
+    """The input nodes of one batch, drawn the plain way."""
+    nodes = batch
+    for fanout in reversed(fanouts):
+        rows = [shard.indices[shard.indptr[node] : shard.indptr[node + 1]] for node in nodes]
+        drawn = [random.choice(row, min(fanout, len(row)), replace=False) for row in rows]
+        nodes = np.unique(np.concatenate([nodes, *drawn]))
+    return nodes
+
+
+def test_drawn_batches_need_rows_as_often_as_predicted() -> None:
+    """400 nodes, 2 hops, 2000 batches: one standard deviation of a frequency is below 0.012."""
+    shard, seeds, rounds = random_graph(400, 8), np.arange(100), 2000
+    random, seen = np.random.default_rng(1), np.zeros(400)
+    for _ in range(rounds):
+        seen[drawn_batch(shard, random.choice(seeds, 5, replace=False), [3, 4], random)] += 1
+    difference = vip(shard, seeds.tolist(), [3, 4], 5) - seen / rounds
+    # Nodes that share a path are not independent, which the formula neglects: hence more than chance.
+    assert np.abs(difference).max() < 0.05
+    assert abs(difference.mean()) < 0.004
+
+
+def test_sources_are_counted_where_asked() -> None:
+    assert count_sources([DIAMOND], 4).tolist() == [0, 1, 1, 2]
+    assert count_sources([DIAMOND], 4, (1, 2)).tolist() == [0, 0, 0, 1]
+    assert count_sources([DIAMOND], 4, (4, 9)).tolist() == [0, 0, 0, 0]
+    second = CSCShard(indptr=np.array([0, 1, 2]), indices=np.array([3, 3]), first_node=1, first_edge=2)
+    assert count_sources([second], 4, (0, 2)).tolist() == [0, 0, 0, 1]
+
+
+def test_the_most_wanted_of_others() -> None:
+    scores = np.array([5.0, 9.0, 2.0, 2.0, 0.0, 2.0, 7.0])
+    assert most_wanted(scores, (1, 2), 3).tolist() == [0, 2, 6]
+    assert most_wanted(scores, (1, 2), 4).tolist() == [0, 2, 3, 6]
+    assert most_wanted(scores, (1, 2), 100).tolist() == [0, 2, 3, 5, 6]
+    assert most_wanted(scores, (0, 7), 3).tolist() == []
+    assert most_wanted(scores, (1, 2), 0).tolist() == []
+    assert expected_hit_rate(scores, (1, 2), np.array([0, 6])) == pytest.approx(12 / 18)
+    assert expected_hit_rate(scores, (0, 7), np.array([], np.int64)) is None
+
+
+# Nodes 10, 11, 12 with in-edges from {1, 2}, {}, {3}; edge ids start at 100.
+SHARD = CSCShard(
+    indptr=np.array([0, 2, 2, 3]), indices=np.array([1, 2, 3], np.int32), first_node=10, first_edge=100
+)
+
+
+def test_all_in_edges_in_the_order_asked() -> None:
+    edges = all_in_edges(SHARD, np.array([12, 11, 10]))
+    assert edges.indptr.tolist() == [0, 1, 1, 3]
+    assert (edges.sources.tolist(), edges.edge_ids.tolist()) == ([3, 1, 2], [102, 100, 101])
+
+
+def test_the_wire_carries_24_bytes_an_edge_and_gives_back_the_same() -> None:
+    nodes = np.array([12, 11, 10])
+    edges = all_in_edges(SHARD, nodes)
+    arrays = to_wire(nodes, edges)
+    assert sum(array.nbytes for array in arrays) == 24 * 3
+    back = from_wire(nodes, arrays)
+    assert back.indptr.tolist() == edges.indptr.tolist()
+    assert back.edge_ids.tolist() == edges.edge_ids.tolist()
+
+
+def test_an_answer_for_other_nodes_is_refused() -> None:
+    with pytest.raises(ValueError, match="not requested"):
+        from_wire(np.array([10, 12]), to_wire(np.array([12, 10]), all_in_edges(SHARD, np.array([12, 10]))))
+
+
+def test_pieces_are_joined_at_every_place_of_a_node() -> None:
+    one = InEdges(indptr=np.array([0, 2]), sources=np.array([7, 8]), edge_ids=np.array([70, 80]))
+    two = InEdges(indptr=np.array([0, 0, 1]), sources=np.array([9]), edge_ids=np.array([90]))
+    joined = join_pieces(
+        4,
+        [
+            Piece(edges=one, starts=np.array([0, 2]), positions=np.array([0, 3])),
+            Piece(edges=two, starts=np.array([0, 1, 2]), positions=np.array([1, 2])),
+        ],
+    )
+    assert joined.indptr.tolist() == [0, 2, 2, 3, 5]
+    assert joined.edge_ids.tolist() == [70, 80, 90, 70, 80]

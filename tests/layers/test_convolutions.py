@@ -1,0 +1,319 @@
+"""Stages of convolutions: alone they are DGL's layer; cut by columns and added up they still are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dgl
+import pytest
+import torch
+from dgl.nn import (
+    DotGatConv,
+    EdgeConv,
+    EdgeWeightNorm,
+    GATConv,
+    GATv2Conv,
+    GINConv,
+    GraphConv,
+    PNAConv,
+    RelGraphConv,
+    SAGEConv,
+    SGConv,
+)
+from torch import Tensor, nn
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, part_of, stages_of
+from dglx_dist.layers.convolutions import (
+    EdgeConvStages,
+    GatRowStages,
+    GatStages,
+    GatV2Stages,
+    GinStages,
+    GraphConvStages,
+    PoolStages,
+    RelationalStages,
+    SageStages,
+    SgcStages,
+)
+from dglx_dist.layers.dropout import deal_out_columns
+
+WIDTHS, PARTS = (1, 3, 100, 101), (1, 2, 3, 4)
+H = 5
+
+CONVS: dict[str, tuple[Callable[[int], nn.Module], type[SplittableConv]]] = {
+    "sage-mean": (lambda f: SAGEConv(f, H, "mean", activation=torch.tanh), SageStages),
+    "sage-gcn": (lambda f: SAGEConv(f, H, "gcn", norm=nn.LayerNorm(H)), SageStages),
+    "sage-no-bias": (lambda f: SAGEConv(f, H, "mean", bias=False), SageStages),
+    **{
+        f"gcn-{norm}": (
+            lambda f, norm=norm: GraphConv(f, H, norm=norm, activation=torch.relu),
+            GraphConvStages,
+        )
+        for norm in ("both", "left", "right", "none")
+    },
+    "gin": (lambda f: GINConv(nn.Linear(f, H), "sum", init_eps=0.3), GinStages),
+    "gin-learnt-mean": (
+        lambda f: GINConv(
+            nn.Sequential(nn.Linear(f, H), nn.ReLU(), nn.Linear(H, 3)), "mean", 0.3, True, torch.tanh
+        ),
+        GinStages,
+    ),
+    "rel": (lambda f: RelGraphConv(f, H, 3, activation=torch.tanh), RelationalStages),
+    "rel-basis-norm": (lambda f: RelGraphConv(f, H, 3, "basis", 2, layer_norm=True), RelationalStages),
+    "gat": (lambda f: GATConv(f, H, 2, activation=torch.tanh), GatStages),
+    "gat-residual": (lambda f: GATConv(f, H, 3, residual=True), GatStages),
+}
+BY_ROWS: dict[str, tuple[Callable[[int], nn.Module], type[SplittableConv]]] = {
+    "pool": (lambda f: SAGEConv(f, H, "pool", activation=torch.tanh, norm=nn.LayerNorm(H)), PoolStages),
+    "gat-rows": (lambda f: GATConv(f, H, 2, activation=torch.tanh), GatRowStages),
+    "gat-rows-residual": (lambda f: GATConv(f, H, 3, residual=True), GatRowStages),
+    "gatv2": (lambda f: GATv2Conv(f, H, 2, activation=torch.tanh), GatV2Stages),
+    "gatv2-residual": (lambda f: GATv2Conv(f, H, 3, residual=True, bias=False), GatV2Stages),
+    "edge": (lambda f: EdgeConv(f, H), EdgeConvStages),
+    "edge-batch-norm": (lambda f: EdgeConv(f, H, batch_norm=True), EdgeConvStages),
+}
+"""Of ``sync="inputs"``."""
+NO_WEIGHTS = ("gatv2", "edge")
+every_conv = pytest.mark.parametrize("name", [*CONVS, *BY_ROWS])
+
+
+def block_and_rows(width: int) -> tuple[dgl.DGLGraph, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(width)
+    sources = torch.randint(0, 30, (60,), generator=generator)
+    targets = torch.cat([torch.arange(12), torch.randint(0, 12, (48,), generator=generator)])
+    block = dgl.to_block(dgl.graph((sources, targets), num_nodes=30), torch.arange(12))
+    rows = torch.randn(block.num_src_nodes(), width, generator=generator, dtype=torch.float64)
+    weight = torch.rand(60, generator=generator, dtype=torch.float64) + 0.1
+    return block, rows, weight
+
+
+def made(name: str, width: int) -> tuple[nn.Module, SplittableConv]:
+    make, stages = (CONVS | BY_ROWS)[name]
+    torch.manual_seed(width)
+    conv = make(width).double()
+    for parameter in conv.parameters():
+        nn.init.uniform_(parameter, -1, 1)  # zeros of a bias would hide a bias added twice
+    staged = stages_of(conv, "inputs" if name in BY_ROWS else "columns")
+    assert type(staged) is stages
+    return conv, staged
+
+
+def edge_choices(name: str, weight: Tensor) -> list[dict[str, Tensor]]:
+    if name.startswith("rel"):
+        relation = torch.arange(len(weight)) % 3
+        return [{"etypes": relation}, {"etypes": relation, "norm": weight.view(-1, 1)}]
+    return [{}] if name.startswith(NO_WEIGHTS) else [{}, {"edge_weight": weight}]
+
+
+def add_up(parts: list[PartialSums]) -> PartialSums:
+    return tuple(sum(rest, first) for first, *rest in zip(*parts, strict=True))
+
+
+def run_parts(layers: list[SplittableConv], block: dgl.DGLGraph, x: Tensor, **edges: Tensor) -> Tensor:
+    """What push-pull does, without a network: every part with its columns, sums between."""
+    cuts = deal_out_columns(x.shape[1], len(layers))
+    handed = {} if layers[0].edges_after_sync else edges
+    given = [StageInput(block=block, x=x[:, columns.cut], edges=handed) for columns in cuts]
+    transformed = [layer.transform(one) for layer, one in zip(layers, given, strict=True)]
+    scattered = add_up(
+        [layer.scatter(*pair) for layer, *pair in zip(layers, given, transformed, strict=True)]
+    )
+    gathered = [
+        layer.gather(one, rows, scattered)
+        for layer, one, rows in zip(layers, given, transformed, strict=True)
+    ]
+    return layers[0].apply_edges(replace(given[0], edges=edges), add_up(gathered))
+
+
+def summed_gradient(layers: list[SplittableConv], name: str) -> Tensor | None:
+    """The uncut gradient, from what the parts hold."""
+    found = [layer.get_parameter(name).grad for layer in layers]
+    if name in layers[0].cut:
+        return torch.cat([grad for grad in found if grad is not None], dim=layers[0].cut[name])
+    if name in layers[0].shared:
+        return torch.stack([grad for grad in found if grad is not None]).sum(0)
+    assert all(grad is None for grad in found[1:]), f"{name} is used before the sum and not declared"
+    return found[0]
+
+
+@every_conv
+@pytest.mark.parametrize("width", WIDTHS)
+def test_parts_add_up_to_dgls_layer(name: str, width: int) -> None:
+    block, x, weight = block_and_rows(width)
+    conv, staged = made(name, width)
+    for edges in edge_choices(name, weight):
+        conv.zero_grad()
+        expected = conv(block, x, **edges)
+        expected.cos().sum().backward()
+        close(staged(block, x, **edges), expected)
+        for parts in PARTS:
+            layers = [part_of(staged, [columns]) for columns in deal_out_columns(width, parts)]
+            found = run_parts(layers, block, x, **edges)
+            close(found, expected)
+            found.cos().sum().backward()
+            for parameter, values in conv.named_parameters():
+                close(summed_gradient(layers, parameter), values.grad)
+
+
+def close(found: Tensor | None, expected: Tensor | None) -> None:
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@every_conv
+def test_names_are_those_of_the_layer(name: str) -> None:
+    conv, staged = made(name, 7)
+    assert {n: p.shape for n, p in staged.named_parameters()} == {
+        n: p.shape for n, p in conv.named_parameters()
+    }
+    for cut, dimension in staged.cut.items():
+        assert staged.get_parameter(cut).shape[dimension] == 7
+
+
+def test_whole_outputs_of_parts_of_gat_do_not_add_up() -> None:
+    """The known wrong way: the softmax of a part's logits is no part of the softmax."""
+    block, x, _ = block_and_rows(8)
+    conv, staged = made("gat", 8)
+    conv.activation = staged.activation = None
+    cuts = deal_out_columns(8, 2)
+    wrong = sum(part_of(staged, [columns])(block, x[:, columns.cut]) for columns in cuts)
+    assert (wrong - conv(block, x)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (SAGEConv(4, 3, "pool"), "aggregator 'pool'"),
+        (SAGEConv(4, 3, "lstm"), "aggregator 'lstm'"),
+        (GATv2Conv(4, 3, 2), "GATv2Conv cannot be cut .* nonlinear"),
+        (GraphConv(4, 4, weight=False, bias=False), "weight=False"),
+        (GINConv(nn.Linear(4, 3), "max"), "'max'"),
+        (GINConv(nn.ReLU(), "sum"), "begins with ReLU"),
+        (GATConv(3, 3, 1, residual=True), "residual=True"),
+        (GATConv((3, 4), 3, 1), "separate widths"),
+        (RelGraphConv(4, 4, 2, "bdd", 2), "bdd"),
+        (SGConv(4, 3, k=2), "2 hops, but a block has one"),
+        (SGConv(4, 3, norm=nn.LayerNorm(4)), "normalizes whole rows"),
+        (SGConv(4, 3, cached=True), "caches the first batch's result"),
+        (EdgeConv(4, 3), "EdgeConv cannot be cut .* largest"),
+        (PNAConv(4, 3, ["max"], ["identity"], 1.0), "PNAConv cannot be cut .* largest"),
+        (DotGatConv(4, 3, 1), "DotGatConv cannot be cut .* whole rows"),
+        (nn.Linear(3, 3), "Linear cannot be cut .* its stages are not defined"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_the_reason(module: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        stages_of(module)
+    assert "data_parallel" in str(caught.value)
+
+
+@pytest.mark.parametrize("module", [SAGEConv(4, 3, "pool"), GATv2Conv(4, 3, 2), EdgeConv(4, 3)])
+def test_where_rows_would_do_the_refusal_says_so(module: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="sync='inputs'"):
+        stages_of(module)
+    assert stages_of(module, "inputs").width == 4
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (SAGEConv(4, 3, "lstm"), "aggregator 'lstm'"),
+        (GATv2Conv(4, 3, 2, share_weights=True), "share_weights=True"),
+        (GATv2Conv((4, 3), 3, 2), "separate widths"),
+        (GATv2Conv(6, 3, 2, residual=True), "residual=True"),
+        (GATConv(3, 3, 1, residual=True), "residual=True"),
+        (GINConv(nn.Linear(4, 3), "max"), "'max'"),
+        (PNAConv(4, 3, ["max"], ["identity"], 1.0), "PNAConv cannot be cut"),
+    ],
+)
+def test_what_rows_do_not_help_is_refused(module: nn.Module, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        stages_of(module, "inputs")
+    assert "data_parallel" in str(caught.value)
+    assert "sync=" not in str(caught.value)
+
+
+def test_relations_that_are_not_passed_are_named() -> None:
+    block, x, _ = block_and_rows(3)
+    _, staged = made("rel", 3)
+    with pytest.raises(ConfigError, match="pass etypes"):
+        staged(block, x)
+
+
+def test_rows_of_sources_are_what_parts_send() -> None:
+    """(L0, width) of each, where a layer that splits sends (D1, H)."""
+    block, x, _ = block_and_rows(7)
+    for name, widths in (("pool", [7, H]), ("gatv2", [2 * H, 2 * H]), ("edge", [H, H])):
+        _, staged = made(name, 7)
+        rows, own = staged.sync(StageInput(block=block, x=x, edges={}))
+        assert [rows.shape, own.shape] == [
+            (block.num_src_nodes(), widths[0]),
+            (block.num_dst_nodes(), widths[1]),
+        ]
+
+
+@pytest.mark.parametrize("out", [3, 9])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_one_hop_of_sgc_is_dgls_on_a_whole_graph(out: int, weighted: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.cat([torch.randint(0, 8, (2, 20), generator=generator), torch.arange(8).repeat(2, 1)], 1)
+    graph = dgl.graph((ends[0], ends[1]))
+    x = torch.randn(8, 5, generator=generator, dtype=torch.float64)
+    edges = (torch.rand(28, generator=generator, dtype=torch.float64) + 0.1,) if weighted else ()
+    conv = SGConv(5, out).double()
+    nn.init.uniform_(conv.fc.bias)
+    staged = stages_of(conv)
+    assert type(staged) is SgcStages
+    expected = conv(graph, x, *edges)
+    close(staged(graph, x, *edges), expected)
+    parts = [part_of(staged, [columns]) for columns in deal_out_columns(5, 3)]
+    found = run_parts(parts, graph, x, **({"edge_weight": edges[0]} if weighted else {}))
+    close(found, expected)
+    for output in (expected, found):
+        output.cos().sum().backward()
+    close(summed_gradient(parts, "fc.weight"), conv.fc.weight.grad)
+    close(summed_gradient(parts, "fc.bias"), conv.fc.bias.grad)
+
+
+def test_one_hop_of_sgc_on_a_block_weighs_as_dgls_norm_of_edges_does() -> None:
+    """DGL's own SGConv runs on no block; its EdgeWeightNorm does."""
+    block, x, weight = block_and_rows(7)
+    conv = SGConv(7, 4).double()
+    staged = stages_of(conv)
+    with pytest.raises((dgl.DGLError, RuntimeError, AssertionError)):
+        conv(block, x)
+    plain = GraphConv(7, 4, norm="none", bias=False).double()
+    plain.weight = nn.Parameter(conv.fc.weight.detach().T)
+    for given in (weight, torch.ones_like(weight)):
+        close(staged(block, x, given), plain(block, x, edge_weight=EdgeWeightNorm("both")(block, given)))
+    close(staged(block, x), staged(block, x, torch.ones_like(weight)))
+
+
+PAGE = Path(__file__).parents[2] / "docs/extending.md"
+
+
+def test_the_layer_of_the_page_adds_up() -> None:
+    (code,) = re.findall(
+        r"```python\n(import torch\n.*?class HalfSelf.*?)```", PAGE.read_text(), flags=re.DOTALL
+    )
+    found: dict[str, Any] = {}
+    exec(code, found)
+    torch.manual_seed(0)
+    layer = found["HalfSelf"](7, 4).double()
+    torch.nn.init.uniform_(layer.bias)
+    block, x, weight = block_and_rows(7)
+    expected = layer(block, x, weight)
+    expected.cos().sum().backward()
+    assert (layer(block, x) - expected).abs().max() > 1e-3
+    for parts in (2, 3):
+        layers = [part_of(layer, [columns]) for columns in deal_out_columns(7, parts)]
+        total = run_parts(layers, block, x, edge_weight=weight)
+        close(total, expected)
+        total.cos().sum().backward()
+        for name in ("weight", "bias"):
+            close(summed_gradient(layers, name), layer.get_parameter(name).grad)

@@ -1,0 +1,454 @@
+"""Dropout with masks keyed by node and edge."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from dataclasses import replace
+from typing import Any
+
+import dgl
+import pytest
+import torch
+from dgl.nn import GATConv, GATv2Conv, SAGEConv
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.layers.base import StageInput, Sync, part_of, stages_of
+from dglx_dist.layers.dropout import (
+    Columns,
+    DropDraws,
+    NodeDropout,
+    deal_out_columns,
+    deal_out_concatenated,
+    drop_attention,
+    drop_entries,
+    install_node_dropouts,
+    kept_entries,
+)
+from tests.layers.test_convolutions import add_up, block_and_rows, close
+
+NODES = torch.randperm(10_000, generator=torch.Generator().manual_seed(0))[:400]
+
+
+def all_columns(width: int) -> tuple[Columns, ...]:
+    return deal_out_columns(width, 1)
+
+
+def mask(runs: tuple[Columns, ...], number: int = 3, nodes: Tensor = NODES, **other: int) -> Tensor:
+    return kept_entries(other.get("seed", 7), number, other.get("stream", 1 << 32), nodes, runs, 0.3)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_parts_have_the_columns_of_the_whole_mask(parts: int) -> None:
+    whole = mask(all_columns(9))
+    cut = [mask((columns,)) for columns in deal_out_columns(9, parts)]
+    assert torch.equal(torch.cat(cut, 1), whole)
+    for runs in deal_out_concatenated([5, 4], parts):
+        assert torch.equal(mask(runs), torch.cat([whole[:, run.cut] for run in runs], 1))
+
+
+def test_a_node_drops_the_same_wherever_it_stands() -> None:
+    order = torch.randperm(len(NODES), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(mask(all_columns(9), nodes=NODES[order]), mask(all_columns(9))[order])
+
+
+@pytest.mark.parametrize("other", [{"number": 4}, {"seed": 8}, {"stream": 1 << 33}])
+def test_other_batches_seeds_and_modules_drop_other_entries(other: dict[str, int]) -> None:
+    """Two independent masks that keep 0.7 agree on 0.58 of the entries."""
+    agreed = (mask(all_columns(100)) == mask(all_columns(100), **other)).double().mean()
+    assert abs(agreed - 0.58) < 0.01
+
+
+def test_entries_are_kept_as_often_as_said_and_their_mean_stays() -> None:
+    """40,000 draws: 5 standard deviations of the share are 0.0115."""
+    x = torch.ones(400, 100, dtype=torch.float64)
+    draws = DropDraws(seed=0, number=0, nodes=NODES, runs=all_columns(100))
+    for probability in (0.1, 0.5, 0.9):
+        out = drop_entries(x, probability, draws)
+        kept = out != 0
+        assert abs(kept.double().mean() - (1 - probability)) < 0.0125
+        assert out[kept].unique().tolist() == [1 / (1 - probability)]
+        for side in (0, 1):
+            share = kept.double().mean(side)
+            assert share.min() < 1 - probability < share.max()
+    assert drop_entries(x, 0.0, draws) is x
+    assert not drop_entries(x, 1.0, draws).any()
+
+
+def test_half_precision_and_no_columns() -> None:
+    draws = DropDraws(seed=0, number=0, nodes=NODES, runs=(Columns(first=4, last=4, width=4),))
+    out = drop_entries(torch.ones(400, 0, dtype=torch.float16), 0.5, draws)
+    assert (out.shape, out.dtype) == ((400, 0), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("name", "sync"),
+    [
+        ("sage", "columns"),
+        ("sage-gcn", "columns"),
+        ("gat", "columns"),
+        ("gat", "inputs"),
+        ("gatv2", "inputs"),
+        ("pool", "inputs"),
+    ],
+)
+def test_parts_drop_what_one_part_drops(name: str, sync: Sync) -> None:
+    """Outputs and gradients of the parts, attention dropped too, are those of one part with all columns."""
+    conv = {
+        "sage": lambda: SAGEConv(7, 5, "mean", feat_drop=0.4),
+        "sage-gcn": lambda: SAGEConv(7, 9, "gcn", feat_drop=0.4),
+        "gat": lambda: GATConv(7, 5, 2, feat_drop=0.4, attn_drop=0.3 if sync == "columns" else 0.0),
+        "gatv2": lambda: GATv2Conv(7, 5, 2, feat_drop=0.4),
+        "pool": lambda: SAGEConv(7, 5, "pool", feat_drop=0.4),
+    }[name]()
+    staged = stages_of(conv.double(), sync)
+    block, x, _ = block_and_rows(7)
+    nodes = NODES[: len(x)]
+    found, gradients = [], []
+    for parts in (1, 2, 3, 4):
+        cuts = deal_out_columns(7, parts)
+        layers = [part_of(staged, [columns]) for columns in cuts]
+        given = [
+            StageInput(
+                block=block,
+                x=x[:, columns.cut],
+                edges={},
+                draws=DropDraws(seed=1, number=2, nodes=nodes, runs=(columns,)),
+            )
+            for columns in cuts
+        ]
+        rows = [layer.transform(one) for layer, one in zip(layers, given, strict=True)]
+        logits = add_up([a.scatter(b, c) for a, b, c in zip(layers, given, rows, strict=True)])
+        sums = add_up([a.gather(b, c, logits) for a, b, c in zip(layers, given, rows, strict=True)])
+        out = layers[0].apply_edges(given[0], sums)
+        out.cos().sum().backward()
+        found.append(out)
+        weight = next(iter(staged.cut))
+        pieces = [layer.get_parameter(weight).grad for layer in layers]
+        gradients.append(torch.cat([piece for piece in pieces if piece is not None], 1))
+    for out, gradient in zip(found[1:], gradients[1:], strict=True):
+        close(out, found[0])
+        close(gradient, gradients[0])
+    undropped = staged.eval()(block, x)
+    assert (undropped - found[0]).abs().max() > 1e-2
+    quiet = replace(given[0], x=x, draws=replace(given[0].draws, runs=all_columns(7)))  # type: ignore[type-var,arg-type]  # set above
+    close(staged.apply_edges(quiet, staged.sync(quiet)), undropped)
+
+
+def test_alone_a_layer_drops_as_torch_does() -> None:
+    block, x, _ = block_and_rows(7)
+    for conv in (SAGEConv(7, 5, "mean", feat_drop=0.4), GATConv(7, 5, 2, feat_drop=0.4, attn_drop=0.3)):
+        staged = stages_of(conv.double())
+        torch.manual_seed(5)
+        expected = conv(block, x)
+        torch.manual_seed(5)
+        close(staged(block, x), expected)
+
+
+def test_without_draws_a_part_among_others_refuses_to_drop() -> None:
+    block, x, _ = block_and_rows(7)
+    staged = stages_of(SAGEConv(7, 5, "mean", feat_drop=0.4).double())
+    staged.run_parts = lambda layer, given: layer.gather(given, layer.transform(given), ())
+    with pytest.raises(ConfigError, match=r"drops with probability 0\.4 .*data_parallel"):
+        staged(block, x)
+    staged.eval()(block, x)
+
+
+def test_attention_is_dropped_by_destination_and_place_not_by_number_of_the_edge() -> None:
+    """A part numbers the edges as the matrix has them, the owner as it likes: the same edges are dropped."""
+    block, _, _ = block_and_rows(7)
+    nodes = NODES[: block.num_src_nodes()]
+    draws = DropDraws(seed=0, number=0, nodes=nodes, runs=())
+    ones = torch.ones(block.num_edges(), 2, 1)
+    owners = drop_attention(block, ones, 0.5, draws)
+    indptr, indices, edge_ids = block.adj_tensors("csc")
+    assert not torch.equal(edge_ids, torch.arange(len(edge_ids)))
+    part = dgl.create_block(("csc", (indptr, indices, [])), block.num_src_nodes(), block.num_dst_nodes())
+    assert torch.equal(drop_attention(part, ones, 0.5, draws), owners[edge_ids])
+    assert 0.3 < (owners != 0).double().mean() < 0.7
+    assert drop_attention(part, ones, 0.0, draws) is ones
+
+
+def test_it_is_a_module_s_mask_that_the_gradient_sees() -> None:
+    x = nn.Parameter(torch.randn(400, 9, dtype=torch.float64))
+    draws = DropDraws(seed=7, number=3, nodes=NODES, runs=all_columns(9))
+    drop_entries(x, 0.3, draws).sum().backward()
+    close(x.grad, mask(all_columns(9)).double() / 0.7)
+
+
+# The ring 0 -> 1 -> ... -> 11 -> 0 with chords v -> v + 5.
+RING = 12
+SOURCES = torch.arange(RING).repeat(2)
+TARGETS = torch.cat([(torch.arange(RING) + 1) % RING, (torch.arange(RING) + 5) % RING])
+
+
+def block_of(targets: list[int]) -> Any:
+    """The in-edges of ``targets``, whose sources come after them in descending order, with global ids."""
+    wanted = torch.tensor(targets)
+    edges = torch.isin(TARGETS, wanted).nonzero()[:, 0].flip(0)
+    others = sorted(set(SOURCES[edges].tolist()) - set(targets), reverse=True)
+    nodes = torch.tensor([*targets, *others])
+    place = {int(node): position for position, node in enumerate(nodes)}
+    ends = [torch.tensor([place[int(node)] for node in ids[edges]]) for ids in (SOURCES, TARGETS)]
+    block = dgl.create_block((ends[0], ends[1]), num_src_nodes=len(nodes), num_dst_nodes=len(targets))
+    block.srcdata[dgl.NID], block.dstdata[dgl.NID] = nodes, wanted
+    block.edata[dgl.EID] = edges
+    return block
+
+
+class Deep(nn.Module):
+    """Dropouts in every place: before, inside and between convolutions; one module serves twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.4)
+        self.first = GATConv(5, 3, 2, feat_drop=0.3, attn_drop=0.3)
+        self.second = SAGEConv(6, 4, "mean", feat_drop=0.2)
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        h = self.dropout(self.first(blocks[0], self.dropout(h)).flatten(1))
+        return self.second(blocks[1], h)
+
+
+def scores(targets: list[int], number: int = 3) -> Tensor:
+    """What a rank that computes ``targets`` gets for them."""
+    torch.manual_seed(0)
+    model = Deep().double()
+    dropouts = install_node_dropouts(model, seed=7)
+    second = block_of(targets)
+    first = block_of(second.srcdata[dgl.NID].tolist())
+    nodes = first.srcdata[dgl.NID]
+    x = torch.linspace(-1, 1, RING * 5, dtype=torch.float64).reshape(RING, 5)
+    # What ranks draw otherwise, and how often, is their own affair.
+    torch.manual_seed(targets[0])
+    dropouts.begin(number, nodes)
+    return model([first, second], x[nodes])
+
+
+def test_a_node_gets_the_same_on_whichever_rank() -> None:
+    whole = scores(list(range(RING)))
+    for targets in ([3, 0, 7], [11], [9, 8, 10, 1, 2]):
+        torch.testing.assert_close(scores(targets), whole[targets], rtol=0, atol=1e-13)
+
+
+def test_steps_drop_other_entries() -> None:
+    assert not torch.allclose(scores([1, 2]), scores([1, 2], number=4))
+
+
+def test_calls_and_passes_of_one_step_drop_other_entries() -> None:
+    model = nn.Sequential(nn.Dropout(0.5))
+    dropouts = install_node_dropouts(model, seed=0)
+    x = torch.ones(200, 8)
+    dropouts.begin(0, torch.arange(200))
+    first, second = model(x), model(x)
+    dropouts.begin(0, torch.arange(200))
+    third = model(x)
+    kept = [out != 0 for out in (first, second, third)]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        # 1600 independent entries agree in half of the cases; 5 standard deviations are 0.0625.
+        assert abs((kept[one] == kept[other]).double().mean() - 0.5) < 0.0625
+    assert torch.equal(first.unique(), torch.tensor([0.0, 2.0]))
+
+
+@pytest.mark.parametrize("shape", [(6,), (6, 4), (6, 2, 3)])
+def test_rows_of_any_shape(shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Dropout(0.5))
+    dropouts = install_node_dropouts(model, seed=0)
+    ids = torch.tensor([5, 3, 1, 0, 9, 8])
+    dropouts.begin(0, ids)
+    out = model(torch.ones(shape))
+    dropouts.begin(1, ids)
+    dropouts.begin(0, ids[[2, 4]])
+    assert out.shape == shape
+    # A new pass of step 0 goes on counting, so one that starts anew is compared.
+    again = nn.Sequential(nn.Dropout(0.5))
+    install_node_dropouts(again, seed=0).begin(0, ids[[2, 4]])
+    assert torch.equal(again(torch.ones(shape)[[2, 4]]), out[[2, 4]])
+
+
+def test_no_rows_and_everything_dropped() -> None:
+    model = nn.Sequential(nn.Dropout(1.0))
+    install_node_dropouts(model, seed=0).begin(0, torch.arange(3))
+    assert model(torch.ones(0, 4)).shape == (0, 4)
+    assert not model(torch.ones(3, 4)).any()
+
+
+def test_outside_of_a_pass_it_is_torchs_own() -> None:
+    model, plain = nn.Sequential(nn.Dropout(0.5)), nn.Dropout(0.5)
+    dropouts = install_node_dropouts(model, seed=0)
+    x = torch.ones(10, 10)
+    torch.manual_seed(1)
+    expected = plain(x)
+    torch.manual_seed(1)
+    assert torch.equal(model(x), expected)
+    dropouts.begin(0, torch.arange(10))
+    model.eval()
+    assert model(x) is x
+    # More rows than there are nodes belong to something else.
+    model.train()
+    assert model(torch.ones(11, 10)).shape == (11, 10)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, preserve: bool | None) -> None:
+        super().__init__()
+        self.dropout, self.preserve = nn.Dropout(0.5), preserve
+        self.linears = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        for linear in self.linears:
+            run = lambda h, linear=linear: torch.tanh(linear(self.dropout(h)))  # noqa: E731
+            if self.preserve is None:
+                h = run(h)
+            else:
+                h = checkpoint(run, h, use_reentrant=False, preserve_rng_state=self.preserve)
+        return self.dropout(h)
+
+
+def gradients(preserve: bool | None, passes: int = 1) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Checkpointed(preserve).double()
+    dropouts = install_node_dropouts(model, seed=5)
+    outputs = []
+    for number in range(passes):
+        dropouts.begin(number, torch.arange(40) + number)
+        outputs.append(model(torch.ones(40, 6, dtype=torch.float64)))
+    for out in outputs:
+        out.square().sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_what_is_computed_again_drops_what_it_dropped(passes: int) -> None:
+    """Also when backward comes after the next forward passes."""
+    for got, expected in zip(gradients(True, passes), gradients(None, passes), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+class Layer(nn.Module):
+    """Drops rows of all sources of its block, which are others than the first nodes of the pass."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.dropout, self.linear, self.again = nn.Dropout(0.5), nn.Linear(6, 6), again
+
+    def forward(self, block: Any, h: Tensor) -> Tensor:
+        return checkpoint(self.run, h, use_reentrant=False) if self.again else self.run(h)
+
+    def run(self, h: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.dropout(h)))
+
+
+class LayerOfRows(Layer):
+    def forward(self, h: Tensor, block: Any) -> Tensor:
+        return super().forward(block, h)
+
+
+def of_a_layer(model: Layer, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Return what ``model`` gives of arguments with a block, and the gradient of its weight."""
+    torch.manual_seed(0)
+    model.double().linear.reset_parameters()
+    install_node_dropouts(model, seed=1).begin(0, torch.arange(100, 100 + RING))
+    out = model(*args, **kwargs)
+    out.square().sum().backward()
+    assert model.linear.weight.grad is not None
+    return out, model.linear.weight.grad
+
+
+def test_a_layer_that_computes_a_part_of_itself_again() -> None:
+    block = block_of([3, 0, 7])
+    x = torch.ones(block.num_src_nodes(), 6, dtype=torch.float64)
+    for got, expected in zip(
+        of_a_layer(Layer(True), block, x), of_a_layer(Layer(False), block, x), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_a_block_that_is_gone_before_its_layer_is_computed_again_is_told() -> None:
+    model, block = Layer(True), block_of([3, 0, 7])
+    install_node_dropouts(model, seed=1).begin(0, torch.arange(RING))
+    out = model(block, torch.ones(block.num_src_nodes(), 6))
+    del block
+    gc.collect()
+    with pytest.raises(ConfigError, match="keep the blocks until backward is done"):
+        out.sum().backward()
+
+
+def test_passes_of_one_step_on_other_nodes_are_computed_again_on_theirs() -> None:
+    found = []
+    for preserve in (None, True):
+        torch.manual_seed(0)
+        model = Checkpointed(preserve).double()
+        dropouts = install_node_dropouts(model, seed=5)
+        outputs = []
+        for nodes in (torch.arange(40), torch.arange(70, 110)):
+            dropouts.begin(0, nodes)
+            outputs.append(model(torch.ones(40, 6, dtype=torch.float64)))
+        sum(out.square().sum() for out in outputs).backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_a_layer_may_be_given_its_block_anywhere() -> None:
+    block = block_of([3, 0, 7])
+    x = torch.ones(block.num_src_nodes(), 6, dtype=torch.float64)
+    expected, _ = of_a_layer(Layer(False), block, x)
+    assert torch.equal(of_a_layer(LayerOfRows(False), x, block)[0], expected)
+    assert torch.equal(of_a_layer(Layer(False), h=x, block=block)[0], expected)
+
+
+def test_a_checkpoint_that_forgets_the_generator_is_refused() -> None:
+    with pytest.raises(ConfigError, match="preserve_rng_state=True"):
+        gradients(False)
+
+
+def test_all_names_of_a_dropout_stay_one_module_and_state_stays() -> None:
+    model = Deep()
+    model.alias = model.dropout
+    names = list(model.state_dict())
+    install_node_dropouts(model, seed=0)
+    assert isinstance(model.alias, NodeDropout)
+    assert model.alias is model.dropout
+    assert isinstance(model.first.feat_drop, NodeDropout)
+    assert list(model.state_dict()) == names
+    assert str(model.dropout) == "NodeDropout(p=0.4, inplace=False)"
+
+
+def test_dropouts_that_are_there_are_replaced() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8))
+    first = install_node_dropouts(model, seed=0)
+    first.begin(0, torch.arange(9))
+    second = install_node_dropouts(model, seed=0)
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    assert hooks == [1, 0, 1]
+    torch.manual_seed(0)
+    plain = nn.Dropout(0.5)(torch.ones(9, 8))
+    torch.manual_seed(0)
+    # No pass of the new ones has begun.
+    assert torch.equal(model[0](torch.ones(9, 8)), plain)
+    second.begin(0, torch.arange(9))
+    assert not torch.equal(model[0](torch.ones(9, 8)), plain)
+
+
+def test_a_copy_computes_alone() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 2))
+    install_node_dropouts(model, seed=0)
+    alone = copy.deepcopy(model).eval()
+    assert alone(torch.ones(4, 3)).shape == (4, 2)
+    assert model.training
+
+
+def test_a_graph_of_unknown_nodes_is_dropped_as_torch_does() -> None:
+    conv = SAGEConv(3, 2, "mean", feat_drop=0.5)
+    model = nn.ModuleList([conv])
+    install_node_dropouts(model, seed=0).begin(0, torch.arange(RING))
+    graph = dgl.graph((SOURCES, TARGETS))
+    torch.manual_seed(0)
+    first = conv(graph, torch.ones(RING, 3))
+    torch.manual_seed(0)
+    # A keyed mask would be another one, as that of the next call.
+    assert torch.equal(first, conv(graph, torch.ones(RING, 3)))
+    assert first.shape == (RING, 2)

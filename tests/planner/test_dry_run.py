@@ -1,0 +1,147 @@
+"""Full-graph plans of all ranks made by one process, against plain counts of the same graph."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch import nn
+
+from dglx_dist.data.storage.reader import open_dataset, open_structure
+from dglx_dist.graph.structure import ReplicatedStructure
+from dglx_dist.planner.closures import (
+    PartitionContext,
+    RankLayers,
+    full_work_of,
+    plan_all,
+    seeds_by_server,
+    worth_counting,
+)
+from dglx_dist.planner.dry_run import count_ghosts
+from dglx_dist.planner.model_shape import count_pairs, shape_of_kind, topology_of
+from dglx_dist.planner.profile import busy_cores, plan_trials, time_on_plans
+from dglx_dist.planner.records import FullGraphScheme
+from dglx_dist.planner.workload import stats_of_dataset
+from dglx_dist.records import EDGE_TYPE
+from dglx_dist.training.models import build_model
+from scripts.bench.speedup_model import exchanging_work, preloading_work
+from tests.strategies import equality
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PartitionContext, np.ndarray]:
+    folder = equality.write_parts(tmp_path_factory.mktemp("plans"))
+    dataset, csc = open_dataset(folder), open_structure(open_dataset(folder), EDGE_TYPE)
+    offsets = dataset.manifest.node_offsets["_N"]
+    mask = np.concatenate([dataset.part(part).node_data("_N", "train_mask") for part in range(4)])
+    structure = ReplicatedStructure(EDGE_TYPE, len(mask), csc.indptr, csc.indices)
+    found = PartitionContext(
+        structure=structure,
+        bounds=np.array([0, int(offsets[2]), int(offsets[4])]),
+        topology=topology_of(2, 2),
+        seed=0,
+    )
+    return folder, found, np.flatnonzero(mask)
+
+
+def test_trials_are_the_neighbourhoods_of_a_server(
+    context: tuple[Path, PartitionContext, np.ndarray],
+) -> None:
+    """The largest is what the server's ranks compute together, and the model runs on it by itself."""
+    _, where, seeds = context
+    alone = replace(where, topology=topology_of(2, 1))
+    plan = plan_all(alone, seeds_by_server(alone, seeds), LAYERS, LAYERS)[1]
+    *smaller, whole = plan_trials(alone, seeds, LAYERS, server=1)
+    assert [block.num_edges() for block in whole] == plan.edges
+    assert [block.num_src_nodes() for block in whole] == plan.sources
+    assert [block.num_dst_nodes() for block in whole] == plan.rows[1:]
+    assert [len(blocks) for blocks in smaller] == [LAYERS] * 2
+    assert smaller[0][0].num_edges() < whole[0].num_edges()
+    shape = shape_of_kind("sage", 6, 4, 3, LAYERS)
+    model = build_model("sage", 6, 4, 3, LAYERS)
+    with busy_cores(1):
+        found = time_on_plans(model, shape, [*smaller, whole], time.thread_time)
+    assert found is not None
+    assert found[0][2].tolist() == [1.0, *shape.work(plan.sources, plan.rows[1:], plan.edges)]
+    assert time_on_plans(nn.Linear(6, 3), shape, [whole], time.thread_time) is None
+
+
+def test_pairs_are_those_of_plain_counting(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
+    folder, where, seeds = context
+    work = full_work_of([plan_all(where, seeds_by_server(where, seeds), LAYERS, 0)], where.topology)
+    assert work.pairs == count_pairs(open_dataset(folder), where.topology, LAYERS)
+    assert work.external_rows == 0
+
+
+def test_closures_are_those_of_plain_counting(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
+    folder, where, seeds = context
+    by_server = seeds_by_server(where, seeds)
+    plans = plan_all(where, by_server, LAYERS, LAYERS)
+    work = full_work_of([plans], where.topology)
+    csc = open_structure(open_dataset(folder), EDGE_TYPE)
+    graph = (csc.indptr, csc.indices, where.bounds)
+    plain = preloading_work(*graph, [[own_seeds] for own_seeds in by_server], LAYERS)
+    assert work.external_rows == sum(plain.foreign)
+    assert work.pairs.outside == (0,) * LAYERS
+    edges = [
+        sum(sum(plans[rank].edges) for rank in where.topology.ranks_of_server(server)) for server in (0, 1)
+    ]
+    assert tuple(edges) == plain.edges
+    # In between, servers exchange the layers above, fewer for each that is preloaded.
+    crossing = [
+        sum(full_work_of([plan_all(where, by_server, LAYERS, hops)], where.topology).pairs.outside)
+        for hops in range(LAYERS + 1)
+    ]
+    assert crossing == sorted(crossing, reverse=True)
+    assert crossing[0] > crossing[-1] == 0
+    assert exchanging_work(*graph, seeds, LAYERS).edges <= plain.edges
+
+
+def test_ghosts_are_pairs_over_all_nodes(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
+    folder, _, _ = context
+    dataset, csc = open_dataset(folder), open_structure(open_dataset(folder), EDGE_TYPE)
+    offsets = dataset.manifest.node_offsets["_N"]
+    found = count_ghosts(csc.indptr, csc.indices, offsets, topology_of(4, 1))
+    expected = 0
+    for part in range(4):
+        first, last = int(offsets[part]), int(offsets[part + 1])
+        sources = set(csc.indices[csc.indptr[first] : csc.indptr[last]].tolist())
+        expected += sum(not first <= source < last for source in sources)
+    assert (found.outside, found.inside) == (expected, 0)
+
+
+def test_the_cut_is_that_of_the_servers(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
+    folder, where, _ = context
+    csc = open_structure(open_dataset(folder), EDGE_TYPE)
+    server_of = np.searchsorted(where.bounds, np.arange(500), side="right") - 1
+    targets = np.repeat(np.arange(500), np.diff(csc.indptr))
+    crossing = np.count_nonzero(server_of[targets] != server_of[csc.indices])
+    assert stats_of_dataset(open_dataset(folder), 2).edge_cut == pytest.approx(crossing / len(csc.indices))
+    assert stats_of_dataset(open_dataset(folder), 1).edge_cut == 0.0
+
+
+def test_steps_are_summed_and_the_busiest_found() -> None:
+    """Two ranks, two steps of one layer; rank 1 has more edges, and server 0 sends what server 1 receives."""
+
+    def layers(edges: int, received: dict[int, int]) -> RankLayers:
+        return RankLayers(
+            rows=[10, 5],
+            sources=[10 + edges],
+            edges=[edges],
+            received=[received],
+            server_rows=10,
+            external_rows=3,
+        )
+
+    steps = [[layers(1, {}), layers(4, {0: 2})], [layers(2, {1: 1}), layers(6, {0: 7})]]
+    work = full_work_of(steps, topology_of(2, 1))
+    assert work.worked == ((30,), (10,), (10,))
+    assert (work.edges, work.rows) == ((6,), (10, 5))
+    assert (work.pairs.outside, work.card_rows) == ((10,), (9,))
+    assert (work.external_rows, work.most_external_rows, work.steps) == (12, 6, 2)
+    assert not worth_counting(10**9, 2, FullGraphScheme(0))

@@ -1,0 +1,132 @@
+"""Work of a batch, estimated and counted."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.cli.plan_job import PlanConfig, make_plan
+from dglx_dist.data.synthetic import SyntheticConfig, generate
+from dglx_dist.errors import ConfigError
+from dglx_dist.planner.model_shape import topology_of
+from dglx_dist.planner.workload import Figures, RankCount, RowSizes, work_of_counts
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
+
+SIZES = RowSizes(feature=40, label=8, gradients=100, partitioned=False)
+BUSY = RankCount(
+    seeds=45,
+    steps=5,
+    counted=2,
+    remote_rows=[0, 60],
+    remote_seeds=4,
+    sources=[200, 60],
+    targets=[60, 20],
+    edges=[400, 100],
+    requested=0,
+    returned=0,
+    largest=[[110, 30], [30, 10], [210, 55]],
+)
+IDLE = RankCount(
+    seeds=0,
+    steps=0,
+    counted=0,
+    remote_rows=[0, 0],
+    remote_seeds=0,
+    sources=[0, 0],
+    targets=[0, 0],
+    edges=[0, 0],
+    requested=0,
+    returned=0,
+    largest=[[0, 0], [0, 0], [0, 0]],
+)
+
+
+def test_some_batches_stand_for_as_many_seeds_as_there_are() -> None:
+    """2 of 5 batches have 20 of the 45 seeds, for the last batch has 5; a rank without seeds adds nothing."""
+    found = work_of_counts([BUSY, IDLE], topology_of(2, 1), SIZES)
+    assert not found.counted
+    assert found.steps == 5
+    assert found.survey.remote_rows == 60 * 45 / 20
+    assert found.survey.feature_bytes == 48 * 135
+    assert found.survey.label_bytes == 16 * 9
+    assert found.worked == ((450, 135), (135, 45), (900, 225))
+    assert found.largest == ((110, 30), (30, 10), (210, 55))
+
+
+def test_without_labels_none_are_sent() -> None:
+    found = work_of_counts([BUSY, IDLE], topology_of(2, 1), replace(SIZES, label=None))
+    assert found.survey.label_bytes == 0
+
+
+def test_a_large_cluster_is_planned_from_figures_with_its_assumptions() -> None:
+    began = time.process_time()
+    choice = make_plan(
+        PlanConfig(
+            figures=Figures(nodes=1e9, edges=2e10, features=128),
+            servers=64,
+            ranks_per_server=8,
+            memory_bytes=80 * 10**9,
+            cores=8,
+            speed=50,
+        )
+    )
+    assert time.process_time() - began < 60
+    assert choice.graph.nodes == 10**9
+    assert not any(one.bytes_exact for one in choice.predictions)
+    assert {one.candidate.strategy for one in choice.predictions} >= {
+        "data_parallel", "push_pull", "full_graph", "shared_preload", "cooperative", "lambda",
+    }  # fmt: skip
+    said = " ".join(choice.assumptions)
+    for part in ("--edge-cut", "--degree-spread", "--speed", "--bandwidth-external", "even in nodes"):
+        assert part in said
+
+
+def test_figures_alone_come_near_what_is_counted(tmp_path: Path) -> None:
+    """A random graph without communities, cut at random: what the formulas are exact for on average."""
+    config = SyntheticConfig(
+        nodes=6000, degree=10, features=16, homophily=0.0, locality=0.0, exponent=9.0, train_rate=0.2, seed=3
+    )
+    partition_to_disk(generate(config), tmp_path / "graph", PartitionPlan(num_parts=2, method="random"))
+    common = {"hidden": 8, "fanouts": (5, 5), "batch_size": 100, "servers": 2, "unit": "any"}
+    counted = make_plan(PlanConfig(data=str(tmp_path / "graph"), dry_batches=0, **common))  # type: ignore[arg-type]
+    graph = counted.graph
+    told = make_plan(
+        PlanConfig(
+            figures=Figures(
+                nodes=graph.nodes,
+                edges=graph.edges,
+                features=16,
+                classes=graph.classes,
+                train_share=graph.train_nodes / graph.nodes,
+                edge_cut=graph.edge_cut,
+                degree_spread=graph.degree_spread,
+            ),
+            **common,  # type: ignore[arg-type]
+        )
+    )
+    by_name = {one.candidate.name: one for one in told.predictions}
+    for one in counted.predictions:
+        if one.candidate.name in ("data_parallel", "push_pull structure=push", "full_graph"):
+            assert by_name[one.candidate.name].inter_server_bytes == pytest.approx(
+                one.inter_server_bytes, rel=0.25
+            )
+
+
+def test_figures_that_make_no_sense_are_refused() -> None:
+    for wrong, message in (
+        (Figures(nodes=0, edges=1, features=1), "--nodes 0"),
+        (Figures(nodes=1e30, edges=1, features=1), "--nodes 1e.30 must be from 1 to"),
+        (Figures(nodes=float("nan"), edges=1, features=1), "--nodes nan"),
+        (Figures(nodes=10, edges=1, features=1, edge_cut=2.0), "--edge-cut 2"),
+        (Figures(nodes=10, edges=1, features=1, train_share=0.0), "--train-share 0"),
+        (Figures(nodes=10, edges=1, features=1, degree_spread=0.5), "--degree-spread 0.5"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_plan(PlanConfig(figures=wrong))
+    with pytest.raises(ConfigError, match="--data DIR"):
+        PlanConfig()
+    with pytest.raises(ConfigError, match="--layers is 2"):
+        PlanConfig(data="x", fanouts=(1, 2, 3))

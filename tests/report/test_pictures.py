@@ -1,0 +1,198 @@
+"""Pictures of runs and of traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from dglx_dist.comm.trace import Span, TraceFile, read_trace, write_trace
+from dglx_dist.errors import ConfigError
+from dglx_dist.report.pictures import (
+    BATCH_COLORS,
+    COLORS,
+    _draw_learning,
+    draw,
+    draw_parts,
+    draw_pipeline,
+    draw_schedule,
+    has_intervals,
+    overlap,
+    overlap_text,
+    pipeline_text,
+)
+from tests.report.records import epoch
+from tests.report.traces import span, trace_of
+
+
+def test_what_lies_beside_work_is_counted_once_and_waiting_is_no_work() -> None:
+    #          0    1    2    3    4    5    6
+    # compute  [forward      ][ wait  ][bwd ]
+    # network       [pull         ]
+    #                    [push              ]
+    spans = [
+        span("forward D", "compute", 0, 3),
+        span("wait for the push", "compute", 3, 5),
+        span("backward D", "compute", 5, 6),
+        span("pull", "network", 1, 4),
+        span("push gradient", "network", 2, 6),
+    ]
+    found = overlap(trace_of(spans))
+    assert (found.network_s, found.beside_s, found.compute_s) == (5.0, 3.0, 4.0)
+    assert found.fraction == pytest.approx(0.6)
+
+
+def test_a_wait_inside_a_span_of_work_is_taken_out_of_it() -> None:
+    spans = [
+        span("backward", "compute", 0, 10),
+        span("wait for the all-reduce", "compute", 2, 9),
+        span("all-reduce D", "network", 1, 9),
+    ]
+    found = overlap(trace_of(spans))
+    assert (found.network_s, found.beside_s, found.compute_s) == (8.0, 1.0, 3.0)
+
+
+def test_ranks_are_summed_and_do_not_hide_each_other() -> None:
+    busy, silent = [span("forward", "compute", 0, 4)], [span("pull", "network", 0, 4)]
+    found = overlap(trace_of(busy, silent))
+    assert (found.network_s, found.beside_s, found.compute_s) == (4.0, 0.0, 4.0)
+
+
+def test_without_traffic_there_is_no_fraction() -> None:
+    assert overlap(trace_of([span("forward", "compute", 0, 4)])).fraction is None
+    assert overlap(trace_of([])).fraction is None
+
+
+def test_a_run_becomes_a_picture_with_something_on_it(tmp_path: Path) -> None:
+    draw([epoch(0), epoch(1, val=None)], tmp_path / "run.png", title="two epochs")
+    picture = imread(tmp_path / "run.png")
+    assert picture.shape[1] > picture.shape[0] > 300
+    assert picture[..., :3].std() > 0.05
+
+
+def test_a_run_without_epochs_or_evaluation_still_draws(tmp_path: Path) -> None:
+    draw([], tmp_path / "none.png", title="nothing")
+    draw([epoch(0, val=None)], tmp_path / "one.png", title="no evaluation")
+    assert imread(tmp_path / "none.png").shape == imread(tmp_path / "one.png").shape
+
+
+def test_each_column_of_parts_gets_a_panel(tmp_path: Path) -> None:
+    draw_parts({"nodes": [1, 2]}, tmp_path / "one.png", title="one")
+    draw_parts({"nodes": [1, 2], "edges": [5, 5]}, tmp_path / "two.png", title="two")
+    assert imread(tmp_path / "two.png").shape[1] == 2 * imread(tmp_path / "one.png").shape[1]
+
+
+def test_panels_stand_two_to_a_row(tmp_path: Path) -> None:
+    columns = {name: [1.0, 2.0] for name in "abcde"}
+    draw_parts(dict(list(columns.items())[:2]), tmp_path / "two.png", title="two")
+    draw_parts(columns, tmp_path / "five.png", title="five")
+    (height, width, _), two = imread(tmp_path / "five.png").shape, imread(tmp_path / "two.png").shape
+    assert width == two[1] <= 1200
+    assert height == pytest.approx(3 * two[0], abs=3)
+
+
+def test_both_axes_of_the_learning_curve_are_named() -> None:
+    figure = Figure()
+    _draw_learning(figure.subplots(), [epoch(0), epoch(1)])
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss", "accuracy"]
+
+
+def of(name: str, row: str, begin_s: float, end_s: float, epoch: int, interval: int) -> Span:
+    return Span(name=name, row=row, begin_s=begin_s, end_s=end_s, batch=epoch, interval=interval)
+
+
+def trace(epochs: int = 5) -> TraceFile:
+    """In each epoch of 4 s interval 0 is gathered for 1 s, then 2 s at a worker, beside 1 s of interval 1."""
+    spans = []
+    for e in range(epochs):
+        at = 4.0 * e
+        spans += [
+            of("GA1", "graph server", at, at + 1, e, 0),
+            of("wait for rows", "worker", at, at + 1, e, 0),
+            of("AV1", "worker", at + 1, at + 3, e, 0),
+            of("GA1", "graph server", at + 1, at + 2, e, 1),
+            of("gradSC1", "network", at + 3, at + 3.5, e, 1),
+            span("WU", "parameter server", at + 3.5, at + 4, e),
+        ]
+    return trace_of(spans, strategy="lambda")
+
+
+def colors_of(path: Path) -> set[int]:
+    pixels = imread(path)[..., :3]
+    return {
+        number
+        for number, color in enumerate(COLORS)
+        if (abs(pixels - to_rgb(color)).max(axis=2) < 0.01).sum() > 50
+    }
+
+
+def test_epochs_are_drawn_in_the_colours_of_their_intervals(tmp_path: Path) -> None:
+    assert draw_pipeline(trace(), tmp_path / "a.png", title="t") == (2, 3)
+    assert draw_pipeline(trace(), tmp_path / "b.png", title="t", epochs=(3, 99)) == (3, 4)
+    assert colors_of(tmp_path / "a.png") == {0, 1}
+
+
+def test_an_epoch_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no epoch from 7 to 9; it has 0 to 4"):
+        draw_pipeline(trace(), tmp_path / "a.png", title="t", epochs=(7, 9))
+    with pytest.raises(ConfigError, match="no epoch to draw"):
+        draw_pipeline(trace_of([]), tmp_path / "a.png", title="t")
+
+
+def test_waiting_workers_are_no_work_and_intervals_survive_the_file(tmp_path: Path) -> None:
+    # Workers work 2 s of each epoch, the graph server beside them 1 s of it.
+    assert pipeline_text(trace()) == "50.0 % of the workers' time beside graph servers"
+    write_trace(tmp_path / "t.json", trace())
+    back = read_trace(tmp_path / "t.json")
+    assert pipeline_text(back) == pipeline_text(trace())
+    assert {one.interval for one in back.ranks[0].spans} == {0, 1, None}
+    assert has_intervals(back)
+    assert not has_intervals(trace_of([span("forward", "compute", 0, 1, 0)]))
+
+
+def batches(number: int) -> list[Span]:
+    """Batch b computes from b to b + 0.9 and pulls from b to b + 0.45."""
+    of_each = [
+        [span("forward D", "compute", b, b + 0.9, b), span("pull", "network", b, b + 0.45, b)]
+        for b in range(number)
+    ]
+    return [one for both in of_each for one in both]
+
+
+def schedule_colors(path: Path) -> set[int]:
+    """Which of the colours of batches the picture has."""
+    pixels = imread(path)[..., :3]
+    return {
+        number
+        for number, color in enumerate(BATCH_COLORS)
+        if (abs(pixels - to_rgb(color)).max(axis=2) < 0.01).sum() > 50
+    }
+
+
+def test_the_batches_asked_for_are_drawn_in_their_colours(tmp_path: Path) -> None:
+    trace = trace_of(batches(6), batches(6))
+    assert draw_schedule(trace, tmp_path / "a.png", title="t", batches=(1, 2)) == (1, 2)
+    assert schedule_colors(tmp_path / "a.png") == {1, 2}
+    assert draw_schedule(trace, tmp_path / "b.png", title="t", batches=(4, 99)) == (4, 5)
+    assert schedule_colors(tmp_path / "b.png") == {4, 5}
+
+
+def test_without_a_wish_the_middle_is_drawn(tmp_path: Path) -> None:
+    assert draw_schedule(trace_of(batches(12)), tmp_path / "a.png", title="t") == (4, 7)
+    assert draw_schedule(trace_of(batches(2)), tmp_path / "a.png", title="t") == (0, 1)
+
+
+def test_batches_that_are_not_there_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no batch from 7 to 9; it has 0 to 5"):
+        draw_schedule(trace_of(batches(6)), tmp_path / "a.png", title="t", batches=(7, 9))
+    with pytest.raises(ConfigError, match="no batch to draw"):
+        draw_schedule(trace_of([]), tmp_path / "a.png", title="t")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_overlap_is_told_in_words() -> None:
+    assert overlap_text(trace_of(batches(3))) == "100.0 % of the network's time beside compute"
+    assert overlap_text(trace_of([])) == "nothing on the network"

@@ -1,0 +1,172 @@
+"""Tables of runs, and units."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from dglx_dist.report.tables import (
+    RunFacts,
+    epoch_table,
+    markdown_table,
+    parts_table,
+    plural,
+    readable_bytes,
+    readable_count,
+    readable_percent,
+    readable_seconds,
+    run_title,
+    summarise,
+    summary_table,
+)
+from tests.report.records import epoch
+
+FACTS = RunFacts(
+    strategy="data_parallel", ranks=2, servers=1, test_accuracy=0.8, val_accuracy=None, peak_memory_bytes=7
+)
+
+
+def test_the_first_epoch_counts_in_no_figure() -> None:
+    epochs = [epoch(0, seconds=60.0), epoch(1, seconds=2.0), epoch(2, seconds=4.0), epoch(3, seconds=5.0)]
+    summary = summarise(FACTS, epochs)
+    assert summary["epoch_seconds"] == 4.0
+    assert summary["samples_per_second"] == 25.0
+    assert summary["bytes_inside"] == 2000
+    assert summary["bytes_outside"] == 20
+
+
+def test_the_only_epoch_counts() -> None:
+    assert summarise(FACTS, [epoch(3, seconds=5.0)])["epoch_seconds"] == 5.0
+
+
+def test_every_promised_field_is_there() -> None:
+    summary = summarise(FACTS, [epoch(0), epoch(1)])
+    assert {
+        "strategy", "ranks", "servers", "test_accuracy", "val_accuracy", "epoch_seconds",
+        "samples_per_second", "bytes_inside", "bytes_outside", "peak_memory_bytes", "phase_seconds",
+    } <= summary.keys()  # fmt: skip
+    assert summary["phase_seconds"] == {
+        "sample": 0.5, "fetch": 0.25, "wait": 0.125, "compute": 1.0, "exchange": 0.0625,
+    }  # fmt: skip
+
+
+def test_no_epoch_has_no_time() -> None:
+    summary = summarise(FACTS, [])
+    assert (summary["epoch_seconds"], summary["bytes_inside"], summary["phase_seconds"]) == (None, 0, {})
+
+
+def test_the_title_counts_ranks_and_servers() -> None:
+    config = {"graph": "drawn", "model": "sage"}
+    summary = {"strategy": "data_parallel", "ranks": 2, "servers": 1}
+    assert run_title(summary, config) == "drawn: sage by data_parallel, 2 ranks on 1 server"
+
+
+def test_the_hit_rate_is_over_all_rows_of_the_epochs_that_count() -> None:
+    hits = [(0, 9), (3, 1), (1, 5)]
+    epochs = [replace(epoch(i), cache_hits=hit, cache_misses=miss) for i, (hit, miss) in enumerate(hits)]
+    assert summarise(FACTS, epochs)["cache_hit_rate"] == 0.4
+    assert "cache_hit_rate" not in summarise(FACTS, [epoch(0), epoch(1)])
+
+
+def text(table: Table) -> str:
+    buffer = io.StringIO()
+    Console(file=buffer, width=140).print(table)
+    return buffer.getvalue()
+
+
+def test_an_epoch_is_one_line_with_its_figures() -> None:
+    (line,) = [line for line in text(epoch_table([epoch(3)])).splitlines() if line.lstrip().startswith("3 ")]
+    cells = line.split()
+    assert cells[:2] == ["3", "1.0000"]
+    assert "50.0" in cells
+    assert line.rstrip().endswith("30 B")
+    assert "3 KB" in line
+
+
+def test_an_epoch_without_evaluation_shows_no_accuracy() -> None:
+    assert text(epoch_table([epoch(0, val=None)])).count("%") == 1
+
+
+def test_summary_spells_units_out() -> None:
+    shown = text(
+        summary_table({"test_accuracy": 0.8125, "bytes_inside": 2_500_000, "phase_seconds": {"wait": 0.5}})
+    )
+    assert "81.2 %" in shown
+    assert "2.5 MB" in shown
+    assert "phase_seconds.wait" in shown
+    assert "0.500 s" in shown
+
+
+def test_parts_are_rows() -> None:
+    lines = text(parts_table({"nodes": [3, 4], "edges": [1, 2]})).splitlines()
+    assert [line.split() for line in lines if line.strip()[:1].isdigit()] == [
+        ["0", "3", "1"],
+        ["1", "4", "2"],
+    ]
+
+
+def test_columns_of_two_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        parts_table({"nodes": [3, 4], "edges": [1]})
+
+
+def test_the_hit_rate_is_shown_only_where_there_was_a_cache() -> None:
+    cached = replace(epoch(1), cache_hits=3, cache_misses=1)
+    shown = text(epoch_table([epoch(0), cached]))
+    assert "hits" in shown
+    assert "75.0 %" in shown
+    assert "hits" not in text(epoch_table([epoch(0)]))
+    assert "25.0 %" in text(summary_table({"cache_hit_rate": 0.25}))
+
+
+def test_a_markdown_table_has_a_line_per_row_and_escapes_bars() -> None:
+    assert markdown_table(("a", "b"), [("1", "x|y"), ("2", "two\nlines")]) == (
+        "| a | b |\n|---|---|\n| 1 | x\\|y |\n| 2 | two lines |"
+    )
+
+
+def test_a_markdown_row_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 cells, the head has 1"):
+        markdown_table(("a",), [("1", "2")])
+
+
+def test_what_was_foretold_has_the_units_of_what_came_out() -> None:
+    told = {"predicted_bytes_outside": 2_500_000, "predicted_epoch_seconds": 0.5, "bytes_are_counted": True}
+    shown = text(summary_table({"auto": told | {"predicted_by_measured": 1.25}}))
+    for part in ("2.5 MB", "0.500 s", "True", "1.25"):
+        assert part in shown
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "written"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 KB"),
+        (1536, "1.54 KB"),
+        (999_600, "1 MB"),
+        (12_345_678_901, "12.3 GB"),
+    ],
+)
+def test_bytes(num_bytes: int, written: str) -> None:
+    assert readable_bytes(num_bytes) == written
+
+
+def test_counts_have_blanks_between_thousands() -> None:
+    assert readable_count(1234567.8) == "1 234 568"
+
+
+def test_seconds_keep_the_digits_that_matter() -> None:
+    assert (readable_seconds(0.0123), readable_seconds(75.31)) == ("0.012", "75.3")
+
+
+def test_a_share_that_was_not_measured_is_blank() -> None:
+    assert (readable_percent(None), readable_percent(0.8125)) == ("", "81.2 %")
+
+
+def test_one_is_no_plural() -> None:
+    assert [plural(count, "rank") for count in (0, 1, 2, "?")] == ["0 ranks", "1 rank", "2 ranks", "? ranks"]

@@ -1,0 +1,294 @@
+"""Worker processes: pools, faults, throttling; none lost, none left behind."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.serverless import worker_process
+from dglx_dist.serverless.executors.base import Faults, Lost, Pool, PoolPlan, WorkerHandle
+from dglx_dist.serverless.tasks import Direction, Task, TaskKey
+from dglx_dist.serverless.worker import TaskPhase, WorkerAnswer
+from dglx_dist.serverless.worker_process import CpuThrottle, Fault, FaultInjector, Relay
+
+from .programs import gcn
+from .servers import Bench, keys_of
+
+KEYS = [TaskKey(epoch, 1, interval, Direction.FORWARD) for epoch in range(30) for interval in range(30)]
+
+
+def test_shares_are_kept_and_the_draw_is_by_key_attempt_and_seed() -> None:
+    faults = Faults(kill=0.2, delay=0.1, duplicate=0.3, seed=5)
+    drawn = [faults.draw(key, 0) for key in KEYS]
+    assert drawn == [faults.draw(key, 0) for key in KEYS]
+    assert drawn != [faults.draw(key, 1) for key in KEYS]
+    assert drawn != [replace(faults, seed=6).draw(key, 0) for key in KEYS]
+    killed = [fault for fault, _ in drawn if fault is not None and fault.seconds is None]
+    delayed = [fault for fault, _ in drawn if fault is not None and fault.seconds == 1.0]
+    shares = [len(killed), len(delayed), sum(times == 2 for _, times in drawn)]
+    assert [share / len(KEYS) for share in shares] == pytest.approx([0.2, 0.1, 0.3], abs=0.05)
+    assert {fault.place for fault in killed} == set(TaskPhase)
+    assert {
+        fault.place for fault, _ in map(replace(faults, place="half").draw, KEYS, [0] * 900) if fault
+    } == {TaskPhase.HALF}
+    assert all(Faults().draw(key, 0) == (None, 1) for key in KEYS)
+
+
+def test_options_are_read_and_checked() -> None:
+    assert Faults.read({"kill": 0.5, "place": "half"}) == Faults(kill=0.5, place="half")
+    for bad, message in (({"kil": 1}, "kil"), ({"kill": 2}, "'kill'"), ({"place": "x"}, "'place'")):
+        with pytest.raises(ConfigError, match=message):
+            Faults.read(bad)
+    for fault in (Fault(place=TaskPhase.HALF), Fault(place=TaskPhase.END, seconds=0.5)):
+        assert Fault.read(fault.as_json()) == fault
+    with pytest.raises(ConfigError, match="'place'"):
+        Fault.read({"place": "nowhere", "seconds": None})
+
+
+class Died(Exception):
+    pass
+
+
+def test_a_fault_happens_once_at_its_place() -> None:
+    def die() -> None:
+        raise Died
+
+    at = FaultInjector(die)  # type: ignore[arg-type]
+    at(TaskPhase.HALF)
+    at.next = Fault(place=TaskPhase.PUSHED)
+    at(TaskPhase.HALF)
+    with pytest.raises(Died):
+        at(TaskPhase.PUSHED)
+    at(TaskPhase.PUSHED)
+    at.next = Fault(place=TaskPhase.PUSHED, seconds=0.0)
+    at(TaskPhase.PUSHED)
+    assert at.next is None
+
+
+POOL_KEYS = [key for interval in range(3) for key in keys_of(gcn(), interval)]
+
+
+class Made:
+    """Workers that wait for a word each; what they did."""
+
+    def __init__(self) -> None:
+        self.workers: list[FakeWorker] = []
+        self.done: list[TaskKey] = []
+        self.go = threading.Semaphore(0)
+        self.error: Exception | None = None
+        self.told = threading.Semaphore(0)
+
+    def make(self) -> WorkerHandle:
+        self.workers.append(FakeWorker(self))
+        return self.workers[-1]
+
+    def pool(self) -> Pool:
+        return Pool(PoolPlan(make=self.make, notice=self.told.release, memory_mb=192))
+
+
+class FakeWorker(WorkerHandle):
+    def __init__(self, made: Made) -> None:
+        self.made, self.calls, self.ended = made, 0, 0
+        self.stopped = threading.Event()
+
+    def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer | None:
+        task = Task.from_event(event)
+        self.calls += 1
+        while not self.made.go.acquire(timeout=0.002):
+            if self.stopped.is_set():
+                raise PeerError("stopped")
+        if self.made.error is not None:
+            raise self.made.error
+        self.made.done.append(task.key)
+        return WorkerAnswer(
+            key=task.key, attempt=task.attempt, accepted=True, seconds=0.5, cold=self.calls == 1
+        )
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def event(key: TaskKey) -> bytes:
+    return Bench(gcn(), [4] * 3).task(key).to_event()
+
+
+def test_as_many_workers_as_there_is_work_for_warm_ones_first() -> None:
+    made = Made()
+    pool = made.pool()
+    pool.size(3)
+    assert pool.workers == 0
+    for _ in range(4):  # one after another: one worker does
+        pool.invoke(event(POOL_KEYS[0]))
+        made.go.release()
+        until(lambda: pool._idle == len(made.workers) > 0 and not pool._events)
+    assert len(made.workers) == 1
+    for key in POOL_KEYS[:5]:
+        pool.invoke(event(key))
+    until(lambda: sum(worker.calls for worker in made.workers) == 4 + 3)
+    assert pool.workers == 3
+    pool.size(5)
+    until(lambda: sum(worker.calls for worker in made.workers) == 4 + 5)
+    made.go.release(5)
+    until(lambda: len(made.done) == 9)
+    until(lambda: len(pool._billed) == 9)
+    assert sorted(made.done[4:]) == sorted(POOL_KEYS[:5])
+    assert sum(one.cold for one in pool.billed()) == len(made.workers) == 5
+    pool.size(2)
+    until(lambda: pool.workers == 2)
+    pool.close()
+    assert [worker.ended for worker in made.workers] == [1] * 5
+
+
+def test_what_a_worker_raises_is_the_tasks_end_not_the_threads() -> None:
+    made = Made()
+    pool = made.pool()
+    for error, reason in ((PeerError("it died"), "it died"), (OSError("no pipe"), "OSError: no pipe")):
+        made.error = error
+        made.go.release()
+        pool.invoke(event(POOL_KEYS[1]))
+        assert made.told.acquire(timeout=20)
+        assert pool.lost() == [Lost(key=POOL_KEYS[1], attempt=0, reason=reason)]
+    assert len(pool.billed()) == 2  # a function that dies is paid for
+    made.error = None
+    made.go.release()
+    pool.invoke(event(POOL_KEYS[2]))
+    until(lambda: made.done == [POOL_KEYS[2]])
+    assert len(made.workers) == 1
+    pool.close()
+
+
+def test_who_is_late_holds_no_place_and_leaves_when_it_comes_back() -> None:
+    made = Made()
+    pool = made.pool()
+    first = Bench(gcn(), [4] * 3).task(POOL_KEYS[0])
+    pool.invoke(first.to_event())
+    until(lambda: [worker.calls for worker in made.workers] == [1])
+    pool.invoke(event(POOL_KEYS[1]))
+    pool.invoke(first.again().to_event())
+    until(lambda: [worker.calls for worker in made.workers] == [1, 1])
+    assert pool.workers == 1
+    # No more are late than there are places.
+    pool.invoke(Bench(gcn(), [4] * 3).task(POOL_KEYS[1]).again().to_event())
+    made.go.release(4)
+    until(lambda: len(made.done) == 4)
+    until(lambda: sum(worker.ended for worker in made.workers) == 1)
+    assert len(made.workers) == 2
+    assert pool.workers == 1
+    pool.close()
+
+
+def test_closing_ends_what_runs_and_forgets_what_waits() -> None:
+    made = Made()
+    pool = made.pool()
+    for key in POOL_KEYS[:4]:
+        pool.invoke(event(key))
+    until(lambda: [worker.calls for worker in made.workers] == [1])
+    pool.close()
+    assert made.done == []
+    assert pool.workers == 0
+    assert pool.lost() == []
+    assert [worker.ended for worker in made.workers] == [1]
+    with pytest.raises(PeerError, match="closed"):
+        pool.invoke(event(POOL_KEYS[0]))
+
+
+SIZE = 300_000
+
+
+@contextmanager
+def echo() -> Iterator[str]:
+    """An endpoint that gives back what it gets."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer(one: socket.socket) -> None:
+        with one:
+            while piece := one.recv(1 << 16):
+                one.sendall(piece)
+
+    def accept() -> None:
+        while True:
+            try:
+                one, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(one,), daemon=True).start()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+def connect(endpoint: str) -> socket.socket:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), 20)
+
+
+def there_and_back(one: socket.socket, data: bytes) -> bytes:
+    threading.Thread(target=one.sendall, args=(data,), daemon=True).start()
+    found = b""
+    while len(found) < len(data):
+        found += one.recv(1 << 16)
+    return found
+
+
+def test_a_relay_passes_everything_on_and_not_faster_than_it_may() -> None:
+    data = bytes(range(256)) * (SIZE // 256)
+    with echo() as endpoint:
+        relay = Relay(1e6)
+        assert relay.endpoint(endpoint) == relay.endpoint(endpoint) != endpoint
+        with connect(relay.endpoint(endpoint)) as one, connect(relay.endpoint(endpoint)) as other:
+            started = time.monotonic()
+            assert there_and_back(one, data) == data
+            assert time.monotonic() - started > 0.9 * len(data) / 1e6
+            # Both directions have the whole rate, both connections share it.
+            started = time.monotonic()
+            thread = threading.Thread(target=there_and_back, args=(one, data))
+            thread.start()
+            assert there_and_back(other, data) == data
+            thread.join()
+            assert time.monotonic() - started > 0.9 * 2 * len(data) / 1e6
+
+
+def test_the_end_of_one_side_is_the_end_of_the_other() -> None:
+    with echo() as endpoint:
+        relay = Relay(1e9)
+        near = relay.endpoint(endpoint)
+        with connect(near) as one:
+            assert there_and_back(one, b"abc") == b"abc"
+            one.shutdown(socket.SHUT_WR)
+            assert one.recv(1) == b""
+    with connect(near) as one:  # nobody is there any more
+        assert one.recv(1) == b""
+
+
+def test_the_cpu_throttle_sleeps_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, slept = iter([0.25, 1.25, 1.25]), []
+    monkeypatch.setattr(worker_process.time, "process_time", lambda: next(used))
+    monkeypatch.setattr(worker_process.time, "sleep", slept.append)
+    one = CpuThrottle(0.2)
+    for _ in range(3):
+        one.rest()
+    assert slept == pytest.approx([1.0, 4.0, 0.0])
+    assert 1.25 / (1.25 + sum(slept)) == pytest.approx(0.2)

@@ -1,0 +1,660 @@
+"""The halo exchange against its matrix: values, adjoint, bytes, buffers, devices, failures."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.strategies.full_graph import halo_exchange
+from dglx_dist.strategies.full_graph.halo_exchange import (
+    PIECE_BYTES,
+    DeviceWire,
+    HaloExchange,
+    Incoming,
+    PeerTransfer,
+    Receiver,
+    ReusableBuffer,
+    Sender,
+    added,
+    bytes_of,
+    copied,
+    make_device_wire,
+    message_header,
+    wire_of,
+)
+from dglx_dist.strategies.full_graph.halo_exchange import gathered as gather
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks, start_ranks
+from tests.strategies.full_graph.halo_layers import Needs, layer_of, random_needs, rows_of
+
+
+def test_memory_is_kept_and_grows_only() -> None:
+    kept = ReusableBuffer()
+    first = kept.take((3, 5), torch.float64)
+    assert first.shape == (3, 5)
+    assert first.is_contiguous()
+    again = kept.take((7,), torch.bfloat16)
+    assert again.data_ptr() == first.data_ptr()
+    kept.take((4, 8), torch.float64)
+    assert kept.take((0, 4), torch.int64).shape == (0, 4)
+    assert kept.take((2, 0), torch.bool).shape == (2, 0)
+    assert kept.take((), torch.float32).shape == ()
+
+
+def test_bytes_are_a_view() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.bool):
+        tensor = torch.zeros(2, 3, dtype=dtype)
+        view = bytes_of(tensor)
+        assert len(view) == 6 * dtype.itemsize
+        view[0] = 1
+        assert tensor.view(torch.uint8).reshape(-1)[0] == 1
+    assert len(bytes_of(torch.zeros(0, 3))) == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "cards", "direct"),
+    [
+        ("cpu", "cpu:gloo", ["", ""], False),
+        ("cuda", "cpu:gloo,cuda:nccl", ["a", "b"], True),
+        # NCCL refuses two ranks on one.
+        ("cuda", "cpu:gloo,cuda:nccl", ["a", "a"], False),
+        ("cuda", "cpu:gloo,cuda:nccl", ["a", ""], False),
+        ("cuda", "cpu:gloo,cuda:gloo", ["", ""], False),
+    ],
+)
+def test_only_ranks_with_an_accelerator_each(
+    device: str, backend: str, cards: list[str], direct: bool
+) -> None:
+    gathered: list[str] = []
+
+    def gather(uuid: str, _session: object) -> list[str]:
+        gathered.append(uuid)
+        return cards
+
+    with (
+        mock.patch.object(halo_exchange, "gather_json", gather),
+        mock.patch.object(halo_exchange.dist, "is_initialized", return_value=True),
+        mock.patch.object(halo_exchange.dist, "get_backend_config", return_value=backend),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(uuid="a")),
+        mock.patch.object(halo_exchange, "DeviceWire") as wire,
+    ):
+        made = make_device_wire(SimpleNamespace(device=torch.device(device)))  # type: ignore[arg-type]
+    assert gathered == [cards[0]]
+    assert (made is not None) == direct
+    assert wire.called == direct
+
+
+def test_without_accelerators_there_is_none() -> None:
+    with start_session() as session:
+        assert make_device_wire(session) is None
+
+
+def test_one_rank_with_an_accelerator_has_nobody_to_talk_to() -> None:
+    with start_session() as session:
+        session.device = torch.device("cuda", 0)
+        assert make_device_wire(session) is None
+
+
+BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, two = socket.socketpair()
+    with one, two:
+        one.setblocking(False)
+        two.setblocking(False)
+        yield one, two
+
+
+def pieces(data: bytes, step: int) -> Iterator[memoryview]:
+    yield from (memoryview(data)[at : at + step] for at in range(0, len(data), step))
+
+
+def to(buffer: bytearray) -> Incoming:
+    return Incoming(rank=0, buffer=memoryview(buffer))
+
+
+def test_more_than_fits_goes_both_ways() -> None:
+    """Neither end waits for the other: each sends what there is buffer for, and takes what is there."""
+    size = 3_000_000
+    data = [bytes([number]) * size for number in (1, 2)]
+    buffers = [bytearray(size), bytearray(size)]
+    head = message_header(1, size, "halo of layer 1")
+    with pair() as sockets:
+        ends = [
+            PeerTransfer(
+                rank=1 - number,
+                connection=sockets[number],
+                sender=Sender(head, pieces(data[number], 100_000)),
+                receiver=Receiver(head, to(buffers[number])),
+            )
+            for number in (0, 1)
+        ]
+        for end in ends:
+            end.serve(selectors.EVENT_WRITE)
+            assert end.events == BOTH
+        while any(end.events for end in ends):
+            for end in ends:
+                end.serve(end.events)
+    assert buffers == [bytearray(data[1]), bytearray(data[0])]
+
+
+def test_a_message_ends_where_it_ends() -> None:
+    """What a peer that is ahead sends next stays in the connection."""
+    with pair() as (one, two):
+        for number, byte in ((1, b"a"), (2, b"b")):
+            assert Sender(message_header(number, 4, "x"), iter([memoryview(byte * 4)])).send(one)
+        for number, byte in ((1, b"a"), (2, b"b")):
+            buffer = bytearray(4)
+            receiver = Receiver(message_header(number, 4, "x"), to(buffer))
+            while not receiver.receive(two, 0):
+                pass
+            assert buffer == byte * 4
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (message_header(1, 8, "halo of layer 2"), "rank 5 sends 8 bytes of 'halo of layer 2'"),
+        (message_header(1, 16, "halo of layer 1"), "rank 5 sends 16 bytes"),
+        (message_header(3, 8, "halo of layer 1"), "its message 3 to this rank"),
+        (b"GET " + bytes(48), "b'GET ' instead of a message header"),
+    ],
+)
+def test_anything_else_is_refused(sent: bytes, message: str) -> None:
+    with pair() as (one, two):
+        one.send(sent)
+        receiver = Receiver(message_header(1, 8, "halo of layer 1"), to(bytearray(8)))
+        with pytest.raises(PeerError, match=message):
+            receiver.receive(two, 5)
+
+
+def test_closed_end_is_an_error() -> None:
+    with pair() as (one, two):
+        one.close()
+        with pytest.raises(ConnectionResetError, match="the peer closed it"):
+            Receiver(message_header(1, 8, "x"), to(bytearray(8))).receive(two, 0)
+
+
+WIDTH = 256
+PIECE = PIECE_BYTES // (WIDTH * 4)
+"""Rows of a piece."""
+
+
+def test_pieces_together_are_the_rows() -> None:
+    h, rows = torch.randn(3 * PIECE, WIDTH), torch.randperm(3 * PIECE)[: 2 * PIECE + 1]
+    buffer = torch.empty(len(rows), WIDTH)
+    pieces = list(gather(h, rows, buffer))
+    assert [len(piece) for piece in pieces] == [PIECE_BYTES, PIECE_BYTES, WIDTH * 4]
+    assert torch.equal(buffer, h[rows])
+    assert b"".join(pieces) == bytes_of(h[rows]).tobytes()
+    target = torch.empty_like(h)
+    assert set(copied(h, target)) == {True}
+    assert torch.equal(target, h)
+
+
+def test_rows_without_columns_and_no_rows() -> None:
+    assert list(gather(torch.empty(3, 0), torch.tensor([2]), torch.empty(1, 0))) == [memoryview(b"")]
+    none = torch.empty(0, dtype=torch.int64)
+    for part in (torch.empty(0, 4), torch.empty(0, 0)):
+        total = torch.zeros(2, part.shape[1])
+        assert list(added(total, [none], [part], [Incoming(rank=1, buffer=bytes_of(part))])) == []
+
+
+def test_sums_have_the_same_bits_whoever_is_first() -> None:
+    """Three peers give to the same rows, and 2^24 + 1 - 2^24 is 1 in one order and 0 in another."""
+    parts = [torch.full((2 * PIECE, WIDTH), value) for value in (2.0**24, 1.0, -(2.0**24))]
+    rows = [torch.arange(2 * PIECE)] * 3
+    found = []
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        total = torch.zeros(2 * PIECE, WIDTH)
+        incoming = [Incoming(rank=n, buffer=bytes_of(part)) for n, part in enumerate(parts)]
+        work = added(total, rows, parts, incoming)
+        assert next(work) is False
+        for peer in order:
+            if peer == 0:
+                # A part of the first piece is not enough.
+                incoming[0].num_arrived = PIECE_BYTES - 1
+                assert next(work) is False
+            incoming[peer].num_arrived = len(incoming[peer].buffer)
+            while next(work, False):
+                pass
+        assert list(work) == []
+        found.append(total)
+    assert torch.equal(found[0], torch.zeros_like(found[0]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+OWN = (5, 7, 0, 3)
+"""Rank 2 has no rows. Servers (0, 0, 1, 1)."""
+NEEDS: Needs = {(0, 1): [6, 0, 2], (0, 3): [1], (1, 3): [2, 1], (2, 0): [4], (2, 1): [2], (3, 0): [0, 4]}
+"""Rank 2 only receives, rank 0 sends nothing to rank 1; row 2 of rank 1 and row 4 of rank 0 go twice."""
+
+
+def everything(own_rows: Sequence[int], *width: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The rows of all ranks, one after the other."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(sum(own_rows), *width, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def own(x: Tensor, rank: int, own_rows: Sequence[int] = OWN) -> Tensor:
+    return x[sum(own_rows[:rank]) : sum(own_rows[: rank + 1])]
+
+
+def gathered(own_gradient: Tensor) -> Tensor:
+    """All ranks' rows of OWN, on every rank."""
+    total = torch.zeros(sum(OWN), *own_gradient.shape[1:], dtype=own_gradient.dtype)
+    own(total, dist.get_rank()).copy_(own_gradient)
+    dist.all_reduce(total)
+    return total
+
+
+class Part(torch.autograd.Function):
+    """All ranks' rows -> own rows, inside a function that is the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        ctx.sizes = sizes
+        return own(x, dist.get_rank(), sizes).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return Join.apply(gradient, ctx.sizes), None
+
+
+class Join(torch.autograd.Function):
+    """Own rows -> all ranks' rows, on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sequence[int]) -> Tensor:
+        ctx.sizes = sizes
+        total = torch.zeros(sum(sizes), *x.shape[1:], dtype=x.dtype)
+        own(total, dist.get_rank(), sizes).copy_(x)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return Part.apply(gradient, ctx.sizes), None
+
+
+def check_values(halo: HaloExchange, rank: int) -> None:
+    rows = rows_of(rank, OWN, NEEDS)
+    for width in ((3,), (), (2, 4), (0,)):
+        x = everything(OWN, *width)
+        assert torch.equal(halo.exchange(own(x, rank)), x[rows])
+    for dtype in (torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.uint8):
+        x = everything(OWN, 3).mul(10).abs().to(dtype)
+        assert torch.equal(halo.exchange(own(x, rank)), x[rows])
+    x = everything(OWN, 4, 6).transpose(1, 2)[:, ::2]
+    assert torch.equal(halo.exchange(own(x, rank)), x[rows])
+    assert torch.equal(halo.fetch(own(x, rank).requires_grad_(), phase="preload"), x[rows][OWN[rank] :])
+    out = torch.zeros(halo.num_halo, *x.shape[1:], dtype=x.dtype)
+    assert halo.fetch(own(x, rank), out, phase="preload") is out
+    assert torch.equal(out, x[rows][OWN[rank] :])
+    h = own(x, rank).detach().requires_grad_()
+    again = halo.exchange(h, kept=x[rows][OWN[rank] :])
+    assert torch.equal(again, x[rows])
+
+
+def check_gradients(halo: HaloExchange, rank: int) -> None:
+    x, rows = everything(OWN, 3).requires_grad_(), [rows_of(other, OWN, NEEDS) for other in range(len(OWN))]
+    weights = [everything([len(one)], 3) + number for number, one in enumerate(rows)]
+    total = sum(
+        ((x[one] ** 2 * weight).sum() for one, weight in zip(rows, weights, strict=True)), torch.zeros(())
+    )
+    (expected,) = torch.autograd.grad(total, x)
+    h = own(x, rank).detach().requires_grad_()
+    kept = x.detach()[rows[rank]][OWN[rank] :]
+    for given in (None, kept):
+        (found,) = torch.autograd.grad((halo.exchange(h, given) ** 2 * weights[rank]).sum(), h)
+        assert torch.allclose(found, own(expected, rank), rtol=0, atol=1e-13)
+    # <A x, y> = <x, A^T y>, over all ranks.
+    y = weights[rank]
+    (adjoint,) = torch.autograd.grad(halo.exchange(h), h, y)
+    sides = torch.stack([(x.detach()[rows[rank]] * y).sum(), (h.detach() * adjoint).sum()])
+    dist.all_reduce(sides)
+    assert abs(sides[0] - sides[1]) < 1e-12
+
+
+def check_gradcheck(halo: HaloExchange) -> None:
+    sizes = [len(rows_of(other, OWN, NEEDS)) for other in range(len(OWN))]
+
+    def whole(x: Tensor) -> Tensor:
+        return Join.apply(halo.exchange(Part.apply(x, OWN)), sizes)
+
+    x = everything(OWN, 2).requires_grad_()
+    assert torch.autograd.gradcheck(whole, x)
+    assert torch.autograd.gradgradcheck(whole, x, everything(sizes, 2).requires_grad_())
+
+
+def check_several_in_one_step(halo: HaloExchange, rank: int) -> None:
+    """The same layer twice before backward, another width and dtype between; also under checkpointing."""
+    rows = rows_of(rank, OWN, NEEDS)
+    first, second = everything(OWN, 3), everything(OWN, 3) ** 2
+    a, b = (own(x, rank).clone().requires_grad_() for x in (first, second))
+    one, two = halo.exchange(a), halo.exchange(b)
+    wide = halo.exchange(everything(OWN, 9)[: OWN[rank]].float().requires_grad_())
+    assert torch.equal(one, first[rows])
+    assert torch.equal(two, second[rows])
+    del wide
+    (one * two).sum().backward()
+    grad_a, grad_b = a.grad, b.grad
+    count = torch.bincount(torch.cat([rows_of(other, OWN, NEEDS) for other in range(len(OWN))]))
+    assert torch.allclose(gathered(grad_a), second * count[:, None], rtol=0, atol=1e-12)
+    assert torch.allclose(gathered(grad_b), first * count[:, None], rtol=0, atol=1e-12)
+    # Backward of a step after the forward of the next one.
+    c, d = (own(x, rank).clone().requires_grad_() for x in (first, second))
+    early, late = halo.exchange(c).pow(2).sum(), halo.exchange(d).pow(2).sum()
+    early.backward()
+    late.backward()
+    assert torch.allclose(gathered(c.grad), 2 * first * count[:, None], rtol=0, atol=1e-12)
+    assert torch.allclose(gathered(d.grad), 2 * second * count[:, None], rtol=0, atol=1e-12)
+    e = own(first, rank).clone().requires_grad_()
+    checkpoint(
+        lambda h: halo.exchange(halo.exchange(h.tanh())[: OWN[rank]].tanh()).pow(2), e, use_reentrant=False
+    ).sum().backward()
+    f = own(first, rank).clone().requires_grad_()
+    halo.exchange(halo.exchange(f.tanh())[: OWN[rank]].tanh()).pow(2).sum().backward()
+    assert torch.equal(e.grad, f.grad)
+
+
+def check_halves_are_added_wide(halo: HaloExchange, rank: int) -> None:
+    """1 + 2^-11 + 2^-11 is 1 when half precision rounds twice, and 1 + 2^-10 when it rounds once."""
+    for dtype, small in ((torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)):
+        h = torch.zeros(OWN[rank], 2, dtype=dtype, requires_grad=True)
+        y = torch.full((halo.num_sources, 2), small, dtype=dtype)
+        y[: OWN[rank]] = 1.0
+        (found,) = torch.autograd.grad(halo.exchange(h), h, y)
+        count = torch.bincount(torch.cat([rows_of(other, OWN, NEEDS) for other in range(len(OWN))]))
+        expected = (1 + (own(count, rank) - 1) * small).to(dtype)[:, None].expand(-1, 2)
+        assert found.dtype == dtype
+        assert torch.equal(found, expected)
+
+
+def check_bytes(session: Session, halo: HaloExchange, rank: int) -> None:
+    before = session.ledger.snapshot()
+    h = own(everything(OWN, 3), rank).clone().requires_grad_()
+    halo.exchange(h).sum().backward()
+    halo.fetch(h, phase="preload")
+    found = {
+        (row.phase, row.layer, row.source, row.destination, row.inside): row.num_bytes
+        for row in session.ledger.since(before)
+    }
+    expected = {}
+    for (to, peer), rows in NEEDS.items():
+        size, inside = len(rows) * 3 * 8, to // 2 == peer // 2
+        if peer == rank:
+            expected["halo", 2, peer, to, inside] = size
+            expected["preload", 2, peer, to, inside] = size
+        if to == rank:
+            expected["halo_gradients", 2, to, peer, inside] = size
+    assert found == expected
+    before = session.ledger.snapshot()
+    halo.exchange(h, kept=torch.zeros(halo.num_halo, 3, dtype=h.dtype))
+    assert session.ledger.since(before) == []
+
+
+def check_alone(session: Session, rank: int) -> None:
+    """A layer without halo is no exchange: the tensor itself, and nothing is waited for."""
+    halo = HaloExchange(session, layer_of(rank, OWN, {}), 1)
+    if rank == 0:
+        h = everything(OWN, 3)[: OWN[0]].requires_grad_()
+        assert halo.exchange(h) is h
+        assert halo.fetch(h, phase="preload").shape == (0, 3)
+    with pytest.raises(
+        ConfigError, match=rf"layer 1 exchanges .*\(99, 3\).* this rank has {OWN[rank]} rows there"
+    ):
+        halo.exchange(torch.zeros(99, 3))
+
+
+def check_large(session: Session, rank: int) -> None:
+    """Several pieces and full socket buffers in both directions at once; the same bits every time."""
+    sizes = [40_000, 30_000, 50_000, 20_000]
+    needs = random_needs(sizes, 0.7, seed=3)
+    halo = HaloExchange(session, layer_of(rank, sizes, needs), 3)
+    x = everything(sizes, 16, dtype=torch.float32)
+    y = x[rows_of(rank, sizes, needs)] * (rank + 0.1)
+    found = []
+    for _ in range(2):
+        h = own(x, rank, sizes).clone().requires_grad_()
+        out = halo.exchange(h)
+        assert torch.equal(out, x[rows_of(rank, sizes, needs)])
+        out.backward(y)
+        assert h.grad is not None
+        found.append(h.grad)
+    assert torch.equal(*found)
+    expected = own(x, rank, sizes) * (rank + 0.1)
+    step = halo_exchange.PIECE_BYTES // (16 * 4)
+    lanes = [(other, torch.tensor(needs[other, rank]).split(step)) for other in range(4) if other != rank]
+    for turn in range(max(len(lane) for _, lane in lanes)):
+        for other, lane in lanes:
+            for rows in lane[turn : turn + 1]:
+                expected.index_add_(0, rows, own(x, rank, sizes)[rows] * (other + 0.1))
+    assert torch.equal(found[0], expected)
+    assert wire_of(session).seconds(reset=True) > 0
+    assert wire_of(session).seconds() == 0
+
+
+def check_through_the_host(halo: HaloExchange, rank: int) -> None:
+    """What lies elsewhere is copied to kept memory and from there; the second must not change the first."""
+    x, rows = everything(OWN, 3), rows_of(rank, OWN, NEEDS)
+    with mock.patch.object(halo_exchange, "is_on_host", return_value=False):
+        first, second = halo.exchange(own(x, rank)), halo.exchange(own(-x, rank))
+    assert torch.equal(first, x[rows])
+    assert torch.equal(second, -x[rows])
+
+
+def check_between_accelerators(session: Session, halo: HaloExchange, rank: int) -> None:
+    """What NCCL would do is done by gloo, with the same messages in the same order."""
+    wire = wire_of(session)
+    assert wire.devices is None
+    devices = DeviceWire(session, torch.device("cpu"))
+    with (
+        mock.patch.object(halo_exchange, "is_on_host", return_value=False),
+        mock.patch.object(wire, "devices", devices),
+    ):
+        check_values(halo, rank)
+        check_gradients(halo, rank)
+        check_halves_are_added_wide(halo, rank)
+        check_bytes(session, halo, rank)
+        assert wire.seconds() >= devices.seconds() > 0
+
+
+def on_every_rank() -> None:
+    with start_session() as session:
+        rank = session.topology.rank
+        halo = HaloExchange(session, layer_of(rank, OWN, NEEDS), 2)
+        check_values(halo, rank)
+        check_gradients(halo, rank)
+        check_gradcheck(halo)
+        check_several_in_one_step(halo, rank)
+        check_halves_are_added_wide(halo, rank)
+        check_bytes(session, halo, rank)
+        check_through_the_host(halo, rank)
+        check_between_accelerators(session, halo, rank)
+        check_alone(session, rank)
+        check_large(session, rank)
+
+
+def test_exchange_is_its_matrix() -> None:
+    run_ranks(on_every_rank, 4, ranks_per_server=2)
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    with start_session() as session:
+        halo = HaloExchange(session, layer_of(0, [4], {}), 1)
+        h = torch.randn(4, 2, requires_grad=True)
+        assert halo.exchange(h) is h
+        assert session.ledger.rows() == []
+
+
+def two_layers(session: Session) -> tuple[HaloExchange, HaloExchange]:
+    rank = session.topology.rank
+    needs = {(0, 1): [0, 1], (1, 0): [2]}
+    return (
+        HaloExchange(session, layer_of(rank, [3, 3], needs), 1),
+        HaloExchange(session, layer_of(rank, [3, 3], needs), 2),
+    )
+
+
+def in_another_order() -> str:
+    with start_session(timeout_s=20) as session:
+        first, second = two_layers(session)
+        h = torch.zeros(3, 2)
+        with pytest.raises(PeerError) as error:
+            (first if session.topology.rank == 0 else second).exchange(h)
+        with pytest.raises(PeerError, match="aborted on this rank"):
+            first.exchange(h)
+        barrier(session, "both have failed")
+        return str(error.value)
+
+
+def test_another_order_is_reported() -> None:
+    zero, one = run_ranks(in_another_order, 2)
+    assert "rank 1 sends 16 bytes of 'halo of layer 2' (its message 1 to this rank)" in zero
+    assert "where this rank expects 16 bytes of 'halo of layer 1' (message 1)" in zero
+    assert "rank 0 sends 8 bytes of 'halo of layer 1'" in one
+    assert "let no branch" in one
+
+
+def in_another_width() -> str:
+    with start_session(timeout_s=20) as session:
+        first, _ = two_layers(session)
+        with pytest.raises(PeerError) as error:
+            first.exchange(torch.zeros(3, 2 + session.topology.rank))
+        barrier(session, "both have failed")
+        return str(error.value)
+
+
+def test_another_width_is_reported() -> None:
+    zero, one = run_ranks(in_another_width, 2)
+    assert "sends 24 bytes of 'halo of layer 1'" in zero
+    assert "expects 16 bytes" in zero
+    assert "sends 8 bytes" in one
+    assert "expects 12 bytes" in one
+
+
+def with_a_silent_rank() -> str:
+    with start_session(timeout_s=3) as session:
+        first, _ = two_layers(session)
+        if session.topology.rank == 1:
+            time.sleep(5)
+            return ""
+        started = time.monotonic()
+        with pytest.raises(PeerError) as error:
+            first.exchange(torch.zeros(3, 2))
+        assert time.monotonic() - started < 10
+        return str(error.value)
+
+
+@pytest.mark.wide
+def test_silent_rank_is_named() -> None:
+    message, _ = run_ranks(with_a_silent_rank, 2)
+    assert "made no progress for 3 s on rank 0, which waits for rank 1 on" in message
+    assert "rank 1" in message.partition("made no progress")[0]
+
+
+def dies_on_the_way(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+    yield next(pieces)
+    yield next(pieces)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def with_a_dying_rank(backward: bool) -> str:
+    """Rank 1 is killed when a part of its rows has left; 0 and 2 need nothing of each other."""
+    session = start_session(timeout_s=30)
+    rank, sizes = session.topology.rank, [40_000] * 3
+    everybody = range(sizes[0])
+    needs = {(0, 1): everybody, (1, 0): everybody, (1, 2): everybody, (2, 1): everybody}
+    halo = HaloExchange(session, layer_of(rank, sizes, needs), 1)
+    h = torch.zeros(sizes[rank], 32, requires_grad=True)
+    if rank == 1:
+        outgoing = halo_exchange._outgoing
+        if backward:
+            rows = halo.exchange(h)
+        with mock.patch.object(
+            halo_exchange,
+            "_outgoing",
+            lambda to, part, _pieces: outgoing(to, part, dies_on_the_way(map(bytes_of, part.split(1000)))),
+        ):
+            rows.sum().backward() if backward else halo.exchange(h)
+    started = time.monotonic()
+    with pytest.raises(PeerError) as error:
+        halo.exchange(h).sum().backward()
+    assert time.monotonic() - started < 20
+    with pytest.raises(PeerError, match="aborted on this rank"):
+        halo.exchange(h)
+    session.close(failed=True)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("backward", [True, *wide(False)])
+def test_rank_killed_in_the_middle_is_named_at_once(backward: bool) -> None:
+    outcomes = start_ranks(with_a_dying_rank, 3, args=(backward,))
+    for rank in (0, 2):
+        assert outcomes[rank].error == ""
+        assert "rank 1 on" in outcomes[rank].result
+        assert "probably dead" in outcomes[rank].result
+        assert "halo gradients" in outcomes[rank].result if backward else "halo of" in outcomes[rank].result
+
+
+def from_two_threads() -> None:
+    with start_session(timeout_s=30) as session:
+        first, _ = two_layers(session)
+        if session.topology.rank == 0:
+            other = threading.Thread(target=first.exchange, args=(torch.zeros(3, 2),))
+            other.start()
+            while not wire_of(session)._in_use.locked():
+                time.sleep(0.01)
+            with pytest.raises(ConfigError, match="two threads exchange halo rows at the same time"):
+                first.exchange(torch.zeros(3, 2))
+            barrier(session, "two threads")
+            other.join()
+        else:
+            barrier(session, "two threads")
+            first.exchange(torch.zeros(3, 2))
+
+
+def test_two_threads_are_refused() -> None:
+    run_ranks(from_two_threads, 2)
+
+
+@pytest.mark.filterwarnings("error")
+def test_plans_of_disk_are_read_only() -> None:
+    layer = layer_of(0, [3, 3], {(1, 0): [2]})
+    ((_, rows),) = layer.send
+    rows.flags.writeable = False
+    with start_session() as session:
+        HaloExchange(session, layer, 1)
+
+
+def test_layers_that_are_alike_share_their_lists_of_rows() -> None:
+    """And have them on a device once."""
+    with start_session() as session:
+        first = HaloExchange(session, layer_of(0, [3, 3], {(1, 0): [2]}), 1)
+        second = first.at(2)
+        assert (first.number, second.number) == (1, 2)
+        for device in (torch.device("cpu"), torch.device("meta")):
+            assert second._rows_on(device)[0].device == device
+            assert first._rows_on(device) is second._rows_on(device)

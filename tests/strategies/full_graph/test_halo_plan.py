@@ -1,0 +1,315 @@
+"""Halo plans: row indices, requested rows, files beside a dataset."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import resource
+import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dglx_dist.data.storage.files import STAMP
+from dglx_dist.errors import StorageError
+from dglx_dist.strategies.full_graph import halo_plan
+from dglx_dist.strategies.full_graph.halo_plan import (
+    NUMBERS,
+    HaloLayer,
+    PlanCache,
+    RankPlan,
+    RowIndex,
+    read_plan,
+    write_plan,
+)
+from dglx_dist.strategies.full_graph.plan_builder import (
+    RankRows,
+    decode_requested_rows,
+    encode_requested_rows,
+)
+from tests.data.storage.graphs import flip, flipped_bits
+
+
+def test_rows_of_a_level_are_the_first_ones() -> None:
+    """4 and 3 are computed at layer 1, 4 at layer 2; row 2 is another rank's."""
+    first = HaloLayer(
+        own_rows=3,
+        targets=2,
+        indptr=np.array([0, 1, 3]),
+        indices=np.array([1, 3, 2]),
+        edge_ids=np.array([4, 2, 3]),
+        halo_nodes=np.array([2]),
+        receive=((1, 1),),
+        send=(),
+    )
+    last = HaloLayer(
+        own_rows=2,
+        targets=1,
+        indptr=np.array([0, 1]),
+        indices=np.array([1]),
+        edge_ids=np.array([4]),
+        halo_nodes=np.empty(0, np.int64),
+        receive=(),
+        send=(),
+    )
+    plan = RankPlan(
+        nodes=np.array([4, 3, 5]),
+        layers=(first, last),
+        hops=2,
+        server_nodes=4,
+        inner_nodes=2,
+        external_nodes=2,
+    )
+    assert [plan.rows(level).tolist() for level in range(3)] == [[4, 3, 5], [4, 3], [4]]
+    assert plan.seeds == 1
+    assert (first.num_sources, last.num_sources) == (4, 2)
+
+
+def test_places_of_rows_and_of_others() -> None:
+    for num_ids in (10, 1 << 40):
+        index = RowIndex(np.array([7, 2, 9]), num_ids)
+        assert index.places(np.array([9, 7, 2, 7, 3])).tolist() == [2, 0, 1, 0, -1]
+        assert index.places(np.empty(0, np.int64)).tolist() == []
+
+
+def test_no_rows() -> None:
+    assert RowIndex(np.empty(0, np.int64), 5).places(np.array([0, 4])).tolist() == [-1, -1]
+    assert RowIndex(np.empty(0, np.int64), 0).places(np.empty(0, np.int64)).tolist() == []
+
+
+def reading(halo: list[int], receive: tuple[tuple[int, int], ...]) -> HaloLayer:
+    nothing = np.empty(0, np.int64)
+    return HaloLayer(
+        own_rows=0,
+        targets=0,
+        indptr=np.zeros(1, np.int64),
+        indices=nothing,
+        edge_ids=nothing,
+        halo_nodes=np.array(halo, dtype=np.int64),
+        receive=receive,
+        send=(),
+    )
+
+
+def test_a_layer_like_the_one_before_costs_one_number() -> None:
+    first, last = reading([4, 9, 2], ((1, 2), (3, 1))), reading([4], ((1, 1),))
+    layers = [first, first, last]
+    counts, ids = encode_requested_rows(layers, 1)
+    assert (counts.tolist(), ids.tolist()) == ([2, -1, 1], [4, 9, 4])
+    counts, ids = encode_requested_rows(layers, 3)
+    assert (counts.tolist(), ids.tolist()) == ([1, -1, 0], [2])
+    assert encode_requested_rows(layers, 2)[1].tolist() == []
+
+
+def test_wanted_rows_are_places_among_the_own_ones() -> None:
+    nothing = np.empty(0, np.int64)
+    own = RankRows(
+        nodes=np.array([9, 4, 2]),
+        counts=np.array([3, 3, 2, 0]),
+        indptr=np.zeros(4, np.int64),
+        edge_ids=nothing,
+        sources=nothing,
+        source_of=nothing,
+    )
+    first, second, third = decode_requested_rows(own, [np.array([2, -1, 1]), np.array([4, 9, 4])])
+    assert (first.tolist(), third.tolist()) == ([1, 0], [1])
+    assert second is first
+    assert [rows.tolist() for rows in decode_requested_rows(own, [np.array([0, -1, 0]), nothing])] == [
+        [],
+        [],
+        [],
+    ]
+
+
+def a_plan(seeds: int = 1) -> RankPlan:
+    """Rank 0 of 3: nodes 5, 2, 9; layer 1 needs one row of rank 2, layer 2 nothing."""
+    first = HaloLayer(
+        own_rows=3,
+        targets=2,
+        indptr=np.array([0, 2, 3]),
+        indices=np.array([1, 3, 2]),
+        edge_ids=np.array([10, 11, 17]),
+        halo_nodes=np.array([40]),
+        receive=((2, 1),),
+        send=((1, np.array([0, 2])), (2, np.array([1]))),
+    )
+    none = np.empty(0, np.int64)
+    second = HaloLayer(
+        own_rows=2,
+        targets=seeds,
+        indptr=np.zeros(seeds + 1, np.int64),
+        indices=none,
+        edge_ids=none,
+        halo_nodes=none,
+        receive=(),
+        send=(),
+    )
+    return RankPlan(
+        nodes=np.array([5, 2, 9]),
+        layers=(first, second),
+        hops=2,
+        server_nodes=4,
+        inner_nodes=3,
+        external_nodes=1,
+    )
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, HaloLayer | RankPlan):
+        return all(same(getattr(one, name), getattr(other, name)) for name in one.__dataclass_fields__)
+    return bool(one == other)
+
+
+def test_a_plan_comes_back(tmp_path: Path) -> None:
+    write_plan(tmp_path, a_plan())
+    assert same(a_plan(), read_plan(tmp_path))
+
+
+def test_layers_that_are_one_stay_one(tmp_path: Path) -> None:
+    """Those of deep models on a closure that is the whole graph."""
+    layer, last = replace(a_plan().layers[0], own_rows=2), a_plan().layers[1]
+    deep = replace(a_plan(), layers=(layer, layer, layer, last))
+    write_plan(tmp_path, deep)
+    found = read_plan(tmp_path)
+    assert same(found, deep)
+    assert found.layers[0] is found.layers[1] is found.layers[2]
+
+
+def test_what_is_written_to_it_does_not_reach_the_file(tmp_path: Path) -> None:
+    write_plan(tmp_path, a_plan())
+    read_plan(tmp_path).nodes[0] = 1
+    assert same(a_plan(), read_plan(tmp_path))
+
+
+def test_damage_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="damaged"):
+        read_plan(tmp_path)
+    write_plan(tmp_path, a_plan())
+    whole = (tmp_path / NUMBERS).read_bytes()
+    for half in (whole[:-8], b""):
+        (tmp_path / NUMBERS).write_bytes(half)
+        with pytest.raises(StorageError, match="damaged"):
+            read_plan(tmp_path)
+
+
+@pytest.mark.parametrize("name", [NUMBERS, STAMP])
+def test_a_flipped_bit_is_told(tmp_path: Path, name: str) -> None:
+    write_plan(tmp_path, a_plan())
+    for at in flipped_bits(tmp_path / name, every=3):
+        with pytest.raises(StorageError, match="damaged"):
+            read_plan(tmp_path)
+        flip(tmp_path / name, at, at % 8)
+    assert same(read_plan(tmp_path), a_plan())
+
+
+def cache_at(folder: Path, rank: int = 0, checksum: str = "abc", **facts: Any) -> PlanCache:
+    dataset: Any = SimpleNamespace(folder=folder, manifest=SimpleNamespace(checksum=checksum))
+    return PlanCache(dataset, {"batches": 2, **facts}, rank)
+
+
+def test_plans_are_found_again_by_all_that_they_depend_on(tmp_path: Path) -> None:
+    cache = cache_at(tmp_path)
+    assert not cache.holds(0)
+    assert cache.write(0, a_plan())
+    assert cache.holds(0)
+    assert not cache.holds(1)
+    assert same(cache_at(tmp_path).read(0), a_plan())
+    assert not cache_at(tmp_path, rank=1).holds(0)
+    assert not cache_at(tmp_path, seed=1).holds(0)
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_damaged_plan_is_replaced(tmp_path: Path) -> None:
+    cache = cache_at(tmp_path)
+    cache.write(0, a_plan())
+    (cache.folder / "0-0" / NUMBERS).write_bytes(b"nothing")
+    assert not cache.holds(0)
+    assert cache.write(0, a_plan(2))
+    assert cache.read(0).seeds == 2
+
+
+def test_plans_that_were_made_together_take_the_place_of_one_that_was_left(tmp_path: Path) -> None:
+    """Rank 0 has kept a plan of an earlier run, rank 1 has lost its own: both keep what they made now."""
+    caches = [cache_at(tmp_path, rank) for rank in (0, 1)]
+    caches[0].write(0, a_plan(1))
+    kept = caches[0].read(0)
+    for cache in caches:
+        assert cache.write(0, a_plan(2))
+    assert [cache.read(0).seeds for cache in caches] == [2, 2]
+    # Who has it open already reads on what it was.
+    assert same(kept, a_plan(1))
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_another_dataset_or_version_does_not_find_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache_at(tmp_path).write(0, a_plan())
+    assert not cache_at(tmp_path, checksum="abd").holds(0)
+    monkeypatch.setattr("dglx_dist.strategies.full_graph.halo_plan.VERSION", 0)
+    assert not cache_at(tmp_path).holds(0)
+
+
+def _killed_while_writing(folder: Path, after: str) -> None:
+    """Write a plan, in a process of its own that is killed once file ``after`` is there."""
+
+    def killed(*_: Any, **__: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if after == NUMBERS:
+        halo_plan.seal = killed
+    else:
+        halo_plan.publish = killed
+    cache_at(folder).write(0, a_plan())
+
+
+@pytest.mark.parametrize("after", [NUMBERS, STAMP])
+def test_who_is_killed_while_writing_leaves_nothing_half_written(tmp_path: Path, after: str) -> None:
+    writer = multiprocessing.get_context("fork").Process(target=_killed_while_writing, args=(tmp_path, after))
+    writer.start()
+    writer.join(60)
+    assert writer.exitcode == -signal.SIGKILL
+    assert list(tmp_path.rglob("*.partial"))
+    # Who opens plans of other seeds removes it, too.
+    cache_at(tmp_path, seeds=7)
+    assert not list(tmp_path.rglob("*.partial"))
+    cache = cache_at(tmp_path)
+    assert not cache.holds(0)
+    assert cache.write(0, a_plan())
+    assert same(cache.read(0), a_plan())
+
+
+def test_a_disk_without_room_is_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(halo_plan, "write_plan", full)
+    cache = cache_at(tmp_path)
+    assert not cache.write(0, a_plan())
+    assert not cache.write(1, a_plan())
+    assert caplog.text.count("the plan is not kept on disk") == 1
+    assert not list(cache_at(tmp_path).folder.iterdir())
+
+
+def test_room_that_ends_within_an_array_is_survived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What numpy raises then does not say that the disk is full."""
+    plan = replace(a_plan(), nodes=np.arange(1 << 17))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
+    try:
+        assert not cache_at(tmp_path).write(0, plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "the plan is not kept on disk" in caplog.text
+    assert not list(tmp_path.rglob("*.partial"))

@@ -1,0 +1,280 @@
+"""The memory of a step, estimated from a traced small step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import EDGE_TYPE, Array
+from dglx_dist.strategies.full_graph import memory_estimate
+from dglx_dist.strategies.full_graph.halo_block import halo_block
+from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
+from dglx_dist.strategies.full_graph.memory_estimate import (
+    MemoryTrace,
+    choose_num_batches,
+    counts_of,
+    estimate,
+    evenly_spaced,
+    structure_bytes,
+    trace_memory,
+)
+from dglx_dist.strategies.full_graph.model import install
+from tests.strategies.full_graph.test_halo_plan import a_plan
+
+
+def a_memory_trace() -> MemoryTrace:
+    """10 bytes for each row of level 1 are kept, 6 for each source of layer 1 pass; then 4 for each seed."""
+    kinds = [5, 2, 5, 3, 0, 2, 3, 0]
+    row_bytes = [6, 10, -6, 4, 100, -10, -4, -100]
+    return MemoryTrace(
+        num_layers=2,
+        kinds=np.array(kinds),
+        row_bytes=np.array(row_bytes),
+        backward_at=4,
+        exchanged=np.array([8, 0]),
+        parameter_bytes=100,
+    )
+
+
+def test_numbers_of_a_plan() -> None:
+    # Rank 0 of the plan receives at layer 1, so no row stands there twice.
+    assert counts_of(a_plan()).tolist() == [1, 3, 2, 1, 4, 2, 3, 0]
+
+
+def test_allocations_of_a_step() -> None:
+    memory_trace, counts = a_memory_trace(), np.array([1, 3, 2, 1, 9, 4, 3, 0])
+    assert memory_trace.running(counts).tolist() == [0, 24, 44, 20, 24, 124, 104, 100, 0]
+    assert memory_trace.kept(counts).tolist() == [0, 20, 4]
+
+
+def test_layers_and_their_sum() -> None:
+    plan, memory_trace = a_plan(), a_memory_trace()
+    found = estimate(plan, memory_trace, 40, ahead=1)
+    assert [layer.features for layer in found.layers] == [120, 0]
+    # The sources of layer 2, of which the hand-made allocations have 6 bytes each, are freed in forward.
+    assert [layer.activations for layer in found.layers] == [20, 4]
+    assert [layer.halo for layer in found.layers] == [2 * 3 * 8, 0]
+    structure = [structure_bytes(layer) for layer in plan.layers]
+    assert [layer.structure for layer in found.layers] == structure
+    assert structure[0] == 44 * 3 + 16 * 4 + 8 * (2 + 3)
+    assert found.gradients == 100
+    assert found.ahead == 120 + sum(structure)
+    assert found.optimizer == 200
+    assert found.total == 120 + 24 + sum(structure) + 48 + 100 + 200 + found.ahead
+    assert len(found.lines()) == 4
+
+
+def test_layers_on_one_structure_need_it_once() -> None:
+    one, other = a_plan().layers
+    memory_trace = a_memory_trace()
+    alike = replace(a_plan(), layers=(one, one))
+    found = [layer.structure for layer in estimate(alike, memory_trace, 40, ahead=0).layers]
+    assert found == [structure_bytes(one), 0]
+    apart = replace(a_plan(), layers=(one, other))
+    assert estimate(apart, memory_trace, 40, ahead=0).layers[1].structure == structure_bytes(other) > 0
+
+
+def needs(total: int) -> tuple[list[int], Callable[[int, Array], int]]:
+    """Bytes of a cooperative batch are the total over their number, and which numbers were asked for."""
+    asked: list[int] = []
+
+    def worst(number: int, steps: Array) -> int:
+        asked.append(number)
+        assert steps.min() >= 0
+        assert steps.max() < number
+        return -(-total // number)
+
+    return asked, worst
+
+
+@pytest.mark.parametrize("total", [1, 99, 100, 101, 250, 1000, 3100, 3201, 7777, 50000])
+def test_the_fewest_that_fit(total: int) -> None:
+    asked, worst = needs(total)
+    number = choose_num_batches(worst, 100, 1000)
+    fewest = -(-total // 100)
+    assert fewest <= number <= fewest + max(1, fewest // 7)
+    assert len(asked) < 16
+    # No more than one number of cooperative batches is planned that needs twice the memory.
+    assert sum(worst(one, np.array([0])) > 200 for one in set(asked)) <= (0 if number <= 32 else 6)
+
+
+def test_one_batch_that_is_larger_than_the_probes_counts() -> None:
+    def worst(number: int, steps: Array) -> int:
+        return 1000 // number + (30 if 1 in steps and number > 4 else 0)
+
+    number = choose_num_batches(worst, 100, 1000)
+    assert worst(number, np.arange(number)) <= 100
+
+
+def test_no_room_is_refused_with_the_way_out() -> None:
+    _, worst = needs(10**6)
+    with pytest.raises(ConfigError, match=r"do not hold even one of 50 cooperative batches.*raise memory"):
+        choose_num_batches(worst, 100, 50)
+
+
+def test_a_batch_that_is_never_small_enough_is_found_behind_the_probes() -> None:
+    def worst(_number: int, steps: Array) -> int:
+        return 60 if 1 in steps else 1
+
+    with pytest.raises(ConfigError, match="do not hold even one of 5 cooperative batches, which needs 60"):
+        choose_num_batches(worst, 50, 5)
+
+
+def test_spread_numbers() -> None:
+    assert evenly_spaced(1, 3).tolist() == [0]
+    assert evenly_spaced(2, 3).tolist() == [0, 1]
+    assert evenly_spaced(9, 3).tolist() == [0, 4, 8]
+
+
+WIDTH, HIDDEN, CLASSES = 12, 20, 5
+
+
+class Model(nn.Module):
+    """Two convolutions with what users put between them."""
+
+    def __init__(self, kind: str, width: int = WIDTH) -> None:
+        super().__init__()
+        if kind == "sage":
+            convs = [dgl.nn.SAGEConv(width, HIDDEN, "mean"), dgl.nn.SAGEConv(HIDDEN, CLASSES, "mean")]
+        elif kind == "gcn":
+            convs = [
+                dgl.nn.GraphConv(WIDTH, HIDDEN, allow_zero_in_degree=True),
+                dgl.nn.GraphConv(HIDDEN, CLASSES, allow_zero_in_degree=True),
+            ]
+        else:
+            convs = [
+                dgl.nn.GATConv(WIDTH, HIDDEN // 2, 2, allow_zero_in_degree=True),
+                dgl.nn.GATConv(HIDDEN, CLASSES, 1, allow_zero_in_degree=True),
+            ]
+        self.convs = nn.ModuleList(convs)
+        self.norm, self.dropout = nn.LayerNorm(HIDDEN), nn.Dropout(0.5)
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        h = self.convs[0](blocks[0], h).flatten(1)
+        return self.convs[1](blocks[1], self.dropout(torch.relu(self.norm(h)))).flatten(1)
+
+
+def random_plan(levels: list[int], halos: list[int], edges: list[int]) -> RankPlan:
+    random = np.random.default_rng(1)
+    layers = []
+    for number, (halo, count) in enumerate(zip(halos, edges, strict=True)):
+        own, targets = levels[number], levels[number + 1]
+        cuts = np.sort(random.integers(count, size=targets - 1))
+        layers.append(
+            HaloLayer(
+                own_rows=own,
+                targets=targets,
+                indptr=np.concatenate([[0], cuts, [count]]),
+                indices=random.integers(own + halo, size=count),
+                edge_ids=np.arange(count),
+                halo_nodes=np.arange(own, own + halo),
+                receive=((1, halo),) if halo else (),
+                send=((1, np.arange(2)),) if halo else (),
+            )
+        )
+    return RankPlan(
+        nodes=np.arange(levels[0]),
+        layers=tuple(layers),
+        hops=2,
+        server_nodes=levels[0],
+        inner_nodes=levels[0],
+        external_nodes=0,
+    )
+
+
+def allocated(model: nn.Module, plan: RankPlan) -> tuple[int, int]:
+    """Return the peak of a real step on ``plan``, and what forward leaves, in bytes."""
+    install(model)
+    dropouts = memory_estimate.install_node_dropouts(model, 0)
+    exchanges = [memory_estimate._LocalExchange(len(layer.halo_nodes)) for layer in plan.layers]
+    blocks = [
+        halo_block(layer, torch.arange(layer.own_rows), exchange, etype=EDGE_TYPE)
+        for layer, exchange in zip(plan.layers, exchanges, strict=True)
+    ]
+    rows = torch.zeros(len(plan.nodes), WIDTH)
+    dropouts.begin(0, blocks[0].srcdata[dgl.NID])
+    memory_estimate._step(model, blocks, rows)
+    events = memory_estimate._recorded(model, [block.fresh() for block in blocks], rows)
+    held: set[int] = set()
+    running, peak, kept = 0, 0, 0
+    for _, address, num_bytes in events:
+        if num_bytes == 0:
+            kept = running
+        elif num_bytes > 0 or address in held:
+            running += num_bytes
+            held = held | {address} if num_bytes > 0 else held - {address}
+        peak = max(peak, running)
+    return peak, kept
+
+
+@pytest.mark.parametrize("kind", ["sage", "gcn", "gat"])
+@pytest.mark.parametrize("halos", [[0, 0], [900, 500]])
+def test_the_peak_of_a_step_follows_from_a_tiny_one(kind: str, halos: list[int]) -> None:
+    torch.manual_seed(0)
+    model = Model(kind)
+    plan = random_plan([7000, 3000, 1500], halos, [40000, 9000])
+    found = trace_memory(model, 2, torch.zeros(1, WIDTH), with_halo=halos[0] > 0, etype=EDGE_TYPE)
+    peak, kept = allocated(model, plan)
+    predicted = found.running(counts_of(plan))
+    assert predicted.max() == pytest.approx(peak, rel=0.02)
+    assert found.kept(counts_of(plan)).sum() == pytest.approx(kept, rel=0.02)
+    assert found.exchanged.tolist() == ([WIDTH * 4, HIDDEN * 4] if halos[0] else [0, 0])
+    assert found.parameter_bytes == sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_widths_are_not_taken_for_numbers_of_rows() -> None:
+    """446 = 2 x 223, and the gradients of two weights of 446 x 20 would else be those of 223 rows."""
+    found = trace_memory(Model("sage", 446), 2, torch.zeros(1, 446), with_halo=False, etype=EDGE_TYPE)
+    assert (found.row_bytes[found.kinds == 0] == 446 * HIDDEN * 4).sum() == 2
+
+
+def test_a_torch_whose_profiler_has_other_names_is_told_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(torch._C._profiler, "_EventType")
+    with pytest.raises(ConfigError, match=r"_EventType.*batches=R"):
+        trace_memory(Model("sage"), 2, torch.zeros(1, WIDTH), with_halo=False, etype=EDGE_TYPE)
+
+
+def test_the_model_is_as_before() -> None:
+    torch.manual_seed(0)
+    model = Model("sage")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    trace_memory(model, 2, torch.zeros(1, WIDTH), with_halo=True, etype=EDGE_TYPE)
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert type(model.dropout) is nn.Dropout
+
+
+def test_more_layers_keep_more() -> None:
+    class Deep(nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList(dgl.nn.SAGEConv(WIDTH, WIDTH, "mean") for _ in range(depth))
+
+        def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+            for conv, block in zip(self.convs, blocks, strict=True):
+                h = h[: block.num_dst_nodes()] + conv(block, torch.relu(h))
+            return h
+
+    counts = {}
+    for depth in (4, 8):
+        found = trace_memory(Deep(depth), depth, torch.zeros(1, WIDTH), with_halo=True, etype=EDGE_TYPE)
+        numbers = np.array([1, *[1000] * (depth + 1), *[1100] * depth, *[5000] * depth])
+        counts[depth] = found.kept(numbers)
+        assert len(counts[depth]) == depth + 1
+        assert (counts[depth][1:] > 0).all()
+    assert 1.7 < counts[8].sum() / counts[4].sum() < 2.3
+
+
+def test_a_model_that_fails_is_told_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"failed on a tiny graph.*batches=R"):
+        trace_memory(Model("sage"), 2, torch.zeros(1, WIDTH + 1), with_halo=False, etype=EDGE_TYPE)

@@ -1,0 +1,227 @@
+"""Deep models with dropout on 1, 2 and 4 ranks of 1 and 2 servers: recomputed or not, they train alike."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+from dgl.nn import GATConv, GraphConv
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.full_graph.model import check_rows_out, check_rows_stay_apart
+from dglx_dist.training.models import RECOMPUTE, build_resgcn
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+
+LAYERS, HIDDEN, STEPS = 3, 6, 2
+DEEP = 28
+"""Layers of the model without dropout, which plain DGL can train too."""
+SHAPES, MORE_SHAPES = ((1, 1), (2, 2)), ((1, 2), (2, 1), (1, 4))
+"""(servers, ranks per server); the latter with --all."""
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fb+pp": ("full_graph", {"use_pp": True}),
+    "fb": ("full_graph", {"use_pp": False}),
+    "flx": ("shared_preload", {}),
+    "one hop": ("shared_preload", {"hops": 1, "use_pp": False}),
+}
+
+
+class Attending(nn.Module):
+    """Two attention layers, dropout in all places, the second layer computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        drops: dict[str, Any] = {"feat_drop": 0.5, "attn_drop": 0.5, "allow_zero_in_degree": True}
+        self.first = GATConv(equality.WIDTH, 3, 2, **drops)
+        self.second = GATConv(6, equality.CLASSES, 2, **drops)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        h = self.dropout(functional.elu(self.first(blocks[0], self.dropout(h)).flatten(1)))
+        return checkpoint(lambda h: self.second(blocks[1], self.dropout(h)).mean(1), h, use_reentrant=False)
+
+
+class Late(nn.Module):
+    """What is computed again ends with an exchange, behind all that backward needs of it."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(equality.WIDTH, equality.CLASSES)
+        self.sums = GraphConv(1, 1, norm="none", weight=False, bias=False, allow_zero_in_degree=True)
+        self.again = again
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        def mixed(h: Tensor) -> Tensor:
+            return self.sums(blocks[1], self.first(h) / 20)
+
+        h = self.sums(blocks[0], h)
+        return checkpoint(mixed, h, use_reentrant=False) if self.again else mixed(h)
+
+
+def resgcn(layers: int, dropout: float, recompute: str) -> nn.Module:
+    """The same weights at every call."""
+    torch.manual_seed(1)
+    return build_resgcn(
+        equality.WIDTH, HIDDEN, equality.CLASSES, layers, dropout=dropout, recompute=recompute
+    ).double()
+
+
+def models(way: str) -> dict[str, tuple[nn.Module, int]]:
+    """By name, with the number of layers; without use_pp and without hops, all ways to recompute."""
+    made = {
+        f"resgcn/{recompute}": (resgcn(LAYERS, 0.5, recompute), LAYERS)
+        for recompute in (RECOMPUTE if way in ("fb+pp", "fb") else ("exchange",))
+    }
+    torch.manual_seed(1)
+    made["gat"] = Attending().double(), 2
+    if way == "fb":
+        for again in (False, True):
+            torch.manual_seed(1)
+            made[f"late/{again}"] = Late(again).double(), 2
+    if way in ("fb+pp", "flx"):
+        made["deep"] = resgcn(DEEP, 0.0, "exchange"), DEEP
+    return made
+
+
+def on_ranks(folder: str) -> dict[str, Any]:
+    """Weights and halo bytes by ``way/model``."""
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    topology = session.topology
+    train_ids = equality.new_ids_of_training(g)
+    mine = equality.cut(train_ids, equality.SHARES["uneven"], topology.rank, topology.world_size)
+    results: dict[str, Any] = {}
+    for way, (name, options) in WAYS.items():
+        strategy = STRATEGIES.get(name)(session, dict(options))
+        for kind, (module, layers) in models(way).items():
+            sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+                layers, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+            )
+            loader, model = strategy.loader(g, mine, sampler), strategy.wrap(module, g)
+            # Functional draws of torch differ between ranks, and must not matter.
+            torch.manual_seed(topology.rank)
+            before = session.ledger.snapshot()
+            equality.train(model, loader, STEPS)
+            sent: dict[str, int] = {}
+            for row in session.ledger.since(before):
+                sent[row.phase] = sent.get(row.phase, 0) + row.num_bytes
+            weights = [p.detach().numpy().copy() for p in module.parameters()]
+            halo = [sent.get(phase, 0) for phase in ("halo", "halo_gradients")]
+            results[f"{way}/{kind}"] = weights, halo
+    return results
+
+
+@pytest.fixture(scope="module")
+def placed(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """By (servers, ranks per server), of each rank."""
+    folder = str(equality.write_parts(tmp_path_factory.mktemp("deep")))
+    return {
+        (servers, ranks): run_ranks(
+            on_ranks, servers * ranks, args=(folder,), ranks_per_server=ranks, timeout_s=240
+        )
+        for servers, ranks in SHAPES + (MORE_SHAPES if request.config.getoption("--all") else ())
+    }
+
+
+def plain_deep(layers: int, dropout: float) -> list[Any]:
+    """Weights that plain DGL trains on the whole graph in one process."""
+    graph, module = equality.plain_graph(), resgcn(layers, dropout, "none")
+    optimizer = torch.optim.SGD(module.parameters(), lr=equality.RATE)
+    targets = graph.ndata["train_mask"].nonzero()[:, 0]
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        scores = module(graph, graph.ndata["feat"])[targets]
+        functional.cross_entropy(scores, graph.ndata["label"][targets]).backward()
+        optimizer.step()
+    return [p.detach().numpy() for p in module.parameters()]
+
+
+def test_dropout_and_recomputing_depend_on_no_rank(placed: Any) -> None:
+    one = placed[1, 1][0]
+    expected = {
+        "resgcn": one["fb+pp/resgcn/none"][0],
+        "gat": one["fb+pp/gat"][0],
+        "late": one["fb/late/False"][0],
+        "deep": plain_deep(DEEP, 0.0),
+    }
+    for shape, ranks in placed.items():
+        for rank in ranks:
+            for name, (weights, _) in rank.items():
+                for got, want in zip(weights, expected[name.split("/")[1]], strict=True):
+                    np.testing.assert_allclose(got, want, rtol=0, atol=1e-10, err_msg=f"{shape} {name}")
+
+
+def test_dropout_was_there(placed: Any) -> None:
+    """Else any number of ranks would train the same."""
+    dropped, plain = placed[1, 1][0]["fb/resgcn/none"][0], plain_deep(LAYERS, 0.0)
+    assert max(np.abs(got - want).max() for got, want in zip(dropped, plain, strict=True)) > 1e-3
+
+
+def halo_bytes(placed: Any, way: str, kind: str) -> Any:
+    """(halo, halo_gradients) of all ranks on 2 servers of 2."""
+    return np.array([rank[f"{way}/{kind}"][1] for rank in placed[2, 2]]).sum(0)
+
+
+@pytest.mark.parametrize("way", ["fb", "fb+pp"])
+def test_what_is_computed_again_is_exchanged_again_or_kept(placed: Any, way: str) -> None:
+    none, again, kept = (halo_bytes(placed, way, f"resgcn/{recompute}") for recompute in RECOMPUTE)
+    assert none[0] > 0
+    assert again.tolist() == [2 * none[0], none[1]]
+    assert kept.tolist() == none.tolist()
+
+
+def test_what_is_computed_again_is_so_to_its_end(placed: Any) -> None:
+    """Torch would stop before the exchange: on one rank perhaps, and not on another that waits for it."""
+    once, again = (halo_bytes(placed, "fb", f"late/{again}") for again in (False, True))
+    # Rows of the first layer are WIDTH wide and need no gradient, those of the second CLASSES wide.
+    assert again[0] - once[0] == once[1] == again[1] > 0
+
+
+def test_cached_features_spare_the_first_layer_behind_an_encoder(placed: Any) -> None:
+    spared, all_layers = (halo_bytes(placed, way, "resgcn/none") for way in ("fb+pp", "fb"))
+    assert (spared < all_layers).all()
+    # Forward and backward send the same rows, with an encoder also those of layer 1.
+    for halo, gradients in (spared, all_layers):
+        assert halo == gradients
+
+
+@pytest.mark.parametrize("module", [nn.LazyBatchNorm1d(), nn.SyncBatchNorm(3), dgl.nn.SumPooling()])
+def test_modules_that_mix_rows_are_named(module: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=f"'1' is a {type(module).__name__}"):
+        check_rows_stay_apart(nn.Sequential(nn.LayerNorm(3), module))
+    with pytest.raises(ConfigError, match=f"the model is a {type(module).__name__}"):
+        check_rows_stay_apart(module)
+
+
+def test_norms_of_a_row_and_convolutions_pass() -> None:
+    check_rows_stay_apart(nn.Sequential(nn.LayerNorm(3), nn.Dropout(), dgl.nn.GATConv(3, 2, 2)))
+
+
+def blocks(*rows: int) -> list[Any]:
+    """Blocks of so many own rows, the last number being the seeds."""
+    return [
+        SimpleNamespace(own_rows=own, num_dst_nodes=lambda count=targets: count)
+        for own, targets in pairwise(rows)
+    ]
+
+
+def test_rows_of_an_earlier_level_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"returned 5 rows for 3 seeds.*the 2 blocks"):
+        check_rows_out(torch.zeros(5, 2), blocks(9, 5, 3))
+    # As many rows at every level: nothing is known; and what is no tensor of rows is the user's.
+    for output in (torch.zeros(3, 2), torch.zeros(()), torch.zeros(5), torch.zeros(4, 3), None):
+        check_rows_out(output, blocks(9, 5, 3))
+    check_rows_out(torch.zeros(3, 2), blocks(3, 3, 3))

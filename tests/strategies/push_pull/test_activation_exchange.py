@@ -1,0 +1,166 @@
+"""Partial sums of activations: groups of replicas, equal weights, exact bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.push_pull.activation_exchange import (
+    BACKWARD,
+    FORWARD,
+    AsyncExchange,
+    send_to_parts,
+    sum_to_owner,
+)
+from dglx_dist.strategies.push_pull.options import make_group
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.strategies.push_pull import runs
+from tests.strategies.push_pull.runs import EPOCHS, Notes, Run
+from tests.strategies.test_equality import difference
+
+ROWS = (4, 0, 3)
+"""D1 of each owner; the second has an empty batch."""
+H = 5
+
+
+def share(part: int, owner: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * part + owner)
+    return torch.randn(ROWS[owner], H, generator=generator, dtype=torch.float64)
+
+
+def one_rank(world_size: int) -> dict[str, Any]:
+    with start_session() as session:
+        rank = session.topology.rank
+        shares = [share(rank, owner).requires_grad_() for owner in range(world_size)]
+        exchange = AsyncExchange(session, make_group(session, world_size))
+        total = sum_to_owner(shares, exchange)
+        handed = send_to_parts(total.sin(), [one.detach() for one in shares], exchange)
+        sum((one * (rank + 1)).sum() for one in handed).backward()
+        return {
+            "total": total.detach(),
+            "handed": [one.detach() for one in handed],
+            "gradients": [one.grad for one in shares],
+            "bytes": {phase: session.ledger.total(phase=phase) for phase in (FORWARD, BACKWARD)},
+        }
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_sums_and_their_adjoints(world_size: int) -> None:
+    found = run_ranks(one_rank, world_size, args=(world_size,))
+    weight = sum(range(1, world_size + 1))
+    for owner in range(world_size):
+        expected = sum(share(part, owner) for part in range(world_size))
+        torch.testing.assert_close(found[owner]["total"], expected, rtol=0, atol=1e-14)
+        for rank in range(world_size):
+            torch.testing.assert_close(found[rank]["handed"][owner], expected.sin(), rtol=0, atol=1e-14)
+            # Every part's share has the owner's whole gradient, which sums what all parts made of it.
+            torch.testing.assert_close(
+                found[rank]["gradients"][owner], weight * expected.cos(), rtol=0, atol=1e-13
+            )
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    found = run_ranks(one_rank, 3, args=(3,))
+    # (N - 1) D1 H s for a sum to the owner and as much for handing it out, each forward and backward.
+    once = 2 * sum(ROWS) * H * 8
+    assert sum(one["bytes"][FORWARD] for one in found) == 2 * once
+    assert sum(one["bytes"][BACKWARD] for one in found) == 2 * once
+
+
+RANKS, SIZES = 4, (4, 2, 1)
+RUNS = {
+    "sage": Run("sage", {}, share="uneven"),
+    "gat": Run("gat", {}, share="uneven"),
+    "late": Run("gat", {"depth": 3}, share="uneven"),
+}
+FEATURE_BYTES = equality.NUM_NODES * equality.WIDTH * 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("groups"))
+
+
+def with_size(run: Run, size: int) -> Run:
+    return replace(run, options={**run.options, "group_size": size, "structure": "push"})
+
+
+def on_rank(folder: str) -> dict[str, Any]:
+    with start_session(timeout_s=60) as session:
+        g = DistGraph(folder)
+        found: dict[str, Any] = {
+            f"{name} {size}": runs.train(g, with_size(run, size))
+            for name, run in RUNS.items()
+            for size in SIZES
+        }
+        found["chosen"] = {memory: chosen_size(g, memory) for memory in ("28000", "27KB", "14000", "7000")}
+        found["errors"] = [
+            error_of(session, g, options) for options in ({"group_size": 3}, {"memory": "1000"})
+        ]
+        g.barrier()
+        return found
+
+
+def chosen_size(g: DistGraph, memory: str) -> int:
+    model: Any = STRATEGIES.get("push_pull")(g.session, {"memory": memory}).wrap(runs.first_model("sage"), g)
+    size: int = model._group.size
+    return size
+
+
+def error_of(session: Any, g: DistGraph, options: dict[str, Any]) -> str:
+    try:
+        STRATEGIES.get("push_pull")(session, options).wrap(runs.first_model("sage"), g)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_groups_leave_the_weights_of_one_process_and_move_less(folder: Path) -> None:
+    results = run_ranks(on_rank, RANKS, args=(str(folder),), ranks_per_server=2)
+    for name, run in RUNS.items():
+        for size in SIZES:
+            notes: list[Notes] = [result[f"{name} {size}"] for result in results]
+            loss = runs.plain_loss(runs.of_all_ranks(notes))
+            plain = runs.simulate(run, notes[0].log, runs.first_model(run.kind), loss)
+            for one in notes:
+                assert difference(one.weights, plain) <= 1e-10, (name, size)
+        check_bytes(name, {size: [result[f"{name} {size}"] for result in results] for size in SIZES})
+    # 27 KB are 27648 bytes, and all features take 28000.
+    assert FEATURE_BYTES == 28000
+    assert results[0]["chosen"] == {"28000": 1, "27KB": 2, "14000": 2, "7000": 4}
+    for result in results:
+        divides, memory = result["errors"]
+        assert divides == "group_size=3 does not divide the 4 ranks; choose one of 1, 2, 4"
+        assert "28000 bytes" in memory
+        assert "grant more memory, or use more ranks" in memory
+
+
+def check_bytes(name: str, by_size: dict[int, list[Notes]]) -> None:
+    """(N_f - 1) / (N - 1) of the activations of 2.4, and what the replicas of a part add up."""
+    total = {
+        size: {
+            phase: sum(one.moved[phase] for one in notes) for phase in (FORWARD, BACKWARD, "gradients", "D1")
+        }
+        for size, notes in by_size.items()
+    }
+    for size in SIZES:
+        for phase in (FORWARD, BACKWARD):
+            assert total[size][phase] * (RANKS - 1) == total[RANKS][phase] * (size - 1)
+    if RUNS[name].kind == "sage":
+        assert total[RANKS][FORWARD] == (RANKS - 1) * total[RANKS]["D1"] * equality.HIDDEN * 8 > 0
+    matrices = {"sage": 2, "gat": 1}[RUNS[name].kind]
+    steps, cut_bytes = EPOCHS * runs.STEPS, matrices * equality.HIDDEN * equality.WIDTH * 8
+    for size in SIZES:
+        # A ring over n ranks sends 2 (n - 1) times its bytes in all.
+        replicas = RANKS // size
+        added = steps * 2 * (replicas - 1) * cut_bytes
+        assert total[size]["gradients"] == total[RANKS]["gradients"] + added

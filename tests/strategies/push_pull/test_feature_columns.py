@@ -1,0 +1,660 @@
+"""A rank's columns are those of the rows: any dtype, any number of ranks, from files and from peers."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import shutil
+import threading
+import tracemalloc
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dglx_dist.comm.session import Session, start_session
+from dglx_dist.data.storage.files import STAMP, partial_folder
+from dglx_dist.data.storage.reader import StoredDataset, open_dataset
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.dataloading.row_buffers import RowMemory
+from dglx_dist.errors import ConfigError, RemoteError, StorageError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.layers.dropout import Columns, deal_out_columns
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, ColumnInfo, RawGraph, SparseRows
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.push_pull import feature_columns as column_files
+from dglx_dist.strategies.push_pull import feature_columns as column_loading
+from dglx_dist.strategies.push_pull import feature_columns as moments
+from dglx_dist.strategies.push_pull.feature_columns import (
+    OPENED,
+    PHASE,
+    VALUES,
+    ColumnRequest,
+    ColumnStore,
+    SliceWriter,
+    load_columns,
+    moments_of_rows,
+    open_columns,
+    publish_slice,
+    read_slice,
+    slice_folder,
+    write_slices,
+)
+from dglx_dist.strategies.push_pull.options import Group, make_group
+from tests.data.storage.graphs import flipped_bits, random_heterogeneous, random_homogeneous, random_owners
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks
+
+NUM_NODES, NUM_PARTS = 60, 4
+WIDTHS = {"one": 1, "three": 3, "hundred": 100, "odd": 101}
+DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+NAMES = (*WIDTHS, *DTYPES, "sparse")
+
+
+def raw_graph() -> RawGraph:
+    """Features of all widths, which node 0's tell apart, of all dtypes, and mostly zero ones."""
+    random = np.random.default_rng(1)
+    data: dict[str, Any] = {
+        name: random.standard_normal((NUM_NODES, width)).astype(np.float32) for name, width in WIDTHS.items()
+    }
+    for dtype in DTYPES:
+        bits = dtype == "bfloat16"
+        values = (
+            random.integers(0, 100, (NUM_NODES, 5)) if not bits else random.integers(16256, 16300, (60, 5))
+        )
+        data[dtype] = values.astype("uint16" if bits else dtype)
+    dense = np.where(random.random((NUM_NODES, 7)) < 0.2, random.random((NUM_NODES, 7)), 0)
+    rows, columns = np.nonzero(dense)
+    indptr = np.searchsorted(rows, np.arange(NUM_NODES + 1))
+    data["sparse"] = SparseRows(
+        indptr=indptr, indices=columns.astype(np.int32), values=dense[rows, columns], num_columns=7
+    )
+    data["vector"] = random.random(NUM_NODES)
+    data["cube"] = random.random((NUM_NODES, 2, 2))
+    ends = random.integers(0, NUM_NODES, (2, 100))
+    return RawGraph(
+        name="columns",
+        num_nodes={NODE_TYPE: NUM_NODES},
+        edges={EDGE_TYPE: (ends[0], ends[1])},
+        node_data={NODE_TYPE: data},
+    )
+
+
+def write(folder: Path, *, num_parts: int = NUM_PARTS, last_is_empty: bool = False) -> Path:
+    """Unequal parts of random nodes; the last one has none if ``last_is_empty``."""
+    shares = np.array([0.4, 0.3, 0.2, 0.1][:num_parts])
+    if last_is_empty:
+        shares[-1] = 0
+    part_of = np.random.default_rng(2).choice(num_parts, NUM_NODES, p=shares / shares.sum())
+    owners = Assignment(
+        num_parts=num_parts, part_of={NODE_TYPE: part_of.astype(np.int32)}, method="test", seed=0
+    )
+    write_dataset(raw_graph(), owners, folder / "data", bfloat16={(NODE_TYPE, "bfloat16")})
+    return folder / "data"
+
+
+def moved(session: Session, before: Any) -> int:
+    """Bytes that this rank received as columns since then; what it asked with is 32 bytes a message."""
+    mine = session.topology.rank
+    rows = [row for row in session.ledger.since(before) if row.phase == PHASE]
+    asked = sum(row.num_bytes for row in rows if row.source == mine)
+    assert asked % 32 == 0
+    assert asked <= 32 * NUM_PARTS * len(NAMES)
+    return sum(row.num_bytes for row in rows if row.destination == mine)
+
+
+def rows_elsewhere(g: DistGraph) -> int:
+    first, last = g.ndata["one"].local_range
+    return g.num_nodes() - (last - first)
+
+
+def check_rows(g: DistGraph, store: ColumnStore, name: str, part: int, parts: int) -> None:
+    nodes = torch.randint(0, g.num_nodes(), (200,), generator=torch.Generator().manual_seed(part))
+    whole = g.ndata[name][nodes]
+    width = whole.shape[1]
+    expected = whole[:, deal_out_columns(width, parts)[part].cut]
+    found = store.rows(name, nodes)
+    halves = (torch.float16, torch.bfloat16)
+    assert found.dtype == (torch.float32 if whole.dtype in halves else whole.dtype) == store.dtype(name)
+    assert torch.equal(found, expected.to(found.dtype))
+    memory = RowMemory()
+    for _ in range(2):
+        assert torch.equal(store.rows(name, nodes, memory), found)
+        assert store.rows(name, nodes[:0], memory).dtype == found.dtype
+    assert (store.widths[name], len(store.cut(name))) == (width, expected.shape[1])
+    assert store.rows(name, nodes[:0]).shape == (0, expected.shape[1])
+
+
+def check_moments(g: DistGraph, store: ColumnStore, names: tuple[str, ...]) -> None:
+    every = torch.arange(g.num_nodes())
+    rows = torch.cat([g.ndata[name][every].double() for name in names], 1)
+    mean, variance = store.moments(names)
+    assert mean.dtype == variance.dtype == torch.float64
+    torch.testing.assert_close(mean, rows.mean(1), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(variance, rows.var(1, correction=0), rtol=1e-13, atol=1e-13)
+    assert store.moments(names)[0] is mean
+
+
+def everything(folder: str, size: int) -> None:
+    """Open all features in memory, then with files to be made, then with files that are there."""
+    with start_session(timeout_s=60) as session:
+        group = make_group(session, size or session.topology.world_size)
+        for cache, found in ((False, False), (True, False), (True, True)):
+            g = DistGraph(folder)
+            before = session.ledger.snapshot()
+            store = open_columns(g, NAMES, group, cache=cache)
+            row_bytes = {name: len(store.cut(name)) * g.ndata[name].dtype.itemsize for name in NAMES}
+            # Ranks of one machine that hold the same columns make one file.
+            loads = not found and (not cache or group.rank == min(group.replicas))
+            assert moved(session, before) == loads * sum(row_bytes.values()) * rows_elsewhere(g)
+            assert num_bytes(store) == sum(row_bytes.values()) * NUM_NODES
+            for name in NAMES:
+                check_rows(g, store, name, group.part, group.size)
+            check_moments(g, store, ("odd", "float16", "int32"))
+            check_sharing(g, store, make_group(session, group.size))
+            check_disagreement(g, group)
+            g.close()
+            with pytest.raises(ConfigError, match="closed"):
+                store.rows("one", torch.tensor([0]))
+
+
+def num_bytes(store: ColumnStore) -> int:
+    return sum(one.rows.nbytes for one in store._slices.values())
+
+
+def check_sharing(g: DistGraph, store: ColumnStore, group: Group) -> None:
+    """What is open is not opened again, also where it is asked for together with something else."""
+    before = g.session.ledger.snapshot()
+    assert open_columns(g, list(NAMES), group) is store
+    other = open_columns(g, ["three"], group)
+    assert num_bytes(other) == NUM_NODES * 4 * len(other.cut("three"))
+    assert moved(g.session, before) == 0
+
+
+def check_disagreement(g: DistGraph, group: Group) -> None:
+    """Ranks that request different columns get an error on every rank, and can continue."""
+    if g.session.topology.world_size == 1:
+        return
+    names = ["one", "three"] if g.session.topology.rank else ["three", "one"]
+    with pytest.raises(ConfigError, match="every rank must ask for the same") as caught:
+        open_columns(g, names, group)
+    assert "['one', 'three']" in str(caught.value)
+    assert "['three', 'one']" in str(caught.value)
+    with pytest.raises(ConfigError, match="no feature 'nobody'"):
+        open_columns(g, ["nobody", "odd"] if g.session.topology.rank else ["odd", "one"], group)
+
+
+# The last has two parts, in two groups.
+@pytest.mark.parametrize(
+    ("ranks", "ranks_per_server", "size"), [(1, 1, 0), (4, 2, 2), *wide((3, 2, 0), (4, 1, 0))]
+)
+def test_rows_are_those_of_the_dataset(tmp_path: Path, ranks: int, ranks_per_server: int, size: int) -> None:
+    folder = write(tmp_path, last_is_empty=ranks == 4)
+    if ranks == 1:
+        everything(str(folder), size)
+    else:
+        run_ranks(everything, ranks, args=(str(folder), size), ranks_per_server=ranks_per_server)
+
+
+@pytest.fixture
+def session() -> Any:
+    with start_session(timeout_s=30) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["one", "one"], "each once"),
+        (["onee"], "no feature 'onee' .known: .*one, "),
+        (["vector"], r"rows of shape \(\); .*\(V, 1\)"),
+        (["cube"], r"rows of shape \(2, 2\)"),
+    ],
+)
+def test_what_is_no_matrix_of_the_graph_is_refused(
+    tmp_path: Path, session: Session, names: list[str], message: str
+) -> None:
+    g = DistGraph(write(tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        open_columns(g, names, make_group(session, 1))
+    g.close()
+
+
+class Embedded(nn.Module):
+    """A layer on trained rows of all nodes."""
+
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__()
+        self.rows, self.conv = nn.Embedding(num_nodes, 3), dgl.nn.SAGEConv(3, 2, "mean")
+
+    def forward(self, blocks: Any) -> torch.Tensor:
+        out: torch.Tensor = self.conv(blocks[0], self.rows(blocks[0].srcdata[dgl.NID]))
+        return out
+
+
+def test_a_graph_without_features_trains_an_embedding(tmp_path: Path, session: Session) -> None:
+    g = DistGraph(write(tmp_path))
+    assert "feat" not in g.ndata
+    strategy = STRATEGIES.get("push_pull")(session, {})
+    model = strategy.wrap(Embedded(g.num_nodes()), g)
+    sampler = dgl.dataloading.NeighborSampler([2])
+    ((nodes, _, blocks),) = strategy.loader(g, torch.arange(4), sampler, batch_size=4)
+    model(blocks).sum().backward()
+    trained = model.module.rows.weight.grad.any(1).nonzero().flatten()
+    assert torch.equal(trained, nodes.sort().values)
+    g.close()
+
+
+def test_graphs_of_several_node_types_are_refused(tmp_path: Path, session: Session) -> None:
+    graph = random_heterogeneous(0)
+    write_dataset(graph, random_owners(graph, 2, 0), tmp_path / "d")
+    g = DistGraph(tmp_path / "d")
+    with pytest.raises(ConfigError, match=r"node types user, item.*data_parallel"):
+        open_columns(g, ["x"], make_group(session, 1))
+    g.close()
+
+
+def test_rows_that_do_not_exist_are_refused(tmp_path: Path, session: Session) -> None:
+    g = DistGraph(write(tmp_path))
+    store = open_columns(g, ["three", "one"], make_group(session, 1))
+    assert (store.names, store.widths) == (("three", "one"), {"three": 3, "one": 1})
+    for wrong in ([NUM_NODES], [-1]):
+        with pytest.raises(IndexError, match=f"id {wrong[0]} at position 0"):
+            store.rows("three", torch.tensor(wrong))
+    for nodes in (torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor([1], dtype=torch.int32)):
+        with pytest.raises(ConfigError, match="int64"):
+            store.rows("three", nodes)
+    for ask in (store.cut, store.dtype, lambda name: store.moments([name])):
+        with pytest.raises(ConfigError, match=r"'odd' are not open .open: 'three', 'one'"):
+            ask("odd")
+    g.close()
+
+
+def test_tensors_of_the_program_are_copied_as_they_are_and_never_kept_on_disk(
+    tmp_path: Path, session: Session
+) -> None:
+    g = DistGraph(write(tmp_path, num_parts=1))
+    made = g.new_tensor((NUM_NODES, 2), torch.float64, "made")
+    made[torch.arange(NUM_NODES)] = torch.ones(NUM_NODES, 2, dtype=torch.float64)
+    store = open_columns(g, ["made"], make_group(session, 1))
+    made[torch.arange(NUM_NODES)] = torch.zeros(NUM_NODES, 2, dtype=torch.float64)
+    assert torch.equal(store.rows("made", torch.tensor([3, 0])), torch.ones(2, 2, dtype=torch.float64))
+    assert not list(tmp_path.rglob("columns-*"))
+    g.close()
+
+
+def test_many_threads_ask_at_once(tmp_path: Path, session: Session) -> None:
+    g = DistGraph(write(tmp_path))
+    store = open_columns(g, ["float16"], make_group(session, 1))
+    nodes = [torch.randint(0, NUM_NODES, (50,)) for _ in range(40)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda ids: store.rows("float16", ids), nodes))
+    for ids, rows in zip(nodes, found, strict=True):
+        assert torch.equal(rows, g.ndata["float16"][ids].float())
+    g.close()
+
+
+INFO = ColumnInfo(dtype="float32", row_shape=(3,))
+ROWS = np.arange(30, dtype=np.float32).reshape(10, 3)
+
+
+def write_column_dataset(target: Path, rows: Array = ROWS) -> None:
+    with partial_folder(target) as partial:
+        writer = SliceWriter(partial, INFO, len(rows))
+        writer.append(rows[:4])
+        assert np.array_equal(writer.written(), rows[:4])
+        writer.append(rows[4:4])
+        writer.append(rows[4:])
+        writer.finish()
+        writer.close()
+        publish_slice(partial, target, INFO, len(rows))
+
+
+def test_what_is_written_is_mapped(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "b"
+    assert read_slice(target, INFO, 10) is None
+    write_column_dataset(target)
+    found = read_slice(target, INFO, 10)
+    assert found is not None
+    assert np.array_equal(found, ROWS)
+    assert (found.flags.writeable, found.flags.owndata, found.flags.c_contiguous) == (False, False, True)
+    assert [path.name for path in target.parent.iterdir()] == ["b"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_file_of_something_else_is_not_taken(tmp_path: Path, dtype: str) -> None:
+    write_column_dataset(tmp_path / "x")
+    rows = 11 if dtype == "float32" else 10
+    assert read_slice(tmp_path / "x", ColumnInfo(dtype=dtype, row_shape=(3,)), rows) is None
+
+
+@pytest.mark.parametrize("damage", ["flip", "shorten", "no values", "stamp", "other stamp", "empty stamp"])
+def test_damage_is_seen_and_mended(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    target = tmp_path / "x"
+    write_column_dataset(target)
+    values, stamp = target / VALUES, target / STAMP
+    raw = bytearray(values.read_bytes())
+    if damage == "flip":
+        raw[-5] ^= 1
+        values.write_bytes(raw)
+    elif damage == "shorten":
+        values.write_bytes(raw[:-4])
+    elif damage == "no values":
+        values.unlink()
+    else:
+        stamp.write_text({"stamp": "{", "other stamp": "[1]", "empty stamp": "{}"}[damage])
+    with caplog.at_level(logging.WARNING):
+        assert read_slice(target, INFO, 10) is None
+    assert "is damaged" in caplog.text
+    write_column_dataset(target)
+    assert np.array_equal(read_slice(target, INFO, 10), ROWS)  # type: ignore[arg-type]  # there again
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("name", [VALUES, STAMP])
+def test_a_flipped_bit_is_told_once_and_mended(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_column_dataset(tmp_path / "x")
+    for _ in flipped_bits(tmp_path / "x" / name, every=5):
+        caplog.clear()
+        assert read_slice(tmp_path / "x", INFO, 10) is None
+        write_column_dataset(tmp_path / "x")
+        assert caplog.text.count("damaged") == 1
+    assert np.array_equal(read_slice(tmp_path / "x", INFO, 10), ROWS)  # type: ignore[arg-type]  # there again
+
+
+def test_a_full_disk_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", ["free"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(119))
+    with pytest.raises(OSError, match="no room for 120 bytes"):
+        SliceWriter(tmp_path, INFO, 10)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_of_several_at_once_the_first_wins(tmp_path: Path, damaged: bool) -> None:
+    target = tmp_path / "x"
+    if damaged:
+        write_column_dataset(target)
+        (target / VALUES).write_bytes(b"nothing")
+    start, found = threading.Barrier(4), []
+
+    def one() -> None:
+        start.wait(10)
+        write_column_dataset(target)
+        found.append(read_slice(target, INFO, 10))
+
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 4
+    assert all(rows is not None and np.array_equal(rows, ROWS) for rows in found)
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def whole(dataset: StoredDataset, name: str) -> Array:
+    parts = range(dataset.manifest.num_parts)
+    return np.concatenate([dataset.part(part).node_data(NODE_TYPE, name) for part in parts])
+
+
+@pytest.mark.parametrize("width", [1, 3, 7])
+def test_feature_partitioning_writes_the_columns_of_each_part(
+    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Chunks of two rows: what is in memory at a time does not depend on how many there are.
+    monkeypatch.setattr(column_files, "CHUNK_BYTES", 2 * 4 * width)
+    partition_to_disk(
+        random_homogeneous(0, width=width), tmp_path / "d", PartitionPlan(num_parts=3, method="feature")
+    )
+    dataset = open_dataset(tmp_path / "d")
+    for columns in deal_out_columns(width, 3):
+        folder = slice_folder(dataset, NODE_TYPE, "feat", columns)
+        assert folder.exists() is (len(columns) > 0)
+        if folder.exists():
+            info = ColumnInfo(dtype="float32", row_shape=(len(columns),))
+            found = read_slice(folder, info, 40)
+            assert found is not None
+            assert np.array_equal(found, whole(dataset, "feat")[:, columns.cut])
+    base = tmp_path / "d" / "cache" / f"columns-{dataset.manifest.checksum}" / NODE_TYPE
+    assert [path.name for path in base.iterdir()] == ["feat"]
+    assert len(list((base / "feat").iterdir())) == min(width, 3)
+
+
+def test_other_partitions_have_no_columns(tmp_path: Path) -> None:
+    partition_to_disk(random_homogeneous(0), tmp_path / "d", PartitionPlan(num_parts=3, method="hash"))
+    partition_to_disk(random_homogeneous(0), tmp_path / "e", PartitionPlan(num_parts=1, method="feature"))
+    partition_to_disk(random_heterogeneous(0), tmp_path / "f", PartitionPlan(num_parts=2, method="feature"))
+    assert not list(tmp_path.glob("*/cache/columns-*"))
+
+
+def test_a_dataset_whose_columns_find_no_room_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usage = namedtuple("usage", ["free"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0))
+    partition_to_disk(random_homogeneous(0), tmp_path / "d", PartitionPlan(num_parts=2, method="feature"))
+    assert "the dataset is whole without them" in caplog.text
+    dataset = open_dataset(tmp_path / "d", verify="full")
+    assert not [path for path in (tmp_path / "d").rglob("*") if path.name.endswith((".partial", VALUES))]
+    monkeypatch.undo()
+    write_slices(dataset, 2)
+    assert len(list((tmp_path / "d").rglob(VALUES))) == 2
+
+
+LOADED_NODES, WIDTH = 4000, 6
+
+
+def write_large(folder: Path, method: str = "hash", num_parts: int = 4) -> Path:
+    graph = random_homogeneous(0, num_nodes=LOADED_NODES, width=WIDTH)
+    partition_to_disk(graph, folder, PartitionPlan(num_parts=num_parts, method=method))
+    return folder
+
+
+class Counted:
+    """Opens a graph and its columns, and tells what moved."""
+
+    def __init__(self, session: Session, folder: str, size: int = 0, *, cache: bool = True) -> None:
+        self.g = DistGraph(folder)
+        before = session.ledger.snapshot()
+        group = make_group(session, size or session.topology.world_size)
+        self.store = open_columns(self.g, ["feat"], group, cache=cache)
+        mine = session.topology.rank
+        self.received = sum(
+            row.num_bytes
+            for row in session.ledger.since(before)
+            if row.phase == PHASE and row.destination == mine
+        )
+        first, last = self.g.ndata["feat"].local_range
+        self.full = (LOADED_NODES - last + first) * len(self.store.cut("feat")) * 4
+        check(self.g, self.store)
+        self.g.close()
+
+
+def check(g: DistGraph, store: ColumnStore) -> None:
+    every = torch.arange(g.num_nodes())
+    assert torch.equal(store.rows("feat", every), g.ndata["feat"][every][:, store.cut("feat").cut])
+
+
+def files_of(folder: str) -> list[Path]:
+    return sorted(Path(folder).rglob(VALUES))
+
+
+def with_faults(folder: str, ready: str) -> list[str]:
+    """One rank's file is damaged, the disk is full, machines race, and files come with the partition."""
+    with start_session(timeout_s=60) as session:
+        rank, done = session.topology.rank, []
+        made = Counted(session, folder)
+        assert made.received == made.full > 0
+        session.hosts = ("a", "b")
+        if rank == 0:
+            files_of(folder)[1].write_bytes(b"damaged")
+        again = Counted(session, folder)
+        # Rank 0 has its file and only answers.
+        assert again.received == (again.full if rank == 1 else 0)
+        done.append("damage")
+
+        # No lower rank of the own machine wants the same: both load and one file stays.
+        both = Counted(session, folder, size=1)
+        assert both.received == both.full == (LOADED_NODES - rows_here(session, folder)) * WIDTH * 4
+        assert len([path for path in files_of(folder) if path.parent.name == f"0-{WIDTH}"]) == 1
+        assert not list(Path(folder).rglob("*.partial"))
+        done.append("race")
+
+        assert Counted(session, ready).received == 0
+        assert len(files_of(ready)) == 2
+        done.append("partitioned")
+
+        session.hosts = ("a", "a")
+        full_disk(session, ready)
+        done.append("full disk")
+        return done
+
+
+def rows_here(session: Session, folder: str) -> int:
+    g = DistGraph(folder)
+    first, last = g.ndata["feat"].local_range
+    g.close()
+    return int(last - first)
+
+
+def full_disk(session: Session, ready: str) -> None:
+    """The file grows until the system says no; what it holds then is not asked for again."""
+    rank = session.topology.rank
+    g = DistGraph(ready)
+    g.barrier()
+    if rank == 0:
+        for path in files_of(ready):
+            path.with_name(STAMP).unlink()
+    g.barrier()
+    before, limits = session.ledger.snapshot(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    column_loading.rows_per_message = lambda row_bytes: 100  # type: ignore[assignment]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
+    store = open_columns(g, ["feat"], make_group(session, 2))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    check(g, store)
+    first, last = g.ndata["feat"].local_range
+    received = [
+        row.num_bytes
+        for row in session.ledger.since(before)
+        if row.phase == PHASE and row.destination == rank
+    ]
+    assert sum(received) == (LOADED_NODES - last + first) * len(store.cut("feat")) * 4
+    assert not list(Path(ready).rglob("*.partial"))
+
+
+def test_ranks_help_each_other_whatever_their_files_are(tmp_path: Path) -> None:
+    ready = write_large(tmp_path / "ready", "feature", num_parts=2)
+    found = run_ranks(with_faults, 2, args=(str(write_large(tmp_path / "d")), str(ready)), ranks_per_server=1)
+    assert found == [["damage", "race", "partitioned", "full disk"]] * 2
+
+
+def test_one_part_of_one_rank_is_mapped_as_it_is(tmp_path: Path, session: Session) -> None:
+    Counted(session, str(write_large(tmp_path / "d", num_parts=1)))
+    assert not list((tmp_path / "d").rglob(VALUES))
+
+
+def test_where_no_file_can_be_made_columns_stay_in_memory(
+    tmp_path: Path, session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_large(tmp_path / "d")
+    g = DistGraph(folder)
+    (folder / "cache" / f"columns-{g.dataset.manifest.checksum}").write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        check(g, open_columns(g, ["feat"], make_group(session, 1)))
+    assert [record.message for record in caplog.records if "keep columns in memory" in record.message]
+    assert len(caplog.records) == 1
+    g.close()
+    assert not OPENED.of(session).stores
+
+
+def test_a_kept_copy_needs_no_more_memory_than_some_messages(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = 2000
+    monkeypatch.setattr(column_loading, "rows_per_message", lambda row_bytes: message // row_bytes)
+    monkeypatch.setattr(column_loading, "ROUND_BYTES", 10 * message)
+    write_large(tmp_path / "d")
+    group, num_bytes = make_group(session, 1), LOADED_NODES * WIDTH * 4
+    for cache in (True, False):
+        g = DistGraph(tmp_path / "d")
+        tracemalloc.start()
+        store = open_columns(g, ["feat"], group, cache=cache)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        beside = peak - (0 if cache else num_bytes)
+        assert beside < num_bytes / 2, (cache, peak, num_bytes)
+        check(g, store)
+        g.close()
+
+
+def test_who_cannot_answer_is_named_and_leaves_nothing_behind(tmp_path: Path, session: Session) -> None:
+    g = DistGraph(write_large(tmp_path / "d"))
+    wanted = everything_loaded(g)
+
+    def broken(key: str) -> Any:
+        raise StorageError("part 1 is damaged; copy it again")
+
+    g.kvstore.shards = broken  # type: ignore[method-assign]
+    with pytest.raises(RemoteError, match=r"rank 0 failed at .*part 1 is damaged"):
+        load_columns(g.kvstore, [wanted], session)
+    assert not list((tmp_path / "d").rglob("*.partial"))
+    del g.kvstore.shards
+    # The failed attempt left nothing behind that is in the way of the next.
+    found = load_columns(g.kvstore, [wanted], session)["feat"]
+    assert np.array_equal(found.rows, g.ndata["feat"][torch.arange(LOADED_NODES)].numpy())
+    g.close()
+
+
+def everything_loaded(g: DistGraph) -> ColumnRequest:
+    columns = Columns(first=0, last=WIDTH, width=WIDTH)
+    return ColumnRequest(
+        name="feat",
+        key=g.ndata["feat"].kvstore_key,
+        columns=columns,
+        info=ColumnInfo(dtype="float32", row_shape=(WIDTH,)),
+        num_rows=LOADED_NODES,
+        folder=slice_folder(g.dataset, NODE_TYPE, "feat", columns),
+        is_leader=True,
+    )
+
+
+def test_by_hand(session: Session) -> None:
+    one = np.array([[1, 2], [5, 5]], np.float32)
+    bits = np.array([[0x4040], [0x40A0]], np.uint16)  # 3 and 5 in bfloat16
+    slices = [
+        (one, ColumnInfo(dtype="float32", row_shape=(2,))),
+        (bits, ColumnInfo(dtype="bfloat16", row_shape=(1,))),
+    ]
+    mean, variance = moments_of_rows(slices, 2, 3, session, "columns")
+    assert mean.tolist() == [2.0, 5.0]
+    assert variance.tolist() == [2 / 3, 0.0]
+
+
+def test_a_large_mean_hides_no_variance(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moments, "CHUNK_VALUES", 8)
+    rows = 1e9 + np.tile(np.array([-1.0, 1.0]), (7, 4))
+    mean, variance = moments_of_rows(
+        [(rows, ColumnInfo(dtype="float64", row_shape=(8,)))], 7, 8, session, "columns"
+    )
+    assert mean.tolist() == [1e9] * 7
+    assert variance.tolist() == [1.0] * 7
+
+
+def test_no_rows_and_no_columns(session: Session) -> None:
+    none = (np.empty((2, 0), np.float32), ColumnInfo(dtype="float32", row_shape=(0,)))
+    mean, variance = moments_of_rows([none], 2, 4, session, "columns")
+    assert mean.dtype == variance.dtype == torch.float64
+    assert mean.tolist() == variance.tolist() == [0.0, 0.0]
+    assert moments_of_rows([], 0, 4, session, "columns")[0].shape == (0,)

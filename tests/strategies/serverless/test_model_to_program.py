@@ -1,0 +1,493 @@
+"""A model as a program: equal scores, loss and gradients; or refused, with the place and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from dgl import function as fn
+from torch import Tensor, nn
+
+import dglx_dist as dx
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
+from dglx_dist.serverless.program import Edge, Gather, Scatter, Vertex
+from dglx_dist.serverless.stages.base import STAGES, register_stage
+from dglx_dist.strategies.serverless.layer_kinds import FACTOR_OF_NORM, EdgeFactor, edge_values
+from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of, find_layers
+from dglx_dist.strategies.serverless.probe import DeclaredStage
+from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.models import build_model
+from tests.serverless.programs import PlainRun
+from tests.strategies import equality
+from tests.strategies.serverless.own_stage import Gate
+from tests.strategies.serverless.own_tensor_stage import TensorGate
+
+NODES, WIDTH, CLASSES = 30, 5, 3
+
+
+def graph() -> Any:
+    """Directed, with self-loops; node 0 has no in-edge and node 1 no out-edge; edges by (target, source)."""
+    random = np.random.default_rng(5)
+    pairs = np.unique(random.integers(NODES, size=(120, 2)), axis=0)
+    pairs = pairs[(pairs[:, 0] != 0) & (pairs[:, 1] != 1)]
+    made = dgl.graph((pairs[:, 1], pairs[:, 0]), num_nodes=NODES)
+    made.edata["w"] = torch.from_numpy(random.random(len(pairs)))
+    return made
+
+
+class Seq(nn.Module):
+    """Layers, and what is called behind each."""
+
+    def __init__(self, layers: list[nn.Module], after: list[Callable[[Tensor], Tensor]]) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+        self._after = after
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        numbers = iter(range(len(blocks)))
+        for layer, after in zip(self.inner["layers"], self._after, strict=True):  # type: ignore[arg-type]
+            h = after(layer(h) if isinstance(layer, nn.Linear) else layer(blocks[next(numbers)], h))
+        return h
+
+
+def same(h: Tensor) -> Tensor:
+    return h
+
+
+def conv(kind: str, wide: int, narrow: int, **options: Any) -> Any:
+    if kind == "sage":
+        return dgl.nn.SAGEConv(wide, narrow, "mean", **options)
+    zero = {"allow_zero_in_degree": True}
+    if kind == "gat":
+        return dgl.nn.GATConv(wide, narrow, 2, **zero, **options)
+    return dgl.nn.GraphConv(wide, narrow, norm=kind, **zero, **options)
+
+
+class Backwards(nn.Module):
+    """Makes the layer that it calls last first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.first = nn.Linear(4, CLASSES), conv("sage", WIDTH, 4)
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.first(blocks[0], h)))  # type: ignore[no-any-return]
+
+
+class Weighed(nn.Module):
+    """Convolutions that take edge weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = conv("both", WIDTH, 4), conv("sage", 4, CLASSES)
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        h = torch.relu(self.one(blocks[0], h, edge_weight=blocks[0].edata["w"]))
+        return self.two(blocks[1], (h, h[: blocks[1].num_dst_nodes()]), blocks[1].edata["w"])  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "sage": lambda: build_model("sage", WIDTH, 4, CLASSES, layers=3, dropout=0.0),
+    "gcn": lambda: build_model("gcn", WIDTH, 6, CLASSES, dropout=0.0),
+    "gat": lambda: build_model("gat", WIDTH, 4, CLASSES, layers=3, dropout=0.0, heads=2),
+    "sgc": lambda: build_model("sgc", WIDTH, 4, CLASSES, layers=3, dropout=0.0),
+    "mlp": lambda: build_model("mlp", WIDTH, 4, CLASSES, dropout=0.0),
+    "norms": lambda: Seq(
+        [
+            conv("both", WIDTH, 4, activation=torch.tanh),
+            conv("left", 4, 6, bias=False),
+            conv("none", 6, CLASSES),
+        ],
+        [same, torch.sigmoid, same],
+    ),
+    "functions": lambda: Seq(
+        [
+            conv("right", WIDTH, 4),
+            conv("sage", 4, 4, bias=False),
+            conv("sage", 4, 4),
+            conv("right", 4, 4),
+            nn.Linear(4, CLASSES),
+        ],
+        [nn.LeakyReLU(0.2), nn.ELU(0.7), F.gelu, lambda h: F.gelu(h, approximate="tanh"), same],
+    ),
+    "in_place": lambda: Seq([conv("sage", WIDTH, 4), nn.Linear(4, CLASSES)], [torch.relu_, torch.tanh]),
+    "heads": lambda: Seq(
+        [
+            conv("gat", WIDTH, 4, residual=True, activation=F.elu),
+            conv("gat", 4, 2, residual=True, bias=False),
+            conv("sage", 4, 4, activation=torch.relu),
+            conv("gat", 4, CLASSES),
+        ],
+        [
+            lambda h: torch.tanh(h.mean(1)),
+            lambda h: F.leaky_relu(h).flatten(1),
+            same,
+            lambda h: F.elu(h, 1.5).mean(1),
+        ],
+    ),
+    "weighed": Weighed,
+    "backwards": Backwards,
+}
+
+
+def factor_values(factor: EdgeFactor, g: Any) -> Array:
+    sources, targets = (ends.numpy() for ends in g.edges())
+    powers = {"one": 0.0, "root": -0.5, "whole": -1.0}
+    d = np.maximum(np.bincount(targets, minlength=NODES), 1).astype(float) ** powers[factor.target]
+    o = np.maximum(np.bincount(sources, minlength=NODES), 1).astype(float) ** powers[factor.source]
+    column = 1.0 if factor.column is None else g.edata[factor.column].numpy()
+    values: Array = (d[targets] * o[sources] * column)[:, None]
+    return values
+
+
+def run(chain: Chain, model: nn.Module, g: Any, x: Array, labels: Array) -> PlainRun:
+    sources, targets = (ends.numpy() for ends in g.edges())
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=NODES))])
+    return PlainRun(
+        chain.program(int((labels >= 0).sum())),
+        {name: value.numpy() for name, value in model.state_dict().items()},
+        x=x,
+        indptr=indptr,
+        sources=sources,
+        fixed={name: factor_values(factor, g) for name, factor in chain.factors.items()},
+        labels=labels,
+        bounds=[0, 7, 7, NODES],
+    )
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_program_is_the_model(kind: str) -> None:
+    torch.manual_seed(2)
+    model, g = MODELS[kind]().double(), graph()
+    for parameter in model.parameters():
+        # Biases begin at zero, where much could be wrong without a trace.
+        nn.init.normal_(parameter, std=0.5)
+    random = np.random.default_rng(6)
+    x = random.standard_normal((NODES, WIDTH))
+    labels = np.where(np.arange(NODES) % 3, random.integers(CLASSES, size=NODES), -1).astype(np.int32)
+    chain = chain_of(model, {"w": ()})
+    found = run(chain, model, g, x, labels)
+
+    rows = torch.from_numpy(labels) >= 0
+    blocks = [g for layer in find_layers(model) if layer.takes_block]
+    scores = model(blocks, torch.from_numpy(x))
+    loss = F.cross_entropy(scores[rows], torch.from_numpy(labels).long()[rows])
+    loss.backward()
+    np.testing.assert_allclose(found.loss_sum / int(rows.sum()), loss.item(), rtol=1e-12)
+    assert found.correct == int((scores[rows].argmax(1) == torch.from_numpy(labels)[rows]).sum())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        np.testing.assert_allclose(found.gradients[name], parameter.grad.numpy(), atol=1e-11, err_msg=name)
+
+
+def test_steps_are_those_of_the_paper() -> None:
+    """No Scatter of features, none behind the last layer; one name for equal weights of edges."""
+    chain = chain_of(MODELS["gcn"]())
+    assert [step.name for step in chain.steps] == ["GA1", "AV1", "SC1", "GA2", "AV2"]
+    assert chain.dtype == "float32"
+    assert chain.factors == {"fixed:0": EdgeFactor(target="whole")}
+    kinds = [type(step) for step in chain_of(MODELS["gat"]()).steps]
+    assert kinds == [*[Vertex, Scatter, Edge, Gather] * 3, Vertex]
+    shared = chain_of(MODELS["sage"]())
+    assert {step.edges for step in shared.steps if isinstance(step, Gather)} == {"fixed:0"}
+
+
+def test_nothing_of_the_model_changes() -> None:
+    model = MODELS["heads"]()
+    model.train()
+    model.inner.eval()  # type: ignore[union-attr, operator]
+    before = ({n: v.clone() for n, v in model.state_dict().items()}, torch.get_rng_state())
+    modes = [module.training for module in model.modules()]
+    chain_of(model)
+    assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert [module.training for module in model.modules()] == modes
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Skips(Seq):
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        one, two = self.inner["layers"]  # type: ignore[misc]
+        first = one(blocks[0], h)
+        return two(blocks[1], first) + first  # type: ignore[no-any-return]
+
+
+class Once(nn.Module):
+    """One layer called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = conv("sage", WIDTH, WIDTH)
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        return self.layer(blocks[0], self.layer(blocks[0], h))  # type: ignore[no-any-return]
+
+
+def pair(after: Callable[[Tensor], Tensor], *, width: int = 4) -> nn.Module:
+    return Seq([conv("sage", WIDTH, width), conv("sage", 4, CLASSES)], [after, same])
+
+
+def tied() -> nn.Module:
+    model = Seq([conv("right", 4, 4), conv("right", 4, 4)], [torch.relu, same])
+    model.inner["layers"][1].weight = model.inner["layers"][0].weight  # type: ignore[index]
+    return model
+
+
+class ByMode(Seq):
+    """Drops features, or takes its layers in another order, in training alone."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__([conv("sage", 4, 4), conv("sage", 4, 4)], [same, same])
+        self._drops = drops
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        one, two = self.inner["layers"]  # type: ignore[misc]
+        if self.training and not self._drops:
+            one, two = two, one
+        h = F.dropout(h, 0.5, training=self.training and self._drops)
+        return two(blocks[1], one(blocks[0], h))  # type: ignore[no-any-return]
+
+
+class Noisy(nn.Module):
+    """Drops without a module of its own."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return F.dropout(h, 0.5, training=self.training)
+
+
+def modules(*inner: nn.Module) -> nn.Module:
+    """A model that has ``inner`` between its layers."""
+    model = pair(nn.Sequential(*inner))
+    model.between = model._after[0]  # type: ignore[attr-defined, index]
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "dropout": (lambda: build_model("sage", WIDTH, 4, CLASSES), "'dropout' drops with probability 0.5"),
+    "inner dropout": (
+        lambda: Seq([conv("gat", WIDTH, 2, attn_drop=0.3)], [same]),
+        "attn_drop' drops with probability 0.3",
+    ),
+    "functional dropout": (lambda: modules(Noisy()), "something else in training"),
+    "features dropped": (lambda: ByMode(drops=True), "does not get the unchanged features"),
+    "other order": (lambda: ByMode(drops=False), "calls other layers"),
+    "unknown function": (lambda: pair(F.silu), "between the layers 'inner.layers.0' and 'inner.layers.1'"),
+    "norm": (lambda: modules(nn.ReLU(), nn.BatchNorm1d(4)), "BatchNorm1d 'between.1' is called"),
+    "trained": (lambda: modules(nn.PReLU()), "trains the parameter 'between.0.weight'"),
+    "trained inside": (
+        lambda: Seq([conv("sage", WIDTH, 4, activation=nn.PReLU())], [same]),
+        "parameter 'activation.weight' that no stage knows",
+    ),
+    "detached": (lambda: pair(lambda h: torch.relu(h).detach()), "no gradient flows back"),
+    "log_softmax": (
+        lambda: Seq([conv("sage", WIDTH, CLASSES)], [lambda h: F.log_softmax(h, 1)]),
+        "leave log_softmax out",
+    ),
+    "skip": (
+        lambda: Skips([conv("sage", WIDTH, 4), conv("sage", 4, 4)], [same, same]),
+        "after the last layer, 'inner.layers.1'",
+    ),
+    "features changed": (
+        lambda: Seq([nn.Sequential(), conv("sage", WIDTH, 4)], [same, same]),  # type: ignore[list-item]
+        "could not be called",
+    ),
+    "twice": (Once, "is called twice"),
+    "tied": (tied, "belongs to two layers"),
+    "wrong width": (lambda: pair(torch.relu, width=6), "6 columns"),
+    "aggregator": (
+        lambda: Seq([dgl.nn.SAGEConv(WIDTH, 4, "pool")], [same]),
+        "aggregator 'pool'",
+    ),
+    "unknown layer": (lambda: Seq([dgl.nn.GINConv(nn.Linear(WIDTH, 4))], [same]), "GINConv, is not known to"),
+    "no layer": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTH)), "no layer that workers know"),
+    "half": (lambda: pair(torch.relu).half(), "parameters are float16"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_no_step_is_refused(kind: str) -> None:
+    make, reason = REFUSED[kind]
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ConfigError) as caught:
+        chain_of(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert reason in str(caught.value)
+    assert any(
+        way in str(caught.value)
+        for way in ("strategy='data_parallel'", "call model.float()", "leave log_softmax out")
+    )
+
+
+HIDDEN = 4
+
+
+class GatedConv(nn.Module):
+    """The layer of own_stage.Gate as a module, over the mean of the in-neighbours."""
+
+    def __init__(self, in_dim: int, out_dim: int, **declared: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(in_dim, out_dim) / 2)
+        self._declared = declared
+
+    def forward(self, block: Any, h: Tensor) -> Tensor:
+        with block.local_scope():
+            block.srcdata["h"] = h
+            block.update_all(fn.copy_u("h", "m"), fn.mean("m", "h"))
+            z = block.dstdata["h"] @ self.weight
+        own = h[: block.num_dst_nodes(), : self.weight.shape[1]]
+        return torch.tanh(z) * own + z
+
+    def vertex_stage(self) -> DeclaredStage:
+        wide, narrow = self.weight.shape
+        usual: dict[str, Any] = {"stage": "gate", "config": {"in": wide, "out": narrow}}
+        usual |= {"weights": ("weight",), "around": "mean", "own": True}
+        return DeclaredStage(**usual | self._declared)
+
+
+class Model(nn.Module):
+    """The user's layer, one of DGL's, and a head."""
+
+    def __init__(self, **declared: Any) -> None:
+        super().__init__()
+        self.gated = GatedConv(equality.WIDTH, HIDDEN, **declared)
+        self.conv = dgl.nn.SAGEConv(HIDDEN, HIDDEN, "mean")
+        self.head = nn.Linear(HIDDEN, equality.CLASSES)
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        h = self.gated(blocks[0], h)
+        scores: Tensor = self.head(torch.relu(self.conv(blocks[1], h)))
+        return scores
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    register_stage("gate", "tests.strategies.serverless.own_stage:Gate")
+    register_stage("tensor_gate", TensorGate)
+    yield
+    assert STAGES.get("gate") is Gate
+
+
+def model(**declared: Any) -> Model:
+    torch.manual_seed(3)
+    return Model(**declared).double()
+
+
+def test_it_trains_in_processes_as_in_torch(tmp_path: Path) -> None:
+    """And a stage of tensors in threads, which processes refuse."""
+    graph, expected = equality.plain_graph(), model()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.3)
+    mask = graph.ndata["train_mask"]
+    for _ in range(3):
+        optimizer.zero_grad()
+        scores = expected([graph, graph], graph.ndata["feat"])
+        F.cross_entropy(scores[mask], graph.ndata["label"][mask]).backward()
+        optimizer.step()
+    folder = equality.write_parts(tmp_path)
+    config = FitConfig(epochs=3, eval_every=0, num_layers=2, show_progress=False)
+    for executor, stage in (("local", "gate"), ("inline", "tensor_gate")):
+        with dx.init("lambda", timeout=30, executor=executor, intervals=2, workers=1):
+            g = dx.DistGraph(folder)
+            trained, _ = dx.fit(
+                model(stage=stage), g, config=config, make_optimizer=lambda p: torch.optim.SGD(p, lr=0.3)
+            )
+            if executor == "local":
+                with pytest.raises(ConfigError, match="which imports torch, and workers of executor 'local'"):
+                    dx.wrap(model(stage="tensor_gate"), g)
+        for local, theirs in zip(trained.parameters(), expected.parameters(), strict=True):
+            assert (local - theirs).detach().abs().max().item() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("declared", "reason"),
+    [
+        ({"around": "sum"}, "differ in the result"),
+        ({"own": False}, "declares 1 inputs"),
+        ({"weights": ()}, r"a parameter 'weight' that no stage knows"),
+        (
+            {"config": {"in": equality.WIDTH, "out": 3}},
+            r"declares weights \['weight'\] of shapes \[\(7, 4\)\]",
+        ),
+        ({"stage": "gates"}, "did you mean 'gate'"),
+    ],
+)
+def test_what_is_declared_wrongly_is_refused(declared: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Exception, match=reason) as caught:
+        chain_of(Model(**declared))
+    assert isinstance(caught.value, ConfigError) or "did you mean" in reason
+
+
+class Doubled(Gate):
+    """Right forward, wrong backward."""
+
+    def backward(self, *given: Any, **named: Any) -> Any:
+        found = super().backward(*given, **named)
+        return found._replace(weights=(2 * found.weights[0],))
+
+
+def test_a_wrong_gradient_is_refused() -> None:
+    register_stage("doubled", Doubled)
+    with pytest.raises(ConfigError, match="differ in the gradient of 'weight'"):
+        chain_of(Model(stage="doubled"))
+
+
+def test_an_activation_behind_it_needs_to_be_taken() -> None:
+    class Behind(Model):
+        def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+            h = torch.relu(self.gated(blocks[0], h))
+            scores: Tensor = self.head(self.conv(blocks[1], h))
+            return scores
+
+    with pytest.raises(ConfigError, match="followed by relu, but its stage takes no activation"):
+        chain_of(Behind())
+
+
+# 0 -> 1, 0 -> 2, 1 -> 2, 2 -> 2: in-degrees 0, 1, 3; out-degrees 2, 1, 1.
+SOURCES, TARGETS = np.array([0, 0, 1, 2]), np.array([1, 2, 2, 2])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    raw = RawGraph(
+        name="small",
+        num_nodes={NODE_TYPE: 3},
+        edges={EDGE_TYPE: (SOURCES, TARGETS)},
+        edge_data={EDGE_TYPE: {"w": np.array([1.0, 2.0, 3.0, 4.0]), "two": np.ones((4, 2))}},
+    )
+    whole = Assignment(num_parts=1, part_of={NODE_TYPE: np.zeros(3, np.int32)}, method="test", seed=0)
+    write_dataset(raw, whole, tmp_path / "data")
+    return tmp_path / "data"
+
+
+def test_values(folder: Path) -> None:
+    root = np.sqrt
+    expected = {
+        "sum": [1, 1, 1, 1],
+        "mean": [1, 1 / 3, 1 / 3, 1 / 3],
+        "left": [1 / 2, 1 / 2, 1, 1],
+        "both": [1 / root(2), 1 / root(6), 1 / root(3), 1 / root(3)],
+    }
+    with dx.init():
+        g = dx.DistGraph(folder)
+        everyone, float64 = np.arange(3), np.dtype(np.float64)
+        for name, values in expected.items():
+            np.testing.assert_allclose(edge_values(FACTOR_OF_NORM[name], g, everyone, float64), values)
+        weighed = edge_values(EdgeFactor(target="whole", column="w"), g, np.array([2]), np.dtype(np.float32))
+        assert weighed.dtype == np.float32
+        np.testing.assert_allclose(weighed, [2 / 3, 1, 4 / 3], rtol=1e-6)
+        with pytest.raises(ConfigError, match=r"'two' has \(2,\) numbers per edge"):
+            edge_values(EdgeFactor(column="two"), g, everyone, float64)
+
+
+def test_sums_need_no_values() -> None:
+    assert FACTOR_OF_NORM["none"].is_one
+    assert not FACTOR_OF_NORM["right"].is_one

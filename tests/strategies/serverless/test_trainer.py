@@ -1,0 +1,517 @@
+"""``dx.fit`` under lambda against plain torch: updates, resumed runs, own stages, refusals."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dglx_dist as dx
+from dglx_dist.comm.session import current_session
+from dglx_dist.errors import CheckpointError, ConfigError
+from dglx_dist.graph.optim import SparseAdam
+from dglx_dist.records import EpochRecord
+from dglx_dist.serverless.aws.package import check_imports
+from dglx_dist.serverless.parameter_server import initialise
+from dglx_dist.strategies.base import Objective, WrappedModel
+from dglx_dist.strategies.serverless.graph_partition import read_features, read_structure
+from dglx_dist.strategies.serverless.graph_server import GraphServer
+from dglx_dist.strategies.serverless.trainer import (
+    IntervalLoader,
+    backward_by_torch,
+    forward_by_torch,
+    restore_optimizer,
+    update_of,
+)
+from dglx_dist.training import checkpoint
+from dglx_dist.training.fit import FitConfig
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.strategies.serverless.own_stage import Gate
+from tests.strategies.serverless.own_tensor_stage import TensorGate
+
+SHAPE = {"in": 5, "out": 3}
+
+
+@pytest.mark.parametrize("rows", [7, 1, 0])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("wanted", [None, (True, False), (False, False)])
+def test_it_is_the_stage_that_numpy_computes(rows: int, dtype: str, wanted: tuple[bool, bool] | None) -> None:
+    draw = np.random.default_rng(0)
+    weights = [draw.standard_normal((5, 3)).astype(dtype)]
+    inputs = [draw.standard_normal((rows, 5)).astype(dtype) for _ in range(2)]
+    gradients = [draw.standard_normal((rows, 3)).astype(dtype)]
+    for array in (*weights, *inputs, *gradients):
+        array.flags.writeable = False
+    tensors, plain = TensorGate(SHAPE), Gate(SHAPE)
+    tolerance = 1e-5 if dtype == "float32" else 1e-12
+    found = tensors.forward(weights, inputs)
+    assert found.outputs[0].dtype == dtype
+    np.testing.assert_allclose(found.outputs[0], plain.forward(weights, inputs).outputs[0], atol=tolerance)
+    back = tensors.backward(weights, inputs, gradients, wanted=wanted)
+    expected = plain.backward(weights, inputs, gradients)
+    np.testing.assert_allclose(back.weights[0], expected.weights[0], atol=tolerance)
+    for index, slope in enumerate(back.inputs):
+        if wanted is None or wanted[index]:
+            assert slope is not None
+            np.testing.assert_allclose(slope, expected.inputs[index], atol=tolerance)
+        else:
+            assert slope is None
+
+
+def test_what_nothing_depends_on_has_gradient_zero() -> None:
+    def second_alone(weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [inputs[1] * 2]
+
+    def constant(weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.ones_like(inputs[0])]
+
+    weights, inputs = [np.ones((2, 2))], [np.ones((3, 2)), np.ones((3, 2))]
+    assert forward_by_torch(second_alone, weights, inputs).outputs[0].tolist() == [[2.0, 2.0]] * 3
+    back = backward_by_torch(second_alone, weights, inputs, [np.ones((3, 2))])
+    assert [array is not None and array.max() for array in back.inputs] == [0, 2]
+    assert not back.weights[0].any()
+    assert not backward_by_torch(constant, weights, inputs, [np.ones((3, 2))]).weights[0].any()
+
+
+def test_workers_of_their_own_refuse_it_with_the_reason() -> None:
+    here = "tests.strategies.serverless."
+    check_imports({"gate": f"{here}own_stage:Gate"}, "local")
+    with pytest.raises(ConfigError, match=r"imports torch.*'local' have numpy and zmq only.*'inline'"):
+        check_imports({"gate": f"{here}own_tensor_stage:TensorGate"}, "local")
+
+
+fused = pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch does not fuse")
+CASES: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.AdamW, {"lr": 0.01}),
+]
+
+
+def make(kind: Any, settings: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    groups = [
+        {"params": [model[1].weight, model[0].bias], "lr": 0.3},
+        {"params": [model[0].weight]},  # the last bias is not trained
+    ]
+    return model, kind(groups, **settings)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    for at, parameter in enumerate(model.parameters()):
+        draw = np.random.default_rng([number, at])
+        parameter.grad = torch.tensor(draw.standard_normal(parameter.shape), dtype=parameter.dtype)
+    optimizer.step()
+
+
+@fused
+@pytest.mark.parametrize(("kind", "settings"), CASES, ids=str)
+def test_there_and_back_is_as_if_torch_had_gone_on(kind: Any, settings: dict[str, Any]) -> None:
+    expected, all_torch = make(kind, settings)
+    model, optimizer = make(kind, settings)
+    for number in range(6):
+        step(expected, all_torch, number)
+    for number in range(2):
+        step(model, optimizer, number)
+    before = copy.deepcopy(optimizer.state_dict())
+
+    names = [name for name, _ in model.named_parameters()]
+    update = update_of(optimizer, model, names)
+    weights = tuple(parameter.detach().numpy().copy() for parameter in model.parameters())
+    for number in range(2, 4):
+        draws = [np.random.default_rng([number, at]).standard_normal(w.shape) for at, w in enumerate(weights)]
+        weights = update.apply(weights, [draw.astype(np.float32) for draw in draws])
+    # Only read: stepping the update left the optimizer alone.
+    assert str(optimizer.state_dict()) == str(before)
+
+    with torch.no_grad():
+        for parameter, weight in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(torch.tensor(weight))
+    fresh = make(kind, settings)
+    fresh[0].load_state_dict(model.state_dict())
+    restore_optimizer(fresh[1], fresh[0], update.state)
+    for number in range(4, 6):
+        step(*fresh, number)
+    for ours, theirs in zip(fresh[0].parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    found, states = (dict(sorted(one.state_dict()["state"].items())) for one in (fresh[1], all_torch))
+    assert found.keys() == states.keys()
+    for position, entries in states.items():
+        assert found[position].keys() == entries.keys()
+        assert all(torch.equal(found[position][key], value) for key, value in entries.items())
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model, optimizer = make(torch.optim.SGD, {"lr": 0.1})
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ConfigError, match="no optimizer 'RMSprop'"):
+        update_of(torch.optim.RMSprop(model.parameters()), model, names)
+    with pytest.raises(ConfigError, match=r"shape \(3, 4\) that is not one of the model's"):
+        update_of(optimizer, nn.Linear(1, 1), names)
+    with pytest.raises(ConfigError, match=r"has '0\.weight', the model only"):
+        update_of(optimizer, model, names[1:])
+    with pytest.raises(ConfigError, match="belongs to no parameter of the optimizer"):
+        restore_optimizer(optimizer, model, {"9.bias/momentum_buffer": np.zeros(3)})
+
+
+INLINE = {"executor": "inline", "intervals": 3, "workers": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("lambda"))
+
+
+@pytest.fixture
+def g(folder: Path) -> Iterator[Any]:
+    with dx.init("lambda", timeout=30, **INLINE):
+        yield dx.DistGraph(folder)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.02, weight_decay=0.01)
+
+
+def plain(epochs: int, rate_of: Callable[[int], float] = lambda epoch: 0.02) -> tuple[nn.Module, list[Any]]:
+    """SAGE by plain DGL and torch: the model, and loss and training accuracy of each epoch."""
+    graph = equality.plain_graph()
+    torch.manual_seed(11)
+    model = equality.PlainModel("sage").double()
+    optimizer, seen = adam(model.parameters()), []
+    mask, labels = graph.ndata["train_mask"], graph.ndata["label"]
+    for epoch in range(epochs):
+        optimizer.param_groups[0]["lr"] = rate_of(epoch)
+        scores = model([graph, graph], graph.ndata["feat"])[mask]
+        loss = F.cross_entropy(scores, labels[mask])
+        seen.append((loss.item(), float((scores.argmax(1) == labels[mask]).double().mean())))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model, seen
+
+
+def difference(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max((a - b).detach().abs().max().item() for a, b in pairs)
+
+
+def fit(g: Any, config: FitConfig, kind: str = "sage", **more: Any) -> tuple[WrappedModel, Any, Any]:
+    made: list[torch.optim.Optimizer] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made.append(adam(parameters))
+        return made[0]
+
+    model, result = dx.fit(equality.model_of(kind, g), g, config=config, make_optimizer=make, **more)
+    return model, made[0], result
+
+
+@pytest.mark.filterwarnings("error:.*without effect")
+def test_fit_is_plain_training(g: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the learning rate changes at a stop: parameter servers go on with it, as a new run."""
+    runs: list[int] = []
+
+    def numbered(*given: Any, run: int, **more: Any) -> GraphServer:
+        runs.append(run)
+        return GraphServer(*given, run=run, **more)
+
+    monkeypatch.setattr("dglx_dist.strategies.serverless.engine.GraphServer", numbered)
+    seen: list[EpochRecord] = []
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizers.append(adam(parameters))
+        return optimizers[0]
+
+    def slower(record: EpochRecord) -> None:
+        seen.append(record)
+        if record.epoch == 5:
+            optimizers[0].param_groups[0]["lr"] = 0.005
+
+    model, result = dx.fit(
+        equality.model_of("sage", g),
+        g,
+        config=FitConfig(epochs=8, eval_every=3, show_progress=False),
+        make_optimizer=make,
+        callbacks=[slower],
+    )
+    expected, losses = plain(8, lambda epoch: 0.02 if epoch <= 5 else 0.005)
+    assert runs == [runs[0], runs[0] + 1]
+    assert difference(model.whole(), expected) < 1e-12
+    assert [record.epoch for record in seen] == list(range(8))
+    assert [record.val_accuracy is not None for record in seen] == [e in (2, 5, 7) for e in range(8)]
+    np.testing.assert_allclose([(r.loss, r.train_accuracy) for r in result.epochs], losses, rtol=1e-10)
+    assert all(r.seconds > 0 and r.num_samples == 167 for r in seen)
+    # One rank, with workers in its threads: not a byte has moved.
+    assert sum(r.bytes_inside + r.bytes_outside for r in seen) == 0
+    assert result.account["invocations"] == 8 * 3 * 3
+    # Servers alone: there is no function to pay for, nor one of which the time is not known.
+    assert result.account["dollars_functions"] == 0 < result.account["dollars_servers"]
+    assert "at least" not in result.account["label"]
+    assert "simulated" in result.account["label"]
+
+
+def test_a_frozen_layer_stays_and_the_first_gradient_is_that_of_all(g: Any) -> None:
+    model = equality.model_of("sage", g)
+    frozen = model.layers[0].fc_neigh.weight  # type: ignore[union-attr, index]
+    frozen.requires_grad_(False)
+    first = [parameter.detach().clone() for parameter in model.parameters()]
+    dx.fit(model, g, config=FitConfig(epochs=2, eval_every=0, show_progress=False), make_optimizer=adam)
+    moved = [not torch.equal(one, other) for one, other in zip(first, model.parameters(), strict=True)]
+    assert moved == [parameter is not frozen for parameter in model.parameters()]
+
+
+def test_resume_is_bit_equal_and_other_strategies_read_its_checkpoints(folder: Path, tmp_path: Path) -> None:
+    def config(epochs: int, **more: Any) -> FitConfig:
+        where = {"checkpoint_folder": tmp_path / "saved", "checkpoint_every": 2}
+        return FitConfig(epochs=epochs, eval_every=0, show_progress=False, **where, **more)
+
+    with dx.init("lambda", timeout=30, **INLINE):
+        g = dx.DistGraph(folder)
+        straight, optimizer, _ = fit(g, FitConfig(epochs=6, eval_every=2, show_progress=False))
+        fit(g, config(3))
+    with dx.init("lambda", timeout=30, **INLINE):
+        g = dx.DistGraph(folder)
+        resumed, again, result = fit(g, config(6, resume=True))
+        assert result.first_epoch == 3
+        assert [record.epoch for record in result.epochs] == [3, 4, 5]
+        assert difference(straight.whole(), resumed.whole()) == 0.0
+        states = [dict(one.state_dict()["state"]) for one in (optimizer, again)]
+        assert states[0].keys() == states[1].keys() == set(range(len(list(resumed.parameters()))))
+        for number, entries in states[0].items():
+            assert all(torch.equal(value, states[1][number][key]) for key, value in entries.items())
+        assert float(states[1][0]["step"]) == 6
+    with dx.init("data_parallel", timeout=30):
+        g = dx.DistGraph(folder)
+        loader = dx.DataLoader(
+            g,
+            equality.new_ids_of_training(g),
+            dgl.dataloading.MultiLayerFullNeighborSampler(2),
+            batch_size=500,
+        )
+        model = dx.wrap(equality.model_of("sage", g), g)
+        optimizer = adam(model.parameters())
+        checkpoint.load(tmp_path / "saved", model=model, optimizer=optimizer, loader=loader)
+        assert difference(model.whole(), straight.whole()) == 0.0
+
+
+def two_ranks(folder: str, saved: str) -> dict[str, Any]:
+    """Workers in processes; stop after two of four epochs, resume; the whole by another number of servers."""
+    found: dict[str, Any] = {}
+    config = {"eval_every": 0, "show_progress": False, "checkpoint_folder": saved}
+    with dx.init("lambda", timeout=60, intervals=2, workers=2, parameter_servers=2):
+        g = dx.DistGraph(folder)
+        fit(g, FitConfig(epochs=2, **config))
+        model, _, result = fit(g, FitConfig(epochs=4, resume=True, **config))
+        found["weights"] = [parameter.detach().numpy().copy() for parameter in model.parameters()]
+        found["records"] = result.epochs
+        found["account"] = {key: value for key, value in result.account.items() if "seconds" not in key}
+        left = [phase for phase in current_session().ledger.rows() if phase.phase == "ghosts"]
+        found["ghosts"] = sum(row.num_bytes for row in left)
+        loader = _loader(g, torch.arange(2))
+        try:
+            loader.own_targets()
+        except ConfigError as error:
+            found["twice"] = str(error)
+    found |= overlapping(folder)
+    return found
+
+
+def overlapping(folder: str) -> dict[str, Any]:
+    """Asynchronous epochs become synchronous inside one run; then only rank 0 changes its learning rate."""
+    found: dict[str, Any] = {}
+    config = {"show_progress": False, "eval_every": 6}
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizers.append(adam(parameters))
+        return optimizers[0]
+
+    def slower(record: EpochRecord) -> None:
+        if record.epoch == 5 and current_session().topology.rank == 0:
+            optimizers[0].param_groups[0]["lr"] = 0.005
+
+    options = {"mode": "async", "staleness": 1, "switch_at": 0.2}
+    with dx.init("lambda", timeout=60, **{**INLINE, **options}):
+        g = dx.DistGraph(folder)
+        _, _, result = fit(g, FitConfig(epochs=6, **config))
+        found["accuracies"] = [record.train_accuracy for record in result.epochs]
+        found["switch"] = result.account["synchronous_from"]
+        try:
+            dx.fit(
+                equality.model_of("sage", g),
+                g,
+                config=FitConfig(epochs=12, **config),
+                make_optimizer=make,
+                callbacks=[slower],
+            )
+        except ConfigError as error:
+            found["unlike"] = str(error)
+    return found
+
+
+def test_two_ranks_with_workers_in_processes(folder: Path, tmp_path: Path) -> None:
+    one, other = run_ranks(two_ranks, 2, args=(str(folder), str(tmp_path / "saved")))
+    expected, losses = plain(4)
+    for local, theirs, true in zip(one["weights"], other["weights"], expected.parameters(), strict=True):
+        assert np.array_equal(local, theirs)
+        assert np.abs(local - true.detach().numpy()).max() < 1e-12
+    assert one["records"] == other["records"]
+    assert one["account"] == other["account"]
+    np.testing.assert_allclose([(r.loss, r.train_accuracy) for r in one["records"]], losses[2:], rtol=1e-10)
+    assert one["ghosts"] > 0
+    # Two epochs, two ranks, two intervals, three tasks each; some may have been launched again.
+    assert one["account"]["invocations"] - one["account"]["relaunched"] == 2 * 2 * 2 * 3
+    assert all(record.bytes_outside > 0 for record in one["records"])
+    assert "is a training node of 2 ranks" in one["twice"]
+    reached = [epoch for epoch, accuracy in enumerate(one["accuracies"]) if accuracy >= 0.2]
+    assert one["switch"] == other["switch"] == reached[0] + 2
+    for found in (one, other):
+        assert "has other weights or another optimizer" in found["unlike"]
+
+
+def _loader(g: Any, nodes: Any, fanouts: tuple[int, ...] = (-1, -1), **options: Any) -> IntervalLoader:
+    sampler = dgl.dataloading.NeighborSampler(list(fanouts))
+    loader: IntervalLoader = dx.DataLoader(g, nodes, sampler, **options)
+    return loader
+
+
+def test_a_loop_of_ones_own_is_refused(g: Any) -> None:
+    model, loader = dx.wrap(equality.model_of("sage", g), g), _loader(g, torch.arange(3))
+    with pytest.raises(ConfigError, match=r"no loop can own a step; call dx\.fit"):
+        next(iter(loader))
+    blocks = [dgl.to_block(dgl.rand_graph(4, 9).int().long(), torch.arange(4))] * 2
+    x = torch.zeros(4, equality.WIDTH, dtype=torch.float64)
+    with pytest.raises(ConfigError, match="no loop can own a step"):
+        model(blocks, x)
+    with torch.no_grad():
+        assert model(blocks, x).shape == (4, equality.CLASSES)
+    with pytest.raises(ConfigError, match="reduction='sum'"):
+        dx.wrap(equality.model_of("sage", g), g, reduction="sum")
+
+
+def test_options_of_mini_batches_are_told(g: Any) -> None:
+    with pytest.raises(ConfigError, match=r"draws \[5, -1\] in-neighbours.*MultiLayerFullNeighborSampler"):
+        _loader(g, torch.arange(3), (5, -1))
+    with pytest.raises(ConfigError, match=r"draws \[4, 4\] in-neighbours"):
+        fit(g, FitConfig(epochs=1, show_progress=False), fanouts=(4, 4))
+    with pytest.raises(ConfigError, match="has no loader option 'exclude'"):
+        _loader(g, torch.arange(3), exclude=torch.arange(2))
+    with pytest.warns(UserWarning, match=r"batch_size=16, shuffle=True: without effect"):
+        _loader(g, torch.arange(3), batch_size=16, shuffle=True)
+    with pytest.raises(ConfigError, match="no rank has a training node"):
+        _loader(g, torch.arange(0)).own_targets()
+    with pytest.raises(CheckpointError, match="not a position between epochs"):
+        _loader(g, torch.arange(3)).load_state_dict({"epoch": 1, "step": 4, "seed": 0})
+
+
+def test_what_no_worker_can_train_is_refused(g: Any) -> None:
+    config = {"epochs": 1, "eval_every": 0, "show_progress": False}
+
+    def refused(reason: str, config_of: FitConfig | None = None, **more: Any) -> None:
+        with pytest.raises(ConfigError, match=reason):
+            dx.fit(equality.model_of("sage", g), g, config=config_of or FitConfig(**config), **more)
+
+    refused("the loss is nll_loss", FitConfig(**config, loss=F.nll_loss))
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+    refused("the loss is CrossEntropyLoss", FitConfig(**config, loss=smooth))
+    refused(r"config\.task would take part", FitConfig(**config, task=lambda model, batch: None))  # type: ignore[arg-type, return-value]
+    rows = dx.DistEmbedding(g.num_nodes(), 4, graph=g)
+    refused("sparse would take part", sparse=SparseAdam([rows], lr=0.1))
+    refused("no optimizer 'RMSprop'", make_optimizer=lambda p: torch.optim.RMSprop(p, lr=0.1))
+    refused("no tensor 'colour'", FitConfig(**config, feature="colour"), loader=_loader(g, torch.arange(9)))
+    wide = equality.build_model("sage", 9, 4, equality.CLASSES, dropout=0.0).double()
+    with pytest.raises(ConfigError, match=r"shape \(500, 7\), but the model's first layer takes 9 columns"):
+        dx.fit(wide, g, config=FitConfig(**config))
+    strict = equality.model_of("gcn", g)
+    strict.layers[1].set_allow_zero_in_degree(False)
+    with pytest.raises(ConfigError, match=r"node \d+ has no in-edge, and layer 'layers\.1' refuses"):
+        dx.fit(strict, g, config=FitConfig(**config))
+    model = dx.wrap(equality.model_of("sage", g), g)
+    with pytest.raises(ConfigError, match="the loader is a list"):
+        model.trainer([], adam(model.parameters()), Objective(loss=F.cross_entropy))
+
+
+def test_weights_are_drawn_when_asked(folder: Path) -> None:
+    """By name and shape alone; what is frozen stays, and biases begin at 0."""
+    drawn = []
+    for seed in (1, 1, 2):
+        with dx.init("lambda", seed=seed, initialise="he_normal", **INLINE):
+            g = dx.DistGraph(folder)
+            model = equality.PlainModel("gcn").double()
+            frozen = model.convs[1].weight
+            frozen.requires_grad_(False)
+            model.convs[0].bias.data.fill_(3.0)
+            before = frozen.clone()
+            dx.wrap(model, g)
+            assert torch.equal(frozen, before)
+            assert not model.convs[0].bias.any()
+            drawn.append(model.convs[0].weight.detach().clone())
+    assert torch.equal(drawn[0], drawn[1])
+    assert (drawn[0] != drawn[2]).all()
+    shapes = {"convs.0.weight": (equality.WIDTH, equality.HIDDEN)}
+    kind = np.dtype(np.float64)
+    # DGL has (inputs, outputs); torch's way round would divide by the outputs.
+    right = initialise(shapes, "he_normal", 1, kind, inputs_first=shapes)
+    assert np.array_equal(drawn[0].numpy(), right["convs.0.weight"])
+
+
+def put(g: Any, name: str, rows: torch.Tensor) -> None:
+    g.ndata[name] = g.new_tensor(tuple(rows.shape), rows.dtype, name)
+    g.ndata[name][torch.arange(len(rows))] = rows
+
+
+def test_labels_are_whole_numbers_of_classes(g: Any) -> None:
+    labels, config = g.ndata["label"][:], {"epochs": 1, "eval_every": 0, "show_progress": False}
+    first = int(equality.new_ids_of_training(g)[0])
+    too_large, without = labels.clone(), labels.clone()
+    too_large[first], without[first] = 2**32, -1
+    for name, changed, reason in (
+        ("real", labels.double(), "'real' (is|are) torch.float64"),
+        ("large", too_large, f"training node {first} has the label 4294967296"),
+        ("without", without, f"training node {first} has the label -1"),
+    ):
+        put(g, name, changed)
+        with pytest.raises(ConfigError, match=reason):
+            dx.fit(equality.model_of("sage", g), g, config=FitConfig(label=name, **config))
+
+
+def test_features_of_half_precision_are_read_as_the_programs_numbers(g: Any) -> None:
+    narrow = g.ndata["feat"][:].bfloat16()
+    put(g, "narrow", narrow)
+    found = read_features(g, read_structure(g), "narrow", "float32")
+    assert np.array_equal(found, narrow.float().numpy())
+
+
+def test_wrong_options_are_refused() -> None:
+    for options, reason in (
+        ({"stalenes": 1}, "did you mean 'staleness'"),
+        ({"initialise": "he_norml"}, "did you mean 'he_normal'"),
+        ({"parameter_servers": 2}, "but there are 1 ranks"),
+        ({"executor": "inline", "memory_mb": 192}, "no option 'memory_mb'.*also faults"),
+        ({"executor": "inlin"}, "did you mean 'inline'"),
+        ({"prices": "awz"}, "no price table 'awz'"),
+        ({"server": "c5.tiny"}, r"no server 'c5\.tiny'"),
+        ({"staleness": 1, "mode": "pipe"}, "no meaning with mode='pipe'"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            dx.init("lambda", **options)
+
+
+def test_several_types_are_refused() -> None:
+    rates = {("user", "rates", "film"): (torch.arange(4), torch.arange(4) % 2)}
+    graph = dgl.heterograph({**rates, ("film", "rated", "user"): (torch.arange(4) % 2, torch.arange(4))})
+    with dx.init("lambda", timeout=30, **INLINE):
+        g = dx.distribute(graph)
+        with pytest.raises(ConfigError, match="one node and one edge type"):
+            dx.wrap(equality.build_model("sage", 4, 4, 2, dropout=0.0), g)
