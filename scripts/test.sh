@@ -11,4 +11,4 @@ scripts/setup.sh
 export OMP_NUM_THREADS=1
 cores=$(nproc --all)
 workers=$((cores < 2 ? 1 : cores < 4 ? 2 : cores / 2))
-exec .venv/bin/python -m pytest --numprocesses "$workers" --dist loadfile "$@"
+exec .venv/bin/python -m pytest --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "$@"

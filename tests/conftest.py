@@ -9,6 +9,9 @@ from dglx_dist.serverless.aws.package import Package, Packed, write_zip
 
 torch.set_num_threads(1)
 
+_STARTERS = {"run_ranks", "start_ranks", "run_script", "subprocess"}
+"""What files that start processes import."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked wide, too")
@@ -20,6 +23,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wide = {item for item in items if {mark.name for mark in item.iter_markers()} & {"wide", "real_data"}}
         config.hook.pytest_deselected(items=list(wide))
         items[:] = [item for item in items if item not in wide]
+    # Files that start processes take longest, so they come first: no worker is left alone with one at the end.
+    items.sort(key=lambda item: _STARTERS.isdisjoint(vars(item.getparent(pytest.Module).obj)))
 
 
 @pytest.fixture(scope="session")

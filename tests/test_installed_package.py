@@ -49,18 +49,6 @@ def test_the_installed_command_partitions_and_trains(environment: Path, tmp_path
     assert "partition" in run(dglx, "--help", folder=tmp_path)
     graph = "synthetic:nodes=300,degree=6,classes=3,features=8"
     run(dglx, "partition", graph, "--method", "random", "--out", "data", folder=tmp_path)
-    run(
-        dglx,
-        "train",
-        "data",
-        "--ranks",
-        "2",
-        "--epochs",
-        "1",
-        "--fanout",
-        "3,3",
-        "--out",
-        "run",
-        folder=tmp_path,
-    )
+    training = ("--ranks", "1", "--epochs", "1", "--fanout", "3,3", "--out", "run")
+    run(dglx, "train", "data", *training, folder=tmp_path)
     assert (tmp_path / "run" / "summary.json").is_file()

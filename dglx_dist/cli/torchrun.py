@@ -16,7 +16,6 @@ import ctypes
 import json
 import logging
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -35,6 +33,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from dglx_dist.comm.rendezvous import serve_store
 
 _PR_SET_PDEATHSIG = 1
 _BACKEND = "dglx-static"
@@ -78,16 +78,9 @@ class _OneAddressRendezvous(StaticTCPRendezvous):
         # On one machine each attempt has a store of its own.
         single = self.world_size == 1
         if self.rank == 0 and (single or self._store is None):
-            listener = socket.create_server((self.master_addr, 0 if single else self.master_port))
-            self.master_port = listener.getsockname()[1]
-            self._store = TCPStore(
-                self.master_addr,
-                self.master_port,
-                self.world_size,
-                is_master=True,
-                timeout=self.timeout,
-                master_listen_fd=listener.detach(),
-            )
+            port = 0 if single else self.master_port
+            self._store = serve_store(self.master_addr, port, self.world_size, self.timeout)
+            self.master_port = self._store.port
         return super().next_rendezvous()
 
 

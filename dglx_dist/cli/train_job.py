@@ -267,10 +267,14 @@ def train_dataset(plan: TrainConfig) -> Trained:
         writes = session.topology.rank == 0
         config = run_config(plan, g, session)
         before = read_epochs(folder) if plan.resume else ()
-        if writes:
-            if not plan.resume:
-                _clear_checkpoints(folder)
-            start_run(folder, config, keep_metrics=plan.resume, plan=choice)
+
+        def start() -> None:
+            if writes:
+                if not plan.resume:
+                    _clear_checkpoints(folder)
+                start_run(folder, config, keep_metrics=plan.resume, plan=choice)
+
+        run_on_all_ranks(session, start)
         built = build(plan, g, ntype, g.num_classes(ntype))
         wrapped, result = _fit(
             plan, g, ntype, built, lambda record: append_epoch(folder, record) if writes else None
@@ -298,7 +302,10 @@ def _clear_checkpoints(folder: Path) -> None:
     if restarts and (folder / CHECKPOINTS).is_dir():
         # On several machines rank 0 may now be another one, and cannot tell whose checkpoints these are.
         aside = folder / f"{CHECKPOINTS}-before-{launch or 'restart'}-{restarts}"
-        (folder / CHECKPOINTS).rename(aside)
+        try:
+            (folder / CHECKPOINTS).rename(aside)
+        except OSError as error:
+            raise StorageError(f"cannot move the earlier checkpoints to {aside}: {error}") from error
         log.warning("this restart begins at epoch 0; the earlier checkpoints are kept in %s", aside)
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
 

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 _OFFER = "streams.offer"
 _OPENING = "opening of connections between ranks"
-_STREAMS: SessionField[Streams | None] = SessionField(lambda: None)
-_CLIENT_ACCESS: SessionField[ClientAccess | None] = SessionField(lambda: None)
+_STREAMS: SessionField[Streams] = SessionField(lambda session: _open_streams(session))
+_CLIENT_ACCESS: SessionField[ClientAccess | None] = SessionField(lambda _: None)
 _HELLO = struct.Struct("!8sI32s")
 _MAGIC = b"dglxstr1"
 _NONCE_BYTES = _SECRET_BYTES = _PROOF_BYTES = 32
@@ -75,11 +75,11 @@ def open_streams(session: Session) -> Streams:
     Raises:
         PeerError: a rank is dead or did not connect within the time-out; the message names it.
     """
-    streams = _STREAMS.of(session)
-    if streams is not None:
-        return streams
+    return _STREAMS.of(session)
+
+
+def _open_streams(session: Session) -> Streams:
     streams = Streams(_connect_all(session) if session.topology.world_size > 1 else {})
-    _STREAMS.set(session, streams)
     # Also after a failure: the end of the connection stops peers that wait for this rank's rows.
     session.on_close.append(streams.close)
     return streams

@@ -18,7 +18,7 @@ from dglx_dist.errors import PeerError
 _CHECK_EVERY_S = 1.0
 """Period at which a waiting rank probes those it waits for."""
 _FIRST_ERROR = "first_error"
-_LOOPBACK_HOSTS = ("127.0.0.1", "localhost")
+_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: float) -> Store:
@@ -27,30 +27,63 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
     Raises:
         PeerError: it did not answer within ``timeout_s``.
     """
-    hosts_it = rank == 0 and not rendezvous.hosted_by_agent
+    host, port, timeout = rendezvous.host, rendezvous.port, timedelta(seconds=timeout_s)
     try:
-        # TCPStore binds to every interface unless it gets a listener.
-        bound = hosts_it and rendezvous.host in _LOOPBACK_HOSTS
-        listener = socket.create_server(("127.0.0.1", rendezvous.port)) if bound else None
-        store = TCPStore(
-            rendezvous.host,
-            rendezvous.port,
-            world_size,
-            is_master=hosts_it,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,  # its error would not name the missing ranks
-            multi_tenant=True,
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
-    except (RuntimeError, OSError) as error:
+        if rank == 0 and not rendezvous.hosted_by_agent:
+            store = _hosted_store(host, port, world_size, timeout)
+        else:
+            # With wait_for_workers its error would not name the missing ranks.
+            store = TCPStore(host, port, world_size, timeout=timeout, wait_for_workers=False)
+    except OSError as error:
+        raise PeerError(
+            f"rank 0 cannot serve the rendezvous at {host}:{port}: {_first_line(error)}; set MASTER_PORT to "
+            "a free port, and MASTER_ADDR to an address of rank 0's machine, on all ranks"
+        ) from error
+    except RuntimeError as error:
         who = "the launcher" if rendezvous.hosted_by_agent else "rank 0"
         raise PeerError(
-            f"rank {rank} found no rendezvous at {rendezvous.host}:{rendezvous.port} within {timeout_s:g} s; "
+            f"rank {rank} found no rendezvous at {host}:{port} within {timeout_s:g} s; "
             f"{who} should serve it: is it running, and is the port open? ({_first_line(error)})"
         ) from error
     job = PrefixStore(f"dglx/{rendezvous.job}/{rendezvous.attempt}", store)
     # Every rank counts its own sessions, so that a session sees no keys of an earlier one.
     return PrefixStore(str(job.add(f"sessions/{rank}", 1)), job)
+
+
+def serve_store(host: str, port: int, world_size: int, timeout: timedelta) -> TCPStore:
+    """Serve a store on the address of ``host`` alone (port 0: any free one), without waiting for its clients.
+
+    A TCPStore that binds by itself listens on every interface.
+
+    Raises:
+        OSError: the port is taken, or ``host`` is no address of this machine.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.create_server((str(address[0]), int(address[1])), family=family)
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+_SERVED: dict[tuple[str, int], Store] = {}
+"""Stores on loopback that this process serves, for all its sessions."""
+
+
+def _hosted_store(host: str, port: int, world_size: int, timeout: timedelta) -> Store:
+    if host not in _LOOPBACK_HOSTS:
+        # The host may be a name of another network's, to which nothing here can bind.
+        return TCPStore(
+            host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
+        )
+    if (host, port) not in _SERVED:
+        _SERVED[host, port] = serve_store(host, port, world_size, timeout)
+    return _SERVED[host, port]
 
 
 @final

@@ -338,23 +338,22 @@ class SessionField(Generic[V]):
     """A typed field of every session that the module which declares it owns.
 
     Args:
-        make: Makes the value when a session is first asked for it.
+        make: Makes the value for a session that is first asked for it; collective if it communicates.
     """
 
-    def __init__(self, make: Callable[[], V]) -> None:
+    def __init__(self, make: Callable[[Session], V]) -> None:
         self._make = make
 
     def of(self, session: Session) -> V:
         """Return the value of ``session``."""
         if self not in session._fields:
-            session._fields[self] = self._make()
+            session._fields[self] = self._make(session)
         value: V = session._fields[self]
         return value
 
-    def set(self, session: Session, value: V) -> V:
-        """Set the value of ``session``, and return it."""
+    def set(self, session: Session, value: V) -> None:
+        """Set the value of ``session``."""
         session._fields[self] = value
-        return value
 
 
 @final

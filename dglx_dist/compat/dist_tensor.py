@@ -25,7 +25,7 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.graph.shared_memory import InitRows
 
-_BATCH: SessionField[LastBatch | None] = SessionField(lambda: None)
+_BATCH: SessionField[LastBatch | None] = SessionField(lambda _: None)
 
 
 @final
@@ -254,7 +254,7 @@ class _LocalRows(Mapping[str, Tensor]):
         return len(self._client.data_name_list())
 
 
-_LIFETIMES: SessionField[dict[str, Lifetimes]] = SessionField(dict)
+_LIFETIMES: SessionField[dict[str, Lifetimes]] = SessionField(lambda _: {})
 """By label of the store."""
 
 

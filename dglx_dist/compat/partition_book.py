@@ -204,7 +204,7 @@ def _local(ids: Ids, own: tuple[int, int]) -> Tensor:
     return torch.from_numpy(asked)
 
 
-_GRAPHS: SessionField[list[DistGraph]] = SessionField(list)
+_GRAPHS: SessionField[list[DistGraph]] = SessionField(lambda _: [])
 
 
 def remember_graph(g: DistGraph) -> None:

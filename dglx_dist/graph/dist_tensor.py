@@ -253,7 +253,7 @@ def _check_same(
             )
 
 
-OPENED: SessionField[OpenedGraph | None] = SessionField(lambda: None)
+OPENED: SessionField[OpenedGraph | None] = SessionField(lambda _: None)
 """The graph opened last."""
 
 

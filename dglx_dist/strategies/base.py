@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 Reduction: TypeAlias = Literal["mean", "sum"]
 """The user's loss: the mean over this rank's own targets, or their sum."""
 
-WRAPPED: SessionField[bool] = SessionField(lambda: False)
+WRAPPED: SessionField[bool] = SessionField(lambda _: False)
 """Whether a model is wrapped, hence all ranks take steps together."""
-CACHE_CHOICE: SessionField[dict[str, object] | None] = SessionField(lambda: None)
+CACHE_CHOICE: SessionField[dict[str, object] | None] = SessionField(lambda _: None)
 """Policy and alpha of the row cache that ``strategy="auto"`` has filled."""
 
 

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from dglx_dist.comm import rendezvous as module
 from dglx_dist.comm.rendezvous import JobStore
-from dglx_dist.comm.topology import read_rendezvous
+from dglx_dist.comm.topology import Rendezvous, read_rendezvous
 from dglx_dist.errors import PeerError
 
 KEYS = ("barrier/1/0", "barrier/1/1", "barrier/1/2")
@@ -62,15 +62,28 @@ def test_a_rank_that_failed_after_it_came_has_not_failed_before(store: JobStore)
     assert asked == [[0, 2], [2]]
 
 
-def test_a_store_that_rank_0_hosts_at_loopback_listens_there_only() -> None:
+def rendezvous_at(port: int) -> Rendezvous:
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+    return read_rendezvous({**variables, "LOCAL_WORLD_SIZE": "1"})
+
+
+def test_a_store_that_rank_0_hosts_listens_on_loopback_only_and_serves_all_its_sessions() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
-    store = module.open_store(read_rendezvous({**variables, "LOCAL_WORLD_SIZE": "1"}), 0, 1, 30.0)
+    first = module.open_store(rendezvous_at(port), 0, 1, 30.0)
+    first.set("session", "first")
     listening = [
         one.laddr.ip
         for one in psutil.Process().net_connections("tcp")
         if one.status == psutil.CONN_LISTEN and one.laddr.port == port
     ]
-    del store
     assert listening == ["127.0.0.1"]
+    second = module.open_store(rendezvous_at(port), 0, 1, 30.0)
+    assert not second.check(["session"])
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PeerError, match=rf"cannot serve the rendezvous at 127\.0\.0\.1:{port}: .*in use"):
+            module.open_store(rendezvous_at(port), 0, 1, 30.0)

@@ -352,7 +352,7 @@ def count_external(
         out[i] = count
 
 
-_EXTERNAL_DEGREES: SessionField[dict[str, ExternalDegrees]] = SessionField(dict)
+_EXTERNAL_DEGREES: SessionField[dict[str, ExternalDegrees]] = SessionField(lambda _: {})
 
 
 def external_degrees(g: DistGraph, structure: Structure) -> ExternalDegrees:

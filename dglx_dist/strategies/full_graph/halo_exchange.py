@@ -329,7 +329,7 @@ def _pieces_like(ids: Tensor, rows: Tensor) -> Iterator[Tensor]:
     return (ids[first : first + step] for first in range(0, len(ids), step))
 
 
-_WIRE: SessionField[Wire | None] = SessionField(lambda: None)
+_WIRE: SessionField[Wire] = SessionField(lambda session: Wire(session))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,11 +489,7 @@ def wire_of(session: Session) -> Wire:
     Raises:
         PeerError: a rank is dead or did not connect within the time-out; it is named.
     """
-    wire = _WIRE.of(session)
-    if wire is None:
-        wire = Wire(session)
-        _WIRE.set(session, wire)
-    return wire
+    return _WIRE.of(session)
 
 
 def _next(numbers: dict[int, int], rank: int) -> int:

@@ -355,4 +355,4 @@ class _State:
                 loader.settle(wrapped.module)
 
 
-_STATE: SessionField[_State] = SessionField(_State)
+_STATE: SessionField[_State] = SessionField(lambda _: _State())

@@ -59,7 +59,7 @@ IN_FLIGHT = 4
 CHUNK_VALUES = 1 << 20
 """Values that are converted to float64 at a time."""
 
-OPENED: SessionField[_Opened] = SessionField(lambda: _Opened())
+OPENED: SessionField[_Opened] = SessionField(lambda _: _Opened())
 """The open columns."""
 
 Moments: TypeAlias = tuple[Tensor, Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-_NUM_LOADERS: SessionField[int] = SessionField(int)
+_LOADER_NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: itertools.count())
 
 _EXTRA_BATCHES = 5
 """Batches that may be alive beside those made ahead: in flight, looked at, and held by the training loop."""
@@ -366,9 +367,7 @@ def _split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple
 
 def _next_label(session: Session) -> str:
     """Return a name that the ranks' loaders share, as all construct theirs in the same order."""
-    number = _NUM_LOADERS.of(session)
-    _NUM_LOADERS.set(session, number + 1)
-    return f"push_pull.{number}"
+    return f"push_pull.{next(_LOADER_NUMBERS.of(session))}"
 
 
 def _drain(session: Session) -> None:

@@ -192,7 +192,7 @@ class Drainable(Protocol):
         """Finish the work that is left; every rank must call it."""
 
 
-PIPELINES: SessionField[list[weakref.ref[Drainable]]] = SessionField(list)
+PIPELINES: SessionField[list[weakref.ref[Drainable]]] = SessionField(lambda _: [])
 """Pipelines that loaders drain at the end of an epoch."""
 
 

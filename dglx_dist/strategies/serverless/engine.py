@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
 from ipaddress import ip_address
@@ -540,7 +541,7 @@ class Engine:
         )
 
 
-_NUM_RUNS: SessionField[int] = SessionField(int)
+_RUN_NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: itertools.count(1))
 
 
 @final
@@ -627,7 +628,7 @@ class TrainingRun:
             program,
             fused=options.fusion,
             rematerialise=options.rematerialise,
-            run=_next_run(session),
+            run=next(_RUN_NUMBERS.of(session)),
         )
         try:
             self.engine = Engine(session, server, config, parameters, start_workers)
@@ -648,10 +649,6 @@ class TrainingRun:
         else:
             self.engine.close()
         return self.pool.counts
-
-
-def _next_run(session: Session) -> int:
-    return _NUM_RUNS.set(session, _NUM_RUNS.of(session) + 1)
 
 
 _PROGRESS_INTERVAL_S = 0.5

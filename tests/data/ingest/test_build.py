@@ -23,6 +23,8 @@ from dglx_dist.prepare import load_graph
 from tests.data.ingest.shop import BUYS, ITEMS, USERS, describe, write_csv, write_shop
 
 BUYS_TYPE = ("user", "buys", "item")
+PLENTY = 1 << 33
+"""More than the process of the tests holds, which counts."""
 EMPTY_LISTS = pa.array([[]] * 3, pa.list_(pa.float32()))
 KNOWS_TYPE = ("user", "knows", "user")
 
@@ -37,7 +39,7 @@ def budget(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
 
 def run(folder: Path, description: dict[str, Any] | None = None, **options: Any) -> Ingested:
     config = read_config(write_shop(folder, description))
-    return ingest(config, IngestPlan(out=folder / "out", memory=1 << 30, **options))
+    return ingest(config, IngestPlan(out=folder / "out", memory=PLENTY, **options))
 
 
 def part_of(folder: Path) -> StoredPart:
@@ -116,7 +118,7 @@ def test_equals_the_reader_of_tables_in_memory(tmp_path: Path) -> None:
             }
         )
     )  # fmt: skip
-    ingest(read_config(tables / "one.json"), IngestPlan(out=tmp_path / "out", memory=1 << 30))
+    ingest(read_config(tables / "one.json"), IngestPlan(out=tmp_path / "out", memory=PLENTY))
     graph = load_dataset(tables)
     assignment = PARTITIONERS.get("contiguous")(PartitionOptions()).assign(graph, 1, 0)
     write_dataset(graph, assignment, tmp_path / "other")
@@ -202,7 +204,7 @@ def test_a_bad_row_is_named_and_nothing_is_written(
     path = write_shop(tmp_path)
     pyarrow.parquet.write_table(pa.table(columns), tmp_path / file)
     with pytest.raises(DatasetError, match=message):
-        ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=1 << 30))
+        ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=PLENTY))
     assert not (tmp_path / "out").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith("partial")] == []
 
@@ -212,7 +214,7 @@ def test_a_broken_line_of_csv_is_named(tmp_path: Path) -> None:
     path = write_shop(tmp_path)
     (tmp_path / "knows.csv").write_text("a;b\nann;bob\nann\n")
     with pytest.raises(DatasetError, match=r"knows.csv: not readable as a csv table: .*Expected 2 col"):
-        ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=1 << 30))
+        ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=PLENTY))
 
 
 @pytest.mark.usefixtures("budget")
@@ -267,7 +269,7 @@ def test_texts_are_the_same_however_a_program_keeps_them(tmp_path: Path) -> None
     pyarrow.parquet.write_table(
         buys.set_column(0, "who", buys["who"].dictionary_encode()), tmp_path / "buys.parquet"
     )
-    ingest(read_config(path), IngestPlan(out=tmp_path / "views", memory=1 << 30))
+    ingest(read_config(path), IngestPlan(out=tmp_path / "views", memory=PLENTY))
     run(tmp_path, name="views")
     names_of = [(tmp_path / folder / "manifest.json").read_text() for folder in ("views", "out")]
     assert names_of[0] == names_of[1]
@@ -313,7 +315,7 @@ def test_what_is_wrong_in_the_description_is_told_before_a_table_is_read(tmp_pat
         entry[int(last) if last.isdigit() else last] = value
         path.write_text(json.dumps(description))
         with pytest.raises(kind, match=message):
-            ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=1 << 30))
+            ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=PLENTY))
 
 
 def test_what_was_found_transforms_later_tables_alike(tmp_path: Path) -> None:
@@ -334,7 +336,7 @@ def test_what_was_found_transforms_later_tables_alike(tmp_path: Path) -> None:
     folder = tmp_path / "again" / "more"
     path = write_shop(folder, told)
     pyarrow.parquet.write_table(pa.table(changed), folder / "users-0.parquet")
-    ingest(read_config(path), IngestPlan(out=folder / "out", memory=1 << 30))
+    ingest(read_config(path), IngestPlan(out=folder / "out", memory=PLENTY))
     rows = part_of(folder).node_data("user", "feat")[:2].tolist()
     assert rows == [[0.25, 0, 0, 1], [1.0, 0, 0, 0]]
 
@@ -351,7 +353,7 @@ def test_a_target_that_holds_something_is_refused_at_once(tmp_path: Path) -> Non
         ("workspace", {"workspace": within}),
         ("output-conf-file", {"output_description": within}),
     ):
-        plan = IngestPlan(out=tmp_path / "new", memory=1 << 30, **places)
+        plan = IngestPlan(out=tmp_path / "new", memory=PLENTY, **places)
         with pytest.raises(ConfigError, match=rf"the {what} .* is in .*new"):
             ingest(read_config(tmp_path / "shop.json"), plan)
 
