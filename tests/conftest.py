@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wide = {item for item in items if {mark.name for mark in item.iter_markers()} & {"wide", "real_data"}}
         config.hook.pytest_deselected(items=list(wide))
         items[:] = [item for item in items if item not in wide]
-    # Files that start processes take longest, so they come first: no worker is left alone with one at the end.
+    # Files that start processes take longest. They come first, so that no worker ends alone with one.
     items.sort(key=lambda item: _STARTERS.isdisjoint(vars(item.getparent(pytest.Module).obj)))
 
 
