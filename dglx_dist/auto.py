@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ import psutil
 import torch
 from torch import nn
 
-from dglx_dist.comm.collectives import broadcast_json, gather_json
+from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.files import peak, read_size, resident
@@ -315,7 +314,8 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
             f"open it with strategy={AUTO!r}"
         )
     options = read_auto_options(session.options)
-    _check_equal_options(training, options, session)
+    remedy = "strategy 'auto' needs the same options on every rank"
+    check_equal(session, "an option", {**asdict(training), **asdict(options)}, remedy)
     check_same_model(model, session, "a model")
     check_plannable(g.dataset.manifest, str(g.dataset.folder))
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
@@ -377,20 +377,6 @@ def _choose(
         notify,
     )
     return _agree(choose(candidates, known, constraints), session), draws
-
-
-def _check_equal_options(training: Training, options: AutoOptions, session: Session) -> None:
-    """Raise ConfigError unless all ranks have the same options; collective."""
-    local: dict[str, Any] = {**asdict(training), **asdict(options)}
-    for rank, remote in enumerate(gather_json(local, session)):
-        assert isinstance(remote, dict)
-        # Through JSON, which turns tuples into lists.
-        for name, value in json.loads(json.dumps(local)).items():
-            if remote[name] != value:
-                raise ConfigError(
-                    f"rank {session.topology.rank} has {name}={value} where rank {rank} has {remote[name]}; "
-                    "strategy 'auto' needs the same options on every rank"
-                )
 
 
 def _agree(choice: Choice, session: Session) -> Choice:

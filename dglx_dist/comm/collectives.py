@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dglx_dist.comm.ledger import ring_bytes
-from dglx_dist.comm.session import Session
-from dglx_dist.errors import DglxError, PeerError, StorageError
+from dglx_dist.comm.session import Session, raise_unless_equal
+from dglx_dist.errors import ConfigError, DglxError, PeerError, StorageError
 from dglx_dist.records import Array
 
 _MAX_STATUS_CHARS = 100
@@ -239,6 +239,25 @@ def raise_for_missing(
             f"{names} {undone} within {session.timeout_s:g} s ({session.describe_failure(what)}); {advice}, "
             "or raise timeout_s (DGLX_TIMEOUT)"
         )
+
+
+def check_equal(
+    session: Session,
+    what: str,
+    value: object,
+    remedy: str = "give all ranks the same",
+    error: type[DglxError] = ConfigError,
+) -> None:
+    """Raise ``error`` on all ranks unless all call it with the same ``value``; collective.
+
+    Args:
+        session: The run.
+        what: Name of the value, for the message.
+        value: JSON. Of a dictionary or a list the message shows the first item that differs.
+        remedy: For the message.
+        error: What is raised.
+    """
+    raise_unless_equal(what, gather_json(value, session), remedy, error)
 
 
 def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:

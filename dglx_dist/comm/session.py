@@ -56,8 +56,8 @@ _OPTIONS_OF_MACHINE = frozenset({"memory", "threads"})
 def agreement_facts(strategy: str, options: Mapping[str, object], seed: int, curve: bool) -> dict[str, Any]:
     """Return what must be equal on all ranks, for :func:`check_agreement`; no JSON value: by its type."""
     shared = {name: value for name, value in options.items() if name not in _OPTIONS_OF_MACHINE}
-    text = json.dumps(shared, sort_keys=True, default=lambda value: type(value).__name__)
-    return {"strategy": strategy, "options": text, "seed": seed, "curve": curve}
+    comparable = json.loads(json.dumps(shared, default=lambda value: type(value).__name__))
+    return {"strategy": strategy, "options": comparable, "seed": seed, "curve": curve}
 
 
 def check_agreement(facts: list[Any]) -> None:
@@ -65,17 +65,32 @@ def check_agreement(facts: list[Any]) -> None:
         if one["no_trace"]:
             raise ConfigError(one["no_trace"])
     for name, remedy in (
-        ("strategy", "give the same --strategy"),
-        ("options", "give the strategy the same options"),
-        ("seed", "give the same seed"),
-        ("curve", "set DGLX_CURVE alike"),
+        ("strategy", "give the same --strategy on all ranks"),
+        ("options", "give the strategy the same options on all ranks"),
+        ("seed", "give the same seed on all ranks"),
+        ("curve", "set DGLX_CURVE alike on all ranks"),
     ):
-        for rank, one in enumerate(facts):
-            if one[name] != facts[0][name]:
-                raise ConfigError(
-                    f"rank 0 has {name} {facts[0][name]!r} and rank {rank} has {one[name]!r}; "
-                    f"{remedy} on all ranks"
-                )
+        raise_unless_equal(f"the {name}", [one[name] for one in facts], remedy)
+
+
+def raise_unless_equal(
+    what: str, values: Sequence[Any], remedy: str, error: type[DglxError] = ConfigError
+) -> None:
+    """Raise ``error`` with the first difference unless the ``values`` of all ranks, JSON, are equal."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            first, other = _first_difference(values[0], value)
+            raise error(f"ranks disagree on {what}: rank 0 has {first}, rank {rank} has {other}; {remedy}")
+
+
+def _first_difference(one: Any, other: Any) -> tuple[str, str]:
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        name = next(name for name in one if one[name] != other[name])
+        return f"{name}={one[name]}", f"{name}={other[name]}"
+    if isinstance(one, list) and isinstance(other, list):
+        pairs = zip([*one, "nothing"], [*other, "nothing"], strict=False)
+        return next((str(a), str(b)) for a, b in pairs if a != b)
+    return str(one), str(other)
 
 
 log = logging.getLogger(__name__)

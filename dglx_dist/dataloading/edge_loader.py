@@ -14,9 +14,9 @@ from dgl.dataloading import EdgePredictionSampler
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import EDGE_PHASE
-from dglx_dist.dataloading.loader import check_alike, nodes_to, open_maker
+from dglx_dist.dataloading.loader import nodes_to, open_maker
 from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, NodeIds
 from dglx_dist.dataloading.negative import (
     DrawAll,
@@ -523,7 +523,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
             ),
             ConfigError,
         )
-        check_alike(g.session, "exclude", _rule_signature(read.sampling.rule))
+        check_equal(g.session, "exclude=", _rule_signature(read.sampling.rule))
         seed = seed_of(read.options, g.session)
         blocks = open_maker(g, read.sampling.sampler, read_sampler(read.sampling.sampler), read.options, seed)
         plan = EdgePlan(

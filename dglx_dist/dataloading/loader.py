@@ -12,8 +12,7 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import Columns
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import (
@@ -83,7 +82,7 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
         g.session, lambda: _local_plan(g, sampler, plan, options, seed), ConfigError
     )
     signature = f"fanouts={plan.fanouts}, replace={plan.replace}, prob={plan.weights!r}"
-    check_alike(g.session, "samplers with", signature)
+    check_equal(g.session, "the sampler", signature)
     if draws is None:
         return SamplerMaker(
             lambda seeds, exclude: _call_sampler(sampler, g, seeds, exclude), g.kvstore, columns, g.ntypes
@@ -91,20 +90,6 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
     if len(g.ntypes) == len(g.canonical_etypes) == 1:
         return _homogeneous_maker(g, plan, draws, columns, options)
     return TypedMaker(_typed_source(g, plan, draws), draws, g.kvstore, columns)
-
-
-def check_alike(session: Session, what: str, local: str) -> None:
-    """Raise ConfigError on all ranks unless all have the same value ``local`` of ``what``. Collective.
-
-    Ranks with different values would wait for each other in different collectives.
-    """
-    values = gather_json(local, session)
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise ConfigError(
-                f"the ranks were given different {what}: rank 0 {values[0]}, rank {rank} {value}; give all "
-                "the same"
-            )
 
 
 def _local_plan(

@@ -10,8 +10,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from dglx_dist.comm.collectives import gather_json, run_on_all_ranks
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError
@@ -223,7 +222,7 @@ def reverse_edge_ids(
         return kind, back
 
     kind, back = run_on_all_ranks(g.session, checked, ConfigError)
-    _check_equal(g.session, [list(kind), list(back), by])
+    check_equal(g.session, "reverse_edges", [list(kind), list(back), by], "ask alike on all ranks")
 
     def compute(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
         first, last = (int(at) for at in policy.bounds[policy.part_id : policy.part_id + 2])
@@ -292,15 +291,6 @@ def _only_etype_of(g: DistGraph) -> EdgeType:
             f"the graph has the edge types {', '.join(g.etypes)}; say which with etype= (and reverse_etype=)"
         )
     return g.canonical_etypes[0]
-
-
-def _check_equal(session: Session, local: list[object]) -> None:
-    for rank, remote in enumerate(gather_json(local, session)):
-        if remote != local:
-            raise ConfigError(
-                f"rank {session.topology.rank} asks for the reverse edges {local} while rank {rank} asks for "
-                f"{remote}; ask alike on all ranks"
-            )
 
 
 def _check_matching(g: DistGraph, etype: EdgeType, back: EdgeType, by: str) -> None:

@@ -11,8 +11,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numba import njit
 
-from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks, sum_over_ranks
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks, sum_over_ranks
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import PHASE_ROW_CACHE, CachePlan, Column, check_cacheable, fill_cache
 from dglx_dist.graph.dist_tensor import OpenedGraph
@@ -214,7 +213,8 @@ def check_budget(policy: str, alpha: float) -> None:
 def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     session, store = g.session, g.kvstore
     column = run_on_all_ranks(session, lambda: _column_of(g, request), ConfigError)
-    _check_equal(session, request)
+    arguments = [request.name, request.ntype, float(request.alpha), request.policy]
+    check_equal(session, "cache_rows", arguments, "give it the same arguments on all ranks")
     topology = session.topology
     own = int(column.bounds[topology.server]), int(column.bounds[topology.server + 1])
     number = store.next_number()
@@ -257,16 +257,6 @@ def _column_of(g: OpenedGraph, request: CacheRequest) -> Column:
     column = policy.store.column(policy.key(request.name))
     check_cacheable(column)
     return column
-
-
-def _check_equal(session: Session, request: CacheRequest) -> None:
-    local = [request.name, request.ntype, float(request.alpha), request.policy]
-    for rank, remote in enumerate(gather_json(local, session)):
-        if remote != local:
-            raise ConfigError(
-                f"rank {rank} caches {remote}, rank {session.topology.rank} {local}; call cache_rows with "
-                "the same arguments on all ranks"
-            )
 
 
 def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:

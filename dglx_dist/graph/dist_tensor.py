@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import barrier, check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session, SessionField, Shared, current_session
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.data.storage.reader import StoredDataset
@@ -61,8 +61,9 @@ class WantedTensor:
     info: ColumnInfo
     policy: PartitionPolicy
 
-    def facts(self) -> list[object]:
-        return [self.key, list(self.shape), self.info.dtype, self.policy.bounds.tolist()]
+    def facts(self) -> dict[str, object]:
+        bounds = self.policy.bounds.tolist()
+        return {"key": self.key, "shape": list(self.shape), "dtype": self.info.dtype, "bounds": bounds}
 
     def check_attach(self, name: str, column: Column, attach: bool) -> None:
         """Raise ConfigError unless the tensor may attach to the existing ``column``."""
@@ -110,24 +111,17 @@ def _whole_sizes(shape: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def agreed(session: Session, wanted: WantedTensor | None, problem: str) -> WantedTensor:
-    """Return ``wanted`` (None: this rank has a ``problem``) when all ranks want the same; collective.
+def _agreed(session: Session, wanted: WantedTensor | None, problem: str) -> WantedTensor:
+    """Return ``wanted`` (None: this rank has a ``problem``) when all ranks want the same; collective."""
 
-    Raises:
-        ConfigError: on all ranks, when one has a problem or they differ.
-    """
-    local = None if wanted is None else wanted.facts()
-    gathered = gather_json([local, problem], session)
-    for rank, (remote, text) in enumerate(cast("list[tuple[object, str]]", gathered)):
-        if text:
-            raise ConfigError(text if rank == session.topology.rank else f"rank {rank}: {text}")
-        if local is not None and remote != local:
-            raise ConfigError(
-                f"rank {session.topology.rank} creates the tensor {local} while rank {rank} creates "
-                f"{remote}; creating one is collective: all ranks must create the same"
-            )
-    assert wanted is not None, "a rank without a tensor has a problem"
-    return wanted
+    def found() -> WantedTensor:
+        if wanted is None:
+            raise ConfigError(problem)
+        return wanted
+
+    result = run_on_all_ranks(session, found, ConfigError)
+    check_equal(session, "a tensor", result.facts(), "create it alike on all ranks")
+    return result
 
 
 def create(wanted: WantedTensor, init: InitRows | None) -> None:
@@ -317,7 +311,7 @@ class DistTensor(Shared):
                 raise  # attaching is not collective
             problem = str(error)
         if wanted is None or not store.has(wanted.key):
-            wanted = agreed(store.session, wanted, problem)
+            wanted = _agreed(store.session, wanted, problem)
             create(wanted, init_func)
         else:
             column = store.column(wanted.key)

@@ -13,7 +13,7 @@ from typing import TypeAlias, final
 import numpy as np
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import barrier, check_equal, run_on_all_ranks
 from dglx_dist.comm.rpc import Pending, Rpc
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.columns import numpy_dtype
@@ -667,13 +667,8 @@ class KVStore:
             self.fence()
 
         run_on_all_ranks(self.session, check, ConfigError)
-        wanted = [kind, name, handler is not None]
-        for rank, other in enumerate(gather_json(wanted, self.session)):
-            if other != wanted:
-                raise ConfigError(
-                    f"rank {rank} registers {other} while rank {self.session.topology.rank} registers "
-                    f"{wanted}; every rank must register the same"
-                )
+        wanted = f"{kind} of {name!r}" + ("" if handler is not None else ": none")
+        check_equal(self.session, "a handler", wanted, "every rank must register the same")
         change()
         barrier(self.session, f"registering a handler of {name!r}")
 

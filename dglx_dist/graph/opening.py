@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import psutil
 
-from dglx_dist.comm.collectives import gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.dgl_format import import_dgl_format
@@ -37,12 +37,8 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
     # After the check of this machine the other ranks need not read all files again.
     again: Verify = "never" if verify == "full" else verify
     dataset = run_on_all_ranks(session, lambda: checked or open_dataset(folder, verify=again))
-    for rank, checksum in enumerate(gather_json(dataset.manifest.checksum, session)):
-        if checksum != dataset.manifest.checksum:
-            raise StorageError(
-                f"{folder} is another dataset on rank {rank} ({session.hosts[rank]}) than on rank "
-                f"{session.topology.rank} ({session.hosts[session.topology.rank]}); copy it again"
-            )
+    checksum = dataset.manifest.checksum
+    check_equal(session, f"the dataset in {folder}", checksum, "copy it again", StorageError)
     return dataset
 
 

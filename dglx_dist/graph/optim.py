@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, final
 
 import torch
 
-from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import barrier, check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session, current_session
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.graph.dist_tensor import DistTensor
@@ -254,12 +254,7 @@ class SparseOptimizer:
             [self.options.mode, self.options.staleness, self.options.reduction],
             [[param.name, list(param.weight.shape), str(param.weight.dtype)] for param in self.params],
         ]
-        for rank, remote in enumerate(gather_json(local, self.session)):
-            if remote != local:
-                raise ConfigError(
-                    f"rank {self.session.topology.rank} makes the optimiser {local} while rank {rank} makes "
-                    f"{remote}; build it alike on all ranks"
-                )
+        check_equal(self.session, "a sparse optimiser", local, "build it alike on all ranks")
 
     def _table(self, param: DistEmbedding, number: int) -> OwnedRows:
         states = tuple(

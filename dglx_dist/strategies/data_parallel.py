@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import gather_json, peers_named
+from dglx_dist.comm.collectives import check_equal, peers_named
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import (
@@ -180,15 +180,8 @@ def check_same_model(model: nn.Module, session: Session, settings: str) -> None:
         *(f"{name} {_kind(p)}{'' if p.requires_grad else ' frozen'}" for name, p in model.named_parameters()),
         *(f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()),
     ]
-    for rank, other in enumerate(gather_json(described, session)):
-        assert isinstance(other, list)
-        if other != described:
-            pairs = zip([*described, "nothing"], [*other, "nothing"], strict=False)
-            local, remote = next(pair for pair in pairs if pair[0] != pair[1])
-            raise ConfigError(
-                f"the ranks wrap different models: rank {session.topology.rank} has {local} where rank "
-                f"{rank} has {remote}; build the model from the same configuration on every rank"
-            )
+    remedy = "build the model from the same configuration on every rank"
+    check_equal(session, "the wrapped model", described, remedy)
 
 
 def _kind(tensor: Tensor) -> str:

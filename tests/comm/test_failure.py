@@ -132,7 +132,9 @@ def _disagree() -> None:
 
 
 def test_ranks_that_disagree_are_refused() -> None:
-    with pytest.raises(RankError, match="ConfigError: rank 0 has seed 0 and rank 1 has 1; give the same"):
+    with pytest.raises(
+        RankError, match="ConfigError: ranks disagree on the seed: rank 0 has 0, rank 1 has 1; give the same"
+    ):
         run_ranks(_disagree, 2)
 
 

@@ -11,18 +11,15 @@ import dgl
 import pytest
 import torch
 
-from dglx_dist.comm.session import start_session
 from dglx_dist.compat import dataloading as sampling
 from dglx_dist.compat import namespace as session
 from dglx_dist.compat import optim
 from dglx_dist.compat.dataloading import DistEdgeDataLoader, DistNodeDataLoader
 from dglx_dist.compat.dist_graph import DistGraph
-from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient, attached_rows, remember
+from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient
 from dglx_dist.compat.namespace import SUPPORTED_SUBMODULES
 from dglx_dist.compat.partition_book import EdgePartitionPolicy, NodePartitionPolicy, PartitionPolicy
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_graph import DistGraph as NativeDistGraph
-from tests.strategies.push_pull import rounds
 
 
 @pytest.fixture(scope="module")
@@ -149,28 +146,6 @@ def test_state_of_optimizers_goes_out_and_in(g: DistGraph, tmp_path: Path, kind:
     embedding.reset_trace()
     optimizer.step()
     assert (embedding.weight[torch.arange(15)] == second).all()
-
-
-def test_rows_of_a_batch_are_found_when_a_script_has_converted_its_blocks(tmp_path: Path) -> None:
-    folder = rounds.write_ring(tmp_path / "parts", 1)
-    with start_session():
-        g = NativeDistGraph(folder)
-        batches = 0
-        for nodes, _, blocks in rounds.nodes_of(g):
-            remember(g, nodes, blocks)
-            for place, block in enumerate(blocks):
-                blocks[place] = block.int()
-            del block
-            found = attached_rows(g.ndata["feat"], nodes)
-            assert found is not None
-            assert found.data_ptr() == blocks[0].srcdata["feat"].data_ptr()
-            assert attached_rows(g.ndata["feat"], nodes.clone()) is None
-            assert attached_rows(g.ndata["small"], nodes) is None
-            batches += 1
-        assert batches > 3
-        del blocks, found
-        assert attached_rows(g.ndata["feat"], nodes) is None
-        g.close()
 
 
 WRITES, WRITTEN_BY = ("author", "writes", "paper"), ("paper", "written_by", "author")

@@ -203,7 +203,7 @@ def test_what_is_read_by_address_is_what_is_there() -> None:
     for relation, (etype, csc) in enumerate(zip(schema.etypes, cscs, strict=True)):
         assert csc_at(relations, relation).indptr.tolist() == csc.indptr.tolist()
         out = np.empty(len(csc.indices), np.int64)
-        read_sources(relations, number, np.arange(len(csc.indices)), out)
+        read_sources(relations, relation, np.arange(len(csc.indices)), out)
         first = schema.offsets[schema.ntypes.index(etype[0])]
         assert out.tolist() == (csc.indices + first).tolist()
 

@@ -277,7 +277,9 @@ def wrong_in_rank(folder: str) -> None:
                 with pytest.raises(ConfigError, match=r"rank 1 on .*: "):
                     loader_of(graph, indices=IDS[::2])
         mine = NeighborSampler([3, 4], prob=[None, "odd"][session.topology.rank])
-        with pytest.raises(ConfigError, match=r"rank 0 .*prob=None, rank 1 .*prob='odd'; give all the same"):
+        with pytest.raises(
+            ConfigError, match=r"rank 0 .*prob=None, rank 1 .*prob='odd'; give all ranks the same"
+        ):
             loader_of(graph, sampler=mine)
         assert len(loader_of(graph, indices=IDS[session.topology.rank :: 2])) == 5
 

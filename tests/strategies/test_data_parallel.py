@@ -281,7 +281,7 @@ def _different_models() -> list[str]:
 
 def test_different_models_are_refused_on_every_rank() -> None:
     for width, frozen, reduction, bucket in run_ranks(_different_models, 2):
-        assert "the ranks wrap different models" in width
+        assert "disagree on the wrapped model" in width
         assert "weight (2, 3)" in width
         assert "weight (2, 4)" in width
         assert "bias (2,) float32 frozen" in frozen

@@ -16,8 +16,7 @@ from dgl.frame import Frame
 from dgl.view import HeteroNodeView
 from torch import Tensor
 
-from dglx_dist.comm.collectives import run_on_all_ranks
-from dglx_dist.dataloading.loader import check_alike
+from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.dataloading.row_buffers import Precision
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import RowOwners
@@ -266,8 +265,9 @@ def local_graph(
         return _keys(g.ndata, names, "ndata"), _keys(g.edata, edge_columns, "edata")
 
     node_keys, edge_keys = run_on_all_ranks(g.session, checked, ConfigError)
-    arguments = f"columns={[*node_keys]}, edge_columns={[*edge_keys]}, targets={targets!r}, use_pp={use_pp}"
-    check_alike(g.session, "local graphs with", arguments)
+    columns, edge_columns = [*node_keys], [*edge_keys]
+    arguments = {"columns": columns, "edge_columns": edge_columns, "targets": targets, "use_pp": use_pp}
+    check_equal(g.session, "a local graph", arguments)
     owners = RowOwners(g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology)
     plan = make_plans(g, np.arange(*owners.range_of(g.session.topology.rank)), 1, 0)
     (layer,) = plan.layers

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from dgl.dataloading import NeighborSampler
 
-from dglx_dist.comm.collectives import run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.dataloading.feature_fetch import Columns
-from dglx_dist.dataloading.loader import check_alike
 from dglx_dist.dataloading.row_buffers import Precision
 from dglx_dist.dataloading.sampler_spec import Fanout, SamplePlan, find_columns, read_sampler
 from dglx_dist.dataloading.step_loader import read_items, read_options, seed_of
@@ -252,7 +251,7 @@ def read_request(
         f"{request.num_layers} layers, seed={request.seed}, depth={request.depth}, "
         f"inputs={columns.inputs}, targets={columns.targets}, edges={columns.edges}"
     )
-    check_alike(g.session, "loaders with", arguments)
+    check_equal(g.session, "a loader", arguments)
     if g.session.topology.rank == 0:
         _warn_of_idle(strategy, fanouts, idle.get("batch_size"))
     return request

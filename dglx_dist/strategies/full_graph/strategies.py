@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
 from dglx_dist.comm.session import Session, SessionField
-from dglx_dist.dataloading.loader import check_alike
 from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import StepShare
@@ -134,7 +134,7 @@ def _open_loader(
     options: FullGraphOptions,
     loader_options: Mapping[str, Any],
 ) -> FullGraphLoader:
-    check_alike(g.session, f"options of {strategy}", f"{options}")
+    check_equal(g.session, f"an option of {strategy}", asdict(options))
     request = read_request(strategy, g, indices, sampler, loader_options)
     hops = run_on_all_ranks(g.session, lambda: hops_of(options, request.num_layers), ConfigError)
     return FullGraphLoader(g, _source(g, request, hops, options), request, use_pp=options.use_pp)
@@ -201,7 +201,7 @@ class Cooperative(Strategy):
             PeerError: a rank did not take part.
         """
         options = self._options
-        check_alike(g.session, f"options of {COOPERATIVE}", f"{options}")
+        check_equal(g.session, f"an option of {COOPERATIVE}", asdict(options))
         request = read_request(COOPERATIVE, g, indices, sampler, loader_options)
         planner = CooperativePlanner(g, gather_seeds(g, request.seeds))
 

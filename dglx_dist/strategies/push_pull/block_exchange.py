@@ -17,9 +17,8 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.collectives import gather_int64, raise_for_missing, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, gather_int64, raise_for_missing, run_on_all_ranks
 from dglx_dist.comm.session import Session
-from dglx_dist.dataloading.loader import check_alike
 from dglx_dist.dataloading.minibatch import BlockBuilder
 from dglx_dist.dataloading.step_loader import Items, StepLoader
 from dglx_dist.errors import ConfigError, DglxError
@@ -377,7 +376,7 @@ class ResampledStructure(StructureSource):
         self._loader, self._group, self._builder = loader, group, builder
         self._sample = run_on_all_ranks(session, loader.offline, ConfigError)
         # Servers with the whole structure may each leave out other edges, or draw by another seed.
-        check_alike(session, "draws", loader.sampling_signature())
+        check_equal(session, "the sampler", loader.sampling_signature())
         kinds, arrays = list(loader.items.ids), list(loader.items.ids.values())
         # Collective: all ranks answer before one asks.
         run_on_all_ranks(session, lambda: session.rpc.register(op, lambda _name, _arrays: arrays))

@@ -21,7 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, gather_int64, gather_json, run_on_all_ranks, sum_over_ranks
+from dglx_dist.comm.collectives import (
+    barrier,
+    check_equal,
+    gather_int64,
+    gather_json,
+    run_on_all_ranks,
+    sum_over_ranks,
+)
 from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.data.storage.columns import CACHE, FileInfo, numpy_dtype, safe_name
@@ -616,7 +623,8 @@ def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: boo
     key = (g.kvstore.label, group.members, tuple(names))
     if key not in opened.stores:
         wanted = run_on_all_ranks(g.session, lambda: _column_requests(g, names, group, cache), ConfigError)
-        _check_same_request(g.session, [list(names), group.size, cache])
+        request = {"features": list(names), "parts": group.size, "cache": cache}
+        check_equal(g.session, "the request for columns", request, "every rank must ask for the same")
         if not any(label == g.kvstore.label for label, _, _ in opened.stores):
             g.on_close.append(lambda: opened.forget(g.kvstore.label))
         opened.stores[key] = ColumnStore(_load_missing(g, wanted, opened, group), group, g.session)
@@ -673,15 +681,6 @@ def _column_request(g: DistGraph, name: str, group: Group, cache: bool) -> Colum
         folder=slice_folder(g.dataset, ntype, name, columns) if cache and not column.writable else None,
         is_leader=all(hosts[rank] != hosts[group.rank] for rank in group.replicas if rank < group.rank),
     )
-
-
-def _check_same_request(session: Session, request: list[object]) -> None:
-    for rank, other in enumerate(gather_json(request, session)):
-        if other != request:
-            raise ConfigError(
-                f"rank {rank} opens the columns of [features, parts, cache] = {other}, rank "
-                f"{session.topology.rank} of {request}; every rank must ask for the same"
-            )
 
 
 def _load_missing(

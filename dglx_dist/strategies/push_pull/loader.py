@@ -14,10 +14,9 @@ from dgl.dataloading import EdgePredictionSampler
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.collectives import run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import LOADER
-from dglx_dist.dataloading.loader import check_alike
 from dglx_dist.dataloading.minibatch import BlockBuilder
 from dglx_dist.dataloading.row_buffers import Precision, RowMemory
 from dglx_dist.dataloading.sampler_spec import read_sampler
@@ -192,12 +191,14 @@ class PushPullLoader:
             builder=builder,
             wide=num_nodes >= SMALL_NODES,
         )
-        settings = (
-            f"depth={inner.depth}, features={fetcher.names}, structure={fetcher.structure!r}, "
-            f"look_ahead={fetcher.look_ahead}"
-        )
+        settings = {
+            "depth": inner.depth,
+            "features": fetcher.names,
+            "structure": fetcher.structure,
+            "look_ahead": fetcher.look_ahead,
+        }
         # Also a barrier: all ranks have registered their remote calls before one iterates.
-        check_alike(session, "loaders of push_pull", settings)
+        check_equal(session, "a loader of push_pull", settings)
         self._iterations = 0
         self._position: dict[str, int] | None = None
 

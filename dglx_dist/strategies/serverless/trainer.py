@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from dglx_dist.comm.collectives import gather_int64, gather_json, run_on_all_ranks, sum_over_ranks
+from dglx_dist.comm.collectives import (
+    check_equal,
+    gather_int64,
+    gather_json,
+    run_on_all_ranks,
+    sum_over_ranks,
+)
 from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import Items, LoaderTimes, read_items
@@ -409,7 +415,8 @@ class LambdaTrainer(EpochTrainer):
     def _run_from(self, epoch: int) -> TrainingRun:
         now = fingerprint(self._model, self._optimizer)
         # Checked each time: if only some ranks had changed something, the others would wait for them.
-        self._check_equal(now)
+        remedy = "make weights and optimizer equal, and change them on all ranks"
+        check_equal(self._session, "the digest of weights and optimizer", now, remedy)
         # A new run where the user changed weights, optimizer or epoch.
         changed = now != self._last_fingerprint
         if self._running is not None and (changed or self._running.engine.epoch != epoch):
@@ -429,14 +436,6 @@ class LambdaTrainer(EpochTrainer):
                 ),
             )
         return self._running
-
-    def _check_equal(self, local: str) -> None:
-        for rank, remote in enumerate(gather_json(local, self._session)):
-            if remote != local:
-                raise ConfigError(
-                    f"rank {rank} has other weights or another optimizer than rank "
-                    f"{self._session.topology.rank}; make them equal, and change them on all ranks"
-                )
 
     def _compare_kernels(self, local: Sequence[str]) -> None:
         per_rank = cast("list[list[str]]", gather_json(list(local), self._session))

@@ -177,7 +177,11 @@ def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
         for name in STRATEGY_NAMES:
             for case, (_, _, words) in LOADERS.items():
                 match(found[f"{name}/{case}"], words, f"{name}/{case}")
-            match(found[f"{name}/layers"], "different loaders with: rank 0 2 layers.*rank 1 3 layers", name)
+            match(
+                found[f"{name}/layers"],
+                "disagree on a loader: rank 0 has 2 layers.*rank 1 has 3 layers",
+                name,
+            )
             match(found[f"{name}/on one rank"], "node 3 more than once", f"{name}, rank {rank}")
             match(found[f"{name}/edge loader"], "trains on nodes, not on batches of edges", name)
             match(found[f"{name}/batch norm"], "'norm' is a BatchNorm1d.*twice; use torch.nn.LayerNorm", name)
@@ -195,7 +199,7 @@ def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
             )
             match(found[f"{name}/cut rows"], "source rows of shape .* for a block of", name)
         match(found["hops"], "hops=3, but the sampler has 2 layers: give at most 2", "hops")
-        match(found["differing"], "options of full_graph", "differing")
+        match(found["differing"], "disagree on an option of full_graph: rank 0 has use_pp=False", "differing")
 
 
 @pytest.mark.parametrize("case", OPTIONS)

@@ -209,7 +209,7 @@ def test_what_nobody_can_draw_again_is_refused(three: list[dict[str, Any]]) -> N
         told = found["refused"]
         assert "own code" in told["own code"]
         assert "exclude=" in told["function"]
-        assert "different draws" in told["seeds"]
+        assert "disagree on the sampler" in told["seeds"]
         assert "depth=1" in told["depths"]
 
 

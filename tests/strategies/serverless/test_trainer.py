@@ -377,7 +377,7 @@ def test_two_ranks_with_workers_in_processes(folder: Path, tmp_path: Path) -> No
     reached = [epoch for epoch, accuracy in enumerate(one["accuracies"]) if accuracy >= 0.2]
     assert one["switch"] == other["switch"] == reached[0] + 2
     for found in (one, other):
-        assert "has other weights or another optimizer" in found["unlike"]
+        assert "disagree on the digest of weights and optimizer" in found["unlike"]
 
 
 def _loader(g: Any, nodes: Any, fanouts: tuple[int, ...] = (-1, -1), **options: Any) -> IntervalLoader:
