@@ -216,28 +216,26 @@ def _clock_by_round_trips(session: Session) -> Clock:
 
 
 def raise_for_missing(
-    session: Session, missing: Sequence[int], what: str, *, before: str, undone: str, advice: str, late: bool
+    session: Session, missing: Sequence[int], what: str, *, advice: str, late: bool
 ) -> None:
-    """Raise PeerError if one of the ranks ``missing`` at ``what`` failed, is dead, or time is up.
+    """Raise PeerError if one of the ranks ``missing`` failed or is dead, or if time is up.
 
     Args:
         session: The run.
         missing: Ranks that are waited for; at least one.
-        what: What they are waited for.
-        before: When a rank failed, as "before 'step 1'".
-        undone: What the missing ranks did not do, as "sent nothing for 'step 1'".
+        what: What they should have sent.
         advice: The remedy.
         late: Whether time is up.
     """
     failure = session.store.first_failure() if session.store is not None else None
     if failure is not None and failure[0] in missing:
-        raise PeerError(f"rank {failure[0]} failed {before}: {failure[1]}")
+        raise PeerError(f"rank {failure[0]} failed before it sent {what}: {failure[1]}")
     session.raise_for_dead(list(missing), what)
     if late:
         names = ", ".join(f"rank {rank} on {session.hosts[rank]}" for rank in missing)
         raise PeerError(
-            f"{names} {undone} within {session.timeout_s:g} s ({session.describe_failure(what)}); {advice}, "
-            "or raise timeout_s (DGLX_TIMEOUT)"
+            f"{names} did not send {what} within {session.timeout_s:g} s ({session.describe_failure(what)}); "
+            f"{advice}, or raise timeout_s (DGLX_TIMEOUT)"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,7 +13,8 @@ from typing import final
 
 import numpy as np
 
-from dglx_dist.comm.collectives import barrier, gather_int64, peers_named, raise_for_missing
+from dglx_dist.comm.collectives import barrier, gather_int64, peers_named
+from dglx_dist.comm.mailbox import Mailbox
 from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
@@ -71,62 +71,6 @@ def read_message(name: str, arrays: Sequence[Array], num_parameters: int) -> Ste
         parcels=parcels,
         problem=problem,
     )
-
-
-_CHECK_EVERY_S = 1.0
-"""Period at which a waiting rank probes those it waits for."""
-
-
-@final
-class Inbox:
-    """Received messages by step and sender."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._arrived: dict[int, dict[int, StepMessage]] = {}
-        self._changed = threading.Condition()
-
-    def put(self, message: StepMessage) -> None:
-        with self._changed:
-            self._arrived.setdefault(message.step, {})[message.sender] = message
-            self._changed.notify_all()
-
-    def take(self, step: int, what: str) -> list[StepMessage]:
-        """Wait for the messages of all ranks for ``step``, and return them by rank.
-
-        Raises:
-            PeerError: a rank is dead, or did not send within the session's time-out; the message names it.
-        """
-        ranks = range(self._session.topology.world_size)
-        deadline = time.monotonic() + self._session.timeout_s
-        with peers_named(self._session, what):
-            while missing := self._missing(step, min(_CHECK_EVERY_S, deadline - time.monotonic())):
-                self._check(missing, what, late=time.monotonic() >= deadline)
-        with self._changed:
-            messages = self._arrived.pop(step)
-        return [messages[rank] for rank in ranks]
-
-    def _missing(self, step: int, timeout_s: float) -> list[int]:
-        """Wait until all have arrived, or for ``timeout_s``; return the missing ranks."""
-
-        def missing() -> list[int]:
-            ranks = range(self._session.topology.world_size)
-            return [rank for rank in ranks if rank not in self._arrived.get(step, {})]
-
-        with self._changed:
-            self._changed.wait_for(lambda: not missing(), max(timeout_s, 0.0))
-            return missing()
-
-    def _check(self, missing: list[int], what: str, *, late: bool) -> None:
-        raise_for_missing(
-            self._session,
-            missing,
-            what,
-            before=f"before {what!r}",
-            undone=f"sent nothing for {what!r}",
-            advice="every rank must call step(), also without gradients",
-            late=late,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,12 +187,16 @@ class SyncExchange(Exchange):
     """Every owner adds up the gradients of all ranks in the order of the ranks, then applies them once."""
 
     def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows]) -> None:
-        self._inbox = Inbox(session)
+        advice = "every rank must call step(), also without gradients"
+        self._mailbox: Mailbox[StepMessage] = Mailbox(session, advice)
         super().__init__(session, op, tables)
 
     def step(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> None:
         sent = self.send(sums, used, problem)
-        messages = self._inbox.take(self._step, f"step {self._step} of {self._op}")
+        world_size, what = self._session.topology.world_size, f"step {self._step} of {self._op}"
+        with peers_named(self._session, what):
+            received = self._mailbox.take(self._step, None, range(world_size), what)
+        messages = [received[rank] for rank in range(world_size)]
         for call in sent:
             call.result()
         for message in messages:
@@ -269,7 +217,7 @@ class SyncExchange(Exchange):
         return StalenessReport(steps=self._step, largest_lag=0, mean_lag=0.0, waits=0, waited_s=0.0)
 
     def accept(self, message: StepMessage) -> None:
-        self._inbox.put(message)
+        self._mailbox.put(message.step, None, message.sender, message)
 
 
 @final

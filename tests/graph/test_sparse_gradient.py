@@ -15,7 +15,6 @@ import torch
 
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import Session, start_session
-from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
@@ -36,7 +35,7 @@ from dglx_dist.graph.sparse_gradient import (
     weighted_copy,
     weighted_sum,
 )
-from dglx_dist.graph.sparse_gradient_exchange import Inbox, StepMessage, read_message
+from dglx_dist.graph.sparse_gradient_exchange import StepMessage, read_message
 from dglx_dist.records import StepShare
 from tests.graph.small import NUM_NODES
 from tests.graph.sparse_cases import DIM, STEPS, batch, embeddings, expected, make_optimizer, train
@@ -146,22 +145,6 @@ def test_another_number_of_embeddings_is_refused() -> None:
     sent = StepMessage(sender=1, step=1, used=(True,), parcels=(parcel(1),))
     with pytest.raises(ConfigError, match=r"rank 1 sent gradients of 1 embeddings .* optimiser of 2"):
         read_message(sent.name(), sent.arrays(), 2)
-
-
-def message(step: int) -> StepMessage:
-    return StepMessage(sender=0, step=step, used=(True,), parcels=())
-
-
-def test_messages_wait_for_their_step_and_are_given_once() -> None:
-    with start_session(topology=Topology(0, 1, (0,)), timeout_s=0.05) as session:
-        inbox = Inbox(session)
-        # A fast rank may be a step ahead.
-        inbox.put(message(2))
-        inbox.put(message(1))
-        assert [found.step for found in inbox.take(1, "step 1")] == [1]
-        assert [found.step for found in inbox.take(2, "step 2")] == [2]
-        with pytest.raises(PeerError, match=r"rank 0 on .* sent nothing for 'step 1' within 0\.05 s"):
-            inbox.take(1, "step 1")
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from typing import TypeAlias, final
 import numpy as np
 
 from dglx_dist.comm.collectives import barrier, broadcast_json, gather_int64
+from dglx_dist.comm.mailbox import Mailbox
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -51,13 +50,8 @@ from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, PlanSource, Ran
 PLAN = "plan"
 """Ledger phase of the ids that ranks exchange while planning."""
 
-_CHECK_EVERY_S = 1.0
-"""Interval of the liveness check while waiting for messages."""
-
 _NOTIFY_FAILURE_S = 5.0
 """Time that a failed rank waits for the delivery of its failure message, per rank."""
-
-_FAILED = "failed"
 
 
 @final
@@ -66,8 +60,8 @@ class FailedOnAnotherRankError(RemoteError):
 
 
 @final
-class Mailbox:
-    """Rounds of messages between ranks, grouped into numbered jobs.
+class PlanExchange:
+    """Steps in which ranks exchange arrays, grouped into numbered jobs.
 
     All ranks must construct it before one sends. Jobs are sequential, and every rank takes part in each.
 
@@ -77,19 +71,32 @@ class Mailbox:
     """
 
     def __init__(self, session: Session, label: str) -> None:
-        self._session, self._deliver_op, self._job_op = session, f"{label}.deliver", f"{label}.job"
-        self._box = box = _Box()
-        self._job = 0
+        self._session = session
+        self._deliver_op, self._failed_op, self._job_op = (
+            f"{label}.{name}" for name in ("deliver", "failed", "job")
+        )
+        self._job, self._current = 0, (current := [0])
+        advice = "create the same loaders on every rank"
+        self._mailbox: Mailbox[list[Array]] = Mailbox(session, advice)
+        mailbox = self._mailbox
 
         def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
             job, source, step = name.split(" ", 2)
-            box.put(int(job), int(source), step, arrays)
+            mailbox.put(int(job), step, int(source), list(arrays))
+            return []
+
+        def fail(name: str, arrays: Sequence[Array]) -> list[Array]:
+            job, source = map(int, name.split())
+            text = arrays[0].tobytes().decode(errors="replace")
+            who = f"rank {source} on {session.hosts[source]}"
+            mailbox.cancel(job, FailedOnAnotherRankError(f"{who} failed to make its plan: {text}"))
             return []
 
         # Closures, not methods: bound methods would keep the planner alive as long as the session.
         session.rpc.register(self._deliver_op, receive)
-        session.rpc.register(self._job_op, lambda _name, _arrays: [np.array([box.job], dtype=np.int64)])
-        for op in (self._deliver_op, self._job_op):
+        session.rpc.register(self._failed_op, fail)
+        session.rpc.register(self._job_op, lambda _name, _arrays: [np.array(current, dtype=np.int64)])
+        for op in (self._deliver_op, self._failed_op, self._job_op):
             weakref.finalize(self, session.rpc.unregister, op)
 
     @contextmanager
@@ -99,7 +106,8 @@ class Mailbox:
         Other ranks wait without a time limit as long as this rank is inside the job.
         """
         self._job += 1
-        self._box.begin(self._job)
+        self._mailbox.begin(self._job)
+        self._current[0] = self._job
         try:
             yield self._job
         except FailedOnAnotherRankError:
@@ -108,7 +116,7 @@ class Mailbox:
             self._tell_failure(error)
             raise
         finally:
-            self._box.end()
+            self._current[0] = 0
 
     def exchange(
         self,
@@ -126,14 +134,16 @@ class Mailbox:
             empty: Arrays for the ranks of ``among`` that are not in ``outgoing``.
 
         Returns:
-            By rank, the arrays that each of ``among`` sent.
+            By rank, in ascending order, the arrays that each of ``among`` sent.
 
         Raises:
             RemoteError: another rank failed in this job; the error has its text.
             PeerError: a rank is dead, or is not planning within the session's time-out; it is named.
         """
         self._send(step, {rank: outgoing.get(rank, empty) for rank in among})
-        return self._take(step, among)
+        what = f"{step!r} of plan {self._job}"
+        received = self._mailbox.take(self._job, step, among, what, self._is_in_this_job)
+        return dict(sorted(received.items()))
 
     def _send(self, step: str, outgoing: Mapping[int, Sequence[Array]]) -> None:
         topology = self._session.topology
@@ -147,99 +157,24 @@ class Mailbox:
         for call in sent:
             call.result()
 
-    def _take(self, step: str, ranks: Collection[int]) -> dict[int, list[Array]]:
-        deadline = time.monotonic() + self._session.timeout_s
-        while missing := self._box.missing(step, ranks, _CHECK_EVERY_S):
-            self._check(step, missing, late=time.monotonic() >= deadline)
-            if time.monotonic() >= deadline:
-                deadline = time.monotonic() + self._session.timeout_s
-        return self._box.pop(step, ranks)
-
-    def _check(self, step: str, missing: list[int], *, late: bool) -> None:
-        """Raise if a rank failed, died or is late; a late rank that is inside this job gets more time."""
-        session, what = self._session, f"{step!r} of plan {self._job}"
-        if (failure := self._box.failure()) is not None:
-            who = f"rank {failure[0]} on {session.hosts[failure[0]]}"
-            raise FailedOnAnotherRankError(f"{who} failed to make its plan: {failure[1]}")
-        reported = session.store.first_failure() if session.store is not None else None
-        if reported is not None and reported[0] in missing:
-            raise PeerError(f"rank {reported[0]} failed before it sent {what}: {reported[1]}")
-        session.raise_for_dead(missing, what)
-        absent = [rank for rank in missing if late and self._current_job_of(rank) != self._job]
-        if absent:
-            names = ", ".join(f"rank {rank} on {session.hosts[rank]}" for rank in absent)
-            raise PeerError(
-                f"{names} did not reach {what} within {session.timeout_s:g} s; create the same loaders on "
-                "every rank, or raise timeout_s (DGLX_TIMEOUT)"
-            )
-
-    def _current_job_of(self, rank: int) -> int:
+    def _is_in_this_job(self, rank: int) -> bool:
         (job,) = self._session.rpc.call(rank, self._job_op, "", [], phase="control")
-        return int(job[0])
+        return int(job[0]) == self._job
 
     def _tell_failure(self, error: Exception) -> None:
         # Delivery to dead or hanging ranks is not awaited beyond the time limit.
         topology, calls = self._session.topology, []
         text = np.frombuffer(f"{type(error).__name__}: {error}".encode()[:2000], dtype=np.uint8)
-        name = f"{self._job} {topology.rank} {_FAILED}"
+        name = f"{self._job} {topology.rank}"
         for rank in range(topology.world_size):
             with contextlib.suppress(PeerError, RemoteError):
                 if rank != topology.rank:
                     calls.append(
-                        self._session.rpc.submit(rank, self._deliver_op, name, [text], phase="control")
+                        self._session.rpc.submit(rank, self._failed_op, name, [text], phase="control")
                     )
         for call in calls:
             with contextlib.suppress(PeerError, RemoteError):
                 call.result(_NOTIFY_FAILURE_S)
-
-
-@final
-class _Box:
-    """Received messages by job, step and rank; thread-safe."""
-
-    def __init__(self) -> None:
-        self.job = 0
-        """Current job of this rank; 0 between jobs."""
-        self._first_job = 0
-        self._arrived: dict[tuple[int, str], dict[int, list[Array]]] = {}
-        self._changed = threading.Condition()
-
-    def put(self, job: int, source: int, step: str, arrays: Sequence[Array]) -> None:
-        with self._changed:
-            if job >= self._first_job:
-                self._arrived.setdefault((job, step), {})[source] = list(arrays)
-                self._changed.notify_all()
-
-    def begin(self, job: int) -> None:
-        with self._changed:
-            self.job = self._first_job = job
-            self._arrived = {key: value for key, value in self._arrived.items() if key[0] >= job}
-
-    def end(self) -> None:
-        self.job = 0
-
-    def missing(self, step: str, ranks: Collection[int], timeout_s: float) -> list[int]:
-        """Wait for all messages, a failure or ``timeout_s``; return the ranks whose message is missing."""
-        key = (self._first_job, step)
-
-        def ready() -> bool:
-            return not (set(ranks) - self._arrived.get(key, {}).keys()) or self.failure() is not None
-
-        with self._changed:
-            self._changed.wait_for(ready, timeout_s)
-            return sorted(set(ranks) - self._arrived.get(key, {}).keys())
-
-    def pop(self, step: str, ranks: Collection[int]) -> dict[int, list[Array]]:
-        with self._changed:
-            arrived = self._arrived.pop((self._first_job, step), {})
-            return {rank: arrived[rank] for rank in sorted(ranks)}
-
-    def failure(self) -> tuple[int, str] | None:
-        failed = self._arrived.get((self._first_job, _FAILED), {})
-        if not failed:
-            return None
-        rank = min(failed)
-        return rank, failed[rank][0].tobytes().decode(errors="replace")
 
 
 @final
@@ -270,12 +205,12 @@ def grow_levels(
     seeds: Array,
     depth: tuple[int, int],
     leaders: ServerLeaders,
-    mailbox: Mailbox,
+    exchange: PlanExchange,
     *,
     eas: Selection | None = None,
     advance: Callable[[int], None],
 ) -> KHopNeighborhood:
-    """Return the rows that this server computes; all leaders must call it in a job of ``mailbox``.
+    """Return the rows that this server computes; all leaders must call it in a job of ``exchange``.
 
     At level ``hops`` and above, a server computes its own nodes that any server reads, so servers exchange
     the ids that they read from each other. Below, a server computes whatever its rows read.
@@ -285,7 +220,7 @@ def grow_levels(
         seeds: (K,) ascending distinct int64 ids, the output rows of this server.
         depth: (L, hops).
         leaders: This rank must be one of them.
-        mailbox: Between the ranks.
+        exchange: Between the ranks.
         eas: Selects the nodes that the server may use; only with hops equal to L.
         advance: Called with 1 after each level.
     """
@@ -297,7 +232,7 @@ def grow_levels(
         sources = expander.sources()
         met = np.union1d(met, sources) if len(sources) else met
         if level >= hops:
-            expander.add(_requested_of_server(sources, level, leaders, mailbox))
+            expander.add(_requested_of_server(sources, level, leaders, exchange))
         else:
             # All sources met so far: at the levels above, rows of other servers were not added.
             expander.add(met)
@@ -305,10 +240,10 @@ def grow_levels(
     return expander.finish()
 
 
-def _requested_of_server(sources: Array, level: int, leaders: ServerLeaders, mailbox: Mailbox) -> Array:
+def _requested_of_server(sources: Array, level: int, leaders: ServerLeaders, exchange: PlanExchange) -> Array:
     """Send the other servers the ids read from them; return the own ids that any server reads."""
     outgoing: dict[int, Sequence[Array]] = {rank: [ids] for rank, ids in leaders.split(sources).items()}
-    incoming = mailbox.exchange(f"rows of level {level}", outgoing, leaders.ranks)
+    incoming = exchange.exchange(f"rows of level {level}", outgoing, leaders.ranks)
     return np.unique(np.concatenate([ids for (ids,) in incoming.values()]))
 
 
@@ -442,12 +377,12 @@ _SAME_AS_BEFORE = -1
 
 
 def finish_layers(
-    own: RankRows, layers: Sequence[HaloLayer], mailbox: Mailbox, world_size: int
+    own: RankRows, layers: Sequence[HaloLayer], exchange: PlanExchange, world_size: int
 ) -> list[HaloLayer]:
     """Exchange halo requests, and return ``layers`` with their ``send`` lists.
 
-    All ranks must call it in a job of ``mailbox``. Sends 8 bytes per layer and rank, and 8 bytes per halo row
-    of each layer that differs from the previous one.
+    All ranks must call it in a job of ``exchange``. Sends 8 bytes per layer and rank, and 8 bytes per halo
+    row of each layer that differs from the previous one.
 
     Raises:
         PeerError: a rank is dead or silent.
@@ -455,7 +390,7 @@ def finish_layers(
     """
     ranks = range(world_size)
     requests = {rank: encode_requested_rows(layers, rank) for rank in ranks}
-    received = mailbox.exchange("requested rows", requests, ranks)
+    received = exchange.exchange("requested rows", requests, ranks)
     sent = {rank: decode_requested_rows(own, message) for rank, message in received.items()}
     finished: list[HaloLayer] = []
     for number, layer in enumerate(layers):
@@ -557,7 +492,7 @@ class Planner:
         )
         label = str(broadcast_json(secrets.token_hex(4), self._session))
         self._label = f"full_graph.{label}"
-        self._mailbox = Mailbox(self._session, self._label)
+        self._exchange = PlanExchange(self._session, self._label)
         # No rank may send before all listen.
         barrier(self._session, "making plans")
 
@@ -573,7 +508,7 @@ class Planner:
             RemoteError: another rank failed.
             PeerError: a rank is dead or silent; it is named.
         """
-        with self._mailbox.job() as job:
+        with self._exchange.job() as job:
             check_request(request)
             seeds = self._seeds_of_server(request)
             held = self._rows_of_server(request, seeds, job)
@@ -591,7 +526,7 @@ class Planner:
         else:
             pieces = self._leaders.split(seeds)
         ranks = range(self._topology.world_size)
-        received = self._mailbox.exchange(
+        received = self._exchange.exchange(
             "seeds", {rank: [header, pieces.get(rank, nothing)] for rank in ranks}, ranks
         )
         _check_headers({rank: message[0] for rank, message in received.items()}, self._topology.rank)
@@ -604,13 +539,13 @@ class Planner:
             held = self._find_rows(request, seeds)
             if len(members) > 1:
                 write_held(folder, held)
-                self._mailbox.exchange("rows of the server", {}, members)
-                self._mailbox.exchange("rows read", {}, members)
+                self._exchange.exchange("rows of the server", {}, members)
+                self._exchange.exchange("rows read", {}, members)
                 remove_held(folder)
             return held
-        self._mailbox.exchange("rows of the server", {}, members)
+        self._exchange.exchange("rows of the server", {}, members)
         held = read_held(folder)
-        self._mailbox.exchange("rows read", {}, members)
+        self._exchange.exchange("rows read", {}, members)
         return held
 
     def _find_rows(self, request: PlanRequest, seeds: Array) -> HeldNeighborhood:
@@ -625,7 +560,7 @@ class Planner:
                 seeds,
                 depth,
                 self._leaders,
-                self._mailbox,
+                self._exchange,
                 eas=request.eas,
                 advance=advance,
             )
@@ -651,7 +586,7 @@ class Planner:
         nodes = held.closure.nodes
         return RankPlan(
             nodes=own.nodes,
-            layers=tuple(finish_layers(own, layers, self._mailbox, self._topology.world_size)),
+            layers=tuple(finish_layers(own, layers, self._exchange, self._topology.world_size)),
             hops=request.hops,
             server_nodes=len(nodes),
             inner_nodes=last - first,
@@ -670,9 +605,9 @@ class Planner:
             for server in range(topology.num_servers)
         }
         nothing = [np.empty(0, np.int64)]
-        received = self._mailbox.exchange("requests for holders", requests, ranks, nothing)
+        received = self._exchange.exchange("requests for holders", requests, ranks, nothing)
         answers = _holders(held, {rank: requested for rank, (requested,) in received.items()})
-        holders = self._mailbox.exchange("holders of rows", answers, ranks)
+        holders = self._exchange.exchange("holders of rows", answers, ranks)
         return np.concatenate([np.empty(0, np.int64), *(holders[rank][0] for rank in requests)])
 
     def _owners(self) -> RowOwners:

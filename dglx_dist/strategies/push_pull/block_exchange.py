@@ -17,11 +17,12 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.collectives import check_equal, gather_int64, raise_for_missing, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
+from dglx_dist.comm.mailbox import Mailbox
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.minibatch import BlockBuilder
 from dglx_dist.dataloading.step_loader import Items, StepLoader
-from dglx_dist.errors import ConfigError, DglxError
+from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
 from dglx_dist.strategies.push_pull.options import Group, StructureChoice
 
@@ -33,9 +34,6 @@ SEEDS = "seeds"
 
 SMALL_NODES = 1 << 31
 """Ids of graphs with fewer nodes fit into 4 bytes."""
-
-_CHECK_EVERY_S = 1.0
-"""How often a waiting thread checks that its peers are alive."""
 
 _MEASURED = 1000
 _WARM_UP = 2
@@ -209,12 +207,15 @@ class PushedStructure(StructureSource):
     def __init__(self, session: Session, group: Group, op: str, builder: BlockBuilder, *, wide: bool) -> None:
         self._session, self._group, self._op = session, group, op
         self._builder, self._wide = builder, wide
-        self._inbox = inbox = StructureInbox(session, group)
+        self._mailbox: Mailbox[list[Array]] = Mailbox(
+            session, "every rank must iterate over the loader alike"
+        )
+        mailbox, ranks = self._mailbox, dict(group.others)
 
         def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
             iteration, step, part = map(int, name.split())
             _check_block(arrays)
-            inbox.put(iteration, step, part, arrays)
+            mailbox.put(iteration, step, ranks[part], list(arrays))
             return []
 
         # Not a method: the loader would live as long as the session.
@@ -222,7 +223,7 @@ class PushedStructure(StructureSource):
         weakref.finalize(self, session.rpc.unregister, op)
 
     def begin(self, iteration: int) -> None:
-        self._inbox.begin(iteration)
+        self._mailbox.begin(iteration)
 
     def fetch(self, position: BatchPosition, own: OwnerBlock) -> FetchedBlocks:
         began = time.perf_counter()
@@ -238,14 +239,18 @@ class PushedStructure(StructureSource):
         for call in sent:
             call.result()
         pushed = time.perf_counter()
-        received = self._inbox.take(position)
+        what = f"the structure of step {position.step} of epoch {position.epoch}"
+        ranks = [rank for _, rank in self._group.others]
+        received = self._mailbox.take(position.iteration, position.step, ranks, what)
         arrived = time.perf_counter()
         idtype = own.block.idtype
-        blocks = {part: unpack_block(found, self._builder, idtype) for part, found in received.items()}
+        blocks = {
+            part: unpack_block(received[rank], self._builder, idtype) for part, rank in self._group.others
+        }
         return FetchedBlocks(blocks=blocks, seconds=(pushed - began) + (time.perf_counter() - arrived))
 
     def cancel(self, iteration: int, reason: BaseException | None = None) -> None:
-        self._inbox.cancel(iteration, reason)
+        self._mailbox.cancel(iteration, reason)
 
 
 def pack_block(own: OwnerBlock, *, wide: bool) -> list[Array]:
@@ -269,90 +274,6 @@ def _check_block(arrays: Sequence[Array]) -> None:
     # The sender gets this ValueError.
     if len(arrays) != 3 or not len(arrays[1]) or int(arrays[1][-1]) != len(arrays[2]):
         raise ValueError(f"{len(arrays)} arrays of {[len(array) for array in arrays]} values are no block")
-
-
-class IterationLeft(DglxError):
-    """The loop over a loader ended while its threads waited; only its own threads see it."""
-
-
-@final
-class StructureInbox:
-    """Received blocks, by iteration, step and owner.
-
-    Loaders of all ranks run equally far ahead and none without the others, so that no more than twice their
-    depth of batches wait here.
-    """
-
-    def __init__(self, session: Session, group: Group) -> None:
-        self._session, self._group = session, group
-        self._arrived: dict[tuple[int, int], dict[int, list[Array]]] = {}
-        self._changed = threading.Condition()
-        self._first_iteration = 0
-        self._reason: BaseException | None = None
-
-    def put(self, iteration: int, step: int, part: int, arrays: Sequence[Array]) -> None:
-        """Add the block of the owner ``part``; any thread. Blocks of an iteration that ended are dropped."""
-        with self._changed:
-            if iteration >= self._first_iteration:
-                self._arrived.setdefault((iteration, step), {})[part] = list(arrays)
-                self._changed.notify_all()
-
-    def begin(self, iteration: int) -> None:
-        """Drop the blocks of earlier iterations, and end the waits for them."""
-        with self._changed:
-            self._forget_before(iteration, None)
-
-    def cancel(self, iteration: int, reason: BaseException | None = None) -> None:
-        """End the waits of ``iteration`` with ``reason``; any thread."""
-        with self._changed:
-            self._forget_before(iteration + 1, reason)
-
-    def take(self, position: BatchPosition) -> dict[int, list[Array]]:
-        """Wait for the blocks of all other members for a batch, and return them by part.
-
-        Raises:
-            PeerError: a rank is dead, or sent nothing within the session's time-out; it is named.
-            IterationLeft: the iteration was cancelled meanwhile; or the reason that was given for that.
-        """
-        deadline = time.monotonic() + self._session.timeout_s
-        while missing := self._missing(position, min(_CHECK_EVERY_S, deadline - time.monotonic())):
-            self._check(position, missing, late=time.monotonic() >= deadline)
-        with self._changed:
-            return self._arrived.pop((position.iteration, position.step), {})
-
-    def _forget_before(self, iteration: int, reason: BaseException | None) -> None:
-        if iteration > self._first_iteration:
-            self._first_iteration, self._reason = iteration, reason
-            self._arrived = {key: value for key, value in self._arrived.items() if key[0] >= iteration}
-        self._changed.notify_all()
-
-    def _missing(self, position: BatchPosition, timeout_s: float) -> list[int]:
-        """Wait until all blocks are there, or for ``timeout_s``; return the ranks that are missing."""
-
-        def missing() -> list[int]:
-            arrived = self._arrived.get((position.iteration, position.step), {})
-            return [rank for part, rank in self._group.others if part not in arrived]
-
-        def ready() -> bool:
-            return position.iteration < self._first_iteration or not missing()
-
-        with self._changed:
-            self._changed.wait_for(ready, max(timeout_s, 0.0))
-            if position.iteration < self._first_iteration:
-                raise self._reason or IterationLeft(f"iteration {position.iteration} of the loader was left")
-            return missing()
-
-    def _check(self, position: BatchPosition, missing: list[int], *, late: bool) -> None:
-        what = f"the structure of step {position.step} of epoch {position.epoch}"
-        raise_for_missing(
-            self._session,
-            missing,
-            what,
-            before=f"before it sent {what}",
-            undone=f"did not send {what}",
-            advice="every rank must iterate over the loader alike",
-            late=late,
-        )
 
 
 @final

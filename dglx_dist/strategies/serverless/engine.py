@@ -521,9 +521,7 @@ class Engine:
             raise_for_missing(
                 self._session,
                 list(missing),
-                "the next Scatter of the intervals" if behind else "the next update of the weights",
-                before="in an epoch",
-                undone="did not end a Scatter",
+                "the rows of its next Scatter" if behind else "its gradients for the next update",
                 advice="look at its output and its workers",
                 late=late and bool(behind),
             )

@@ -36,7 +36,7 @@ from dglx_dist.strategies.full_graph.expansion import (
     write_held,
 )
 from dglx_dist.strategies.full_graph.plan_builder import (
-    Mailbox,
+    PlanExchange,
     ServerLeaders,
     grow_levels,
     own_rows,
@@ -175,11 +175,11 @@ def test_one_server_computes_the_same_for_any_hops() -> None:
     """4 <- 3 <- 2, 5: with one server all nodes are its own."""
     done: list[int] = []
     with start_session() as session:
-        mailbox = Mailbox(session, "test")
+        exchange = PlanExchange(session, "test")
         for hops in (0, 1, 2):
             leaders = ServerLeaders(ranks=(0,), server=0, bounds=np.array([0, 6]))
-            with mailbox.job():
-                found = grow_levels(PATH, np.array([4]), (2, hops), leaders, mailbox, advance=done.append)
+            with exchange.job():
+                found = grow_levels(PATH, np.array([4]), (2, hops), leaders, exchange, advance=done.append)
             assert found.nodes.tolist() == [4, 3, 2, 5]
             assert found.counts.tolist() == [4, 2, 1]
     assert done == [1] * 6

@@ -1,0 +1,111 @@
+"""Messages of peers, collected by round and step until all senders have been heard."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable
+from typing import Generic, TypeVar, final
+
+from dglx_dist.comm.collectives import raise_for_missing
+from dglx_dist.comm.session import Session
+from dglx_dist.errors import DglxError
+
+_CHECK_EVERY_S = 1.0
+"""Period at which a waiting rank probes those it waits for."""
+
+M = TypeVar("M")
+
+
+class RoundEnded(DglxError):
+    """A round ended while a thread waited for its messages; seen by that thread only."""
+
+
+@final
+class Mailbox(Generic[M]):
+    """Received messages; any thread may put them, and any number of threads may wait.
+
+    Rounds are numbered upwards. Messages of a round that has ended are dropped.
+
+    Args:
+        session: The run.
+        advice: The remedy when a rank sends nothing.
+    """
+
+    def __init__(self, session: Session, advice: str) -> None:
+        self._session, self._advice = session, advice
+        self._arrived: dict[tuple[int, Hashable], dict[int, M]] = {}
+        self._changed = threading.Condition()
+        self._first_round = 0
+        self._reason: BaseException | None = None
+
+    def put(self, round_number: int, step: Hashable, sender: int, message: M) -> None:
+        """Add the message of the rank ``sender``, unless its round has ended."""
+        with self._changed:
+            if round_number >= self._first_round:
+                self._arrived.setdefault((round_number, step), {})[sender] = message
+                self._changed.notify_all()
+
+    def begin(self, round_number: int) -> None:
+        """End the earlier rounds."""
+        self._end_before(round_number, None)
+
+    def cancel(self, round_number: int, reason: BaseException | None = None) -> None:
+        """End ``round_number`` and the earlier ones; whoever waits for it gets the first ``reason``."""
+        self._end_before(round_number + 1, reason)
+
+    def take(
+        self,
+        round_number: int,
+        step: Hashable,
+        senders: Collection[int],
+        what: str,
+        is_busy: Callable[[int], bool] = lambda _rank: False,
+    ) -> dict[int, M]:
+        """Wait for a message of each of the ranks ``senders``, and return them by rank.
+
+        Args:
+            round_number: The round.
+            step: The step of the round.
+            senders: Ranks.
+            what: Name of the messages, for errors.
+            is_busy: Tells of a rank that is late whether it works on the round; it is then given more time.
+
+        Raises:
+            PeerError: a rank failed, is dead, or sent nothing within the session's time-out; it is named.
+            RoundEnded: the round ended meanwhile; or the reason that was given for that.
+        """
+        deadline = time.monotonic() + self._session.timeout_s
+        while missing := self._missing(round_number, step, senders, deadline):
+            raise_for_missing(self._session, missing, what, advice=self._advice, late=False)
+            if time.monotonic() < deadline:
+                continue
+            if absent := [rank for rank in missing if not is_busy(rank)]:
+                raise_for_missing(self._session, absent, what, advice=self._advice, late=True)
+            deadline = time.monotonic() + self._session.timeout_s
+        with self._changed:
+            return self._arrived.pop((round_number, step), {})
+
+    def _end_before(self, round_number: int, reason: BaseException | None) -> None:
+        with self._changed:
+            if round_number > self._first_round:
+                self._first_round, self._reason = round_number, reason
+                self._arrived = {key: value for key, value in self._arrived.items() if key[0] >= round_number}
+            self._changed.notify_all()
+
+    def _missing(
+        self, round_number: int, step: Hashable, senders: Collection[int], deadline: float
+    ) -> list[int]:
+        """Wait until all messages are there, or for some time; return the ranks whose message is missing."""
+
+        def missing() -> list[int]:
+            return sorted(set(senders) - self._arrived.get((round_number, step), {}).keys())
+
+        with self._changed:
+            self._changed.wait_for(
+                lambda: round_number < self._first_round or not missing(),
+                min(_CHECK_EVERY_S, max(deadline - time.monotonic(), 0.0)),
+            )
+            if round_number < self._first_round:
+                raise self._reason or RoundEnded(f"round {round_number} ended before step {step}")
+            return missing()

@@ -1,0 +1,89 @@
+"""The mailbox: complete rounds, cancelled rounds, and errors that name the silent ranks."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dglx_dist.comm.mailbox import Mailbox, RoundEnded
+from dglx_dist.comm.session import start_session
+from dglx_dist.errors import PeerError
+
+OTHERS = (1, 2)
+
+
+class Quiet:
+    """A session of three ranks, of which none is dead and two never send."""
+
+    store = None
+    timeout_s = 0.05
+    hosts = ("here", "there", "yonder")
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def raise_for_dead(self, missing: list[int], what: str) -> None:
+        self.asked.append(missing)
+
+    def describe_failure(self, doing: str) -> str:
+        return "all answer"
+
+
+@pytest.fixture
+def mailbox() -> Any:
+    with start_session() as session:
+        yield Mailbox[str](session, "all ranks must send")
+
+
+def test_it_waits_for_all_senders_and_gives_messages_once(mailbox: Mailbox[str]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(mailbox.take, 0, 1, OTHERS, "rows")
+        mailbox.put(0, 0, 2, "of another step")
+        mailbox.put(0, 1, 2, "b")
+        assert not waiting.done()
+        mailbox.put(0, 1, 1, "a")
+        assert waiting.result(10) == {1: "a", 2: "b"}
+    assert len(mailbox._arrived) == 1
+    assert mailbox.take(0, 9, (), "nothing") == {}
+
+
+def test_a_cancelled_round_ends_the_wait_and_drops_what_came(mailbox: Mailbox[str]) -> None:
+    mailbox.put(0, 3, 1, "a")
+    mailbox.put(1, 0, 1, "b")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(mailbox.take, 0, 3, OTHERS, "rows")
+        mailbox.cancel(0)
+        with pytest.raises(RoundEnded):
+            waiting.result(10)
+    mailbox.put(0, 4, 2, "too late")
+    assert len(mailbox._arrived) == 1
+
+
+def test_the_first_reason_counts_even_before_the_round_begins(mailbox: Mailbox[str]) -> None:
+    mailbox.cancel(1, ValueError("first"))
+    mailbox.cancel(1)
+    mailbox.begin(1)
+    with pytest.raises(ValueError, match="first"):
+        mailbox.take(1, 0, OTHERS, "rows")
+
+
+def test_a_new_round_drops_the_earlier_ones(mailbox: Mailbox[str]) -> None:
+    mailbox.put(0, 0, 1, "old")
+    mailbox.put(1, 0, 1, "a")
+    mailbox.begin(1)
+    mailbox.put(1, 0, 2, "b")
+    assert mailbox.take(1, 0, OTHERS, "rows") == {1: "a", 2: "b"}
+    assert len(mailbox._arrived) == 0
+
+
+def test_silent_ranks_are_named_and_busy_ones_get_more_time() -> None:
+    session = Quiet()
+    mailbox: Mailbox[str] = Mailbox(session, "all ranks must send")  # type: ignore[arg-type]
+    mailbox.put(0, 5, 1, "a")
+    answers = iter([True, True, False])
+    with pytest.raises(PeerError, match=r"rank 2 on yonder did not send the rows within .*must send"):
+        mailbox.take(0, 5, OTHERS, "the rows", lambda _rank: next(answers))
+    assert session.asked[0] == [2]
+    assert list(answers) == []
