@@ -251,11 +251,15 @@ def check_equal(
     Args:
         session: The run.
         what: Name of the value, for the message.
-        value: JSON. Of a dictionary or a list the message shows the first item that differs.
+        value: JSON and scalars of NumPy or torch; anything else counts by its ``repr``. Of a dictionary or
+            a list the message shows the first item that differs.
         remedy: For the message.
         error: What is raised.
     """
-    raise_unless_equal(what, gather_json(value, session), remedy, error)
+    plain = json.loads(
+        json.dumps(value, default=lambda one: one.item() if hasattr(one, "item") else repr(one))
+    )
+    raise_unless_equal(what, gather_json(plain, session), remedy, error)
 
 
 def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:

@@ -38,6 +38,7 @@ class Mailbox(Generic[M]):
         self._changed = threading.Condition()
         self._first_round = 0
         self._reason: BaseException | None = None
+        self._failures: dict[int, BaseException] = {}
 
     def put(self, round_number: int, step: Hashable, sender: int, message: M) -> None:
         """Add the message of the rank ``sender``, unless its round has ended."""
@@ -53,6 +54,12 @@ class Mailbox(Generic[M]):
     def cancel(self, round_number: int, reason: BaseException | None = None) -> None:
         """End ``round_number`` and the earlier ones; whoever waits for it gets the first ``reason``."""
         self._end_before(round_number + 1, reason)
+
+    def fail(self, round_number: int, reason: BaseException) -> None:
+        """Let whoever waits for messages of ``round_number`` that are missing get the first ``reason``."""
+        with self._changed:
+            self._failures.setdefault(round_number, reason)
+            self._changed.notify_all()
 
     def take(
         self,
@@ -73,7 +80,7 @@ class Mailbox(Generic[M]):
 
         Raises:
             PeerError: a rank failed, is dead, or sent nothing within the session's time-out; it is named.
-            RoundEnded: the round ended meanwhile; or the reason that was given for that.
+            RoundEnded: the round ended meanwhile; or the reason that was given for its end or failure.
         """
         deadline = time.monotonic() + self._session.timeout_s
         while missing := self._missing(round_number, step, senders, deadline):
@@ -91,6 +98,7 @@ class Mailbox(Generic[M]):
             if round_number > self._first_round:
                 self._first_round, self._reason = round_number, reason
                 self._arrived = {key: value for key, value in self._arrived.items() if key[0] >= round_number}
+                self._failures = {key: value for key, value in self._failures.items() if key >= round_number}
             self._changed.notify_all()
 
     def _missing(
@@ -103,9 +111,11 @@ class Mailbox(Generic[M]):
 
         with self._changed:
             self._changed.wait_for(
-                lambda: round_number < self._first_round or not missing(),
+                lambda: round_number < self._first_round or round_number in self._failures or not missing(),
                 min(_CHECK_EVERY_S, max(deadline - time.monotonic(), 0.0)),
             )
             if round_number < self._first_round:
                 raise self._reason or RoundEnded(f"round {round_number} ended before step {step}")
+            if missing() and round_number in self._failures:
+                raise self._failures[round_number]
             return missing()

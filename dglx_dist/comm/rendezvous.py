@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dglx_dist.comm.topology import Rendezvous
-from dglx_dist.errors import PeerError
+from dglx_dist.errors import ConfigError, PeerError
 
 _CHECK_EVERY_S = 1.0
 """Period at which a waiting rank probes those it waits for."""
@@ -25,21 +27,27 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
     """Connect to the store of the job, or host it on rank 0 if the launcher does not.
 
     Raises:
+        ConfigError: the host is unknown.
         PeerError: it did not answer within ``timeout_s``.
     """
-    host, port, timeout = rendezvous.host, rendezvous.port, timedelta(seconds=timeout_s)
+    host, port = rendezvous.host, rendezvous.port
+    hosts_it = rank == 0 and not rendezvous.hosted_by_agent
     try:
-        if rank == 0 and not rendezvous.hosted_by_agent:
-            store = _hosted_store(host, port, world_size, timeout)
-        else:
-            # With wait_for_workers its error would not name the missing ranks.
-            store = TCPStore(host, port, world_size, timeout=timeout, wait_for_workers=False)
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise ConfigError(f"MASTER_ADDR={host!r} is no host that this machine knows ({error})") from None
+    try:
+        open_it = _hosted_store if hosts_it else _connected_store
+        store = open_it(host, port, world_size, timeout_s)
     except OSError as error:
         raise PeerError(
             f"rank 0 cannot serve the rendezvous at {host}:{port}: {_first_line(error)}; set MASTER_PORT to "
             "a free port, and MASTER_ADDR to an address of rank 0's machine, on all ranks"
         ) from error
     except RuntimeError as error:
+        if hosts_it:
+            reason = _first_line(error)
+            raise PeerError(f"rank 0 cannot serve the rendezvous at {host}:{port}: {reason}") from error
         who = "the launcher" if rendezvous.hosted_by_agent else "rank 0"
         raise PeerError(
             f"rank {rank} found no rendezvous at {host}:{port} within {timeout_s:g} s; "
@@ -75,7 +83,31 @@ _SERVED: dict[tuple[str, int], Store] = {}
 """Stores on loopback that this process serves, for all its sessions."""
 
 
-def _hosted_store(host: str, port: int, world_size: int, timeout: timedelta) -> Store:
+def _connected_store(host: str, port: int, world_size: int, timeout_s: float) -> Store:
+    # On a thread: the time-out of a TCPStore ends the connection, but no wait for an answer of something else
+    # that listens there.
+    outcome: queue.SimpleQueue[Store | RuntimeError] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            # With wait_for_workers its error would not name the missing ranks.
+            limit = timedelta(seconds=timeout_s)
+            outcome.put(TCPStore(host, port, world_size, timeout=limit, wait_for_workers=False))
+        except RuntimeError as error:
+            outcome.put(error)
+
+    threading.Thread(target=connect, daemon=True, name="dglx-store").start()
+    try:
+        found = outcome.get(timeout=timeout_s + _CHECK_EVERY_S)
+    except queue.Empty:
+        raise RuntimeError("something else listens there: set MASTER_PORT to a free port") from None
+    if isinstance(found, RuntimeError):
+        raise found
+    return found
+
+
+def _hosted_store(host: str, port: int, world_size: int, timeout_s: float) -> Store:
+    timeout = timedelta(seconds=timeout_s)
     if host not in _LOOPBACK_HOSTS:
         # The host may be a name of another network's, to which nothing here can bind.
         return TCPStore(

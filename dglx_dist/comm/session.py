@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Generic, TypeVar, final
@@ -78,19 +79,33 @@ def raise_unless_equal(
 ) -> None:
     """Raise ``error`` with the first difference unless the ``values`` of all ranks, JSON, are equal."""
     for rank, value in enumerate(values):
-        if value != values[0]:
+        if _differ(value, values[0]):
             first, other = _first_difference(values[0], value)
             raise error(f"ranks disagree on {what}: rank 0 has {first}, rank {rank} has {other}; {remedy}")
 
 
+_NOTHING = object()
+
+
 def _first_difference(one: Any, other: Any) -> tuple[str, str]:
-    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
-        name = next(name for name in one if one[name] != other[name])
-        return f"{name}={one[name]}", f"{name}={other[name]}"
+    if isinstance(one, dict) and isinstance(other, dict):
+        pairs = ((name, one.get(name, _NOTHING), other.get(name, _NOTHING)) for name in {**one, **other})
+        name, one, other = next((name, a, b) for name, a, b in pairs if _differ(a, b))
+        return f"{name}={_shown(one, other)}", f"{name}={_shown(other, one)}"
     if isinstance(one, list) and isinstance(other, list):
-        pairs = zip([*one, "nothing"], [*other, "nothing"], strict=False)
-        return next((str(a), str(b)) for a, b in pairs if a != b)
-    return str(one), str(other)
+        one, other = next(pair for pair in zip_longest(one, other, fillvalue=_NOTHING) if _differ(*pair))
+    return _shown(one, other), _shown(other, one)
+
+
+def _differ(one: object, other: object) -> bool:
+    # Not by ==, to which nan differs from itself, and true is 1.
+    return json.dumps(one, sort_keys=True, default=id) != json.dumps(other, sort_keys=True, default=id)
+
+
+def _shown(value: object, beside: object) -> str:
+    if value is _NOTHING:
+        return "nothing"
+    return repr(value) if str(value) == str(beside) else str(value)
 
 
 log = logging.getLogger(__name__)

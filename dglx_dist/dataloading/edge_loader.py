@@ -551,7 +551,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
     def _make(self, items: Mapping[EdgeType, Array], epoch: int) -> EdgeBatch:
         return self._maker.make(items, epoch)
 
-    def _deliver(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
+    def _on_device(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
         blocks, nodes = batch.blocks, batch.input_nodes
         graphs = [graph for graph in (batch.positive, batch.negative) if graph is not None]
         if self._device.type != "cpu":

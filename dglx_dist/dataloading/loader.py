@@ -329,7 +329,7 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
     def _make(self, items: Mapping[str, Any], epoch: int) -> MiniBatch:
         return self._maker.make(items, epoch)
 
-    def _deliver(self, batch: MiniBatch, share: StepShare) -> Batch:
+    def _on_device(self, batch: MiniBatch, share: StepShare) -> Batch:
         blocks, nodes, seeds = batch.blocks, batch.input_nodes, batch.output_nodes
         if self._device.type != "cpu":
             blocks = [block.to(self._device) for block in blocks]

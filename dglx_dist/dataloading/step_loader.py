@@ -1,4 +1,4 @@
-"""Base of node and edge loaders: epochs, equal steps on all ranks, shuffling, prefetch, resume."""
+"""Base of all loaders: epochs, equal steps on all ranks, shuffling, prefetch, resume."""
 
 from __future__ import annotations
 
@@ -291,53 +291,39 @@ class Pace:
         whole_number("batch_size", self.batch_size, least=1)
 
 
-class StepLoader(ABC, Generic[K, B, T]):
-    """Yields batches of this rank's items, made ahead on threads, in as many steps as the other ranks.
-
-    Constructing it is collective; iterating calls no collective. A rank that has run out of items gets empty
-    batches. Each iteration is the next epoch.
+class EpochLoader(ABC, Generic[B, T]):
+    """Yields the batches of an epoch, made ahead on threads; each iteration is the next epoch.
 
     Args:
         session: The run.
-        items: This rank's items.
-        pace: Batch size and order.
-        options: Depth, threads, seed and device.
-
-    Raises:
-        ConfigError: the ranks differ in ``batch_size`` or ``drop_last``.
-        PeerError: a rank did not take part.
+        seed: Seed of all draws; a saved position holds it.
+        depth: Batches made ahead.
+        num_threads: Batches made at a time; 0: in the consumer's thread.
     """
 
-    def __init__(self, session: Session, items: Items[K], pace: Pace, options: LoaderOptions) -> None:
-        self._session, self._items, self._pace = session, items, pace
-        self._seed = seed_of(options, session)
-        self._depth, self._num_threads = options.depth, options.num_threads
-        device = torch.device(session.device if options.device is None else options.device)
-        # Batches are moved on threads, where "cuda" without an index would mean the first one.
-        has_index = device.index is not None or device.type != session.device.type
-        self._device = device if has_index else session.device
-        self._schedule = Schedule(
-            batch_size=int(pace.batch_size),
-            drop_last=bool(pace.drop_last),
-            counts=_counts(items, pace, session),
-            rank=session.topology.rank,
-        )
+    def __init__(self, session: Session, *, seed: int, depth: int, num_threads: int) -> None:
+        self._session, self._seed = session, seed
+        self._depth, self._num_threads = depth, num_threads
         self._epoch, self._next_step, self._started = 0, 0, False
         self._times, self._waited_s = LoaderTimes(), 0.0
         self._trace_number = 0 if session.trace is None else session.trace.new_loader()
-        self._hook: BatchHook[B] = lambda _epoch, _step, make: make()
 
     @abstractmethod
-    def _make(self, items: dict[K, Any], epoch: int) -> B:
-        """Make the batch of ``items`` (type to (n,) int64 ids, n may be 0); called on several threads."""
-
-    @abstractmethod
-    def _deliver(self, batch: B, share: StepShare) -> T:
-        """Return the batch for the consumer, moved to the device and stamped with ``share``."""
-
     def __len__(self) -> int:
         """Steps of an epoch, the same on every rank."""
-        return self._schedule.num_steps
+
+    @abstractmethod
+    def _batches_of(self, epoch: int) -> Callable[[int], B]:
+        """Return the function of step to batch in ``epoch``; it is called on several threads."""
+
+    @abstractmethod
+    def _deliver(self, step: int, batch: B) -> T:
+        """Return the batch for the consumer, on its device, and set the session's share of the step."""
+
+    @property
+    @abstractmethod
+    def num_targets_of_epoch(self) -> tuple[int, int]:
+        """Targets of an epoch: (of this rank, of all ranks)."""
 
     @property
     def depth(self) -> int:
@@ -345,46 +331,9 @@ class StepLoader(ABC, Generic[K, B, T]):
         return self._depth
 
     @property
-    def items(self) -> Items[K]:
-        """This rank's items."""
-        return self._items
-
-    def batch_hook(self, hook: BatchHook[B]) -> None:
-        """Make the batches of later iterations through ``hook``."""
-        self._hook = hook
-
-    def offline(self) -> Callable[[Mapping[K, Any], int], B]:
-        """Return (items, epoch) to that batch, without columns: samples any rank's batches locally.
-
-        The function is thread-safe and reads no structure of other servers.
-
-        Raises:
-            ConfigError: the draws need another server, or depend on more than seed, epoch and ids.
-        """
-        raise ConfigError(f"{type(self).__name__} cannot sample another rank's batches")
-
-    def sampling_signature(self) -> str:
-        """Return a string that is equal on ranks that draw alike."""
-        return f"seed={self._seed}, {self._pace}"
-
-    def seeds_of_step(
-        self, epoch: int, items: Items[K] | None = None, rank: int | None = None
-    ) -> Callable[[int], dict[K, Any]]:
-        """Return a function of step to the items of a rank, by default this one."""
-        of_rank = self._items if items is None else items
-        schedule = self._schedule if rank is None else replace(self._schedule, rank=rank)
-        order = of_rank.order(shuffle=self._pace.shuffle, seed=self._seed, epoch=epoch)
-        return lambda step: of_rank.take(order[schedule.slice_of(step)])
-
-    @property
     def epoch(self) -> int:
         """The epoch of the current iteration, or of the next one."""
         return self._epoch
-
-    @property
-    def num_targets_of_epoch(self) -> tuple[int, int]:
-        """Items of an epoch: (on this rank, on all ranks)."""
-        return self._schedule.targets()
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one; if a position within it was loaded, that iteration is resumed."""
@@ -416,20 +365,11 @@ class StepLoader(ABC, Generic[K, B, T]):
         if self._started:
             self._epoch, self._next_step = self._epoch + 1, 0
         self._started = True
-        epoch = self._epoch
-        items_of, hook = self.seeds_of_step(epoch), self._hook
-        steps = range(self._next_step, len(self))
+        epoch, steps = self._epoch, range(self._next_step, len(self))
         began, waited_s = time.perf_counter(), self._waited_s
-
-        def make(step: int) -> B:
-            def sampled() -> B:
-                with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
-                    return self._make(items_of(step), epoch)
-
-            return hook(epoch, step, sampled)
-
+        ahead = run_ahead(self._batches_of(epoch), steps, depth=self._depth, num_threads=self._num_threads)
         try:
-            with closing(run_ahead(make, steps, depth=self._depth, num_threads=self._num_threads)) as batches:
+            with closing(ahead) as batches:
                 for step in steps:
                     yield self._next(step, batches)
         finally:
@@ -443,15 +383,14 @@ class StepLoader(ABC, Generic[K, B, T]):
         begin = time.perf_counter()
         with self._session.timeline.span(f"{WAIT} for a batch", COMPUTE, self._epoch * len(self) + step):
             batch = next(batches)
-        share = self._schedule.share(step)
-        self._session.step_share = share
-        delivered = self._deliver(batch, share)
+        sample_s, fetch_s = batch.sample_s, batch.fetch_s
+        delivered = self._deliver(step, batch)
         self._next_step = step + 1
         waited_s = time.perf_counter() - begin
         self._waited_s += waited_s
         self._times = LoaderTimes(
-            sample_s=self._times.sample_s + batch.sample_s,
-            fetch_s=self._times.fetch_s + batch.fetch_s,
+            sample_s=self._times.sample_s + sample_s,
+            fetch_s=self._times.fetch_s + fetch_s,
             wait_s=self._times.wait_s + waited_s,
         )
         return delivered
@@ -461,6 +400,103 @@ class StepLoader(ABC, Generic[K, B, T]):
             self._session.trace.note_pass(
                 Pass(loader=self._trace_number, steps=len(self), seconds=seconds, wait_s=wait_s)
             )
+
+
+class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
+    """Yields batches of this rank's items, made ahead on threads, in as many steps as the other ranks.
+
+    Constructing it is collective; iterating calls no collective. A rank that has run out of items gets empty
+    batches.
+
+    Args:
+        session: The run.
+        items: This rank's items.
+        pace: Batch size and order.
+        options: Depth, threads, seed and device.
+
+    Raises:
+        ConfigError: the ranks differ in ``batch_size`` or ``drop_last``.
+        PeerError: a rank did not take part.
+    """
+
+    def __init__(self, session: Session, items: Items[K], pace: Pace, options: LoaderOptions) -> None:
+        self._items, self._pace = items, pace
+        device = torch.device(session.device if options.device is None else options.device)
+        # Batches are moved on threads, where "cuda" without an index would mean the first one.
+        has_index = device.index is not None or device.type != session.device.type
+        self._device = device if has_index else session.device
+        self._schedule = Schedule(
+            batch_size=int(pace.batch_size),
+            drop_last=bool(pace.drop_last),
+            counts=_counts(items, pace, session),
+            rank=session.topology.rank,
+        )
+        self._hook: BatchHook[B] = lambda _epoch, _step, make: make()
+        seed = seed_of(options, session)
+        super().__init__(session, seed=seed, depth=options.depth, num_threads=options.num_threads)
+
+    @abstractmethod
+    def _make(self, items: dict[K, Any], epoch: int) -> B:
+        """Make the batch of ``items`` (type to (n,) int64 ids, n may be 0); called on several threads."""
+
+    @abstractmethod
+    def _on_device(self, batch: B, share: StepShare) -> T:
+        """Return the batch for the consumer, moved to the device and stamped with ``share``."""
+
+    def __len__(self) -> int:
+        return self._schedule.num_steps
+
+    @property
+    def items(self) -> Items[K]:
+        """This rank's items."""
+        return self._items
+
+    @property
+    def num_targets_of_epoch(self) -> tuple[int, int]:
+        return self._schedule.targets()
+
+    def batch_hook(self, hook: BatchHook[B]) -> None:
+        """Make the batches of later iterations through ``hook``."""
+        self._hook = hook
+
+    def offline(self) -> Callable[[Mapping[K, Any], int], B]:
+        """Return (items, epoch) to that batch, without columns: samples any rank's batches locally.
+
+        The function is thread-safe and reads no structure of other servers.
+
+        Raises:
+            ConfigError: the draws need another server, or depend on more than seed, epoch and ids.
+        """
+        raise ConfigError(f"{type(self).__name__} cannot sample another rank's batches")
+
+    def sampling_signature(self) -> str:
+        """Return a string that is equal on ranks that draw alike."""
+        return f"seed={self._seed}, {self._pace}"
+
+    def seeds_of_step(
+        self, epoch: int, items: Items[K] | None = None, rank: int | None = None
+    ) -> Callable[[int], dict[K, Any]]:
+        """Return a function of step to the items of a rank, by default this one."""
+        of_rank = self._items if items is None else items
+        schedule = self._schedule if rank is None else replace(self._schedule, rank=rank)
+        order = of_rank.order(shuffle=self._pace.shuffle, seed=self._seed, epoch=epoch)
+        return lambda step: of_rank.take(order[schedule.slice_of(step)])
+
+    def _batches_of(self, epoch: int) -> Callable[[int], B]:
+        items_of, hook = self.seeds_of_step(epoch), self._hook
+
+        def make(step: int) -> B:
+            def sampled() -> B:
+                with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
+                    return self._make(items_of(step), epoch)
+
+            return hook(epoch, step, sampled)
+
+        return make
+
+    def _deliver(self, step: int, batch: B) -> T:
+        share = self._session.step_share = self._schedule.share(step)
+        return self._on_device(batch, share)
 
 
 def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:

@@ -71,7 +71,7 @@ class UpdateRule(ABC):
     def lr(self, lr: float) -> None:
         if not 0.0 <= lr < math.inf:
             raise ConfigError(f"lr={lr} must be a number, at least 0")
-        self._lr = lr
+        self._lr = float(lr)
 
     @abstractmethod
     def settings(self) -> dict[str, float]:

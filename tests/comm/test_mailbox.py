@@ -69,6 +69,18 @@ def test_the_first_reason_counts_even_before_the_round_begins(mailbox: Mailbox[s
         mailbox.take(1, 0, OTHERS, "rows")
 
 
+def test_a_failed_round_gives_what_is_complete_and_the_reason_for_the_rest(mailbox: Mailbox[str]) -> None:
+    mailbox.put(1, 0, 1, "a")
+    mailbox.fail(1, ValueError("rank 2 failed"))
+    mailbox.begin(1)
+    assert mailbox.take(1, 0, (1,), "rows") == {1: "a"}
+    with pytest.raises(ValueError, match="rank 2 failed"):
+        mailbox.take(1, 1, OTHERS, "rows")
+    mailbox.begin(2)
+    mailbox.put(2, 0, 1, "b")
+    assert mailbox.take(2, 0, (1,), "rows") == {1: "b"}
+
+
 def test_a_new_round_drops_the_earlier_ones(mailbox: Mailbox[str]) -> None:
     mailbox.put(0, 0, 1, "old")
     mailbox.put(1, 0, 1, "a")

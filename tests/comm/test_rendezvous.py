@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 from dglx_dist.comm import rendezvous as module
 from dglx_dist.comm.rendezvous import JobStore
 from dglx_dist.comm.topology import Rendezvous, read_rendezvous
-from dglx_dist.errors import PeerError
+from dglx_dist.errors import ConfigError, PeerError
 
 KEYS = ("barrier/1/0", "barrier/1/1", "barrier/1/2")
 
@@ -87,3 +87,16 @@ def test_a_taken_port_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(PeerError, match=rf"cannot serve the rendezvous at 127\.0\.0\.1:{port}: .*in use"):
             module.open_store(rendezvous_at(port), 0, 1, 30.0)
+
+
+def test_what_listens_but_never_answers_is_no_rendezvous() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(PeerError, match=rf"rank 1 found no rendezvous .*:{port}.*something else"):
+            module.open_store(rendezvous_at(port), 1, 2, 0.5)
+
+
+def test_an_unknown_host_is_named() -> None:
+    variables = {"MASTER_ADDR": "256.1.1.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR='256\.1\.1\.1' is no host"):
+        module.open_store(read_rendezvous({**variables, "LOCAL_WORLD_SIZE": "1"}), 0, 1, 30.0)

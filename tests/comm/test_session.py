@@ -21,6 +21,7 @@ from dglx_dist.comm.session import (
     check_agreement,
     current_session,
     if_alive,
+    raise_unless_equal,
     start_session,
 )
 from dglx_dist.comm.topology import (
@@ -127,7 +128,7 @@ def test_order_machines_and_objects_do_not_matter() -> None:
     [
         (
             told(),
-            r"the options: rank 0 has {'depth': 2}, rank 2 has {}; give the strategy the same options",
+            "the options: rank 0 has depth=2, rank 2 has depth=nothing; give the strategy the same options",
         ),
         (told("full_graph", depth=2), "give the same --strategy on all ranks"),
         (told(seed=1, depth=2), "the seed: rank 0 has 0, rank 2 has 1"),
@@ -279,3 +280,18 @@ def test_the_speed_of_a_card_is_what_the_kernel_says(tmp_path: Path) -> None:
         (tmp_path / "lo" / "speed").write_text(text + "\n")
         assert link_speed("127.0.0.1", tmp_path) == speed
     assert link_speed("192.0.2.1", tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([{"a": 1}, {"a": "1"}], "rank 0 has a=1, rank 1 has a='1'"),
+        ([{}, {"depth": 2}], "rank 0 has depth=nothing, rank 1 has depth=2"),
+        ([["a", "word"], ["a"]], "rank 0 has word, rank 1 has nothing"),
+        ([True, 1], "rank 0 has True, rank 1 has 1"),
+    ],
+)
+def test_the_first_difference_is_shown(values: list[Any], shown: str) -> None:
+    with pytest.raises(ConfigError, match=f"^ranks disagree on it: {shown}; mend it$"):
+        raise_unless_equal("it", values, "mend it")
+    raise_unless_equal("it", [float("nan")] * 2, "mend it")

@@ -253,7 +253,7 @@ class Echoes(StepLoader[str, Echo, tuple[list[int], int, StepShare]]):
     def _make(self, items: dict[str, Any], epoch: int) -> Echo:
         return Echo([int(row) for ids in items.values() for row in ids], epoch)
 
-    def _deliver(self, batch: Echo, share: StepShare) -> tuple[list[int], int, StepShare]:
+    def _on_device(self, batch: Echo, share: StepShare) -> tuple[list[int], int, StepShare]:
         assert self._session.step_share is share
         return batch.rows, batch.epoch, share
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, final
@@ -15,9 +14,9 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.session import if_alive
-from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
+from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.feature_fetch import LABEL_PHASE, Columns
-from dglx_dist.dataloading.step_loader import LoaderTimes, check_position, run_ahead, whole_number
+from dglx_dist.dataloading.step_loader import EpochLoader
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import empty_rows
 from dglx_dist.records import Array, StepShare
@@ -185,7 +184,8 @@ class HaloBatch:
         self._attach(columns.to(device))
         self._input_nodes = (self._blocks[0].srcdata[dgl.NID] if filled else nodes).to(device)
         self.fetch_s = time.perf_counter() - begin
-        """Seconds spent in the constructor."""
+        """Seconds spent in the constructor; 0 once they have been counted."""
+        self.sample_s = 0.0
 
     @property
     def input_nodes(self) -> Tensor:
@@ -213,14 +213,13 @@ Batch: TypeAlias = tuple[Tensor, Tensor, list[HaloBlock]]
 
 
 @final
-class FullGraphLoader:
+class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
     """Iterates over ``(input_nodes, output_nodes, blocks)``; every rank must construct it and iterate alike.
 
     The seeds of a batch are those of all ranks, and each is computed by one of them. So ``output_nodes``
     differ from the indices given by this rank: take labels from ``blocks[-1].dstdata``, or by
     ``output_nodes``. With one step per epoch, structure and columns are kept from epoch to epoch. With
-    several, those of the next step are read during a step, from disk if the source stores them. Each
-    iteration is the next epoch.
+    several, those of the next step are read during a step, from disk if the source stores them.
 
     Args:
         g: A graph of one node and one edge type.
@@ -234,31 +233,26 @@ class FullGraphLoader:
     """
 
     def __init__(self, g: DistGraph, source: PlanSource, request: LoaderRequest, *, use_pp: bool) -> None:
-        self._g, self._session, self._source, self._request = g, g.session, source, request
+        self._g, self._source, self._request = g, source, request
         self._reader = ColumnReader(g, request.columns, source.row_files)
         self._keeps, self._use_pp = len(source) == 1, use_pp
         self._kept: HaloBatch | None = None
-        self._epoch, self._next_step, self._begun = 0, 0, False
-        self._times, self._waited_s = LoaderTimes(), 0.0
-        self._number = 0 if self._session.trace is None else self._session.trace.new_loader()
+        # A kept batch may need an exchange, which must run on the thread of the loop.
+        num_threads = 0 if self._keeps else 1
+        super().__init__(g.session, seed=request.seed, depth=request.depth, num_threads=num_threads)
         # A graph outlives its loaders.
         g.on_close.append(if_alive(source.close))
         # Opening connections is collective, so it cannot be left to the look-ahead thread.
         wire_of(self._session)
         if self._keeps:
-            self._load(0, 0)
+            # Its seconds are none of an epoch.
+            self._load(0, 0).fetch_s = 0.0
 
     def __len__(self) -> int:
         return len(self._source)
 
     @property
-    def epoch(self) -> int:
-        """The epoch of the current iteration, or of the next one between iterations."""
-        return self._epoch
-
-    @property
     def num_targets_of_epoch(self) -> tuple[int, int]:
-        """Seeds of an epoch: (computed by this rank, by all ranks)."""
         shares = [self._source.share(self._epoch, step) for step in range(len(self))]
         return sum(one.num_local for one in shares), sum(one.num_global for one in shares)
 
@@ -267,61 +261,8 @@ class FullGraphLoader:
         """The plan of this rank if an epoch has one step, else None."""
         return None if self._kept is None else self._kept.plan
 
-    def set_epoch(self, epoch: int) -> None:
-        """Make ``epoch`` the next one; a partial epoch loaded with the same number is resumed."""
-        if epoch != self._epoch or self._begun:
-            self._epoch, self._next_step, self._begun = whole_number("epoch", epoch, least=0), 0, False
-
-    def times(self, *, reset: bool = False) -> LoaderTimes:
-        """Return the times since the start or the last reset, without those of the constructor."""
-        times = self._times
-        if reset:
-            self._times = LoaderTimes()
-        return times
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the position as JSON values; in the loop body, the current step counts as done."""
-        return {"epoch": self._epoch, "step": self._next_step, "seed": self._request.seed}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume after the position ``state``; the next iteration yields the rest of its epoch.
-
-        Raises:
-            CheckpointError: it is not a position, or is one of a loader with another seed or more steps.
-        """
-        check_position(state, self._request.seed, len(self))
-        self._epoch, self._next_step, self._begun = int(state["epoch"]), int(state["step"]), False
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the rest of the current epoch, then advance to the next.
-
-        An iteration that is left early counts as an epoch. Its threads end with it.
-
-        Raises:
-            PeerError: a rank whose rows are needed is dead or silent.
-        """
-        if self._begun:
-            self._epoch, self._next_step = self._epoch + 1, 0
-        self._begun = True
-        epoch, steps = self._epoch, range(self._next_step, len(self))
-        began, waited_s = time.perf_counter(), self._waited_s
-        # A kept batch may need an exchange, which must run on the thread of the loop.
-        ahead = run_ahead(
-            lambda step: self._load(epoch, step),
-            steps,
-            depth=self._request.depth,
-            num_threads=0 if self._keeps else 1,
-        )
-        try:
-            with closing(ahead) as batches:
-                for step in steps:
-                    yield self._next(step, batches)
-        finally:
-            # A step after the loop must not use the weight of the last batch.
-            self._session.step_share = None
-        if steps.start == 0:
-            self._record_pass(time.perf_counter() - began, self._waited_s - waited_s)
-        self._epoch, self._next_step, self._begun = epoch + 1, 0, False
+    def _batches_of(self, epoch: int) -> Callable[[int], HaloBatch]:
+        return lambda step: self._load(epoch, step)
 
     def _load(self, epoch: int, step: int) -> HaloBatch:
         with self._session.timeline.span("plan", LOADER, epoch * len(self) + step):
@@ -336,32 +277,13 @@ class FullGraphLoader:
             self._kept = batch
         return batch
 
-    def _next(self, step: int, batches: Iterator[HaloBatch]) -> Batch:
-        started, number = time.perf_counter(), self._epoch * len(self) + step
-        with self._session.timeline.span(f"{WAIT} for a batch", COMPUTE, number):
-            kept = self._kept
-            batch = next(batches)
-        share = self._source.share(self._epoch, step)
+    def _deliver(self, step: int, batch: HaloBatch) -> Batch:
+        batch.fetch_s = 0.0  # a kept batch is read once
         # Rows outside of the model, such as embeddings, have equal weight on each rank: HaloModel has applied
         # n_local / n_global to the gradient at the model's output.
         self._session.step_share = StepShare(num_local=1, num_global=self._session.topology.world_size)
         blocks = batch.blocks()
         for block in blocks:
-            block.step_number = number
-        blocks[-1].step_share = share
-        self._next_step = step + 1
-        waited_s = time.perf_counter() - started
-        self._waited_s += waited_s
-        is_new = batch is not kept
-        self._times = LoaderTimes(
-            sample_s=self._times.sample_s,
-            fetch_s=self._times.fetch_s + (batch.fetch_s if is_new else 0.0),
-            wait_s=self._times.wait_s + waited_s,
-        )
+            block.step_number = self._epoch * len(self) + step
+        blocks[-1].step_share = self._source.share(self._epoch, step)
         return batch.input_nodes, blocks[-1].dstdata[dgl.NID], blocks
-
-    def _record_pass(self, seconds: float, wait_s: float) -> None:
-        if self._session.trace is not None:
-            self._session.trace.note_pass(
-                Pass(loader=self._number, steps=len(self), seconds=seconds, wait_s=wait_s)
-            )

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
 from dglx_dist.comm.session import Session, SessionField
-from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
@@ -21,7 +20,7 @@ from dglx_dist.strategies.full_graph.cooperative import (
     CooperativeSpec,
     MemoryChoice,
 )
-from dglx_dist.strategies.full_graph.halo_plan import OnePlan, PlanSource, RankPlan
+from dglx_dist.strategies.full_graph.halo_plan import OnePlan, PlanSource
 from dglx_dist.strategies.full_graph.loader import Batch, FullGraphLoader
 from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate
 from dglx_dist.strategies.full_graph.model import HaloModel
@@ -278,10 +277,6 @@ class DeferredLoader:
         """Estimate of the largest cooperative batch on this rank; None without a model."""
         return self._memory
 
-    @property
-    def plan(self) -> RankPlan | None:
-        return self._settled.plan
-
     def settle(self, model: nn.Module) -> None:
         """Open the loader for the user's ``model``; every rank must call it, once."""
         self._loader, self._memory = self._opened(model)
@@ -289,25 +284,10 @@ class DeferredLoader:
     def __len__(self) -> int:
         return len(self._settled)
 
-    @property
-    def epoch(self) -> int:
-        return self._settled.epoch
-
-    @property
-    def num_targets_of_epoch(self) -> tuple[int, int]:
-        return self._settled.num_targets_of_epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        self._settled.set_epoch(epoch)
-
-    def times(self, *, reset: bool = False) -> LoaderTimes:
-        return self._settled.times(reset=reset)
-
-    def state_dict(self) -> dict[str, int]:
-        return self._settled.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._settled.load_state_dict(state)
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._settled, name)
 
     def __iter__(self) -> Iterator[Batch]:
         model = self._earlier()
