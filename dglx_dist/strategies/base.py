@@ -17,7 +17,7 @@ from dglx_dist.comm.session import Session, SessionField, start_session
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
-from dglx_dist.registry import Registry
+from dglx_dist.registry import Registry, did_you_mean
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -286,7 +286,8 @@ def check_options(strategy: str, options: Mapping[str, object], known: Mapping[s
     for name, value in options.items():
         if name not in known:
             listed = ", ".join(f"{key} ({kind.__name__})" for key, kind in sorted(known.items())) or "none"
-            raise ConfigError(f"strategy {strategy!r} has no option {name!r}; its options are: {listed}")
+            hint = did_you_mean(name, known)
+            raise ConfigError(f"strategy {strategy!r} has no option {name!r}{hint} (its options: {listed})")
         kind = known[name]
         # bool is a subclass of int, but a flag in place of a number is a mistake.
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):

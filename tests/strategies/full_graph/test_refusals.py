@@ -102,7 +102,7 @@ OPTIONS: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "unknown": (
         "full_graph",
         {"hops": 1},
-        "'full_graph' has no option 'hops'; its options are: bucket_",
+        "'full_graph' has no option 'hops'.*its options: bucket_",
     ),
     "kind": ("full_graph", {"use_pp": 1}, "use_pp=1.*must be of type bool"),
     "bucket": ("full_graph", {"bucket_bytes": 0}, "bucket_bytes=0 must be at least 1"),
