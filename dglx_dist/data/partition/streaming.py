@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, final
+from typing import final
 
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.partition.base import Partitioner, PartitionOptions
+from dglx_dist.data.partition.base import Partitioner
 from dglx_dist.data.partition.graph_views import (
     SymmetricGraph,
     balance_weights,
@@ -52,46 +52,60 @@ def _breadth_first(indptr: Array, indices: Array, starts: Array) -> Array:
     return order
 
 
-def _assign(
-    graph: RawGraph, options: PartitionOptions, num_parts: int, seed: int, method: Literal["fennel", "ldg"]
-) -> Assignment:
-    check_request(num_parts, seed)
-    weights = balance_weights(graph, options, num_parts, max_constraints=1)
-    symmetric = symmetrise(graph, weighted=False)
-    order, capacity = stream_order(symmetric, seed), weights.capacities()[0]
-    arrays = symmetric.indptr, symmetric.indices, order, weights.columns[0], capacity
-    part_of_node = _stream_fennel(*arrays, weights.shares) if method == "fennel" else _stream_ldg(*arrays)
-    parameters = describe(options, weights)
-    return to_assignment(graph, part_of_node, num_parts, method=method, seed=seed, parameters=parameters)
-
-
 GAMMA = 1.5
-"""Exponent of the size penalty; the authors' choice."""
+"""Exponent of Fennel's size penalty; the authors' choice."""
+
+
+class _Streaming(Partitioner):
+    honours = frozenset({"balance", "tolerance", "target_weights"})
+
+    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+        check_request(num_parts, seed)
+        weights = balance_weights(graph, self.options, num_parts, max_constraints=1)
+        symmetric = symmetrise(graph, weighted=False)
+        part_of_node = _stream(
+            symmetric.indptr,
+            symmetric.indices,
+            stream_order(symmetric, seed),
+            weights.columns[0],
+            weights.capacities()[0],
+            weights.shares,
+            isinstance(self, Fennel),
+        )
+        method, parameters = type(self).__name__.lower(), describe(self.options, weights)
+        return to_assignment(graph, part_of_node, num_parts, method=method, seed=seed, parameters=parameters)
 
 
 @final
-class Fennel(Partitioner):
+class Fennel(_Streaming):
     """Each node goes where assigned neighbours minus the marginal size penalty is largest.
 
     Supports one constraint, its tolerance, which always holds, and target weights.
     """
 
-    honours = frozenset({"balance", "tolerance", "target_weights"})
 
-    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        return _assign(graph, self.options, num_parts, seed, "fennel")
+@final
+class Ldg(_Streaming):
+    """Linear deterministic greedy: each node goes where assigned neighbours x free share is largest.
+
+    Supports one constraint, its tolerance, which always holds, and target weights.
+    """
 
 
 @njit(cache=True, nogil=True)
-def _stream_fennel(
-    indptr: Array, indices: Array, order: Array, weights: Array, capacity: Array, shares: Array
+def _stream(
+    indptr: Array,
+    indices: Array,
+    order: Array,
+    weights: Array,
+    capacity: Array,
+    shares: Array,
+    fennel: bool,
 ) -> Array:
-    num_parts = len(capacity)
-    num_nodes = max(len(order), 1)
-    num_pairs = len(indices) / 2
+    num_parts, num_nodes = len(capacity), max(len(order), 1)
     # The size of a part is measured in nodes of mean weight, relative to an equal share, so that
     # Fennel's constant alpha = sqrt(P) m / n^1.5 also applies to other weights and unequal shares.
-    alpha = np.sqrt(num_parts) * num_pairs / num_nodes**GAMMA
+    alpha = np.sqrt(num_parts) * (len(indices) / 2) / num_nodes**GAMMA
     mean_weight = max(weights.sum() / num_nodes, 1e-9)
     part = np.full(len(order), -1, dtype=np.int32)
     load = np.zeros(num_parts)
@@ -110,48 +124,14 @@ def _stream_fennel(
                 emptiest, emptiest_fill = p, fill
             if fill > 1.0:
                 continue
-            size = load[p] / mean_weight / (shares[p] * num_parts)
-            score = links[p] - alpha * GAMMA * np.sqrt(size)
+            if fennel:
+                score = links[p] - alpha * GAMMA * np.sqrt(load[p] / mean_weight / (shares[p] * num_parts))
+            else:
+                score = links[p] * (1.0 - load[p] / max(capacity[p], 1.0))
             if score > best_score or (score == best_score and fill < best_fill):
                 best, best_score, best_fill = p, score, fill
+        # Where all parts are full the emptiest one takes the node.
         chosen = best if best >= 0 else emptiest
         part[u] = chosen
         load[chosen] += weights[u]
-    return part
-
-
-@final
-class Ldg(Partitioner):
-    """Linear deterministic greedy: each node goes where assigned neighbours x free share is largest.
-
-    Supports one constraint, its tolerance, which always holds, and target weights.
-    """
-
-    honours = frozenset({"balance", "tolerance", "target_weights"})
-
-    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        return _assign(graph, self.options, num_parts, seed, "ldg")
-
-
-@njit(cache=True, nogil=True)
-def _stream_ldg(indptr: Array, indices: Array, order: Array, weights: Array, capacity: Array) -> Array:
-    num_parts = len(capacity)
-    part = np.full(len(order), -1, dtype=np.int32)
-    load = np.zeros(num_parts)
-    links = np.zeros(num_parts)
-    for u in order:
-        links[:] = 0
-        for e in range(indptr[u], indptr[u + 1]):
-            p = part[indices[e]]
-            if p >= 0:
-                links[p] += 1
-        best, best_score, best_fill = 0, -1.0, np.inf
-        for p in range(num_parts):
-            fill = (load[p] + weights[u]) / max(capacity[p], 1.0)
-            # A full part has a score below all others; among full parts the emptiest wins.
-            score = links[p] * (1.0 - load[p] / max(capacity[p], 1.0)) if fill <= 1.0 else -0.5
-            if score > best_score or (score == best_score and fill < best_fill):
-                best, best_score, best_fill = p, score, fill
-        part[u] = best
-        load[best] += weights[u]
     return part
