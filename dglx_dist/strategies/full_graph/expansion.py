@@ -197,11 +197,13 @@ def compose(
     Deterministic on every rank of the server: random numbers are keyed by (seed, draw, node).
 
     Args:
-        seeds: (n,) int64 ascending distinct ids of this server. num_batches: R, at least 1; if larger than n,
-        some batches are empty. composition: The rule. seed: Of the run. draw: :func:`draw_of` of the epoch.
+        seeds: (n,) int64 ascending distinct ids of this server.
+        num_batches: R, at least 1; if larger than n, some batches are empty.
+        composition: The rule.
+        seed: Of the run.
+        draw: :func:`draw_of` of the epoch.
         clusters: (n,) int64 for ``ordered``, which groups seeds by cluster; None: by id, which groups the ids
-        of
-            one part of the dataset.
+            of one part of the dataset.
 
     Returns:
         R arrays (n_r,) int64, each ascending.

@@ -378,10 +378,11 @@ class Wire:
         Empty messages are skipped on both sides.
 
         Args:
-            outgoing: At most one message per peer. incoming: At most one message per peer. name: Of the
-            exchange, at most 32 characters; equal on both sides. meanwhile: Local work in small steps, done
-            while bytes are in transit. Yields True if it can continue
-                at once, False if it needs more of ``incoming``.
+            outgoing: At most one message per peer.
+            incoming: At most one message per peer.
+            name: Of the exchange, at most 32 characters; equal on both sides.
+            meanwhile: Local work in small steps, done while bytes are in transit. Yields True if it can
+                continue at once, False if it needs more of ``incoming``.
 
         Raises:
             PeerError: a peer is dead, silent for the time-out, or at another exchange; it is named.
@@ -549,8 +550,7 @@ class HaloExchange:
 
         Args:
             h: (own_rows, ...), any dtype; the trailing shape is the same on all ranks. Tensors on
-            accelerators
-                are sent by NCCL if every rank has its own device, else through host memory.
+                accelerators are sent by NCCL if every rank has its own device, else through host memory.
             kept: (n_halo, ...) halo that an earlier call returned for the same ``h``. Forward then sends
                 nothing; pass it on all ranks or on none.
 

@@ -75,9 +75,9 @@ class ColumnReader:
         disk are mapped, and nothing is sent for them.
 
         Args:
-            plan: The plan. fetch: Fetches the halo of layer 1 in the stored type, which may be half as wide
-            as the compute type;
-                then this call is collective. None: inputs are the own rows.
+            plan: The plan.
+            fetch: Fetches the halo of layer 1 in the stored type, which may be half as wide as the compute
+                type; then this call is collective. None: inputs are the own rows.
 
         Raises:
             PeerError: an owner of rows is dead or silent.

@@ -256,8 +256,7 @@ class HaloModel(WrappedModel):
 
     Raises:
         ConfigError: a module mixes rows of nodes that are not neighbours, such as a batch norm; or as for
-        data
-            parallel models.
+            data parallel models.
     """
 
     def __init__(

@@ -237,8 +237,7 @@ def read_request(
 
     Raises:
         ConfigError: on all ranks: there are several types, a column does not exist, the sampler or an option
-        is
-            not supported, or the arguments differ between ranks.
+            is not supported, or the arguments differ between ranks.
         IndexError: a seed is no node; ConfigError on the other ranks.
     """
     given = dict(loader_options)
