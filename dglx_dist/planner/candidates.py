@@ -14,7 +14,7 @@ EAS_HOPS: Mapping[str, int] = MappingProxyType({"eas, 1 hop": 1, "eas, 2 hops": 
 EAS_FANOUT = 15
 """External fan-out, as in the paper."""
 CO_BATCH_COUNTS = (2, 8)
-"""Numbers of co-batches to compare, for graphs that do not fit the memory at once."""
+"""Numbers of cooperative batches to compare, for graphs that do not fit the memory at once."""
 CACHE_SIZES = (0.1, 0.5)
 """Cache sizes as fractions of the server's own nodes."""
 ASYNC_EPOCHS = {0: 1.08, 1: 1.4}
@@ -74,7 +74,7 @@ def _by_columns(space: SearchSpace) -> Iterator[Candidate]:
 
 
 def _by_servers(space: SearchSpace) -> Iterator[Candidate]:
-    number = _co_batches(space)
+    number = _cooperative_batches(space)
     if space.servers == 1 or not number:
         return
     yield Candidate(
@@ -82,7 +82,7 @@ def _by_servers(space: SearchSpace) -> Iterator[Candidate]:
         options={"batches": number},
         unit="mini_batch",
         moves="plans",
-        scheme=FullGraphScheme(space.num_layers, co_batches=number),
+        scheme=FullGraphScheme(space.num_layers, cooperative_batches=number),
     )
 
 
@@ -98,8 +98,8 @@ def _by_plans(space: SearchSpace) -> Iterator[Candidate]:
         options = {"external_hops": reach, "external_fanout": EAS_FANOUT}
         scheme = FullGraphScheme(space.num_layers, limit)
         yield make(strategy="shared_preload", options=options, scheme=scheme, exact=False)
-    for number in sorted({*CO_BATCH_COUNTS} - {_co_batches(space)}):
-        scheme = FullGraphScheme(space.num_layers, co_batches=number)
+    for number in sorted({*CO_BATCH_COUNTS} - {_cooperative_batches(space)}):
+        scheme = FullGraphScheme(space.num_layers, cooperative_batches=number)
         yield make(strategy="cooperative", options={"batches": number}, scheme=scheme)
 
 
@@ -112,8 +112,8 @@ def _by_intervals(space: SearchSpace) -> Iterator[Candidate]:
         yield make(options={"mode": "async", "staleness": staleness}, exact=False, epochs_factor=factor)
 
 
-def _co_batches(space: SearchSpace) -> int:
-    # As many co-batches as steps of mini-batches, so that an epoch has the same number of updates; 0: none.
+def _cooperative_batches(space: SearchSpace) -> int:
+    # As many cooperative batches as mini-batches, so that an epoch has as many updates; 0: none.
     # With too many, the neighbourhoods do not fit; with fewer, the epoch would be a different one.
     return max(space.steps, 2) if 0 < space.steps <= _MOST_CO_BATCHES else 0
 

@@ -25,7 +25,7 @@ from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 from dglx_dist.strategies.full_graph.plan_builder import own_rows, read_layers
 
 _MOST_EDGES = 200_000_000
-"""Largest plans to build, over layers and co-batches: about a second for each million edges."""
+"""Largest plans to build, over layers and cooperative batches: about a second for each million edges."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +71,12 @@ class FullWork:
     steps: int = 1
     counted: bool = True
     read_rows: int = 0
-    """Feature rows of the busiest rank over all steps; co-batches read them from disk in each epoch."""
+    """Feature rows of the busiest rank over all steps; cooperative batches read them in each epoch."""
 
 
 def worth_counting(edges: int, num_layers: int, scheme: FullGraphScheme) -> bool:
     """Return True if the plans of ``scheme`` can be built in minutes; otherwise they are estimated."""
-    return edges * num_layers * scheme.co_batches <= _MOST_EDGES
+    return edges * num_layers * scheme.cooperative_batches <= _MOST_EDGES
 
 
 def full_work_of(steps: Sequence[Sequence[RankLayers]], topology: Topology) -> FullWork:

@@ -143,7 +143,7 @@ class MemoryModel:
         )
 
     def full(self, work: FullWork, *, ahead: int = 0) -> int:
-        """Return the peak of a rank that trains on whole graphs; ``ahead``: co-batches loaded in advance."""
+        """Return the peak of a rank that trains on whole graphs; ``ahead``: batches loaded in advance."""
         inputs = work.rows[0] * self.shape.features * self.shape.itemsize
         # Equal layers share one block.
         distinct = dict.fromkeys(zip(work.sources, work.rows[1:], work.edges, strict=True))
@@ -210,7 +210,7 @@ class Measured:
     """Whether servers ask each other for in-edges."""
     epoch: int
     plan_rates: Rates | None = None
-    """Of steps on whole graphs and co-batches, whose blocks differ; None: as :attr:`rates`."""
+    """Of steps on whole graphs and cooperative batches, whose blocks differ; None: as :attr:`rates`."""
     assumptions: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Duration of each part of the dry run."""
@@ -446,9 +446,9 @@ _COLUMNS_OF_A_HEAD = 50
 """With attention, every part computes the softmax of every owner's edges: so many columns of an edge per head
 (P9: 40 to 60, with 8 heads and with 2)."""
 _STORED_EDGE_BYTES = 16
-"""Of a co-batch's plan on disk, per edge of its first layer: source and edge, 8 bytes each."""
+"""Of a cooperative batch's plan on disk, per edge of its first layer: source and edge, 8 bytes each."""
 _READ_S = 5e-3
-"""Of a core, to open the files of a co-batch and to make its blocks, of any size (A1)."""
+"""Of a core, to open the files of a cooperative batch and to make its blocks, of any size (A1)."""
 _EXCHANGE_S = 0.4e-3
 """Of a core, to gather and scatter exchanged rows, however few: 28 times in a step of 14 layers (A1)."""
 _MEETING_S = 4e-3
@@ -516,7 +516,7 @@ def columns_seconds(known: Measured, work: BatchWork, size: int, traffic: Traffi
 
 
 def plans_seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool) -> Seconds:
-    """Return the seconds of whole graphs whose layers exchange rows, in one step or in several co-batches."""
+    """Return the seconds of whole graphs whose layers exchange rows, in one step or in several."""
     cluster, widths = known.cluster, known.shape.widths
     compute = _computing(
         known.plan_rates or known.rates, known.shape.work(*work.worked), work, fresh=work.steps > 1
@@ -559,7 +559,7 @@ def _computing(rates: Rates, counted: tuple[int, int], work: BatchWork | FullWor
 
 
 def _reading(known: Measured, work: FullWork) -> float:
-    # Plans and rows of all co-batches from disk, including checksums.
+    # Plans and rows of all cooperative batches from disk, including checksums.
     read = work.read_rows * known.graph.feature_bytes + _STORED_EDGE_BYTES * max(work.worked[2])
     rates = known.plan_rates or known.rates
     return read * rates.check_byte_s + work.steps * _READ_S / min(known.cluster.cores, 1.0)
@@ -693,7 +693,7 @@ def _columns_estimate(candidate: Candidate, known: Measured) -> _Estimate:
 def _plans_estimate(candidate: Candidate, known: Measured) -> _Estimate:
     assert candidate.scheme is not None
     work = known.whole[candidate.scheme]
-    use_pp = candidate.scheme.co_batches == 1
+    use_pp = candidate.scheme.cooperative_batches == 1
     traffic = plans_traffic(known, work, use_pp=use_pp)
     return _Estimate(
         seconds=plans_seconds(known, work, traffic, use_pp=use_pp),

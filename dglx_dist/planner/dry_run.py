@@ -279,7 +279,9 @@ def _of_rank(topology: Topology, rank: int) -> Topology:
 
 
 def _describe(scheme: FullGraphScheme, shape: ModelShape) -> str:
-    batches = f" in {scheme.co_batches} co-batches" if scheme.co_batches > 1 else ""
+    batches = (
+        f" in {scheme.cooperative_batches} cooperative batches" if scheme.cooperative_batches > 1 else ""
+    )
     sampled = ", sampled" if scheme.limit else ""
     return f"{scheme.hops} of {len(shape.layers)} layers preloaded{sampled}{batches}"
 

@@ -79,7 +79,7 @@ def batches(
 
 
 def closures(graph: GraphStats, cluster: Cluster, scheme: FullGraphScheme, num_layers: int) -> FullWork:
-    """Estimate a full-graph epoch; co-batches count as parts of one step."""
+    """Estimate a full-graph epoch; cooperative batches count as parts of one step."""
     hops, limit, number = scheme
     own, share = graph.nodes / cluster.servers, 1.0 / cluster.ranks_per_server
     needed = _needed(graph, num_layers)

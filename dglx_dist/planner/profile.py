@@ -219,7 +219,7 @@ class Rates:
     """To read a byte of a feature row from the own server's memory."""
     fresh_edge_s: float = 0.0
     """Extra time per edge of the first step on a block, for its message-passing formats. Mini-batches and
-    co-batches pay it in every step, whole graphs once."""
+    cooperative batches pay it in every step, whole graphs once."""
     check_byte_s: float = 0.0
     """To compute the checksum of plans and rows read from disk."""
     measured: bool = True
@@ -413,7 +413,7 @@ def plan_trials(
 ) -> Iterator[list[HaloBlock]]:
     """Yield the blocks of all layers for parts of a server's training nodes, smallest first.
 
-    They have the size and the wide ids of shared preloading on a server of one rank, and of its co-batches;
+    With the size and wide ids of shared preloading on a server of one rank, and of cooperative batches;
     no row comes from another server.
 
     Args:

@@ -23,7 +23,7 @@ class FullGraphScheme(NamedTuple):
     """Layers that a server computes without rows of other servers."""
     limit: str = ""
     """Name of a limit of the external neighbourhood, see ``candidates.EAS_HOPS``; "": none."""
-    co_batches: int = 1
+    cooperative_batches: int = 1
 
 
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}

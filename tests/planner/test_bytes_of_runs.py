@@ -112,7 +112,7 @@ def as_cases(model: str, compared: list[Prediction]) -> list[dict[str, Any]]:
 
 def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
     compared, chains = predict_each(data)
-    # All but co-batches on several ranks of a server, whose features are sent inside anew.
+    # All but cooperative batches on several ranks of a server, whose features are sent inside anew.
     assert {one.candidate.strategy for one in compared if not one.bytes_exact} == {"cooperative"}
     assert {one.candidate.cache_alpha for one in compared} == {0.0, *CACHE_SIZES}
     # What workers are sent is counted for convolutions that map sums.
@@ -126,6 +126,6 @@ def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
     predicted = {one.candidate.name: (dict(one.outside), dict(one.inside)) for one in [*compared, *chains]}
     exact = {one.candidate.name for one in [*compared, *chains] if one.bytes_exact}
     assert {name: found[name] for name in exact} == {name: predicted[name] for name in exact}
-    # Between servers, co-batches are counted to the byte as well.
+    # Between servers, cooperative batches are counted to the byte as well.
     for name in found.keys() - exact:
         assert found[name][0] == predicted[name][0]

@@ -93,9 +93,9 @@ def test_what_a_card_lets_pass_after_a_pause_is_not_waited_for() -> None:
     assert small.all_reduce == pytest.approx(plain.all_reduce - 100 / 1e6)
 
 
-def test_co_batches_are_read_from_disk_in_each_epoch() -> None:
-    """3000 rows of 400 bytes and 5000 edges of 16 to check, and 5 ms for each of 3 co-batches."""
-    scheme = FullGraphScheme(2, co_batches=3)
+def test_cooperative_batches_are_read_from_disk_in_each_epoch() -> None:
+    """3000 rows of 400 bytes and 5000 edges of 16 to check, and 5 ms for each of 3 cooperative batches."""
+    scheme = FullGraphScheme(2, cooperative_batches=3)
     work = replace(hand_made.WHOLE, steps=3, card_rows=(0, 0), read_rows=3000)
     rates = replace(RATES, check_byte_s=1e-6)
     co = Candidate(strategy="cooperative", unit="full_graph", moves="plans", scheme=scheme)
@@ -207,8 +207,8 @@ def test_candidates_follow_the_servers() -> None:
     many = enumerate_candidates(SearchSpace(ranks=4, servers=2, num_layers=3, steps=3))
     assert {one.options.get("hops") for one in many if one.strategy == "shared_preload"} == {None, 1, 2}
     assert {one.options.get("group_size") for one in many if one.moves == "columns"} == {None, 1, 2}
-    assert FullGraphScheme(3, co_batches=3) in schemes_of(many)
-    # Sixteen co-batches are no epoch of a hundred steps.
+    assert FullGraphScheme(3, cooperative_batches=3) in schemes_of(many)
+    # Sixteen cooperative batches are no epoch of a hundred steps.
     long = enumerate_candidates(SearchSpace(ranks=4, servers=2, num_layers=3, steps=100))
     assert {one.unit for one in long if one.strategy == "cooperative"} == {"full_graph"}
     wide = enumerate_candidates(SearchSpace(ranks=32, servers=4, num_layers=2, steps=3))

@@ -177,7 +177,7 @@ class Cooperative(Strategy):
         unit="full_graph",
         features="rows",
         exact=True,
-        summary="features of each co-batch's neighbourhood; activations inside a server; all gradients",
+        summary="features of each batch's neighbourhood; activations inside a server; all gradients",
     )
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
