@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.errors import ConfigError, DglxError
+
+T = TypeVar("T")
 
 LAUNCHED = "--launched"
 """Hidden flag of ranks whose launcher shows their error, so that they need not."""
@@ -81,27 +84,6 @@ def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "", *, 
     else:
         if not quiet:
             write(f"picture: {target}")
-
-
-def check_values(config: object, checks: Iterable[tuple[str, bool, str]]) -> None:
-    """Raise ConfigError for the first option that is out of range.
-
-    Args:
-        config: Has the value of ``--some-name`` as ``some_name``.
-        checks: (name without dashes, whether it is wrong, what it must be).
-    """
-    for name, wrong, allowed in checks:
-        if wrong:
-            raise ConfigError(f"--{name} {getattr(config, name.replace('-', '_'))} must be {allowed}")
-
-
-def check_fanouts(fanouts: Sequence[int] | None, layers: int) -> None:
-    """Raise ConfigError unless there is one fan-out per layer, or none at all."""
-    if fanouts is not None and len(fanouts) != layers:
-        raise ConfigError(
-            f"--fanout {','.join(map(str, fanouts))} is for {len(fanouts)} layers, but --layers is {layers}; "
-            "give one fan-out for each layer, input-most first"
-        )
 
 
 def names(text: str | None) -> tuple[str, ...]:
@@ -192,6 +174,14 @@ def _literal(text: str) -> object:
         except ValueError:
             continue
     return text
+
+
+def in_option(flag: str, parse: Callable[[str], T], text: str) -> T:
+    """Return ``parse(text)``; the text of a ConfigError begins with ``flag``."""
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from dglx_dist.auto import (
     plan_of_run,
     plan_summary,
 )
+from dglx_dist.cli.options import common_fields
 from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.comm.collectives import barrier, broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
@@ -88,15 +89,7 @@ def _resolve_auto(
 
 
 def _training_of(plan: TrainConfig) -> Training:
-    return Training(
-        fanouts=plan.fanouts,
-        batch_size=plan.batch_size,
-        epochs=plan.epochs,
-        num_layers=plan.layers,
-        kind=plan.model,
-        heads=plan.heads,
-        hidden=plan.hidden,
-    )
+    return Training(num_layers=plan.layers, kind=plan.model, **common_fields(plan, Training))
 
 
 def _saved_plan(g: DistGraph, folder: Path) -> dict[str, Any] | None:
@@ -414,18 +407,11 @@ def _fit(
     if plan.cache is not None and not g.kvstore.has_cache:
         _cache_features(plan, g, ntype, plan.cache)
     has_checkpoints = plan.checkpoint_every > 0 or plan.resume
-    config = FitConfig(
-        epochs=plan.epochs,
-        eval_every=plan.eval_every,
-        patience=plan.patience,
-        checkpoint_folder=Path(plan.out) / CHECKPOINTS if has_checkpoints else None,
-        checkpoint_every=max(plan.checkpoint_every, 1),
-        resume=plan.resume,
-        ntype=ntype,
-        inputs=built.inputs,
-        trace=plan.trace,
-        trace_steps=plan.trace_steps,
-    )
+    options = common_fields(plan, FitConfig) | {
+        "checkpoint_folder": Path(plan.out) / CHECKPOINTS if has_checkpoints else None,
+        "checkpoint_every": max(plan.checkpoint_every, 1),
+    }
+    config = FitConfig(**options, ntype=ntype, inputs=built.inputs)
     loader_options: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
     return fit(
         built.module,
