@@ -86,9 +86,9 @@ def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "", *, 
             write(f"picture: {target}")
 
 
-def names(text: str | None) -> tuple[str, ...]:
-    """Read ``train,degree`` as ("train", "degree"); nothing is ()."""
-    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+def names(text: str, _option: str = "") -> tuple[str, ...]:
+    """Read ``train,degree`` as ("train", "degree")."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:
@@ -106,43 +106,38 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     return numbers
 
 
-def fractions(text: str | None, option: str) -> tuple[float, ...] | None:
-    """Read ``1,1,2`` as (1.0, 1.0, 2.0); nothing is None.
+def fractions(text: str, option: str) -> tuple[float, ...]:
+    """Read ``1,1,2`` as (1.0, 1.0, 2.0).
 
     Raises:
         ConfigError: a word is no number.
     """
-    if text is None:
-        return None
     try:
         return tuple(float(word) for word in names(text))
     except ValueError:
         raise ConfigError(f"{option} {text!r} must be numbers with commas, like 1,1,2") from None
 
 
-def tolerances(text: str | None) -> float | dict[str, float]:
+def tolerances(text: str, option: str) -> float | dict[str, float]:
     """Read ``0.05`` as 0.05 for all, ``train=0.1,degree=0.02`` as one for each; nothing is {}.
 
     Raises:
         ConfigError: ``text`` is neither.
     """
+    found = by_name(text, option) or {}
     try:
-        if text and "=" not in text:
-            return float(text)
-        return {name: float(value) for name, value in pairs(names(text), "--tolerance").items()}
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"--tolerance {text!r} must be like 0.05 or train=0.1,degree=0.02") from None
+        return float(found) if isinstance(found, str) else {name: float(found[name]) for name in found}
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} must be like 0.05 or train=0.1,degree=0.02") from None
 
 
-def by_name(text: str | None, option: str) -> str | dict[str, str] | None:
-    """Read ``float16`` as one value for all, ``feat=float16,x=bfloat16`` as one for each; nothing is None.
+def by_name(text: str, option: str) -> str | dict[str, str]:
+    """Read ``float16`` as one value for all, ``feat=float16,x=bfloat16`` as one for each.
 
     Raises:
         ConfigError: some words have ``=`` and others not.
     """
-    return pairs(names(text), option) if text and "=" in text else text
+    return pairs(names(text), option) if "=" in text else text
 
 
 def pairs(words: Sequence[str], option: str) -> dict[str, str]:

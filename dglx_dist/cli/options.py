@@ -42,8 +42,6 @@ def one_of(*known: str) -> Check:
 class _Option:
     """Command-line part of a field."""
 
-    make: Callable[..., Any]
-    """``typer.Option`` or ``typer.Argument``."""
     flag: str | None
     kind: Any
     parse: Callable[[Any, str], Any] | None
@@ -65,7 +63,8 @@ def option(
     """Return a dataclass field that is an option of a command.
 
     Args:
-        default: Value without the option; a class such as ``dict`` is called. None and "" are not shown.
+        default: Value without the option; a class such as ``dict`` is called. None and "" are not shown;
+            ``...``: a positional argument that is required.
         help: Text of ``--help``.
         flag: Spelling; None: the name of the field, with dashes.
         check: Range of the value; None is always allowed.
@@ -75,18 +74,12 @@ def option(
         metavar: Placeholder of the value in ``--help``.
     """
     shown = {"help": help, "rich_help_panel": panel, "metavar": metavar}
-    made = _Option(make=typer.Option, flag=flag, kind=kind, parse=parse, check=check, shown=shown)
-    metadata = {_KEY: made}
+    metadata = {_KEY: _Option(flag=flag, kind=kind, parse=parse, check=check, shown=shown)}
+    if default is ...:
+        return field(metadata=metadata)
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-def argument(help: str, *, metavar: str, kind: Any, parse: Callable[[Any, str], Any] | None = None) -> Any:
-    """Return a dataclass field that is a required positional argument of a command; see :func:`option`."""
-    shown = {"help": help, "metavar": metavar}
-    made = _Option(make=typer.Argument, flag=None, kind=kind, parse=parse, check=None, shown=shown)
-    return field(metadata={_KEY: made})
 
 
 def as_text(value: object, _flag: str) -> str:
@@ -137,7 +130,8 @@ def command(config: type[C]) -> Callable[[Callable[[C, Set[str]], None]], Callab
             run(config(**_parsed(config, values)), given)
 
         parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
-        parameters += _parameters(config)
+        hints = get_type_hints(config)
+        parameters += [_parameter(one, declared, hints[one.name]) for one, declared in _options(config)]
         call.__name__, call.__doc__ = run.__name__, run.__doc__
         call.__annotations__ = {one.name: one.annotation for one in parameters}
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by inspect
@@ -159,25 +153,16 @@ def _flag(one: Field[Any]) -> str:
     return one.metadata[_KEY].flag or "--" + one.name.replace("_", "-")
 
 
-def _parameters(config: type) -> list[inspect.Parameter]:
-    hints, found = get_type_hints(config), []
-    for one, declared in _options(config):
-        is_option = declared.make is typer.Option
-        default = None if one.default is MISSING or one.default == "" else one.default
-        kind = declared.kind or (str if declared.parse else hints[one.name])
-        kind = str if get_origin(kind) is Literal else kind
-        if default is None and is_option:
-            kind = kind | None
-        info = declared.make(*([_flag(one)] if is_option else []), **declared.shown)
-        found.append(
-            inspect.Parameter(
-                one.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=default if is_option else inspect.Parameter.empty,
-                annotation=Annotated[kind, info],
-            )
-        )
-    return found
+def _parameter(one: Field[Any], declared: _Option, hint: Any) -> inspect.Parameter:
+    kind = declared.kind or (str if declared.parse or get_origin(hint) is Literal else hint)
+    if one.default is MISSING and one.default_factory is MISSING:
+        default, info = inspect.Parameter.empty, typer.Argument(**declared.shown)
+    else:
+        default = None if one.default in (MISSING, "") else one.default
+        kind = kind | None if default is None else kind
+        info = typer.Option(_flag(one), **declared.shown)
+    annotation = Annotated[kind, info]
+    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _parsed(config: type, values: Mapping[str, Any]) -> dict[str, Any]:

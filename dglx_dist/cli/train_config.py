@@ -9,17 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from dglx_dist.cli.common import literals, whole_numbers
-from dglx_dist.cli.options import (
-    Check,
-    argument,
-    as_text,
-    at_least,
-    check_ranges,
-    check_values,
-    one_of,
-    option,
-    path_option,
-)
+from dglx_dist.cli.options import Check, at_least, check_ranges, check_values, one_of, option, path_option
 from dglx_dist.errors import ConfigError
 
 _INIT_ARGUMENTS = ("strategy", "timeout", "seed", "backend")
@@ -86,7 +76,7 @@ class TrainConfig(ModelConfig):
             argument of ``init``.
     """
 
-    data: str = argument("What `dglx partition` wrote.", metavar="DIR", kind=Path, parse=as_text)
+    data: str = path_option(..., "What `dglx partition` wrote.", metavar="DIR")
     strategy: str = option("data_parallel", "A wrong name lists all strategies; auto chooses one.")
     ranks: int | None = option(
         None, "Processes to start here, with torchrun. Default: one, or those of torchrun."

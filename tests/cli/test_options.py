@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from typer.testing import CliRunner, Result
 
 from dglx_dist.cli.common import by_name, fractions, literals, names, pairs, tolerances, whole_numbers
 from dglx_dist.cli.options import (
-    argument,
-    as_text,
     at_least,
     check_ranges,
     command,
@@ -33,7 +30,7 @@ from dglx_dist.planner.workload import DRY_BATCHES
 
 
 def test_names_are_split_at_commas() -> None:
-    assert (names("train, degree"), names(None), names("")) == (("train", "degree"), (), ())
+    assert (names("train, degree"), names("")) == (("train", "degree"), ())
 
 
 def test_fan_outs() -> None:
@@ -49,21 +46,20 @@ def test_a_wrong_fan_out_names_the_option(text: str) -> None:
 
 def test_shares() -> None:
     assert fractions("1,1,2.5", "--target-weights") == (1.0, 1.0, 2.5)
-    assert fractions(None, "--target-weights") is None
     with pytest.raises(ConfigError, match="--target-weights 'x'"):
         fractions("x", "--target-weights")
 
 
 def test_tolerance_for_all_or_for_each() -> None:
-    assert tolerances("0.1") == 0.1
-    assert tolerances("train=0.1,degree=0.02") == {"train": 0.1, "degree": 0.02}
-    assert tolerances(None) == {}
+    assert tolerances("0.1", "--tolerance") == 0.1
+    assert tolerances("train=0.1,degree=0.02", "--tolerance") == {"train": 0.1, "degree": 0.02}
+    assert tolerances("", "--tolerance") == {}
 
 
 @pytest.mark.parametrize("text", ["a lot", "train=x", "0.1,degree=2"])
 def test_a_wrong_tolerance_shows_right_ones(text: str) -> None:
     with pytest.raises(ConfigError, match="tolerance"):
-        tolerances(text)
+        tolerances(text, "--tolerance")
 
 
 def test_values_become_what_they_look_like() -> None:
@@ -81,7 +77,6 @@ def test_a_word_without_a_value_is_refused() -> None:
 
 
 def test_one_value_for_all_or_one_by_name() -> None:
-    assert by_name(None, "--feature-dtype") is None
     assert by_name("float16", "--feature-dtype") == "float16"
     assert by_name("feat=float16, x=bfloat16", "--feature-dtype") == {"feat": "float16", "x": "bfloat16"}
     with pytest.raises(ConfigError, match="--feature-dtype 'float16' must be NAME=VALUE"):
@@ -90,7 +85,7 @@ def test_one_value_for_all_or_one_by_name() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cake:
-    place: str = argument("Where.", metavar="DIR", kind=Path, parse=as_text)
+    place: str = path_option(..., "Where.", metavar="DIR")
     num_layers: int = option(2, "How high.", check=at_least(1))
     sizes: tuple[int, ...] | None = option(None, "How wide.", flag="--widths", parse=whole_numbers)
     kind: str = option("round", "Shape.", panel="Form", check=one_of("round", "square", "long"))
