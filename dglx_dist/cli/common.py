@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,18 +73,33 @@ def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "", *, 
     """Call ``draw``, which writes ``target``, and print its path, or warn why it cannot be written.
 
     Args:
-        draw: Creates the folder of ``target`` too, if need be.
+        draw: Writes ``target`` into its folder, which is created if need be.
         target: The picture.
         remedy: End of the warning, e.g. ``; say where with --picture FILE``.
         quiet: Do not print the path, as beside JSON.
     """
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         draw()
     except OSError as error:
         warn(f"the picture could not be written to {target}: {error.strerror}{remedy}")
     else:
         if not quiet:
             write(f"picture: {target}")
+
+
+def check_picture(picture: Path, option: str, example: str) -> None:
+    """Create the folder of ``picture``, the value of ``option``; ConfigError unless it can be written."""
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=picture.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {picture} cannot be written ({error.strerror}); give a file in a folder that can be"
+        ) from error
+    if picture.is_dir():
+        raise ConfigError(f"{option} {picture} is a folder; give the name of a file in it, such as {example}")
 
 
 def names(text: str, _option: str = "") -> tuple[str, ...]:

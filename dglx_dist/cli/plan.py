@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dglx_dist.cli.common import draw_or_warn, libraries_on_stderr, say, show, write
+from dglx_dist.cli.common import check_picture, draw_or_warn, libraries_on_stderr, say, show, write
 from dglx_dist.cli.options import command, flag_of
 from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.comm.topology import launched_by_torchrun
@@ -43,7 +42,7 @@ def plan(config: PlanConfig, given: Set[str]) -> None:
     picture, as_json = config.picture, config.as_json
     notify = None if as_json else lambda text: say(f"counting: {text}", "dim")
     if picture is not None:
-        _check_picture(picture)
+        check_picture(picture, "--map", "map.png")
     with libraries_on_stderr():
         choice, regions = (make_plan(config, notify), None) if picture is None else make_map(config, notify)
     if picture is not None and regions is not None:
@@ -95,16 +94,3 @@ def _draw(config: PlanConfig, choice: Choice, regions: Regions, picture: Path, *
         remedy="; say where with --map FILE.png",
         quiet=quiet,
     )
-
-
-def _check_picture(picture: Path) -> None:
-    try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=picture.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"--map {picture} cannot be written ({error.strerror}); give a file in a folder that can be"
-        ) from error
-    if picture.is_dir():
-        raise ConfigError(f"--map {picture} is a folder; give the name of a file in it, such as map.png")

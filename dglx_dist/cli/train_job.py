@@ -136,20 +136,12 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> BuiltMod
         if FEATURE not in g.nodes[name].data
     }
     inputs = EntityInputs(g, embeddings=embeddings)
-    widths, out = inputs.feature_widths, [ntype]
+    widths = inputs.feature_widths
+    options: dict[str, Any] = {"layers": plan.layers, "dropout": plan.dropout, "out_types": [ntype]}
     module = (
-        RGCN(g, widths, plan.hidden, classes, layers=plan.layers, dropout=plan.dropout, out_types=out)
+        RGCN(g, widths, plan.hidden, classes, **options)
         if plan.model == "rgcn"
-        else HGT(
-            g,
-            widths,
-            plan.hidden,
-            classes,
-            layers=plan.layers,
-            heads=plan.heads,
-            dropout=plan.dropout,
-            out_types=out,
-        )
+        else HGT(g, widths, plan.hidden, classes, heads=plan.heads, **options)
     )
     sparse = SparseAdam(list(embeddings.values()), lr=plan.lr) if embeddings else None
     return BuiltModel(module=module, inputs=inputs, sparse=sparse)
@@ -165,13 +157,13 @@ def _build_homogeneous(plan: TrainConfig, g: DistGraph, width: int, classes: int
 
 def _check_outputs(plan: TrainConfig, g: DistGraph) -> None:
     """Check before training that results can be written; collective."""
-    folders = [Path(name).absolute() for name in (plan.predictions, plan.save_embeddings) if name]
 
     def check() -> None:
-        for folder in folders:
-            check_target(folder, overwrite=True)
+        for name in (plan.predictions, plan.save_embeddings):
+            if name is not None and g.session.topology.rank == 0:
+                check_target(Path(name).absolute(), overwrite=True)
 
-    run_on_all_ranks(g.session, lambda: check() if g.session.topology.rank == 0 else None)
+    run_on_all_ranks(g.session, check)
 
 
 def _write_outputs(
