@@ -155,14 +155,15 @@ def _flag(one: Field[Any]) -> str:
 
 def _parameter(one: Field[Any], declared: _Option, hint: Any) -> inspect.Parameter:
     kind = declared.kind or (str if declared.parse or get_origin(hint) is Literal else hint)
-    if one.default is MISSING and one.default_factory is MISSING:
-        default, info = inspect.Parameter.empty, typer.Argument(**declared.shown)
-    else:
+    default: Any = inspect.Parameter.empty
+    info = typer.Argument(**declared.shown)
+    if one.default is not MISSING or one.default_factory is not MISSING:
         default = None if one.default in (MISSING, "") else one.default
         kind = kind | None if default is None else kind
         info = typer.Option(_flag(one), **declared.shown)
-    annotation = Annotated[kind, info]
-    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )
 
 
 def _parsed(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
