@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -67,7 +67,7 @@ def option(
             ``...``: a positional argument that is required.
         help: Text of ``--help``.
         flag: Spelling; None: the name of the field, with dashes.
-        check: Range of the value; None is always allowed.
+        check: Range of the value; None: the words of a ``Literal``, else any. The value None is allowed.
         kind: Type on the command line; None: ``str`` with ``parse``, else the type of the field.
         parse: Makes the value of the field from that on the command line and the flag.
         panel: Heading in ``--help``.
@@ -93,10 +93,13 @@ path_option = partial(option, kind=Path, parse=as_text)
 
 def check_ranges(config: Any) -> None:
     """Raise ConfigError for the first option of the record that is out of its range."""
+    hints = get_type_hints(type(config))
     for one, declared in _options(type(config)):
-        value = getattr(config, one.name)
-        if declared.check is not None and value is not None and not declared.check.holds(value):
-            raise ConfigError(f"{_flag(one)} {value} must be {declared.check.allowed}")
+        value, hint, check = getattr(config, one.name), hints[one.name], declared.check
+        if check is None and get_origin(hint) is Literal:
+            check = one_of(*get_args(hint))
+        if check is not None and value is not None and not check.holds(value):
+            raise ConfigError(f"{_flag(one)} {value} must be {check.allowed}")
 
 
 def check_values(config: object, checks: Iterable[tuple[str, bool, str]]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from dglx_dist.cli.common import in_option
-from dglx_dist.cli.options import Check, at_least, one_of, option, path_option
+from dglx_dist.cli.options import Check, at_least, option, path_option
 from dglx_dist.cli.train import ranks_of_each
 from dglx_dist.cli.train_config import ModelConfig
 from dglx_dist.errors import ConfigError
@@ -101,7 +101,6 @@ class PlanConfig(ModelConfig):
         "mini_batch",
         "mini_batch, full_graph, or any: an epoch of one is not an epoch of the other.",
         panel=_CHOICE,
-        check=one_of("mini_batch", "full_graph", "any"),
     )
     full_graph_epochs: float = option(
         5.0,

@@ -48,10 +48,7 @@ class ModelConfig:
     )
     """None: the strategy's own, where it has mini-batches."""
     structure: Literal["auto", "replicated", "partitioned"] = option(
-        "auto",
-        "auto, replicated on each server, or partitioned.",
-        panel=_LOADER,
-        check=one_of("auto", "replicated", "partitioned"),
+        "auto", "auto, replicated on each server, or partitioned.", panel=_LOADER
     )
 
     def __post_init__(self) -> None:
@@ -132,10 +129,7 @@ class TrainConfig(ModelConfig):
         None, "Threads that prepare them; 0: the training loop. Default: 1.", panel=_LOADER, check=at_least(0)
     )
     verify: Literal["auto", "full", "never"] = option(
-        "auto",
-        "auto: read new files, full: all, never.",
-        panel=_LOADER,
-        check=one_of("auto", "full", "never"),
+        "auto", "auto: read new files, full: all, never.", panel=_LOADER
     )
     out: str = path_option(
         "",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import typer
@@ -89,6 +89,7 @@ class Cake:
     num_layers: int = option(2, "How high.", check=at_least(1))
     sizes: tuple[int, ...] | None = option(None, "How wide.", flag="--widths", parse=whole_numbers)
     kind: str = option("round", "Shape.", panel="Form", check=one_of("round", "square", "long"))
+    filling: Literal["jam", "cream"] = option("jam", "Inside.")
     extras: Mapping[str, object] = option(dict, "More.", flag="--extra", kind=list[str], parse=literals)
     photo: str | None = path_option(None, "A picture.", metavar="FILE")
     iced: bool = option(False, "With icing.")
@@ -110,8 +111,8 @@ def bake(*arguments: str) -> Result:
 
 def test_a_record_is_a_command() -> None:
     plain = {
-        "place": "here", "num_layers": 2, "sizes": None, "kind": "round", "extras": {}, "photo": None,
-        "iced": False,
+        "place": "here", "num_layers": 2, "sizes": None, "kind": "round", "filling": "jam", "extras": {},
+        "photo": None, "iced": False,
     }  # fmt: skip
     assert json.loads(bake("here/").output) == [plain, ["place"]]
     words = ("--num-layers", "3", "--widths", "5,-1", "--extra", "a=1", "--extra", "b=x", "--iced")
@@ -131,6 +132,7 @@ def test_its_help_has_every_option_with_default_and_heading() -> None:
     [
         (("--num-layers", "0"), "--num-layers 0 must be at least 1"),
         (("--kind", "flat"), "--kind flat must be round, square or long"),
+        (("--filling", "sand"), "--filling sand must be jam or cream"),
         (("--widths", "a"), "--widths 'a' must be whole numbers"),
     ],
 )
