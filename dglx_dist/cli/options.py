@@ -120,6 +120,11 @@ def common_fields(source: object, target: type) -> dict[str, Any]:
     return {one.name: getattr(source, one.name) for one in fields(source) if one.name in known}  # type: ignore[arg-type]  # a record
 
 
+def flag_of(config: type, name: str) -> str:
+    """Return the spelling of the option of the field ``name``."""
+    return next(_flag(one) for one, _ in _options(config) if one.name == name)
+
+
 def command(config: type[C]) -> Callable[[Callable[[C, Set[str]], None]], Callable[..., None]]:
     """Make a function of a record of options a command of ``typer``, whose help is the docstring.
 
@@ -145,11 +150,6 @@ def command(config: type[C]) -> Callable[[Callable[[C, Set[str]], None]], Callab
 
 def _options(config: type) -> list[tuple[Field[Any], _Option]]:
     return [(one, one.metadata[_KEY]) for one in fields(config) if _KEY in one.metadata]
-
-
-def flag_of(config: type, name: str) -> str:
-    """Return the spelling of the option of the field ``name``."""
-    return next(_flag(one) for one, _ in _options(config) if one.name == name)
 
 
 def _flag(one: Field[Any]) -> str:
