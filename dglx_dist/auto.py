@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,6 @@ NO_BATCHES = (
     f"mini-batches of {_DEEP} layers and more are not considered unless fan-outs are given, so ways to train "
     "on whole graphs are compared (--fanout, --unit)"
 )
-_OPTIONS: Mapping[str, type] = {
-    "unit": str,
-    "allow_estimators": bool,
-    "full_graph_epochs": float,
-    "memory": str,
-    "dry_batches": int,
-    "caches": bool,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +125,7 @@ def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
     for name, kind in (("full_graph_epochs", float), ("memory", str)):
         if isinstance(given.get(name), int) and not isinstance(given[name], bool):
             given[name] = kind(given[name])  # type: ignore[arg-type]  # an int, checked above
-    check_options(AUTO, given, _OPTIONS)
+    check_options(AUTO, given, {one.name: type(one.default) for one in fields(AutoOptions)})
     return AutoOptions(**given)  # type: ignore[arg-type]  # checked above
 
 

@@ -45,10 +45,6 @@ def root(
     """Partition a graph, train a model on it with many processes, and report the cost."""
 
 
-app.command(no_args_is_help=True)(partition)
-app.command(no_args_is_help=True)(ingest)
-app.command(no_args_is_help=True)(inspect)
-app.command(no_args_is_help=True)(plan)
-app.command(no_args_is_help=True)(train)
-app.command(no_args_is_help=True)(report)
+for command in (partition, ingest, inspect, plan, train, report):
+    app.command(no_args_is_help=True)(command)
 app.add_typer(lambda_app)

@@ -5,15 +5,19 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
 from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.errors import ConfigError, DglxError
+
+T = TypeVar("T")
 
 LAUNCHED = "--launched"
 """Hidden flag of ranks whose launcher shows their error, so that they need not."""
@@ -69,12 +73,13 @@ def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "", *, 
     """Call ``draw``, which writes ``target``, and print its path, or warn why it cannot be written.
 
     Args:
-        draw: Creates the folder of ``target`` too, if need be.
+        draw: Writes ``target`` into its folder, which is created if need be.
         target: The picture.
         remedy: End of the warning, e.g. ``; say where with --picture FILE``.
         quiet: Do not print the path, as beside JSON.
     """
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         draw()
     except OSError as error:
         warn(f"the picture could not be written to {target}: {error.strerror}{remedy}")
@@ -83,30 +88,23 @@ def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "", *, 
             write(f"picture: {target}")
 
 
-def check_values(config: object, checks: Iterable[tuple[str, bool, str]]) -> None:
-    """Raise ConfigError for the first option that is out of range.
-
-    Args:
-        config: Has the value of ``--some-name`` as ``some_name``.
-        checks: (name without dashes, whether it is wrong, what it must be).
-    """
-    for name, wrong, allowed in checks:
-        if wrong:
-            raise ConfigError(f"--{name} {getattr(config, name.replace('-', '_'))} must be {allowed}")
-
-
-def check_fanouts(fanouts: Sequence[int] | None, layers: int) -> None:
-    """Raise ConfigError unless there is one fan-out per layer, or none at all."""
-    if fanouts is not None and len(fanouts) != layers:
+def check_picture(picture: Path, option: str, example: str) -> None:
+    """Create the folder of ``picture``, the value of ``option``; ConfigError unless it can be written."""
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=picture.parent):
+            pass
+    except OSError as error:
         raise ConfigError(
-            f"--fanout {','.join(map(str, fanouts))} is for {len(fanouts)} layers, but --layers is {layers}; "
-            "give one fan-out for each layer, input-most first"
-        )
+            f"{option} {picture} cannot be written ({error.strerror}); give a file in a folder that can be"
+        ) from error
+    if picture.is_dir():
+        raise ConfigError(f"{option} {picture} is a folder; give the name of a file in it, such as {example}")
 
 
-def names(text: str | None) -> tuple[str, ...]:
-    """Read ``train,degree`` as ("train", "degree"); nothing is ()."""
-    return tuple(name.strip() for name in (text or "").split(",") if name.strip())
+def names(text: str, _option: str = "") -> tuple[str, ...]:
+    """Read ``train,degree`` as ("train", "degree")."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:
@@ -124,43 +122,38 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     return numbers
 
 
-def fractions(text: str | None, option: str) -> tuple[float, ...] | None:
-    """Read ``1,1,2`` as (1.0, 1.0, 2.0); nothing is None.
+def fractions(text: str, option: str) -> tuple[float, ...]:
+    """Read ``1,1,2`` as (1.0, 1.0, 2.0).
 
     Raises:
         ConfigError: a word is no number.
     """
-    if text is None:
-        return None
     try:
         return tuple(float(word) for word in names(text))
     except ValueError:
         raise ConfigError(f"{option} {text!r} must be numbers with commas, like 1,1,2") from None
 
 
-def tolerances(text: str | None) -> float | dict[str, float]:
+def tolerances(text: str, option: str) -> float | dict[str, float]:
     """Read ``0.05`` as 0.05 for all, ``train=0.1,degree=0.02`` as one for each; nothing is {}.
 
     Raises:
         ConfigError: ``text`` is neither.
     """
+    found = by_name(text, option) or {}
     try:
-        if text and "=" not in text:
-            return float(text)
-        return {name: float(value) for name, value in pairs(names(text), "--tolerance").items()}
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"--tolerance {text!r} must be like 0.05 or train=0.1,degree=0.02") from None
+        return float(found) if isinstance(found, str) else {name: float(found[name]) for name in found}
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} must be like 0.05 or train=0.1,degree=0.02") from None
 
 
-def by_name(text: str | None, option: str) -> str | dict[str, str] | None:
-    """Read ``float16`` as one value for all, ``feat=float16,x=bfloat16`` as one for each; nothing is None.
+def by_name(text: str, option: str) -> str | dict[str, str]:
+    """Read ``float16`` as one value for all, ``feat=float16,x=bfloat16`` as one for each.
 
     Raises:
         ConfigError: some words have ``=`` and others not.
     """
-    return pairs(names(text), option) if text and "=" in text else text
+    return pairs(names(text), option) if "=" in text else text
 
 
 def pairs(words: Sequence[str], option: str) -> dict[str, str]:
@@ -192,6 +185,14 @@ def _literal(text: str) -> object:
         except ValueError:
             continue
     return text
+
+
+def in_option(flag: str, parse: Callable[[str], T], text: str) -> T:
+    """Return ``parse(text)``; the text of a ConfigError begins with ``flag``."""
+    try:
+        return parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 @contextmanager

@@ -2,51 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from dglx_dist.cli.common import by_name, fractions, literals, names, tolerances, write
+from dglx_dist.cli.options import command, common_fields, option
 
 
-def ingest(  # noqa: PLR0913  # one argument per option
-    config: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG.json",
-            help="Tables of the graph, in the format of GraphStorm's gconstruct (docs/ingest.md).",
-        ),
-    ],
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder to write; must not hold anything yet.")
-    ] = Path("data/ingested"),
-    memory: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory limit of this process, like 200MB; the rest is spilled.",
-        ),
-    ] = "2GB",
-    add_reverse_edges: Annotated[
-        bool,
-        typer.Option("--add-reverse-edges", help="Add the reverse of each edge type, named RELATION-rev."),
-    ] = False,
-    name: Annotated[str | None, typer.Option(help="Of the graph. Default: that of DIR.")] = None,
-    seed: Annotated[int, typer.Option(help="Of split_pct: the same seed draws the same nodes.")] = 0,
-    output_conf_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write CONFIG with the ranges and categories found, to transform later tables equally.",
-        ),
-    ] = None,
-    workspace: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for spilled data. Default: beside DIR of --out."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DIR.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class IngestCommand:
+    """Options of ``dglx ingest``; those of :class:`IngestPlan` have its names."""
+
+    config: Path = option(
+        ...,
+        "Tables of the graph, in the format of GraphStorm's gconstruct (docs/ingest.md).",
+        metavar="CONFIG.json",
+    )
+    out: Path = option(Path("data/ingested"), "Folder to write; must not hold anything yet.", metavar="DIR")
+    memory: str = option(
+        "2GB", "Memory limit of this process, like 200MB; the rest is spilled.", metavar="SIZE"
+    )
+    reverse_edges: bool = option(
+        False, "Add the reverse of each edge type, named RELATION-rev.", flag="--add-reverse-edges"
+    )
+    name: str | None = option(None, "Of the graph. Default: that of DIR.")
+    seed: int = option(0, "Of split_pct: the same seed draws the same nodes.")
+    output_description: Path | None = option(
+        None,
+        "Write CONFIG with the ranges and categories found, to transform later tables equally.",
+        flag="--output-conf-file",
+        metavar="FILE",
+    )
+    workspace: Path | None = option(
+        None, "Folder for spilled data. Default: beside DIR of --out.", metavar="DIR"
+    )
+    overwrite: bool = option(False, "Replace what is in DIR.")
+
+
+@command(IngestCommand)
+def ingest(config: IngestCommand, _given: Set[str]) -> None:
     """Build a dataset from CSV and Parquet tables larger than memory; ids may be strings.
 
     It has one part, ready for `dglx train`; `dglx partition` makes more.
@@ -58,17 +53,9 @@ def ingest(  # noqa: PLR0913  # one argument per option
     from dglx_dist.data.ingest.graph import ingest as build
     from dglx_dist.data.storage.files import read_size
 
-    plan = IngestPlan(
-        out=out,
-        memory=read_size(memory),
-        name=name,
-        seed=seed,
-        reverse_edges=add_reverse_edges,
-        overwrite=overwrite,
-        workspace=workspace,
-        output_description=output_conf_file,
-    )
-    done = build(read_config(config), plan)
+    plan = IngestPlan(**common_fields(config, IngestPlan) | {"memory": read_size(config.memory)})
+    out = config.out
+    done = build(read_config(config.config), plan)
     for ntype, columns in done.manifest.node_columns.items():
         kind = done.manifest.user_ids.get(ntype, "row numbers")
         write(
@@ -79,85 +66,81 @@ def ingest(  # noqa: PLR0913  # one argument per option
         write(
             f"{done.manifest.num_edges(etype)} edges {':'.join(etype)}; {', '.join(columns) or 'no tensors'}"
         )
-    write(f"peak memory {done.peak_bytes / 2**20:.0f} MB of {memory}")
-    if output_conf_file is not None:
-        write_description(done, output_conf_file)
-        write(f"settings found are in {output_conf_file}")
+    write(f"peak memory {done.peak_bytes / 2**20:.0f} MB of {config.memory}")
+    if config.output_description is not None:
+        write_description(done, config.output_description)
+        write(f"settings found are in {config.output_description}")
     write(f"written to {out}; next: dglx train {out}, or dglx partition {out} --parts 4 --out DIR")
 
 
-def partition(  # noqa: PLR0913  # one argument per option
-    data: Annotated[
-        str,
-        typer.Argument(
-            metavar="DATA",
-            help="`synthetic`, `synthetic:nodes=20000,degree=25,seed=0`, a `.npz` file, a `.bin` of "
-            "saved DGL graphs, a folder or `.json` of CSV / Parquet tables, `dgl:CoraGraphDataset`, "
-            "`ogb:ogbn-arxiv`, a dataset of one part, as `dglx ingest` writes it.",
-        ),
-    ],
-    parts: Annotated[int, typer.Option(help="Number of parts; independent of ranks and servers.")] = 2,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="random, hash, contiguous, metis, kaminpar, ldg, fennel, hierarchical, feature, file, or "
-            "one of another package. Without it: kaminpar for one balance weight, metis for more."
-        ),
-    ] = None,
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder to write; must not hold anything yet.")
-    ] = Path("data/partitioned"),
-    balance: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B",
-            help="Weights to balance: nodes, degree, train, val, test, ntype, etype, a column.",
-        ),
-    ] = None,
-    tolerance: Annotated[
-        str | None,
-        typer.Option(
-            metavar="T", help="Allowed excess of the heaviest part: 0.05, or train=0.1,degree=0.02."
-        ),
-    ] = None,
-    target_weights: Annotated[
-        str | None, typer.Option(metavar="W,W", help="Share of each part, for unequal machines: 1,1,2.")
-    ] = None,
-    objective: Annotated[
-        str, typer.Option(help="Minimise cut edges (cut) or communicated nodes (vol).")
-    ] = "cut",
-    fast: Annotated[
-        bool, typer.Option("--fast", help="Cheaper: less time (kaminpar) or memory (metis), a worse cut.")
-    ] = False,
-    servers: Annotated[
-        int | None, typer.Option(help="For hierarchical: servers; parts = servers x workers.")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(help="For hierarchical: workers in each server.")] = None,
-    trainers_per_server: Annotated[
-        int,
-        typer.Option(
-            metavar="T",
-            help="Partition each part once more, by the same method, and store each node's trainer_id.",
-        ),
-    ] = 1,
-    feature_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TYPE",
-            help="Store features as float16, bfloat16 or float32: all of them, or feat=float16,x=bfloat16.",
-        ),
-    ] = None,
-    file: Annotated[
-        Path | None, typer.Option(help="For file: one part id per node (.npy, .txt, .csv).")
-    ] = None,
-    threads: Annotated[int, typer.Option(help="Threads of the partitioner, if it supports them.")] = 1,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same parts.")] = 0,
-    format: Annotated[str, typer.Option(help="dglx, or dgl: what DGL's own load_partition reads.")] = "dglx",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in DIR.")] = False,
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the dataset source; repeatable.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PartitionCommand:
+    """Options of ``dglx partition``; those of PartitionPlan and PartitionOptions have their names."""
+
+    data: str = option(
+        ...,
+        "`synthetic`, `synthetic:nodes=20000,degree=25,seed=0`, a `.npz` file, a `.bin` of "
+        "saved DGL graphs, a folder or `.json` of CSV / Parquet tables, `dgl:CoraGraphDataset`, "
+        "`ogb:ogbn-arxiv`, a dataset of one part, as `dglx ingest` writes it.",
+        metavar="DATA",
+    )
+    num_parts: int = option(2, "Number of parts; independent of ranks and servers.", flag="--parts")
+    method: str | None = option(
+        None,
+        "random, hash, contiguous, metis, kaminpar, ldg, fennel, hierarchical, feature, file, or "
+        "one of another package. Without it: kaminpar for one balance weight, metis for more.",
+    )
+    out: Path = option(
+        Path("data/partitioned"), "Folder to write; must not hold anything yet.", metavar="DIR"
+    )
+    balance: tuple[str, ...] = option(
+        tuple,
+        "Weights to balance: nodes, degree, train, val, test, ntype, etype, a column.",
+        metavar="A,B",
+        parse=names,
+    )
+    tolerance: float | Mapping[str, float] = option(
+        dict,
+        "Allowed excess of the heaviest part: 0.05, or train=0.1,degree=0.02.",
+        metavar="T",
+        parse=tolerances,
+    )
+    target_weights: tuple[float, ...] | None = option(
+        None, "Share of each part, for unequal machines: 1,1,2.", metavar="W,W", parse=fractions
+    )
+    objective: str = option("cut", "Minimise cut edges (cut) or communicated nodes (vol).")
+    fast: bool = option(False, "Cheaper: less time (kaminpar) or memory (metis), a worse cut.")
+    servers: int | None = option(None, "For hierarchical: servers; parts = servers x workers.")
+    workers: int | None = option(None, "For hierarchical: workers in each server.")
+    trainers_per_part: int = option(
+        1,
+        "Partition each part once more, by the same method, and store each node's trainer_id.",
+        flag="--trainers-per-server",
+        metavar="T",
+    )
+    feature_dtype: str | dict[str, str] | None = option(
+        None,
+        "Store features as float16, bfloat16 or float32: all of them, or feat=float16,x=bfloat16.",
+        metavar="TYPE",
+        parse=by_name,
+    )
+    file: Path | None = option(None, "For file: one part id per node (.npy, .txt, .csv).")
+    threads: int = option(1, "Threads of the partitioner, if it supports them.")
+    seed: int = option(0, "The same seed gives the same parts.")
+    format: str = option("dglx", "dglx, or dgl: what DGL's own load_partition reads.")
+    overwrite: bool = option(False, "Replace what is in DIR.")
+    source_options: Mapping[str, object] = option(
+        dict,
+        "Option of the dataset source; repeatable.",
+        flag="--option",
+        metavar="NAME=VALUE",
+        kind=list[str],
+        parse=literals,
+    )
+
+
+@command(PartitionCommand)
+def partition(config: PartitionCommand, _given: Set[str]) -> None:
     """Partition a graph into a folder that every strategy trains on.
 
     Example: `dglx partition ogb:ogbn-arxiv --parts 4 --method metis --balance train,degree --out data/arxiv`
@@ -165,33 +148,16 @@ def partition(  # noqa: PLR0913  # one argument per option
     from dglx_dist.data.partition.base import PartitionOptions
     from dglx_dist.prepare import PartitionPlan, load_graph, partition_to_disk
 
-    plan = PartitionPlan(
-        num_parts=parts,
-        method=method,
-        seed=seed,
-        options=PartitionOptions(
-            balance=names(balance),
-            tolerance=tolerances(tolerance),
-            target_weights=fractions(target_weights, "--target-weights"),
-            objective=objective,  # type: ignore[arg-type]  # checked by PartitionOptions
-            fast=fast,
-            servers=servers,
-            workers=workers,
-            file=file,
-            threads=threads,
-        ),
-        format=format,  # type: ignore[arg-type]  # checked by PartitionPlan
-        overwrite=overwrite,
-        trainers_per_part=trainers_per_server,
-        feature_dtype=by_name(feature_dtype, "--feature-dtype"),
-    )
+    options = PartitionOptions(**common_fields(config, PartitionOptions))
+    plan = PartitionPlan(**common_fields(config, PartitionPlan), options=options)
+    out, trainers = config.out, plan.trainers_per_part
     plan.check_target(out)
     # A wrong name is an error before minutes of loading.
     chosen = plan.partitioner
-    graph = load_graph(data, **literals(option or [], "--option"))
+    graph = load_graph(config.data, **config.source_options)
     write(
-        f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; {parts} parts by {chosen}"
-        + (f", each for {trainers_per_server} trainers" if trainers_per_server > 1 else "")
+        f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; "
+        f"{plan.num_parts} parts by {chosen}" + (f", each for {trainers} trainers" if trainers > 1 else "")
     )
     quality = partition_to_disk(graph, out, plan)
     write(
@@ -200,4 +166,4 @@ def partition(  # noqa: PLR0913  # one argument per option
     )
     for name, reached in quality.missed.items():
         write(f"warning: {name} reached {reached:.3f}, more than asked for", style="yellow")
-    write(f"written to {out}; next: dglx inspect {out}" if format == "dglx" else f"written to {out}")
+    write(f"written to {out}; next: dglx inspect {out}" if plan.format == "dglx" else f"written to {out}")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import psutil
@@ -15,31 +14,28 @@ import torch
 
 from dglx_dist.api import init
 from dglx_dist.auto import DEFAULT_STRATEGY, NO_BATCHES, BatchRequest, draws_of, steps_of
-from dglx_dist.cli.common import check_fanouts, check_values
-from dglx_dist.data.partition.base import PARTITIONERS
+from dglx_dist.cli.options import common_fields
+from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.data.storage.manifest import read_manifest
-from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import marked_ids
 from dglx_dist.planner import expected
 from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, enumerate_candidates, schemes_of
-from dglx_dist.planner.choose import FULL_GRAPH_EPOCHS, Constraints, Regions, choose, find_regions
+from dglx_dist.planner.choose import Constraints, Regions, choose, find_regions
 from dglx_dist.planner.cost_model import PROGRAM_BYTES, Measured, MemoryModel
 from dglx_dist.planner.dry_run import DryRunConfig, dry_run
 from dglx_dist.planner.model_shape import shape_of_kind, shape_of_module
 from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import Candidate, Choice, Cluster, Rate
 from dglx_dist.planner.workload import (
-    DRY_BATCHES,
     TRAIN_MASK,
-    Draws,
     Figures,
     check_plannable,
     check_train_nodes,
     stats_of_figures,
 )
 from dglx_dist.records import FEATURE, NODE_TYPE
-from dglx_dist.training.models import MODEL_KINDS, build_model, check_kind
+from dglx_dist.training.models import build_model
 
 Notify = Callable[[str], None]
 
@@ -53,107 +49,16 @@ _DEFAULT_RATE = "1gbit"
 MAP_WIDTHS = (8, 16, 32, 64, 128, 256)
 MAP_BITS_PER_S, MAP_STEPS = (0.05e9, 50e9), 31
 """Range of the bandwidths of a map, and their number."""
-_STRUCTURES = ("auto", "replicated", "partitioned")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """Graph, model and servers of a plan.
+def constraints_of(plan: PlanConfig) -> Constraints:
+    """Return the constraints of the choice: whole graphs where there are no mini-batches."""
+    whole = plan.unit == "mini_batch" and draws_of(_batches_of(plan)) is None
+    return Constraints(**common_fields(plan, Constraints) | ({"unit": "full_graph"} if whole else {}))
 
-    Raises:
-        UnknownNameError: there is no such model, or no such partitioner.
-        ConfigError: a value is out of range, or not exactly one of data and figures is given.
-    """
 
-    data: str | None = None
-    figures: Figures | None = None
-    model: str = "sage"
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 4
-    fanouts: tuple[int, ...] | None = None
-    batch_size: int | None = None
-    servers: int = 2
-    ranks_per_server: int = 1
-    external: Rate | None = None
-    internal: Rate | None = None
-    latency_ms: float | None = None
-    cores: float | None = None
-    """Of a rank; None: this machine's, divided by the ranks that share it."""
-    here: bool = False
-    """Whether all servers are this machine, as under ``dglx train --servers`` and scripts/netlab."""
-    memory_bytes: int | None = None
-    """Of a rank."""
-    speed: float = 1.0
-    """With figures: speed of a rank relative to one core of a server."""
-    unit: Literal["mini_batch", "full_graph", "any"] = "mini_batch"
-    estimators: bool = False
-    full_graph_epochs: float = FULL_GRAPH_EPOCHS
-    dry_batches: int = DRY_BATCHES
-    """Counted batches of each rank; 0: all of an epoch."""
-    epoch: int = 1
-    seed: int = 0
-    structure: Literal["auto", "replicated", "partitioned"] = "auto"
-
-    def __post_init__(self) -> None:
-        check_kind(self.model, MODEL_KINDS)
-        checks = (
-            ("servers", self.servers < 1, "at least 1"),
-            ("ranks-per-server", self.ranks_per_server < 1, "at least 1"),
-            ("layers", self.layers < 1, "at least 1"),
-            ("hidden", self.hidden < 1, "at least 1"),
-            ("dry-batches", self.dry_batches < 0, "at least 0"),
-            ("speed", not 0 < self.speed < float("inf"), "a number above 0"),
-            ("cores", self.cores is not None and not 0 < self.cores < float("inf"), "a number above 0"),
-            ("latency-ms", not 0 <= (self.latency_ms or 0.0) < float("inf"), "a number of at least 0"),
-            ("full-graph-epochs", not 0 < self.full_graph_epochs < float("inf"), "a number above 0"),
-            ("batch-size", self.batch_size is not None and self.batch_size < 1, "at least 1"),
-            ("structure", self.structure not in _STRUCTURES, "auto, replicated or partitioned"),
-            ("unit", self.unit not in ("mini_batch", "full_graph", "any"), "mini_batch, full_graph or any"),
-            ("seed", self.seed < 0, "at least 0"),
-            (
-                "heads",
-                self.model == "gat" and (self.heads < 1 or self.hidden % self.heads > 0),
-                f"a divisor of --hidden {self.hidden}",
-            ),
-        )
-        check_values(self, checks)
-        if (self.data is None) == (self.figures is None):
-            raise ConfigError(
-                "give either the folder of a partitioned dataset (--data DIR), or the figures of a graph "
-                "(--nodes, --edges, --features)"
-            )
-        if self.figures is not None:
-            PARTITIONERS.resolve(self.figures.method)
-        check_fanouts(self.fanouts, self.layers)
-
-    @property
-    def batches(self) -> BatchRequest:
-        """Mini-batches to count."""
-        return BatchRequest(
-            unit=self.unit,
-            num_layers=self.layers,
-            fanouts=self.fanouts,
-            batch_size=self.batch_size,
-            epoch=self.epoch,
-            dry_batches=self.dry_batches,
-        )
-
-    @property
-    def draws(self) -> Draws | None:
-        """Mini-batches; None for a deep model without fan-outs, or for whole graphs alone."""
-        return draws_of(self.batches)
-
-    @property
-    def ranks_of_machine(self) -> int:
-        """Ranks that share the cores and the memory of one machine."""
-        return self.ranks_per_server * (self.servers if self.here else 1)
-
-    @property
-    def constraints(self) -> Constraints:
-        """Constraints of the choice: whole graphs where there are no mini-batches."""
-        unit = "full_graph" if self.draws is None and self.unit == "mini_batch" else self.unit
-        return Constraints(unit=unit, estimators=self.estimators, full_graph_epochs=self.full_graph_epochs)
+def _batches_of(plan: PlanConfig) -> BatchRequest:
+    return BatchRequest(num_layers=plan.layers, **common_fields(plan, BatchRequest))
 
 
 def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
@@ -168,22 +73,23 @@ def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
         StorageError: it is missing or damaged.
     """
     known, candidates = measured(plan, notify)
-    return choose(candidates, known, plan.constraints)
+    return choose(candidates, known, constraints_of(plan))
 
 
 def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, tuple[Candidate, ...]]:
     """Return counts and rates, and the candidates that they suffice for."""
-    return _from_figures(plan, plan.figures) if plan.figures is not None else _from_dataset(plan, notify)
+    return _from_figures(plan) if plan.data is None else _from_dataset(plan, plan.data, notify)
 
 
-def _from_figures(plan: PlanConfig, figures: Figures) -> tuple[Measured, tuple[Candidate, ...]]:
+def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
+    figures = Figures(method=plan.partitioner, **common_fields(plan, Figures))
     graph, cluster = stats_of_figures(figures, plan.servers), cluster_of(plan)
     shape = shape_of_kind(plan.model, graph.features, plan.hidden, graph.classes, plan.layers, plan.heads)
     memory = MemoryModel(
         graph=graph, shape=shape, cluster=cluster, program_bytes=PROGRAM_BYTES, replicated=True
     )
     partitioned = _is_partitioned(plan, memory.structure)
-    draws = plan.draws
+    draws = draws_of(_batches_of(plan))
     batches = None
     if draws is not None:
         batches = expected.batches(
@@ -219,18 +125,19 @@ def _from_figures(plan: PlanConfig, figures: Figures) -> tuple[Measured, tuple[C
 
 
 def _batch_assumptions(plan: PlanConfig) -> tuple[str, ...]:
-    return (NO_BATCHES,) if plan.batches.is_deep else ()
+    return (NO_BATCHES,) if _batches_of(plan).is_deep else ()
 
 
-def _from_dataset(plan: PlanConfig, notify: Notify | None) -> tuple[Measured, tuple[Candidate, ...]]:
-    assert plan.data is not None
-    check_plannable(read_manifest(Path(plan.data)), plan.data)
+def _from_dataset(
+    plan: PlanConfig, folder: str, notify: Notify | None
+) -> tuple[Measured, tuple[Candidate, ...]]:
+    check_plannable(read_manifest(Path(folder)), folder)
     cluster = cluster_of(plan)
     threads, here = torch.get_num_threads(), len(os.sched_getaffinity(0))
     torch.set_num_threads(min(max(int(cluster.cores), 1), here))
     try:
         with init(DEFAULT_STRATEGY, seed=plan.seed) as session:
-            g = DistGraph(plan.data, structure="replicated", session=session)
+            g = DistGraph(folder, structure="replicated", session=session)
             known, candidates = _measured_on(plan, g, cluster, notify)
             g.close()
             return known, candidates
@@ -248,7 +155,7 @@ def _measured_on(
     shape = shape_of_module(plain, plan.model, features, plan.hidden, classes, plan.layers, plan.heads)
     seeds = len(marked_ids(g.ndata[TRAIN_MASK], g.num_nodes()))
     check_train_nodes(seeds, str(plan.data))
-    draws = plan.draws
+    draws = draws_of(_batches_of(plan))
     partitioned = _is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges())
     # Cache policy vip needs all edges.
     caches = () if partitioned else CACHE_SIZES
@@ -286,7 +193,7 @@ def _core_assumptions(cluster: Cluster) -> tuple[str, ...]:
 
 def _search_space(plan: PlanConfig, steps: int, caches: tuple[float, ...]) -> SearchSpace:
     return SearchSpace(
-        ranks=plan.servers * plan.ranks_per_server,
+        ranks=plan.servers * plan.per_server,
         servers=plan.servers,
         num_layers=plan.layers,
         steps=steps,
@@ -303,7 +210,7 @@ def cluster_of(plan: PlanConfig) -> Cluster:
     if plan.latency_ms is None and plan.servers > 1:
         assumptions.append(f"{_LATENCY_MS:g} ms for a message between servers (--latency-ms)")
     inside = _LOOPBACK_BYTES_PER_S if plan.internal is None else _PAYLOAD * plan.internal.bits_per_s / 8
-    if plan.internal is None and plan.ranks_per_server > 1:
+    if plan.internal is None and plan.per_server > 1:
         assumptions.append(f"{inside / 1e9:g} GB/s between the ranks of a server (--bandwidth-internal)")
     sharing = plan.ranks_of_machine
     where = "all servers share this machine" if plan.here else "each server is as this machine"
@@ -317,7 +224,7 @@ def cluster_of(plan: PlanConfig) -> Cluster:
         assumptions.append(f"{memory / 1e9:.1f} GB of memory a rank: {where} (--memory)")
     return Cluster(
         servers=plan.servers,
-        ranks_per_server=plan.ranks_per_server,
+        ranks_per_server=plan.per_server,
         external_bytes_per_s=_PAYLOAD * rate.bits_per_s / 8,
         internal_bytes_per_s=inside,
         latency_s=(_LATENCY_MS if plan.latency_ms is None else plan.latency_ms) / 1e3,
@@ -353,5 +260,5 @@ def make_map(plan: PlanConfig, notify: Notify | None = None) -> tuple[Choice, Re
         for hidden in sorted(widths)
     } | {plan.hidden: known.shape}
     rates = [_PAYLOAD / 8 * bits for bits in np.geomspace(*MAP_BITS_PER_S, MAP_STEPS)]
-    found = find_regions(known, candidates, plan.constraints, shapes, [float(rate) for rate in rates])
-    return choose(candidates, known, plan.constraints), found
+    found = find_regions(known, candidates, constraints_of(plan), shapes, [float(rate) for rate in rates])
+    return choose(candidates, known, constraints_of(plan)), found

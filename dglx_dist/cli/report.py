@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from dglx_dist.cli.common import draw_or_warn, show, warn, write
+from dglx_dist.cli.common import check_picture, draw_or_warn, show, warn, write
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dglx_dist.records import ColumnInfo
 
 PICTURE = "partition.png"
+_ELSEWHERE = "; say where with --picture FILE"
 HOPS = 4
 """Default of ``--hops``."""
 
@@ -61,6 +62,8 @@ def inspect(
 
     check_closure(closure, hops=hops, servers=servers)
     dataset = open_dataset(folder, verify=verify)  # type: ignore[arg-type]  # checked there
+    if picture is not None:
+        check_picture(picture, "--picture", PICTURE)
     manifest, quality = dataset.manifest, dict(dataset.manifest.quality)
     sizes = part_bytes(manifest)
     console = Console(highlight=False, markup=False)
@@ -77,20 +80,9 @@ def inspect(
     target = picture or folder / "cache" / PICTURE
     if closure:
         _show_closure(dataset, target, hops=hops, servers=servers)
-
-    def draw() -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        columns = {**per_part, "MB on disk": [size / 1e6 for size in sizes]}
-        draw_parts(columns, target, title=f"{manifest.name}: {cut}")
-
-    if picture is None:
-        draw_or_warn(draw, target, remedy="; say where with --picture FILE")
-        return
-    try:
-        draw()
-    except OSError as error:
-        raise ConfigError(f"--picture {picture} cannot be written: {error.strerror}") from error
-    console.print(f"picture: {target}", soft_wrap=True)
+    columns = {**per_part, "MB on disk": [size / 1e6 for size in sizes]}
+    title = f"{manifest.name}: {cut}"
+    draw_or_warn(lambda: draw_parts(columns, target, title=title), target, _ELSEWHERE)
 
 
 def overview(manifest: Manifest) -> dict[str, object]:
@@ -163,11 +155,8 @@ def _show_closure(dataset: StoredDataset, picture: Path, *, hops: int | None, se
     show(expansion_table(factors, foreign, feature_bytes(manifest), found.work.max(axis=1).tolist()))
     target = picture.with_name(f"{picture.stem}-closure.png")
 
-    def draw() -> None:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draw_expansion(factors, target, title=f"{manifest.name}, {len(factors[0])} servers")
-
-    draw_or_warn(draw, target, remedy="; say where with --picture FILE")
+    title = f"{manifest.name}, {len(factors[0])} servers"
+    draw_or_warn(lambda: draw_expansion(factors, target, title=title), target, _ELSEWHERE)
 
 
 def feature_bytes(manifest: Manifest) -> int:

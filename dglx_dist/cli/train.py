@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from dglx_dist.cli.common import LAUNCHED, literals, say, show, whole_numbers, write
+from dglx_dist.cli.common import LAUNCHED, say, show, write
+from dglx_dist.cli.options import command
+from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.comm.topology import launched_by_torchrun, rank_environment, read_topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.tables import plural
@@ -82,150 +83,8 @@ def ranks_of_each(ranks: int, servers: int | None) -> int | None:
     return ranks // servers
 
 
-_MODEL, _RUN, _LOADER = "Model and optimizer", "Run folder, evaluation, checkpoints", "Loading"
-
-
-def train(  # noqa: PLR0913  # one argument per option
-    data: Annotated[Path, typer.Argument(metavar="DIR", help="What `dglx partition` wrote.")],
-    strategy: Annotated[
-        str,
-        typer.Option(help="A wrong name lists all strategies; auto chooses one."),
-    ] = "data_parallel",
-    ranks: Annotated[
-        int | None,
-        typer.Option(help="Processes to start here, with torchrun. Default: one, or those of torchrun."),
-    ] = None,
-    servers: Annotated[
-        int | None,
-        typer.Option(help="Treat the ranks as if they were on this number of machines. Default: one."),
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the strategy; repeatable.")
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that a rank may be silent.")] = 300.0,
-    seed: Annotated[
-        int, typer.Option(help="Of weights, order and samples, which are equal on any number of ranks.")
-    ] = 0,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="sage, gcn, sgc, gat, mlp or resgcn (deep); for several types rgcn or hgt.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "sage",
-    layers: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Convolutions.")] = 2,
-    hidden: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Width between them.")] = 64,
-    heads: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Attention heads of gat and hgt.")] = 4,
-    dropout: Annotated[
-        float, typer.Option(rich_help_panel=_MODEL, help="Probability, after each layer but the last.")
-    ] = 0.5,
-    recompute: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=_MODEL,
-            help="Save memory in resgcn: backward recomputes each layer, and either exchanges rows of "
-            "other ranks again (exchange) or keeps them (keep).",
-        ),
-    ] = "none",
-    epochs: Annotated[int, typer.Option(rich_help_panel=_MODEL, help="Of the whole run.")] = 20,
-    lr: Annotated[float, typer.Option(rich_help_panel=_MODEL, help="Learning rate of Adam.")] = 0.01,
-    weight_decay: Annotated[float, typer.Option(rich_help_panel=_MODEL, help="Of Adam.")] = 0.0,
-    fanout: Annotated[
-        str | None,
-        typer.Option(
-            metavar="K,K",
-            rich_help_panel=_LOADER,
-            help="Neighbours sampled per node and layer, input-most first; -1: all. Default: 25, then 10 "
-            "for each other layer; all where the strategy takes the whole graph.",
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel=_LOADER,
-            help="Targets per rank and step. Default: 512; all where the strategy takes the whole graph.",
-        ),
-    ] = None,
-    structure: Annotated[
-        str, typer.Option(rich_help_panel=_LOADER, help="auto, replicated on each server, or partitioned.")
-    ] = "auto",
-    cache: Annotated[
-        str | None,
-        typer.Option(
-            metavar="POLICY",
-            rich_help_panel=_LOADER,
-            help="Cache features of other servers: vip (most needed by batches), degree or halo.",
-        ),
-    ] = None,
-    cache_alpha: Annotated[
-        float,
-        typer.Option(
-            rich_help_panel=_LOADER, help="Size of the cache, as a fraction of the server's own nodes."
-        ),
-    ] = 0.2,
-    depth: Annotated[
-        int | None, typer.Option(rich_help_panel=_LOADER, help="Batches prepared ahead. Default: 1.")
-    ] = None,
-    loader_threads: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel=_LOADER, help="Threads that prepare them; 0: the training loop. Default: 1."
-        ),
-    ] = None,
-    verify: Annotated[
-        str, typer.Option(rich_help_panel=_LOADER, help="auto: read new files, full: all, never.")
-    ] = "auto",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUNDIR",
-            rich_help_panel=_RUN,
-            help="An earlier run there is replaced. Default: runs/NAME-STRATEGY, NAME of DIR.",
-        ),
-    ] = None,
-    eval_every: Annotated[
-        int, typer.Option(rich_help_panel=_RUN, help="Epochs between exact evaluations; 0: at the end.")
-    ] = 1,
-    patience: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel=_RUN, help="Stop after this number of evaluations without a better one."
-        ),
-    ] = None,
-    checkpoint_every: Annotated[
-        int,
-        typer.Option(rich_help_panel=_RUN, help="Epochs between checkpoints in RUNDIR/checkpoints; 0: none."),
-    ] = 0,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume",
-            rich_help_panel=_RUN,
-            help="Resume from the newest checkpoint in RUNDIR; from the start if there is none.",
-        ),
-    ] = False,
-    predictions: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", rich_help_panel=_RUN, help="Write the class of every node, as Parquet."),
-    ] = None,
-    save_embeddings: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", rich_help_panel=_RUN, help="Write every node's last hidden layer, as Parquet."
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            rich_help_panel=_RUN,
-            help="Write a timeline of all ranks, for Perfetto; `dglx report FILE` draws it.",
-        ),
-    ] = None,
-    trace_steps: Annotated[
-        int, typer.Option(rich_help_panel=_RUN, help="Number of first steps in the trace.")
-    ] = 200,
-) -> None:
+@command(TrainConfig)
+def train(config: TrainConfig, _given: Set[str]) -> None:
     """Train a model on a partitioned dataset, evaluate it exactly, and write results and cost to a folder.
 
     Two processes here: `dglx train data/demo --ranks 2 --epochs 5 --out runs/demo`
@@ -235,51 +94,17 @@ def train(  # noqa: PLR0913  # one argument per option
     RUNDIR gets `summary.json`, `metrics.jsonl`, `config.json` and `picture.png`; `dglx report RUNDIR` shows
     them again.
     """
-    from dglx_dist.cli.train_config import TrainConfig
-
-    plan = TrainConfig(
-        data=str(data),
-        out=str(out or Path("runs") / f"{data.absolute().name}-{strategy}"),
-        strategy=strategy,
-        strategy_options=literals(option or [], "--option"),
-        model=model,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        dropout=dropout,
-        recompute=recompute,
-        fanouts=None if fanout is None else whole_numbers(fanout, "--fanout"),
-        batch_size=batch_size,
-        epochs=epochs,
-        lr=lr,
-        weight_decay=weight_decay,
-        seed=seed,
-        eval_every=eval_every,
-        patience=patience,
-        checkpoint_every=checkpoint_every,
-        resume=resume,
-        structure=structure,  # type: ignore[arg-type]  # checked by DistGraph
-        verify=verify,  # type: ignore[arg-type]  # checked by open_dataset
-        cache=cache,
-        cache_alpha=cache_alpha,
-        depth=depth,
-        loader_threads=loader_threads,
-        timeout_s=timeout,
-        predictions=None if predictions is None else str(predictions),
-        save_embeddings=None if save_embeddings is None else str(save_embeddings),
-        trace=None if trace is None else str(trace),
-        trace_steps=trace_steps,
-    )
+    ranks, servers = config.ranks, config.servers
     if launched_by_torchrun():
         check_launched(ranks, servers)
     elif ranks is not None:
-        check_names(strategy, data, servers or 1)
+        check_names(config.strategy, Path(config.data), servers or 1)
         raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
     elif servers not in (None, 1):
         raise ConfigError(f"--servers {servers} divides ranks among servers; give their number with --ranks")
     from dglx_dist.cli.train_job import train_dataset
 
-    trained = train_dataset(plan)
+    trained = train_dataset(config)
     if trained.rank == 0:
         from dglx_dist.report.tables import epoch_table, summary_table
 

@@ -28,6 +28,7 @@ from dglx_dist.auto import (
     plan_of_run,
     plan_summary,
 )
+from dglx_dist.cli.options import common_fields
 from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.comm.collectives import barrier, broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
@@ -88,15 +89,7 @@ def _resolve_auto(
 
 
 def _training_of(plan: TrainConfig) -> Training:
-    return Training(
-        fanouts=plan.fanouts,
-        batch_size=plan.batch_size,
-        epochs=plan.epochs,
-        num_layers=plan.layers,
-        kind=plan.model,
-        heads=plan.heads,
-        hidden=plan.hidden,
-    )
+    return Training(num_layers=plan.layers, kind=plan.model, **common_fields(plan, Training))
 
 
 def _saved_plan(g: DistGraph, folder: Path) -> dict[str, Any] | None:
@@ -143,20 +136,12 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> BuiltMod
         if FEATURE not in g.nodes[name].data
     }
     inputs = EntityInputs(g, embeddings=embeddings)
-    widths, out = inputs.feature_widths, [ntype]
+    widths = inputs.feature_widths
+    options: dict[str, Any] = {"layers": plan.layers, "dropout": plan.dropout, "out_types": [ntype]}
     module = (
-        RGCN(g, widths, plan.hidden, classes, layers=plan.layers, dropout=plan.dropout, out_types=out)
+        RGCN(g, widths, plan.hidden, classes, **options)
         if plan.model == "rgcn"
-        else HGT(
-            g,
-            widths,
-            plan.hidden,
-            classes,
-            layers=plan.layers,
-            heads=plan.heads,
-            dropout=plan.dropout,
-            out_types=out,
-        )
+        else HGT(g, widths, plan.hidden, classes, heads=plan.heads, **options)
     )
     sparse = SparseAdam(list(embeddings.values()), lr=plan.lr) if embeddings else None
     return BuiltModel(module=module, inputs=inputs, sparse=sparse)
@@ -172,13 +157,13 @@ def _build_homogeneous(plan: TrainConfig, g: DistGraph, width: int, classes: int
 
 def _check_outputs(plan: TrainConfig, g: DistGraph) -> None:
     """Check before training that results can be written; collective."""
-    folders = [Path(name).absolute() for name in (plan.predictions, plan.save_embeddings) if name]
 
     def check() -> None:
-        for folder in folders:
-            check_target(folder, overwrite=True)
+        for name in (plan.predictions, plan.save_embeddings):
+            if name is not None and g.session.topology.rank == 0:
+                check_target(Path(name).absolute(), overwrite=True)
 
-    run_on_all_ranks(g.session, lambda: check() if g.session.topology.rank == 0 else None)
+    run_on_all_ranks(g.session, check)
 
 
 def _write_outputs(
@@ -414,18 +399,11 @@ def _fit(
     if plan.cache is not None and not g.kvstore.has_cache:
         _cache_features(plan, g, ntype, plan.cache)
     has_checkpoints = plan.checkpoint_every > 0 or plan.resume
-    config = FitConfig(
-        epochs=plan.epochs,
-        eval_every=plan.eval_every,
-        patience=plan.patience,
-        checkpoint_folder=Path(plan.out) / CHECKPOINTS if has_checkpoints else None,
-        checkpoint_every=max(plan.checkpoint_every, 1),
-        resume=plan.resume,
-        ntype=ntype,
-        inputs=built.inputs,
-        trace=plan.trace,
-        trace_steps=plan.trace_steps,
-    )
+    options = common_fields(plan, FitConfig) | {
+        "checkpoint_folder": Path(plan.out) / CHECKPOINTS if has_checkpoints else None,
+        "checkpoint_every": max(plan.checkpoint_every, 1),
+    }
+    config = FitConfig(**options, ntype=ntype, inputs=built.inputs)
     loader_options: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
     return fit(
         built.module,

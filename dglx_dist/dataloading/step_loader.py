@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -27,6 +26,7 @@ from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type
 from dglx_dist.keyed_random import hash_ids, stream_key
 from dglx_dist.records import Array, StepShare
+from dglx_dist.registry import did_you_mean
 
 T = TypeVar("T")
 
@@ -174,9 +174,9 @@ def read_options(options: Mapping[str, Any]) -> LoaderOptions:
             if options[name]:
                 warnings.warn(f"{name}={options[name]} has no effect: {_NEEDLESS[name]}", stacklevel=3)
         elif name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"the loader has no option {name!r}{hint} (known: {', '.join(known)})")
+            raise ConfigError(
+                f"the loader has no option {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
+            )
     read = LoaderOptions(**{name: value for name, value in options.items() if name in known})
     whole_number("depth", read.depth, least=1)
     whole_number("num_threads", read.num_threads, least=0)

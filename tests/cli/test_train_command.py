@@ -60,13 +60,6 @@ def test_a_deep_model_over_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -> N
     assert planned(monkeypatch, "--fanout", "5,-1").fanouts == (5, -1)
 
 
-def test_what_is_computed_again_is_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong, said in (("all", "must be none, exchange or keep"), ("keep", "must be left out")):
-        shown = CliRunner().invoke(app, ["train", "data", "--recompute", wrong])
-        assert isinstance(shown.exception, ConfigError)
-        assert said in str(shown.exception)
-
-
 def test_nothing_is_started_where_auto_has_nothing_to_choose_among(tmp_path: Path) -> None:
     raw = two_triangles()
     partition_to_disk(raw, tmp_path / "one", PartitionPlan(num_parts=2, method="contiguous"))

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dglx_dist.api import fit, init
-from dglx_dist.cli.plan_job import PlanConfig, measured
+from dglx_dist.cli.plan_config import PlanConfig
+from dglx_dist.cli.plan_job import measured
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner.candidates import CACHE_SIZES

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dglx_dist.cli.plan_job import PlanConfig, make_plan
+from dglx_dist.cli.plan_config import PlanConfig
+from dglx_dist.cli.plan_job import make_plan
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.model_shape import topology_of
-from dglx_dist.planner.workload import Figures, RankCount, RowSizes, work_of_counts
+from dglx_dist.planner.workload import RankCount, RowSizes, work_of_counts
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 
 SIZES = RowSizes(feature=40, label=8, gradients=100, partitioned=False)
@@ -65,7 +67,9 @@ def test_a_large_cluster_is_planned_from_figures_with_its_assumptions() -> None:
     began = time.process_time()
     choice = make_plan(
         PlanConfig(
-            figures=Figures(nodes=1e9, edges=2e10, features=128),
+            nodes=1e9,
+            edges=2e10,
+            features=128,
             servers=64,
             ranks_per_server=8,
             memory_bytes=80 * 10**9,
@@ -95,15 +99,13 @@ def test_figures_alone_come_near_what_is_counted(tmp_path: Path) -> None:
     graph = counted.graph
     told = make_plan(
         PlanConfig(
-            figures=Figures(
-                nodes=graph.nodes,
-                edges=graph.edges,
-                features=16,
-                classes=graph.classes,
-                train_share=graph.train_nodes / graph.nodes,
-                edge_cut=graph.edge_cut,
-                degree_spread=graph.degree_spread,
-            ),
+            nodes=graph.nodes,
+            edges=graph.edges,
+            features=16,
+            classes=graph.classes,
+            train_share=graph.train_nodes / graph.nodes,
+            edge_cut=graph.edge_cut,
+            degree_spread=graph.degree_spread,
             **common,  # type: ignore[arg-type]
         )
     )
@@ -117,15 +119,16 @@ def test_figures_alone_come_near_what_is_counted(tmp_path: Path) -> None:
 
 def test_figures_that_make_no_sense_are_refused() -> None:
     for wrong, message in (
-        (Figures(nodes=0, edges=1, features=1), "--nodes 0"),
-        (Figures(nodes=1e30, edges=1, features=1), "--nodes 1e.30 must be from 1 to"),
-        (Figures(nodes=float("nan"), edges=1, features=1), "--nodes nan"),
-        (Figures(nodes=10, edges=1, features=1, edge_cut=2.0), "--edge-cut 2"),
-        (Figures(nodes=10, edges=1, features=1, train_share=0.0), "--train-share 0"),
-        (Figures(nodes=10, edges=1, features=1, degree_spread=0.5), "--degree-spread 0.5"),
+        ({"nodes": 0}, "--nodes 0"),
+        ({"nodes": 1e30}, "--nodes 1e.30 must be from 1 to"),
+        ({"nodes": float("nan")}, "--nodes nan"),
+        ({"edge_cut": 2.0}, "--edge-cut 2"),
+        ({"train_share": 0.0}, "--train-share 0"),
+        ({"degree_spread": 0.5}, "--degree-spread 0.5"),
     ):
+        figures: dict[str, Any] = {"nodes": 10, "edges": 1, "features": 1}
         with pytest.raises(ConfigError, match=message):
-            make_plan(PlanConfig(figures=wrong))
+            make_plan(PlanConfig(**figures | wrong))
     with pytest.raises(ConfigError, match="--data DIR"):
         PlanConfig()
     with pytest.raises(ConfigError, match="--layers is 2"):

@@ -145,10 +145,6 @@ def test_refusals() -> None:
         model_of(2, conv="gat")
     with pytest.raises(UnknownNameError, match="did you mean 'resgcn'"):
         check_kind("resgnc")
-    with pytest.raises(ConfigError, match="--recompute some must be none, exchange or keep"):
-        TrainConfig(data="d", out="o", model="resgcn", recompute="some")
-    with pytest.raises(ConfigError, match="--recompute keep must be left out with --model sage"):
-        TrainConfig(data="d", out="o", recompute="keep")
 
 
 def on_ranks(folder: str) -> dict[str, list[Any]]:

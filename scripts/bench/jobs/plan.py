@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dglx_dist.cli.plan_job import PlanConfig, cluster_of, measured
+from dglx_dist.cli.plan_config import PlanConfig
+from dglx_dist.cli.plan_job import cluster_of, constraints_of, measured
 from dglx_dist.planner.choose import choose
 from dglx_dist.planner.records import Candidate, Choice, Rate
 from scripts.bench.jobs.context import JobContext
@@ -31,11 +32,12 @@ def _choices(told: Mapping[str, Any]) -> dict[str, Any]:
         fields["fanouts"] = tuple(fields["fanouts"])
     asked = PlanConfig(**fields)
     known, candidates = measured(asked)
-    compared = [one for one in candidates if _is_compared(one, asked.constraints.unit)]
+    constraints = constraints_of(asked)
+    compared = [one for one in candidates if _is_compared(one, constraints.unit)]
     found = {}
     for rate in told["rates"]:
         cluster = cluster_of(replace(asked, external=Rate.parse(rate)))
-        found[rate] = _in_json(choose(compared, replace(known, cluster=cluster), asked.constraints))
+        found[rate] = _in_json(choose(compared, replace(known, cluster=cluster), constraints))
     return found
 
 

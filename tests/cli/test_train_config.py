@@ -11,7 +11,6 @@ from dglx_dist.graph.cache import POLICIES
     ("asked", "said"),
     [
         ({"layers": 0, "fanouts": ()}, "--layers 0"),
-        ({"layers": -1, "fanouts": ()}, "--layers -1"),
         ({"model": "gat", "hidden": 10, "heads": 4}, "--heads 4 must be a divisor of --hidden 10"),
         ({"lr": float("inf")}, "--lr inf"),
         ({"timeout_s": float("inf")}, "--timeout inf"),
@@ -20,6 +19,8 @@ from dglx_dist.graph.cache import POLICIES
         ({"patience": 0}, "--patience 0"),
         ({"patience": 2, "eval_every": 0}, "--eval-every 0 must be at least 1 with --patience"),
         ({"depth": 0}, "--depth 0"),
+        ({"model": "resgcn", "recompute": "all"}, "--recompute all must be none, exchange or keep"),
+        ({"recompute": "keep"}, "--recompute keep must be left out with --model sage"),
         ({"loader_threads": -1}, "--loader-threads -1"),
         ({"strategy_options": {"seed": 1}}, "--option seed"),
         ({"strategy_options": {"backend": "nccl"}}, "--option backend"),
