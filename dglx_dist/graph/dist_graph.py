@@ -226,12 +226,12 @@ class DistGraph(Shared):
         return self._edge_views[self._etype_or_only(None, "g.edges[etype].data")]
 
     @property
-    def nodes(self) -> TypedViews[str]:
+    def nodes(self) -> TypedViews[str, DataView]:
         """``g.nodes[ntype].data``: tensors of the nodes of one type."""
         return TypedViews(lambda ntype: self._node_views[self._known_ntype(ntype)], "arange(g.num_nodes())")
 
     @property
-    def edges(self) -> TypedViews[str | EdgeType]:
+    def edges(self) -> TypedViews[str | EdgeType, DataView]:
         """``g.edges[etype].data``: tensors of the edges of one type."""
         return TypedViews(lambda etype: self._edge_views[self.to_canonical_etype(etype)], "g.find_edges(ids)")
 

@@ -31,6 +31,8 @@ from dglx_dist.graph.structure import Structure
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 K = TypeVar("K")
+V = TypeVar("V")
+U = TypeVar("U")
 
 GRAPH_REMEDY = (
     "its nodes and edges lie on the servers. What changes a graph goes before dx.distribute; batches come "
@@ -589,14 +591,14 @@ class DataView(MutableMapping[str, DistTensor]):
 
 @final
 @dataclass(frozen=True)
-class TypeView:
+class TypeView(Generic[V]):
     """``g.nodes[ntype]`` or ``g.edges[etype]``."""
 
-    data: DataView
+    data: V
 
 
 @final
-class TypedViews(Generic[K]):
+class TypedViews(Generic[K, V]):
     """``g.nodes`` and ``g.edges``.
 
     Args:
@@ -604,11 +606,14 @@ class TypedViews(Generic[K]):
         remedy: What to write for the ids that calling it returns in a DGLGraph.
     """
 
-    def __init__(self, view_of: Callable[[K], DataView], remedy: str) -> None:
+    def __init__(self, view_of: Callable[[K], V], remedy: str) -> None:
         self._view_of, self._remedy = view_of, remedy
 
-    def __getitem__(self, key: K) -> TypeView:
+    def __getitem__(self, key: K) -> TypeView[V]:
         return TypeView(self._view_of(key))
+
+    def map(self, wrap: Callable[[V], U]) -> TypedViews[K, U]:
+        return TypedViews(lambda key: wrap(self._view_of(key)), self._remedy)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """Raise ConfigError, where a DGLGraph returns all ids."""
@@ -630,9 +635,9 @@ class OpenedGraph(Protocol):
     @property
     def canonical_etypes(self) -> list[EdgeType]: ...
     @property
-    def nodes(self) -> TypedViews[str]: ...
+    def nodes(self) -> TypedViews[str, DataView]: ...
     @property
-    def edges(self) -> TypedViews[str | EdgeType]: ...
+    def edges(self) -> TypedViews[str | EdgeType, DataView]: ...
     def num_nodes(self, ntype: str | None = None) -> int: ...
     def num_edges(self, etype: str | EdgeType | None = None) -> int: ...
     def structure(self, etype: str | EdgeType | None = None) -> Structure: ...

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.ids import as_ids, to_tensor
+from dglx_dist.graph.ids import Ids, as_ids, to_tensor
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.records import Array, EdgeType
@@ -45,7 +45,7 @@ class PartitionPolicy:
     def get_part_size(self) -> int:
         return int(self.bounds[self.part_id + 1] - self.bounds[self.part_id])
 
-    def to_partid(self, ids: Tensor) -> Tensor:
+    def to_partid(self, ids: Ids) -> Tensor:
         """Return the partition of each row; IndexError when an id is out of range."""
         rows = as_ids(ids, self.get_size(), self.policy_str)
         return to_tensor(np.searchsorted(self.bounds, rows, side="right") - 1)
