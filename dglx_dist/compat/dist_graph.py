@@ -43,14 +43,17 @@ def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
     if len(kept) in (0, len(graph.canonical_etypes)):
         return graph
     edges = {etype: graph.edges(etype=etype, order="eid") for etype in kept}
-    sources = {ntype: graph.num_src_nodes(ntype) for ntype in graph.srctypes}
     if graph.is_block:
+        sources = {ntype: graph.num_src_nodes(ntype) for ntype in graph.srctypes}
         destinations = {ntype: graph.num_dst_nodes(ntype) for ntype in graph.dsttypes}
         reduced = dgl.create_block(edges, sources, destinations, idtype=graph.idtype, device=graph.device)
         reduced.step_share = getattr(graph, "step_share", None)
+        frames = {"srcnodes": graph.srctypes, "dstnodes": graph.dsttypes, "edges": kept}
     else:
-        reduced = dgl.heterograph(edges, sources, idtype=graph.idtype, device=graph.device)
-    for types, view in ((graph.srctypes, "srcnodes"), (graph.dsttypes, "dstnodes"), (kept, "edges")):
+        counts = {ntype: graph.num_nodes(ntype) for ntype in graph.ntypes}
+        reduced = dgl.heterograph(edges, counts, idtype=graph.idtype, device=graph.device)
+        frames = {"nodes": graph.ntypes, "edges": kept}
+    for view, types in frames.items():
         for key in types:
             getattr(reduced, view)[key].data.update(getattr(graph, view)[key].data)
     return reduced

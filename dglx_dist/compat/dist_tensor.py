@@ -18,7 +18,7 @@ from dglx_dist.compat.wrappers import Wrapper
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor as InnerDistTensor
-from dglx_dist.graph.dist_tensor import opened_graph, union
+from dglx_dist.graph.dist_tensor import opened_graph
 from dglx_dist.graph.embedding import DistEmbedding as InnerDistEmbedding
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.kvstore import KVStore
@@ -68,6 +68,10 @@ class KVClient(Wrapper, of=KVStore):
         raise ConfigError("there are no servers to connect to; the store of a graph is g._client")
 
     inner: KVStore
+    group_count = 1
+    """Number of DGL's server processes per machine."""
+    role = "default"
+    """DGL's role of trainers."""
 
     @property
     def all_possible_part_policy(self) -> dict[str, PartitionPolicy]:
@@ -81,11 +85,6 @@ class KVClient(Wrapper, of=KVStore):
         return self.inner.placement.topology.num_servers
 
     @property
-    def group_count(self) -> int:
-        """1: number of DGL's server processes per machine."""
-        return 1
-
-    @property
     def client_id(self) -> int:
         """Rank of this process."""
         return self.inner.placement.topology.rank
@@ -94,11 +93,6 @@ class KVClient(Wrapper, of=KVStore):
     def machine_id(self) -> int:
         """The server of this rank."""
         return self.inner.placement.topology.server
-
-    @property
-    def role(self) -> str:
-        """``default``: DGL's role of trainers."""
-        return "default"
 
     @property
     def data_store(self) -> Mapping[str, Tensor]:
@@ -184,7 +178,7 @@ class KVClient(Wrapper, of=KVStore):
 
     def union(self, operand1_name: str, operand2_name: str, output_name: str) -> None:
         """Write the bitwise or of two tensors into a third; every rank must call it."""
-        joined = union(self._tensor(operand1_name), self._tensor(operand2_name))
+        joined = self._tensor(operand1_name) | self._tensor(operand2_name)
         output = self._tensor(output_name)
         first, last = output.local_range
         if self.inner.placement.topology.local_rank == 0:

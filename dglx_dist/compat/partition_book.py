@@ -48,6 +48,9 @@ class RangePartitionBook(GraphPartitionBook):
         ConfigError: the maps do not fit each other, or do not number ids as DGL does.
     """
 
+    global_nid_dtype = global_eid_dtype = torch.int64
+    """Of newer versions of DGL."""
+
     def __init__(
         self,
         part_id: int,
@@ -75,15 +78,6 @@ class RangePartitionBook(GraphPartitionBook):
     @property
     def is_homogeneous(self) -> bool:
         return len(self.ntypes) == 1 and len(self.etypes) == 1
-
-    @property
-    def global_nid_dtype(self) -> torch.dtype:
-        """int64; newer versions of DGL have it."""
-        return torch.int64
-
-    @property
-    def global_eid_dtype(self) -> torch.dtype:
-        return torch.int64
 
     @property
     def local_ntype_offset(self) -> list[int]:
