@@ -23,7 +23,7 @@ from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.cache import CacheRequest, Fanouts, cache_rows
 from dglx_dist.graph.column import CachePlan
 from dglx_dist.graph.dist_tensor import GRAPH_REMEDY, OPENED, DataView, DistTensor, TypedViews, unsupported
-from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all, to_tensor
+from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together
 from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
@@ -321,20 +321,20 @@ class DistGraph(Shared):
         """Return the (K,) int64 numbers of in-edges of ``nodes``, or of all."""
         structure = self.structure(etype)
         ids = as_ids_or_all(nodes, structure.num_destinations, f"the nodes of type {structure.etype[2]!r}")
-        return to_tensor(structure.in_degrees(ids))
+        return torch.from_numpy(structure.in_degrees(ids))
 
     def out_degrees(self, nodes: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
         """Return the (K,) int64 numbers of out-edges of ``nodes``, or of all; first reads every edge."""
         structure = self.structure(etype)
         ids = as_ids_or_all(nodes, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
-        return to_tensor(structure.out_degrees(ids))
+        return torch.from_numpy(structure.out_degrees(ids))
 
     def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
         """Return (sources, destinations), (K,) int64 each; IndexError when an id is out of range."""
         structure = self.structure(etype)
         ids = as_ids(edges, structure.num_edges, f"the edges of type {structure.etype}")
         sources, destinations = structure.find_edges(ids)
-        return to_tensor(sources), to_tensor(destinations)
+        return torch.from_numpy(sources), torch.from_numpy(destinations)
 
     def sample_neighbors(
         self,
