@@ -38,7 +38,6 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
-from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.planner.records import Candidate
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE, LABEL, EpochRecord
@@ -209,7 +208,7 @@ def _argmax(scores: DistTensor, g: DistGraph) -> DistTensor:
     """Return (N,) int64 columns of the highest scores; collective."""
     policy = scores.part_policy
     classes = DistTensor((len(scores),), torch.int64, part_policy=policy, is_gdata=False, graph=g)
-    first, last = RowOwners(policy.bounds, g.session.topology).range_of(g.session.topology.rank)
+    first, last = policy.owned_range
     step = 1 << 16
     for start in range(first, last, step):
         ids = torch.arange(start, min(start + step, last))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, final
 
 import dgl
@@ -25,8 +27,29 @@ from dglx_dist.strategies.base import WRAPPED, Strategy, strategy_of
 from dglx_dist.strategies.data_parallel import DataParallel
 
 
+class _Epochs(ABC):
+    """Iteration over epochs by a loop, or by ``next()`` after ``iter()``, as with DGL."""
+
+    _running: Iterator[Any] | None = None
+
+    @abstractmethod
+    def _batches(self) -> Iterator[Any]:
+        """Return the batches of the next epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not stored in _running: leaving a loop early then closes the generator, whose finally runs at once.
+        self._running = None
+        return self._batches()
+
+    def __next__(self) -> Any:
+        """Return the next batch, for use without a loop; the first call after ``iter()`` begins an epoch."""
+        if self._running is None:
+            self._running = self._batches()
+        return next(self._running)
+
+
 @final
-class DistDataLoader:
+class DistDataLoader(_Epochs):
     """Calls ``collate_fn`` on lists of items, batch by batch; as with DGL, one rank may use it alone.
 
     The order of a shuffled epoch is torch's, as with DGL. A rank that has run out of items stops. Once a
@@ -66,7 +89,6 @@ class DistDataLoader:
         # Items of each step: (steps,) of this rank, and (W, steps) of all once they iterate together.
         self._local_sizes = _sizes(np.array([len(dataset)]), self.batch_size, self.drop_last)[0]
         self._all_sizes: np.ndarray[Any, Any] | None = None
-        self._running: Iterator[Any] | None = None
 
     @property
     def expected_idxs(self) -> int:
@@ -79,17 +101,12 @@ class DistDataLoader:
     def __iter__(self) -> Iterator[Any]:
         if self.shuffle:
             self._order = self._order[torch.randperm(len(self._order))]
-        # Not stored in _running: leaving a loop early then closes the generator, whose finally runs at once.
-        self._running = None
-        return self._batches(self._order, self._shares())
+        return super().__iter__()
 
-    def __next__(self) -> Any:
-        """Return the next batch, for use without a loop; the first call after ``iter()`` begins an epoch."""
-        if self._running is None:
-            self._running = self._batches(self._order, self._shares())
-        return next(self._running)
+    def _batches(self) -> Iterator[Any]:
+        return self._made(self._order, self._shares())
 
-    def _batches(self, order: Tensor, shares: list[StepShare]) -> Iterator[Any]:
+    def _made(self, order: Tensor, shares: list[StepShare]) -> Iterator[Any]:
         def make(step: int) -> Any:
             first = step * self.batch_size
             chosen = order[first : first + shares[step].num_local].tolist()
@@ -117,9 +134,8 @@ class DistDataLoader:
             if bool((rows[:, 1:] != rows[0, 1:]).any()):
                 raise ConfigError(f"the ranks differ in batch_size or drop_last: {rows[:, 1:].tolist()}")
             self._all_sizes = _sizes(rows[:, 0], self.batch_size, self.drop_last)
-        local_sizes, totals = self._all_sizes[topology.rank], self._all_sizes.sum(axis=0)
-        sizes = zip(local_sizes, totals, strict=True)
-        return [StepShare(num_local=int(n), num_global=int(total)) for n, total in sizes]
+        steps = self._all_sizes.T.tolist()
+        return [StepShare(num_local=sizes[topology.rank], num_global=sum(sizes)) for sizes in steps]
 
 
 def _item(item: Any) -> Any:
@@ -134,8 +150,11 @@ def _sizes(counts: np.ndarray[Any, Any], batch_size: int, drop_last: bool) -> np
     return np.clip(kept[:, None] - firsts[None, :], 0, batch_size)
 
 
-class _Loader:
-    """Yields the batches of one of our loaders in DGL's form."""
+class _Loader(_Epochs):
+    """Yields the batches of one of our loaders in DGL's form.
+
+    Iterating raises ConfigError if the strategy works inside the model's layers, and no model was wrapped.
+    """
 
     def __init__(self, g: InnerDistGraph, strategy: Strategy, inner: Any, options: Mapping[str, Any]) -> None:
         self._g, self._inner = g, inner
@@ -145,7 +164,6 @@ class _Loader:
         # Models of strategies that work inside the layers expect the blocks unchanged.
         self._drops_empty_types = len(g.canonical_etypes) > 1 and not self._needs_wrap
         self._for_inference = not torch.is_grad_enabled()
-        self._running: Iterator[Any] | None = None
 
     def __len__(self) -> int:
         """Steps of an epoch on this rank."""
@@ -162,22 +180,6 @@ class _Loader:
     def _ends_early(self) -> bool:
         """Whether this rank stops when its items are used up; a wrapped model needs it in every step."""
         return self._for_inference or not self._is_wrapped
-
-    def __iter__(self) -> Iterator[Any]:
-        """Return the batches of the next epoch.
-
-        Raises:
-            ConfigError: the strategy works inside the model's layers, and no model was wrapped.
-        """
-        # Not stored in _running: leaving a loop early then closes the generator at once.
-        self._running = None
-        return self._batches()
-
-    def __next__(self) -> Any:
-        """Return the next batch, for use without a loop; the first call after ``iter()`` begins an epoch."""
-        if self._running is None:
-            self._running = self._batches()
-        return next(self._running)
 
     @property
     def expected_idxs(self) -> int:
@@ -305,11 +307,15 @@ def _edge_options(g: Any, inner: InnerDistGraph, given: Mapping[str, Any]) -> di
         exclude, reverse = "self", None
     etypes = given.get("reverse_etypes") if exclude == "reverse_types" else None
     negative = given.get("negative_sampler")
+    # DGL's negative samplers and ours are read, not called.
+    is_known = type(negative).__module__.startswith(("dgl.dataloading.", "dglx_dist."))
+    if callable(negative) and not is_known:
+        negative = partial(_on_graph, negative, g)
     return {
         "exclude": exclude,
         "reverse_eids": reverse,
         "reverse_etypes": etypes,
-        "negative_sampler": _bind_graph(negative, g) if _is_user_function(negative) else negative,
+        "negative_sampler": negative,
     }
 
 
@@ -320,14 +326,8 @@ def _is_identity(reverse: object) -> bool:
     return ids.ndim == 1 and np.array_equal(ids, np.arange(len(ids)))
 
 
-def _is_user_function(negative: object) -> bool:
-    # DGL's negative samplers and ours are read, not called.
-    module = type(negative).__module__
-    return callable(negative) and not module.startswith(("dgl.dataloading.", "dglx_dist."))
-
-
-def _bind_graph(negative: Any, g: Any) -> Callable[[Any, Any], Any]:
-    return lambda _, eids: negative(g, eids)
+def _on_graph(negative: Any, g: Any, _: object, eids: Any) -> Any:
+    return negative(g, eids)
 
 
 def sample_neighbors(
@@ -390,7 +390,7 @@ def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
     """Return (sources, destinations) of edges; with several types all ids are homogeneous."""
     inner = inner_graph(g)
     book = inner.get_partition_book()
-    if len(book.etypes) == 1 and len(book.ntypes) == 1:
+    if len(book.etypes) == len(book.ntypes) == 1:
         return inner.find_edges(edge_ids)
     kinds, typed = book.map_to_per_etype(edge_ids)
     sources, destinations = torch.empty_like(typed), torch.empty_like(typed)

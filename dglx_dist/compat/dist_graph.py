@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast, final
+from typing import Any, cast, final
 
 import dgl
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from dgl.frame import Scheme
 from torch import Tensor
 
-from dglx_dist.comm.session import Shared, current_session
 from dglx_dist.comm.topology import read_settings, read_topology
 from dglx_dist.compat.dist_tensor import DistTensor, KVClient, inner_tensor, lifetimes_of
 from dglx_dist.compat.partition_book import (
@@ -22,15 +20,15 @@ from dglx_dist.compat.partition_book import (
     RangePartitionBook,
     edge_type,
     node_type,
-    outer_policy,
     remember_graph,
 )
-from dglx_dist.compat.wrappers import Forward
+from dglx_dist.compat.wrappers import Wrapper
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
 from dglx_dist.graph.dist_tensor import DataView as InnerDataView
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
+from dglx_dist.graph.dist_tensor import TypedViews
 from dglx_dist.graph.ids import Ids
 from dglx_dist.records import Array, EdgeType
 
@@ -46,25 +44,18 @@ def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
         return graph
     edges = {etype: graph.edges(etype=etype, order="eid") for etype in kept}
     if graph.is_block:
-        reduced = dgl.create_block(
-            edges,
-            {ntype: graph.num_src_nodes(ntype) for ntype in graph.srctypes},
-            {ntype: graph.num_dst_nodes(ntype) for ntype in graph.dsttypes},
-            idtype=graph.idtype,
-            device=graph.device,
-        )
-        for ntype in graph.srctypes:
-            reduced.srcnodes[ntype].data.update(graph.srcnodes[ntype].data)
-        for ntype in graph.dsttypes:
-            reduced.dstnodes[ntype].data.update(graph.dstnodes[ntype].data)
+        sources = {ntype: graph.num_src_nodes(ntype) for ntype in graph.srctypes}
+        destinations = {ntype: graph.num_dst_nodes(ntype) for ntype in graph.dsttypes}
+        reduced = dgl.create_block(edges, sources, destinations, idtype=graph.idtype, device=graph.device)
         reduced.step_share = getattr(graph, "step_share", None)
+        frames = {"srcnodes": graph.srctypes, "dstnodes": graph.dsttypes, "edges": kept}
     else:
         counts = {ntype: graph.num_nodes(ntype) for ntype in graph.ntypes}
         reduced = dgl.heterograph(edges, counts, idtype=graph.idtype, device=graph.device)
-        for ntype in graph.ntypes:
-            reduced.nodes[ntype].data.update(graph.nodes[ntype].data)
-    for etype in kept:
-        reduced.edges[etype].data.update(graph.edges[etype].data)
+        frames = {"nodes": graph.ntypes, "edges": kept}
+    for view, types in frames.items():
+        for key in types:
+            getattr(reduced, view)[key].data.update(getattr(graph, view)[key].data)
     return reduced
 
 
@@ -113,9 +104,6 @@ def _in_edges(g: InnerDistGraph) -> tuple[Array, Array, Array]:
     return sources, destinations, edges
 
 
-K = TypeVar("K")
-
-
 @final
 class DataView(MutableMapping[str, DistTensor]):
     """The named tensors of the nodes or edges of one type."""
@@ -146,26 +134,7 @@ class DataView(MutableMapping[str, DistTensor]):
 
 
 @final
-@dataclass(frozen=True)
-class Space:
-    """Value of ``g.nodes[ntype]`` and ``g.edges[etype]``."""
-
-    data: DataView
-
-
-@final
-class Spaces(Generic[K]):
-    """Value of ``g.nodes`` and ``g.edges``."""
-
-    def __init__(self, view_of: Callable[[K], InnerDataView]) -> None:
-        self._view_of = view_of
-
-    def __getitem__(self, key: K) -> Space:
-        return Space(DataView(self._view_of(key)))
-
-
-@final
-class DistGraph(Shared):
+class DistGraph(Wrapper, of=InnerDistGraph):
     """A partitioned graph with DGL's methods; other attributes are those of ``.inner``, which is ours.
 
     Opening one is collective, and opens the session if there is none.
@@ -189,21 +158,14 @@ class DistGraph(Shared):
                 "give DistGraph(..., part_config=), the JSON file that partition_graph wrote: there are no "
                 "servers to ask for it"
             )
-        session = current_session()
-        if (path / MANIFEST).is_file():
-            self.inner = InnerDistGraph(path, session=session)
-        else:
-            self.inner = InnerDistGraph(part_config=path, session=session)
+        is_ours = (path / MANIFEST).is_file()
+        self.inner = InnerDistGraph(path) if is_ours else InnerDistGraph(part_config=path)
         remember_graph(self.inner)
         self.graph_name = graph_name
         if not path.is_dir() and self.inner.name != graph_name:
             raise ConfigError(f"{path} is of the graph {self.inner.name!r}, not {graph_name!r}")
 
-    def __getattr__(self, name: str) -> Any:
-        """Attributes that DGL's graph lacks, such as ``orig_ids`` and ``cache_rows``."""
-        if name.startswith("__") or name == "inner":
-            raise AttributeError(name)
-        return getattr(self.inner, name)
+    inner: InnerDistGraph
 
     @property
     def _client(self) -> KVClient:
@@ -213,16 +175,6 @@ class DistGraph(Shared):
     def local_partition(self) -> dgl.DGLGraph:
         """The own server's nodes, their in-edges and the sources of these, as a homogeneous DGLGraph."""
         return local_partition(self.inner)
-
-    ntypes = Forward(InnerDistGraph.ntypes)
-    etypes = Forward(InnerDistGraph.etypes)
-    canonical_etypes = Forward(InnerDistGraph.canonical_etypes)
-    idtype = Forward(InnerDistGraph.idtype)
-    device = Forward(InnerDistGraph.device)
-    to_canonical_etype = Forward(InnerDistGraph.to_canonical_etype)
-    find_edges = Forward(InnerDistGraph.find_edges)
-    rank = Forward(InnerDistGraph.rank)
-    barrier = Forward(InnerDistGraph.barrier)
 
     @property
     def ndata(self) -> DataView:
@@ -235,12 +187,12 @@ class DistGraph(Shared):
         return DataView(self.inner.edata)
 
     @property
-    def nodes(self) -> Spaces[str]:
-        return Spaces(lambda ntype: self.inner.nodes[ntype].data)
+    def nodes(self) -> TypedViews[str, DataView]:
+        return self.inner.nodes.map(DataView)
 
     @property
-    def edges(self) -> Spaces[str | EdgeType]:
-        return Spaces(lambda etype: self.inner.edges[etype].data)
+    def edges(self) -> TypedViews[str | EdgeType, DataView]:
+        return self.inner.edges.map(DataView)
 
     def is_pinned(self) -> bool:
         return False
@@ -274,10 +226,6 @@ class DistGraph(Shared):
 
     def get_etype_id(self, etype: str | EdgeType | None) -> int:
         """Return the number of an edge type; None: of the only one, else a ConfigError."""
-        if etype is None and len(self.etypes) == 1:
-            return 0
-        if etype is None:
-            raise ConfigError(f"name one of the edge types {', '.join(self.etypes)}")
         return self.canonical_etypes.index(self.to_canonical_etype(etype))
 
     def node_attr_schemes(self) -> dict[str, Scheme]:
@@ -293,10 +241,10 @@ class DistGraph(Shared):
         return RangePartitionBook.over(self.inner.get_partition_book())
 
     def get_node_partition_policy(self, ntype: str) -> PartitionPolicy:
-        return outer_policy(self.inner.get_node_partition_policy(ntype))
+        return PartitionPolicy.over(self.inner.get_node_partition_policy(ntype))
 
     def get_edge_partition_policy(self, etype: str | EdgeType) -> PartitionPolicy:
-        return outer_policy(self.inner.get_edge_partition_policy(etype))
+        return PartitionPolicy.over(self.inner.get_edge_partition_policy(etype))
 
     def edge_subgraph(
         self, edges: Tensor | Mapping[Any, Tensor], relabel_nodes: bool = True, store_ids: bool = True
@@ -308,7 +256,7 @@ class DistGraph(Shared):
         """
         if not store_ids:
             raise ConfigError("edge_subgraph always stores the ids; leave store_ids out")
-        by_type = edges if isinstance(edges, Mapping) else {self._only_etype(): edges}
+        by_type = edges if isinstance(edges, Mapping) else {None: edges}
         ids = {self.to_canonical_etype(etype): torch.as_tensor(given) for etype, given in by_type.items()}
         ends = {etype: self.find_edges(given, etype) for etype, given in ids.items()}
         graph = dgl.heterograph(ends, {ntype: self.num_nodes(ntype) for ntype in self.ntypes})
@@ -336,11 +284,6 @@ class DistGraph(Shared):
     def add_edge_attribute(self, name: str, padding: Any = None) -> None:
         """Refused: always a ConfigError."""
         raise ConfigError("there is no GraphBolt graph; every edge tensor can be used as prob= or mask=")
-
-    def _only_etype(self) -> EdgeType:
-        if len(self.canonical_etypes) != 1:
-            raise ConfigError(f"give a dict of ids by edge type: {', '.join(self.etypes)}")
-        return self.canonical_etypes[0]
 
 
 def inner_graph(g: object) -> InnerDistGraph:

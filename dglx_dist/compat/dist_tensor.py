@@ -12,47 +12,34 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
-from dglx_dist.comm.session import SessionField, Shared
-from dglx_dist.compat.partition_book import PartitionPolicy, graph_of_store, inner_policy, outer_policy
-from dglx_dist.compat.wrappers import Forward
+from dglx_dist.comm.session import SessionField
+from dglx_dist.compat.partition_book import PartitionPolicy, graph_of_store, inner_policy
+from dglx_dist.compat.wrappers import Wrapper
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor as InnerDistTensor
-from dglx_dist.graph.dist_tensor import opened_graph, union
+from dglx_dist.graph.dist_tensor import opened_graph
 from dglx_dist.graph.embedding import DistEmbedding as InnerDistEmbedding
-from dglx_dist.graph.ids import Ids, as_ids
+from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.graph.shared_memory import InitRows
 
-_BATCH: SessionField[LastBatch | None] = SessionField(lambda _: None)
+_BATCH: SessionField[tuple[Callable[[], Any], Mapping[tuple[KVStore, str], Callable[[], Any]]]] = (
+    SessionField(lambda _: (lambda: None, {}))
+)
+"""Weak references to the input nodes of the last batch, and to the rows on its first block by store and key.
 
-
-@final
-class LastBatch:
-    """Weak references to the input nodes of the last batch and to the rows on its first block.
-
-    To the rows, not to the block: copies that a script makes (``block.int()``) hold the same rows.
-    """
-
-    def __init__(self, g: DistGraph, input_nodes: Tensor, block: Any) -> None:
-        self._nodes = weakref.ref(input_nodes)
-        self._rows = {name: weakref.ref(rows) for name, rows in block.srcdata.items()}
-        self._policy = g.get_node_partition_policy(g.ntypes[0])
-
-    def rows(self, tensor: InnerDistTensor, index: object) -> Tensor | None:
-        """Return the rows of ``tensor`` on the block if ``index`` is the batch's own tensor of ids."""
-        if index is None or index is not self._nodes() or tensor.name not in self._rows:
-            return None
-        # Edges, or another graph, may have a tensor of that name.
-        is_of_nodes = tensor.kvstore_key == self._policy.key(tensor.name)
-        return self._rows[tensor.name]() if is_of_nodes and tensor.kvstore is self._policy.store else None
+To the rows, not to the block: copies that a script makes (``block.int()``) hold the same rows.
+"""
 
 
 def remember(g: DistGraph, input_nodes: object, blocks: Any) -> None:
     """Keep the batch that is yielded now; ids by type are not needed, as column-wise strategies have one."""
     if isinstance(input_nodes, Tensor):
-        _BATCH.set(g.session, LastBatch(g, input_nodes, blocks[0]))
+        policy = g.get_node_partition_policy(g.ntypes[0])
+        rows = {(g.kvstore, policy.key(name)): weakref.ref(x) for name, x in blocks[0].srcdata.items()}
+        _BATCH.set(g.session, (weakref.ref(input_nodes), rows))
 
 
 def attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
@@ -61,15 +48,16 @@ def attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
     Under a strategy that cuts features by column, ``g.ndata[name][input_nodes]`` then gives this rank's
     columns, which the wrapped model takes, and fetches no row.
     """
-    batch = _BATCH.of(tensor.kvstore.session)
-    return None if batch is None else batch.rows(tensor, index)
+    input_nodes, rows = _BATCH.of(tensor.kvstore.session)
+    key = tensor.kvstore, tensor.kvstore_key
+    return rows[key]() if index is not None and index is input_nodes() and key in rows else None
 
 
 _HIDDEN, _KINDS = "hidden~", ("node~", "edge~")
 
 
 @final
-class KVClient:
+class KVClient(Wrapper, of=KVStore):
     """Named tensors of a graph; ``g._client`` and ``tensor.kvstore`` are one of these.
 
     Raises:
@@ -79,30 +67,22 @@ class KVClient:
     def __init__(self, *_: object, **__: object) -> None:
         raise ConfigError("there are no servers to connect to; the store of a graph is g._client")
 
-    @staticmethod
-    def over(store: KVStore) -> KVClient:
-        """Return DGL's view of our store."""
-        made = KVClient.__new__(KVClient)
-        made.inner = store
-        return made
-
     inner: KVStore
+    group_count = 1
+    """Number of DGL's server processes per machine."""
+    role = "default"
+    """DGL's role of trainers."""
 
     @property
     def all_possible_part_policy(self) -> dict[str, PartitionPolicy]:
         g = graph_of_store(self.inner)
-        policies = [outer_policy(g.get_node_partition_policy(ntype)) for ntype in g.ntypes]
-        policies += [outer_policy(g.get_edge_partition_policy(etype)) for etype in g.canonical_etypes]
-        return {policy.policy_str: policy for policy in policies}
+        policies = [g.get_node_partition_policy(ntype) for ntype in g.ntypes]
+        policies += [g.get_edge_partition_policy(etype) for etype in g.canonical_etypes]
+        return {policy.policy_str: PartitionPolicy.over(policy) for policy in policies}
 
     @property
     def num_servers(self) -> int:
         return self.inner.placement.topology.num_servers
-
-    @property
-    def group_count(self) -> int:
-        """1: number of DGL's server processes per machine."""
-        return 1
 
     @property
     def client_id(self) -> int:
@@ -113,11 +93,6 @@ class KVClient:
     def machine_id(self) -> int:
         """The server of this rank."""
         return self.inner.placement.topology.server
-
-    @property
-    def role(self) -> str:
-        """``default``: DGL's role of trainers."""
-        return "default"
 
     @property
     def data_store(self) -> Mapping[str, Tensor]:
@@ -180,8 +155,7 @@ class KVClient:
         self.inner.register_pull_handler(self._key(name), lambda rows, ids: func({name: rows}, name, ids))
 
     def get_partid(self, name: str, id_tensor: Ids) -> Tensor:
-        policy = self._tensor(name).part_policy
-        return policy.to_partid(torch.from_numpy(as_ids(id_tensor, policy.get_size(), name)))
+        return self._tensor(name).part_policy.to_partid(id_tensor)
 
     def data_name_list(self) -> list[str]:
         """Return the names of all tensors, including those created with ``is_gdata=False``."""
@@ -200,11 +174,11 @@ class KVClient:
 
     def get_data_meta(self, name: str) -> tuple[torch.dtype, tuple[int, ...], PartitionPolicy]:
         tensor = self._tensor(name)
-        return tensor.dtype, tensor.shape, outer_policy(tensor.part_policy)
+        return tensor.dtype, tensor.shape, PartitionPolicy.over(tensor.part_policy)
 
     def union(self, operand1_name: str, operand2_name: str, output_name: str) -> None:
         """Write the bitwise or of two tensors into a third; every rank must call it."""
-        joined = union(self._tensor(operand1_name), self._tensor(operand2_name))
+        joined = self._tensor(operand1_name) | self._tensor(operand2_name)
         output = self._tensor(output_name)
         first, last = output.local_range
         if self.inner.placement.topology.local_rank == 0:
@@ -291,7 +265,7 @@ def lifetimes_of(store: KVStore) -> Lifetimes:
 
 
 @final
-class DistTensor(Shared):
+class DistTensor(Wrapper, of=InnerDistTensor):
     """Rows on the servers, with DGL's arguments; ``.inner`` is ours.
 
     Creating one is collective. Writing waits until the owners have the rows, unlike DGL's. A tensor that is
@@ -310,6 +284,8 @@ class DistTensor(Shared):
     Raises:
         ConfigError: a persistent tensor without a name, or as for ``dglx_dist.DistTensor``.
     """
+
+    inner: InnerDistTensor
 
     def __init__(
         self,
@@ -336,11 +312,9 @@ class DistTensor(Shared):
         else:
             lifetimes.add(self.inner.kvstore_key, self)
 
-    @staticmethod
-    def over(inner: InnerDistTensor) -> DistTensor:
-        """Return DGL's view of one of our tensors."""
-        made = DistTensor.__new__(DistTensor)
-        made.inner = inner
+    @classmethod
+    def over(cls, inner: InnerDistTensor) -> DistTensor:
+        made = super().over(inner)
         lifetimes_of(inner.kvstore).use(inner.kvstore_key, made)
         return made
 
@@ -390,17 +364,12 @@ class DistTensor(Shared):
 
     @property
     def part_policy(self) -> PartitionPolicy:
-        return outer_policy(self.inner.part_policy)
+        return PartitionPolicy.over(self.inner.part_policy)
 
     @property
     def name(self) -> str:
         """``<policy>~<name given at creation>``, as in DGL."""
         return f"{self.inner.part_policy.policy_str}~{self.inner.name}"
-
-    shape = Forward(InnerDistTensor.shape)
-    dtype = Forward(InnerDistTensor.dtype)
-    tensor_name = Forward(InnerDistTensor.tensor_name)
-    count_nonzero = Forward(InnerDistTensor.count_nonzero)
 
 
 def inner_tensor(value: object) -> object:
@@ -413,7 +382,7 @@ def _many(idx: Ids) -> Ids:
 
 
 @final
-class DistEmbedding(Shared):
+class DistEmbedding(Wrapper, of=InnerDistEmbedding):
     """Trainable rows with DGL's arguments; ``.inner`` is ours. Creating one is collective.
 
     Args:
@@ -426,6 +395,8 @@ class DistEmbedding(Shared):
     Raises:
         ConfigError: as for ``dglx_dist.DistEmbedding``.
     """
+
+    inner: InnerDistEmbedding
 
     def __init__(
         self,
@@ -444,11 +415,6 @@ class DistEmbedding(Shared):
         """Return rows; an optimizer of ``dgl.distributed.optim`` takes their gradients."""
         return self.inner(idx, device)
 
-    reset_trace = Forward(InnerDistEmbedding.reset_trace)
-    name = Forward(InnerDistEmbedding.name)
-    num_embeddings = Forward(InnerDistEmbedding.num_embeddings)
-    embedding_dim = Forward(InnerDistEmbedding.embedding_dim)
-
     @property
     def weight(self) -> DistTensor:
         return DistTensor.over(self.inner.weight)
@@ -464,7 +430,7 @@ class DistEmbedding(Shared):
 
     @property
     def part_policy(self) -> PartitionPolicy:
-        return outer_policy(self.inner.part_policy)
+        return PartitionPolicy.over(self.inner.part_policy)
 
     @property
     def optm_state(self) -> tuple[DistTensor, ...]:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from types import MappingProxyType, ModuleType
 from typing import Any, final
 
 import dgl
 import dgl.dataloading
-from torch import Tensor, nn
+from torch import nn
 
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import current_session, session_if_open, start_later
 from dglx_dist.comm.topology import Topology, read_settings, read_topology
-from dglx_dist.compat import dataloading, dist_graph, dist_tensor, optim, partition, partition_book
-from dglx_dist.compat.dist_graph import inner_graph
-from dglx_dist.compat.dist_tensor import KVClient
-from dglx_dist.compat.wrappers import refuse_graphbolt
+from dglx_dist.compat import dataloading, optim, partition, partition_book
+from dglx_dist.compat.dist_graph import DistGraph, inner_graph
+from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient
+from dglx_dist.compat.wrappers import Forward, refuse_graphbolt
 from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_tensor import OPENED, opened_graph
-from dglx_dist.graph.ids import Ids
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.strategies.base import Parts, WrappedModel, begin, resolve_strategy
 
@@ -149,80 +149,44 @@ def _topology() -> Topology:
     return read_topology() if session is None else session.topology
 
 
-_NO_SERVERS = "there are no server processes: every rank serves its share; start the script with torchrun"
-_RPC = (
+_REASONS: Mapping[str, str] = {
+    "there are no server processes: every rank serves its share; start the script with torchrun": (
+        "DistGraphServer KVServer ServerState start_server connect_to_server shutdown_servers read_ip_config"
+    ),
+    "torchrun assigns ranks and servers": "set_rank set_num_machines set_machine_id set_num_client",
     "no code and no pickles travel between ranks; register a handler of arrays with "
-    "dglx_dist.comm.session.current_session().rpc.register"
-)
-_GRAPHBOLT = "there is one format for all strategies, and no GraphBolt; leave it out"
+    "dglx_dist.comm.session.current_session().rpc.register": (
+        "Request Response register_service create_sender create_receiver finalize_sender finalize_receiver "
+        "wait_for_senders connect_receiver send_request recv_request send_response recv_response remote_call "
+        "send_request_to_machine remote_call_to_machine fast_pull"
+    ),
+    "the ranks of a server share their rows already": "copy_data_to_shared_memory",
+    "there is one format for all strategies, and no GraphBolt; leave it out": (
+        "dgl_partition_to_graphbolt gb_convert_single_dgl_partition"
+    ),
+    "the distributed loaders make their batches themselves; use these": "NodeCollator EdgeCollator",
+}
+"""Reason to the unsupported names."""
 
 REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            (
-                *("DistGraphServer", "KVServer", "ServerState", "start_server", "connect_to_server"),
-                *("shutdown_servers", "read_ip_config"),
-            ),
-            _NO_SERVERS,
-        ),
-        **dict.fromkeys(
-            ("set_rank", "set_num_machines", "set_machine_id", "set_num_client"),
-            "torchrun assigns ranks and servers",
-        ),
-        **dict.fromkeys(
-            (
-                *("Request", "Response", "register_service", "create_sender", "create_receiver"),
-                *("finalize_sender", "finalize_receiver", "wait_for_senders", "connect_receiver"),
-                *("send_request", "recv_request", "send_response", "recv_response", "remote_call"),
-                *("send_request_to_machine", "remote_call_to_machine", "fast_pull"),
-            ),
-            _RPC,
-        ),
-        "copy_data_to_shared_memory": "the ranks of a server share their rows already",
-        **dict.fromkeys(("dgl_partition_to_graphbolt", "gb_convert_single_dgl_partition"), _GRAPHBOLT),
-        **dict.fromkeys(
-            ("NodeCollator", "EdgeCollator"),
-            "the distributed loaders make their batches themselves; use these",
-        ),
-    }
+    {name: reason for reason, names in _REASONS.items() for name in names.split()}
 )
 """Unsupported name to the reason in its ConfigError."""
 
+_REPLACEMENTS: tuple[Any, ...] = (
+    *(initialize, exit_client, client_barrier),
+    *(get_rank, get_num_client, get_num_machines, get_machine_id, get_group_id),
+    *(DistGraph, DistTensor, DistEmbedding, KVClient),
+    *(dataloading.DistDataLoader, dataloading.DistNodeDataLoader, dataloading.DistEdgeDataLoader),
+    *(dataloading.sample_neighbors, dataloading.sample_etype_neighbors),
+    *(dataloading.in_subgraph, dataloading.find_edges),
+    *(partition.node_split, partition.edge_split, partition.partition_graph),
+    *(partition.load_partition, partition.load_partition_book, partition.load_partition_feats),
+    *(partition_book.GraphPartitionBook, partition_book.RangePartitionBook, partition_book.PartitionPolicy),
+    *(partition_book.NodePartitionPolicy, partition_book.EdgePartitionPolicy),
+)
 SUPPORTED: Mapping[str, Any] = MappingProxyType(
-    {
-        "initialize": initialize,
-        "exit_client": exit_client,
-        "get_rank": get_rank,
-        "get_num_client": get_num_client,
-        "get_num_machines": get_num_machines,
-        "get_machine_id": get_machine_id,
-        "get_group_id": get_group_id,
-        "client_barrier": client_barrier,
-        "DistConnectError": PeerError,
-        "DistGraph": dist_graph.DistGraph,
-        "DistTensor": dist_tensor.DistTensor,
-        "DistEmbedding": dist_tensor.DistEmbedding,
-        "optim": optim,
-        "node_split": partition.node_split,
-        "edge_split": partition.edge_split,
-        "DistDataLoader": dataloading.DistDataLoader,
-        "DistNodeDataLoader": dataloading.DistNodeDataLoader,
-        "DistEdgeDataLoader": dataloading.DistEdgeDataLoader,
-        "partition_graph": partition.partition_graph,
-        "load_partition": partition.load_partition,
-        "load_partition_book": partition.load_partition_book,
-        "load_partition_feats": partition.load_partition_feats,
-        "GraphPartitionBook": partition_book.GraphPartitionBook,
-        "RangePartitionBook": partition_book.RangePartitionBook,
-        "PartitionPolicy": partition_book.PartitionPolicy,
-        "NodePartitionPolicy": partition_book.NodePartitionPolicy,
-        "EdgePartitionPolicy": partition_book.EdgePartitionPolicy,
-        "KVClient": dist_tensor.KVClient,
-        "sample_neighbors": dataloading.sample_neighbors,
-        "sample_etype_neighbors": dataloading.sample_etype_neighbors,
-        "in_subgraph": dataloading.in_subgraph,
-        "find_edges": dataloading.find_edges,
-    }
+    {one.__name__: one for one in _REPLACEMENTS} | {"DistConnectError": PeerError, "optim": optim}
 )
 """Supported name to its replacement."""
 
@@ -250,24 +214,10 @@ def get_kvstore() -> KVClient | None:
     return None if opened is None or OPENED.of(opened) is None else KVClient.over(opened_graph().kvstore)
 
 
-def in_degrees(g: object, v: Ids) -> Tensor:
-    """Return (K,) in-degrees in a graph of one type."""
-    return inner_graph(g).in_degrees(v)
-
-
-def out_degrees(g: object, u: Ids) -> Tensor:
-    """Return (K,) out-degrees in a graph of one type."""
-    return inner_graph(g).out_degrees(u)
-
-
-def _rank_of_role(role: str) -> int:
-    return get_rank()
-
-
 SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "role": {
-            "get_rank": _rank_of_role,
+            "get_rank": lambda role: get_rank(),
             "get_global_rank": get_rank,
             "get_trainer_rank": get_rank,
             "get_num_trainers": get_num_client,
@@ -282,7 +232,10 @@ SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "get_sampler_pool": lambda: (None, 0),
         },
         "kvstore": {"get_kvstore": get_kvstore},
-        "graph_services": {"in_degrees": in_degrees, "out_degrees": out_degrees},
+        "graph_services": {
+            "in_degrees": lambda g, v: inner_graph(g).in_degrees(v),
+            "out_degrees": lambda g, u: inner_graph(g).out_degrees(u),
+        },
     }
 )
 """Submodule and name to its replacement, for names that the package lacks."""
@@ -313,25 +266,14 @@ def _refused(submodule: str, names: Iterable[str]) -> dict[str, Any]:
 
 NAME = "dgl.distributed"
 _MARK = "__dglx_dist__"
-_MISSING = object()
 
 
 @final
-class Installed:
+class Installed(ExitStack):
     """Handle of :func:`install`: :meth:`undo`, or the end of its ``with`` block, reverts it."""
 
-    def __init__(self, undo: list[Callable[[], None]]) -> None:
-        self._undo = undo
-
     def undo(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-
-    def __enter__(self) -> Installed:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
+        self.close()
 
 
 def install() -> Installed:
@@ -341,21 +283,21 @@ def install() -> Installed:
     already (up to DGL 2.3), its names are rebound, also in its submodules; else a module takes its place
     before its first import, and DGL's own is never loaded. A second call does nothing.
     """
-    undo: list[Callable[[], None]] = []
+    installed = Installed()
     loaded = sys.modules.get(NAME)
     if loaded is not None and _MARK in vars(loaded):
-        return Installed(undo)
+        return installed
     if loaded is None:
-        _register_modules(undo)
+        _register_modules(installed)
     else:
-        _rebind(loaded, undo)
+        _rebind(loaded, installed)
     # Where DGL has loaded its own package, its single-machine loaders have the name DistGraph too.
     for name in _LOADER_NAMES if loaded else _LOADER_NAMES[1:]:
-        _set(dgl.dataloading, name, SUPPORTED[name], undo)
-    return Installed(undo)
+        _set(dgl.dataloading, name, SUPPORTED[name], installed)
+    return installed
 
 
-def _rebind(package: ModuleType, undo: list[Callable[[], None]]) -> None:
+def _rebind(package: ModuleType, undo: ExitStack) -> None:
     """Rebind the names in DGL's own package, its submodules and its loaders."""
     stock = dict(vars(package))
     names = {name: value for name, value in offered().items() if not isinstance(value, ModuleType)}
@@ -377,7 +319,7 @@ def _rebind(package: ModuleType, undo: list[Callable[[], None]]) -> None:
     _set(package, _MARK, True, undo)
 
 
-def _register_modules(undo: list[Callable[[], None]]) -> None:
+def _register_modules(undo: ExitStack) -> None:
     """Register ``dgl.distributed``, ``.optim``, ``.nn`` and ``.constants`` in ``sys.modules``."""
     package = _module(NAME, "dgl.distributed of dglx_dist.", {**offered(), _MARK: True})
     # A package, so that the ImportError of a missing submodule names it.
@@ -387,7 +329,8 @@ def _register_modules(undo: list[Callable[[], None]]) -> None:
     constants = _module(f"{NAME}.constants", "Names of types, and the like.", dict(CONSTANTS))
     vars(package).update(optim=optimizers, nn=nn, constants=constants)
     for module in (package, optimizers, nn, constants):
-        _register(module, undo)
+        sys.modules[module.__name__] = module
+        undo.callback(sys.modules.pop, module.__name__, None)
     _set(dgl, "distributed", package, undo)
 
 
@@ -401,22 +344,12 @@ def _public(module: ModuleType) -> dict[str, Any]:
     return {name: getattr(module, name) for name in module.__all__}
 
 
-def _register(module: ModuleType, undo: list[Callable[[], None]]) -> None:
-    sys.modules[module.__name__] = module
-    undo.append(lambda: _drop(module))
-
-
-def _drop(module: ModuleType) -> None:
-    if sys.modules.get(module.__name__) is module:
-        del sys.modules[module.__name__]
-
-
-def _set(owner: ModuleType, name: str, value: object, undo: list[Callable[[], None]]) -> None:
-    before = getattr(owner, name, _MISSING)
+def _set(owner: ModuleType, name: str, value: object, undo: ExitStack) -> None:
+    if hasattr(owner, name):
+        undo.callback(setattr, owner, name, getattr(owner, name))
+    else:
+        undo.callback(delattr, owner, name)
     setattr(owner, name, value)
-    undo.append(
-        (lambda: delattr(owner, name)) if before is _MISSING else (lambda: setattr(owner, name, before))
-    )
 
 
 @final
@@ -435,32 +368,19 @@ class ScriptModel(WrappedModel):
     def module(self) -> nn.Module:  # type: ignore[override]  # an attribute where nothing is cut
         return self.inner.whole()
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
     @property
     def parts(self) -> Parts:
         return self.inner.parts
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
-
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self.inner.exchange_seconds(reset=reset)
 
-    def whole(self) -> nn.Module:
-        return self.inner.whole()
-
-    def join_state(self, name: str, mine: Tensor) -> Tensor:
-        return self.inner.join_state(name, mine)
-
-    def cut_state(self, name: str, uncut: Tensor) -> Tensor:
-        return self.inner.cut_state(name, uncut)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return self.inner.clip_grad_norm_(max_norm, norm_type)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        return self.inner.load_state_dict(state_dict, strict=strict, assign=assign)
+    whole: Any = Forward(WrappedModel, "whole")
+    join_state: Any = Forward(WrappedModel, "join_state")
+    cut_state: Any = Forward(WrappedModel, "cut_state")
+    clip_grad_norm_: Any = Forward(WrappedModel, "clip_grad_norm_")
+    state_dict: Any = Forward(WrappedModel, "state_dict")
+    load_state_dict: Any = Forward(WrappedModel, "load_state_dict")

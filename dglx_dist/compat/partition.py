@@ -26,6 +26,7 @@ from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.ids import as_array
+from dglx_dist.graph.row_kernels import numpy_view
 from dglx_dist.graph.split import edge_split as split_edges
 from dglx_dist.graph.split import node_split as split_nodes
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, RawGraph
@@ -64,11 +65,8 @@ def raw_graph(graph: dgl.DGLGraph, name: str) -> tuple[RawGraph, frozenset[tuple
     return raw, frozenset(bfloat16)
 
 
-def _as_array(tensor: torch.Tensor) -> Array:
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(np.uint16)
-    return np.asarray(tensor.numpy())
+def _as_array(tensor: Tensor) -> Array:
+    return numpy_view(tensor.detach().cpu().contiguous())
 
 
 Ids: TypeAlias = Tensor | dict[Any, Tensor]

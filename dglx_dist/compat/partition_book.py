@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast, final
 
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.session import SessionField, current_session
-from dglx_dist.compat.wrappers import Forward
+from dglx_dist.compat.wrappers import Wrapper
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import opened_graph
-from dglx_dist.graph.ids import Ids, as_ids
+from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.graph.partition_policy import PartitionPolicy as InnerPartitionPolicy
@@ -25,8 +24,10 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 K = TypeVar("K")
 
 
-class GraphPartitionBook(ABC):  # noqa: B024 - for isinstance; there is one kind
-    """Base class of partition books, as scripts name it in ``isinstance``."""
+class GraphPartitionBook(Wrapper, of=PartitionBook):
+    """Base class of partition books, as scripts name it in ``isinstance``; there is one kind."""
+
+    inner: PartitionBook
 
 
 @final
@@ -47,6 +48,9 @@ class RangePartitionBook(GraphPartitionBook):
         ConfigError: the maps do not fit each other, or do not number ids as DGL does.
     """
 
+    global_nid_dtype = global_eid_dtype = torch.int64
+    """Of newer versions of DGL."""
+
     def __init__(
         self,
         part_id: int,
@@ -66,41 +70,14 @@ class RangePartitionBook(GraphPartitionBook):
         for kind, ids in ((node_map, self.inner.map_to_homo_nid), (edge_map, self.inner.map_to_homo_eid)):
             _check_numbering(kind, ids)
 
-    @staticmethod
-    def over(book: PartitionBook) -> RangePartitionBook:
-        """Return DGL's view of one of our books."""
-        made = RangePartitionBook.__new__(RangePartitionBook)
-        made.inner = book
-        return made
-
     @property
     def partid(self) -> int:
         """The partition of this rank."""
         return self.inner.partid
 
-    ntypes = Forward(PartitionBook.ntypes)
-    etypes = Forward(PartitionBook.etypes)
-    canonical_etypes = Forward(PartitionBook.canonical_etypes)
-    num_partitions = Forward(PartitionBook.num_partitions)
-    metadata = Forward(PartitionBook.metadata)
-    to_canonical_etype = Forward(PartitionBook.to_canonical_etype)
-    map_to_per_ntype = Forward(PartitionBook.map_to_per_ntype)
-    map_to_per_etype = Forward(PartitionBook.map_to_per_etype)
-    map_to_homo_nid = Forward(PartitionBook.map_to_homo_nid)
-    map_to_homo_eid = Forward(PartitionBook.map_to_homo_eid)
-
     @property
     def is_homogeneous(self) -> bool:
         return len(self.ntypes) == 1 and len(self.etypes) == 1
-
-    @property
-    def global_nid_dtype(self) -> torch.dtype:
-        """int64; newer versions of DGL have it."""
-        return torch.int64
-
-    @property
-    def global_eid_dtype(self) -> torch.dtype:
-        return torch.int64
 
     @property
     def local_ntype_offset(self) -> list[int]:
@@ -116,52 +93,36 @@ class RangePartitionBook(GraphPartitionBook):
         raise ConfigError("every rank has the book, which is a few numbers; leave shared_memory() out")
 
     def nid2partid(self, nids: Ids, ntype: str = NODE_TYPE) -> Tensor:
-        if self._homogeneous_nodes(ntype):
-            return _owner(nids, self._ends(nodes=True))
-        return self.inner.nid2partid(nids, ntype)
+        return self._of_nodes(ntype).nid2partid(nids, ntype)
 
     def eid2partid(self, eids: Ids, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        if self._homogeneous_edges(etype):
-            return _owner(eids, self._ends(nodes=False))
-        return self.inner.eid2partid(eids, etype)
+        return self._of_edges(etype).eid2partid(eids, etype)
 
     def partid2nids(self, partid: int, ntype: str = NODE_TYPE) -> Tensor:
-        if self._homogeneous_nodes(ntype):
-            return torch.arange(*self._range(partid, nodes=True))
-        return self.inner.partid2nids(int(partid), ntype)
+        return self._of_nodes(ntype).partid2nids(int(partid), ntype)
 
     def partid2eids(self, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        if self._homogeneous_edges(etype):
-            return torch.arange(*self._range(partid, nodes=False))
-        return self.inner.partid2eids(int(partid), etype)
+        return self._of_edges(etype).partid2eids(int(partid), etype)
 
     def nid2localnid(self, nids: Ids, partid: int, ntype: str = NODE_TYPE) -> Tensor:
-        """Return the ids counted from the first node of ``partid``, which owns them."""
-        if self._homogeneous_nodes(ntype):
-            return _local(nids, self._range(partid, nodes=True))
-        return self.inner.nid2localnid(nids, int(partid), ntype)
+        return self._of_nodes(ntype).nid2localnid(nids, int(partid), ntype)
 
     def eid2localeid(self, eids: Ids, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        """Return the ids counted from the first edge of ``partid``, which owns them."""
-        if self._homogeneous_edges(etype):
-            return _local(eids, self._range(partid, nodes=False))
-        return self.inner.eid2localeid(eids, int(partid), etype)
+        return self._of_edges(etype).eid2localeid(eids, int(partid), etype)
 
-    def _homogeneous_nodes(self, ntype: str) -> bool:
-        return ntype == NODE_TYPE and NODE_TYPE not in self.ntypes
+    def _of_nodes(self, ntype: str) -> PartitionBook:
+        # DGL's default type stands for homogeneous ids, unless there is such a type.
+        return self._untyped() if ntype == NODE_TYPE and NODE_TYPE not in self.inner.ntypes else self.inner
 
-    def _homogeneous_edges(self, etype: str | EdgeType) -> bool:
-        return etype in (EDGE_TYPE, EDGE_TYPE[1]) and EDGE_TYPE not in self.canonical_etypes
+    def _of_edges(self, etype: str | EdgeType) -> PartitionBook:
+        is_default = etype in (EDGE_TYPE, EDGE_TYPE[1]) and EDGE_TYPE not in self.inner.canonical_etypes
+        return self._untyped() if is_default else self.inner
 
-    def _ends(self, *, nodes: bool) -> Array:
-        name = "num_nodes" if nodes else "num_edges"
-        return np.cumsum([one[name] for one in self.metadata()])
-
-    def _range(self, partid: int, *, nodes: bool) -> tuple[int, int]:
-        ends = self._ends(nodes=nodes)
-        if not 0 <= partid < len(ends):
-            raise ConfigError(f"there is no partition {partid}; they are 0 to {len(ends) - 1}")
-        return int(ends[partid - 1]) if partid else 0, int(ends[partid])
+    def _untyped(self) -> PartitionBook:
+        nodes, edges = (
+            np.cumsum([0, *(one[key] for one in self.inner.metadata())]) for key in ("num_nodes", "num_edges")
+        )
+        return PartitionBook({NODE_TYPE: nodes}, {EDGE_TYPE: edges}, self.inner.partid)
 
 
 def _by_number(numbers: Mapping[K, int]) -> list[K]:
@@ -192,16 +153,6 @@ def _check_numbering(ranges: Mapping[Any, Any], to_homogeneous: Callable[[Ids, A
 def _offsets(bounds: list[Array], partition: int) -> list[int]:
     sizes = [int(one[partition + 1] - one[partition]) for one in bounds]
     return [0, *np.cumsum(sizes).tolist()]
-
-
-def _owner(ids: Ids, ends: Array) -> Tensor:
-    asked = as_ids(ids, int(ends[-1]), "the ids of all types")
-    return torch.from_numpy(np.searchsorted(ends, asked, side="right"))
-
-
-def _local(ids: Ids, own: tuple[int, int]) -> Tensor:
-    asked = as_ids(ids, own[1], "the ids of all types") - own[0]
-    return torch.from_numpy(asked)
 
 
 _GRAPHS: SessionField[list[DistGraph]] = SessionField(lambda _: [])
@@ -271,7 +222,7 @@ def _rows(book: PartitionBook) -> dict[str | EdgeType, int]:
     return {**nodes, **{etype: book.num_edges(etype) for etype in book.canonical_etypes}}
 
 
-class PartitionPolicy:
+class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
     """Assignment of the rows of a tensor to partitions, under DGL's names.
 
     Args:
@@ -283,63 +234,55 @@ class PartitionPolicy:
         ConfigError: ``policy_str`` begins with neither, or the book has no such type.
     """
 
+    inner: InnerPartitionPolicy
+
     def __init__(self, policy_str: str, partition_book: RangePartitionBook) -> None:
         kind, _, name = policy_str.partition("~")
         if kind not in ("node", "edge"):
             raise ConfigError(f"policy_str is {policy_str!r}; it must begin with 'node' or 'edge'")
-        self._kind, self._book = kind, partition_book
+        book = partition_book.inner
         if kind == "node":
-            self._type: str | EdgeType = name or NODE_TYPE
+            type_name: str | EdgeType = name or NODE_TYPE
+            bounds = book.node_bounds(name or NODE_TYPE)
         else:
             pieces = tuple(name.split(":")) if ":" in name else name or EDGE_TYPE
-            self._type = partition_book.to_canonical_etype(cast("str | EdgeType", pieces))
-        bounds = partition_book.inner
-        self._bounds = (
-            bounds.node_bounds(cast("str", self._type)) if kind == "node" else bounds.edge_bounds(self._type)
+            type_name = book.to_canonical_etype(cast("str | EdgeType", pieces))
+            bounds = book.edge_bounds(type_name)
+        self.inner = InnerPartitionPolicy(
+            kind=cast("Any", kind),
+            type_name=type_name,
+            bounds=bounds,
+            partition_book=book,
+            # Only the policies of an open graph have one; inner_policy() finds that of this book.
+            store=cast("KVStore", None),
         )
-
-    @property
-    def policy_str(self) -> str:
-        return f"{self._kind}~{type_text(self._type)}"
 
     @property
     def type_name(self) -> str | EdgeType:
         """The node type, or the edge type as a triple."""
-        return self._type
-
-    @property
-    def part_id(self) -> int:
-        """The own partition."""
-        return self._book.partid
+        return self.inner.type_name
 
     @property
     def partition_book(self) -> RangePartitionBook:
-        return self._book
+        return RangePartitionBook.over(self.inner.partition_book)
 
     @property
     def is_node(self) -> bool:
-        return self._kind == "node"
+        return self.inner.kind == "node"
 
     def get_data_name(self, name: str) -> str:
         """Return the name of the tensor ``name`` in the KVStore."""
-        return f"{self.policy_str}~{name}"
+        return self.inner.key(name)
 
     def to_local(self, id_tensor: Ids) -> Tensor:
         """Return the ids counted from the own partition's first."""
-        if self.is_node:
-            return self._book.nid2localnid(id_tensor, self.part_id, cast("str", self._type))
-        return self._book.eid2localeid(id_tensor, self.part_id, self._type)
+        book, key = self.inner.partition_book, self.inner.type_name
+        if isinstance(key, str):
+            return book.nid2localnid(id_tensor, book.partid, key)
+        return book.eid2localeid(id_tensor, book.partid, key)
 
-    def to_partid(self, id_tensor: Ids) -> Tensor:
-        if self.is_node:
-            return self._book.nid2partid(id_tensor, cast("str", self._type))
-        return self._book.eid2partid(id_tensor, self._type)
-
-    def get_part_size(self) -> int:
-        return int(self._bounds[self.part_id + 1] - self._bounds[self.part_id])
-
-    def get_size(self) -> int:
-        return int(self._bounds[-1])
+    def to_partid(self, id_tensor: Tensor) -> Tensor:
+        return self.inner.to_partid(id_tensor)
 
 
 @final
@@ -368,12 +311,5 @@ def inner_policy(policy: PartitionPolicy | InnerPartitionPolicy | None) -> Inner
         return policy
     if not isinstance(policy, PartitionPolicy):
         raise ConfigError(f"part_policy is {policy!r}; give what g.get_node_partition_policy(ntype) returns")
-    g = graph_of_book(policy.partition_book.inner)
-    if policy.is_node:
-        return g.get_node_partition_policy(cast("str", policy.type_name))
-    return g.get_edge_partition_policy(policy.type_name)
-
-
-def outer_policy(policy: InnerPartitionPolicy) -> PartitionPolicy:
-    """Return DGL's view of one of our policies of nodes or edges."""
-    return PartitionPolicy(policy.policy_str, RangePartitionBook.over(policy.partition_book))
+    g, key = graph_of_book(policy.inner.partition_book), policy.inner.type_name
+    return g.get_node_partition_policy(key) if isinstance(key, str) else g.get_edge_partition_policy(key)

@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any, TypeVar, final
 
+from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
+
+W = TypeVar("W", bound="Wrapper")
 
 
 @final
 class Forward:
-    """A method or property that a wrapper takes unchanged from its ``inner`` object.
+    """The attribute ``name`` of a wrapper's ``inner`` object.
 
-    Args:
-        attribute: Of the class of ``inner``. The wrapper's class shows it too, with signature and docstring.
+    The wrapper's class shows that of ``owner``, the class of ``inner``, with its signature and docstring.
     """
 
-    def __init__(self, attribute: Any) -> None:
-        self._attribute = attribute
+    def __init__(self, owner: type[Any], name: str) -> None:
+        self._owner, self._name = owner, name
 
-    def __get__(self, wrapper: Any, owner: type[Any]) -> Any:
-        return self._attribute if wrapper is None else self._attribute.__get__(wrapper.inner)
+    def __get__(self, wrapper: Any, _: type[Any]) -> Any:
+        return getattr(self._owner if wrapper is None else wrapper.inner, self._name)
+
+
+class Wrapper(Shared):
+    """An object of ours, ``inner``, under DGL's names; its other attributes are those of ``inner``.
+
+    A subclass gives the class of ``inner`` as ``of``, whose public methods and properties it then shows.
+    """
+
+    inner: Any
+
+    def __init_subclass__(cls, of: type[Any] = object) -> None:
+        for name in dir(of):
+            if not (name.startswith("_") or hasattr(cls, name)):
+                setattr(cls, name, Forward(of, name))
+
+    @classmethod
+    def over(cls: type[W], inner: Any) -> W:
+        """Return DGL's view of one of our objects."""
+        made = cls.__new__(cls)
+        made.inner = inner
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
 
 def refuse_graphbolt(use_graphbolt: bool) -> None:

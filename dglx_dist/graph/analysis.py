@@ -216,7 +216,7 @@ def reverse_edge_ids(
     """
 
     def checked() -> tuple[EdgeType, EdgeType]:
-        kind = _only_etype_of(g) if etype is None else g.to_canonical_etype(etype)
+        kind = g.to_canonical_etype(etype)
         back = kind if reverse_etype is None else g.to_canonical_etype(reverse_etype)
         _check_matching(g, kind, back, by)
         return kind, back
@@ -283,14 +283,6 @@ def _id_at(g: DistGraph, etype: EdgeType) -> Array:
     at = np.empty_like(ids)
     at[g.orig_edge_ids(ids, etype).numpy()] = ids
     return at
-
-
-def _only_etype_of(g: DistGraph) -> EdgeType:
-    if len(g.canonical_etypes) != 1:
-        raise ConfigError(
-            f"the graph has the edge types {', '.join(g.etypes)}; say which with etype= (and reverse_etype=)"
-        )
-    return g.canonical_etypes[0]
 
 
 def _check_matching(g: DistGraph, etype: EdgeType, back: EdgeType, by: str) -> None:

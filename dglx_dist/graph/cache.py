@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from numba import njit
 
 from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks, sum_over_ranks
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import PHASE_ROW_CACHE, CachePlan, Column, check_cacheable, fill_cache
 from dglx_dist.graph.dist_tensor import OpenedGraph
-from dglx_dist.graph.ids import Ids, to_tensor
+from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import NO_IDS, by_type, fanout_by_type
 from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.graph.split import node_split
@@ -269,7 +270,9 @@ def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Ar
         else:
             # Each server counts the edges it holds, on one of its ranks.
             held = count_sources(structure.shards if is_leader else (), structure.num_sources)
-            counts = sum_over_ranks(to_tensor(held), g.session, phase=PHASE_ROW_CACHE, in_place=True).numpy()
+            counts = sum_over_ranks(
+                torch.from_numpy(held), g.session, phase=PHASE_ROW_CACHE, in_place=True
+            ).numpy()
         total = counts if not len(total) else total + counts
     return total
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeAlias, final
 
 import numpy as np
@@ -17,7 +16,7 @@ from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.ids import check_ids, to_tensor
+from dglx_dist.graph.ids import check_ids
 from dglx_dist.graph.partition_book import Placement, requests_of, rows_per_message
 from dglx_dist.graph.row_kernels import (
     Hits,
@@ -111,6 +110,12 @@ class Column:
             )
         out[here] = numpy_view(values.detach().contiguous())
 
+    def is_nonzero(self) -> Iterator[Array]:
+        """Yield (n, *row) bool for each shard: which values are not 0."""
+        for shard in self.shards:
+            # bfloat16 is held as bits, of which the highest is the sign: -0.0 is zero too.
+            yield (shard.rows & 0x7FFF if self.info.dtype == "bfloat16" else shard.rows) != 0
+
     def write(self, ids: Array, rows: Array) -> None:
         """Overwrite the rows that lie here from (K, *row) ``rows``; the last of repeated ids stays."""
         for shard in self.shards:
@@ -135,73 +140,6 @@ def shards_of(offsets: Array, parts: Mapping[int, Array]) -> tuple[Shard, ...]:
             raise ConfigError(f"part {part} has {len(parts[part])} rows for {count} ids")
         shards.append(Shard(first=int(offsets[part]), rows=parts[part]))
     return tuple(shards)
-
-
-@final
-class NonzeroIndex:
-    """Finds and counts nonzero rows: serves the local server's and asks the others.
-
-    Args:
-        session: The run; its ``rpc`` serves two operations named by ``label``.
-        placement: The rank that serves each server.
-        column: Name to column; raises ConfigError for an unknown one.
-        label: Distinguishes the stores of one run.
-    """
-
-    def __init__(
-        self, session: Session, placement: Placement, column: Callable[[str], Column], label: str
-    ) -> None:
-        self._session, self._placement, self._column = session, placement, column
-        self._bits, self._count = f"{label}.nonzero", f"{label}.count_nonzero"
-        session.rpc.register(self._bits, lambda name, _: [_packed(self._column(name))])
-        session.rpc.register(self._count, lambda name, _: [_counted(self._column(name))])
-
-    def nonzero(self, name: str) -> Array:
-        column = self._column(name)
-        if column.info.row_shape:
-            raise ConfigError(
-                f"{name!r} has rows of shape {column.info.row_shape}; only one of one dimension is a mask"
-            )
-        found = []
-        for server, packed in enumerate(self._ask(self._bits, name)):
-            first, last = int(column.bounds[server]), int(column.bounds[server + 1])
-            found.append(np.flatnonzero(np.unpackbits(packed, count=last - first)) + first)
-        return np.concatenate(found)
-
-    def count_nonzero(self, name: str) -> int:
-        self._column(name)
-        return sum(int(counted[0]) for counted in self._ask(self._count, name))
-
-    def close(self) -> None:
-        self._session.rpc.unregister(self._bits)
-        self._session.rpc.unregister(self._count)
-
-    def _ask(self, op: str, name: str) -> Sequence[Array]:
-        """Return the answers by server; the local one is asked last, so that the others work meanwhile."""
-        servers = range(self._placement.topology.num_servers)
-        own = self._placement.topology.server
-        submit = partial(self._session.rpc.submit, op=op, name=name, arrays=[], phase="masks")
-        pending = {
-            server: submit(self._placement.serving_rank(server))
-            for server in sorted(servers, key=lambda server: server == own)
-        }
-        return [pending[server].result()[0] for server in servers]
-
-
-def _packed(column: Column) -> Array:
-    """Return one bit per row of the local server, the first row in the highest bit of the first byte."""
-    return np.packbits(np.concatenate([_is_set(column, shard.rows) for shard in column.shards]))
-
-
-def _counted(column: Column) -> Array:
-    counts = [np.count_nonzero(_is_set(column, shard.rows)) for shard in column.shards]
-    return np.array([sum(counts)], dtype=np.int64)
-
-
-def _is_set(column: Column, rows: Array) -> Array:
-    # bfloat16 is held as bits, of which the highest is the sign: -0.0 is zero too.
-    values = rows & 0x7FFF if column.info.dtype == "bfloat16" else rows
-    return values if values.dtype == np.bool_ else values != 0
 
 
 PHASE_ROW_CACHE = "cache"
@@ -264,17 +202,14 @@ def fill_cache(
     num_slots, num_keys = table_sizes(count, num_ids) if count else (0, 0)
     rows = shared_rows(session, f"{file_name}.rows", count, info, lambda _shape, _dtype: pull(ids))
     keys = shared_rows(session, f"{file_name}.keys", num_keys, _IDS)
-    slots = shared_rows(session, f"{file_name}.slots", num_slots, _SLOTS, _filled(ids, keys))
-    return RowCache(table=SlotTable(slots, keys), rows=rows)
 
-
-def _filled(ids: Array, keys: Array) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
     def fill(shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
         slots = np.empty(shape, np.int32)
         fill_table(SlotTable(slots, keys), ids)
-        return to_tensor(slots)
+        return torch.from_numpy(slots)
 
-    return fill
+    slots = shared_rows(session, f"{file_name}.slots", num_slots, _SLOTS, fill)
+    return RowCache(table=SlotTable(slots, keys), rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +246,7 @@ class Puller:
     Args:
         session: The run.
         placement: The rank that serves each server.
-        op: The operation that all ranks serve with :meth:`answer`.
+        op: The operation under which all ranks serve their rows.
     """
 
     def __init__(self, session: Session, placement: Placement, op: str) -> None:
@@ -338,12 +273,6 @@ class Puller:
             replies.append((pending, call.first))
         self._count(column.name, len(ids), len(hits.places), len(plan.positions))
         return PendingPull(column, ids, out, plan, hits, cache, replies)
-
-    def answer(self, column: Column, ids: Array) -> Sequence[Array]:
-        """Return the rows of (k,) ids of the local server, which another rank requested."""
-        out = np.empty((len(ids), *column.info.row_shape), dtype=numpy_dtype(column.info.dtype))
-        column.read(ids, out)
-        return [out]
 
     def set_cache(self, column: Column, cache: RowCache | None) -> None:
         check_cacheable(column)

@@ -23,7 +23,7 @@ from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.cache import CacheRequest, Fanouts, cache_rows
 from dglx_dist.graph.column import CachePlan
 from dglx_dist.graph.dist_tensor import GRAPH_REMEDY, OPENED, DataView, DistTensor, TypedViews, unsupported
-from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all, to_tensor
+from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together
 from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
@@ -226,12 +226,12 @@ class DistGraph(Shared):
         return self._edge_views[self._etype_or_only(None, "g.edges[etype].data")]
 
     @property
-    def nodes(self) -> TypedViews[str]:
+    def nodes(self) -> TypedViews[str, DataView]:
         """``g.nodes[ntype].data``: tensors of the nodes of one type."""
         return TypedViews(lambda ntype: self._node_views[self._known_ntype(ntype)], "arange(g.num_nodes())")
 
     @property
-    def edges(self) -> TypedViews[str | EdgeType]:
+    def edges(self) -> TypedViews[str | EdgeType, DataView]:
         """``g.edges[etype].data``: tensors of the edges of one type."""
         return TypedViews(lambda etype: self._edge_views[self.to_canonical_etype(etype)], "g.find_edges(ids)")
 
@@ -321,20 +321,20 @@ class DistGraph(Shared):
         """Return the (K,) int64 numbers of in-edges of ``nodes``, or of all."""
         structure = self.structure(etype)
         ids = as_ids_or_all(nodes, structure.num_destinations, f"the nodes of type {structure.etype[2]!r}")
-        return to_tensor(structure.in_degrees(ids))
+        return torch.from_numpy(structure.in_degrees(ids))
 
     def out_degrees(self, nodes: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
         """Return the (K,) int64 numbers of out-edges of ``nodes``, or of all; first reads every edge."""
         structure = self.structure(etype)
         ids = as_ids_or_all(nodes, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
-        return to_tensor(structure.out_degrees(ids))
+        return torch.from_numpy(structure.out_degrees(ids))
 
     def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
         """Return (sources, destinations), (K,) int64 each; IndexError when an id is out of range."""
         structure = self.structure(etype)
         ids = as_ids(edges, structure.num_edges, f"the edges of type {structure.etype}")
         sources, destinations = structure.find_edges(ids)
-        return to_tensor(sources), to_tensor(destinations)
+        return torch.from_numpy(sources), torch.from_numpy(destinations)
 
     def sample_neighbors(
         self,

@@ -23,7 +23,7 @@ from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.column import Column, Shard
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import PartitionBook, RowOwners
+from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.graph.partition_policy import PartitionPolicy
 from dglx_dist.graph.row_kernels import column_info, numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.shared_memory import InitRows, save_folder, shared_rows
@@ -31,6 +31,8 @@ from dglx_dist.graph.structure import Structure
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 K = TypeVar("K")
+V = TypeVar("V")
+U = TypeVar("U")
 
 GRAPH_REMEDY = (
     "its nodes and edges lie on the servers. What changes a graph goes before dx.distribute; batches come "
@@ -138,78 +140,6 @@ def create(wanted: WantedTensor, init: InitRows | None) -> None:
         Column(name=wanted.key, info=wanted.info, bounds=policy.bounds, shards=(shard,), writable=True)
     )
     barrier(store.session, f"creating {wanted.key}")
-
-
-def save_rows(folder: str | Path, name: str, policy: PartitionPolicy, key: str) -> None:
-    """Write a tensor into ``folder``, which then holds all of it or its former content; collective.
-
-    Every rank writes the rows it owns as one file; rank 0 then writes the index and renames the folder.
-    Pushes made meanwhile may be saved or not.
-
-    Args:
-        folder: Seen by all ranks under this name; what was saved there before is replaced.
-        name: Of the tensor in the folder.
-        policy: How its rows are laid over the servers.
-        key: Its name in the store.
-
-    Raises:
-        StorageError: on all ranks, when one cannot write or does not see the folder, or when it holds
-            something other than a saved tensor; what was there is unchanged.
-    """
-    store = policy.store
-
-    def write_own(temporary: Path) -> list[RowFile]:
-        column, (first, last) = store.column(key), _owned(policy)
-        rows = _rows_of(column, first, last)
-        return [write_rows(temporary, name, first, rows, info=column.info)]
-
-    def settle() -> Path:
-        store.fence()
-        return Path(folder)
-
-    target = run_on_all_ranks(store.session, settle)
-    facts = {"policy": policy.policy_str, "dataset": policy.dataset}
-    save_folder(store.session, target, write_own, facts)
-
-
-def load_rows(folder: str | Path, name: str | None, policy: PartitionPolicy, key: str) -> None:
-    """Fill a tensor from what :func:`save_rows` wrote on any number of ranks; collective.
-
-    ``name`` is the tensor's in the folder (None: the only one there); ``policy`` and ``key`` are those of the
-    tensor to fill.
-
-    Raises:
-        StorageError: on all ranks, when one finds the folder missing or damaged, or the tensor is of another
-            shape, dtype or dataset; nothing has changed.
-        ConfigError: the tensor belongs to the dataset on disk.
-    """
-    store = policy.store
-    column = store.column(key)
-    first, last = _owned(policy)
-
-    def check() -> tuple[Path, SavedRows]:
-        source = Path(folder)
-        column.check_writable()
-        store.fence()
-        index = read_index(source)
-        wanted = name if name is not None else _only(source, list(index.tensors))
-        saved = index.tensor(wanted, source)
-        _check_same(source, saved, index.facts, policy, column)
-        check_rows(source, saved, first, last)
-        return source, saved
-
-    def read(source: Path, saved: SavedRows) -> None:
-        for shard in column.shards:
-            read_rows(source, saved, first, last, shard.rows[first - shard.first : last - shard.first])
-
-    source, saved = run_on_all_ranks(store.session, check)
-    run_on_all_ranks(store.session, lambda: read(source, saved))
-    barrier(store.session, f"loading {key}")
-
-
-def _owned(policy: PartitionPolicy) -> tuple[int, int]:
-    topology = policy.store.session.topology
-    return RowOwners(policy.bounds, topology).range_of(topology.rank)
 
 
 def _rows_of(column: Column, first: int, last: int) -> Array:
@@ -435,9 +365,25 @@ class DistTensor(Shared):
         self.kvstore.fence(timeout_s)
 
     def __or__(self, other: DistTensor) -> DistTensor:
+        """Return a new tensor of the bitwise or of both, such as the union of two masks; collective.
+
+        Raises:
+            ConfigError: on all ranks: they differ in shape, dtype or policy, or are floating-point.
+        """
         if not isinstance(other, DistTensor):
             return NotImplemented
-        return union(self, other)
+        policies = self.part_policy.policy_str, other.part_policy.policy_str
+        is_alike = (self.shape, self.dtype, policies[0]) == (other.shape, other.dtype, policies[1])
+        if not is_alike or self.kvstore is not other.kvstore or self.dtype.is_floating_point:
+            raise ConfigError(
+                f"{self} | {other} with the policies {policies[0]} and {policies[1]} cannot be joined; give "
+                "two masks, or tensors of integers, of the same shape, dtype, policy and graph"
+            )
+        joined = DistTensor(self.shape, self.dtype, part_policy=self.part_policy)
+        ids = np.arange(*self.part_policy.owned_range)
+        self.kvstore.write_local(joined.kvstore_key, ids, numpy_view(self[ids] | other[ids]))
+        barrier(self.kvstore.session, f"joining {self.name!r} and {other.name!r}")
+        return joined
 
     def count_nonzero(self) -> int:
         """Return the number of nonzero values of the whole; any rank alone, few bytes."""
@@ -450,12 +396,59 @@ class DistTensor(Shared):
         return moved
 
     def save(self, folder: str | Path) -> None:
-        """Write the tensor into a folder that all ranks see, as :func:`save_rows`; collective."""
-        save_rows(folder, self._name, self.part_policy, self._key)
+        """Write the tensor into ``folder``, which then holds all of it or its former content; collective.
+
+        Every rank writes the rows it owns as one file; rank 0 then writes the index and renames the folder.
+        All ranks must see the folder under this name. Pushes made meanwhile may be saved or not.
+
+        Raises:
+            StorageError: on all ranks, when one cannot write or does not see the folder, or when it holds
+                something other than a saved tensor; what was there is unchanged.
+        """
+
+        def write_own(temporary: Path) -> list[RowFile]:
+            column, (first, last) = self._column, self.part_policy.owned_range
+            rows = _rows_of(column, first, last)
+            return [write_rows(temporary, self._name, first, rows, info=column.info)]
+
+        def settle() -> Path:
+            self.fence()
+            return Path(folder)
+
+        target = run_on_all_ranks(self.kvstore.session, settle)
+        facts = {"policy": self.part_policy.policy_str, "dataset": self.part_policy.dataset}
+        save_folder(self.kvstore.session, target, write_own, facts)
 
     def load(self, folder: str | Path, name: str | None = None) -> None:
-        """Fill the tensor from a folder, as :func:`load_rows`; collective."""
-        load_rows(folder, name, self.part_policy, self._key)
+        """Fill the tensor from what :meth:`save` wrote on any number of ranks; collective.
+
+        ``name`` is the tensor's in the folder; None: the only one there.
+
+        Raises:
+            StorageError: on all ranks, when one finds the folder missing or damaged, or the tensor is of
+                another shape, dtype or dataset; nothing has changed.
+            ConfigError: the tensor belongs to the dataset on disk.
+        """
+        column, session = self._column, self.kvstore.session
+        first, last = self.part_policy.owned_range
+
+        def check() -> tuple[Path, SavedRows]:
+            source = Path(folder)
+            column.check_writable()
+            self.fence()
+            index = read_index(source)
+            saved = index.tensor(name if name is not None else _only(source, list(index.tensors)), source)
+            _check_same(source, saved, index.facts, self.part_policy, column)
+            check_rows(source, saved, first, last)
+            return source, saved
+
+        def read(source: Path, saved: SavedRows) -> None:
+            for shard in column.shards:
+                read_rows(source, saved, first, last, shard.rows[first - shard.first : last - shard.first])
+
+        source, saved = run_on_all_ranks(session, check)
+        run_on_all_ranks(session, lambda: read(source, saved))
+        barrier(session, f"loading {self._key}")
 
     def __enter__(self) -> DistTensor:
         """Return itself; the end of the block frees the tensor, so every rank must reach it."""
@@ -510,27 +503,6 @@ class DistTensor(Shared):
     @property
     def _column(self) -> Column:
         return self.kvstore.column(self._key)
-
-
-def union(one: DistTensor, other: DistTensor) -> DistTensor:
-    """Return a new tensor of the bitwise or of both, such as the union of two masks; collective.
-
-    Raises:
-        ConfigError: on all ranks: they differ in shape, dtype or policy, or are floating-point.
-    """
-    facts = [(tensor.shape, tensor.dtype, tensor.part_policy.policy_str) for tensor in (one, other)]
-    if facts[0] != facts[1] or one.kvstore is not other.kvstore or one.dtype.is_floating_point:
-        raise ConfigError(
-            f"{one} | {other} with the policies {facts[0][2]} and {facts[1][2]} cannot be joined; give two "
-            "masks, or tensors of integers, of the same shape, dtype, policy and graph"
-        )
-    joined = DistTensor(one.shape, one.dtype, part_policy=one.part_policy)
-    topology = one.kvstore.session.topology
-    ids = np.arange(*RowOwners(one.part_policy.bounds, topology).range_of(topology.rank))
-    rows = one[ids] | other[ids]
-    one.kvstore.write_local(joined.kvstore_key, ids, numpy_view(rows))
-    barrier(one.kvstore.session, f"joining {one.name!r} and {other.name!r}")
-    return joined
 
 
 @final
@@ -589,14 +561,14 @@ class DataView(MutableMapping[str, DistTensor]):
 
 @final
 @dataclass(frozen=True)
-class TypeView:
+class TypeView(Generic[V]):
     """``g.nodes[ntype]`` or ``g.edges[etype]``."""
 
-    data: DataView
+    data: V
 
 
 @final
-class TypedViews(Generic[K]):
+class TypedViews(Generic[K, V]):
     """``g.nodes`` and ``g.edges``.
 
     Args:
@@ -604,11 +576,14 @@ class TypedViews(Generic[K]):
         remedy: What to write for the ids that calling it returns in a DGLGraph.
     """
 
-    def __init__(self, view_of: Callable[[K], DataView], remedy: str) -> None:
+    def __init__(self, view_of: Callable[[K], V], remedy: str) -> None:
         self._view_of, self._remedy = view_of, remedy
 
-    def __getitem__(self, key: K) -> TypeView:
+    def __getitem__(self, key: K) -> TypeView[V]:
         return TypeView(self._view_of(key))
+
+    def map(self, wrap: Callable[[V], U]) -> TypedViews[K, U]:
+        return TypedViews(lambda key: wrap(self._view_of(key)), self._remedy)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """Raise ConfigError, where a DGLGraph returns all ids."""
@@ -630,9 +605,9 @@ class OpenedGraph(Protocol):
     @property
     def canonical_etypes(self) -> list[EdgeType]: ...
     @property
-    def nodes(self) -> TypedViews[str]: ...
+    def nodes(self) -> TypedViews[str, DataView]: ...
     @property
-    def edges(self) -> TypedViews[str | EdgeType]: ...
+    def edges(self) -> TypedViews[str | EdgeType, DataView]: ...
     def num_nodes(self, ntype: str | None = None) -> int: ...
     def num_edges(self, etype: str | EdgeType | None = None) -> int: ...
     def structure(self, etype: str | EdgeType | None = None) -> Structure: ...

@@ -18,7 +18,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, opened_graph
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.partition_policy import PartitionPolicy
 from dglx_dist.graph.row_kernels import number_distinct
 from dglx_dist.graph.shared_memory import InitRows, check_memory
@@ -184,7 +183,7 @@ class DistEmbedding(Shared):
             PeerError: an owner is dead or silent.
         """
         index = as_ids(ids, self.num_embeddings, repr(self.name))
-        target = torch.device(device) if device is not None else _device_of(ids)
+        target = torch.device(device or (ids.device if isinstance(ids, Tensor) else "cpu"))
         if not torch.is_grad_enabled():
             return self._pull(index, target)
         places = None
@@ -192,7 +191,8 @@ class DistEmbedding(Shared):
         if len(distinct) < len(index):
             places = torch.from_numpy(place_of).to(target)
         leaf = self._pull(distinct, target, distinct=True).requires_grad_()
-        _on_gradient(leaf, self._recorder(distinct, self.kvstore.session.step_share))
+        record = self._recorder(distinct, self.kvstore.session.step_share)
+        leaf.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]  # untyped in torch
         return leaf if places is None else F.embedding(places, leaf)
 
     def reset_trace(self) -> None:
@@ -266,7 +266,7 @@ def _dataset_of(policy: PartitionPolicy, graph: OpenedGraph | None) -> str:
 
 def _fill_owned(weight: DistTensor, session: Session) -> None:
     """Write initial values, each rank those of the rows it owns, without a second copy."""
-    first, last = RowOwners(weight.part_policy.bounds, session.topology).range_of(session.topology.rank)
+    first, last = weight.part_policy.owned_range
     start = weight.local_range[0]
     fill_uniform(weight.local_rows()[first - start : last - start], first, session.seed, weight.name)
     barrier(session, f"first values of {weight.name!r}")
@@ -279,11 +279,3 @@ def _summed_by_share(gradients: list[RowGradient]) -> list[RowGradient]:
         assert total is not None
         kept.append(RowGradient(ids=total.ids, rows=total.rows, share=share))
     return kept
-
-
-def _device_of(ids: Ids) -> torch.device:
-    return ids.device if isinstance(ids, Tensor) else torch.device("cpu")
-
-
-def _on_gradient(leaf: Tensor, action: Callable[[Tensor], None]) -> None:
-    leaf.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]  # untyped in torch

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from dglx_dist.graph.row_kernels import first_outside
@@ -68,8 +67,3 @@ def check_ids(ids: Array, count: int, what: str) -> None:
     bad = first_outside(ids, count)
     if bad >= 0:
         raise IndexError(f"id {ids[bad]} at position {bad} is outside {what}, whose ids are 0 to {count - 1}")
-
-
-def to_tensor(array: Array) -> Tensor:
-    """Return a torch tensor that shares the memory of a writable ``array``."""
-    return torch.from_numpy(array)

@@ -11,6 +11,7 @@ from itertools import count, pairwise
 from typing import TypeAlias, final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, run_on_all_ranks
@@ -21,14 +22,12 @@ from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.column import (
     CacheCounts,
     Column,
-    NonzeroIndex,
     PendingPull,
     Puller,
     PullHandler,
     RowCache,
     shards_of,
 )
-from dglx_dist.graph.ids import to_tensor
 from dglx_dist.graph.partition_book import Placement, Request, RowOwners, requests_of, rows_per_message
 from dglx_dist.graph.row_kernels import (
     add_rows,
@@ -346,7 +345,7 @@ class Pusher:
         with self._per_tensor(column).lock:
             self._handlers[name](
                 tensor_view(shard.rows, column.info),
-                to_tensor(ids - shard.first),
+                torch.from_numpy(ids - shard.first),
                 # A copy, since the arrays of a message are read-only and a handler may write.
                 tensor_view(rows.copy(), column.info),
             )
@@ -413,7 +412,9 @@ class KVStore:
         self._puller = Puller(session, placement, self._pull_op)
         session.rpc.register(self._pull_op, self._serve_pull)
         self._pusher = Pusher(session, placement, self.column, label)
-        self._nonzero = NonzeroIndex(session, placement, self.column, label)
+        self._bits_op, self._count_op = f"{label}.nonzero", f"{label}.count_nonzero"
+        session.rpc.register(self._bits_op, lambda name, _: [self._nonzero_bits(name)])
+        session.rpc.register(self._count_op, lambda name, _: [self._nonzero_count(name)])
         session.before_close.append(self.fence)
 
     def add(self, name: str, offsets: Array, shards: Mapping[int, Array], info: ColumnInfo) -> None:
@@ -459,9 +460,9 @@ class KVStore:
         """Stop serving; a :meth:`fence` and a barrier belong before it."""
         if self.fence in self.session.before_close:
             self.session.before_close.remove(self.fence)
-        self.session.rpc.unregister(self._pull_op)
+        for op in (self._pull_op, self._bits_op, self._count_op):
+            self.session.rpc.unregister(op)
         self._pusher.close()
-        self._nonzero.close()
 
     def column(self, name: str) -> Column:
         """Return the column called ``name``; ConfigError, which lists those that exist, if there is none."""
@@ -648,7 +649,17 @@ class KVStore:
             ConfigError: there is no such tensor, or it has more dimensions.
             PeerError: a server is dead or silent.
         """
-        return self._nonzero.nonzero(name)
+        column = self.column(name)
+        if column.info.row_shape:
+            raise ConfigError(
+                f"{name!r} has rows of shape {column.info.row_shape}; only one of one dimension is a mask"
+            )
+        found = []
+        for packed, (first, last) in zip(
+            self._ask_all(self._bits_op, name), pairwise(column.bounds.tolist()), strict=True
+        ):
+            found.append(np.flatnonzero(np.unpackbits(packed, count=last - first)) + first)
+        return np.concatenate(found)
 
     def count_nonzero(self, name: str) -> int:
         """Return the number of nonzero values of a tensor; 8 bytes from each other server. Not collective.
@@ -657,7 +668,25 @@ class KVStore:
             ConfigError: there is no such tensor.
             PeerError: a server is dead or silent.
         """
-        return self._nonzero.count_nonzero(name)
+        self.column(name)
+        return sum(int(counted[0]) for counted in self._ask_all(self._count_op, name))
+
+    def _ask_all(self, op: str, name: str) -> Sequence[Array]:
+        """Return the answers by server; the local one is asked last, so that the others work meanwhile."""
+        topology, rpc = self.placement.topology, self.session.rpc
+        servers = range(topology.num_servers)
+        pending = {
+            server: rpc.submit(self.placement.serving_rank(server), op, name, [], phase="masks")
+            for server in sorted(servers, key=lambda server: server == topology.server)
+        }
+        return [pending[server].result()[0] for server in servers]
+
+    def _nonzero_bits(self, name: str) -> Array:
+        """Return one bit per row of the local server, the first row in the highest bit of the first byte."""
+        return np.packbits(np.concatenate(list(self.column(name).is_nonzero())))
+
+    def _nonzero_count(self, name: str) -> Array:
+        return np.array([sum(int(np.count_nonzero(found)) for found in self.column(name).is_nonzero())])
 
     def _agree(self, name: str, handler: object, kind: str, change: Callable[[], None]) -> None:
         """Make a change on all ranks or on none, and return when all have made it."""
@@ -675,10 +704,6 @@ class KVStore:
     def _serve_pull(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
         (ids,) = arrays
         column = self.column(name)
-        self._check_own(column, ids)
-        return self._puller.answer(column, ids)
-
-    def _check_own(self, column: Column, ids: Array) -> None:
         server = self.placement.topology.server
         first, last = column.bounds[server], column.bounds[server + 1]
         if ids.dtype != np.int64 or ids.ndim != 1:
@@ -688,3 +713,6 @@ class KVStore:
                 f"server {server} owns the rows {first} to {last - 1} of {column.name!r}, and was given "
                 f"ids from {ids.min()} to {ids.max()}"
             )
+        out = np.empty((len(ids), *column.info.row_shape), dtype=numpy_dtype(column.info.dtype))
+        column.read(ids, out)
+        return [out]

@@ -15,7 +15,7 @@ from torch import Tensor
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.ids import Ids, as_ids, check_ids, to_tensor
+from dglx_dist.graph.ids import Ids, as_ids, check_ids
 from dglx_dist.graph.row_kernels import RemotePlan, plan_remote, spread_rows
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 
@@ -183,8 +183,10 @@ def canonical_etype(etype: str | EdgeType | None, known: Sequence[EdgeType]) -> 
     found = [triple for triple in known if etype is None or etype in (triple, triple[1])]
     if len(found) == 1:
         return found[0]
-    problem = "there is no edge type" if not found else "several edge types have the relation"
     listed = ", ".join(map(str, known))
+    if etype is None:
+        raise ConfigError(f"the graph has the edge types {listed}; say which with etype=")
+    problem = "several edge types have the relation" if found else "there is no edge type"
     raise ConfigError(f"{problem} {etype!r}; give one of the triples {listed}")
 
 
@@ -207,9 +209,7 @@ class _Ranges(Generic[K]):
         return self._bounds[key]
 
     def sizes(self) -> Array:
-        return sum(
-            (np.diff(bounds) for bounds in self._bounds.values()), np.zeros(self.num_partitions, np.int64)
-        )
+        return np.diff(self._homogeneous[:: len(self.types)])
 
     def total(self, key: K | None) -> int:
         return int(self._homogeneous[-1] if key is None else self.bounds(key)[-1])
@@ -218,7 +218,7 @@ class _Ranges(Generic[K]):
         return as_ids(ids, self.total(key), f"the {self._what} of type {key!r}")
 
     def owner(self, ids: Ids, key: K) -> Tensor:
-        return to_tensor(np.searchsorted(self.bounds(key), self._checked(ids, key), side="right") - 1)
+        return torch.from_numpy(np.searchsorted(self.bounds(key), self._checked(ids, key), side="right") - 1)
 
     def ids_of(self, partition: int, key: K) -> Tensor:
         bounds = self.bounds(key)
@@ -231,7 +231,7 @@ class _Ranges(Generic[K]):
         first, last = int(bounds[partition]), int(bounds[partition + 1])
         local = self._checked(ids, key) - first
         check_ids(local, last - first, f"partition {partition} (ids counted from its first, {first})")
-        return to_tensor(local)
+        return torch.from_numpy(local)
 
     def split_types(self, ids: Ids) -> tuple[Tensor, Tensor]:
         checked = as_ids(ids, int(self._homogeneous[-1]), f"the {self._what} of all types")
@@ -239,13 +239,13 @@ class _Ranges(Generic[K]):
         partition, type_id = cell // len(self.types), cell % len(self.types)
         first = np.stack([self._bounds[key] for key in self.types], axis=1)
         within = checked - self._homogeneous[cell] + first[partition, type_id]
-        return to_tensor(type_id), to_tensor(within)
+        return torch.from_numpy(type_id), torch.from_numpy(within)
 
     def join_types(self, ids: Ids, key: K) -> Tensor:
         bounds, checked = self.bounds(key), self._checked(ids, key)
         partition = np.searchsorted(bounds, checked, side="right") - 1
         cell = partition * len(self.types) + self.types.index(key)
-        return to_tensor(checked - bounds[partition] + self._homogeneous[cell])
+        return torch.from_numpy(checked - bounds[partition] + self._homogeneous[cell])
 
     def _check_partition(self, partition: int) -> None:
         if not 0 <= partition < self.num_partitions:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.ids import as_ids, to_tensor
+from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import PartitionBook
+from dglx_dist.graph.partition_book import PartitionBook, RowOwners
 from dglx_dist.records import Array, EdgeType
 
 
@@ -39,16 +40,22 @@ class PartitionPolicy:
     def part_id(self) -> int:
         return self.partition_book.partid
 
+    @property
+    def owned_range(self) -> tuple[int, int]:
+        """The first row that this rank owns (see :class:`RowOwners`), and the one after its last."""
+        topology = self.store.placement.topology
+        return RowOwners(self.bounds, topology).range_of(topology.rank)
+
     def get_size(self) -> int:
         return int(self.bounds[-1])
 
     def get_part_size(self) -> int:
         return int(self.bounds[self.part_id + 1] - self.bounds[self.part_id])
 
-    def to_partid(self, ids: Tensor) -> Tensor:
+    def to_partid(self, ids: Ids) -> Tensor:
         """Return the partition of each row; IndexError when an id is out of range."""
         rows = as_ids(ids, self.get_size(), self.policy_str)
-        return to_tensor(np.searchsorted(self.bounds, rows, side="right") - 1)
+        return torch.from_numpy(np.searchsorted(self.bounds, rows, side="right") - 1)
 
     def to_local(self, ids: Tensor) -> Tensor:
         """Return the ids relative to the first row of the local server, which must own them."""

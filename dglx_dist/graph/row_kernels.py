@@ -118,7 +118,7 @@ def as_words(*arrays: Array) -> tuple[Array, ...]:
         if row_bytes % word.itemsize == 0 and all(a.ctypes.data % word.itemsize == 0 for a in arrays)
     )
     words = row_bytes // word.itemsize
-    return tuple(_flat_bytes(array).view(word).reshape(len(array), words) for array in arrays)
+    return tuple(array.reshape(-1).view(np.uint8).view(word).reshape(len(array), words) for array in arrays)
 
 
 def row_size(array: Array) -> int:
@@ -201,15 +201,6 @@ def spread_rows(rows: Array, out: Array, starts: Array, positions: Array, first_
     _spread(row_words, out_words, starts, positions, first_slot)
 
 
-def first_outside(ids: Array, count: int) -> int:
-    """Return the position of the first of the (K,) int64 ``ids`` outside [0, ``count``), or -1."""
-    return int(_first_outside(ids, count))
-
-
-def _flat_bytes(array: Array) -> Array:
-    return array.reshape(-1).view(np.uint8)
-
-
 @njit(cache=True, nogil=True)
 def _gather(source: Array, first: int, ids: Array, out: Array) -> None:
     count, words = source.shape
@@ -257,7 +248,8 @@ def _spread(rows: Array, out: Array, starts: Array, positions: Array, first_slot
 
 
 @njit(cache=True, nogil=True)
-def _first_outside(ids: Array, count: int) -> int:
+def first_outside(ids: Array, count: int) -> int:
+    """Return the position of the first of the (K,) int64 ``ids`` outside [0, ``count``), or -1."""
     num_bad = 0
     # No early exit in the first loop: it then runs on vector registers.
     for k in range(ids.shape[0]):

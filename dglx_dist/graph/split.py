@@ -14,7 +14,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.data.partition.hierarchical import TRAINER_ID
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor, opened_graph
-from dglx_dist.graph.ids import as_array, check_ids, to_tensor
+from dglx_dist.graph.ids import as_array, check_ids
 from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 
@@ -185,7 +185,7 @@ def _split(
     if trainer_ids is not None:
         count = int(bounds[-1])
         preferred = _preferred_ranks(trainer_ids, ids, count, book.num_trainers, topology.world_size)
-    return to_tensor(split_ids(ids, bounds, topology, force_even=force_even, trainer_of=preferred))
+    return torch.from_numpy(split_ids(ids, bounds, topology, force_even=force_even, trainer_of=preferred))
 
 
 def _preferred_ranks(

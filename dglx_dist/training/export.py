@@ -22,7 +22,6 @@ from dglx_dist.data.storage.columns import PARTIAL_SUFFIX, safe_name
 from dglx_dist.data.storage.files import named_failures, publish, replace_folder
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.records import Array
 
 if TYPE_CHECKING:
@@ -183,7 +182,7 @@ def _write_share(
         )
     files = []
     for table in tables:
-        first, last = RowOwners(table.rows.part_policy.bounds, g.session.topology).range_of(rank)
+        first, last = table.rows.part_policy.owned_range
         path = Path(table.subfolder) / f"part-{rank:05d}.parquet"
         schema = pa.schema([(ID, _id_type(g, table.ntype)), (name, _row_type(table.rows))])
         step = max(row_group_bytes // _row_bytes(table.rows), 1)

@@ -18,7 +18,6 @@ from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks, s
 from dglx_dist.dataloading.minibatch import BlockBuilder
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.graph.structure import InEdges
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array, EdgeType
@@ -169,14 +168,27 @@ def layers_of(
 
     See :func:`layerwise_inference` for the arguments. Raises ConfigError if the model defines no layers.
     """
+    kind = type(module).__name__
     if layers is None:
-        steps = _inference_layers(module)
+        defined = getattr(module, "inference_layers", None)
+        if defined is None:
+            raise ConfigError(
+                f"{kind} does not define its layers; give it a method inference_layers() that returns one "
+                "callable (block, h) -> h per layer (see dglx_dist.training.models), or name its list of "
+                "them with layers=, or pass num_layers= to evaluate(), which computes each batch's whole "
+                "neighbourhood"
+            )
+        layers = defined()
     elif isinstance(layers, str):
-        steps = _named_layers(module, layers)
-    else:
-        steps = list(layers)
+        name, layers = layers, getattr(module, layers, None)
+        if not isinstance(layers, (nn.ModuleList, nn.Sequential, list, tuple)):
+            raise ConfigError(
+                f"layers={name!r}, but {kind} has no list of layers of that name; give the name of its "
+                "nn.ModuleList, or one callable (block, h) -> h per layer"
+            )
+    steps = list(layers)
     if not steps:
-        raise ConfigError(f"{type(module).__name__} has no layers to compute; give one callable per layer")
+        raise ConfigError(f"{kind} has no layers to compute; give one callable per layer")
     if between is None:
         return steps
     return [*(_followed(layer, between) for layer in steps[:-1]), *steps[-1:]]
@@ -184,28 +196,6 @@ def layers_of(
 
 def _followed(layer: InferenceLayer, between: Callable[[Tensor], Tensor]) -> InferenceLayer:
     return lambda block, h: between(layer(block, h))
-
-
-def _named_layers(module: nn.Module, name: str) -> list[InferenceLayer]:
-    found = getattr(module, name, None)
-    if not isinstance(found, (nn.ModuleList, nn.Sequential, list, tuple)):
-        raise ConfigError(
-            f"layers={name!r}, but {type(module).__name__} has no list of layers of that name; give the name "
-            "of its nn.ModuleList, or one callable (block, h) -> h per layer"
-        )
-    return list(found)
-
-
-def _inference_layers(module: nn.Module) -> list[InferenceLayer]:
-    inference_layers = getattr(module, "inference_layers", None)
-    if inference_layers is None:
-        raise ConfigError(
-            f"{type(module).__name__} does not define its layers; give it a method inference_layers() that "
-            "returns one callable (block, h) -> h per layer (see dglx_dist.training.models), or name its "
-            "list of them with layers=, or pass num_layers= to evaluate(), which computes each batch's whole "
-            "neighbourhood"
-        )
-    return list(inference_layers())
 
 
 Path: TypeAlias = tuple[str | int, ...]
@@ -380,8 +370,7 @@ def in_original_order(rows: DistTensor, g: DistGraph, ntype: str | None = None) 
 
 def local_share(g: DistGraph, ntype: str) -> tuple[int, int]:
     """Return the range [first, last) of this rank's nodes; the ranges of ranks are disjoint."""
-    topology = g.session.topology
-    return RowOwners(g.get_node_partition_policy(ntype).bounds, topology).range_of(topology.rank)
+    return g.get_node_partition_policy(ntype).owned_range
 
 
 def batches(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, int]]:
@@ -503,7 +492,12 @@ def _for_all(work: _Work, compute: _Compute, ntypes: Sequence[str] | None, what:
             expected = {path for path in out if type_of(path, g) == ntype}
             for number, (first, last) in enumerate(share):
                 found = started.pop(ntype) if number == 0 else compute(ntype, np.arange(first, last))
-                _check_complete(expected, found, ntype, (first, last))
+                if set(found) != expected:
+                    raise ConfigError(
+                        f"a layer returned rows for some nodes of type {ntype!r} but not for {first} to "
+                        f"{last - 1}; it must return them for every destination, also for those without "
+                        "in-edges"
+                    )
                 for path, values in found.items():
                     # Straight into the memory that the ranks of this server share.
                     start = first - out[path].local_range[0]
@@ -532,23 +526,11 @@ def _new_rows(g: DistGraph, started: Mapping[str, Mapping[Path, Tensor]]) -> _Ro
         raise ConfigError("a layer returns no rows for any node; it must return those of its destinations")
     # In the same order on all ranks.
     ordered = sorted(found.items(), key=lambda item: g.ntypes.index(item[1][0]))
-    return {path: _new_tensor(g, *spec) for path, spec in ordered}
-
-
-def _new_tensor(g: DistGraph, ntype: str, row_shape: list[int], dtype: str) -> DistTensor:
-    policy = g.get_node_partition_policy(ntype)
-    shape = (g.num_nodes(ntype), *row_shape)
-    return DistTensor(shape, torch_dtype(dtype), part_policy=policy, is_gdata=False, graph=g)
-
-
-def _check_complete(
-    expected: set[Path], found: Mapping[Path, Tensor], ntype: str, ids: tuple[int, int]
-) -> None:
-    if set(found) != expected:
-        raise ConfigError(
-            f"a layer returned rows for some nodes of type {ntype!r} but not for {ids[0]} to {ids[1] - 1}; "
-            "it must return them for every destination, also for those without in-edges"
-        )
+    made = {}
+    for path, (ntype, row_shape, dtype) in ordered:
+        policy, shape = g.get_node_partition_policy(ntype), (g.num_nodes(ntype), *row_shape)
+        made[path] = DistTensor(shape, torch_dtype(dtype), part_policy=policy, is_gdata=False, graph=g)
+    return made
 
 
 def _feature_of(g: DistGraph, ntype: str, feature: str) -> DistTensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.graph.dist_graph import DistGraph
 from tests.graph.small import build, write
 
 
@@ -15,3 +19,10 @@ def small_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "dataset"
     write(build(), folder)
     return folder
+
+
+@pytest.fixture
+def graph(small_dataset: Path) -> Iterator[DistGraph]:
+    """The small graph, opened by one process."""
+    with start_session(topology=Topology(0, 1, (0,)), seed=1):
+        yield DistGraph(small_dataset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
@@ -23,6 +24,11 @@ def edges() -> tuple[np.ndarray, np.ndarray]:
 def features() -> np.ndarray:
     """Row n is n + 0.0, n + 0.1, ..."""
     return (np.arange(NUM_NODES)[:, None] + np.arange(NUM_COLUMNS) / 10).astype(np.float32)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """For ``init_func=``."""
+    return torch.zeros(shape, dtype=dtype)
 
 
 def build() -> RawGraph:

@@ -100,12 +100,6 @@ def test_remote_sampling_costs_8_bytes_a_node_and_24_an_edge(small_dataset: Path
     assert all(sent == expected > 0 for sent, expected in counted)
 
 
-@pytest.fixture
-def graph(small_dataset: Path) -> Any:
-    with start_session(topology=Topology(0, 1, (0,))):
-        yield DistGraph(small_dataset)
-
-
 def test_fanout_draws_distinct_edges_up_to_the_degree(graph: DistGraph) -> None:
     sampled = graph.sample_neighbors(torch.arange(NUM_NODES), 3)
     assert torch.equal(sampled.in_degrees(), graph.in_degrees().clamp(max=3))

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
@@ -25,12 +24,6 @@ from tests.helpers.ranks import run_ranks
 
 def ones(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
-
-
-@pytest.fixture
-def graph(small_dataset: Path) -> Any:
-    with start_session(topology=Topology(0, 1, (0,))):
-        yield DistGraph(small_dataset)
 
 
 @pytest.mark.parametrize(
@@ -349,25 +342,22 @@ def test_a_block_frees_its_tensor_and_masks_are_joined_and_counted(
     )
 
 
-def test_masks_of_different_kinds_cannot_be_joined(small_dataset: Path) -> None:
-    with start_session(topology=Topology(0, 1, (0,))):
-        g = DistGraph(small_dataset)
-        with pytest.raises(ConfigError, match="cannot be joined; give two masks"):
-            g.ndata["train_mask"] | g.ndata["label"]
-        with pytest.raises(ConfigError, match="cannot be joined"):
-            g.ndata["feat"] | g.ndata["feat"]
-        with pytest.raises(TypeError):
-            g.ndata["train_mask"] | 1  # type: ignore[operator]
+def test_masks_of_different_kinds_cannot_be_joined(graph: DistGraph) -> None:
+    with pytest.raises(ConfigError, match="cannot be joined; give two masks"):
+        graph.ndata["train_mask"] | graph.ndata["label"]
+    with pytest.raises(ConfigError, match="cannot be joined"):
+        graph.ndata["feat"] | graph.ndata["feat"]
+    with pytest.raises(TypeError):
+        graph.ndata["train_mask"] | 1  # type: ignore[operator]
 
 
-def test_to_moves_what_is_read_and_not_the_rows(small_dataset: Path) -> None:
-    with start_session(topology=Topology(0, 1, (0,))):
-        tensor = DistGraph(small_dataset).ndata["feat"]
-        moved = tensor.to("meta")
-        assert (moved[[0, 1]].device.type, tensor[[0, 1]].device.type) == ("meta", "cpu")
-        assert (moved.shape, moved.name, moved.device.type) == (tensor.shape, "feat", "meta")
-        assert tensor.to() is not tensor
-        assert tensor.to()[0].device.type == "cpu"
+def test_to_moves_what_is_read_and_not_the_rows(graph: DistGraph) -> None:
+    tensor = graph.ndata["feat"]
+    moved = tensor.to("meta")
+    assert (moved[[0, 1]].device.type, tensor[[0, 1]].device.type) == ("meta", "cpu")
+    assert (moved.shape, moved.name, moved.device.type) == (tensor.shape, "feat", "meta")
+    assert tensor.to() is not tensor
+    assert tensor.to()[0].device.type == "cpu"
 
 
 def test_policies_are_named_as_in_dgl(graph: DistGraph) -> None:
@@ -481,15 +471,11 @@ def test_marked_rows_are_found_for_one_bit_a_row(
     assert len(shares) == len(set(shares)) == 14
 
 
-def test_only_one_dimension_makes_a_mask(small_dataset: Path) -> None:
-    with start_session(topology=Topology(0, 1, (0,))):
-        g = DistGraph(small_dataset)
-        with pytest.raises(
-            ConfigError, match=r"has rows of shape \(5,\); only one of one dimension is a mask"
-        ):
-            g.kvstore.nonzero(g.ndata["feat"].kvstore_key)
-        with pytest.raises(ConfigError, match="no tensor 'x'"):
-            g.kvstore.count_nonzero("x")
-        empty = DistTensor((0,), torch.bool, "none", part_policy=g.new_policy("none", 0))
-        assert g.kvstore.nonzero(empty.kvstore_key).tolist() == []
-        assert empty.count_nonzero() == 0
+def test_only_one_dimension_makes_a_mask(graph: DistGraph) -> None:
+    with pytest.raises(ConfigError, match=r"has rows of shape \(5,\); only one of one dimension is a mask"):
+        graph.kvstore.nonzero(graph.ndata["feat"].kvstore_key)
+    with pytest.raises(ConfigError, match="no tensor 'x'"):
+        graph.kvstore.count_nonzero("x")
+    empty = DistTensor((0,), torch.bool, "none", part_policy=graph.new_policy("none", 0))
+    assert graph.kvstore.nonzero(empty.kvstore_key).tolist() == []
+    assert empty.count_nonzero() == 0

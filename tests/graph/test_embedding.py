@@ -12,27 +12,16 @@ import pytest
 import torch
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph import embedding as row_init
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding, fill_uniform
 from dglx_dist.records import StepShare
-from tests.graph.small import NUM_NODES
+from tests.graph.small import NUM_NODES, zeros
 from tests.graph.sparse_cases import DIM, KINDS, STEPS, embeddings, expected, make_optimizer, train
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
-
-
-@pytest.fixture
-def graph(small_dataset: Path) -> Any:
-    with start_session(topology=Topology(0, 1, (0,)), seed=1):
-        yield DistGraph(small_dataset)
 
 
 def test_rows_come_in_the_order_of_the_ids_and_repeats_are_summed(graph: DistGraph) -> None:

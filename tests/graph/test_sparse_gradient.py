@@ -30,14 +30,13 @@ from dglx_dist.graph.sparse_gradient import (
     forget_rows,
     group_by_owner,
     split_rows,
-    take_weighted,
     weight_of,
     weighted_copy,
     weighted_sum,
 )
 from dglx_dist.graph.sparse_gradient_exchange import StepMessage, read_message
 from dglx_dist.records import StepShare
-from tests.graph.small import NUM_NODES
+from tests.graph.small import NUM_NODES, zeros
 from tests.graph.sparse_cases import DIM, STEPS, batch, embeddings, expected, make_optimizer, train
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks, start_ranks
@@ -94,12 +93,6 @@ def test_positions_are_grouped_by_owner_in_their_order_and_an_owner_may_have_no_
     assert (none.tolist(), first.tolist()) == ([], [0, 0, 0, 0])
 
 
-def test_taken_rows_follow_the_places_and_are_weighed() -> None:
-    out = np.empty((2, 1))
-    take_weighted(np.array([[1.0], [2.0], [3.0]]), 0.5, np.array([2, 0]), out)
-    assert out.tolist() == [[1.5], [0.5]]
-
-
 def test_rows_of_one_rank_stay_where_they_are_and_others_are_summed() -> None:
     slot_of, ids = np.full(4, NEVER, np.int32), (np.array([12, 10]), np.array([10, 13]))
     assert [count_rows(some, 10, slot_of) for some in ids] == [0, 1]
@@ -145,10 +138,6 @@ def test_another_number_of_embeddings_is_refused() -> None:
     sent = StepMessage(sender=1, step=1, used=(True,), parcels=(parcel(1),))
     with pytest.raises(ConfigError, match=r"rank 1 sent gradients of 1 embeddings .* optimiser of 2"):
         read_message(sent.name(), sent.arrays(), 2)
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
 
 
 def whole(session: Session) -> StepShare:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +111,6 @@ def test_what_is_neither_or_both_is_refused(marked: object, count: int, message:
 def test_an_id_out_of_range_is_named() -> None:
     with pytest.raises(IndexError, match="id 9 at position 1"):
         marked_ids([1, 9], 4)
-
-
-def test_topology_of_another_rank() -> None:
-    topology = Topology(0, 2, (0, 0))
-    other = replace(topology, rank=1)
-    ids, bounds = np.arange(9), np.array([0, 9])
-    both = np.concatenate([split_ids(ids, bounds, topology), split_ids(ids, bounds, other)])
-    assert sorted(both.tolist()) == list(range(9))
 
 
 def test_trainer_ids_of_another_length_are_refused(small_dataset: Path) -> None:

@@ -115,12 +115,6 @@ def test_a_flipped_byte_in_the_share_of_one_rank_is_an_error_on_all_and_changes_
         assert values == [1.0, 1.0]
 
 
-@pytest.fixture
-def graph(small_dataset: Path) -> Any:
-    with start_session(topology=Topology(0, 1, (0,))):
-        yield DistGraph(small_dataset)
-
-
 def test_a_save_that_dies_half_way_leaves_the_one_before(
     graph: DistGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,15 +358,3 @@ def test_a_save_that_fails_leaves_the_earlier_one(
     assert os.listdir(tmp_path) == ["saved"]
     optimizer.load(tmp_path / "saved")
     assert torch.equal(embedding.weight.to_local(), kept)
-
-
-def test_a_folder_of_something_else_is_not_replaced(
-    session: Any, small_dataset: Path, tmp_path: Path
-) -> None:
-    DistGraph(small_dataset)
-    optimizer = optim.SparseSGD([DistEmbedding(NUM_NODES, 2, "e")], lr=0.1)
-    (tmp_path / "project").mkdir()
-    (tmp_path / "project" / "thesis.tex").write_text("mine")
-    with pytest.raises(StorageError, match=r"something else than saved rows, such as 'thesis\.tex'"):
-        optimizer.save(tmp_path / "project")
-    assert os.listdir(tmp_path / "project") == ["thesis.tex"]

@@ -29,7 +29,6 @@ from dglx_dist.dataloading.step_loader import Items, LoaderTimes, read_items
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids
-from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.aws.package import check_imports, stages_of
 from dglx_dist.serverless.executors.base import EXECUTORS
@@ -130,7 +129,7 @@ class IntervalLoader:
         counts = DistTensor((g.num_nodes(ntype),), torch.int64, part_policy=policy, is_gdata=False, graph=g)
         counts.push(torch.from_numpy(seeds), torch.ones(len(seeds), dtype=torch.int64), accumulate=True)
         g.barrier()
-        first, last = RowOwners(policy.bounds, g.session.topology).range_of(g.session.topology.rank)
+        first, last = policy.owned_range
         own_counts: Array = counts[torch.arange(first, last)].numpy()
         counts.delete()
         run_on_all_ranks(g.session, lambda: _check_once(own_counts, first), ConfigError)
