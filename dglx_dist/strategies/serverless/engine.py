@@ -30,9 +30,8 @@ from dglx_dist.serverless.controller import Controller, ControllerOptions, Count
 from dglx_dist.serverless.cost import Bill, PriceTable, Servers, Usage, bill, dollars
 from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
 from dglx_dist.serverless.json_fields import printable
-from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, assign
+from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, Places, what_misses
-from dglx_dist.serverless.parameter_updates import Update
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import (
     MAX_TIMEOUT_S,

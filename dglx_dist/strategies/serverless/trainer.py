@@ -33,8 +33,7 @@ from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.aws.package import check_imports, stages_of
 from dglx_dist.serverless.executors.base import EXECUTORS
-from dglx_dist.serverless.parameter_server import Scheme, initialise
-from dglx_dist.serverless.parameter_updates import Update, make_update
+from dglx_dist.serverless.parameter_server import Scheme, Update, initialise
 from dglx_dist.serverless.stages.base import Backward, Forward
 from dglx_dist.strategies.base import EpochTrainer, Objective, Parts, WrappedModel
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
@@ -214,7 +213,7 @@ def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequenc
         for key, value in entries.items()
         if isinstance(value, Tensor)
     }
-    return make_update(type(optimizer).__name__, groups, names, state, root=_root)
+    return Update(type(optimizer).__name__, groups, names, state)
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Array]) -> None:
@@ -250,11 +249,6 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]
                     "is not one of the model's; make the optimizer from model.parameters()"
                 )
     return named
-
-
-def _root(values: Array) -> Array:
-    # torch's square root, which may differ from NumPy's in the last bit.
-    return torch.from_numpy(np.ascontiguousarray(values)).sqrt().numpy()
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
