@@ -13,7 +13,7 @@ import pytest
 
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.serverless import worker_process
-from dglx_dist.serverless.executors.base import Faults, Lost, Pool, PoolPlan, WorkerHandle
+from dglx_dist.serverless.executors.base import Faults, Lost, PoolExecutor, WorkerHandle
 from dglx_dist.serverless.tasks import Direction, Task, TaskKey
 from dglx_dist.serverless.worker import TaskPhase, WorkerAnswer
 from dglx_dist.serverless.worker_process import CpuThrottle, Fault, FaultInjector, Relay
@@ -89,8 +89,8 @@ class Made:
         self.workers.append(FakeWorker(self))
         return self.workers[-1]
 
-    def pool(self) -> Pool:
-        return Pool(PoolPlan(make=self.make, notice=self.told.release, memory_mb=192))
+    def pool(self) -> PoolExecutor:
+        return PoolExecutor(self.make, self.told.release, memory_mb=192)
 
 
 class FakeWorker(WorkerHandle):

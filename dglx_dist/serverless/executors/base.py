@@ -1,4 +1,4 @@
-"""Executor interface, the pool of worker threads behind it, and emulated faults and latency."""
+"""Executor interface, its base with a pool of worker threads, and emulated faults and latency."""
 
 from __future__ import annotations
 
@@ -237,33 +237,34 @@ class WorkerHandle(ABC):
         """Stop and release all resources; only :meth:`stop` may be called afterwards."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class PoolPlan:
-    """Configuration of a pool."""
-
-    make: Callable[[], WorkerHandle]
-    """Called on the thread that will use the handle; must not raise: errors belong to ``invoke``."""
-    notice: Callable[[], None]
-    memory_mb: int
-    billed: bool = True
-    """Whether invocations are reported as billed."""
-    faults: Faults | None = None
-    latency: Latency | None = None
-    """Of invocations without a fault."""
-
-
-@final
-class Pool:
+class PoolExecutor(Executor):
     """Worker threads that take events in order; an idle worker is used before another one starts.
 
     A worker whose task is sent again counts as late: it may hang forever, so another worker may take its
     slot. At most as many workers as there are slots may be late at once. A late worker that returns ends if
     all slots are taken.
+
+    Args:
+        make: Makes a worker, on the thread that will use it; must not raise: errors belong to ``invoke``.
+        notice: See :class:`ExecutorContext`.
+        memory_mb: Of a worker, for the bill.
+        billed: Whether invocations are reported as billed.
+        faults: Injected faults.
+        latency: Of invocations without a fault.
     """
 
-    def __init__(self, plan: PoolPlan) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        make: Callable[[], WorkerHandle],
+        notice: Callable[[], None],
+        *,
+        memory_mb: int,
+        billed: bool = True,
+        faults: Faults | None = None,
+        latency: Latency | None = None,
+    ) -> None:
+        self._make, self._notice, self._memory_mb, self._is_billed = make, notice, memory_mb, billed
+        self._faults, self._latency = faults or Faults(), latency
         self._changed = threading.Condition()
         self._events: deque[tuple[Task, bytes, Fault | None]] = deque()
         self._size, self._closed = 1, False
@@ -282,9 +283,9 @@ class Pool:
 
     def invoke(self, event: bytes) -> None:
         task = Task.from_event(event)
-        fault, times = (self._plan.faults or Faults()).draw(task.key, task.attempt)
-        if fault is None and self._plan.latency is not None:
-            fault = self._plan.latency.draw(task.key, task.attempt)
+        fault, times = self._faults.draw(task.key, task.attempt)
+        if fault is None and self._latency is not None:
+            fault = self._latency.draw(task.key, task.attempt)
         with self._changed:
             if self._closed:
                 raise PeerError(f"the executor is closed; task {task.key} came too late")
@@ -348,7 +349,7 @@ class Pool:
 
     def _run(self) -> None:
         me = threading.current_thread()
-        worker = self._plan.make()
+        worker = self._make()
         with self._changed:
             self._threads[me] = worker
             self._starting -= 1
@@ -392,55 +393,23 @@ class Pool:
         try:
             answer = worker.invoke(event, fault)
         except Exception as error:  # noqa: BLE001 - reported as a lost attempt
-            took_s = time.monotonic() - started
             reason = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
             # A killed worker is billed as well, up to its death.
-            self._report(Invocation(duration_s=took_s, cold=False, memory_mb=self._plan.memory_mb), None)
-            self._report(None, Lost(key=task.key, attempt=task.attempt, reason=reason))
+            self._report(task, time.monotonic() - started, cold=False, lost=reason)
             return
-        if answer is None:
-            return
-        self._report(
-            Invocation(duration_s=answer.seconds, cold=answer.cold, memory_mb=self._plan.memory_mb), None
-        )
-        if answer.error:
-            self._report(None, Lost(key=task.key, attempt=task.attempt, reason=answer.error))
+        if answer is not None:
+            self._report(task, answer.seconds, cold=answer.cold, lost=answer.error or None)
 
-    def _report(self, invocation: Invocation | None, lost: Lost | None) -> None:
+    def _report(self, task: Task, duration_s: float, *, cold: bool, lost: str | None) -> None:
         with self._changed:
             # First: this report may cause the task to be sent again.
             self._free()
-            if invocation is not None and self._plan.billed:
-                self._billed.append(invocation)
+            if self._is_billed:
+                self._billed.append(Invocation(duration_s=duration_s, cold=cold, memory_mb=self._memory_mb))
             if lost is None or self._closed:
                 return
-            self._lost.append(lost)
-        self._plan.notice()
-
-
-class PoolExecutor(Executor):
-    """Base of executors that forward to a :class:`Pool`; the constructor sets ``_pool``."""
-
-    _pool: Pool
-
-    def invoke(self, event: bytes) -> None:
-        self._pool.invoke(event)
-
-    def size(self, workers: int) -> None:
-        self._pool.size(workers)
-
-    def lost(self) -> list[Lost]:
-        return self._pool.lost()
-
-    def billed(self) -> list[Invocation]:
-        return self._pool.billed()
-
-    @property
-    def workers(self) -> int:
-        return self._pool.workers
-
-    def close(self) -> None:
-        self._pool.close()
+            self._lost.append(Lost(key=task.key, attempt=task.attempt, reason=lost))
+        self._notice()
 
 
 EXECUTORS: Registry[Executor] = Registry(

@@ -17,9 +17,7 @@ from urllib.parse import SplitResult, urlsplit
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.serverless.executors.base import (
     ExecutorContext,
-    Pool,
     PoolExecutor,
-    PoolPlan,
     WorkerHandle,
     read_memory_mb,
 )
@@ -58,9 +56,7 @@ class HttpExecutor(PoolExecutor):
         memory_mb = read_memory_mb(fields)
         target = _read_target(fields)
         fields.end()
-        self._pool = Pool(
-            PoolPlan(make=lambda: _Connection(target), notice=context.notice, memory_mb=memory_mb)
-        )
+        super().__init__(lambda: _Connection(target), context.notice, memory_mb=memory_mb)
 
     @property
     def workers(self) -> int:

@@ -15,12 +15,12 @@ from dglx_dist.serverless.stages.base import (
     Config,
     EdgeStage,
     Forward,
-    LeakyRelu,
-    ShapedStage,
     Shapes,
     StageShapes,
+    VertexStage,
     column_sums,
     is_wanted,
+    leaky_relu,
     read_activation,
     read_width,
 )
@@ -107,7 +107,7 @@ class AttentionEdges(EdgeStage):
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage attention_edges")
         self._heads = fields.whole("heads", 1, MAX_HEADS)
-        self._leaky = LeakyRelu(fields.number("slope", -1e6, 1e6))
+        self._leaky = leaky_relu(fields.number("slope", -1e6, 1e6))
         fields.end()
 
     @property
@@ -151,7 +151,7 @@ def _segments(indptr: Array, degrees: Array) -> tuple[Array, Array]:
 
 
 @final
-class AttentionFinish(ShapedStage):
+class AttentionFinish(VertexStage):
     """The end of ``dgl.nn.GATConv``; see :class:`Heads`.
 
     Weights: ``bias`` (K x H,) if configured. Inputs: sums (n, K x H), residual (n, K x H) if configured.
@@ -186,7 +186,7 @@ class AttentionFinish(ShapedStage):
 
 
 @final
-class AttentionProject(ShapedStage):
+class AttentionProject(VertexStage):
     """The start of ``dgl.nn.GATConv``: z = h W^T, el = <z, attn_l>, er = <z, attn_r> per head.
 
     With ``before``, the stage first finishes the previous attention layer (see :class:`Heads`) to get h;
