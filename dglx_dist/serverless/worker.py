@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Protocol, TypeAlias, final
+from typing import Annotated, Protocol, TypeAlias, final
 
 import numpy as np
 import zmq
@@ -19,7 +19,7 @@ from dglx_dist.comm.auth import Credentials
 from dglx_dist.comm.rpc import Client, Handler, PeerAddress, ServeConfig, run_handler
 from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Fields, Json, printable, read_json
+from dglx_dist.serverless.json_fields import Fields, Json, Within, printable, read_json
 from dglx_dist.serverless.program import MAX_PROGRAM_BYTES, Program
 from dglx_dist.serverless.stages.base import register_stage
 from dglx_dist.serverless.tasks import (
@@ -59,10 +59,10 @@ class WorkerAnswer:
     """Outcome of a task, reported by its worker."""
 
     key: TaskKey
-    attempt: int
+    attempt: Annotated[int, Within(0, MAX_ATTEMPT)]
     accepted: bool
     """Whether the graph server accepted the rows; False: it had them already."""
-    seconds: float
+    seconds: Annotated[float, Within(0, 1e9)]
     cold: bool
     """Whether it was the first task of its worker."""
     error: str = ""
@@ -75,17 +75,14 @@ class WorkerAnswer:
     def from_json(cls, text: bytes | str) -> WorkerAnswer:
         """Read the JSON text of :meth:`as_json`; ConfigError if it is invalid."""
         fields = Fields(read_json(text, MAX_ANSWER_BYTES, "a worker's answer"), "a worker's answer")
-        error = fields.any("error")
-        if not isinstance(error, str):
-            raise ConfigError("a worker's answer has an 'error' that is not a text")
-        answer = cls(
-            key=TaskKey.parse(fields.text("key", 64)),
-            attempt=fields.whole("attempt", 0, MAX_ATTEMPT),
-            accepted=fields.flag("accepted"),
-            seconds=fields.number("seconds", 0, 1e9),
-            cold=fields.flag("cold"),
-            error=printable(error, _LONGEST_ERROR),
-        )
+
+        def read_error(name: str) -> str:
+            error = fields.any(name)
+            return (
+                printable(error, _LONGEST_ERROR) if isinstance(error, str) else fields.refuse(name, "a text")
+            )
+
+        answer = fields.record(cls, key=lambda name: TaskKey.parse(fields.text(name, 64)), error=read_error)
         fields.end()
         return answer
 

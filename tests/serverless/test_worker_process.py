@@ -14,6 +14,7 @@ import pytest
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.serverless import worker_process
 from dglx_dist.serverless.executors.base import Faults, Lost, PoolExecutor, WorkerHandle
+from dglx_dist.serverless.json_fields import read_record
 from dglx_dist.serverless.tasks import Direction, Task, TaskKey
 from dglx_dist.serverless.worker import TaskPhase, WorkerAnswer
 from dglx_dist.serverless.worker_process import CpuThrottle, Fault, FaultInjector, Relay
@@ -47,9 +48,9 @@ def test_options_are_read_and_checked() -> None:
         with pytest.raises(ConfigError, match=message):
             Faults.read(bad)
     for fault in (Fault(place=TaskPhase.HALF), Fault(place=TaskPhase.END, seconds=0.5)):
-        assert Fault.read(fault.as_json()) == fault
+        assert read_record(Fault, fault.as_json(), "a fault") == fault
     with pytest.raises(ConfigError, match="'place'"):
-        Fault.read({"place": "nowhere", "seconds": None})
+        read_record(Fault, {"place": "nowhere", "seconds": None}, "a fault")
 
 
 class Died(Exception):

@@ -15,17 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
 from types import TracebackType
-from typing import ClassVar, final
+from typing import Annotated, ClassVar, TypeAlias, final
 
 from dglx_dist.comm.rpc import Handler
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.registry import Registry
-from dglx_dist.serverless.json_fields import Fields
+from dglx_dist.serverless.json_fields import Fields, Within
 from dglx_dist.serverless.tasks import Task, TaskKey
 from dglx_dist.serverless.worker import TaskPhase, WorkerAnswer
 from dglx_dist.serverless.worker_process import MAX_SECONDS, Fault
 
 _ANY = "any"
+_Share: TypeAlias = Annotated[float, Within(0, 1)]
 DEFAULT_MEMORY_MB, MAX_MEMORY_MB = 192, 1 << 20
 DEFAULT_SIGMA = 0.5
 """Standard deviation of the logarithm that is typical of functions."""
@@ -140,39 +141,35 @@ def read_memory_mb(fields: Fields) -> int:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """Injected faults, by share of the invocations."""
+    """Injected faults, by share of the invocations.
 
-    seed: int = 0
-    kill: float = 0.0
+    Raises:
+        ConfigError: the shares add up to more than 1.
+    """
+
+    seed: Annotated[int, Within(0, 1 << 62)] = 0
+    kill: _Share = 0.0
     """Share in which the worker dies."""
-    delay: float = 0.0
+    delay: _Share = 0.0
     """Share in which the worker pauses for ``delay_s``."""
-    duplicate: float = 0.0
+    duplicate: _Share = 0.0
     """Share that is invoked twice."""
-    delay_s: float = 1.0
+    delay_s: Annotated[float, Within(0, MAX_SECONDS)] = 1.0
     place: str = _ANY
     """A TaskPhase, or "any": drawn at random."""
+
+    def __post_init__(self) -> None:
+        shares = [self.kill, self.delay, self.duplicate]
+        if sum(shares) > 1:
+            raise ConfigError(f"option 'faults' has shares {shares} that add up to more than 1; lower one")
 
     @classmethod
     def read(cls, given: object) -> Faults:
         """Read the option ``faults``, an object with these fields; ConfigError if it is invalid."""
         fields = Fields(given, "option 'faults'")
-        shares = [
-            fields.maybe(name, lambda name: fields.number(name, 0, 1), 0.0)
-            for name in ("kill", "delay", "duplicate")
-        ]
         places = [_ANY, *(place.value for place in TaskPhase)]
-        faults = cls(
-            seed=fields.maybe("seed", lambda name: fields.whole(name, 0, 1 << 62), 0),
-            kill=shares[0],
-            delay=shares[1],
-            duplicate=shares[2],
-            delay_s=fields.maybe("delay_s", lambda name: fields.number(name, 0, MAX_SECONDS), 1.0),
-            place=fields.maybe("place", lambda name: fields.choice(name, places), _ANY),
-        )
+        faults = fields.record(cls, defaults=True, place=lambda name: fields.choice(name, places))
         fields.end()
-        if sum(shares) > 1:
-            raise ConfigError(f"option 'faults' has shares {shares} that add up to more than 1; lower one")
         return faults
 
     def draw(self, key: TaskKey, attempt: int) -> tuple[Fault | None, int]:

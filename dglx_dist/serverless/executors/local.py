@@ -141,7 +141,7 @@ class LocalExecutor(PoolExecutor):
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         fields = Fields(options, "executor 'local'")
         memory_mb = read_memory_mb(fields)
-        setup = Setup.read(fields)
+        setup = fields.record(Setup)
         faults = fields.maybe("faults", lambda name: Faults.read(fields.any(name)), None)
         latency = Latency.read(fields)
         fields.end()
