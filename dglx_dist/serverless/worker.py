@@ -384,10 +384,7 @@ class Worker:
         calls = TaskCalls(self._caller, task)
         work = self._work(task, calls)
         self._hook(TaskPhase.BEFORE_PULL)
-        if task.options.streaming:
-            computed = self._streamed(task, work, calls)
-        else:
-            computed = self._at_once(task, work, calls)
+        computed = self._compute(task, work, calls)
         self._hook(TaskPhase.COMPUTED)
         if work.pushes and work.weights:
             calls.push(add_gradients(computed[0].gradients, computed[1].gradients))
@@ -399,24 +396,21 @@ class Worker:
         self._hook(TaskPhase.END)
         return accepted
 
-    def _streamed(self, task: Task, work: Work, calls: TaskCalls) -> list[Computed]:
-        # The first half is computed while the second arrives; forward, it is also sent meanwhile.
-        _request_first(work, calls)
-        first = calls.half(0)
+    def _compute(self, task: Task, work: Work, calls: TaskCalls) -> list[Computed]:
+        # Streaming computes the first half while the second arrives; forward, it is also sent meanwhile.
+        if work.weights:
+            calls.request_weights()
+        calls.request_half(0)
+        pulled = [calls.half(0)]
         calls.request_half(1)
+        if not task.options.streaming:
+            pulled.append(calls.half(1))
         weights = calls.weights()
-        computed = [self._half(task, work, 0, weights, first)]
+        computed = [self._half(task, work, 0, weights, pulled[0])]
         if _sends_early(task, 0):
             calls.submit(0, computed[0].rows)
-        computed.append(self._half(task, work, 1, weights, calls.half(1)))
-        return computed
-
-    def _at_once(self, task: Task, work: Work, calls: TaskCalls) -> list[Computed]:
-        _request_first(work, calls)
-        first = calls.half(0)
-        calls.request_half(1)
-        halves, weights = [first, calls.half(1)], calls.weights()
-        return [self._half(task, work, half, weights, arrays) for half, arrays in enumerate(halves)]
+        second = pulled[1] if len(pulled) > 1 else calls.half(1)
+        return [*computed, self._half(task, work, 1, weights, second)]
 
     def _half(self, task: Task, work: Work, half: int, weights: list[Array], arrays: list[Array]) -> Computed:
         nodes = half_rows(task.rows, half)
@@ -455,12 +449,6 @@ class _CachedProgram:
             key.check(self.program, key.interval + 1)
             self._works[kind] = Work(self.program, *kind)
         return self._works[kind]
-
-
-def _request_first(work: Work, calls: TaskCalls) -> None:
-    if work.weights:
-        calls.request_weights()
-    calls.request_half(0)
 
 
 def _sends_early(task: Task, half: int) -> bool:

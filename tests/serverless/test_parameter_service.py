@@ -245,7 +245,7 @@ def test_what_workers_must_not_ask_is_refused() -> None:
             (ops.GRADIENTS, "r0.e0.s2.i0.f", good, "goes forward"),
             (ops.GRADIENTS, "r0.e0.s2.i0.b", [good[0][:1]], "of shape"),
             (ops.SUMS, "0/0", [np.zeros(SIZE)], "sums of server 0"),
-            (ops.SUMS, "0", [np.zeros(SIZE)], "no epoch and server"),
+            (ops.SUMS, "0", [np.zeros(SIZE)], "no number and server"),
             (ops.SUMS, "0/1", [], "0 arrays"),
             (ops.UPDATED, "1/1", [], "no parameter server 1"),
         ):

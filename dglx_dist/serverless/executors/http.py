@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import ipaddress
 import re
@@ -11,7 +12,7 @@ import ssl
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Annotated, final
 from urllib.parse import SplitResult, urlsplit
 
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
@@ -21,7 +22,7 @@ from dglx_dist.serverless.executors.base import (
     WorkerHandle,
     read_memory_mb,
 )
-from dglx_dist.serverless.json_fields import Fields, printable
+from dglx_dist.serverless.json_fields import Fields, Within, printable
 from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, WorkerAnswer
 from dglx_dist.serverless.worker_process import Fault
 
@@ -150,7 +151,7 @@ def _read_target(fields: Fields) -> _Target:
     certificates = fields.maybe("certificates", lambda name: fields.text(name, _LONGEST), None)
     return _Target(
         url=url,
-        headers=fields.maybe("headers", lambda name: _read_headers(fields.any(name)), {}),
+        headers=fields.maybe("headers", functools.partial(_read_headers, fields), {}),
         timeout_s=fields.maybe(
             "timeout_s", lambda name: fields.number(name, 0.01, _MAX_TIMEOUT_S), _TIMEOUT_S
         ),
@@ -174,12 +175,8 @@ def _read_url(fields: Fields) -> SplitResult:
     return url
 
 
-def _read_headers(given: object) -> dict[str, str]:
-    headers = Fields(given, "executor 'http' 'headers'", hidden=True)
-    names = list(given) if isinstance(given, Mapping) else []
-    if len(names) > _MAX_HEADERS:
-        raise ConfigError(f"executor 'http' has {len(names)} 'headers'; give at most {_MAX_HEADERS}")
-    read = {name: headers.text(name, _LONGEST) for name in names}
+def _read_headers(fields: Fields, name: str) -> dict[str, str]:
+    read: dict[str, str] = fields.mapping(name, _MAX_HEADERS, Annotated[str, Within(1, _LONGEST)])
     for name, value in read.items():
         if not _HEADER.fullmatch(name) or not value.isascii():
             raise ConfigError(
