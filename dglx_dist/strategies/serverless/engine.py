@@ -49,13 +49,11 @@ from dglx_dist.strategies.serverless.ghost_exchange import GhostExchange
 from dglx_dist.strategies.serverless.graph_partition import Part
 from dglx_dist.strategies.serverless.graph_server import GraphServer, Parameters, SubmitResult
 from dglx_dist.strategies.serverless.options import (
-    LambdaOptions,
     LambdaSettings,
     StalenessPolicy,
     num_threads,
 )
 from dglx_dist.strategies.serverless.scheduler import (
-    ControlledWorkers,
     Progress,
     Snapshot,
     ThreadScheduler,
@@ -128,40 +126,35 @@ def progress_line(now: Snapshot, counts: Counts, workers: int, bill_now: Bill) -
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WorkerPoolPlan:
-    """Configuration of a worker pool; equal on all ranks."""
-
-    program: Program
-    plan: ParameterPlan
-    places: Places
-    options: LambdaOptions
-    executor_options: Mapping[str, object]
-    prices: PriceTable
-    interface: str = ""
-
-
-@final
 class WorkerPool:
-    """Workers of this rank, from construction until :meth:`close`.
+    """:class:`Workers` of this rank, behind a controller, from construction until :meth:`close`.
 
     Args:
         session: The run.
-        plan: Program, servers and options.
+        program: The model as steps.
+        plan: Says which parameter server an interval has.
+        places: Ranks of the servers.
+        settings: Of the strategy.
         handlers: Handlers of the workers' operations in this process.
 
     Raises:
-        ConfigError: the executor rejects these options, or its workers cannot reach this rank.
+        ConfigError: the executor rejects its options, or its workers cannot reach this rank.
     """
 
-    def __init__(self, session: Session, plan: WorkerPoolPlan, handlers: Mapping[str, Handler]) -> None:
-        self._plan, self._rank = plan, session.topology.rank
-        self._digest = plan.program.digest
-        self._task_options = TaskOptions(
-            streaming=plan.options.streaming, rematerialise=plan.options.rematerialise
-        )
+    def __init__(
+        self,
+        session: Session,
+        program: Program,
+        plan: ParameterPlan,
+        places: Places,
+        settings: LambdaSettings,
+        handlers: Mapping[str, Handler],
+    ) -> None:
+        self._plan, self._places, self._rank = plan, places, session.topology.rank
+        self._digest, options = program.digest, settings.options
+        self._task_options = TaskOptions(streaming=options.streaming, rematerialise=options.rematerialise)
         self._timeout_s = min(session.timeout_s, MAX_TIMEOUT_S)
-        access = open_client_access(session, plan.interface)
+        access = open_client_access(session, settings.interface)
         self._addresses = {rank: _address(peer) for rank, peer in access.addresses.items()}
         credentials = access.credentials
         self._secrets = Secrets(
@@ -169,30 +162,31 @@ class WorkerPool:
             public_key=_text(credentials.public_key),
             secret_key=_text(credentials.secret_key),
         )
+        own_host = self._addresses[self._rank].endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         self._controllers: list[Controller] = []
         with ExitStack() as undo:
-            executor = EXECUTORS.get(plan.options.executor)(
+            executor = EXECUTORS.get(options.executor)(
                 ExecutorContext(
                     # The session removes it, however the rank ends.
                     folder=session.scratch,
-                    stages=stages_of(plan.program.steps),
+                    stages=stages_of(program.steps),
                     handlers=handlers,
                     notice=self._wake,
                 ),
-                plan.executor_options,
+                settings.executor_options,
             )
             undo.callback(executor.close)
-            check_reachable(self._own_host, paid=not executor.simulated)
+            check_reachable(own_host, paid=not executor.simulated)
             self.simulated = executor.simulated
             """True if no provider is paid."""
             self.controller = Controller(
                 executor,
-                self._controller_options(),
+                _controller_options(settings, own_host),
                 clock=time.perf_counter,
-                observer=WorkerSpans(session.timeline, plan.program),
+                observer=WorkerSpans(session.timeline, program),
             )
             self._controllers.append(self.controller)
-            self.workers = ControlledWorkers(self.controller, self._task_of)
+            self.ready, self.raise_if_failed = self.controller.ready, self.controller.raise_if_failed
             undo.enter_context(self.controller.run())
             self._open = undo.pop_all()
 
@@ -200,41 +194,42 @@ class WorkerPool:
     def counts(self) -> Counts:
         return self.controller.counts
 
+    def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
+        server = int(self._plan.server_of_interval[key.interval])
+        task = Task(
+            key=key,
+            rows=rows,
+            program=self._digest,
+            graph_server=self._addresses[self._rank],
+            parameter_server=self._addresses[self._places.parameter_servers[server]],
+            secrets=self._secrets,
+            timeout_s=self._timeout_s,
+            options=self._task_options,
+        )
+        self.controller.launch(task, ready=ready)
+
+    def done(self, key: TaskKey, attempt: int) -> None:
+        self.controller.finished(key, attempt)
+
     def close(self) -> None:
         """Stop all workers immediately; idempotent."""
         self._open.close()
-
-    def _controller_options(self) -> ControllerOptions:
-        options = self._plan.options
-        return ControllerOptions(
-            limits=TunerLimits(intervals=options.intervals, link_bytes_per_s=link_speed(self._own_host)),
-            workers=options.workers or None,
-            batch=options.batch,
-            relaunch=RelaunchRule(retries=options.retries),
-            prices=self._plan.prices,
-        )
-
-    @property
-    def _own_host(self) -> str:
-        return self._addresses[self._rank].endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
     def _wake(self) -> None:
         # The executor may call this before the controller exists.
         for controller in self._controllers:
             controller.wake()
 
-    def _task_of(self, key: TaskKey, rows: int) -> Task:
-        server = int(self._plan.plan.server_of_interval[key.interval])
-        return Task(
-            key=key,
-            rows=rows,
-            program=self._digest,
-            graph_server=self._addresses[self._rank],
-            parameter_server=self._addresses[self._plan.places.parameter_servers[server]],
-            secrets=self._secrets,
-            timeout_s=self._timeout_s,
-            options=self._task_options,
-        )
+
+def _controller_options(settings: LambdaSettings, host: str) -> ControllerOptions:
+    options = settings.options
+    return ControllerOptions(
+        limits=TunerLimits(intervals=options.intervals, link_bytes_per_s=link_speed(host)),
+        workers=options.workers or None,
+        batch=options.batch,
+        relaunch=RelaunchRule(retries=options.retries),
+        prices=settings.prices,
+    )
 
 
 def check_reachable(host: str, *, paid: bool) -> None:
@@ -591,20 +586,11 @@ class TrainingRun:
         places = Places(
             parameter_servers=tuple(range(num_servers)), graph_servers=tuple(range(topology.world_size))
         )
-        pool_plan = WorkerPoolPlan(
-            program=program,
-            plan=plan,
-            places=places,
-            options=options,
-            executor_options=settings.executor_options,
-            prices=settings.prices,
-            interface=settings.interface,
-        )
         pools: list[WorkerPool] = []
 
         def start_workers(handlers: Mapping[str, Handler]) -> Workers:
-            pools.append(WorkerPool(session, pool_plan, handlers))
-            return pools[0].workers
+            pools.append(WorkerPool(session, program, plan, places, settings, handlers))
+            return pools[0]
 
         parameters = (
             ParameterServer(plan, topology.rank, start.weights, start.update)

@@ -337,7 +337,7 @@ class GraphServer:
         if task.kind is TaskKind.GATHER:
             assert isinstance(step, Gather)
             sums = self._edge_operations.gather(step, interval)
-            self._stores.write(step.output.name, self.part.nodes_of(interval), sums)
+            self._stores.rows[step.output.name].write(self.part.nodes_of(interval), sums)
         elif task.kind is TaskKind.PUBLISH:
             assert isinstance(step, Gather)
             self._publish(interval, task.step, step)
@@ -427,7 +427,7 @@ class GraphServer:
             self._intervals[interval],
         )
         if item.role is Role.INPUT or (item.role is Role.OUTPUT and item.per is Per.NODE):
-            return self._stores.own(item.slot, nodes)
+            return self._stores.rows[item.slot].array[nodes]
         if item.role is Role.OUTPUT:
             return self._stores.values[item.slot].array[edges]
         if item.role is Role.LABELS:
@@ -464,7 +464,7 @@ class GraphServer:
         nodes, state = self.part.nodes_of(interval), self._intervals[interval]
         for item, halves in found:
             if item.role is Role.OUTPUT:
-                self._stores.write(item.slot, nodes, *halves)
+                self._stores.rows[item.slot].write(nodes, *halves)
             elif item.role is Role.GRADIENT:
                 self._add_gradient(interval, item.slot, *halves)
             elif item.role is Role.SAVED:
@@ -475,11 +475,11 @@ class GraphServer:
     def _take_edges(self, interval: int, key: TaskKey, step: Edge, halves: tuple[Array, Array]) -> None:
         edges = self.part.edges_of(interval)
         if key.direction is Direction.FORWARD:
-            self._stores.write_values(step.output.name, edges, *halves)
+            self._stores.values[step.output.name].write(edges, *halves)
             return
         del self._intervals[interval].sources[key.step]
         if step.sources in self.program.trained:
-            self._stores.publish(key.step, edges, *halves)
+            self._stores.gradients[key.step].write(edges, *halves)
         if step.targets in self.program.trained:
             sums = self._edge_operations.sum_to_targets(interval, np.concatenate(halves))
             self._add_gradient(interval, step.targets, sums)
@@ -488,7 +488,7 @@ class GraphServer:
         nodes = self.part.nodes_of(interval)
         gradients = self._take_gradient(interval, step.output.name, nodes)
         if step.source in self.program.trained:
-            self._stores.publish(index, nodes, gradients)
+            self._stores.gradients[index].write(nodes, gradients)
         if step.edges is not None and step.edges in self.program.trained:
             self._add_gradient(
                 interval, step.edges, self._edge_operations.products(step, interval, gradients)
@@ -515,7 +515,7 @@ class GraphServer:
     def _loss(self, interval: int, epoch: int, step: Vertex) -> None:
         nodes, name = self.part.nodes_of(interval), step.outputs[0].name
         labels, scale = self.part.labels[nodes], 1 / self.program.num_train
-        loss = loss_in_halves(self._stores.own(name, nodes), labels, scale)
+        loss = loss_in_halves(self._stores.rows[name].array[nodes], labels, scale)
         self._add_gradient(interval, name, loss.gradient)
         self._note(interval, epoch, np.array([loss.loss_sum, loss.correct]))
 

@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol, final
 
 from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, WAIT, WORKER, Span, Timeline
 from dglx_dist.errors import ConfigError, DglxError
-from dglx_dist.serverless.controller import Controller, Finished
+from dglx_dist.serverless.controller import Finished
 from dglx_dist.serverless.program import Program
-from dglx_dist.serverless.tasks import Direction, Task, TaskKey
+from dglx_dist.serverless.tasks import Direction, TaskKey
 from dglx_dist.strategies.serverless.ghost_exchange import GhostExchange
 from dglx_dist.strategies.serverless.graph_server import (
     Barrier,
@@ -287,31 +287,6 @@ class Workers(Protocol):
 
     def raise_if_failed(self) -> None:
         """Raise the error that prevents tasks from being executed."""
-
-
-@final
-class ControlledWorkers:
-    """Workers behind a controller, which its owner runs and closes.
-
-    Args:
-        controller: Launches and relaunches tasks.
-        task_of: Makes the task from its key and its number of rows.
-    """
-
-    def __init__(self, controller: Controller, task_of: Callable[[TaskKey, int], Task]) -> None:
-        self._controller, self._task_of = controller, task_of
-
-    def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
-        self._controller.launch(self._task_of(key, rows), ready=ready)
-
-    def ready(self, key: TaskKey) -> None:
-        self._controller.ready(key)
-
-    def done(self, key: TaskKey, attempt: int) -> None:
-        self._controller.finished(key, attempt)
-
-    def raise_if_failed(self) -> None:
-        self._controller.raise_if_failed()
 
 
 _CHECK_INTERVAL_S, _JOIN_TIMEOUT_S = 0.5, 5.0
