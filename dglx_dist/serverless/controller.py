@@ -377,8 +377,6 @@ class Controller:
     :meth:`ready` when they are. The executor belongs to the caller, whose ``notice`` may call :meth:`wake`.
 
     Args:
-        executor: Where tasks run.
-        options: Configuration.
         clock: Monotonic time in seconds.
         observer: Called with each finished task, on the thread that calls :meth:`finished`.
     """
@@ -426,7 +424,6 @@ class Controller:
         """Send ``task`` as soon as a worker is free.
 
         Args:
-            task: A task with a new key.
             ready: Whether its rows are ready.
 
         Raises:

@@ -218,8 +218,6 @@ def bill(functions: Usage, servers: Iterable[Servers], prices: PriceTable, *, si
 
     Args:
         functions: What the workers used; ``Usage()`` without functions.
-        servers: Graph and parameter servers.
-        prices: The price table.
         simulated: Whether the functions ran elsewhere than at the provider.
 
     Raises:

@@ -34,7 +34,6 @@ class Fields:
     (None if missing or null), and int, float, str and ``tuple[X, ...]`` with :class:`Within`.
 
     Args:
-        given: The mapping.
         where: What it describes, for messages.
         hidden: Whether messages omit the values.
 
@@ -108,7 +107,6 @@ class Fields:
         """Read a record of the dataclass ``kind``; messages omit all values if its ``repr`` omits one.
 
         Args:
-            kind: The dataclass.
             defaults: Whether fields with a default may be missing.
             readers: Functions of the name, for fields that the annotation does not describe.
         """

@@ -455,8 +455,6 @@ class ParameterServer:
     servers' order, so the weights are bit-identical on all of them.
 
     Args:
-        plan: The plan of all servers.
-        index: Index of this server.
         weights: One per name of the plan, at the start of its first epoch; must not be changed afterwards.
         update: The update rule, for this server alone.
 
@@ -665,11 +663,7 @@ class ParameterServer:
 
 
 def exchange(servers: Sequence[ParameterServer]) -> int | None:
-    """Exchange sums between the servers of one process and update once; None while gradients are missing.
-
-    Args:
-        servers: All servers of the plan, in order.
-    """
+    """Exchange sums between the servers of one process and update once; None while gradients are missing."""
     ready = [server.own_sums() for server in servers]
     found = [one for one in ready if one is not None]
     if len(found) < len(servers):

@@ -129,11 +129,7 @@ class ParameterService:
     call and :meth:`close`.
 
     Args:
-        rpc: This rank's RPC.
-        server: The server to serve.
-        places: Ranks of all servers.
         timeout_s: Limit for the sums of another server after those of this one; None: the session's.
-        timeline: Trace of the updates.
         run: Number of the run in its session; tasks of other runs are rejected.
     """
 
@@ -320,9 +316,6 @@ class ParameterClient:
     """A rank's connection to all parameter servers; receives notices until :meth:`close`. Thread-safe.
 
     Args:
-        rpc: This rank's RPC.
-        plan: The plan of the servers.
-        places: Ranks of the servers.
         timeout_s: Time limit of :meth:`wait_for`; None: the session's.
         on_update: Called with the new :attr:`updates` when every server has made another update, and once
             when a server stops; on any thread; must return quickly.

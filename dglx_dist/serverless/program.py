@@ -130,7 +130,6 @@ def check_steps(steps: Sequence[Step], features: int, classes: int) -> None:
     """Raise ConfigError, naming the step, unless ``steps`` can run in order and end with the classes.
 
     Args:
-        steps: The steps.
         features: Columns of the slot ``x``.
         classes: Columns of the last step's output.
     """

@@ -344,8 +344,6 @@ def check_payload(
     """Raise ConfigError unless ``arrays`` match ``items`` for a half of ``rows`` rows.
 
     Args:
-        items: The expected arrays.
-        arrays: The arrays to check.
         rows: Rows n of the half.
         where: Origin of the arrays, for the message.
         num_edges: Edges E of the half if ``arrays`` do not contain indptr.
@@ -438,12 +436,6 @@ class Computed(NamedTuple):
 @final
 class Work:
     """The computation of one kind of task, for any interval and epoch. Stateless and thread-safe.
-
-    Args:
-        program: The program.
-        step: Index of a Vertex or Edge step.
-        direction: The direction.
-        rematerialise: See :class:`TaskOptions`.
 
     Raises:
         ConfigError: workers do not run such a step in this direction.

@@ -341,10 +341,6 @@ class Worker:
     Gradients are pushed and acknowledged before the last rows are sent. For the graph server a task is done
     when its rows have arrived, so a worker may die at any point without loss: the next attempt pushes the
     same bits under the same key, and they count once.
-
-    Args:
-        caller: Calls the servers.
-        hook: Called at each phase of a task.
     """
 
     def __init__(self, caller: Caller, hook: PhaseHook = lambda phase: None) -> None:

@@ -77,11 +77,7 @@ class Fault:
 
 @final
 class FaultInjector:
-    """Phase hook of a Worker that triggers the next fault.
-
-    Args:
-        die: Ends the worker.
-    """
+    """Phase hook of a Worker that triggers the next fault."""
 
     def __init__(self, die: Callable[[], NoReturn]) -> None:
         self._die = die

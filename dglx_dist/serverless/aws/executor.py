@@ -69,11 +69,6 @@ class ReportReader:
 
     Log lines arrive seconds late. Reading them needs the permission ``logs:FilterLogEvents``; without it
     the reader logs one warning and durations stay unknown.
-
-    Args:
-        client: Client of CloudWatch logs.
-        function: Name of the function.
-        every_s: Polling interval while reports are expected.
     """
 
     def __init__(self, client: Client, function: str, every_s: float = 5.0) -> None:

@@ -77,10 +77,6 @@ class Executor(ABC):
     Results bypass the executor: a worker sends its rows to the graph server and its gradients to the
     parameter server. An executor may therefore lose an attempt silently; the caller watches the time.
 
-    Args:
-        context: What the graph server provides.
-        options: The executor's own options by name.
-
     Raises:
         ConfigError: an option is unknown, or this machine does not support it.
     """
@@ -243,10 +239,8 @@ class PoolExecutor(Executor):
 
     Args:
         make: Makes a worker, on the thread that will use it; must not raise: errors belong to ``invoke``.
-        notice: See :class:`ExecutorContext`.
         memory_mb: Of a worker, for the bill.
         billed: Whether invocations are reported as billed.
-        faults: Injected faults.
         latency: Of invocations without a fault.
     """
 

@@ -471,7 +471,6 @@ def register_stage(name: str, stage: type[Stage] | str) -> None:
     the list of a user's stages when its package is built or its process starts.
 
     Args:
-        name: Name of the stage in programs.
         stage: A class, or ``"module:Class"``, which is imported now.
 
     Raises:

@@ -129,14 +129,6 @@ def progress_line(now: Snapshot, counts: Counts, workers: int, bill_now: Bill) -
 class WorkerPool:
     """:class:`Workers` of this rank, behind a controller, from construction until :meth:`close`.
 
-    Args:
-        session: The run.
-        program: The model as steps.
-        plan: Says which parameter server an interval has.
-        places: Ranks of the servers.
-        settings: Of the strategy.
-        handlers: Handlers of the workers' operations in this process.
-
     Raises:
         ConfigError: the executor rejects its options, or its workers cannot reach this rank.
     """
@@ -266,8 +258,6 @@ class WorkerService:
     """RPC service for the workers of one graph server, from construction until :meth:`close`.
 
     Args:
-        rpc: This rank's RPC endpoint.
-        server: The graph server.
         on_done: Called with key and attempt when a task is complete; from any thread, must not block.
         on_duplicate: Called with key and attempt when all rows of a duplicate attempt arrived.
     """
@@ -378,10 +368,6 @@ class Engine:
     Every rank must construct, run and close it collectively.
 
     Args:
-        session: The run.
-        server: This rank's graph server.
-        config: How to train.
-        parameters: This rank's parameter server, if it has one.
         start_workers: Called once; when it raises, the engine is closed before the error is passed on.
     """
 
@@ -554,12 +540,7 @@ class TrainingRun:
     """Engine and workers from construction until :meth:`close`; both are collective.
 
     Args:
-        session: The run.
-        program: The model as steps.
-        part: This rank's part of the graph.
         interval_sizes: (K,) nodes of every interval of all ranks.
-        settings: Of the strategy.
-        start: Initial state.
 
     Raises:
         ConfigError: there are more parameter servers than intervals, or the executor rejects its options.
@@ -642,8 +623,6 @@ class LiveProgress:
     """Thread that shows a progress line every half a second inside a ``with`` block.
 
     Args:
-        running: The run to show.
-        settings: Prices of the bill.
         past: Earlier work that the bill includes.
         show: Called with each line; None: no thread is started.
     """

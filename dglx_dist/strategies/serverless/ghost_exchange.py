@@ -29,8 +29,6 @@ class GhostExchange:
     Every rank constructs its exchange before any rank sends, and closes it after all have stopped sending.
 
     Args:
-        rpc: This rank's RPC endpoint.
-        server: The graph server.
         on_position: Called with a peer and the position that it reached; from any thread, must not block.
         on_correct: Called with a peer, an epoch and its number of correct predictions; likewise.
     """

@@ -209,12 +209,7 @@ class SharedRows:
 
 @final
 class Stores:
-    """The latest rows of all slots; each own row is written only by its interval.
-
-    Args:
-        part: n own nodes, m ghosts, E edges.
-        program: Defines the slots.
-    """
+    """The latest rows of all slots; each own row is written only by its interval."""
 
     def __init__(self, part: Part, program: Program) -> None:
         graph, edges = part.graph, len(part.graph.sources)
@@ -258,13 +253,7 @@ serve workers and other graph servers, would wait tens of milliseconds for an in
 
 @final
 class EdgeOperations:
-    """Reads of a graph server's tasks over its edges. Thread-safe.
-
-    Args:
-        part: Structure.
-        program: Its steps.
-        stores: Rows.
-    """
+    """Reads of a graph server's tasks over its edges. Thread-safe."""
 
     def __init__(self, part: Part, program: Program, stores: Stores) -> None:
         self._part, self._graph, self._program, self._stores = part, part.graph, program, stores

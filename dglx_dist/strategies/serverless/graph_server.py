@@ -77,7 +77,6 @@ def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
     """Return the tasks of an epoch in order.
 
     Args:
-        program: The model as steps.
         fused: Whether the last step runs forward and backward in one task (Dorylus, section 6: fusion).
     """
     forward = [_forward(program, index) for index in range(program.last)]
@@ -286,8 +285,6 @@ class GraphServer:
     """Executes the tasks of its intervals: in order within an interval, concurrently across intervals.
 
     Args:
-        part: This server's part of the graph.
-        program: The model as steps; equal on all graph servers.
         fused: Whether the last step runs forward and backward in one task.
         rematerialise: See TaskOptions.
         run: Number of the run in its session, equal on all graph servers; part of the task keys.

@@ -62,7 +62,6 @@ def edge_values(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: np.dtype[
     Asks other servers for degrees of their nodes and for edge data; not collective.
 
     Args:
-        factor: Defines the weights.
         g: Graph of one edge type.
         nodes: (K,) int64 ids of this server.
         dtype: Of the result.
@@ -109,10 +108,7 @@ def check_declared(name: str, module: Any, declared: DeclaredStage, stage: Verte
     """Compare a module with its declared stage, by values and gradients, on a few random rows.
 
     Args:
-        name: Of the layer, for messages.
         module: Called as ``module(block, h)``; not changed.
-        declared: Its declaration.
-        stage: The stage built from it.
 
     Raises:
         ConfigError: they differ; the message says in what.
@@ -246,11 +242,7 @@ class StepsBuilder:
         """Add a stage and return its number; the next layer reads its first output.
 
         Args:
-            stage: Name of the stage.
-            config: Of the stage.
-            inputs: Slots.
             widths: Of each output, by what is put before the number to name its slot.
-            weights: Parameters of the model.
         """
         name = self._name("AV")
         slots = tuple(Slot(kind + name[2:], width) for kind, width in widths.items())
@@ -332,8 +324,6 @@ class Layer(ABC):
     """A module of the model that becomes steps.
 
     Args:
-        name: Its path in the model.
-        module: The module.
         width: Columns of its input.
         row_shape: Shape of one row of its result before ``own_function``.
 

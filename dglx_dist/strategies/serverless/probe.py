@@ -241,7 +241,6 @@ def probe(
     """Call ``model(blocks, x)``, one block for each layer that takes one; the model does not change.
 
     Args:
-        model: The user's module.
         layers: Replaced by stand-ins that return random rows.
         width: Columns of x.
         edge_columns: Edge data of the blocks, with the shape of one row.
@@ -386,8 +385,6 @@ def probe_block(
     """Return a random block whose destinations are all its sources, in the same order.
 
     Args:
-        generator: Random generator.
-        dtype: Of the edge data.
         edge_columns: Its edge data, with the shape of one row.
     """
     # Every node has an in-edge, because some convolutions require one.

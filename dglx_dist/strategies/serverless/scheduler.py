@@ -33,7 +33,6 @@ class SyncSwitch:
     otherwise begin it in different modes.
 
     Args:
-        policy: Of this graph server.
         num_servers: W graph servers, including this one.
     """
 
@@ -88,9 +87,7 @@ class Progress:
     """Positions of the intervals of one graph server: epoch x tasks per epoch + task. Not thread-safe.
 
     Args:
-        schedule: The tasks of an epoch.
         num_intervals: k of this graph server, at least 1.
-        policy: Which epochs are synchronous.
         peers: Numbers of the other graph servers.
     """
 
@@ -241,12 +238,7 @@ def worker_span_name(program: Program, key: TaskKey) -> str:
 
 @final
 class WorkerSpans:
-    """Records a span for each completed task; an observer for a controller with clock ``time.perf_counter``.
-
-    Args:
-        timeline: Of the rank.
-        program: The model as steps.
-    """
+    """Records a span for each completed task; observes a controller with clock ``time.perf_counter``."""
 
     def __init__(self, timeline: Timeline, program: Program) -> None:
         self._timeline, self._program = timeline, program
@@ -321,12 +313,7 @@ class ThreadScheduler:
     """Runs the epochs of one graph server on compute threads, one per core, and network threads.
 
     Args:
-        server: Executes the tasks.
-        progress: Of its intervals.
-        workers: Execute WORK tasks.
-        exchange: Sends messages to other graph servers.
         threads: Compute threads; at least 1.
-        timeline: Where spans are recorded.
         early: Whether a worker is launched when the task before its own starts, to hide its start-up.
     """
 

@@ -221,7 +221,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state:
 
     Args:
         optimizer: The one that :func:`update_of` read, or one like it.
-        model: The user's module.
         state: The update's state; the arrays are copied.
 
     Raises:
@@ -262,8 +261,6 @@ def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> N
     Frozen parameters keep their values, and so do vectors that are not a bias, such as a scale.
 
     Args:
-        model: The user's module.
-        chain: Says which weights have their inputs first.
         scheme: Of :func:`~dglx_dist.serverless.parameter_server.initialise`.
         seed: Equal on all ranks.
     """
@@ -327,10 +324,7 @@ class LambdaTrainer(EpochTrainer):
     Args:
         model: The user's module; after each run it has the trained weights.
         optimizer: Read, never stepped; after each run it has the state of the update.
-        chain: The model as steps.
         loader: Names the training nodes.
-        objective: Features, labels and loss; checked by the caller.
-        settings: Of the strategy.
         show: Called with lines of live progress; None: no progress.
 
     Raises:
@@ -477,8 +471,6 @@ class LambdaModel(WrappedModel):
 
     Args:
         model: The user's model; equal on all ranks, except that rank 0's weights are used.
-        g: The distributed graph.
-        settings: Of the strategy.
 
     Raises:
         ConfigError: on all ranks: the model has layers that workers do not know (the message has the
