@@ -411,11 +411,6 @@ class Controller:
         with self._lock:
             return self._pending.workers
 
-    @property
-    def under_way(self) -> int:
-        with self._lock:
-            return self._pending.num_running
-
     def watch(self, queue: Callable[[], float]) -> None:
         """Tune the number of workers by ``queue()``, the length of the graph server's queue."""
         self._queue = queue

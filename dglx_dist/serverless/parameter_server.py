@@ -484,16 +484,6 @@ class ParameterServer:
             return self._versions.latest
 
     @property
-    def alive(self) -> tuple[int, ...]:
-        with self._lock:
-            return self._versions.alive
-
-    @property
-    def stashes(self) -> dict[int, tuple[int, int]]:
-        with self._lock:
-            return self._versions.stashes
-
-    @property
     def state(self) -> dict[str, Array]:
         """State of the update by "<weight>/<key>"; read it only while nothing is in flight."""
         return self._update.state
@@ -660,20 +650,6 @@ class ParameterServer:
                 f"interval {interval} is in epoch {epoch} after {self._versions.latest} updates, which is "
                 f"beyond staleness {self.plan.staleness}"
             )
-
-
-def exchange(servers: Sequence[ParameterServer]) -> int | None:
-    """Exchange sums between the servers of one process and update once; None while gradients are missing."""
-    ready = [server.own_sums() for server in servers]
-    found = [one for one in ready if one is not None]
-    if len(found) < len(servers):
-        return None
-    for server in servers:
-        for other, (epoch, vector) in zip(servers, found, strict=True):
-            if other is not server:
-                server.receive_sums(other.index, epoch, vector)
-    updates = [server.advance() for server in servers]
-    return updates[0]
 
 
 def _digest(arrays: Sequence[Array]) -> bytes:

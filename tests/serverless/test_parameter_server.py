@@ -20,11 +20,10 @@ from dglx_dist.serverless.parameter_server import (
     Scheme,
     Update,
     assign,
-    exchange,
     initialise,
 )
 
-from .programs import gcn
+from .programs import exchange, gcn
 
 SHAPES = {"w1": (3, 2), "b1": (2,), "w2": (2, 2)}
 # Step 2 shares w1 with step 1 and step 3 has no weights.
@@ -117,7 +116,7 @@ class Schedule:
         if not self.todo[interval]:
             self.todo[interval] = [int(step) for step in self.draw.permutation(list(STEPS))]
             self.seen[interval, epoch] = bits(server.weights(interval, epoch, 1))
-            assert server.stashes[interval][1] >= epoch - self.plan.staleness
+            assert server._versions.stashes[interval][1] >= epoch - self.plan.staleness
         step = self.todo[interval].pop()
         assert bits(server.weights(interval, epoch, 1)) == self.seen[interval, epoch]
         assert server.gradients(interval, epoch, step, gradients_of(interval, epoch, step))
@@ -138,8 +137,8 @@ class Schedule:
 
     def check_bounds(self) -> None:
         for server in self.servers:
-            assert len(server.alive) <= self.plan.staleness + 2
-            assert set(server.stashes) <= set(self.plan.intervals_of(server.index))
+            assert len(server._versions.alive) <= self.plan.staleness + 2
+            assert set(server._versions.stashes) <= set(self.plan.intervals_of(server.index))
 
 
 def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
@@ -153,10 +152,12 @@ def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
         for server in schedule.servers:
             assert bits(server.latest()) == expected
             assert server.updates == 3
-            versions_seen |= {(staleness, version - epoch) for epoch, version in server.stashes.values()}
+            versions_seen |= {
+                (staleness, version - epoch) for epoch, version in server._versions.stashes.values()
+            }
             server.drain()
-            assert server.alive == (3,)
-            assert not server.stashes
+            assert server._versions.alive == (3,)
+            assert not server._versions.stashes
     # The orders do reach old versions: otherwise they would show nothing.
     assert {(1, -1), (2, -2), (2, 0)} <= versions_seen
 
@@ -165,7 +166,7 @@ def test_equal_versions_are_shared() -> None:
     (server,) = servers_of(plan_of(staleness=1))
     first, second = server.weights(0, 0, 1), server.weights(1, 0, 1)
     assert all(a is b for a, b in zip(first, second, strict=True))
-    assert server.alive == (0,)
+    assert server._versions.alive == (0,)
 
 
 def finish(server: ParameterServer, epoch: int) -> None:

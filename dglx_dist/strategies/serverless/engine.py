@@ -27,7 +27,7 @@ from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.records import Array
 from dglx_dist.serverless.aws.package import stages_of
 from dglx_dist.serverless.controller import Controller, ControllerOptions, Counts, RelaunchRule, TunerLimits
-from dglx_dist.serverless.cost import Bill, PriceTable, Servers, Usage, bill, dollars
+from dglx_dist.serverless.cost import Bill, Servers, Usage, bill, dollars
 from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
 from dglx_dist.serverless.json_fields import printable
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
@@ -76,21 +76,19 @@ class Account:
         counts = {name: getattr(self.counts, name) + getattr(other.counts, name) for name in names}
         return Account(counts=Counts(**counts), server_seconds=self.server_seconds + other.server_seconds)
 
-    def bill(self, kind: str, prices: PriceTable, *, simulated: bool, servers_only: bool = False) -> Bill:
-        """Return the bill, graph servers priced as ``kind``; ``servers_only``: no function is paid for."""
-        servers = [Servers(kind=kind, number=1, seconds=self.server_seconds)]
-        used = Usage() if servers_only else self.counts.usage
-        return bill(used, servers, prices, simulated=simulated)
+    def bill(self, settings: LambdaSettings, *, simulated: bool) -> Bill:
+        """Return the bill by the settings' prices."""
+        servers = [Servers(kind=settings.server, number=1, seconds=self.server_seconds)]
+        used = Usage() if settings.servers_only else self.counts.usage
+        return bill(used, servers, settings.prices, simulated=simulated)
 
-    def describe(
-        self, kind: str, prices: PriceTable, *, simulated: bool, servers_only: bool = False
-    ) -> dict[str, object]:
+    def describe(self, settings: LambdaSettings, *, simulated: bool) -> dict[str, object]:
         """Return counts, dollars and labels as JSON values."""
-        paid = self.bill(kind, prices, simulated=simulated, servers_only=servers_only)
+        paid = self.bill(settings, simulated=simulated)
         return {
             **asdict(self.counts),
             "server_seconds": self.server_seconds,
-            "server": kind,
+            "server": settings.server,
             "dollars_functions": paid.functions,
             "dollars_servers": paid.servers,
             "dollars": paid.total,
@@ -99,16 +97,12 @@ class Account:
         }
 
 
-def as_json(account: Account) -> dict[str, Any]:
-    return {"counts": asdict(account.counts), "server_seconds": account.server_seconds}
-
-
 def account_of_ranks(ranks: Iterable[Mapping[str, Any]]) -> Account:
-    """Return the sum of the :func:`as_json` values of all ranks."""
-    total = Account()
-    for one in ranks:
-        total += Account(counts=Counts(**one["counts"]), server_seconds=one["server_seconds"])
-    return total
+    """Return the sum of the accounts of all ranks, each given as ``asdict`` returns it."""
+    accounts = (
+        Account(counts=Counts(**one["counts"]), server_seconds=one["server_seconds"]) for one in ranks
+    )
+    return sum(accounts, Account())
 
 
 def progress_line(now: Snapshot, counts: Counts, workers: int, bill_now: Bill) -> str:
@@ -642,10 +636,7 @@ class LiveProgress:
         pool = self._running.pool
         counts = pool.counts
         so_far = self._past + Account(counts=counts, server_seconds=seconds)
-        settings = self._settings
-        bill = so_far.bill(
-            settings.server, settings.prices, simulated=pool.simulated, servers_only=settings.servers_only
-        )
+        bill = so_far.bill(self._settings, simulated=pool.simulated)
         return progress_line(self._running.engine.snapshot(), so_far.counts, pool.controller.workers, bill)
 
     def __enter__(self) -> LiveProgress:

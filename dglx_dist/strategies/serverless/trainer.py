@@ -8,6 +8,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast, final
 
 import numpy as np
@@ -44,7 +45,6 @@ from dglx_dist.strategies.serverless.engine import (
     Start,
     TrainingRun,
     account_of_ranks,
-    as_json,
 )
 from dglx_dist.strategies.serverless.graph_partition import PartRequest, open_part
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
@@ -216,28 +216,6 @@ def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequenc
     return Update(type(optimizer).__name__, groups, names, state)
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Array]) -> None:
-    """Write the state of an update into ``optimizer``.
-
-    Args:
-        optimizer: The one that :func:`update_of` read, or one like it.
-        state: The update's state; the arrays are copied.
-
-    Raises:
-        ConfigError: it has other parameters than the optimizer.
-    """
-    parameter_of = dict(model.named_parameters())
-    known = set(_names(optimizer, model).values())
-    for path, value in state.items():
-        name, _, key = path.rpartition("/")
-        if name not in known:
-            raise ConfigError(f"the state {path!r} belongs to no parameter of the optimizer: {sorted(known)}")
-        parameter = parameter_of[name]
-        # torch keeps step counts on the CPU, and all else where the parameter is.
-        device = "cpu" if key == "step" else parameter.device
-        optimizer.state[parameter][key] = torch.tensor(value, device=device)
-
-
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
     named = {id(parameter): name for name, parameter in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
@@ -279,12 +257,24 @@ def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> N
 def write_back(
     model: nn.Module, optimizer: Optimizer, weights: Mapping[str, Array], state: Mapping[str, Array]
 ) -> None:
-    """Write trained weights and the state of their update into the user's model and optimizer."""
-    found = dict(model.named_parameters())
+    """Write trained weights and the state of their update into the user's model and optimizer, as copies.
+
+    Raises:
+        ConfigError: the state has other parameters than the optimizer.
+    """
+    parameter_of = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
-            found[name].copy_(torch.tensor(weight))
-    restore_optimizer(optimizer, model, state)
+            parameter_of[name].copy_(torch.tensor(weight))
+    known = set(_names(optimizer, model).values())
+    for path, value in state.items():
+        name, _, key = path.rpartition("/")
+        if name not in known:
+            raise ConfigError(f"the state {path!r} belongs to no parameter of the optimizer: {sorted(known)}")
+        parameter = parameter_of[name]
+        # torch keeps step counts on the CPU, and all else where the parameter is.
+        device = "cpu" if key == "step" else parameter.device
+        optimizer.state[parameter][key] = torch.tensor(value, device=device)
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
@@ -390,13 +380,10 @@ class LambdaTrainer(EpochTrainer):
         if self._running is not None:
             now += Account(counts=self._running.pool.counts)
             simulated = self._running.pool.simulated
-        rows = gather_json(as_json(now), self._session)
+        rows = gather_json(asdict(now), self._session)
         total = account_of_ranks([row for row in rows if isinstance(row, dict)])
-        settings = self._settings
-        found = total.describe(
-            settings.server, settings.prices, simulated=simulated, servers_only=settings.servers_only
-        )
-        if settings.options.switch_at:
+        found = total.describe(self._settings, simulated=simulated)
+        if self._settings.options.switch_at:
             found["synchronous_from"] = self._synchronous_from
         return found
 

@@ -199,7 +199,7 @@ class Bounds:
 
     def look(self, event: Event) -> None:
         updates = self.parameters[0].updates
-        alive = max(len(server.alive) for server in self.parameters)
+        alive = max(len(server._versions.alive) for server in self.parameters)
         assert alive <= self.staleness + 2
         self.alive = max(self.alive, alive)
         if event.kind is EventKind.UPDATE:
@@ -230,9 +230,9 @@ class Bounds:
         interval = server.part.first_interval + event.interval
         (index,) = {int(self.parameters[0].plan.server_of_interval[interval])}
         for number, parameters in enumerate(self.parameters):
-            stash = parameters.stashes.get(interval)
+            stash = parameters._versions.stashes.get(interval)
             assert (stash is not None) == (number == index)
-        stashed_epoch, version = self.parameters[index].stashes[interval]
+        stashed_epoch, version = self.parameters[index]._versions.stashes[interval]
         assert stashed_epoch == epoch
         key = (event.server, event.interval, epoch)
         assert self.versions.setdefault(key, version) == version
@@ -287,8 +287,8 @@ def test_bounds_hold_in_a_thousand_random_schedules(staleness: int, runs: int) -
         for server in parameters:
             server.drain()
             assert server.updates == epochs
-            assert server.stashes == {}
-            assert server.alive == (epochs,)
+            assert server._versions.stashes == {}
+            assert server._versions.alive == (epochs,)
         assert not any(server.task_table.keys for server in servers)
         worst = {name: max(value, getattr(bounds, name)) for name, value in worst.items()}
     # The bounds are reached, so that the test would see one that is exceeded.
