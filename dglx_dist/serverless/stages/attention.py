@@ -107,7 +107,7 @@ class AttentionFinish(VertexStage):
         weights: Shapes = {"bias": (columns,)} if self._bias else {}
         inputs, merged = (columns,) * (1 + self._residual), width if self._mean else columns
         # Nothing is saved: recomputing additions is cheaper than moving their results.
-        self._shapes = StageShapes(weights, inputs, (merged,))
+        self.shapes = StageShapes(weights, inputs, (merged,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
         merged = self._merged(self._activation.apply(self._before(weights, inputs)))
@@ -176,7 +176,7 @@ class AttentionProject(VertexStage):
         self._residual_bias = fields.maybe("residual_bias", fields.flag, False)
         fields.end()
         self._check(fields)
-        self._shapes = self._make_shapes()
+        self.shapes = self._make_shapes()
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
         bias, (matrix, left, right), residual = self._split(weights)

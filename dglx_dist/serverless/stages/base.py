@@ -289,24 +289,24 @@ class VertexStage(Stage):
     A worker computes a task in two halves of its rows, and adds the weights' gradients of both.
     """
 
-    _shapes: StageShapes
+    shapes: StageShapes
     """Set by the constructor, unless the class defines the four properties itself."""
 
     @property
     def weight_shapes(self) -> Shapes:
-        return self._shapes.weights
+        return self.shapes.weights
 
     @property
     def input_widths(self) -> tuple[int, ...]:
-        return self._shapes.inputs
+        return self.shapes.inputs
 
     @property
     def output_widths(self) -> tuple[int, ...]:
-        return self._shapes.outputs
+        return self.shapes.outputs
 
     @property
     def saved_widths(self) -> tuple[int, ...]:
-        return self._shapes.saved
+        return self.shapes.saved
 
     @abstractmethod
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:

@@ -44,7 +44,7 @@ class _Affine(VertexStage):
         self._bias, self._activation = fields.flag("bias"), read_activation(fields)
         bias: Shapes = {"bias": (num_out,)} if self._bias else {}
         saved = (num_out,) if matrices else ()
-        self._shapes = StageShapes(matrices | bias, (num_in,) * max(len(inputs), 1), (num_out,), saved)
+        self.shapes = StageShapes(matrices | bias, (num_in,) * max(len(inputs), 1), (num_out,), saved)
         fields.end()
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
