@@ -59,10 +59,6 @@ class Noted(Executor):
         told, self.ended = self.ended, []
         return told
 
-    @property
-    def workers(self) -> int:
-        return 0
-
     def close(self) -> None: ...
 
 

@@ -178,10 +178,6 @@ class AwsExecutor(PoolExecutor):
     def billed(self) -> list[Invocation]:
         return [] if self._reports is None else self._reports.found()
 
-    @property
-    def workers(self) -> int:
-        return 0  # AWS does not say how many containers it runs
-
     def close(self) -> None:
         super().close()
         if self._reports is not None:

@@ -111,11 +111,6 @@ class Executor(ABC):
     def billed(self) -> list[Invocation]:
         """Return the invocations that ended since the last call."""
 
-    @property
-    @abstractmethod
-    def workers(self) -> int:
-        """Workers that are up now, busy or idle; 0 if unknown."""
-
     @abstractmethod
     def close(self) -> None:
         """Stop all workers at once, also in the middle of a task; may be called twice."""
@@ -267,11 +262,6 @@ class PoolExecutor(Executor):
         self._lost: list[Lost] = []
         self._billed: list[Invocation] = []
 
-    @property
-    def workers(self) -> int:
-        with self._changed:
-            return self._num_up
-
     def invoke(self, event: bytes) -> None:
         task = Task.from_event(event)
         fault, times = self._faults.draw(task.key, task.attempt)
@@ -320,7 +310,7 @@ class PoolExecutor(Executor):
 
     @property
     def _num_up(self) -> int:
-        """Threads that occupy a slot; the lock is held."""
+        """Threads that occupy a slot; accessed with the lock held."""
         return len(self._threads) - len(self._leaving) - len(self._late)
 
     def _note_late(self, again: Task) -> None:

@@ -59,10 +59,6 @@ class HttpExecutor(PoolExecutor):
         fields.end()
         super().__init__(lambda: _Connection(target), context.notice, memory_mb=memory_mb)
 
-    @property
-    def workers(self) -> int:
-        return 0  # the service does not say how many containers it runs
-
 
 @final
 @dataclass(frozen=True, kw_only=True)

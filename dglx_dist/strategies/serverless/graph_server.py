@@ -330,21 +330,18 @@ class GraphServer:
 
     def compute(self, interval: int, epoch: int, task: ScheduledTask) -> None:
         """Execute a task that involves neither workers nor other graph servers."""
-        step = self.program.steps[task.step]
-        if task.kind is TaskKind.GATHER:
-            assert isinstance(step, Gather)
-            sums = self._edge_operations.gather(step, interval)
-            self._stores.rows[step.output.name].write(self.part.nodes_of(interval), sums)
-        elif task.kind is TaskKind.PUBLISH:
-            assert isinstance(step, Gather)
-            self._publish(interval, task.step, step)
-        elif task.kind is TaskKind.COLLECT:
-            assert isinstance(step, Scatter)
-            self._collect(interval, step)
-        else:
-            assert task.kind is TaskKind.LOSS
-            assert isinstance(step, Vertex)
-            self._loss(interval, epoch, step)
+        match task.kind, self.program.steps[task.step]:
+            case TaskKind.GATHER, Gather() as step:
+                sums = self._edge_operations.gather(step, interval)
+                self._stores.rows[step.output.name].write(self.part.nodes_of(interval), sums)
+            case TaskKind.PUBLISH, Gather() as step:
+                self._publish(interval, task.step, step)
+            case TaskKind.COLLECT, Scatter() as step:
+                self._collect(interval, step)
+            case TaskKind.LOSS, Vertex() as step:
+                self._loss(interval, epoch, step)
+            case _:
+                raise AssertionError(f"{task} is not computed here")
 
     def open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
         work, state = self.works[task.step, task.direction], self._intervals[interval]
