@@ -406,11 +406,6 @@ class Versions:
         """Numbers of the stored versions, ascending; the last is the latest."""
         return tuple(sorted(self._weights))
 
-    @property
-    def stashes(self) -> dict[int, tuple[int, int]]:
-        """(epoch, version) by interval."""
-        return dict(self._stash_of)
-
     def newest(self) -> tuple[Array, ...]:
         return self._weights[self.latest]
 
@@ -476,12 +471,6 @@ class ParameterServer:
         self._sums: dict[int, EpochSums] = {}
         self._received: dict[int, dict[int, Array]] = {}
         self._digests: dict[int, dict[tuple[int, int], bytes]] = {}
-
-    @property
-    def updates(self) -> int:
-        """Number of updates, including those before the first epoch; the number of the latest version."""
-        with self._lock:
-            return self._versions.latest
 
     @property
     def state(self) -> dict[str, Array]:

@@ -101,14 +101,14 @@ class Schedule:
             self.check_bounds()
             if self.draw.random() < 0.3:
                 exchange(self.servers)
-            updates = self.servers[0].updates
+            updates = self.servers[0]._versions.latest
             gate = updates + self.plan.staleness
             able = [one for one, epoch in self.epoch.items() if self.todo[one] or epoch <= gate]
             if not able:
                 assert exchange(self.servers) == updates + 1
                 continue
             self.go_on(able[int(self.draw.integers(len(able)))])
-        while self.servers[0].updates < self.epochs:
+        while self.servers[0]._versions.latest < self.epochs:
             assert exchange(self.servers) is not None
 
     def go_on(self, interval: int) -> None:
@@ -116,7 +116,7 @@ class Schedule:
         if not self.todo[interval]:
             self.todo[interval] = [int(step) for step in self.draw.permutation(list(STEPS))]
             self.seen[interval, epoch] = bits(server.weights(interval, epoch, 1))
-            assert server._versions.stashes[interval][1] >= epoch - self.plan.staleness
+            assert server._versions._stash_of[interval][1] >= epoch - self.plan.staleness
         step = self.todo[interval].pop()
         assert bits(server.weights(interval, epoch, 1)) == self.seen[interval, epoch]
         assert server.gradients(interval, epoch, step, gradients_of(interval, epoch, step))
@@ -138,7 +138,7 @@ class Schedule:
     def check_bounds(self) -> None:
         for server in self.servers:
             assert len(server._versions.alive) <= self.plan.staleness + 2
-            assert set(server._versions.stashes) <= set(self.plan.intervals_of(server.index))
+            assert set(server._versions._stash_of) <= set(self.plan.intervals_of(server.index))
 
 
 def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
@@ -151,13 +151,13 @@ def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
         expected = plain_answer(plan, 3)
         for server in schedule.servers:
             assert bits(server.latest()) == expected
-            assert server.updates == 3
+            assert server._versions.latest == 3
             versions_seen |= {
-                (staleness, version - epoch) for epoch, version in server._versions.stashes.values()
+                (staleness, version - epoch) for epoch, version in server._versions._stash_of.values()
             }
             server.drain()
             assert server._versions.alive == (3,)
-            assert not server._versions.stashes
+            assert not server._versions._stash_of
     # The orders do reach old versions: otherwise they would show nothing.
     assert {(1, -1), (2, -2), (2, 0)} <= versions_seen
 
@@ -253,7 +253,7 @@ def test_many_threads_may_push_and_pull() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         done = [pool.submit(work, interval) for interval in reversed(range(32))]
-        while server.updates < 3 and not all(one.done() for one in done):
+        while server._versions.latest < 3 and not all(one.done() for one in done):
             exchange([server])
         assert [one.result() for one in done] == list(reversed(range(32)))
     while exchange([server]) is not None:
@@ -272,7 +272,7 @@ def test_a_plan_is_made_from_a_program() -> None:
 
 def test_going_on_from_a_later_epoch() -> None:
     (server,) = servers_of(plan_of(first_epoch=7))
-    assert server.updates == 7
+    assert server._versions.latest == 7
     server.weights(0, 7, 1)
     finish(server, 7)
     assert exchange([server]) == 8

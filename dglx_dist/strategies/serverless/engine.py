@@ -423,10 +423,6 @@ class Engine:
         """Numerical kernels of this graph server and its workers; see ``kernels`` of tasks."""
         return sorted(self._worker_service.kernels.copy())
 
-    def snapshot(self) -> Snapshot:
-        """Return the current state of this graph server; thread-safe."""
-        return self.scheduler.snapshot()
-
     @property
     def synchronous_from(self) -> int | None:
         """The epoch from which asynchronous training is synchronous; None: not known yet."""
@@ -637,7 +633,8 @@ class LiveProgress:
         counts = pool.counts
         so_far = self._past + Account(counts=counts, server_seconds=seconds)
         bill = so_far.bill(self._settings, simulated=pool.simulated)
-        return progress_line(self._running.engine.snapshot(), so_far.counts, pool.controller.workers, bill)
+        now = self._running.engine.scheduler.snapshot()
+        return progress_line(now, so_far.counts, pool.controller.workers, bill)
 
     def __enter__(self) -> LiveProgress:
         if self._show is not None:

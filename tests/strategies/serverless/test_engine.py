@@ -180,7 +180,7 @@ def train(session: Session, name: str, policy: StalenessPolicy, **settings: Any)
     )
     totals = engine.run(EPOCHS // 2)
     assert engine.epoch == EPOCHS // 2
-    assert engine.snapshot().steps == ("",) * INTERVALS
+    assert engine.scheduler.snapshot().steps == ("",) * INTERVALS
     totals += engine.run(EPOCHS - EPOCHS // 2)
     if policy.mode != "async":
         check_plain(name, engine, totals)
@@ -407,7 +407,8 @@ def test_the_line_says_stages_workers_queue_relaunches_and_dollars() -> None:
 
 def test_lines_come_while_a_run_goes_on_and_no_longer() -> None:
     pool = SimpleNamespace(counts=MILLION, simulated=True, controller=SimpleNamespace(workers=3))
-    running: Any = SimpleNamespace(pool=pool, engine=SimpleNamespace(snapshot=lambda: NOW))
+    scheduler = SimpleNamespace(snapshot=lambda: NOW)
+    running: Any = SimpleNamespace(pool=pool, engine=SimpleNamespace(scheduler=scheduler))
     seen: list[str] = []
     first = threading.Event()
 
