@@ -377,8 +377,6 @@ class Controller:
     :meth:`ready` when they are. The executor belongs to the caller, whose ``notice`` may call :meth:`wake`.
 
     Args:
-        executor: Where tasks run.
-        options: Configuration.
         clock: Monotonic time in seconds.
         observer: Called with each finished task, on the thread that calls :meth:`finished`.
     """
@@ -413,11 +411,6 @@ class Controller:
         with self._lock:
             return self._pending.workers
 
-    @property
-    def under_way(self) -> int:
-        with self._lock:
-            return self._pending.num_running
-
     def watch(self, queue: Callable[[], float]) -> None:
         """Tune the number of workers by ``queue()``, the length of the graph server's queue."""
         self._queue = queue
@@ -426,7 +419,6 @@ class Controller:
         """Send ``task`` as soon as a worker is free.
 
         Args:
-            task: A task with a new key.
             ready: Whether its rows are ready.
 
         Raises:

@@ -10,15 +10,17 @@ from datetime import date
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import final
+from typing import Annotated, TypeAlias, final
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.registry import did_you_mean
-from dglx_dist.serverless.json_fields import Fields, read_json
+from dglx_dist.serverless.json_fields import Fields, Within, read_json
 
 DEFAULT_PRICES = "aws"
 MAX_FILE_BYTES = 1 << 20
-_MOST_DOLLARS = 1e6
+_MOST_SERVERS = 10_000
+_Dollars: TypeAlias = Annotated[float, Within(0, 1e6)]
+_Step: TypeAlias = Annotated[float, Within(1e-6, 3600)]
 
 
 @final
@@ -30,27 +32,25 @@ class PriceTable:
         ConfigError: a price is negative or not a number, the date is invalid, or there is no server.
     """
 
-    name: str
-    source: str
+    name: Annotated[str, Within(1, 80)]
+    source: Annotated[str, Within(1, 400)]
     """Where the prices come from."""
-    date: str
+    date: Annotated[str, Within(1, 10)]
     """YYYY-MM-DD."""
-    per_request: float
-    per_gb_second: float
+    per_request: _Dollars
+    per_gb_second: _Dollars
     """Dollars per second of a function with 1 GB (1024 MB) of memory."""
-    step_s: float
+    step_s: _Step
     """Durations are rounded up to multiples of this."""
     per_server_hour: Mapping[str, float]
     """Dollars per hour of one server, by instance type."""
 
     def __post_init__(self) -> None:
         fields = Fields(vars(self), f"the price table {self.name!r}")
-        fields.number("per_request", 0, _MOST_DOLLARS)
-        fields.number("per_gb_second", 0, _MOST_DOLLARS)
-        fields.number("step_s", 1e-6, 3600)
-        servers = Fields(self.per_server_hour, f"the price table {self.name!r}, 'per_server_hour',")
-        for kind in self.per_server_hour:
-            servers.number(kind, 0, _MOST_DOLLARS)
+        fields.value("per_request", _Dollars)
+        fields.value("per_gb_second", _Dollars)
+        fields.value("step_s", _Step)
+        fields.mapping("per_server_hour", _MOST_SERVERS, _Dollars)
         if not self.per_server_hour:
             fields.refuse("per_server_hour", "at least one kind of server and its dollars per hour")
         try:
@@ -95,17 +95,8 @@ def _read(path: Path) -> PriceTable:
         text = file.read(MAX_FILE_BYTES + 1)
     where = f"the price table {path}"
     fields = Fields(read_json(text, MAX_FILE_BYTES, where), where)
-    servers = fields.any("per_server_hour")
-    if not isinstance(servers, Mapping):
-        fields.refuse("per_server_hour", "an object with dollars by kind of server")
-    table = PriceTable(
-        name=fields.text("name", 80),
-        source=fields.text("source", 400),
-        date=fields.text("date", 10),
-        per_request=fields.number("per_request", 0, _MOST_DOLLARS),
-        per_gb_second=fields.number("per_gb_second", 0, _MOST_DOLLARS),
-        step_s=fields.number("step_s", 1e-6, 3600),
-        per_server_hour=servers,
+    table = fields.record(
+        PriceTable, per_server_hour=lambda name: fields.mapping(name, _MOST_SERVERS, _Dollars)
     )
     fields.end()
     return table
@@ -227,8 +218,6 @@ def bill(functions: Usage, servers: Iterable[Servers], prices: PriceTable, *, si
 
     Args:
         functions: What the workers used; ``Usage()`` without functions.
-        servers: Graph and parameter servers.
-        prices: The price table.
         simulated: Whether the functions ran elsewhere than at the provider.
 
     Raises:

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import json
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn, TypeAlias, TypeVar, final
+from enum import Enum
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, Union, cast, final, get_args, get_origin
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.registry import did_you_mean
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 T = TypeVar("T")
+Reader: TypeAlias = Callable[[str], object]
+
+
+class Within(NamedTuple):
+    """Bounds in ``Annotated[TYPE, Within(low, high)]``: of a number, or of the length of a text or list."""
+
+    low: Any
+    high: Any
 
 
 @final
 class Fields:
     """The fields of one mapping; call :meth:`end` after reading all of them.
 
+    :meth:`record` reads those of a dataclass by its annotations: bool, an Enum, a dataclass, ``X | None``
+    (None if missing or null), and int, float, str and ``tuple[X, ...]`` with :class:`Within`.
+
     Args:
-        given: The mapping.
         where: What it describes, for messages.
         hidden: Whether messages omit the values.
 
@@ -67,11 +82,11 @@ class Fields:
             raise self._wrong(name, value, "true or false")
         return value
 
-    def text(self, name: str, longest: int) -> str:
-        """Return a text of 1 to ``longest`` printable characters."""
+    def text(self, name: str, longest: int, least: int = 1) -> str:
+        """Return a text of ``least`` to ``longest`` printable characters."""
         value = self.any(name)
-        if not isinstance(value, str) or not 0 < len(value) <= longest or not value.isprintable():
-            raise self._wrong(name, value, f"a printable text of 1 to {longest} characters")
+        if not isinstance(value, str) or not least <= len(value) <= longest or not value.isprintable():
+            raise self._wrong(name, value, f"a printable text of {least} to {longest} characters")
         return value
 
     def choice(self, name: str, choices: Sequence[str]) -> str:
@@ -88,11 +103,54 @@ class Fields:
             raise self._wrong(name, value, f"a list of at most {most}")
         return list(value)
 
-    def texts(self, name: str, most: int, longest: int) -> tuple[str, ...]:
-        """Return a list of at most ``most`` texts of at most ``longest`` characters."""
-        values = self.items(name, most)
-        numbered = Fields({str(index): value for index, value in enumerate(values)}, f"{self.where} {name!r}")
-        return tuple(numbered.text(str(index), longest) for index in range(len(values)))
+    def record(self, kind: Callable[..., T], *, defaults: bool = False, **readers: Reader) -> T:
+        """Read a record of the dataclass ``kind``; messages omit all values if its ``repr`` omits one.
+
+        Args:
+            defaults: Whether fields with a default may be missing.
+            readers: Functions of the name, for fields that the annotation does not describe.
+        """
+        declared: Sequence[dataclasses.Field[Any]] = dataclasses.fields(kind)  # type: ignore[arg-type]
+        self._hidden = self._hidden or not all(one.repr for one in declared)
+        hints = _hints(kind)
+        values = {}
+        for one in declared:
+            read = readers.get(one.name) or functools.partial(self.value, hint=hints[one.name])
+            optional = defaults and one.default is not dataclasses.MISSING
+            values[one.name] = self.maybe(one.name, read, one.default) if optional else read(one.name)
+        try:
+            return kind(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{self.where}: {error}") from None
+
+    def value(self, name: str, hint: Any) -> Any:
+        """Return the field as the type ``hint``; see the class."""
+        kind, *rest = get_args(hint) or (hint,)
+        if get_origin(hint) in (Union, types.UnionType):
+            return self.maybe(name, lambda name: self.value(name, kind), None)
+        if get_origin(kind) is tuple:
+            items = {str(at): item for at, item in enumerate(self.items(name, rest[0].high))}
+            return tuple(self._values(name, items, get_args(kind)[0]).values())
+        if dataclasses.is_dataclass(kind):
+            make = cast("Callable[..., Any]", kind)
+            return read_record(make, self.any(name), f"{self.where} {name!r}", hidden=self._hidden)
+        if issubclass(kind, Enum):
+            return kind(self.choice(name, [one.value for one in kind]))
+        if kind is bool:
+            return self.flag(name)
+        (low, high), read = rest[0], {int: self.whole, float: self.number}.get(kind)
+        return self.text(name, high, low) if read is None else read(name, low, high)
+
+    def mapping(self, name: str, most: int, hint: Any) -> dict[str, Any]:
+        """Return a mapping of at most ``most`` names to values of the type ``hint``."""
+        given = self.any(name)
+        if not isinstance(given, Mapping) or len(given) > most:
+            raise self._wrong(name, given, f"an object of at most {most} fields")
+        return self._values(name, given, hint)
+
+    def _values(self, name: str, given: Mapping[str, object], hint: Any) -> dict[str, Any]:
+        inner = Fields(given, f"{self.where} {name!r}", hidden=self._hidden)
+        return {key: inner.value(key, hint) for key in given}
 
     def end(self) -> None:
         """Raise ConfigError if the mapping has a field that was not read."""
@@ -108,6 +166,19 @@ class Fields:
     def _wrong(self, name: str, value: object, wanted: str) -> ConfigError:
         shown = "(not shown)" if self._hidden else _shown(value)
         return ConfigError(f"{self.where} has {name!r} = {shown}; give {wanted}")
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return inspect.get_annotations(kind, eval_str=True)
+
+
+def read_record(kind: Callable[..., T], given: object, where: str, *, hidden: bool = False) -> T:
+    """Return ``given`` as a record of the dataclass ``kind``; see :class:`Fields`."""
+    fields = Fields(given, where, hidden=hidden)
+    record = fields.record(kind)
+    fields.end()
+    return record
 
 
 def read_json(text: bytes | str, longest: int, where: str) -> object:

@@ -1,20 +1,21 @@
-"""Parameter servers without communication: plans, initial weights, stashes, sums and updates."""
+"""Parameter servers without communication: plans, initial weights, updates, stashes and sums."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, final, get_args
+from typing import Any, Literal, TypeAlias, final, get_args
 
 import numpy as np
+import torch
 
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.records import Array
 from dglx_dist.registry import did_you_mean
-from dglx_dist.serverless.parameter_updates import Update
 from dglx_dist.serverless.program import Program
 
 
@@ -196,6 +197,128 @@ class ParameterPlan:
                 )
 
 
+_STATE_KEYS = {
+    "SGD": ("momentum_buffer",),
+    "Adam": ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "AdamW": ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+}
+_IGNORED_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable", "initial_lr"})
+"""Choices of torch's kernels, and what learning-rate schedulers add to a group; they change no formula."""
+
+
+@final
+class Update:
+    """One of torch's optimizers, on the CPU, for all weights of a model.
+
+    Args:
+        kind: Name of the class: "SGD", "Adam" or "AdamW".
+        groups: Parameter groups with names of weights as "params"; weights in none stay unchanged.
+        names: Names of all weights, in the order of the arguments of :meth:`apply`.
+        state: :attr:`state` of an earlier instance; None: a fresh state.
+
+    Raises:
+        ConfigError: the kind or a setting is unknown, or a weight is in two groups or not in ``names``.
+        CheckpointError: ``state`` belongs to another model or optimizer.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        groups: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
+        state: Mapping[str, Array] | None = None,
+    ) -> None:
+        if kind not in _STATE_KEYS:
+            raise ConfigError(
+                f"the parameter servers have no optimizer {kind!r}; use torch.optim.SGD, Adam or AdamW, "
+                "or another strategy"
+            )
+        self.names = tuple(names)
+        # Each call of apply() gives them their values.
+        self._parameters = {name: torch.nn.Parameter(torch.empty(0)) for name in names}
+        self._states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        self._updated: set[str] = set()
+        self._optimizers = [self._make_optimizer(kind, group) for group in groups]
+        for path, value in (state or {}).items():
+            name, _, key = path.rpartition("/")
+            if name not in self._parameters or key not in _STATE_KEYS[kind]:
+                raise CheckpointError(
+                    f"the optimizer's state has {path!r}; weights are {', '.join(self.names)}, keys "
+                    f"{', '.join(_STATE_KEYS[kind])}; give the state of this model and optimizer"
+                )
+            self._states[self._parameters[name]][key] = torch.tensor(value)
+
+    @property
+    def state(self) -> dict[str, Array]:
+        """State of all weights, by "<weight>/<torch's key>"."""
+        return {
+            f"{name}/{key}": value.numpy().copy()
+            for name, parameter in self._parameters.items()
+            for key, value in self._states.get(parameter, {}).items()
+        }
+
+    def apply(self, weights: Sequence[Array], gradients: Sequence[Array]) -> tuple[Array, ...]:
+        """Return the weights after one step, as new read-only arrays.
+
+        Args:
+            weights: One per name; float32 or float64.
+            gradients: Like ``weights``.
+        """
+        for name, weight, gradient in zip(self.names, weights, gradients, strict=True):
+            parameter = self._parameters[name]
+            parameter.grad = None
+            parameter.data = torch.tensor(weight)
+            parameter.grad = torch.as_tensor(gradient)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        results = tuple(parameter.detach().numpy() for parameter in self._parameters.values())
+        for result in results:
+            result.flags.writeable = False
+        return results
+
+    def _make_optimizer(self, kind: str, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+        # An optimizer for each group: torch checks the settings of a constructor, not those of a group.
+        for name in group["params"]:
+            if name not in self._parameters:
+                raise ConfigError(f"the optimizer has {name!r}, the model only {', '.join(self.names)}")
+            if name in self._updated:
+                raise ConfigError(f"{name!r} is in two parameter groups of the optimizer; leave it in one")
+            self._updated.add(name)
+        settings = _read_settings(kind, group)
+        # torch refuses a group without parameters, which is one of frozen parameters only.
+        parameters = [self._parameters[name] for name in group["params"]] or [
+            torch.nn.Parameter(torch.empty(0))
+        ]
+        try:
+            optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(
+                parameters, **settings, foreach=False
+            )
+        except (ValueError, TypeError) as error:
+            given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+            raise ConfigError(f"the optimizer {kind} does not support {given}: {error}") from error
+        optimizer.state = self._states
+        return optimizer
+
+
+def _read_settings(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    known = {*getattr(torch.optim, kind)([torch.empty(0)], lr=0.0).defaults} - _IGNORED_SETTINGS
+    settings = {name: value for name, value in group.items() if name not in {"params", *_IGNORED_SETTINGS}}
+    for name, value in settings.items():
+        if name not in known:
+            raise ConfigError(
+                f"the parameter servers do not support the setting {name!r}{did_you_mean(name, known)} "
+                f"(there are: {', '.join(sorted(known))})"
+            )
+        numbers = value if isinstance(value, tuple | list) else (value,)
+        if not all(isinstance(one, int | float) and math.isfinite(one) for one in numbers):
+            raise ConfigError(f"{name}={value!r} must be a plain number")
+    if group.get("differentiable"):
+        raise ConfigError("differentiable=True is not supported; leave it out")
+    if kind == "AdamW":
+        settings.pop("decoupled_weight_decay", None)  # implied, and no argument of the constructor
+    return settings
+
+
 @final
 class EpochSums:
     """Sums of gradients of one epoch: for each step over its intervals in ascending order.
@@ -283,11 +406,6 @@ class Versions:
         """Numbers of the stored versions, ascending; the last is the latest."""
         return tuple(sorted(self._weights))
 
-    @property
-    def stashes(self) -> dict[int, tuple[int, int]]:
-        """(epoch, version) by interval."""
-        return dict(self._stash_of)
-
     def newest(self) -> tuple[Array, ...]:
         return self._weights[self.latest]
 
@@ -332,8 +450,6 @@ class ParameterServer:
     servers' order, so the weights are bit-identical on all of them.
 
     Args:
-        plan: The plan of all servers.
-        index: Index of this server.
         weights: One per name of the plan, at the start of its first epoch; must not be changed afterwards.
         update: The update rule, for this server alone.
 
@@ -355,22 +471,6 @@ class ParameterServer:
         self._sums: dict[int, EpochSums] = {}
         self._received: dict[int, dict[int, Array]] = {}
         self._digests: dict[int, dict[tuple[int, int], bytes]] = {}
-
-    @property
-    def updates(self) -> int:
-        """Number of updates, including those before the first epoch; the number of the latest version."""
-        with self._lock:
-            return self._versions.latest
-
-    @property
-    def alive(self) -> tuple[int, ...]:
-        with self._lock:
-            return self._versions.alive
-
-    @property
-    def stashes(self) -> dict[int, tuple[int, int]]:
-        with self._lock:
-            return self._versions.stashes
 
     @property
     def state(self) -> dict[str, Array]:
@@ -539,24 +639,6 @@ class ParameterServer:
                 f"interval {interval} is in epoch {epoch} after {self._versions.latest} updates, which is "
                 f"beyond staleness {self.plan.staleness}"
             )
-
-
-def exchange(servers: Sequence[ParameterServer]) -> int | None:
-    """Exchange sums between the servers of one process and update once; None while gradients are missing.
-
-    Args:
-        servers: All servers of the plan, in order.
-    """
-    ready = [server.own_sums() for server in servers]
-    found = [one for one in ready if one is not None]
-    if len(found) < len(servers):
-        return None
-    for server in servers:
-        for other, (epoch, vector) in zip(servers, found, strict=True):
-            if other is not server:
-                server.receive_sums(other.index, epoch, vector)
-    updates = [server.advance() for server in servers]
-    return updates[0]
 
 
 def _digest(arrays: Sequence[Array]) -> bytes:

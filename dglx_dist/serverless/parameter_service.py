@@ -25,11 +25,10 @@ from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import read_json
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer
 from dglx_dist.serverless.tasks import Direction, TaskKey
+from dglx_dist.serverless.worker import GRADIENTS, WEIGHTS
 
-WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
-"""Called by workers; name: the task's key. The server counts the bytes, because a worker has no ledger."""
 WEIGHTS_FOR_RANK, GRADIENTS_OF_RANK = "lambda.weights_for_rank", "lambda.gradients_of_rank"
-"""The same, called by ranks that run a task themselves; the caller counts the bytes."""
+"""As WEIGHTS and GRADIENTS, called by ranks that run a task themselves; the caller counts the bytes."""
 SUMS = "lambda.sums"
 """Called by other servers; name: "epoch/server"; one vector (|theta|,)."""
 UPDATED, STOPPED = "lambda.updated", "lambda.stopped"
@@ -40,7 +39,7 @@ MISSING, LATEST, STATE = "lambda.missing", "lambda.latest", "lambda.state"
 DOWN, UP, BETWEEN, CONTROL, READ = "weights_down", "weights_up", "parameter_sums", "control", "weights_read"
 """Ledger phases."""
 
-_PAIR = re.compile(r"(0|[1-9][0-9]{0,8})/(0|[1-9][0-9]{0,5})")
+_PAIR = re.compile(r"(0|[1-9][0-9]{0,17})/(0|[1-9][0-9]{0,5})")
 _STATE_DTYPES = ("float32", "float64")
 _MAX_TABLE_BYTES = 1 << 24
 log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ _MAX_REASON = 1000
 
 
 def pair_name(number: int, server: int) -> str:
-    """Return the name of an epoch, or of a number of updates, and a server."""
+    """Return the name of a number, such as an epoch, and the server that sends it."""
     return f"{number}/{server}"
 
 
@@ -57,7 +56,7 @@ def parse_pair(name: str) -> tuple[int, int]:
     """Read :func:`pair_name`; ConfigError if it is invalid."""
     found = _PAIR.fullmatch(name)
     if found is None:
-        raise ConfigError(f"{name[:80]!r} names no epoch and server; write it like 3/1")
+        raise ConfigError(f"{name[:80]!r} names no number and server; write it like 3/1")
     return int(found[1]), int(found[2])
 
 
@@ -130,11 +129,7 @@ class ParameterService:
     call and :meth:`close`.
 
     Args:
-        rpc: This rank's RPC.
-        server: The server to serve.
-        places: Ranks of all servers.
         timeout_s: Limit for the sums of another server after those of this one; None: the session's.
-        timeline: Trace of the updates.
         run: Number of the run in its session; tasks of other runs are rejected.
     """
 
@@ -321,9 +316,6 @@ class ParameterClient:
     """A rank's connection to all parameter servers; receives notices until :meth:`close`. Thread-safe.
 
     Args:
-        rpc: This rank's RPC.
-        plan: The plan of the servers.
-        places: Ranks of the servers.
         timeout_s: Time limit of :meth:`wait_for`; None: the session's.
         on_update: Called with the new :attr:`updates` when every server has made another update, and once
             when a server stops; on any thread; must return quickly.

@@ -7,11 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import NoReturn, TypeAlias, final
+from typing import Annotated, Any, NoReturn, TypeAlias, final
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.registry import did_you_mean
-from dglx_dist.serverless.json_fields import Fields, read_json, write_json
+from dglx_dist.serverless.json_fields import Fields, Within, read_json, write_json
 from dglx_dist.serverless.stages.base import (
     MAX_WIDTH,
     Config,
@@ -30,12 +30,15 @@ MAX_STEPS, MAX_SLOTS, MAX_WEIGHTS = 512, 16, 32
 """Limits of a program's steps, and of the slots and weights of one step."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FIXED = re.compile(FIXED + r"(0|[1-9][0-9]{0,3})")
-_LONGEST = 512
-"""Characters of a name; :func:`check_steps` is stricter."""
+_Name: TypeAlias = Annotated[str, Within(1, 512)]
+""":func:`check_steps` is stricter."""
+_Slots: TypeAlias = Annotated[tuple[_Name, ...], Within(0, MAX_SLOTS)]
+_Width: TypeAlias = Annotated[int, Within(1, MAX_WIDTH)]
 DTYPES, LOSSES = ("float32", "float64"), ("cross_entropy",)
 MAX_TRAIN = 1 << 40
 MAX_PROGRAM_BYTES = 1 << 20
 _VERSION = 1
+_SCALARS = ("features", "classes", "num_train", "dtype", "loss")
 
 
 @final
@@ -43,8 +46,8 @@ _VERSION = 1
 class Slot:
     """Rows passed between steps: (n, width) of nodes, or (E, width) of in-edges if an Edge step makes it."""
 
-    name: str
-    width: int
+    name: _Name
+    width: _Width
 
 
 @final
@@ -52,11 +55,11 @@ class Slot:
 class Gather:
     """Sum source rows over each node's in-edges (GA), on the graph server."""
 
-    name: str
-    source: str
+    name: _Name
+    source: _Name
     """Slot of nodes; own rows and ghosts are read."""
     output: Slot
-    edges: str | None = None
+    edges: _Name | None = None
     """Edge weights: ``fixed:<n>``, or the slot of an Edge step, per head; None: 1."""
 
 
@@ -65,14 +68,14 @@ class Gather:
 class Vertex:
     """Apply a vertex stage to rows of nodes (AV), on a worker."""
 
-    name: str
-    stage: str
+    name: _Name
+    stage: _Name
     """Name in the registry of stages."""
     config: Config = field(hash=False)
-    inputs: tuple[str, ...]
+    inputs: _Slots
     """Slots of nodes; own rows are read."""
-    outputs: tuple[Slot, ...]
-    weights: tuple[str, ...] = ()
+    outputs: Annotated[tuple[Slot, ...], Within(0, MAX_SLOTS)]
+    weights: Annotated[tuple[_Name, ...], Within(0, MAX_WEIGHTS)] = ()
     """The user's names (state_dict), in the order of the stage's own names."""
 
 
@@ -81,8 +84,8 @@ class Vertex:
 class Scatter:
     """Send boundary rows to the graph servers that have them as ghosts (SC)."""
 
-    name: str
-    slots: tuple[str, ...]
+    name: _Name
+    slots: _Slots
 
 
 @final
@@ -90,12 +93,12 @@ class Scatter:
 class Edge:
     """Apply an edge stage to the in-edges of nodes (AE), on a worker."""
 
-    name: str
-    stage: str
+    name: _Name
+    stage: _Name
     config: Config = field(hash=False)
-    sources: str
+    sources: _Name
     """Slot of nodes; own rows and ghosts are read, at each edge's source."""
-    targets: str
+    targets: _Name
     """Slot of nodes; own rows are read."""
     output: Slot
 
@@ -127,7 +130,6 @@ def check_steps(steps: Sequence[Step], features: int, classes: int) -> None:
     """Raise ConfigError, naming the step, unless ``steps`` can run in order and end with the classes.
 
     Args:
-        steps: The steps.
         features: Columns of the slot ``x``.
         classes: Columns of the last step's output.
     """
@@ -245,74 +247,24 @@ def _bounds(what: str, value: int, high: int) -> None:
         raise ConfigError(f"the {what} of a program is {value!r}; give a whole number from 1 to {high}")
 
 
-def _read_step(given: object, index: int) -> Step:
-    fields = Fields(given, f"step {index} of a program")
-    kind = fields.choice("kind", tuple(_READERS))
-    step = _READERS[kind](fields, fields.text("name", _LONGEST))
-    fields.end()
-    return step
-
-
-def _gather(fields: Fields, name: str) -> Gather:
-    return Gather(
-        name=name,
-        source=_name(fields, "source"),
-        output=_read_slot(fields.any("output"), fields.where),
-        edges=fields.maybe("edges", lambda field: _name(fields, field), None),
-    )
-
-
-def _vertex(fields: Fields, name: str) -> Vertex:
-    outputs = fields.items("outputs", MAX_SLOTS)
-    return Vertex(
-        name=name,
-        stage=_name(fields, "stage"),
-        config=_config(fields),
-        inputs=fields.texts("inputs", MAX_SLOTS, _LONGEST),
-        outputs=tuple(_read_slot(output, fields.where) for output in outputs),
-        weights=fields.texts("weights", MAX_WEIGHTS, _LONGEST),
-    )
-
-
-def _scatter(fields: Fields, name: str) -> Scatter:
-    return Scatter(name=name, slots=fields.texts("slots", MAX_SLOTS, _LONGEST))
-
-
-def _edge(fields: Fields, name: str) -> Edge:
-    return Edge(
-        name=name,
-        stage=_name(fields, "stage"),
-        config=_config(fields),
-        sources=_name(fields, "sources"),
-        targets=_name(fields, "targets"),
-        output=_read_slot(fields.any("output"), fields.where),
-    )
-
-
-_READERS: Mapping[str, Callable[[Fields, str], Step]] = {
-    "gather": _gather,
-    "vertex": _vertex,
-    "scatter": _scatter,
-    "edge": _edge,
+_STEPS: Mapping[str, Callable[..., Step]] = {
+    "gather": Gather,
+    "vertex": Vertex,
+    "scatter": Scatter,
+    "edge": Edge,
 }
 
 
-def _name(fields: Fields, field: str) -> str:
-    return fields.text(field, _LONGEST)
+def _read_step(given: object, index: int) -> Step:
+    fields = Fields(given, f"step {index} of a program")
 
+    def read_config(name: str) -> object:
+        config = fields.any(name)
+        return config if isinstance(config, dict) else fields.refuse(name, "an object, as its stage takes it")
 
-def _config(fields: Fields) -> Config:
-    given = fields.any("config")
-    if not isinstance(given, dict):
-        raise ConfigError(f"{fields.where} has a config that is not an object; give the fields of its stage")
-    return given
-
-
-def _read_slot(given: object, where: str) -> Slot:
-    fields = Fields(given, f"a slot of {where}")
-    slot = Slot(fields.text("name", _LONGEST), fields.whole("width", 1, MAX_WIDTH))
+    step = fields.record(_STEPS[fields.choice("kind", tuple(_STEPS))], config=read_config)
     fields.end()
-    return slot
+    return step
 
 
 @final
@@ -337,7 +289,10 @@ class Program:
 
     def __post_init__(self) -> None:
         fields = Fields(vars(self), "a program")
-        self._check_sizes(fields)
+        for name, most in (("features", MAX_WIDTH), ("classes", MAX_WIDTH), ("num_train", MAX_TRAIN)):
+            fields.whole(name, 1, most)
+        fields.choice("dtype", DTYPES)
+        fields.choice("loss", LOSSES)
         check_steps(self.steps, self.features, self.classes)
 
     @cached_property
@@ -347,9 +302,7 @@ class Program:
 
     def to_json(self) -> bytes:
         """Return the program as JSON; equal programs give equal bytes."""
-        scalars = {
-            name: getattr(self, name) for name in ("features", "classes", "num_train", "dtype", "loss")
-        }
+        scalars = {name: getattr(self, name) for name in _SCALARS}
         steps = [{"kind": type(step).__name__.lower(), **asdict(step)} for step in self.steps]
         return write_json({"version": _VERSION, "steps": steps, **scalars})
 
@@ -364,16 +317,9 @@ class Program:
         fields = Fields(read_json(text, MAX_PROGRAM_BYTES, "a program"), "a program")
         fields.whole("version", _VERSION, _VERSION)
         steps = [_read_step(step, index) for index, step in enumerate(fields.items("steps", MAX_STEPS))]
-        features, classes, num_train, dtype, loss = cls._check_sizes(fields)
+        scalars: dict[str, Any] = {name: fields.any(name) for name in _SCALARS}
         fields.end()
-        return cls(
-            steps=tuple(steps),
-            features=features,
-            classes=classes,
-            num_train=num_train,
-            dtype=dtype,
-            loss=loss,
-        )
+        return cls(steps=tuple(steps), **scalars)
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
@@ -435,13 +381,3 @@ class Program:
         if not isinstance(step, Vertex):
             raise ConfigError(f"step {index} ({step.name}) applies no vertex stage")
         return step
-
-    @staticmethod
-    def _check_sizes(fields: Fields) -> tuple[int, int, int, str, str]:
-        return (
-            fields.whole("features", 1, MAX_WIDTH),
-            fields.whole("classes", 1, MAX_WIDTH),
-            fields.whole("num_train", 1, MAX_TRAIN),
-            fields.choice("dtype", DTYPES),
-            fields.choice("loss", LOSSES),
-        )

@@ -14,21 +14,22 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple, final
+from typing import Annotated, Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Fields, read_json, write_json
+from dglx_dist.serverless.json_fields import Fields, Within, read_json, write_json
 from dglx_dist.serverless.program import Edge, Program, Vertex
 from dglx_dist.serverless.stages.base import Arrays, cross_entropy, first_of_second_half
 
 MAX_EVENT_BYTES = 256 * 1024
 MAX_EPOCH, MAX_STEP, MAX_INTERVAL, MAX_ATTEMPT = 10**9 - 1, 10**4 - 1, 10**9 - 1, 10**6 - 1
 MAX_RUN, MAX_ROWS, MAX_RANK, MAX_TIMEOUT_S = 10**9 - 1, 1 << 40, 10**6, 86_400.0
-_LONGEST = 1024
 _VERSION = 1
+_Text: TypeAlias = Annotated[str, Within(1, 1024)]
+_Z85Key: TypeAlias = Annotated[str, Within(40, 40)]
 _NUMBER = r"(0|[1-9][0-9]{0,8})"
 _KEY = re.compile(rf"r{_NUMBER}\.e{_NUMBER}\.s(0|[1-9][0-9]{{0,3}})\.i{_NUMBER}\.(fb|f|b)")
 _ATTEMPT = re.compile(r"0|[1-9][0-9]{0,5}")
@@ -135,15 +136,19 @@ def parse_attempt(name: str) -> tuple[TaskKey, int, int]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Address of a graph server or parameter server."""
+    """Address of a graph server or parameter server; ConfigError if the endpoint has another protocol."""
 
-    rank: int
-    host: str
+    rank: Annotated[int, Within(0, MAX_RANK)]
+    host: _Text
     """Host name, for messages."""
-    endpoint: str
+    endpoint: _Text
     """``tcp://HOST:PORT``."""
-    public_key: str | None = None
+    public_key: _Z85Key | None = None
     """Key (Z85) if connections are encrypted."""
+
+    def __post_init__(self) -> None:
+        if not self.endpoint.startswith("tcp://"):
+            raise ConfigError(f"endpoint={self.endpoint!r} is none of a server; give tcp://HOST:PORT")
 
 
 @final
@@ -151,9 +156,13 @@ class Address:
 class Secrets:
     """Credentials of a worker: its secret, and a key pair (Z85) if connections are encrypted."""
 
-    secret: str = field(repr=False)
-    public_key: str | None = None
-    secret_key: str | None = field(default=None, repr=False)
+    secret: _Text = field(repr=False)
+    public_key: _Z85Key | None = None
+    secret_key: _Z85Key | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if (self.public_key is None) != (self.secret_key is None):
+            raise ConfigError("only one key of a pair is given; give both keys or none")
 
 
 @final
@@ -173,16 +182,16 @@ class Task:
     """Complete description of a task for a worker."""
 
     key: TaskKey
-    rows: int
+    rows: Annotated[int, Within(0, MAX_ROWS)]
     """Nodes of the interval; the targets of an Edge step."""
-    program: str
+    program: Annotated[str, Within(64, 64)]
     """Digest of the program."""
     graph_server: Address
     parameter_server: Address
     secrets: Secrets
-    timeout_s: float
+    timeout_s: Annotated[float, Within(1e-3, MAX_TIMEOUT_S)]
     """Time limit of each call."""
-    attempt: int = 0
+    attempt: Annotated[int, Within(0, MAX_ATTEMPT)] = 0
     options: TaskOptions = TaskOptions()
 
     def again(self) -> Task:
@@ -205,60 +214,11 @@ class Task:
         given = read_json(event, MAX_EVENT_BYTES, "a task") if isinstance(event, bytes | str) else event
         fields = Fields(given, "a task")
         fields.whole("version", _VERSION, _VERSION)
-        program = fields.text("program", 64)
-        if not _DIGEST.fullmatch(program):
-            fields.refuse("program", "a digest of 64 hexadecimal characters")
-        task = cls(
-            key=TaskKey.parse(fields.text("key", 64)),
-            rows=fields.whole("rows", 0, MAX_ROWS),
-            program=program,
-            graph_server=_read_address(fields, "graph_server"),
-            parameter_server=_read_address(fields, "parameter_server"),
-            secrets=_read_secrets(fields),
-            timeout_s=fields.number("timeout_s", 1e-3, MAX_TIMEOUT_S),
-            attempt=fields.whole("attempt", 0, MAX_ATTEMPT),
-            options=_read_options(fields),
-        )
+        task = fields.record(cls, key=lambda name: TaskKey.parse(fields.text(name, 64)))
         fields.end()
+        if not _DIGEST.fullmatch(task.program):
+            fields.refuse("program", "a digest of 64 hexadecimal characters")
         return task
-
-
-def _read_address(fields: Fields, name: str) -> Address:
-    inner = Fields(fields.any(name), f"{fields.where} {name!r}")
-    address = Address(
-        rank=inner.whole("rank", 0, MAX_RANK),
-        host=inner.text("host", _LONGEST),
-        endpoint=inner.text("endpoint", _LONGEST),
-        public_key=_read_key(inner, "public_key"),
-    )
-    inner.end()
-    if not address.endpoint.startswith("tcp://"):
-        inner.refuse("endpoint", "tcp://HOST:PORT")
-    return address
-
-
-def _read_secrets(fields: Fields) -> Secrets:
-    inner = Fields(fields.any("secrets"), f"{fields.where} 'secrets'", hidden=True)
-    keys = _read_key(inner, "public_key"), _read_key(inner, "secret_key")
-    secrets = Secrets(secret=inner.text("secret", _LONGEST), public_key=keys[0], secret_key=keys[1])
-    inner.end()
-    if (secrets.public_key is None) != (secrets.secret_key is None):
-        inner.refuse("public_key", "both keys or none")
-    return secrets
-
-
-def _read_key(fields: Fields, name: str) -> str | None:
-    key = fields.maybe(name, lambda field: fields.text(field, 40), None)
-    if key is not None and len(key) != 40:
-        raise ConfigError(f"{fields.where} has a {name} of {len(key)} characters; a Z85 key has 40")
-    return key
-
-
-def _read_options(fields: Fields) -> TaskOptions:
-    inner = Fields(fields.any("options"), f"{fields.where} 'options'")
-    options = TaskOptions(streaming=inner.flag("streaming"), rematerialise=inner.flag("rematerialise"))
-    inner.end()
-    return options
 
 
 class Role(Enum):
@@ -384,8 +344,6 @@ def check_payload(
     """Raise ConfigError unless ``arrays`` match ``items`` for a half of ``rows`` rows.
 
     Args:
-        items: The expected arrays.
-        arrays: The arrays to check.
         rows: Rows n of the half.
         where: Origin of the arrays, for the message.
         num_edges: Edges E of the half if ``arrays`` do not contain indptr.
@@ -478,12 +436,6 @@ class Computed(NamedTuple):
 @final
 class Work:
     """The computation of one kind of task, for any interval and epoch. Stateless and thread-safe.
-
-    Args:
-        program: The program.
-        step: Index of a Vertex or Edge step.
-        direction: The direction.
-        rematerialise: See :class:`TaskOptions`.
 
     Raises:
         ConfigError: workers do not run such a step in this direction.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Protocol, TypeAlias, final
+from typing import Annotated, Protocol, TypeAlias, final
 
 import numpy as np
 import zmq
@@ -19,7 +19,7 @@ from dglx_dist.comm.auth import Credentials
 from dglx_dist.comm.rpc import Client, Handler, PeerAddress, ServeConfig, run_handler
 from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Fields, Json, printable, read_json
+from dglx_dist.serverless.json_fields import Fields, Json, Within, printable, read_json
 from dglx_dist.serverless.program import MAX_PROGRAM_BYTES, Program
 from dglx_dist.serverless.stages.base import register_stage
 from dglx_dist.serverless.tasks import (
@@ -59,10 +59,10 @@ class WorkerAnswer:
     """Outcome of a task, reported by its worker."""
 
     key: TaskKey
-    attempt: int
+    attempt: Annotated[int, Within(0, MAX_ATTEMPT)]
     accepted: bool
     """Whether the graph server accepted the rows; False: it had them already."""
-    seconds: float
+    seconds: Annotated[float, Within(0, 1e9)]
     cold: bool
     """Whether it was the first task of its worker."""
     error: str = ""
@@ -75,17 +75,14 @@ class WorkerAnswer:
     def from_json(cls, text: bytes | str) -> WorkerAnswer:
         """Read the JSON text of :meth:`as_json`; ConfigError if it is invalid."""
         fields = Fields(read_json(text, MAX_ANSWER_BYTES, "a worker's answer"), "a worker's answer")
-        error = fields.any("error")
-        if not isinstance(error, str):
-            raise ConfigError("a worker's answer has an 'error' that is not a text")
-        answer = cls(
-            key=TaskKey.parse(fields.text("key", 64)),
-            attempt=fields.whole("attempt", 0, MAX_ATTEMPT),
-            accepted=fields.flag("accepted"),
-            seconds=fields.number("seconds", 0, 1e9),
-            cold=fields.flag("cold"),
-            error=printable(error, _LONGEST_ERROR),
-        )
+
+        def read_error(name: str) -> str:
+            error = fields.any(name)
+            return (
+                printable(error, _LONGEST_ERROR) if isinstance(error, str) else fields.refuse(name, "a text")
+            )
+
+        answer = fields.record(cls, key=lambda name: TaskKey.parse(fields.text(name, 64)), error=read_error)
         fields.end()
         return answer
 
@@ -344,10 +341,6 @@ class Worker:
     Gradients are pushed and acknowledged before the last rows are sent. For the graph server a task is done
     when its rows have arrived, so a worker may die at any point without loss: the next attempt pushes the
     same bits under the same key, and they count once.
-
-    Args:
-        caller: Calls the servers.
-        hook: Called at each phase of a task.
     """
 
     def __init__(self, caller: Caller, hook: PhaseHook = lambda phase: None) -> None:
@@ -387,10 +380,7 @@ class Worker:
         calls = TaskCalls(self._caller, task)
         work = self._work(task, calls)
         self._hook(TaskPhase.BEFORE_PULL)
-        if task.options.streaming:
-            computed = self._streamed(task, work, calls)
-        else:
-            computed = self._at_once(task, work, calls)
+        computed = self._compute(task, work, calls)
         self._hook(TaskPhase.COMPUTED)
         if work.pushes and work.weights:
             calls.push(add_gradients(computed[0].gradients, computed[1].gradients))
@@ -402,24 +392,21 @@ class Worker:
         self._hook(TaskPhase.END)
         return accepted
 
-    def _streamed(self, task: Task, work: Work, calls: TaskCalls) -> list[Computed]:
-        # The first half is computed while the second arrives; forward, it is also sent meanwhile.
-        _request_first(work, calls)
-        first = calls.half(0)
+    def _compute(self, task: Task, work: Work, calls: TaskCalls) -> list[Computed]:
+        # Streaming computes the first half while the second arrives; forward, it is also sent meanwhile.
+        if work.weights:
+            calls.request_weights()
+        calls.request_half(0)
+        pulled = [calls.half(0)]
         calls.request_half(1)
+        if not task.options.streaming:
+            pulled.append(calls.half(1))
         weights = calls.weights()
-        computed = [self._half(task, work, 0, weights, first)]
+        computed = [self._half(task, work, 0, weights, pulled[0])]
         if _sends_early(task, 0):
             calls.submit(0, computed[0].rows)
-        computed.append(self._half(task, work, 1, weights, calls.half(1)))
-        return computed
-
-    def _at_once(self, task: Task, work: Work, calls: TaskCalls) -> list[Computed]:
-        _request_first(work, calls)
-        first = calls.half(0)
-        calls.request_half(1)
-        halves, weights = [first, calls.half(1)], calls.weights()
-        return [self._half(task, work, half, weights, arrays) for half, arrays in enumerate(halves)]
+        second = pulled[1] if len(pulled) > 1 else calls.half(1)
+        return [*computed, self._half(task, work, 1, weights, second)]
 
     def _half(self, task: Task, work: Work, half: int, weights: list[Array], arrays: list[Array]) -> Computed:
         nodes = half_rows(task.rows, half)
@@ -458,12 +445,6 @@ class _CachedProgram:
             key.check(self.program, key.interval + 1)
             self._works[kind] = Work(self.program, *kind)
         return self._works[kind]
-
-
-def _request_first(work: Work, calls: TaskCalls) -> None:
-    if work.weights:
-        calls.request_weights()
-    calls.request_half(0)
 
 
 def _sends_early(task: Task, half: int) -> bool:

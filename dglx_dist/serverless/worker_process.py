@@ -18,11 +18,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import BinaryIO, NoReturn, final
+from typing import Annotated, BinaryIO, NoReturn, final
 
 from dglx_dist.comm.topology import endpoint_of
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.json_fields import Fields, Json, read_json, write_json
+from dglx_dist.serverless.json_fields import Fields, Json, Within, read_json, read_record, write_json
 from dglx_dist.serverless.tasks import MAX_EVENT_BYTES, Task
 from dglx_dist.serverless.worker import (
     RemoteCaller,
@@ -68,29 +68,16 @@ class Fault:
     """One fault of a worker."""
 
     place: TaskPhase
-    seconds: float | None = None
+    seconds: Annotated[float, Within(0, MAX_SECONDS)] | None = None
     """Length of a pause; None: the worker dies."""
 
     def as_json(self) -> dict[str, Json]:
         return {"place": self.place.value, "seconds": self.seconds}
 
-    @classmethod
-    def read(cls, given: object) -> Fault:
-        """Read :meth:`as_json`; ConfigError if it is invalid."""
-        fields = Fields(given, "a fault")
-        place = TaskPhase(fields.choice("place", [place.value for place in TaskPhase]))
-        seconds = fields.maybe("seconds", lambda name: fields.number(name, 0, MAX_SECONDS), None)
-        fields.end()
-        return cls(place=place, seconds=seconds)
-
 
 @final
 class FaultInjector:
-    """Phase hook of a Worker that triggers the next fault.
-
-    Args:
-        die: Ends the worker.
-    """
+    """Phase hook of a Worker that triggers the next fault."""
 
     def __init__(self, die: Callable[[], NoReturn]) -> None:
         self._die = die
@@ -181,18 +168,10 @@ def _start(target: object, *args: object) -> None:
 class Setup:
     """Limits that a worker process enforces itself."""
 
-    cpu_share: float | None = None
+    cpu_share: Annotated[float, Within(MIN_SHARE, 1)] | None = None
     """Share of one core, kept by sleeping; None: no limit."""
-    bytes_per_s: float | None = None
+    bytes_per_s: Annotated[float, Within(MIN_BYTES_PER_S, MAX_BYTES_PER_S)] | None = None
     """Network rate in each direction; None: no limit."""
-
-    @classmethod
-    def read(cls, fields: Fields) -> Setup:
-        share = fields.maybe("cpu_share", lambda name: fields.number(name, MIN_SHARE, 1), None)
-        rate = fields.maybe(
-            "bytes_per_s", lambda name: fields.number(name, MIN_BYTES_PER_S, MAX_BYTES_PER_S), None
-        )
-        return cls(cpu_share=share, bytes_per_s=rate)
 
 
 def main() -> None:
@@ -202,9 +181,8 @@ def main() -> None:
     # Output that a user's stage prints must not mix with the answers.
     os.dup2(2, 1)
     threading.Thread(target=_read, args=(sys.stdin.buffer, lines), name="dglx-input", daemon=True).start()
-    fields = Fields(read_json(lines.get(), _LONGEST_LINE, "a worker's setup"), "a worker's setup")
-    process = _Process(Setup.read(fields))
-    fields.end()
+    setup = read_json(lines.get(), _LONGEST_LINE, "a worker's setup")
+    process = _Process(read_record(Setup, setup, "a worker's setup"))
     register_packaged_stages()
     while True:
         answers.write(write_json(process.answer(lines.get())) + b"\n")
@@ -222,7 +200,7 @@ class _Process:
     def answer(self, line: bytes) -> Mapping[str, Json]:
         fields = Fields(read_json(line, _LONGEST_LINE, "a line of input"), "a line of input")
         event = fields.any("event")
-        self._faults.next = fields.maybe("fault", lambda name: Fault.read(fields.any(name)), None)
+        self._faults.next = fields.maybe("fault", lambda name: fields.value(name, Fault), None)
         fields.end()
         if not isinstance(event, dict):
             raise ConfigError("a line of input has no event")

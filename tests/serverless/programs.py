@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Json
+from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.serverless.program import FIXED, Edge, Gather, Program, Scatter, Slot, Step, Vertex
 from dglx_dist.serverless.stages.base import loss_in_halves
 from dglx_dist.serverless.tasks import Computed, Direction, Item, Role, Work
@@ -251,3 +252,17 @@ class PlainRun:
             return self.rows[item.slot][self.sources[edges]]
         store = self.row_gradients if item.role is Role.GRADIENT else self.rows
         return store[item.slot][edges if is_edge else slice(first, end)]
+
+
+def exchange(servers: Sequence[ParameterServer]) -> int | None:
+    """Exchange sums between the servers of one process and update once; None while gradients are missing."""
+    ready = [server.own_sums() for server in servers]
+    found = [one for one in ready if one is not None]
+    if len(found) < len(servers):
+        return None
+    for server in servers:
+        for other, (epoch, vector) in zip(servers, found, strict=True):
+            if other is not server:
+                server.receive_sums(other.index, epoch, vector)
+    updates = [server.advance() for server in servers]
+    return updates[0]

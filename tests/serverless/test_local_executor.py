@@ -144,7 +144,7 @@ def test_a_killed_process_is_known_within_a_second_and_replaced() -> None:
         bench.late = 0
         executor.invoke(bench.task(FORWARD).again().to_event())
         assert bench.wait_for(executor, [FORWARD]) == []
-        until(lambda: executor.workers == 1, "one worker")
+        until(lambda: executor._num_up == 1, "one worker")
         assert workers() != [pid]
 
 
@@ -357,12 +357,12 @@ def test_fewer_workers_are_used_when_fewer_are_wanted() -> None:
         for key in keys[:2]:
             executor.invoke(bench.task(key).to_event())
         until(lambda: len({name for what, name in bench.calls if what == "pull"}) == 2, "both at work")
-        assert executor.workers == 2
+        assert executor._num_up == 2
         executor.size(1)
         bench.late = 0
         bench.wait_for(executor, keys[:2])
-        until(lambda: executor.workers == 1, "one left")
+        until(lambda: executor._num_up == 1, "one left")
         for key in keys[2:]:
             executor.invoke(bench.task(key).to_event())
         bench.wait_for(executor, keys)
-        assert executor.workers == len(workers()) == 1
+        assert executor._num_up == len(workers()) == 1

@@ -18,9 +18,8 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import PeerError, RemoteError
 from dglx_dist.records import Array
 from dglx_dist.serverless import parameter_service as ops
-from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, assign
+from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, Places
-from dglx_dist.serverless.parameter_updates import make_update
 from dglx_dist.serverless.tasks import Direction, TaskKey
 from tests.helpers.ranks import run_ranks, start_ranks
 
@@ -75,7 +74,7 @@ def served(
     service = None
     if rpc.rank in places.parameter_servers:
         index = places.parameter_servers.index(rpc.rank)
-        update = make_update("Adam", GROUPS, list(SHAPES))
+        update = Update("Adam", GROUPS, list(SHAPES))
         service = ParameterService(
             rpc, ParameterServer(plan, index, first_weights(), update), places, timeout_s
         )
@@ -126,7 +125,7 @@ def train(session: Session, num_servers: int, *, as_worker: bool) -> dict[str, A
         barrier(session, "all read")
         if service is not None:
             service.server.drain()
-            found["alive"] = service.server.alive
+            found["alive"] = service.server._versions.alive
     rows = session.ledger.since(before)
     found["bytes"] = [(row.phase, row.layer, row.source, row.destination, row.num_bytes) for row in rows]
     return found
@@ -246,7 +245,7 @@ def test_what_workers_must_not_ask_is_refused() -> None:
             (ops.GRADIENTS, "r0.e0.s2.i0.f", good, "goes forward"),
             (ops.GRADIENTS, "r0.e0.s2.i0.b", [good[0][:1]], "of shape"),
             (ops.SUMS, "0/0", [np.zeros(SIZE)], "sums of server 0"),
-            (ops.SUMS, "0", [np.zeros(SIZE)], "no epoch and server"),
+            (ops.SUMS, "0", [np.zeros(SIZE)], "no number and server"),
             (ops.SUMS, "0/1", [], "0 arrays"),
             (ops.UPDATED, "1/1", [], "no parameter server 1"),
         ):
@@ -299,7 +298,7 @@ def test_sums_that_do_not_come_are_named(dead: list[int], says: str, monkeypatch
     monkeypatch.setattr(rpc, "submit", submit)
     monkeypatch.setattr(rpc, "silent", lambda ranks, _: [rank for rank in ranks if rank in dead])
     plan, places = plan_of(2), Places(parameter_servers=(0, 1), graph_servers=(0,))
-    server = ParameterServer(plan, 0, first_weights(), make_update("Adam", GROUPS, list(SHAPES)))
+    server = ParameterServer(plan, 0, first_weights(), Update("Adam", GROUPS, list(SHAPES)))
     client = ParameterClient(rpc, plan, places)
     service = ParameterService(rpc, server, places, timeout_s=0.02)
     for interval in plan.intervals_of(0):
@@ -324,7 +323,7 @@ def test_listeners_hear_of_each_update_once() -> None:
             all_heard.set()
 
     plan = plan_of(1, staleness=1)
-    server = ParameterServer(plan, 0, first_weights(), make_update("Adam", GROUPS, list(SHAPES)))
+    server = ParameterServer(plan, 0, first_weights(), Update("Adam", GROUPS, list(SHAPES)))
     client = ParameterClient(rpc, plan, ALONE, on_update=listen)
     service = ParameterService(rpc, server, ALONE)
     for epoch in (1, 0):

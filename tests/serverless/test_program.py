@@ -20,7 +20,14 @@ from torch.nn import functional
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.records import Array
 from dglx_dist.serverless.program import MAX_PROGRAM_BYTES, Gather, Program, Scatter, Slot, Step, Vertex
-from dglx_dist.serverless.stages.base import Backward, Config, Forward, Shapes, VertexStage, register_stage
+from dglx_dist.serverless.stages.base import (
+    Backward,
+    Config,
+    Forward,
+    StageShapes,
+    VertexStage,
+    register_stage,
+)
 from dglx_dist.serverless.tasks import Direction, Work, add_gradients
 from tests.helpers.schema import check_every_field
 
@@ -374,22 +381,7 @@ class Careless(VertexStage):
 
     def __init__(self, config: Config) -> None:
         self._mistake = config["mistake"]
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        return {"w": (4, 3)}
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        return (4,)
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        return (3,)
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        return ()
+        self.shapes = StageShapes({"w": (4, 3)}, (4,), (3,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
         h = inputs[0] @ weights[0]

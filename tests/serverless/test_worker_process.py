@@ -13,7 +13,8 @@ import pytest
 
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.serverless import worker_process
-from dglx_dist.serverless.executors.base import Faults, Lost, Pool, PoolPlan, WorkerHandle
+from dglx_dist.serverless.executors.base import Faults, Lost, PoolExecutor, WorkerHandle
+from dglx_dist.serverless.json_fields import read_record
 from dglx_dist.serverless.tasks import Direction, Task, TaskKey
 from dglx_dist.serverless.worker import TaskPhase, WorkerAnswer
 from dglx_dist.serverless.worker_process import CpuThrottle, Fault, FaultInjector, Relay
@@ -47,9 +48,9 @@ def test_options_are_read_and_checked() -> None:
         with pytest.raises(ConfigError, match=message):
             Faults.read(bad)
     for fault in (Fault(place=TaskPhase.HALF), Fault(place=TaskPhase.END, seconds=0.5)):
-        assert Fault.read(fault.as_json()) == fault
+        assert read_record(Fault, fault.as_json(), "a fault") == fault
     with pytest.raises(ConfigError, match="'place'"):
-        Fault.read({"place": "nowhere", "seconds": None})
+        read_record(Fault, {"place": "nowhere", "seconds": None}, "a fault")
 
 
 class Died(Exception):
@@ -89,8 +90,8 @@ class Made:
         self.workers.append(FakeWorker(self))
         return self.workers[-1]
 
-    def pool(self) -> Pool:
-        return Pool(PoolPlan(make=self.make, notice=self.told.release, memory_mb=192))
+    def pool(self) -> PoolExecutor:
+        return PoolExecutor(self.make, self.told.release, memory_mb=192)
 
 
 class FakeWorker(WorkerHandle):
@@ -133,7 +134,7 @@ def test_as_many_workers_as_there_is_work_for_warm_ones_first() -> None:
     made = Made()
     pool = made.pool()
     pool.size(3)
-    assert pool.workers == 0
+    assert pool._num_up == 0
     for _ in range(4):  # one after another: one worker does
         pool.invoke(event(POOL_KEYS[0]))
         made.go.release()
@@ -142,7 +143,7 @@ def test_as_many_workers_as_there_is_work_for_warm_ones_first() -> None:
     for key in POOL_KEYS[:5]:
         pool.invoke(event(key))
     until(lambda: sum(worker.calls for worker in made.workers) == 4 + 3)
-    assert pool.workers == 3
+    assert pool._num_up == 3
     pool.size(5)
     until(lambda: sum(worker.calls for worker in made.workers) == 4 + 5)
     made.go.release(5)
@@ -151,7 +152,7 @@ def test_as_many_workers_as_there_is_work_for_warm_ones_first() -> None:
     assert sorted(made.done[4:]) == sorted(POOL_KEYS[:5])
     assert sum(one.cold for one in pool.billed()) == len(made.workers) == 5
     pool.size(2)
-    until(lambda: pool.workers == 2)
+    until(lambda: pool._num_up == 2)
     pool.close()
     assert [worker.ended for worker in made.workers] == [1] * 5
 
@@ -183,14 +184,14 @@ def test_who_is_late_holds_no_place_and_leaves_when_it_comes_back() -> None:
     pool.invoke(event(POOL_KEYS[1]))
     pool.invoke(first.again().to_event())
     until(lambda: [worker.calls for worker in made.workers] == [1, 1])
-    assert pool.workers == 1
+    assert pool._num_up == 1
     # No more are late than there are places.
     pool.invoke(Bench(gcn(), [4] * 3).task(POOL_KEYS[1]).again().to_event())
     made.go.release(4)
     until(lambda: len(made.done) == 4)
     until(lambda: sum(worker.ended for worker in made.workers) == 1)
     assert len(made.workers) == 2
-    assert pool.workers == 1
+    assert pool._num_up == 1
     pool.close()
 
 
@@ -202,7 +203,7 @@ def test_closing_ends_what_runs_and_forgets_what_waits() -> None:
     until(lambda: [worker.calls for worker in made.workers] == [1])
     pool.close()
     assert made.done == []
-    assert pool.workers == 0
+    assert pool._num_up == 0
     assert pool.lost() == []
     assert [worker.ended for worker in made.workers] == [1]
     with pytest.raises(PeerError, match="closed"):

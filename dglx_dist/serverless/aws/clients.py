@@ -56,7 +56,6 @@ class Place:
         """Return a thread-safe client of ``service``, such as "lambda".
 
         Args:
-            service: Name in boto3.
             connections: Maximum number of concurrent calls.
             timeout_s: Time limit of each answer.
 

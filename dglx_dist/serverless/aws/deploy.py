@@ -244,7 +244,6 @@ def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
     """Return the requested runtime of ``deployment``, or by default its package's.
 
     Args:
-        deployment: Desired state of the function.
         on_aws: Whether it will run on AWS itself, whose C libraries are known.
 
     Raises:
@@ -287,10 +286,6 @@ Found: TypeAlias = Mapping[str, Any]
 @final
 class Function:
     """One function, and the steps from its present state to a deployment.
-
-    Args:
-        deployment: The desired state.
-        pause: Called with seconds to wait.
 
     Raises:
         ConfigError: AWS rejects the query, or the name belongs to a function that dglx did not create.
@@ -511,8 +506,6 @@ def try_function(
     """Invoke the function ``name`` with a small task and check its results.
 
     Args:
-        name: The function.
-        place: Its region.
         say: Called with a message that has the address at which this process serves.
         address: Numeric address of this machine that the function can reach; None: the one by which this
             machine reaches AWS.
@@ -695,7 +688,6 @@ def deploy(deployment: Deployment, say: Callable[[str], None]) -> tuple[str, ...
     Only differences are changed: a second call resumes an interrupted one, and a third call does nothing.
 
     Args:
-        deployment: The desired state.
         say: Called with each change before it is made.
 
     Raises:

@@ -15,9 +15,7 @@ from dglx_dist.serverless.aws.clients import Client, Place, check_name, explaine
 from dglx_dist.serverless.executors.base import (
     ExecutorContext,
     Invocation,
-    Pool,
     PoolExecutor,
-    PoolPlan,
     WorkerHandle,
 )
 from dglx_dist.serverless.json_fields import Fields
@@ -71,11 +69,6 @@ class ReportReader:
 
     Log lines arrive seconds late. Reading them needs the permission ``logs:FilterLogEvents``; without it
     the reader logs one warning and durations stay unknown.
-
-    Args:
-        client: Client of CloudWatch logs.
-        function: Name of the function.
-        every_s: Polling interval while reports are expected.
     """
 
     def __init__(self, client: Client, function: str, every_s: float = 5.0) -> None:
@@ -176,20 +169,14 @@ class AwsExecutor(PoolExecutor):
         memory_mb = _check_usable(client, self._function)
         self._reports = ReportReader(place.client("logs"), self._function, every_s) if reads_log else None
         poster = _Poster(client, self._function, self._reports)
-        self._pool = Pool(
-            PoolPlan(make=lambda: poster, notice=context.notice, memory_mb=memory_mb, billed=False)
-        )
+        super().__init__(lambda: poster, context.notice, memory_mb=memory_mb, billed=False)
 
     def size(self, workers: int) -> None:
         # AWS starts a worker per event; the controller limits how many are sent.
-        self._pool.size(min(workers, MAX_REQUESTS))
+        super().size(min(workers, MAX_REQUESTS))
 
     def billed(self) -> list[Invocation]:
         return [] if self._reports is None else self._reports.found()
-
-    @property
-    def workers(self) -> int:
-        return 0  # AWS does not say how many containers it runs
 
     def close(self) -> None:
         super().close()

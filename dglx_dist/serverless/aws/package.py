@@ -71,7 +71,6 @@ def download_wheels(folder: Path, *, python: str, architecture: str) -> None:
     """Download wheels of the versions installed here with pip, from its configured index.
 
     Args:
-        folder: Target folder.
         python: Version of the service, such as ``"3.12"``.
         architecture: ``"x86_64"`` or ``"aarch64"``.
 
@@ -130,7 +129,6 @@ def check_imports(stages: Mapping[str, str], executor: str) -> None:
 
     Args:
         stages: Name to ``module:Class``; the classes must be imported in this process.
-        executor: Name, for the message.
 
     Raises:
         ConfigError: a stage imports such a library.

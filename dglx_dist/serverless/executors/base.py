@@ -1,4 +1,4 @@
-"""Executor interface, the pool of worker threads behind it, and emulated faults and latency."""
+"""Executor interface, its base with a pool of worker threads, and emulated faults and latency."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
 from types import TracebackType
-from typing import ClassVar, final
+from typing import Annotated, ClassVar, TypeAlias, final
 
 from dglx_dist.comm.rpc import Handler
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.registry import Registry
-from dglx_dist.serverless.json_fields import Fields
+from dglx_dist.serverless.json_fields import Fields, Within
 from dglx_dist.serverless.tasks import Task, TaskKey
 from dglx_dist.serverless.worker import TaskPhase, WorkerAnswer
 from dglx_dist.serverless.worker_process import MAX_SECONDS, Fault
 
 _ANY = "any"
+_Share: TypeAlias = Annotated[float, Within(0, 1)]
 DEFAULT_MEMORY_MB, MAX_MEMORY_MB = 192, 1 << 20
 DEFAULT_SIGMA = 0.5
 """Standard deviation of the logarithm that is typical of functions."""
@@ -76,10 +77,6 @@ class Executor(ABC):
     Results bypass the executor: a worker sends its rows to the graph server and its gradients to the
     parameter server. An executor may therefore lose an attempt silently; the caller watches the time.
 
-    Args:
-        context: What the graph server provides.
-        options: The executor's own options by name.
-
     Raises:
         ConfigError: an option is unknown, or this machine does not support it.
     """
@@ -114,11 +111,6 @@ class Executor(ABC):
     def billed(self) -> list[Invocation]:
         """Return the invocations that ended since the last call."""
 
-    @property
-    @abstractmethod
-    def workers(self) -> int:
-        """Workers that are up now, busy or idle; 0 if unknown."""
-
     @abstractmethod
     def close(self) -> None:
         """Stop all workers at once, also in the middle of a task; may be called twice."""
@@ -140,39 +132,35 @@ def read_memory_mb(fields: Fields) -> int:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """Injected faults, by share of the invocations."""
+    """Injected faults, by share of the invocations.
 
-    seed: int = 0
-    kill: float = 0.0
+    Raises:
+        ConfigError: the shares add up to more than 1.
+    """
+
+    seed: Annotated[int, Within(0, 1 << 62)] = 0
+    kill: _Share = 0.0
     """Share in which the worker dies."""
-    delay: float = 0.0
+    delay: _Share = 0.0
     """Share in which the worker pauses for ``delay_s``."""
-    duplicate: float = 0.0
+    duplicate: _Share = 0.0
     """Share that is invoked twice."""
-    delay_s: float = 1.0
+    delay_s: Annotated[float, Within(0, MAX_SECONDS)] = 1.0
     place: str = _ANY
     """A TaskPhase, or "any": drawn at random."""
+
+    def __post_init__(self) -> None:
+        shares = [self.kill, self.delay, self.duplicate]
+        if sum(shares) > 1:
+            raise ConfigError(f"option 'faults' has shares {shares} that add up to more than 1; lower one")
 
     @classmethod
     def read(cls, given: object) -> Faults:
         """Read the option ``faults``, an object with these fields; ConfigError if it is invalid."""
         fields = Fields(given, "option 'faults'")
-        shares = [
-            fields.maybe(name, lambda name: fields.number(name, 0, 1), 0.0)
-            for name in ("kill", "delay", "duplicate")
-        ]
         places = [_ANY, *(place.value for place in TaskPhase)]
-        faults = cls(
-            seed=fields.maybe("seed", lambda name: fields.whole(name, 0, 1 << 62), 0),
-            kill=shares[0],
-            delay=shares[1],
-            duplicate=shares[2],
-            delay_s=fields.maybe("delay_s", lambda name: fields.number(name, 0, MAX_SECONDS), 1.0),
-            place=fields.maybe("place", lambda name: fields.choice(name, places), _ANY),
-        )
+        faults = fields.record(cls, defaults=True, place=lambda name: fields.choice(name, places))
         fields.end()
-        if sum(shares) > 1:
-            raise ConfigError(f"option 'faults' has shares {shares} that add up to more than 1; lower one")
         return faults
 
     def draw(self, key: TaskKey, attempt: int) -> tuple[Fault | None, int]:
@@ -237,33 +225,32 @@ class WorkerHandle(ABC):
         """Stop and release all resources; only :meth:`stop` may be called afterwards."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class PoolPlan:
-    """Configuration of a pool."""
-
-    make: Callable[[], WorkerHandle]
-    """Called on the thread that will use the handle; must not raise: errors belong to ``invoke``."""
-    notice: Callable[[], None]
-    memory_mb: int
-    billed: bool = True
-    """Whether invocations are reported as billed."""
-    faults: Faults | None = None
-    latency: Latency | None = None
-    """Of invocations without a fault."""
-
-
-@final
-class Pool:
+class PoolExecutor(Executor):
     """Worker threads that take events in order; an idle worker is used before another one starts.
 
     A worker whose task is sent again counts as late: it may hang forever, so another worker may take its
     slot. At most as many workers as there are slots may be late at once. A late worker that returns ends if
     all slots are taken.
+
+    Args:
+        make: Makes a worker, on the thread that will use it; must not raise: errors belong to ``invoke``.
+        memory_mb: Of a worker, for the bill.
+        billed: Whether invocations are reported as billed.
+        latency: Of invocations without a fault.
     """
 
-    def __init__(self, plan: PoolPlan) -> None:
-        self._plan = plan
+    def __init__(
+        self,
+        make: Callable[[], WorkerHandle],
+        notice: Callable[[], None],
+        *,
+        memory_mb: int,
+        billed: bool = True,
+        faults: Faults | None = None,
+        latency: Latency | None = None,
+    ) -> None:
+        self._make, self._notice, self._memory_mb, self._is_billed = make, notice, memory_mb, billed
+        self._faults, self._latency = faults or Faults(), latency
         self._changed = threading.Condition()
         self._events: deque[tuple[Task, bytes, Fault | None]] = deque()
         self._size, self._closed = 1, False
@@ -275,16 +262,11 @@ class Pool:
         self._lost: list[Lost] = []
         self._billed: list[Invocation] = []
 
-    @property
-    def workers(self) -> int:
-        with self._changed:
-            return self._num_up
-
     def invoke(self, event: bytes) -> None:
         task = Task.from_event(event)
-        fault, times = (self._plan.faults or Faults()).draw(task.key, task.attempt)
-        if fault is None and self._plan.latency is not None:
-            fault = self._plan.latency.draw(task.key, task.attempt)
+        fault, times = self._faults.draw(task.key, task.attempt)
+        if fault is None and self._latency is not None:
+            fault = self._latency.draw(task.key, task.attempt)
         with self._changed:
             if self._closed:
                 raise PeerError(f"the executor is closed; task {task.key} came too late")
@@ -328,7 +310,7 @@ class Pool:
 
     @property
     def _num_up(self) -> int:
-        """Threads that occupy a slot; the lock is held."""
+        """Threads that occupy a slot; accessed with the lock held."""
         return len(self._threads) - len(self._leaving) - len(self._late)
 
     def _note_late(self, again: Task) -> None:
@@ -348,7 +330,7 @@ class Pool:
 
     def _run(self) -> None:
         me = threading.current_thread()
-        worker = self._plan.make()
+        worker = self._make()
         with self._changed:
             self._threads[me] = worker
             self._starting -= 1
@@ -392,55 +374,23 @@ class Pool:
         try:
             answer = worker.invoke(event, fault)
         except Exception as error:  # noqa: BLE001 - reported as a lost attempt
-            took_s = time.monotonic() - started
             reason = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
             # A killed worker is billed as well, up to its death.
-            self._report(Invocation(duration_s=took_s, cold=False, memory_mb=self._plan.memory_mb), None)
-            self._report(None, Lost(key=task.key, attempt=task.attempt, reason=reason))
+            self._report(task, time.monotonic() - started, cold=False, lost=reason)
             return
-        if answer is None:
-            return
-        self._report(
-            Invocation(duration_s=answer.seconds, cold=answer.cold, memory_mb=self._plan.memory_mb), None
-        )
-        if answer.error:
-            self._report(None, Lost(key=task.key, attempt=task.attempt, reason=answer.error))
+        if answer is not None:
+            self._report(task, answer.seconds, cold=answer.cold, lost=answer.error or None)
 
-    def _report(self, invocation: Invocation | None, lost: Lost | None) -> None:
+    def _report(self, task: Task, duration_s: float, *, cold: bool, lost: str | None) -> None:
         with self._changed:
             # First: this report may cause the task to be sent again.
             self._free()
-            if invocation is not None and self._plan.billed:
-                self._billed.append(invocation)
+            if self._is_billed:
+                self._billed.append(Invocation(duration_s=duration_s, cold=cold, memory_mb=self._memory_mb))
             if lost is None or self._closed:
                 return
-            self._lost.append(lost)
-        self._plan.notice()
-
-
-class PoolExecutor(Executor):
-    """Base of executors that forward to a :class:`Pool`; the constructor sets ``_pool``."""
-
-    _pool: Pool
-
-    def invoke(self, event: bytes) -> None:
-        self._pool.invoke(event)
-
-    def size(self, workers: int) -> None:
-        self._pool.size(workers)
-
-    def lost(self) -> list[Lost]:
-        return self._pool.lost()
-
-    def billed(self) -> list[Invocation]:
-        return self._pool.billed()
-
-    @property
-    def workers(self) -> int:
-        return self._pool.workers
-
-    def close(self) -> None:
-        self._pool.close()
+            self._lost.append(Lost(key=task.key, attempt=task.attempt, reason=lost))
+        self._notice()
 
 
 EXECUTORS: Registry[Executor] = Registry(

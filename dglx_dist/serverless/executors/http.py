@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import ipaddress
 import re
@@ -11,19 +12,17 @@ import ssl
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Annotated, final
 from urllib.parse import SplitResult, urlsplit
 
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.serverless.executors.base import (
     ExecutorContext,
-    Pool,
     PoolExecutor,
-    PoolPlan,
     WorkerHandle,
     read_memory_mb,
 )
-from dglx_dist.serverless.json_fields import Fields, printable
+from dglx_dist.serverless.json_fields import Fields, Within, printable
 from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, WorkerAnswer
 from dglx_dist.serverless.worker_process import Fault
 
@@ -58,13 +57,7 @@ class HttpExecutor(PoolExecutor):
         memory_mb = read_memory_mb(fields)
         target = _read_target(fields)
         fields.end()
-        self._pool = Pool(
-            PoolPlan(make=lambda: _Connection(target), notice=context.notice, memory_mb=memory_mb)
-        )
-
-    @property
-    def workers(self) -> int:
-        return 0  # the service does not say how many containers it runs
+        super().__init__(lambda: _Connection(target), context.notice, memory_mb=memory_mb)
 
 
 @final
@@ -154,7 +147,7 @@ def _read_target(fields: Fields) -> _Target:
     certificates = fields.maybe("certificates", lambda name: fields.text(name, _LONGEST), None)
     return _Target(
         url=url,
-        headers=fields.maybe("headers", lambda name: _read_headers(fields.any(name)), {}),
+        headers=fields.maybe("headers", functools.partial(_read_headers, fields), {}),
         timeout_s=fields.maybe(
             "timeout_s", lambda name: fields.number(name, 0.01, _MAX_TIMEOUT_S), _TIMEOUT_S
         ),
@@ -178,12 +171,8 @@ def _read_url(fields: Fields) -> SplitResult:
     return url
 
 
-def _read_headers(given: object) -> dict[str, str]:
-    headers = Fields(given, "executor 'http' 'headers'", hidden=True)
-    names = list(given) if isinstance(given, Mapping) else []
-    if len(names) > _MAX_HEADERS:
-        raise ConfigError(f"executor 'http' has {len(names)} 'headers'; give at most {_MAX_HEADERS}")
-    read = {name: headers.text(name, _LONGEST) for name in names}
+def _read_headers(fields: Fields, name: str) -> dict[str, str]:
+    read: dict[str, str] = fields.mapping(name, _MAX_HEADERS, Annotated[str, Within(1, _LONGEST)])
     for name, value in read.items():
         if not _HEADER.fullmatch(name) or not value.isascii():
             raise ConfigError(

@@ -10,9 +10,7 @@ from dglx_dist.serverless.executors.base import (
     ExecutorContext,
     Faults,
     Latency,
-    Pool,
     PoolExecutor,
-    PoolPlan,
     WorkerHandle,
 )
 from dglx_dist.serverless.json_fields import Fields, write_json
@@ -40,15 +38,13 @@ class InlineExecutor(PoolExecutor):
         if not context.handlers:
             raise ConfigError("executor 'inline' needs the graph server's handlers; pass them in its context")
         handlers = context.handlers
-        self._pool = Pool(
-            PoolPlan(
-                make=lambda: _Thread(DirectCaller(handlers)),
-                notice=context.notice,
-                memory_mb=0,
-                billed=False,
-                faults=faults,
-                latency=latency,
-            )
+        super().__init__(
+            lambda: _Thread(DirectCaller(handlers)),
+            context.notice,
+            memory_mb=0,
+            billed=False,
+            faults=faults,
+            latency=latency,
         )
 
 

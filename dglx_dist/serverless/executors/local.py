@@ -28,9 +28,7 @@ from dglx_dist.serverless.executors.base import (
     ExecutorContext,
     Faults,
     Latency,
-    Pool,
     PoolExecutor,
-    PoolPlan,
     WorkerHandle,
     read_memory_mb,
 )
@@ -143,7 +141,7 @@ class LocalExecutor(PoolExecutor):
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         fields = Fields(options, "executor 'local'")
         memory_mb = read_memory_mb(fields)
-        setup = Setup.read(fields)
+        setup = fields.record(Setup)
         faults = fields.maybe("faults", lambda name: Faults.read(fields.any(name)), None)
         latency = Latency.read(fields)
         fields.end()
@@ -154,15 +152,12 @@ class LocalExecutor(PoolExecutor):
         except BaseException:
             shutil.rmtree(self._tree)
             raise
-        tree = self._tree
-        self._pool = Pool(
-            PoolPlan(
-                make=lambda: _Process(tree, setup),
-                notice=context.notice,
-                memory_mb=memory_mb,
-                faults=faults,
-                latency=latency,
-            )
+        super().__init__(
+            lambda: _Process(self._tree, setup),
+            context.notice,
+            memory_mb=memory_mb,
+            faults=faults,
+            latency=latency,
         )
 
     def close(self) -> None:

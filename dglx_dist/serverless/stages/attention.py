@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, final
+from typing import final
 
 import numpy as np
 
@@ -15,85 +15,18 @@ from dglx_dist.serverless.stages.base import (
     Config,
     EdgeStage,
     Forward,
-    LeakyRelu,
-    ShapedStage,
     Shapes,
     StageShapes,
+    VertexStage,
     column_sums,
     is_wanted,
+    leaky_relu,
     read_activation,
     read_width,
 )
 
 MAX_HEADS = 1024
 _RESIDUALS = ("none", "identity", "linear")
-
-
-class HeadsGradient(NamedTuple):
-    """Gradients of the inputs and the bias of :class:`Heads`."""
-
-    inputs: tuple[Array, ...]
-    """Of the sums and of the residual if there is one, (n, heads x width); may be the same array."""
-    bias: tuple[Array, ...]
-    """(heads x width,); empty without a bias."""
-
-
-@final
-class Heads:
-    """h = after(merge(activation(sums + residual + bias))); a row of the sums holds all heads.
-
-    Args:
-        fields: ``heads``, ``width``: columns of one head; ``bias``, ``residual``: flags; ``merge``:
-            ``flatten`` or ``mean``; ``activation``; ``after``: the activation after the merge.
-    """
-
-    def __init__(self, fields: Fields) -> None:
-        self.heads, self.width = fields.whole("heads", 1, MAX_HEADS), read_width(fields, "width")
-        self.bias = fields.flag("bias")
-        self.residual = fields.maybe("residual", fields.flag, False)
-        self._mean = fields.choice("merge", ("flatten", "mean")) == "mean"
-        self._activation, self._after = read_activation(fields), read_activation(fields, "after")
-
-    @property
-    def columns(self) -> int:
-        """Columns of the sums."""
-        return self.heads * self.width
-
-    @property
-    def merged_columns(self) -> int:
-        """Columns of h."""
-        return self.width if self._mean else self.columns
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        """Columns of the sums, and of the residual if there is one."""
-        return (self.columns,) * (1 + self.residual)
-
-    def forward(self, bias: Sequence[Array], inputs: Sequence[Array]) -> Array:
-        return self._after.apply(self._merged(self._activation.apply(self._before(bias, inputs))))
-
-    def backward(self, bias: Sequence[Array], inputs: Sequence[Array], gradient: Array) -> HeadsGradient:
-        before = self._before(bias, inputs)
-        merged = self._merged(self._activation.apply(before))
-        spread = self._spread(self._after.pull_back(merged, gradient))
-        d_sums = self._activation.pull_back(before, spread)
-        return HeadsGradient((d_sums,) * (1 + self.residual), (column_sums(d_sums),) if self.bias else ())
-
-    def _before(self, bias: Sequence[Array], inputs: Sequence[Array]) -> Array:
-        out = inputs[0]
-        if self.residual:
-            out = out + inputs[1]
-        if self.bias:
-            out = np.add(out, bias[0], out=out if self.residual else None)
-        return out
-
-    def _merged(self, rows: Array) -> Array:
-        if not self._mean:
-            return rows
-        return np.add.reduce(rows.reshape(-1, self.heads, self.width), axis=1) / self.heads
-
-    def _spread(self, gradient: Array) -> Array:
-        return np.tile(gradient / self.heads, (1, self.heads)) if self._mean else gradient
 
 
 @final
@@ -107,7 +40,7 @@ class AttentionEdges(EdgeStage):
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage attention_edges")
         self._heads = fields.whole("heads", 1, MAX_HEADS)
-        self._leaky = LeakyRelu(fields.number("slope", -1e6, 1e6))
+        self._leaky = leaky_relu(fields.number("slope", -1e6, 1e6))
         fields.end()
 
     @property
@@ -151,26 +84,34 @@ def _segments(indptr: Array, degrees: Array) -> tuple[Array, Array]:
 
 
 @final
-class AttentionFinish(ShapedStage):
-    """The end of ``dgl.nn.GATConv``; see :class:`Heads`.
+class AttentionFinish(VertexStage):
+    """The end of ``dgl.nn.GATConv``: h = after(merge(activation(sums + residual + bias))).
 
     Weights: ``bias`` (K x H,) if configured. Inputs: sums (n, K x H), residual (n, K x H) if configured.
     Outputs: h (n, K x H), or (n, H) if heads are averaged. Saved: nothing.
 
     Args:
-        config: The fields of Heads.
+        config: ``heads`` K, ``width`` H: columns of one head; ``bias``, ``residual``: flags; ``merge``:
+            ``flatten`` or ``mean``; ``activation``; ``after``: the activation after the merge.
+        where: What is configured, for messages.
     """
 
-    def __init__(self, config: Config) -> None:
-        fields = Fields(config, "stage attention_finish")
-        self._heads = heads = Heads(fields)
+    def __init__(self, config: object, where: str = "stage attention_finish") -> None:
+        fields = Fields(config, where)
+        self._num_heads, width = fields.whole("heads", 1, MAX_HEADS), read_width(fields, "width")
+        self._width, columns = width, self._num_heads * width
+        self._bias, self._residual = fields.flag("bias"), fields.maybe("residual", fields.flag, False)
+        self._mean = fields.choice("merge", ("flatten", "mean")) == "mean"
+        self._activation, self._after = read_activation(fields), read_activation(fields, "after")
         fields.end()
-        weights: Shapes = {"bias": (heads.columns,)} if heads.bias else {}
+        weights: Shapes = {"bias": (columns,)} if self._bias else {}
+        inputs, merged = (columns,) * (1 + self._residual), width if self._mean else columns
         # Nothing is saved: recomputing additions is cheaper than moving their results.
-        self._shapes = StageShapes(weights, heads.input_widths, (heads.merged_columns,))
+        self.shapes = StageShapes(weights, inputs, (merged,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-        return Forward((self._heads.forward(weights, inputs),), ())
+        merged = self._merged(self._activation.apply(self._before(weights, inputs)))
+        return Forward((self._after.apply(merged),), ())
 
     def backward(
         self,
@@ -181,16 +122,36 @@ class AttentionFinish(ShapedStage):
         saved: Sequence[Array] | None = None,
         wanted: Sequence[bool] | None = None,
     ) -> Backward:
-        found = self._heads.backward(weights, inputs, gradients[0])
-        return Backward(_wanted_only(found.inputs, wanted), found.bias)
+        before = self._before(weights, inputs)
+        merged = self._merged(self._activation.apply(before))
+        spread = self._spread(self._after.pull_back(merged, gradients[0]))
+        d_sums = self._activation.pull_back(before, spread)
+        of_inputs = tuple(d_sums if is_wanted(wanted, index) else None for index in range(len(inputs)))
+        return Backward(of_inputs, (column_sums(d_sums),) if self._bias else ())
+
+    def _before(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Array:
+        out = inputs[0]
+        if self._residual:
+            out = out + inputs[1]
+        if self._bias:
+            out = np.add(out, weights[0], out=out if self._residual else None)
+        return out
+
+    def _merged(self, rows: Array) -> Array:
+        if not self._mean:
+            return rows
+        return np.add.reduce(rows.reshape(-1, self._num_heads, self._width), axis=1) / self._num_heads
+
+    def _spread(self, gradient: Array) -> Array:
+        return np.tile(gradient / self._num_heads, (1, self._num_heads)) if self._mean else gradient
 
 
 @final
-class AttentionProject(ShapedStage):
+class AttentionProject(VertexStage):
     """The start of ``dgl.nn.GATConv``: z = h W^T, el = <z, attn_l>, er = <z, attn_r> per head.
 
-    With ``before``, the stage first finishes the previous attention layer (see :class:`Heads`) to get h;
-    otherwise its input is h. If this layer has a residual, the output r is the projected or unchanged h.
+    With ``before``, the stage first finishes the previous attention layer to get h; otherwise its input is h.
+    If this layer has a residual, the output r is the projected or unchanged h.
 
     Weights: ``before.bias`` (previous columns,), ``fc.weight`` (K x H, in), ``attn_l`` and ``attn_r``
     (1, K, H), ``res_fc.weight`` (K x H, in), ``res_fc.bias`` (K x H,); biases and residuals as configured.
@@ -198,8 +159,8 @@ class AttentionProject(ShapedStage):
     er (n, K), and r (n, K x H) with a residual. Saved: z.
 
     Args:
-        config: ``in``, ``heads`` K, ``width`` H; ``before``: the fields of Heads, or null; ``residual``: none
-            (default), identity or linear; ``residual_bias``: flag, false by default.
+        config: ``in``, ``heads`` K, ``width`` H; ``before``: the config of AttentionFinish, or null;
+            ``residual``: none (default), identity or linear; ``residual_bias``: flag, false by default.
     """
 
     def __init__(self, config: Config) -> None:
@@ -207,13 +168,15 @@ class AttentionProject(ShapedStage):
         self._in, self._heads = read_width(fields, "in"), fields.whole("heads", 1, MAX_HEADS)
         self._width = read_width(fields, "width")
         self._columns = self._heads * self._width
-        self._before = fields.maybe("before", lambda name: _read_heads(fields, name), None)
+        self._before = fields.maybe(
+            "before", lambda name: AttentionFinish(fields.any(name), f"{fields.where} {name!r}"), None
+        )
         kind = fields.maybe("residual", lambda name: fields.choice(name, _RESIDUALS), "none")
         self._has_residual, self._projects_residual = kind != "none", kind == "linear"
         self._residual_bias = fields.maybe("residual_bias", fields.flag, False)
         fields.end()
         self._check(fields)
-        self._shapes = self._make_shapes()
+        self.shapes = self._make_shapes()
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
         bias, (matrix, left, right), residual = self._split(weights)
@@ -252,14 +215,13 @@ class AttentionProject(ShapedStage):
             dh = self._back_to_h(dz, gradients, matrix, residual) if is_wanted(wanted, 0) else None
             return Backward((dh,), tuple(d_weights))
         dh = self._back_to_h(dz, gradients, matrix, residual)
-        first = self._before.backward(bias, inputs, dh)
-        return Backward(_wanted_only(first.inputs, wanted), (*first.bias, *d_weights))
+        first = self._before.backward(bias, inputs, (dh,), wanted=wanted)
+        return Backward(first.inputs, (*first.weights, *d_weights))
 
     def _make_shapes(self) -> StageShapes:
         matrix, vector = (self._columns, self._in), (1, self._heads, self._width)
-        weights: Shapes = {}
-        if self._before is not None and self._before.bias:
-            weights["before.bias"] = (self._before.columns,)
+        before = {} if self._before is None else self._before.weight_shapes
+        weights: Shapes = {f"before.{name}": shape for name, shape in before.items()}
         weights |= {"fc.weight": matrix, "attn_l": vector, "attn_r": vector}
         if self._projects_residual:
             weights["res_fc.weight"] = matrix
@@ -271,8 +233,8 @@ class AttentionProject(ShapedStage):
         return StageShapes(weights, inputs, outputs, saved=(self._columns,))
 
     def _check(self, fields: Fields) -> None:
-        if self._before is not None and self._before.merged_columns != self._in:
-            fields.refuse("in", f"{self._before.merged_columns}, the columns of the previous layer")
+        if self._before is not None and self._before.output_widths != (self._in,):
+            fields.refuse("in", f"{self._before.output_widths[0]}, the columns of the previous layer")
         if self._has_residual and not self._projects_residual and self._in != self._columns:
             fields.refuse("residual", f"'linear': the input has {self._in} columns, not {self._columns}")
         if self._residual_bias and not self._projects_residual:
@@ -280,11 +242,11 @@ class AttentionProject(ShapedStage):
 
     def _split(self, weights: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array], Sequence[Array]]:
         # Weights of the previous layer, of the projection, and of the residual.
-        first = 1 if self._before is not None and self._before.bias else 0
+        first = 0 if self._before is None else len(self._before.weight_shapes)
         return weights[:first], weights[first : first + 3], weights[first + 3 :]
 
     def _finished(self, bias: Sequence[Array], inputs: Sequence[Array]) -> Array:
-        return inputs[0] if self._before is None else self._before.forward(bias, inputs)
+        return inputs[0] if self._before is None else self._before.forward(bias, inputs).outputs[0]
 
     def _back_to_h(
         self, dz: Array, gradients: Sequence[Array], matrix: Array, residual: Sequence[Array]
@@ -306,17 +268,6 @@ class AttentionProject(ShapedStage):
         gradients = (z.T @ d_logits).reshape(self._heads, self._width, 2, self._heads)
         head = np.arange(self._heads)
         return gradients[head, :, 0, head][None], gradients[head, :, 1, head][None]
-
-
-def _wanted_only(gradients: Arrays, wanted: Sequence[bool] | None) -> tuple[Array | None, ...]:
-    return tuple(one if is_wanted(wanted, index) else None for index, one in enumerate(gradients))
-
-
-def _read_heads(fields: Fields, name: str) -> Heads:
-    inner = Fields(fields.any(name), f"{fields.where} {name!r}")
-    heads = Heads(inner)
-    inner.end()
-    return heads
 
 
 def _part(rows: Array, first: int, last: int | None) -> Array:

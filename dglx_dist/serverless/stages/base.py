@@ -13,7 +13,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, final
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -83,182 +83,135 @@ def _erf_table() -> Array:
 _ERF_TABLE = _erf_table()
 
 
-class Activation(ABC):
+class Activation(NamedTuple):
     """An elementwise function of arrays of any shape; arguments are never written to."""
 
-    @abstractmethod
-    def apply(self, z: Array) -> Array:
-        """Return the function's values, of the shape and dtype of ``z``; may be ``z`` itself."""
-
-    @abstractmethod
-    def pull_back(self, z: Array, gradient: Array) -> Array:
-        """Return ``gradient`` times the derivative at ``z``; may be ``gradient`` itself."""
+    apply: Callable[[Array], Array]
+    """Maps z to the function's values, of the shape and dtype of z; may return z itself."""
+    pull_back: Callable[[Array, Array], Array]
+    """Maps z and a gradient to the gradient times the derivative at z; may return the gradient itself."""
 
 
-@final
-class Identity(Activation):
-    """h = z."""
+def leaky_relu(slope: float) -> Activation:
+    """Return the function h = z where z > 0, else slope z."""
 
-    def apply(self, z: Array) -> Array:
-        return z
-
-    def pull_back(self, z: Array, gradient: Array) -> Array:
-        return gradient
-
-
-@final
-class Relu(Activation):
-    """h = max(z, 0)."""
-
-    def apply(self, z: Array) -> Array:
-        return np.maximum(z, 0)
-
-    def pull_back(self, z: Array, gradient: Array) -> Array:
-        return np.multiply(gradient, z > 0)
-
-
-@final
-class LeakyRelu(Activation):
-    """h = z where z > 0, else slope z."""
-
-    def __init__(self, slope: float) -> None:
-        self._slope = slope
-
-    def apply(self, z: Array) -> Array:
-        out = np.multiply(z, self._slope)
+    def apply(z: Array) -> Array:
+        out = np.multiply(z, slope)
         # For slopes up to 1 the maximum is z where z > 0; this is faster than np.where.
-        return np.maximum(out, z, out=out) if self._slope <= 1 else np.minimum(out, z, out=out)
+        return np.maximum(out, z, out=out) if slope <= 1 else np.minimum(out, z, out=out)
 
-    def pull_back(self, z: Array, gradient: Array) -> Array:
-        return np.where(z > 0, gradient, np.multiply(gradient, self._slope))
+    return Activation(apply, lambda z, gradient: np.where(z > 0, gradient, np.multiply(gradient, slope)))
 
 
-@final
-class Elu(Activation):
-    """h = z where z > 0, else alpha (exp(z) - 1)."""
-
-    def __init__(self, alpha: float) -> None:
-        self._alpha = alpha
-
-    def apply(self, z: Array) -> Array:
+def _elu(alpha: float) -> Activation:
+    # h = z where z > 0, else alpha (exp(z) - 1)
+    def apply(z: Array) -> Array:
         out = np.minimum(z, 0)
         np.expm1(out, out=out)
-        out *= self._alpha
+        out *= alpha
         out += np.maximum(z, 0)  # one of the two is 0
         return out
 
-    def pull_back(self, z: Array, gradient: Array) -> Array:
+    def pull_back(z: Array, gradient: Array) -> Array:
         out = np.minimum(z, 0)
         np.exp(out, out=out)
-        if self._alpha != 1:
-            out = np.where(z > 0, z.dtype.type(1), np.multiply(out, self._alpha, out=out))
+        if alpha != 1:
+            out = np.where(z > 0, z.dtype.type(1), np.multiply(out, alpha, out=out))
         out *= gradient
         return out
 
-
-@final
-class Tanh(Activation):
-    """h = tanh(z)."""
-
-    def apply(self, z: Array) -> Array:
-        return np.tanh(z)
-
-    def pull_back(self, z: Array, gradient: Array) -> Array:
-        out = np.tanh(z)
-        np.multiply(out, out, out=out)
-        np.subtract(1, out, out=out)
-        out *= gradient
-        return out
+    return Activation(apply, pull_back)
 
 
-@final
-class Sigmoid(Activation):
-    """h = 1 / (1 + exp(-z)), computed from exp(-|z|), which never overflows and keeps small values."""
-
-    def apply(self, z: Array) -> Array:
-        small = np.exp(-np.abs(z))
-        out = np.where(z >= 0, z.dtype.type(1), small)
-        small += 1
-        out /= small
-        return out
-
-    def pull_back(self, z: Array, gradient: Array) -> Array:
-        out = self.apply(z)
-        out *= 1 - out
-        out *= gradient
-        return out
+def _pull_back_tanh(z: Array, gradient: Array) -> Array:
+    out = np.tanh(z)
+    np.multiply(out, out, out=out)
+    np.subtract(1, out, out=out)
+    out *= gradient
+    return out
 
 
-@final
-class GeluTanh(Activation):
-    """GELU in its tanh form, ``approximate="tanh"``."""
-
-    def apply(self, z: Array) -> Array:
-        out = self._tanh(z)
-        out += 1
-        out *= z
-        out *= 0.5
-        return out
-
-    def pull_back(self, z: Array, gradient: Array) -> Array:
-        tanh = self._tanh(z)
-        inner = np.multiply(z, z)
-        inner *= 3 * _CUBIC * _INNER
-        inner += _INNER
-        inner *= z
-        inner *= 1 - tanh * tanh
-        inner += tanh
-        inner += 1
-        inner *= 0.5
-        inner *= gradient
-        return inner
-
-    def _tanh(self, z: Array) -> Array:
-        out = np.multiply(z, z)
-        out *= _CUBIC
-        out += 1
-        out *= z
-        out *= _INNER
-        return np.tanh(out, out=out)
+def _sigmoid(z: Array) -> Array:
+    # From exp(-|z|), which never overflows and keeps small values.
+    small = np.exp(-np.abs(z))
+    out = np.where(z >= 0, z.dtype.type(1), small)
+    small += 1
+    out /= small
+    return out
 
 
-@final
-class Gelu(Activation):
-    """GELU, z Phi(z) with the normal distribution Phi."""
-
-    def apply(self, z: Array) -> Array:
-        out = self._phi(z)
-        out *= z
-        return out
-
-    def pull_back(self, z: Array, gradient: Array) -> Array:
-        out = np.multiply(z, z)
-        out *= -0.5
-        np.exp(out, out=out)
-        out *= z
-        out *= 1 / math.sqrt(2 * math.pi)
-        out += self._phi(z)
-        out *= gradient
-        return out
-
-    def _phi(self, z: Array) -> Array:
-        out = erf(np.multiply(z, math.sqrt(0.5)))
-        out += 1
-        out *= 0.5
-        return out
+def _pull_back_sigmoid(z: Array, gradient: Array) -> Array:
+    out = _sigmoid(z)
+    out *= 1 - out
+    out *= gradient
+    return out
 
 
-_MAKERS: Mapping[str, Callable[[Fields], Activation]] = {
-    "identity": lambda fields: Identity(),
-    "relu": lambda fields: Relu(),
-    "leaky_relu": lambda fields: LeakyRelu(fields.number("slope", -_LARGE, _LARGE)),
-    "elu": lambda fields: Elu(fields.number("alpha", -_LARGE, _LARGE)),
-    "tanh": lambda fields: Tanh(),
-    "sigmoid": lambda fields: Sigmoid(),
-    "gelu": lambda fields: Gelu(),
-    "gelu_tanh": lambda fields: GeluTanh(),
+def _gelu_tanh(z: Array) -> Array:
+    out = _tanh_of_gelu(z)
+    out += 1
+    out *= z
+    out *= 0.5
+    return out
+
+
+def _pull_back_gelu_tanh(z: Array, gradient: Array) -> Array:
+    tanh = _tanh_of_gelu(z)
+    inner = np.multiply(z, z)
+    inner *= 3 * _CUBIC * _INNER
+    inner += _INNER
+    inner *= z
+    inner *= 1 - tanh * tanh
+    inner += tanh
+    inner += 1
+    inner *= 0.5
+    inner *= gradient
+    return inner
+
+
+def _tanh_of_gelu(z: Array) -> Array:
+    out = np.multiply(z, z)
+    out *= _CUBIC
+    out += 1
+    out *= z
+    out *= _INNER
+    return np.tanh(out, out=out)
+
+
+def _normal_distribution(z: Array) -> Array:
+    out = erf(np.multiply(z, math.sqrt(0.5)))
+    out += 1
+    out *= 0.5
+    return out
+
+
+def _gelu(z: Array) -> Array:
+    out = _normal_distribution(z)
+    out *= z
+    return out
+
+
+def _pull_back_gelu(z: Array, gradient: Array) -> Array:
+    out = np.multiply(z, z)
+    out *= -0.5
+    np.exp(out, out=out)
+    out *= z
+    out *= 1 / math.sqrt(2 * math.pi)
+    out += _normal_distribution(z)
+    out *= gradient
+    return out
+
+
+_PLAIN = {
+    "identity": Activation(lambda z: z, lambda z, gradient: gradient),
+    "relu": Activation(lambda z: np.maximum(z, 0), lambda z, gradient: np.multiply(gradient, z > 0)),
+    "tanh": Activation(np.tanh, _pull_back_tanh),
+    "sigmoid": Activation(_sigmoid, _pull_back_sigmoid),
+    "gelu": Activation(_gelu, _pull_back_gelu),
+    "gelu_tanh": Activation(_gelu_tanh, _pull_back_gelu_tanh),
 }
-ACTIVATIONS = tuple(_MAKERS)
+_WITH_PARAMETER = {"leaky_relu": ("slope", leaky_relu), "elu": ("alpha", _elu)}
+ACTIVATIONS = ("identity", "relu", "leaky_relu", "elu", "tanh", "sigmoid", "gelu", "gelu_tanh")
 """Names that :func:`read_activation` knows."""
 
 
@@ -271,9 +224,13 @@ def read_activation(fields: Fields, name: str = "activation") -> Activation:
         ConfigError: the description is invalid.
     """
     identity: object = {"name": "identity"}
-    given = fields.maybe(name, fields.any, identity)
-    inner = Fields(given, f"{fields.where} {name!r}")
-    activation = _MAKERS[inner.choice("name", ACTIVATIONS)](inner)
+    inner = Fields(fields.maybe(name, fields.any, identity), f"{fields.where} {name!r}")
+    kind = inner.choice("name", ACTIVATIONS)
+    if kind in _PLAIN:
+        activation = _PLAIN[kind]
+    else:
+        parameter, make = _WITH_PARAMETER[kind]
+        activation = make(inner.number(parameter, -_LARGE, _LARGE))
     inner.end()
     return activation
 
@@ -315,31 +272,41 @@ class Stage(ABC):
     def __init__(self, config: Config) -> None: ...
 
 
+class StageShapes(NamedTuple):
+    """What a vertex stage takes and gives."""
+
+    weights: Shapes
+    """Shape of each weight by the stage's own name, in the order of ``weights`` of a call."""
+    inputs: tuple[int, ...]
+    """Columns of each input."""
+    outputs: tuple[int, ...]
+    saved: tuple[int, ...] = ()
+
+
 class VertexStage(Stage):
     """ApplyVertex and its gradient: every row of the outputs comes from the same row of the inputs.
 
     A worker computes a task in two halves of its rows, and adds the weights' gradients of both.
     """
 
+    shapes: StageShapes
+    """Set by the constructor, unless the class defines the four properties itself."""
+
     @property
-    @abstractmethod
     def weight_shapes(self) -> Shapes:
-        """Shape of each weight by the stage's own name, in the order of ``weights`` below."""
+        return self.shapes.weights
 
     @property
-    @abstractmethod
     def input_widths(self) -> tuple[int, ...]:
-        """Columns of each input."""
+        return self.shapes.inputs
 
     @property
-    @abstractmethod
     def output_widths(self) -> tuple[int, ...]:
-        """Columns of each output."""
+        return self.shapes.outputs
 
     @property
-    @abstractmethod
     def saved_widths(self) -> tuple[int, ...]:
-        """Columns of each saved array."""
+        return self.shapes.saved
 
     @abstractmethod
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
@@ -369,37 +336,6 @@ class VertexStage(Stage):
             saved: What forward saved; None: recompute it, bit for bit.
             wanted: Whether the gradient of each input is needed; None: all are.
         """
-
-
-class StageShapes(NamedTuple):
-    """Shapes of a vertex stage; see the properties of :class:`VertexStage`."""
-
-    weights: Shapes
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    saved: tuple[int, ...] = ()
-
-
-class ShapedStage(VertexStage):
-    """Vertex stage whose constructor sets ``_shapes``."""
-
-    _shapes: StageShapes
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        return self._shapes.weights
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        return self._shapes.inputs
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        return self._shapes.outputs
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        return self._shapes.saved
 
 
 class EdgeStage(Stage):
@@ -535,7 +471,6 @@ def register_stage(name: str, stage: type[Stage] | str) -> None:
     the list of a user's stages when its package is built or its process starts.
 
     Args:
-        name: Name of the stage in programs.
         stage: A class, or ``"module:Class"``, which is imported now.
 
     Raises:

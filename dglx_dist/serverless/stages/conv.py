@@ -11,9 +11,9 @@ from dglx_dist.serverless.stages.base import (
     Backward,
     Config,
     Forward,
-    ShapedStage,
     Shapes,
     StageShapes,
+    VertexStage,
     column_sums,
     is_wanted,
     read_activation,
@@ -21,8 +21,74 @@ from dglx_dist.serverless.stages.base import (
 )
 
 
+class _Affine(VertexStage):
+    """h = activation(z), where z is a sum of products of inputs and matrices, and of a bias. Saved: z.
+
+    Args:
+        fields: The config; the caller ends it.
+        matrices: Shape of each matrix by name; {}: z is the input plus the bias, and nothing is saved: to
+            recompute an addition is cheaper than to move its result.
+        inputs: Number of the input that each matrix is multiplied by, in the order of the sum.
+        transposed: Whether matrices are (outputs, inputs).
+    """
+
+    def __init__(
+        self,
+        fields: Fields,
+        matrices: Shapes,
+        widths: tuple[int, int],
+        inputs: Sequence[int],
+        transposed: bool,
+    ) -> None:
+        self._inputs, self._transposed, (num_in, num_out) = inputs, transposed, widths
+        self._bias, self._activation = fields.flag("bias"), read_activation(fields)
+        bias: Shapes = {"bias": (num_out,)} if self._bias else {}
+        saved = (num_out,) if matrices else ()
+        self.shapes = StageShapes(matrices | bias, (num_in,) * max(len(inputs), 1), (num_out,), saved)
+        fields.end()
+
+    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+        z = self._sum(weights, inputs)
+        return Forward((self._activation.apply(z),), (z,) if self._inputs else ())
+
+    def backward(
+        self,
+        weights: Sequence[Array],
+        inputs: Sequence[Array],
+        gradients: Sequence[Array],
+        *,
+        saved: Sequence[Array] | None = None,
+        wanted: Sequence[bool] | None = None,
+    ) -> Backward:
+        z = saved[0] if saved else self._sum(weights, inputs)
+        dz = self._activation.pull_back(z, gradients[0])
+        of_weights: list[Array] = []
+        of_inputs: list[Array | None] = [None] * len(inputs)
+        if not self._inputs and is_wanted(wanted, 0):
+            of_inputs[0] = dz
+        for weight, at in zip(weights, self._inputs, strict=False):
+            if is_wanted(wanted, at):
+                of_inputs[at] = dz @ (weight if self._transposed else weight.T)
+            of_weights.append(dz.T @ inputs[at] if self._transposed else inputs[at].T @ dz)
+        return Backward(tuple(of_inputs), (*of_weights, *([column_sums(dz)] if self._bias else [])))
+
+    def _sum(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Array:
+        if not self._inputs:
+            return inputs[0] + weights[0] if self._bias else inputs[0]
+        products = (
+            inputs[at] @ (weight.T if self._transposed else weight)
+            for weight, at in zip(weights, self._inputs, strict=False)
+        )
+        z: Array = next(products)
+        for product in products:
+            z += product
+        if self._bias:
+            z += weights[-1]
+        return z
+
+
 @final
-class Dense(ShapedStage):
+class Dense(_Affine):
     """h = activation(x W + b), as in ``dgl.nn.GraphConv``.
 
     Weights: ``weight`` (in, out), or (out, in) if transposed; ``bias`` (out,) if configured.
@@ -35,46 +101,14 @@ class Dense(ShapedStage):
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage dense")
-        num_in, num_out = read_width(fields, "in"), read_width(fields, "out")
-        self._bias = fields.flag("bias")
-        self._transposed = fields.maybe("transposed", fields.flag, False)
-        self._activation = read_activation(fields)
-        fields.end()
-        shape = (num_out, num_in) if self._transposed else (num_in, num_out)
-        bias: Shapes = {"bias": (num_out,)} if self._bias else {}
-        self._shapes = StageShapes({"weight": shape} | bias, (num_in,), (num_out,), saved=(num_out,))
-
-    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-        z = self._product(weights, inputs)
-        return Forward((self._activation.apply(z),), (z,))
-
-    def backward(
-        self,
-        weights: Sequence[Array],
-        inputs: Sequence[Array],
-        gradients: Sequence[Array],
-        *,
-        saved: Sequence[Array] | None = None,
-        wanted: Sequence[bool] | None = None,
-    ) -> Backward:
-        (x,) = inputs
-        z = self._product(weights, inputs) if saved is None else saved[0]
-        dz = self._activation.pull_back(z, gradients[0])
-        matrix = weights[0] if self._transposed else weights[0].T
-        dx = dz @ matrix if is_wanted(wanted, 0) else None
-        d_weight = dz.T @ x if self._transposed else x.T @ dz
-        return Backward((dx,), (d_weight, column_sums(dz)) if self._bias else (d_weight,))
-
-    def _product(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Array:
-        matrix = weights[0].T if self._transposed else weights[0]
-        z: Array = inputs[0] @ matrix
-        if self._bias:
-            z += weights[1]
-        return z
+        widths = num_in, num_out = read_width(fields, "in"), read_width(fields, "out")
+        transposed = fields.maybe("transposed", fields.flag, False)
+        shape = (num_out, num_in) if transposed else widths
+        super().__init__(fields, {"weight": shape}, widths, (0,), transposed)
 
 
 @final
-class Rows(ShapedStage):
+class Rows(_Affine):
     """h = activation(x + b), as in ``dgl.nn.GraphConv(weight=False)``.
 
     Weights: ``bias`` (width,) if configured. Inputs: x (n, width). Outputs: h (n, width). Saved: none.
@@ -85,34 +119,12 @@ class Rows(ShapedStage):
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage rows")
-        width, self._bias = read_width(fields, "width"), fields.flag("bias")
-        self._activation = read_activation(fields)
-        fields.end()
-        # Nothing is saved: recomputing an addition is cheaper than moving its result.
-        self._shapes = StageShapes({"bias": (width,)} if self._bias else {}, (width,), (width,))
-
-    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-        return Forward((self._activation.apply(self._sum(weights, inputs)),), ())
-
-    def backward(
-        self,
-        weights: Sequence[Array],
-        inputs: Sequence[Array],
-        gradients: Sequence[Array],
-        *,
-        saved: Sequence[Array] | None = None,
-        wanted: Sequence[bool] | None = None,
-    ) -> Backward:
-        dx = self._activation.pull_back(self._sum(weights, inputs), gradients[0])
-        d_weights = (column_sums(dx),) if self._bias else ()
-        return Backward((dx if is_wanted(wanted, 0) else None,), d_weights)
-
-    def _sum(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Array:
-        return inputs[0] + weights[0] if self._bias else inputs[0]
+        width = read_width(fields, "width")
+        super().__init__(fields, {}, (width, width), (), False)
 
 
 @final
-class Sage(ShapedStage):
+class Sage(_Affine):
     """h = activation(own W_self^T + b + around W_neigh^T), as in ``dgl.nn.SAGEConv`` with its mean.
 
     Weights: ``fc_self.weight`` (out, in), ``fc_neigh.weight`` (out, in), ``bias`` (out,) if configured.
@@ -125,39 +137,6 @@ class Sage(ShapedStage):
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage sage")
-        num_in, num_out = read_width(fields, "in"), read_width(fields, "out")
-        self._bias = fields.flag("bias")
-        self._activation = read_activation(fields)
-        fields.end()
-        weights: Shapes = {"fc_self.weight": (num_out, num_in), "fc_neigh.weight": (num_out, num_in)}
-        bias: Shapes = {"bias": (num_out,)} if self._bias else {}
-        self._shapes = StageShapes(weights | bias, (num_in, num_in), (num_out,), saved=(num_out,))
-
-    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-        z = self._sum(weights, inputs)
-        return Forward((self._activation.apply(z),), (z,))
-
-    def backward(
-        self,
-        weights: Sequence[Array],
-        inputs: Sequence[Array],
-        gradients: Sequence[Array],
-        *,
-        saved: Sequence[Array] | None = None,
-        wanted: Sequence[bool] | None = None,
-    ) -> Backward:
-        around, own = inputs
-        z = self._sum(weights, inputs) if saved is None else saved[0]
-        dz = self._activation.pull_back(z, gradients[0])
-        d_around = dz @ weights[1] if is_wanted(wanted, 0) else None
-        d_own = dz @ weights[0] if is_wanted(wanted, 1) else None
-        d_weights = (dz.T @ own, dz.T @ around)
-        return Backward((d_around, d_own), (*d_weights, column_sums(dz)) if self._bias else d_weights)
-
-    def _sum(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Array:
-        around, own = inputs
-        z: Array = own @ weights[0].T
-        z += around @ weights[1].T
-        if self._bias:
-            z += weights[2]
-        return z
+        widths = num_in, num_out = read_width(fields, "in"), read_width(fields, "out")
+        matrices = dict.fromkeys(("fc_self.weight", "fc_neigh.weight"), (num_out, num_in))
+        super().__init__(fields, dict(matrices), widths, (1, 0), True)

@@ -27,12 +27,11 @@ from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.records import Array
 from dglx_dist.serverless.aws.package import stages_of
 from dglx_dist.serverless.controller import Controller, ControllerOptions, Counts, RelaunchRule, TunerLimits
-from dglx_dist.serverless.cost import Bill, PriceTable, Servers, Usage, bill, dollars
+from dglx_dist.serverless.cost import Bill, Servers, Usage, bill, dollars
 from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
 from dglx_dist.serverless.json_fields import printable
-from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, assign
+from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, Places, what_misses
-from dglx_dist.serverless.parameter_updates import Update
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import (
     MAX_TIMEOUT_S,
@@ -50,13 +49,11 @@ from dglx_dist.strategies.serverless.ghost_exchange import GhostExchange
 from dglx_dist.strategies.serverless.graph_partition import Part
 from dglx_dist.strategies.serverless.graph_server import GraphServer, Parameters, SubmitResult
 from dglx_dist.strategies.serverless.options import (
-    LambdaOptions,
     LambdaSettings,
     StalenessPolicy,
     num_threads,
 )
 from dglx_dist.strategies.serverless.scheduler import (
-    ControlledWorkers,
     Progress,
     Snapshot,
     ThreadScheduler,
@@ -79,21 +76,19 @@ class Account:
         counts = {name: getattr(self.counts, name) + getattr(other.counts, name) for name in names}
         return Account(counts=Counts(**counts), server_seconds=self.server_seconds + other.server_seconds)
 
-    def bill(self, kind: str, prices: PriceTable, *, simulated: bool, servers_only: bool = False) -> Bill:
-        """Return the bill, graph servers priced as ``kind``; ``servers_only``: no function is paid for."""
-        servers = [Servers(kind=kind, number=1, seconds=self.server_seconds)]
-        used = Usage() if servers_only else self.counts.usage
-        return bill(used, servers, prices, simulated=simulated)
+    def bill(self, settings: LambdaSettings, *, simulated: bool) -> Bill:
+        """Return the bill by the settings' prices."""
+        servers = [Servers(kind=settings.server, number=1, seconds=self.server_seconds)]
+        used = Usage() if settings.servers_only else self.counts.usage
+        return bill(used, servers, settings.prices, simulated=simulated)
 
-    def describe(
-        self, kind: str, prices: PriceTable, *, simulated: bool, servers_only: bool = False
-    ) -> dict[str, object]:
+    def describe(self, settings: LambdaSettings, *, simulated: bool) -> dict[str, object]:
         """Return counts, dollars and labels as JSON values."""
-        paid = self.bill(kind, prices, simulated=simulated, servers_only=servers_only)
+        paid = self.bill(settings, simulated=simulated)
         return {
             **asdict(self.counts),
             "server_seconds": self.server_seconds,
-            "server": kind,
+            "server": settings.server,
             "dollars_functions": paid.functions,
             "dollars_servers": paid.servers,
             "dollars": paid.total,
@@ -102,16 +97,12 @@ class Account:
         }
 
 
-def as_json(account: Account) -> dict[str, Any]:
-    return {"counts": asdict(account.counts), "server_seconds": account.server_seconds}
-
-
 def account_of_ranks(ranks: Iterable[Mapping[str, Any]]) -> Account:
-    """Return the sum of the :func:`as_json` values of all ranks."""
-    total = Account()
-    for one in ranks:
-        total += Account(counts=Counts(**one["counts"]), server_seconds=one["server_seconds"])
-    return total
+    """Return the sum of the accounts of all ranks, each given as ``asdict`` returns it."""
+    accounts = (
+        Account(counts=Counts(**one["counts"]), server_seconds=one["server_seconds"]) for one in ranks
+    )
+    return sum(accounts, Account())
 
 
 def progress_line(now: Snapshot, counts: Counts, workers: int, bill_now: Bill) -> str:
@@ -129,40 +120,27 @@ def progress_line(now: Snapshot, counts: Counts, workers: int, bill_now: Bill) -
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WorkerPoolPlan:
-    """Configuration of a worker pool; equal on all ranks."""
-
-    program: Program
-    plan: ParameterPlan
-    places: Places
-    options: LambdaOptions
-    executor_options: Mapping[str, object]
-    prices: PriceTable
-    interface: str = ""
-
-
-@final
 class WorkerPool:
-    """Workers of this rank, from construction until :meth:`close`.
-
-    Args:
-        session: The run.
-        plan: Program, servers and options.
-        handlers: Handlers of the workers' operations in this process.
+    """:class:`Workers` of this rank, behind a controller, from construction until :meth:`close`.
 
     Raises:
-        ConfigError: the executor rejects these options, or its workers cannot reach this rank.
+        ConfigError: the executor rejects its options, or its workers cannot reach this rank.
     """
 
-    def __init__(self, session: Session, plan: WorkerPoolPlan, handlers: Mapping[str, Handler]) -> None:
-        self._plan, self._rank = plan, session.topology.rank
-        self._digest = plan.program.digest
-        self._task_options = TaskOptions(
-            streaming=plan.options.streaming, rematerialise=plan.options.rematerialise
-        )
+    def __init__(
+        self,
+        session: Session,
+        program: Program,
+        plan: ParameterPlan,
+        places: Places,
+        settings: LambdaSettings,
+        handlers: Mapping[str, Handler],
+    ) -> None:
+        self._plan, self._places, self._rank = plan, places, session.topology.rank
+        self._digest, options = program.digest, settings.options
+        self._task_options = TaskOptions(streaming=options.streaming, rematerialise=options.rematerialise)
         self._timeout_s = min(session.timeout_s, MAX_TIMEOUT_S)
-        access = open_client_access(session, plan.interface)
+        access = open_client_access(session, settings.interface)
         self._addresses = {rank: _address(peer) for rank, peer in access.addresses.items()}
         credentials = access.credentials
         self._secrets = Secrets(
@@ -170,30 +148,31 @@ class WorkerPool:
             public_key=_text(credentials.public_key),
             secret_key=_text(credentials.secret_key),
         )
+        own_host = self._addresses[self._rank].endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         self._controllers: list[Controller] = []
         with ExitStack() as undo:
-            executor = EXECUTORS.get(plan.options.executor)(
+            executor = EXECUTORS.get(options.executor)(
                 ExecutorContext(
                     # The session removes it, however the rank ends.
                     folder=session.scratch,
-                    stages=stages_of(plan.program.steps),
+                    stages=stages_of(program.steps),
                     handlers=handlers,
                     notice=self._wake,
                 ),
-                plan.executor_options,
+                settings.executor_options,
             )
             undo.callback(executor.close)
-            check_reachable(self._own_host, paid=not executor.simulated)
+            check_reachable(own_host, paid=not executor.simulated)
             self.simulated = executor.simulated
             """True if no provider is paid."""
             self.controller = Controller(
                 executor,
-                self._controller_options(),
+                _controller_options(settings, own_host),
                 clock=time.perf_counter,
-                observer=WorkerSpans(session.timeline, plan.program),
+                observer=WorkerSpans(session.timeline, program),
             )
             self._controllers.append(self.controller)
-            self.workers = ControlledWorkers(self.controller, self._task_of)
+            self.ready, self.raise_if_failed = self.controller.ready, self.controller.raise_if_failed
             undo.enter_context(self.controller.run())
             self._open = undo.pop_all()
 
@@ -201,41 +180,42 @@ class WorkerPool:
     def counts(self) -> Counts:
         return self.controller.counts
 
+    def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
+        server = int(self._plan.server_of_interval[key.interval])
+        task = Task(
+            key=key,
+            rows=rows,
+            program=self._digest,
+            graph_server=self._addresses[self._rank],
+            parameter_server=self._addresses[self._places.parameter_servers[server]],
+            secrets=self._secrets,
+            timeout_s=self._timeout_s,
+            options=self._task_options,
+        )
+        self.controller.launch(task, ready=ready)
+
+    def done(self, key: TaskKey, attempt: int) -> None:
+        self.controller.finished(key, attempt)
+
     def close(self) -> None:
         """Stop all workers immediately; idempotent."""
         self._open.close()
-
-    def _controller_options(self) -> ControllerOptions:
-        options = self._plan.options
-        return ControllerOptions(
-            limits=TunerLimits(intervals=options.intervals, link_bytes_per_s=link_speed(self._own_host)),
-            workers=options.workers or None,
-            batch=options.batch,
-            relaunch=RelaunchRule(retries=options.retries),
-            prices=self._plan.prices,
-        )
-
-    @property
-    def _own_host(self) -> str:
-        return self._addresses[self._rank].endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
     def _wake(self) -> None:
         # The executor may call this before the controller exists.
         for controller in self._controllers:
             controller.wake()
 
-    def _task_of(self, key: TaskKey, rows: int) -> Task:
-        server = int(self._plan.plan.server_of_interval[key.interval])
-        return Task(
-            key=key,
-            rows=rows,
-            program=self._digest,
-            graph_server=self._addresses[self._rank],
-            parameter_server=self._addresses[self._plan.places.parameter_servers[server]],
-            secrets=self._secrets,
-            timeout_s=self._timeout_s,
-            options=self._task_options,
-        )
+
+def _controller_options(settings: LambdaSettings, host: str) -> ControllerOptions:
+    options = settings.options
+    return ControllerOptions(
+        limits=TunerLimits(intervals=options.intervals, link_bytes_per_s=link_speed(host)),
+        workers=options.workers or None,
+        batch=options.batch,
+        relaunch=RelaunchRule(retries=options.retries),
+        prices=settings.prices,
+    )
 
 
 def check_reachable(host: str, *, paid: bool) -> None:
@@ -272,8 +252,6 @@ class WorkerService:
     """RPC service for the workers of one graph server, from construction until :meth:`close`.
 
     Args:
-        rpc: This rank's RPC endpoint.
-        server: The graph server.
         on_done: Called with key and attempt when a task is complete; from any thread, must not block.
         on_duplicate: Called with key and attempt when all rows of a duplicate attempt arrived.
     """
@@ -384,10 +362,6 @@ class Engine:
     Every rank must construct, run and close it collectively.
 
     Args:
-        session: The run.
-        server: This rank's graph server.
-        config: How to train.
-        parameters: This rank's parameter server, if it has one.
         start_workers: Called once; when it raises, the engine is closed before the error is passed on.
     """
 
@@ -448,10 +422,6 @@ class Engine:
     def kernels(self) -> list[str]:
         """Numerical kernels of this graph server and its workers; see ``kernels`` of tasks."""
         return sorted(self._worker_service.kernels.copy())
-
-    def snapshot(self) -> Snapshot:
-        """Return the current state of this graph server; thread-safe."""
-        return self.scheduler.snapshot()
 
     @property
     def synchronous_from(self) -> int | None:
@@ -560,12 +530,7 @@ class TrainingRun:
     """Engine and workers from construction until :meth:`close`; both are collective.
 
     Args:
-        session: The run.
-        program: The model as steps.
-        part: This rank's part of the graph.
         interval_sizes: (K,) nodes of every interval of all ranks.
-        settings: Of the strategy.
-        start: Initial state.
 
     Raises:
         ConfigError: there are more parameter servers than intervals, or the executor rejects its options.
@@ -592,20 +557,11 @@ class TrainingRun:
         places = Places(
             parameter_servers=tuple(range(num_servers)), graph_servers=tuple(range(topology.world_size))
         )
-        pool_plan = WorkerPoolPlan(
-            program=program,
-            plan=plan,
-            places=places,
-            options=options,
-            executor_options=settings.executor_options,
-            prices=settings.prices,
-            interface=settings.interface,
-        )
         pools: list[WorkerPool] = []
 
         def start_workers(handlers: Mapping[str, Handler]) -> Workers:
-            pools.append(WorkerPool(session, pool_plan, handlers))
-            return pools[0].workers
+            pools.append(WorkerPool(session, program, plan, places, settings, handlers))
+            return pools[0]
 
         parameters = (
             ParameterServer(plan, topology.rank, start.weights, start.update)
@@ -657,8 +613,6 @@ class LiveProgress:
     """Thread that shows a progress line every half a second inside a ``with`` block.
 
     Args:
-        running: The run to show.
-        settings: Prices of the bill.
         past: Earlier work that the bill includes.
         show: Called with each line; None: no thread is started.
     """
@@ -678,11 +632,9 @@ class LiveProgress:
         pool = self._running.pool
         counts = pool.counts
         so_far = self._past + Account(counts=counts, server_seconds=seconds)
-        settings = self._settings
-        bill = so_far.bill(
-            settings.server, settings.prices, simulated=pool.simulated, servers_only=settings.servers_only
-        )
-        return progress_line(self._running.engine.snapshot(), so_far.counts, pool.controller.workers, bill)
+        bill = so_far.bill(self._settings, simulated=pool.simulated)
+        now = self._running.engine.scheduler.snapshot()
+        return progress_line(now, so_far.counts, pool.controller.workers, bill)
 
     def __enter__(self) -> LiveProgress:
         if self._show is not None:

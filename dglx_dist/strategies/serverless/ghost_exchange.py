@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -11,6 +10,7 @@ import numpy as np
 from dglx_dist.comm.rpc import Rpc
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
+from dglx_dist.serverless.parameter_service import pair_name, parse_pair
 from dglx_dist.strategies.serverless.graph_server import GhostMessage, GraphServer, ScheduledTask, TaskKind
 
 GHOSTS, GHOST_GRADIENTS = "lambda.ghosts", "lambda.ghost_gradients"
@@ -20,7 +20,6 @@ REACHED, CORRECT = "lambda.reached", "lambda.correct"
 PHASES = {TaskKind.SCATTER: "ghosts", TaskKind.SEND_BACK: "ghost_gradients"}
 """Ledger phases: |G| (4 + s d) bytes per Scatter, epoch and direction; the layer is the step."""
 _OPS = {TaskKind.SCATTER: GHOSTS, TaskKind.SEND_BACK: GHOST_GRADIENTS}
-_PAIR = re.compile(r"(0|[1-9][0-9]{0,17})/(0|[1-9][0-9]{0,5})")
 
 
 @final
@@ -30,8 +29,6 @@ class GhostExchange:
     Every rank constructs its exchange before any rank sends, and closes it after all have stopped sending.
 
     Args:
-        rpc: This rank's RPC endpoint.
-        server: The graph server.
         on_position: Called with a peer and the position that it reached; from any thread, must not block.
         on_correct: Called with a peer, an epoch and its number of correct predictions; likewise.
     """
@@ -57,7 +54,7 @@ class GhostExchange:
             PeerError: a graph server is dead or silent; it is named.
             RemoteError: a peer rejected the rows.
         """
-        name = f"{task.step}/{self._server.rank}"
+        name = pair_name(task.step, self._server.rank)
         sent = [
             self._rpc.submit(
                 message.peer,
@@ -85,31 +82,24 @@ class GhostExchange:
             self._rpc.unregister(op)
 
     def _broadcast(self, op: str, number: int, arrays: Sequence[Array]) -> None:
-        name = f"{number}/{self._server.rank}"
+        name = pair_name(number, self._server.rank)
         peers = [peer for peer in range(self._server.part.graph.num_servers) if peer != self._server.rank]
         for pending in [self._rpc.submit(peer, op, name, arrays, phase="control") for peer in peers]:
             pending.result()
 
     def _receive(self, kind: TaskKind, name: str, arrays: Sequence[Array]) -> list[Array]:
-        step, sender = _parse(name)
+        step, sender = parse_pair(name)
         self._server.receive(sender, kind, step, arrays)
         return []
 
     def _receive_position(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
-        position, sender = _parse(name)
+        position, sender = parse_pair(name)
         self._on_position(sender, position)
         return []
 
     def _receive_correct(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        epoch, sender = _parse(name)
+        epoch, sender = parse_pair(name)
         if len(arrays) != 1 or arrays[0].dtype != np.int64 or arrays[0].shape != (1,):
             raise ConfigError(f"graph server {sender} sent no count of correct predictions for epoch {epoch}")
         self._on_correct(sender, epoch, int(arrays[0][0]))
         return []
-
-
-def _parse(name: str) -> tuple[int, int]:
-    found = _PAIR.fullmatch(name)
-    if found is None:
-        raise ConfigError(f"{name[:80]!r} does not name a step and a sender, such as 2/1")
-    return int(found[1]), int(found[2])

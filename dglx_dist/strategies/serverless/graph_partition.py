@@ -94,7 +94,6 @@ def local_graph(rank: int, starts: Sequence[int] | Array, indptr: Array, sources
     """Return the local graph of graph server ``rank``.
 
     Args:
-        rank: Its number.
         starts: (W + 1,) global id of the first node of each graph server.
         indptr: (n + 1,) in-edges of its n nodes, from 0.
         sources: (E,) global ids.
@@ -153,7 +152,6 @@ def routes_of(graph: LocalGraph, bounds: Array, boundary: Sequence[Array]) -> Ro
     layers and intervals, all others have computed their contributions by then.
 
     Args:
-        graph: Of this graph server.
         bounds: (k + 1,) of its intervals.
         boundary: Per peer, see :attr:`Routes.boundary`; of itself empty.
     """
@@ -294,10 +292,7 @@ def read_features(g: DistGraph, graph: LocalGraph, name: str, dtype: str) -> Arr
     """Return (n + m, F) features of own nodes and ghosts.
 
     Args:
-        g: The graph.
-        graph: This rank's part.
         name: Of the node data, (N, F).
-        dtype: Of the result.
 
     Raises:
         ConfigError: the data does not have one row of numbers per node.

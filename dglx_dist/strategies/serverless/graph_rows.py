@@ -198,15 +198,18 @@ class SharedRows:
                 self._is_written = False
                 self._changed.notify_all()
 
+    def write(self, where: slice, *parts: Array) -> None:
+        """Overwrite the rows ``where`` with the concatenated ``parts``."""
+        with self.writing() as array:
+            at = where.start
+            for part in parts:
+                array[at : at + len(part)] = part
+                at += len(part)
+
 
 @final
 class Stores:
-    """The latest rows of all slots; each own row is written only by its interval.
-
-    Args:
-        part: n own nodes, m ghosts, E edges.
-        program: Defines the slots.
-    """
+    """The latest rows of all slots; each own row is written only by its interval."""
 
     def __init__(self, part: Part, program: Program) -> None:
         graph, edges = part.graph, len(part.graph.sources)
@@ -242,32 +245,6 @@ class Stores:
     def _zeros(self, length: int, width: int) -> SharedRows:
         return SharedRows(np.zeros((length, width), dtype=self._dtype))
 
-    def own(self, slot: str, nodes: slice) -> Array:
-        """Return a view of the rows of own ``nodes``, for the interval that writes them."""
-        return self.rows[slot].array[nodes]
-
-    def write(self, slot: str, nodes: slice, *parts: Array) -> None:
-        """Overwrite the rows of own ``nodes`` with the concatenated ``parts``."""
-        with self.rows[slot].writing() as array:
-            _fill(array[nodes], parts)
-
-    def write_values(self, slot: str, edges: slice, *parts: Array) -> None:
-        """Overwrite the values of ``edges`` with the concatenated ``parts``."""
-        with self.values[slot].writing() as array:
-            _fill(array[edges], parts)
-
-    def publish(self, step: int, where: slice, *parts: Array) -> None:
-        """Overwrite the gradient rows ``where`` of ``step`` with the concatenated ``parts``."""
-        with self.gradients[step].writing() as array:
-            _fill(array[where], parts)
-
-
-def _fill(out: Array, parts: tuple[Array, ...]) -> None:
-    at = 0
-    for part in parts:
-        out[at : at + len(part)] = part
-        at += len(part)
-
 
 _PIECE_NUMBERS = 1 << 22
 """A sum releases its rows for a moment after this many numbers. Otherwise writers, which are the threads that
@@ -276,13 +253,7 @@ serve workers and other graph servers, would wait tens of milliseconds for an in
 
 @final
 class EdgeOperations:
-    """Reads of a graph server's tasks over its edges. Thread-safe.
-
-    Args:
-        part: Structure.
-        program: Its steps.
-        stores: Rows.
-    """
+    """Reads of a graph server's tasks over its edges. Thread-safe."""
 
     def __init__(self, part: Part, program: Program, stores: Stores) -> None:
         self._part, self._graph, self._program, self._stores = part, part.graph, program, stores

@@ -77,7 +77,6 @@ def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
     """Return the tasks of an epoch in order.
 
     Args:
-        program: The model as steps.
         fused: Whether the last step runs forward and backward in one task (Dorylus, section 6: fusion).
     """
     forward = [_forward(program, index) for index in range(program.last)]
@@ -286,8 +285,6 @@ class GraphServer:
     """Executes the tasks of its intervals: in order within an interval, concurrently across intervals.
 
     Args:
-        part: This server's part of the graph.
-        program: The model as steps; equal on all graph servers.
         fused: Whether the last step runs forward and backward in one task.
         rematerialise: See TaskOptions.
         run: Number of the run in its session, equal on all graph servers; part of the task keys.
@@ -333,21 +330,18 @@ class GraphServer:
 
     def compute(self, interval: int, epoch: int, task: ScheduledTask) -> None:
         """Execute a task that involves neither workers nor other graph servers."""
-        step = self.program.steps[task.step]
-        if task.kind is TaskKind.GATHER:
-            assert isinstance(step, Gather)
-            sums = self._edge_operations.gather(step, interval)
-            self._stores.write(step.output.name, self.part.nodes_of(interval), sums)
-        elif task.kind is TaskKind.PUBLISH:
-            assert isinstance(step, Gather)
-            self._publish(interval, task.step, step)
-        elif task.kind is TaskKind.COLLECT:
-            assert isinstance(step, Scatter)
-            self._collect(interval, step)
-        else:
-            assert task.kind is TaskKind.LOSS
-            assert isinstance(step, Vertex)
-            self._loss(interval, epoch, step)
+        match task.kind, self.program.steps[task.step]:
+            case TaskKind.GATHER, Gather() as step:
+                sums = self._edge_operations.gather(step, interval)
+                self._stores.rows[step.output.name].write(self.part.nodes_of(interval), sums)
+            case TaskKind.PUBLISH, Gather() as step:
+                self._publish(interval, task.step, step)
+            case TaskKind.COLLECT, Scatter() as step:
+                self._collect(interval, step)
+            case TaskKind.LOSS, Vertex() as step:
+                self._loss(interval, epoch, step)
+            case _:
+                raise AssertionError(f"{task} is not computed here")
 
     def open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
         work, state = self.works[task.step, task.direction], self._intervals[interval]
@@ -427,7 +421,7 @@ class GraphServer:
             self._intervals[interval],
         )
         if item.role is Role.INPUT or (item.role is Role.OUTPUT and item.per is Per.NODE):
-            return self._stores.own(item.slot, nodes)
+            return self._stores.rows[item.slot].array[nodes]
         if item.role is Role.OUTPUT:
             return self._stores.values[item.slot].array[edges]
         if item.role is Role.LABELS:
@@ -464,7 +458,7 @@ class GraphServer:
         nodes, state = self.part.nodes_of(interval), self._intervals[interval]
         for item, halves in found:
             if item.role is Role.OUTPUT:
-                self._stores.write(item.slot, nodes, *halves)
+                self._stores.rows[item.slot].write(nodes, *halves)
             elif item.role is Role.GRADIENT:
                 self._add_gradient(interval, item.slot, *halves)
             elif item.role is Role.SAVED:
@@ -475,11 +469,11 @@ class GraphServer:
     def _take_edges(self, interval: int, key: TaskKey, step: Edge, halves: tuple[Array, Array]) -> None:
         edges = self.part.edges_of(interval)
         if key.direction is Direction.FORWARD:
-            self._stores.write_values(step.output.name, edges, *halves)
+            self._stores.values[step.output.name].write(edges, *halves)
             return
         del self._intervals[interval].sources[key.step]
         if step.sources in self.program.trained:
-            self._stores.publish(key.step, edges, *halves)
+            self._stores.gradients[key.step].write(edges, *halves)
         if step.targets in self.program.trained:
             sums = self._edge_operations.sum_to_targets(interval, np.concatenate(halves))
             self._add_gradient(interval, step.targets, sums)
@@ -488,7 +482,7 @@ class GraphServer:
         nodes = self.part.nodes_of(interval)
         gradients = self._take_gradient(interval, step.output.name, nodes)
         if step.source in self.program.trained:
-            self._stores.publish(index, nodes, gradients)
+            self._stores.gradients[index].write(nodes, gradients)
         if step.edges is not None and step.edges in self.program.trained:
             self._add_gradient(
                 interval, step.edges, self._edge_operations.products(step, interval, gradients)
@@ -515,7 +509,7 @@ class GraphServer:
     def _loss(self, interval: int, epoch: int, step: Vertex) -> None:
         nodes, name = self.part.nodes_of(interval), step.outputs[0].name
         labels, scale = self.part.labels[nodes], 1 / self.program.num_train
-        loss = loss_in_halves(self._stores.own(name, nodes), labels, scale)
+        loss = loss_in_halves(self._stores.rows[name].array[nodes], labels, scale)
         self._add_gradient(interval, name, loss.gradient)
         self._note(interval, epoch, np.array([loss.loss_sum, loss.correct]))
 

@@ -62,7 +62,6 @@ def edge_values(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: np.dtype[
     Asks other servers for degrees of their nodes and for edge data; not collective.
 
     Args:
-        factor: Defines the weights.
         g: Graph of one edge type.
         nodes: (K,) int64 ids of this server.
         dtype: Of the result.
@@ -109,10 +108,7 @@ def check_declared(name: str, module: Any, declared: DeclaredStage, stage: Verte
     """Compare a module with its declared stage, by values and gradients, on a few random rows.
 
     Args:
-        name: Of the layer, for messages.
         module: Called as ``module(block, h)``; not changed.
-        declared: Its declaration.
-        stage: The stage built from it.
 
     Raises:
         ConfigError: they differ; the message says in what.
@@ -223,7 +219,7 @@ class StepsBuilder:
         if heads is not None:
             self.pending_attention = None
             (width,) = vertex_stage("attention_finish", heads.config).output_widths
-            self.vertex("attention_finish", heads.config, heads.inputs, width, heads.bias)
+            self.vertex("attention_finish", heads.config, heads.inputs, {"h": width}, heads.bias)
         return self._output
 
     def gather(self, factor: EdgeFactor) -> Slot:
@@ -240,36 +236,37 @@ class StepsBuilder:
         stage: str,
         config: Mapping[str, Json],
         inputs: Sequence[str],
-        width: int,
-        weights: Sequence[Tensor],
-    ) -> Slot:
-        """Add a stage with one output, which the next layer reads."""
-        name = self._name("AV")
-        self._output = Slot("h" + name[2:], width)
-        self._add_vertex(name, stage, config, inputs, (self._output,), weights)
-        return self._output
-
-    def attention(
-        self,
-        config: Mapping[str, Json],
-        inputs: Sequence[str],
-        slope: float,
         widths: Mapping[str, int],
         weights: Sequence[Tensor],
     ) -> str:
-        """Add projection, attention and weighted sum; return the slot of the sums.
+        """Add a stage and return its number; the next layer reads its first output.
 
         Args:
-            config: Of the stage ``attention_project``.
-            inputs: Its inputs.
-            slope: Of the leaky ReLU.
-            widths: Of its outputs, in order: ``z``, ``el``, ``er``, and ``r`` if there is a residual.
-            weights: Its weights.
+            widths: Of each output, by what is put before the number to name its slot.
         """
         name = self._name("AV")
-        number = name[2:]
-        slots = tuple(Slot(kind + number, width) for kind, width in widths.items())
-        self._add_vertex(name, "attention_project", config, inputs, slots, weights)
+        slots = tuple(Slot(kind + name[2:], width) for kind, width in widths.items())
+        self._output = slots[0]
+        self.steps.append(
+            Vertex(
+                name=name,
+                stage=stage,
+                config=dict(config),
+                inputs=tuple(inputs),
+                outputs=slots,
+                weights=tuple(self._weight(weight) for weight in weights),
+            )
+        )
+        return name[2:]
+
+    def attention(self, number: str, widths: Mapping[str, int], slope: float) -> str:
+        """Add attention and weighted sum after a stage ``attention_project``; return the slot of the sums.
+
+        Args:
+            number: Of that stage.
+            widths: Of its outputs ``z``, ``el`` and ``er``.
+            slope: Of the leaky ReLU.
+        """
         self.scatter(f"z{number}", f"el{number}")
         attention = Slot(f"att{number}", widths["el"])
         self.steps.append(
@@ -288,38 +285,12 @@ class StepsBuilder:
         )
         return sums.name
 
-    def defer_attention(
-        self, inputs: Sequence[str], config: Mapping[str, Json], bias: Sequence[Tensor]
-    ) -> None:
-        """Leave attention to the next Vertex step: see :class:`PendingAttention`."""
-        self.pending_attention = PendingAttention(inputs=tuple(inputs), config=config, bias=tuple(bias))
-
     def scatter(self, *slots: str) -> None:
         """Send boundary rows of those slots that have no ghosts yet."""
         new = tuple(slot for slot in slots if slot not in self._with_ghosts)
         if new:
             self._with_ghosts.update(new)
             self.steps.append(Scatter(name=self._name("SC"), slots=new))
-
-    def _add_vertex(
-        self,
-        name: str,
-        stage: str,
-        config: Mapping[str, Json],
-        inputs: Sequence[str],
-        outputs: tuple[Slot, ...],
-        weights: Sequence[Tensor],
-    ) -> None:
-        self.steps.append(
-            Vertex(
-                name=name,
-                stage=stage,
-                config=dict(config),
-                inputs=tuple(inputs),
-                outputs=outputs,
-                weights=tuple(self._weight(weight) for weight in weights),
-            )
-        )
 
     def _weight(self, parameter: Tensor) -> str:
         name = self._names[id(parameter)]
@@ -353,8 +324,8 @@ class Layer(ABC):
     """A module of the model that becomes steps.
 
     Args:
-        name: Its path in the model.
-        module: The module.
+        width: Columns of its input.
+        row_shape: Shape of one row of its result before ``own_function``.
 
     Raises:
         ConfigError: its configuration has no stage.
@@ -363,17 +334,11 @@ class Layer(ABC):
     takes_block = True
     own_function: Function | None = None
     """The activation that the module applies to its result."""
+    inputs_first: tuple[Tensor, ...] = ()
+    """Weights of shape (inputs, outputs); torch has them the other way round."""
 
-    def __init__(self, name: str, module: Any) -> None:
-        self.name, self.module = name, module
-
-    @property
-    @abstractmethod
-    def width(self) -> int: ...
-
-    @abstractmethod
-    def row_shape(self, width: int) -> tuple[int, ...]:
-        """Return the shape of one result row before ``own_function``, for ``width`` input columns."""
+    def __init__(self, name: str, module: Any, width: int, row_shape: tuple[int, ...]) -> None:
+        self.name, self.module, self.width, self.row_shape = name, module, width, row_shape
 
     @abstractmethod
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
@@ -384,11 +349,6 @@ class Layer(ABC):
             then: Function of its result, ``own_function`` included, before the next layer.
             edge_column: Edge data that weighs its messages.
         """
-
-    @property
-    def inputs_first(self) -> tuple[Tensor, ...]:
-        """Weights of shape (inputs, outputs); torch has them the other way round."""
-        return ()
 
     @property
     def wants_in_edges(self) -> bool:
@@ -412,29 +372,20 @@ class GraphConvLayer(Layer):
     """``dgl.nn.GraphConv``: every norm, with or without a weight."""
 
     def __init__(self, name: str, module: Any) -> None:
-        super().__init__(name, module)
+        width, weight = int(module._in_feats), module.weight
+        super().__init__(name, module, width, (width if weight is None else int(module._out_feats),))
         self.own_function = module._activation
-        self._check_parameters(module.weight, module.bias)
-
-    @property
-    def width(self) -> int:
-        return int(self.module._in_feats)
-
-    @property
-    def inputs_first(self) -> tuple[Tensor, ...]:
-        return () if self.module.weight is None else (self.module.weight,)
-
-    def row_shape(self, width: int) -> tuple[int, ...]:
-        return (self.width if self.module.weight is None else int(self.module._out_feats),)
+        self.inputs_first = () if weight is None else (weight,)
+        self._check_parameters(weight, module.bias)
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
         factor = replace(FACTOR_OF_NORM[self.module._norm], column=edge_column)
-        weight, bias, (out,) = self.module.weight, self.module.bias, self.row_shape(self.width)
+        weight, bias, (out,) = self.module.weight, self.module.bias, self.row_shape
         config: dict[str, Json] = {"width": out} if weight is None else {"in": self.width, "out": out}
         config |= {"bias": bias is not None, "activation": then.activation.json()}
         weights = [one for one in (weight, bias) if one is not None]
         stage = "rows" if weight is None else "dense"
-        builder.vertex(stage, config, [builder.gather(factor).name], out, weights)
+        builder.vertex(stage, config, [builder.gather(factor).name], {"h": out}, weights)
 
 
 @final
@@ -442,7 +393,7 @@ class SageLayer(Layer):
     """``dgl.nn.SAGEConv`` with the mean aggregator."""
 
     def __init__(self, name: str, module: Any) -> None:
-        super().__init__(name, module)
+        super().__init__(name, module, int(module.fc_neigh.in_features), (int(module.fc_neigh.out_features),))
         if module._aggre_type != "mean":
             self.refuse(f"has the aggregator {module._aggre_type!r}, but stages know 'mean' only; use it")
         if module.norm is not None:
@@ -452,23 +403,16 @@ class SageLayer(Layer):
         self.own_function = module.activation
         self._check_parameters(module.fc_self.weight, module.fc_neigh.weight, module.fc_self.bias)
 
-    @property
-    def width(self) -> int:
-        return int(self.module.fc_neigh.in_features)
-
-    def row_shape(self, width: int) -> tuple[int, ...]:
-        return (int(self.module.fc_neigh.out_features),)
-
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
         # GA, AV.
         own, bias = builder.rows(), self.module.fc_self.bias
         around = builder.gather(EdgeFactor(target="whole", column=edge_column))
-        (out,) = self.row_shape(self.width)
+        (out,) = self.row_shape
         config: dict[str, Json] = {"in": self.width, "out": out, "bias": bias is not None}
         config["activation"] = then.activation.json()
         weights = [self.module.fc_self.weight, self.module.fc_neigh.weight]
         weights += [] if bias is None else [bias]
-        builder.vertex("sage", config, [around.name, own.name], out, weights)
+        builder.vertex("sage", config, [around.name, own.name], {"h": out}, weights)
 
 
 @final
@@ -476,7 +420,8 @@ class GatLayer(Layer):
     """``dgl.nn.GATConv``, with every kind of residual."""
 
     def __init__(self, name: str, module: Any) -> None:
-        super().__init__(name, module)
+        shape = (int(module._num_heads), int(module._out_feats))
+        super().__init__(name, module, int(module._in_src_feats), shape)
         self._linear = module.res_fc if isinstance(module.res_fc, nn.Linear) else None
         if "fc" not in module._modules:
             self.refuse("has one width for sources and another for destinations; give it one")
@@ -484,59 +429,41 @@ class GatLayer(Layer):
         linear = (None, None) if self._linear is None else (self._linear.weight, self._linear.bias)
         self._check_parameters(module.fc.weight, module.attn_l, module.attn_r, module.bias, *linear)
 
-    @property
-    def width(self) -> int:
-        return int(self.module.fc.in_features)
-
-    def row_shape(self, width: int) -> tuple[int, ...]:
-        return (int(self.module._num_heads), int(self.module._out_feats))
-
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
         # AV, SC, AE, GA; the next Vertex step finishes.
         module, linear = self.module, self._linear
         if edge_column is not None:
             self.refuse("is given edge weights, which attention steps do not support; leave them out")
-        heads, width = self.row_shape(self.width)
+        heads, width = self.row_shape
         residual = "none" if module.res_fc is None else "identity" if linear is None else "linear"
         config: dict[str, Json] = {"in": self.width, "heads": heads, "width": width, "residual": residual}
         config["residual_bias"] = linear is not None and linear.bias is not None
-        inputs, weights = self._begin(builder, config)
+        # A pending attention layer is finished in the same step.
+        before, builder.pending_attention = builder.pending_attention, None
+        inputs = (builder.rows().name,) if before is None else before.inputs
+        config |= {} if before is None else {"before": dict(before.config)}
+        weights = [] if before is None else list(before.bias)
         weights += [module.fc.weight, module.attn_l, module.attn_r]
         weights += [] if linear is None else [linear.weight]
         weights += [] if linear is None or linear.bias is None else [linear.bias]
         widths = {"z": heads * width, "el": heads, "er": heads}
         widths |= {} if module.res_fc is None else {"r": heads * width}
-        sums = builder.attention(config, inputs, module.leaky_relu.negative_slope, widths, weights)
-        bias = () if module.bias is None else (module.bias,)
-        self._defer_attention(builder, then, (sums, *(["r" + sums[1:]] if "r" in widths else [])), bias)
-
-    def _begin(self, builder: StepsBuilder, config: dict[str, Json]) -> tuple[tuple[str, ...], list[Tensor]]:
-        # A pending attention layer is finished in the same step.
-        heads = builder.pending_attention
-        if heads is None:
-            return (builder.rows().name,), []
-        builder.pending_attention = None
-        config["before"] = dict(heads.config)
-        return heads.inputs, list(heads.bias)
-
-    def _defer_attention(
-        self,
-        builder: StepsBuilder,
-        then: RowFunction,
-        inputs: tuple[str, ...],
-        bias: tuple[Tensor, ...],
-    ) -> None:
-        heads, width = self.row_shape(self.width)
-        config: dict[str, Json] = {
+        number = builder.vertex("attention_project", config, inputs, widths, weights)
+        sums = builder.attention(number, widths, module.leaky_relu.negative_slope)
+        finish: dict[str, Json] = {
             "heads": heads,
             "width": width,
-            "bias": bool(bias),
+            "bias": module.bias is not None,
             "merge": then.merge,
-            "residual": len(inputs) > 1,
+            "residual": "r" in widths,
             "activation": then.inside.json(),
             "after": then.after.json(),
         }
-        builder.defer_attention(inputs, config, bias)
+        builder.pending_attention = PendingAttention(
+            inputs=(sums, f"r{number}") if "r" in widths else (sums,),
+            config=finish,
+            bias=() if module.bias is None else (module.bias,),
+        )
 
 
 @final
@@ -545,19 +472,15 @@ class LinearLayer(Layer):
 
     takes_block = False
 
-    @property
-    def width(self) -> int:
-        return int(self.module.in_features)
-
-    def row_shape(self, width: int) -> tuple[int, ...]:
-        return (int(self.module.out_features),)
+    def __init__(self, name: str, module: Any) -> None:
+        super().__init__(name, module, int(module.in_features), (int(module.out_features),))
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        bias, out = self.module.bias, int(self.module.out_features)
+        bias, (out,) = self.module.bias, self.row_shape
         config: dict[str, Json] = {"in": self.width, "out": out, "bias": bias is not None, "transposed": True}
         config["activation"] = then.activation.json()
         weights = [self.module.weight] if bias is None else [self.module.weight, bias]
-        builder.vertex("dense", config, [builder.rows().name], out, weights)
+        builder.vertex("dense", config, [builder.rows().name], {"h": out}, weights)
 
 
 @final
@@ -565,10 +488,9 @@ class DeclaredLayer(Layer):
     """A module that declares its stage."""
 
     def __init__(self, name: str, module: Any) -> None:
-        super().__init__(name, module)
-        self._declared = module.vertex_stage()
-        declared = self._declared
+        self._declared = declared = module.vertex_stage()
         stage = vertex_stage(declared.stage, declared.config)
+        super().__init__(name, module, max(stage.input_widths, default=0), stage.output_widths)
         inputs = (declared.around is not None) + declared.own
         if len(stage.input_widths) != inputs or len(set(stage.input_widths)) != 1:
             self.refuse(
@@ -577,23 +499,14 @@ class DeclaredLayer(Layer):
             )
         if len(stage.output_widths) != 1:
             self.refuse(f"has a stage {declared.stage!r} of {len(stage.output_widths)} outputs; give it one")
-        self._width, self._out = stage.input_widths[0], stage.output_widths[0]
         self._weights = [module.get_parameter(weight) for weight in declared.weights]
         self._check_parameters(*self._weights)
+        # Of a square weight both orientations have the same shape.
+        self.inputs_first = tuple(
+            weight for weight in self._weights if weight.shape == (self.width, *self.row_shape)
+        )
         if not declared.depends_on_the_graph:
             check_declared(name, module, declared, stage)
-
-    @property
-    def width(self) -> int:
-        return self._width
-
-    def row_shape(self, width: int) -> tuple[int, ...]:
-        return (self._out,)
-
-    @property
-    def inputs_first(self) -> tuple[Tensor, ...]:
-        # Of a square weight both orientations have the same shape.
-        return tuple(weight for weight in self._weights if weight.shape == (self._width, self._out))
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
         declared, config = self._declared, dict(self._declared.config)
@@ -611,10 +524,10 @@ class DeclaredLayer(Layer):
             factor = replace(FACTOR_OF_NORM[declared.around], column=edge_column)
             inputs.append(builder.gather(factor).name)
         inputs += [own.name] if declared.own else []
-        builder.vertex(declared.stage, config, inputs, self._out, self._weights)
+        builder.vertex(declared.stage, config, inputs, {"h": self.row_shape[0]}, self._weights)
 
 
-_OF_DGL: Mapping[str, type[Layer]] = MappingProxyType(
+_OF_DGL: Mapping[str, Callable[[str, Any], Layer]] = MappingProxyType(
     {"GraphConv": GraphConvLayer, "SAGEConv": SageLayer, "GATConv": GatLayer}
 )
 KNOWN_LAYERS = (

@@ -74,10 +74,6 @@ def find_joints(layers: Sequence[Layer], evaluating: Probe, training: Probe) -> 
 def function_of(joint: Joint, outside: Sequence[tuple[str, nn.Parameter]]) -> RowFunction:
     """Return the function that the model applies at a joint.
 
-    Args:
-        joint: The joint.
-        others: The trained parameters that belong to no layer, by name.
-
     Raises:
         ConfigError: it is not a known function, it differs in training, or its gradients are not its own.
     """

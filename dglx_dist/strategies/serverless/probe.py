@@ -196,16 +196,11 @@ class Probed(Protocol):
     name: str
     module: nn.Module
     takes_block: bool
-
-    @property
-    def width(self) -> int: ...
-
+    width: int
+    row_shape: tuple[int, ...]
+    """Shape of one row of its result before ``own_function``."""
     own_function: Callable[[Tensor], Tensor] | None
     """The activation that the layer applies to its result."""
-
-    def row_shape(self, width: int) -> tuple[int, ...]:
-        """Return the shape of one result row before ``own_function``, for ``width`` input columns."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +241,6 @@ def probe(
     """Call ``model(blocks, x)``, one block for each layer that takes one; the model does not change.
 
     Args:
-        model: The user's module.
         layers: Replaced by stand-ins that return random rows.
         width: Columns of x.
         edge_columns: Edge data of the blocks, with the shape of one row.
@@ -323,7 +317,7 @@ class _Recorder:
                 )
             block, rows, rest = self._read(layer, given, named)
             column = self._column(layer, block, rest)
-            shape = (len(rows), *layer.row_shape(rows.shape[1]))
+            shape = (len(rows), *layer.row_shape)
             result = (3 * torch.randn(shape, dtype=rows.dtype, generator=self._generator)).requires_grad_()
             self.calls.append(
                 Call(
@@ -391,8 +385,6 @@ def probe_block(
     """Return a random block whose destinations are all its sources, in the same order.
 
     Args:
-        generator: Random generator.
-        dtype: Of the edge data.
         edge_columns: Its edge data, with the shape of one row.
     """
     # Every node has an in-edge, because some convolutions require one.

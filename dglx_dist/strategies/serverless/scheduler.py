@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol, final
 
 from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, WAIT, WORKER, Span, Timeline
 from dglx_dist.errors import ConfigError, DglxError
-from dglx_dist.serverless.controller import Controller, Finished
+from dglx_dist.serverless.controller import Finished
 from dglx_dist.serverless.program import Program
-from dglx_dist.serverless.tasks import Direction, Task, TaskKey
+from dglx_dist.serverless.tasks import Direction, TaskKey
 from dglx_dist.strategies.serverless.ghost_exchange import GhostExchange
 from dglx_dist.strategies.serverless.graph_server import (
     Barrier,
@@ -33,7 +33,6 @@ class SyncSwitch:
     otherwise begin it in different modes.
 
     Args:
-        policy: Of this graph server.
         num_servers: W graph servers, including this one.
     """
 
@@ -88,9 +87,7 @@ class Progress:
     """Positions of the intervals of one graph server: epoch x tasks per epoch + task. Not thread-safe.
 
     Args:
-        schedule: The tasks of an epoch.
         num_intervals: k of this graph server, at least 1.
-        policy: Which epochs are synchronous.
         peers: Numbers of the other graph servers.
     """
 
@@ -241,12 +238,7 @@ def worker_span_name(program: Program, key: TaskKey) -> str:
 
 @final
 class WorkerSpans:
-    """Records a span for each completed task; an observer for a controller with clock ``time.perf_counter``.
-
-    Args:
-        timeline: Of the rank.
-        program: The model as steps.
-    """
+    """Records a span for each completed task; observes a controller with clock ``time.perf_counter``."""
 
     def __init__(self, timeline: Timeline, program: Program) -> None:
         self._timeline, self._program = timeline, program
@@ -289,31 +281,6 @@ class Workers(Protocol):
         """Raise the error that prevents tasks from being executed."""
 
 
-@final
-class ControlledWorkers:
-    """Workers behind a controller, which its owner runs and closes.
-
-    Args:
-        controller: Launches and relaunches tasks.
-        task_of: Makes the task from its key and its number of rows.
-    """
-
-    def __init__(self, controller: Controller, task_of: Callable[[TaskKey, int], Task]) -> None:
-        self._controller, self._task_of = controller, task_of
-
-    def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
-        self._controller.launch(self._task_of(key, rows), ready=ready)
-
-    def ready(self, key: TaskKey) -> None:
-        self._controller.ready(key)
-
-    def done(self, key: TaskKey, attempt: int) -> None:
-        self._controller.finished(key, attempt)
-
-    def raise_if_failed(self) -> None:
-        self._controller.raise_if_failed()
-
-
 _CHECK_INTERVAL_S, _JOIN_TIMEOUT_S = 0.5, 5.0
 _NETWORK_THREADS = 2
 """They mostly wait for replies: one waits while the other packs."""
@@ -346,12 +313,7 @@ class ThreadScheduler:
     """Runs the epochs of one graph server on compute threads, one per core, and network threads.
 
     Args:
-        server: Executes the tasks.
-        progress: Of its intervals.
-        workers: Execute WORK tasks.
-        exchange: Sends messages to other graph servers.
         threads: Compute threads; at least 1.
-        timeline: Where spans are recorded.
         early: Whether a worker is launched when the task before its own starts, to hide its start-up.
     """
 

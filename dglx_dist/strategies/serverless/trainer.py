@@ -8,6 +8,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast, final
 
 import numpy as np
@@ -32,8 +33,7 @@ from dglx_dist.graph.ids import Ids
 from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.aws.package import check_imports, stages_of
 from dglx_dist.serverless.executors.base import EXECUTORS
-from dglx_dist.serverless.parameter_server import Scheme, initialise
-from dglx_dist.serverless.parameter_updates import Update, make_update
+from dglx_dist.serverless.parameter_server import Scheme, Update, initialise
 from dglx_dist.serverless.stages.base import Backward, Forward
 from dglx_dist.strategies.base import EpochTrainer, Objective, Parts, WrappedModel
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
@@ -44,7 +44,6 @@ from dglx_dist.strategies.serverless.engine import (
     Start,
     TrainingRun,
     account_of_ranks,
-    as_json,
 )
 from dglx_dist.strategies.serverless.graph_partition import PartRequest, open_part
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
@@ -213,30 +212,7 @@ def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequenc
         for key, value in entries.items()
         if isinstance(value, Tensor)
     }
-    return make_update(type(optimizer).__name__, groups, names, state, root=_root)
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Array]) -> None:
-    """Write the state of an update into ``optimizer``.
-
-    Args:
-        optimizer: The one that :func:`update_of` read, or one like it.
-        model: The user's module.
-        state: The update's state; the arrays are copied.
-
-    Raises:
-        ConfigError: it has other parameters than the optimizer.
-    """
-    parameter_of = dict(model.named_parameters())
-    known = set(_names(optimizer, model).values())
-    for path, value in state.items():
-        name, _, key = path.rpartition("/")
-        if name not in known:
-            raise ConfigError(f"the state {path!r} belongs to no parameter of the optimizer: {sorted(known)}")
-        parameter = parameter_of[name]
-        # torch keeps step counts on the CPU, and all else where the parameter is.
-        device = "cpu" if key == "step" else parameter.device
-        optimizer.state[parameter][key] = torch.tensor(value, device=device)
+    return Update(type(optimizer).__name__, groups, names, state)
 
 
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
@@ -251,11 +227,6 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]
     return named
 
 
-def _root(values: Array) -> Array:
-    # torch's square root, which may differ from NumPy's in the last bit.
-    return torch.from_numpy(np.ascontiguousarray(values)).sqrt().numpy()
-
-
 def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
     found = dict(model.named_parameters())
     return [found[name].detach().cpu().numpy().copy() for name in names]
@@ -267,8 +238,6 @@ def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> N
     Frozen parameters keep their values, and so do vectors that are not a bias, such as a scale.
 
     Args:
-        model: The user's module.
-        chain: Says which weights have their inputs first.
         scheme: Of :func:`~dglx_dist.serverless.parameter_server.initialise`.
         seed: Equal on all ranks.
     """
@@ -287,12 +256,24 @@ def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> N
 def write_back(
     model: nn.Module, optimizer: Optimizer, weights: Mapping[str, Array], state: Mapping[str, Array]
 ) -> None:
-    """Write trained weights and the state of their update into the user's model and optimizer."""
-    found = dict(model.named_parameters())
+    """Write trained weights and the state of their update into the user's model and optimizer, as copies.
+
+    Raises:
+        ConfigError: the state has other parameters than the optimizer.
+    """
+    parameter_of = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
-            found[name].copy_(torch.tensor(weight))
-    restore_optimizer(optimizer, model, state)
+            parameter_of[name].copy_(torch.tensor(weight))
+    known = set(_names(optimizer, model).values())
+    for path, value in state.items():
+        name, _, key = path.rpartition("/")
+        if name not in known:
+            raise ConfigError(f"the state {path!r} belongs to no parameter of the optimizer: {sorted(known)}")
+        parameter = parameter_of[name]
+        # torch keeps step counts on the CPU, and all else where the parameter is.
+        device = "cpu" if key == "step" else parameter.device
+        optimizer.state[parameter][key] = torch.tensor(value, device=device)
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
@@ -332,10 +313,7 @@ class LambdaTrainer(EpochTrainer):
     Args:
         model: The user's module; after each run it has the trained weights.
         optimizer: Read, never stepped; after each run it has the state of the update.
-        chain: The model as steps.
         loader: Names the training nodes.
-        objective: Features, labels and loss; checked by the caller.
-        settings: Of the strategy.
         show: Called with lines of live progress; None: no progress.
 
     Raises:
@@ -401,13 +379,10 @@ class LambdaTrainer(EpochTrainer):
         if self._running is not None:
             now += Account(counts=self._running.pool.counts)
             simulated = self._running.pool.simulated
-        rows = gather_json(as_json(now), self._session)
+        rows = gather_json(asdict(now), self._session)
         total = account_of_ranks([row for row in rows if isinstance(row, dict)])
-        settings = self._settings
-        found = total.describe(
-            settings.server, settings.prices, simulated=simulated, servers_only=settings.servers_only
-        )
-        if settings.options.switch_at:
+        found = total.describe(self._settings, simulated=simulated)
+        if self._settings.options.switch_at:
             found["synchronous_from"] = self._synchronous_from
         return found
 
@@ -482,8 +457,6 @@ class LambdaModel(WrappedModel):
 
     Args:
         model: The user's model; equal on all ranks, except that rank 0's weights are used.
-        g: The distributed graph.
-        settings: Of the strategy.
 
     Raises:
         ConfigError: on all ranks: the model has layers that workers do not know (the message has the

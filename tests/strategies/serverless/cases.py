@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dglx_dist.records import Array
-from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, assign
-from dglx_dist.serverless.parameter_updates import make_update
+from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.program import Program
 from dglx_dist.strategies.serverless.graph_partition import (
     LocalGraph,
@@ -139,7 +138,7 @@ def plan_of(
 def parameter_server(program: Program, plan: ParameterPlan, index: int) -> ParameterServer:
     weights = first_weights(program)
     names = list(plan.shapes)
-    update = make_update("SGD", [{"lr": LR, "params": names}], names)
+    update = Update("SGD", [{"lr": LR, "params": names}], names)
     return ParameterServer(plan, index, [weights[name] for name in names], update)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Fields
-from dglx_dist.serverless.stages.base import Backward, Config, Forward, Shapes, VertexStage
+from dglx_dist.serverless.stages.base import Backward, Config, Forward, StageShapes, VertexStage
 
 
 class Gate(VertexStage):
@@ -16,24 +16,9 @@ class Gate(VertexStage):
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage gate")
-        self._in, self._out = fields.whole("in", 1, 1000), fields.whole("out", 1, 1000)
+        wide, self._out = fields.whole("in", 1, 1000), fields.whole("out", 1, 1000)
         fields.end()
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        return {"weight": (self._in, self._out)}
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        return (self._in, self._in)
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        return (self._out,)
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        return ()
+        self.shapes = StageShapes({"weight": (wide, self._out)}, (wide, wide), (self._out,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
         z = inputs[0] @ weights[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Fields
-from dglx_dist.serverless.stages.base import Backward, Config, Forward, Shapes, VertexStage
+from dglx_dist.serverless.stages.base import Backward, Config, Forward, StageShapes, VertexStage
 from dglx_dist.strategies.serverless.trainer import backward_by_torch, forward_by_torch
 
 
@@ -19,24 +19,9 @@ class TensorGate(VertexStage):
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage tensor_gate")
-        self._in, self._out = fields.whole("in", 1, 1000), fields.whole("out", 1, 1000)
+        wide, self._out = fields.whole("in", 1, 1000), fields.whole("out", 1, 1000)
         fields.end()
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        return {"weight": (self._in, self._out)}
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        return (self._in, self._in)
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        return (self._out,)
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        return ()
+        self.shapes = StageShapes({"weight": (wide, self._out)}, (wide, wide), (self._out,))
 
     def _compute(self, weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         z = inputs[0] @ weights[0]

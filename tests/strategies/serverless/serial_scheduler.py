@@ -15,7 +15,7 @@ import numpy as np
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
-from dglx_dist.serverless.parameter_server import ParameterServer, exchange
+from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.serverless.stages.base import Arrays
 from dglx_dist.serverless.tasks import TaskKey, add_gradients, half_rows
 from dglx_dist.strategies.serverless.graph_server import (
@@ -27,6 +27,7 @@ from dglx_dist.strategies.serverless.graph_server import (
 )
 from dglx_dist.strategies.serverless.options import StalenessPolicy
 from dglx_dist.strategies.serverless.scheduler import Progress
+from tests.serverless.programs import exchange
 
 
 @final

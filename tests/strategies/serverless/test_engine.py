@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,6 @@ from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Array
 from dglx_dist.serverless.controller import Counts
-from dglx_dist.serverless.cost import prices
 from dglx_dist.serverless.parameter_service import Places
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import (
@@ -42,7 +42,6 @@ from dglx_dist.strategies.serverless.engine import (
     EpochTotals,
     LiveProgress,
     account_of_ranks,
-    as_json,
     check_reachable,
     progress_line,
 )
@@ -181,7 +180,7 @@ def train(session: Session, name: str, policy: StalenessPolicy, **settings: Any)
     )
     totals = engine.run(EPOCHS // 2)
     assert engine.epoch == EPOCHS // 2
-    assert engine.snapshot().steps == ("",) * INTERVALS
+    assert engine.scheduler.snapshot().steps == ("",) * INTERVALS
     totals += engine.run(EPOCHS - EPOCHS // 2)
     if policy.mode != "async":
         check_plain(name, engine, totals)
@@ -371,7 +370,7 @@ def test_a_next_task_that_cannot_be_sent_ends_the_run_and_not_the_worker() -> No
         workers.close()
 
 
-TABLE = prices("dorylus")
+SETTINGS = read_settings({"prices": "dorylus"})
 # A million functions of 192 MB that took 100 ms each.
 MILLION = Counts(invocations=10**6, cold=10, warm=10**6 - 10, billed_s=1e5, gb_s=1e5 * 192 / 1024)
 NOW = Snapshot(epochs=(3, 4, 3), steps=("GA1", "AV1", "AV1"), queue=2, tasks=1)
@@ -382,23 +381,23 @@ def test_ranks_add_up() -> None:
         Account(counts=Counts(invocations=3, gb_s=0.5), server_seconds=2.0),
         Account(counts=Counts(invocations=4, relaunched=1), server_seconds=5.0),
     ]
-    total = account_of_ranks([as_json(one) for one in halves])
+    total = account_of_ranks([asdict(one) for one in halves])
     assert total == Account(counts=Counts(invocations=7, gb_s=0.5, relaunched=1), server_seconds=7.0)
 
 
 def test_dollars_of_functions_and_servers() -> None:
     """0.20 for the requests, 0.3125 for their time; two servers of 0.34 an hour for one hour."""
-    told = Account(counts=MILLION, server_seconds=7200.0).describe("c5.2xlarge", TABLE, simulated=True)
+    told = Account(counts=MILLION, server_seconds=7200.0).describe(SETTINGS, simulated=True)
     assert told["dollars_functions"] == pytest.approx(0.5125)
     assert told["dollars_servers"] == pytest.approx(0.68)
     assert told["dollars"] == pytest.approx(1.1925)
     assert str(told["label"]).startswith("simulated")
-    real = Account(counts=MILLION).describe("c5.2xlarge", TABLE, simulated=False)
+    real = Account(counts=MILLION).describe(SETTINGS, simulated=False)
     assert "simulated" not in str(real["label"])
 
 
 def test_the_line_says_stages_workers_queue_relaunches_and_dollars() -> None:
-    bill = Account(counts=MILLION).bill("c5.2xlarge", TABLE, simulated=True)
+    bill = Account(counts=MILLION).bill(SETTINGS, simulated=True)
     assert progress_line(NOW, Counts(relaunched=5), 4, bill) == (
         "epoch 3 | AV1 2 GA1 1 | 4 workers | queue 2 | 5 relaunched | $0.512 simulated"
     )
@@ -408,8 +407,8 @@ def test_the_line_says_stages_workers_queue_relaunches_and_dollars() -> None:
 
 def test_lines_come_while_a_run_goes_on_and_no_longer() -> None:
     pool = SimpleNamespace(counts=MILLION, simulated=True, controller=SimpleNamespace(workers=3))
-    running: Any = SimpleNamespace(pool=pool, engine=SimpleNamespace(snapshot=lambda: NOW))
-    settings = read_settings({"prices": "dorylus"})
+    scheduler = SimpleNamespace(snapshot=lambda: NOW)
+    running: Any = SimpleNamespace(pool=pool, engine=SimpleNamespace(scheduler=scheduler))
     seen: list[str] = []
     first = threading.Event()
 
@@ -417,13 +416,13 @@ def test_lines_come_while_a_run_goes_on_and_no_longer() -> None:
         seen.append(line)
         first.set()
 
-    with LiveProgress(running, settings, Account(counts=MILLION), show):
+    with LiveProgress(running, SETTINGS, Account(counts=MILLION), show):
         assert first.wait(20)
     assert "3 workers" in seen[0]
     # What was done before is in the bill.
     assert "$1.02" in seen[0] or "$1.03" in seen[0]
     assert not any(thread.name == "lambda-progress" for thread in threading.enumerate())
-    with LiveProgress(running, settings, Account(), None):
+    with LiveProgress(running, SETTINGS, Account(), None):
         assert not any(thread.name == "lambda-progress" for thread in threading.enumerate())
 
 

@@ -78,7 +78,9 @@ def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
     with pytest.raises(ConfigError, match="is over"):
         server.task_table.pull(key, 0)
     rows = server.part.nodes_of(0)
-    np.testing.assert_array_equal(server._stores.own("h1", rows), np.concatenate([first[0], second[0]]))
+    np.testing.assert_array_equal(
+        server._stores.rows["h1"].array[rows], np.concatenate([first[0], second[0]])
+    )
 
 
 def test_a_sum_lets_writers_in_between_pieces_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,8 @@ from dglx_dist.strategies.serverless.trainer import (
     IntervalLoader,
     backward_by_torch,
     forward_by_torch,
-    restore_optimizer,
     update_of,
+    write_back,
 )
 from dglx_dist.training import checkpoint
 from dglx_dist.training.fit import FitConfig
@@ -139,7 +139,7 @@ def test_there_and_back_is_as_if_torch_had_gone_on(kind: Any, settings: dict[str
             parameter.copy_(torch.tensor(weight))
     fresh = make(kind, settings)
     fresh[0].load_state_dict(model.state_dict())
-    restore_optimizer(fresh[1], fresh[0], update.state)
+    write_back(*fresh, {}, update.state)
     for number in range(4, 6):
         step(*fresh, number)
     for ours, theirs in zip(fresh[0].parameters(), expected.parameters(), strict=True):
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"has '0\.weight', the model only"):
         update_of(optimizer, model, names[1:])
     with pytest.raises(ConfigError, match="belongs to no parameter of the optimizer"):
-        restore_optimizer(optimizer, model, {"9.bias/momentum_buffer": np.zeros(3)})
+        write_back(model, optimizer, {}, {"9.bias/momentum_buffer": np.zeros(3)})
 
 
 INLINE = {"executor": "inline", "intervals": 3, "workers": 2}
