@@ -5,13 +5,9 @@ from __future__ import annotations
 from dglx_dist.report.tables import markdown_table
 from scripts.bench.figures import variant_figures
 from scripts.bench.phase_table import measured_bytes
-from scripts.bench.records import MatchedPhi, Outcome
+from scripts.bench.records import KAPPA, PREDICTED_ONCE, MatchedPhi, Outcome
 from scripts.bench.speedup_model import predicted_time
 
-KAPPA = "kappa: work of the server with most, by the baseline's"
-"""The fact of an experiment that has the computing of each variant by that of the baseline of its rate."""
-PREDICTED_ONCE = "predicted bytes of preloading"
-"""The fact that has the bytes of features between servers that a variant moves once."""
 _BEFORE, _SECONDS_BEFORE, _PRELOAD = "bytes_outside_before", "seconds_before", "preload"
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import typer
 
 from dglx_dist.report.tables import markdown_table
-from scripts.bench import regret as grids
 from scripts.bench import results, suites
 from scripts.bench.cli import measure, write_pages
 from scripts.bench.closed_form import closed_form_table, once_table
-from scripts.bench.coauthors import FILE
-from scripts.bench.experiments.a1 import EXPERIMENT as A1
+from scripts.bench.experiments import choice as grids
+from scripts.bench.experiments.push_pull import WIDTHS
+from scripts.bench.experiments.serverless import COAUTHORS as FILE
 from scripts.bench.figures import VariantFigures, ratio_figures, variant_figures
 from scripts.bench.phase_table import (
     crossing,
@@ -35,7 +35,7 @@ from scripts.bench.verdict import judge, judge_experiment
 P3_IDS = ("P1", "P2", "P4", "P5", "P6", "P7", "P8", "P9")
 GRANNDIS_IDS = ("G1", "G2", "G3", "G4", "G5")
 DORYLUS_IDS = ("Y1", "Y2", "Y3", "Y4", "Y5")
-WIDTHS = (16, 32, 64, 100)
+(A1,) = grids.EXPERIMENTS
 
 
 def parser_of(

@@ -21,12 +21,18 @@ from typing import Any
 from dglx_dist.errors import StorageError
 from dglx_dist.report.tables import markdown_table
 from scripts.bench.circumstances import circumstances, facts_in_lines, flat
-from scripts.bench.closed_form import PREDICTED_ONCE, closed_form_table, once_table
+from scripts.bench.closed_form import closed_form_table, once_table
 from scripts.bench.figures import HIDDEN, PHASES, Spread, ratio_figures, variant_figures
 from scripts.bench.markdown import pictures_of
-from scripts.bench.phase_table import PREDICTED_BYTES, phase_table
-from scripts.bench.records import Experiment, Outcome
-from scripts.bench.regret import COUNTED_BYTES, PREDICTED_SECONDS
+from scripts.bench.phase_table import phase_table
+from scripts.bench.records import (
+    COUNTED_BYTES,
+    PREDICTED_BYTES,
+    PREDICTED_ONCE,
+    PREDICTED_SECONDS,
+    Experiment,
+    Outcome,
+)
 from scripts.bench.regret_table import cells_of, nearness, regret_tables
 from scripts.bench.results import make_folder, read, result_path, write_text
 from scripts.bench.sections import accuracy_in_words

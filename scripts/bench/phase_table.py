@@ -7,10 +7,8 @@ from itertools import pairwise
 
 from dglx_dist.comm.collectives import CONTROL
 from dglx_dist.report.tables import markdown_table
-from scripts.bench.records import Measurement, Outcome
+from scripts.bench.records import PREDICTED_BYTES, Measurement, Outcome
 
-PREDICTED_BYTES = "predicted bytes of an epoch"
-"""The fact of an experiment that has bytes between servers by variant and phase of the ledger."""
 _MEASURED = "bytes_outside_by_phase"
 _DRAWN = ("input_rows", "edges", "input_ids")
 """What of a measurement tells which blocks it was: counts, and the sum of the ids of all input rows."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from dglx_dist.report.tables import markdown_table, plural, readable_bytes, readable_percent, readable_seconds
 from scripts.bench.circumstances import circumstances, facts_in_lines
-from scripts.bench.closed_form import PREDICTED_ONCE, closed_form_table, once_table
+from scripts.bench.closed_form import closed_form_table, once_table
 from scripts.bench.figures import (
     HIDDEN,
     PHASES,
@@ -18,9 +18,16 @@ from scripts.bench.figures import (
     time_to_accuracy,
     variant_figures,
 )
-from scripts.bench.phase_table import PREDICTED_BYTES, phase_table
-from scripts.bench.records import Experiment, Outcome, Ratio
-from scripts.bench.regret import COUNTED_BYTES, PREDICTED_SECONDS
+from scripts.bench.phase_table import phase_table
+from scripts.bench.records import (
+    COUNTED_BYTES,
+    PREDICTED_BYTES,
+    PREDICTED_ONCE,
+    PREDICTED_SECONDS,
+    Experiment,
+    Outcome,
+    Ratio,
+)
 from scripts.bench.regret_table import cells_of, regret_tables
 from scripts.bench.verdict import bounds_in_words, judge, judge_experiment
 

@@ -8,8 +8,7 @@ from typing import Literal
 
 from scripts.bench.figures import RatioFigures, ratio_figures
 from scripts.bench.records import Experiment, Outcome, Ratio
-from scripts.bench.regret import ERROR
-from scripts.bench.regret_table import Nearness, nearness
+from scripts.bench.regret_table import ERROR, Nearness, nearness
 from scripts.bench.suites import why_absent
 
 Word = Literal[

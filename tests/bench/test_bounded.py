@@ -12,15 +12,12 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.planner.cost_model import ServerlessSetting, serverless_bytes
 from dglx_dist.records import NODE_TYPE, EpochRecord
 from dglx_dist.strategies.serverless.options import read_settings
-from scripts.bench import bounded
-from scripts.bench.bounded import Case, Size
-from scripts.bench.coauthors import projected
 from scripts.bench.driver import check_plan
-from scripts.bench.experiments import y1, y2, y3, y4, y5
+from scripts.bench.experiments.serverless import Case, Size, plan_at, plan_of, projected
 from scripts.bench.jobs import bounded as job
 from scripts.bench.jobs.bounded_params import read_bounded
-from scripts.bench.phase_table import PREDICTED_BYTES
-from scripts.bench.records import BenchPlan, ExperimentPlan
+from scripts.bench.records import PREDICTED_BYTES, BenchPlan
+from scripts.bench.suites import FAMILIES
 from tests.bench.graphs import context
 from tests.helpers.ranks import run_ranks
 
@@ -33,10 +30,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
     return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
 
 
-@pytest.mark.parametrize("module", [y1, y2, y3, y4, y5], ids=lambda one: one.EXPERIMENT.id)
-def test_every_experiment_builds_its_jobs(module: Any, bench: BenchPlan) -> None:
-    plan: ExperimentPlan = module.plan_at(bench, TINY)
-    check_plan(module.EXPERIMENT.id, plan)
+@pytest.mark.parametrize("name", FAMILIES["serverless"])
+def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
+    plan = plan_at(name, bench, TINY)
+    check_plan(name, plan)
     for variant in plan.variants:
         for turn in range(2):
             told = read_bounded(variant.job.turn(turn).params)
@@ -47,7 +44,7 @@ def test_every_experiment_builds_its_jobs(module: Any, bench: BenchPlan) -> None
 
 
 def test_repetitions_of_y1_differ_by_their_seed_alone(bench: BenchPlan) -> None:
-    jobs = [variant.job for variant in y1.plan_at(bench, TINY).variants]
+    jobs = [variant.job for variant in plan_at("Y1", bench, TINY).variants]
     assert [jobs[0].turn(number).params["seed"] for number in range(6)] == [0, 1, 2, 3, 4, 0]
     assert {**jobs[0].turn(1).params, "seed": 0} == jobs[0].params
     modes = [one.params["options"].get("mode") for one in jobs]
@@ -106,7 +103,7 @@ def test_what_a_run_moves_is_foretold_to_the_byte(bench: BenchPlan) -> None:
             "off": {"fusion": False, "rematerialise": False, "mode": "async", "staleness": 1},
         }.items()
     ]
-    plan = bounded.plan_of(bench, TINY, cases, ())
+    plan = plan_of(bench, TINY, cases, ())
     jobs = {one.name: {**one.job.params, "target": 0.01, "accuracy": True} for one in plan.variants}
     reports = run_ranks(run_all, 2, args=(jobs,), ranks_per_server=1)[0]
     for name, foretold in plan.facts[PREDICTED_BYTES].items():

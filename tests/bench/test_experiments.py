@@ -7,9 +7,9 @@ import pytest
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from dglx_dist.planner.workload import Survey
-from scripts.bench import predict, speedup_model, suites
+from scripts.bench import speedup_model, suites
 from scripts.bench.driver import check_plan
-from scripts.bench.experiments import d1, d2, d3
+from scripts.bench.experiments import data_parallel
 from scripts.bench.jobs.registry import KINDS
 from scripts.bench.jobs.train_params import read_params
 from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
@@ -37,8 +37,9 @@ def check(name: str, plan: ExperimentPlan) -> None:
 
 @pytest.fixture(scope="module")
 def small_d1(tmp_path_factory: pytest.TempPathFactory) -> ExperimentPlan:
-    return d1.plan_of(
-        bench_plan(tmp_path_factory.mktemp("d1")), d1.Size(nodes=1200, degree=8, hidden=8, batch_size=8)
+    return data_parallel.partition(
+        bench_plan(tmp_path_factory.mktemp("d1")),
+        data_parallel.Size(nodes=1200, degree=8, hidden=8, batch_size=8),
     )
 
 
@@ -65,7 +66,9 @@ def test_d1_measures_both_at_the_rate_that_suits_random(small_d1: ExperimentPlan
 
 @pytest.mark.wide
 def test_d2_is_uneven_without_constraints(tmp_path: Path) -> None:
-    plan = d2.plan_of(bench_plan(tmp_path), d2.Size(nodes=4000, degree=8, hidden=8, batch_size=8))
+    plan = data_parallel.balance(
+        bench_plan(tmp_path), data_parallel.Size(nodes=4000, degree=8, hidden=8, batch_size=8)
+    )
     check("D2", plan)
     seeds = plan.facts["max / mean seeds of a server"]
     assert seeds["metis"] > 1.7
@@ -76,9 +79,9 @@ def test_d2_is_uneven_without_constraints(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_d3_gives_every_server_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(d3, "calibrated", lambda _: COST)
-    size = d3.Size(nodes=4000, degree=8, train_rate=0.08, hidden=8, batch_size=8, steps=8)
-    plan = d3.plan_of(bench_plan(tmp_path), size)
+    monkeypatch.setattr(data_parallel, "calibrated", lambda _: COST)
+    size = data_parallel.Size(nodes=4000, degree=8, train_rate=0.08, hidden=8, batch_size=8, steps=8)
+    plan = data_parallel.scaling(bench_plan(tmp_path), size)
     check("D3", plan)
     assert set(plan.facts["steps of an epoch"].values()) == {8}
     edges = plan.facts["edges of a batch"].values()
@@ -121,11 +124,11 @@ def test_the_closed_form() -> None:
 def test_weak_scaling_by_hand() -> None:
     rate = Rate.parse("8mbit")  # a megabyte per second
     # Two servers, ten steps: 0.1 MB of pulls per step and server hide behind 0.2 s of compute.
-    assert predict.weak_scaling(0.2, found(feature_bytes=2_000_000), rate) == pytest.approx(2.0)
+    assert data_parallel.weak_scaling(0.2, found(feature_bytes=2_000_000), rate) == pytest.approx(2.0)
     # 0.4 s of them do not.
-    assert predict.weak_scaling(0.2, found(feature_bytes=8_000_000), rate) == pytest.approx(1.0)
+    assert data_parallel.weak_scaling(0.2, found(feature_bytes=8_000_000), rate) == pytest.approx(1.0)
     # Gradients always come on top: 0.2 s of them.
-    assert predict.weak_scaling(0.2, found(gradient_bytes=4_000_000), rate) == pytest.approx(1.0)
+    assert data_parallel.weak_scaling(0.2, found(gradient_bytes=4_000_000), rate) == pytest.approx(1.0)
 
 
 def test_max_over_mean_of_seeds() -> None:
@@ -138,4 +141,4 @@ def test_the_experiment_of_the_docs_can_be_copied(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(\"\"\".*?)```", page, flags=re.DOTALL)
     found: dict[str, Any] = {}
     exec(compile(code, "x1.py", "exec"), found)
-    check("X1", found["EXPERIMENT"].build(bench_plan(tmp_path)))
+    check("X1", found["EXPERIMENTS"][0].build(bench_plan(tmp_path)))

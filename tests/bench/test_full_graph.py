@@ -13,11 +13,9 @@ from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.model_shape import Widths, count_pairs, exchanged_bytes, gradient_bytes, topology_of
 from dglx_dist.records import EDGE_TYPE
-from scripts.bench import full_graph, suites
-from scripts.bench.closed_form import PREDICTED_ONCE
 from scripts.bench.driver import check_plan
-from scripts.bench.experiments import g1, g2, g3, g4, g5
-from scripts.bench.full_graph import (
+from scripts.bench.experiments import full_graph
+from scripts.bench.experiments.full_graph import (
     BASE,
     BASE_PP,
     COOPERATIVE,
@@ -26,14 +24,13 @@ from scripts.bench.full_graph import (
     PRELOAD_PP,
     RANKS_PER_SERVER,
     SERVERS,
+    STOCK,
     Size,
 )
-from scripts.bench.full_graph_stock import STOCK
 from scripts.bench.jobs import train
 from scripts.bench.jobs.train_params import read_params
-from scripts.bench.papers import GRANNDIS_IDS
-from scripts.bench.phase_table import PREDICTED_BYTES
-from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
+from scripts.bench.records import PREDICTED_BYTES, PREDICTED_ONCE, BenchPlan, MatchedPhi
+from scripts.bench.suites import FAMILIES
 from tests.bench.graphs import context
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -48,10 +45,10 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
     return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
 
 
-@pytest.mark.parametrize("module", [g1, g2, g3, g4, g5], ids=lambda one: one.EXPERIMENT.id)
-def test_every_experiment_builds_its_jobs(module: Any, bench: BenchPlan) -> None:
-    plan: ExperimentPlan = module.plan_at(bench, TINY)
-    check_plan(module.EXPERIMENT.id, plan)
+@pytest.mark.parametrize("name", FAMILIES["full_graph"])
+def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
+    plan = full_graph.plan_at(name, bench, TINY)
+    check_plan(name, plan)
     foretold = plan.facts[PREDICTED_BYTES]
     for variant in plan.variants:
         if variant.job.kind != "train":
@@ -65,7 +62,6 @@ def test_every_experiment_builds_its_jobs(module: Any, bench: BenchPlan) -> None
             assert sum(foretold[variant.name].values()) > 0
     unforetold = [one.name for one in plan.ratios if one.predicted is None]
     assert all("gbit" in name or name.startswith(STOCK) for name in unforetold)
-    assert suites.find(module.EXPERIMENT.id).build is not None
 
 
 def pairs_of(folder: Path, layers: int) -> tuple[list[int], list[int]]:
@@ -124,7 +120,7 @@ def test_bytes_and_work_are_those_that_are_foretold(bench: BenchPlan) -> None:
     size = replace(TINY, nodes=1200)
     plans = [full_graph.plan_of(bench, size, [flat], [])]
     # Others of deep models are as the flat ones.
-    some = [way for way in full_graph.WAYS if way.name in (BASE, BASE_PP, PRELOAD)]
+    some = [one for one in full_graph.SCHEMES if one.name in (BASE, BASE_PP, PRELOAD)]
     plans.append(full_graph.plan_of(bench, size, [deep], [], some))
     jobs = {variant.name: dict(variant.job.params) for plan in plans for variant in plan.variants}
     found = run_ranks(
@@ -142,7 +138,7 @@ def test_bytes_and_work_are_those_that_are_foretold(bench: BenchPlan) -> None:
     once = {name: one for plan in plans for name, one in plan.facts[PREDICTED_ONCE].items()}
     assert set(once) == set(jobs) - {EAS, COOPERATIVE}
     assert once == {name: found[name]["bytes_outside_before"].get("preload", 0) for name in once}
-    counted = full_graph._count(bench, size, flat)
+    counted = full_graph.count_setting(bench, size, flat)
     # In the first epoch; there is nothing of co-batches among the bytes of the later ones.
     assert found[COOPERATIVE]["bytes_outside_before"]["preload"] == counted.co_batch_features > 0
     edges = {name: found[name]["edges"] for name in (BASE, BASE_PP, PRELOAD, PRELOAD_PP, EAS, COOPERATIVE)}
@@ -151,7 +147,3 @@ def test_bytes_and_work_are_those_that_are_foretold(bench: BenchPlan) -> None:
     assert edges[COOPERATIVE] == sum(counted.batches.edges)
     # Few nodes have more than 15 foreign in-neighbours here.
     assert 0.99 * sum(counted.sampled.edges) <= edges[EAS] <= sum(counted.sampled.edges)
-
-
-def test_the_script_knows_the_experiments() -> None:
-    assert list(GRANNDIS_IDS) == [one.EXPERIMENT.id for one in (g1, g2, g3, g4, g5)]

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from scripts.bench.phase_table import PREDICTED_BYTES, crossing, different_blocks, phase_table
-from scripts.bench.records import ExperimentPlan, Job, Measurement, Outcome
+from scripts.bench.phase_table import crossing, different_blocks, phase_table
+from scripts.bench.records import PREDICTED_BYTES, ExperimentPlan, Job, Measurement, Outcome
 from scripts.bench.sections import section
 from tests.bench.measured import EXPERIMENT, epoch, variant
 

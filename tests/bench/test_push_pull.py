@@ -11,17 +11,14 @@ import pytest
 from dglx_dist.planner.records import Rate
 from dglx_dist.planner.workload import Survey
 from dglx_dist.strategies.base import STRATEGIES
-from scripts.bench import push_pull
 from scripts.bench.driver import check_plan
-from scripts.bench.experiments import p1, p2, p4, p5, p6, p7, p8, p9
+from scripts.bench.experiments import push_pull
+from scripts.bench.experiments.push_pull import STOCK, Case, Compared, Size
 from scripts.bench.jobs import train
 from scripts.bench.jobs.train_params import read_params
-from scripts.bench.papers import P3_IDS
 from scripts.bench.peers.launch import KIND, Launch
-from scripts.bench.phase_table import PREDICTED_BYTES
-from scripts.bench.push_pull import Case, Compared, Size
-from scripts.bench.push_pull_stock import STOCK
-from scripts.bench.records import BenchPlan, ExperimentPlan
+from scripts.bench.records import PREDICTED_BYTES, BenchPlan
+from scripts.bench.suites import FAMILIES
 from tests.bench.graphs import context
 from tests.helpers.ranks import run_ranks
 
@@ -54,10 +51,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize("module", [p1, p2, p4, p5, p6, p7, p8, p9], ids=lambda one: one.EXPERIMENT.id)
-def test_every_experiment_builds_its_jobs(module: Any, bench: BenchPlan) -> None:
-    plan: ExperimentPlan = module.plan_at(bench, TINY)
-    check_plan(module.EXPERIMENT.id, plan)
+@pytest.mark.parametrize("name", FAMILIES["push_pull"])
+def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
+    plan = push_pull.plan_at(name, bench, TINY)
+    check_plan(name, plan)
     foretold = plan.facts[PREDICTED_BYTES]
     for variant in plan.variants:
         params = {**variant.job.params, **variant.job.warm}
@@ -73,7 +70,7 @@ def test_every_experiment_builds_its_jobs(module: Any, bench: BenchPlan) -> None
 
 @pytest.mark.usefixtures("counted")
 def test_stock_distdgl_trains_on_the_same_cut(bench: BenchPlan) -> None:
-    plan = p1.plan_at(bench, TINY)
+    plan = push_pull.plan_at("P1", bench, TINY)
     by_name = {variant.name: variant for variant in plan.variants}
     stock = Launch.from_params(by_name[STOCK].job.params)
     ours = read_params(by_name["hash, 16"].job.params)
@@ -165,8 +162,3 @@ def test_push_pull_moves_less_below_the_break_even_width_and_more_above(bench: B
         moved["columns, 200"] - moved["columns, 16"]
     )
     assert at == pytest.approx(width, abs=0.1)
-
-
-def test_the_script_knows_the_experiments() -> None:
-    known = [one.EXPERIMENT.id for one in (p1, p2, p4, p5, p6, p7, p8, p9)]
-    assert list(P3_IDS) == known

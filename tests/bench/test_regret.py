@@ -8,10 +8,10 @@ import pytest
 from dglx_dist.errors import ConfigError
 from scripts.bench import results
 from scripts.bench.driver import check_plan, differing
+from scripts.bench.experiments.choice import Size, grid_of, plan_of
 from scripts.bench.figures import ratio_figures
 from scripts.bench.jobs.train_params import read_params
-from scripts.bench.records import BenchPlan, Cell, Outcome, Ratio
-from scripts.bench.regret import COUNTED_BYTES, PREDICTED_SECONDS, Size, grid_of, plan_of
+from scripts.bench.records import COUNTED_BYTES, PREDICTED_SECONDS, BenchPlan, Cell, Outcome, Ratio
 from scripts.bench.regret_table import nearness, regret_tables
 from scripts.bench.sections import section
 from scripts.bench.verdict import judge, judge_experiment

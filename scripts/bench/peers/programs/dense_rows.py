@@ -11,9 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dglx_dist as dx
-from scripts.bench.peers.meter import Clock, Report, read_arguments
-from scripts.bench.peers.model import Sage, note_blocks
-from scripts.bench.peers.steps import backward, loss_of, note_batch
+from scripts.bench.peers.loop import (
+    Clock,
+    Report,
+    Sage,
+    backward,
+    loss_of,
+    note_batch,
+    note_blocks,
+    read_arguments,
+)
 from scripts.bench.peers.workload import Workload
 
 

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scripts.bench.peers.meter import Clock, Report, read_arguments
-from scripts.bench.peers.steps import backward, loss_of, note_batch
+from scripts.bench.peers.loop import Clock, Report, backward, loss_of, note_batch, read_arguments
 from scripts.bench.peers.workload import Workload
 
 # Not installed everywhere, so checkers of types do not know it.

@@ -10,9 +10,17 @@ import dgl.distributed
 import torch
 import torch.distributed as dist
 
-from scripts.bench.peers.meter import Clock, Report, read_arguments
-from scripts.bench.peers.model import Sage, initial, note_blocks
-from scripts.bench.peers.steps import backward, loss_of, note_batch
+from scripts.bench.peers.loop import (
+    Clock,
+    Report,
+    Sage,
+    backward,
+    initial,
+    loss_of,
+    note_batch,
+    note_blocks,
+    read_arguments,
+)
 from scripts.bench.peers.workload import Workload
 
 

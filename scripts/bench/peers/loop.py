@@ -1,4 +1,4 @@
-"""What the programs of all systems share: their arguments, the clock, and the report of a rank."""
+"""What the programs of all systems share: arguments, clock, report of a rank, loss, counts and model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from dglx_dist.data.storage.files import peak
 from scripts.bench.peers.workload import Workload
@@ -101,3 +105,54 @@ class Report:
 
     def _sent(self) -> int | None:
         return None if self._device is None else read_card(self._device).sent
+
+
+def loss_of(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean loss."""
+    return nn.functional.cross_entropy(scores, labels)
+
+
+def backward(loss: Tensor) -> None:
+    """Compute gradients."""
+    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+
+def note_batch(clock: Clock, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
+    """Count what one batch adds to the epoch's loss and accuracy."""
+    clock.count("loss_sum", float(loss.detach()) * len(labels))
+    clock.count("correct", float((scores.detach().argmax(1) == labels).sum()))
+    clock.count("targets", len(labels))
+
+
+class Sage(nn.Module):
+    """GraphSAGE with the mean of the neighbours, on unchanged ``dgl.nn``."""
+
+    def __init__(self, workload: Workload) -> None:
+        # Only here: PyG's trainer does without DGL.
+        import dgl
+
+        super().__init__()
+        hops = len(workload.fanouts)
+        first = workload.embedding or workload.features
+        widths = [first, *[workload.hidden] * (hops - 1), workload.classes]
+        self.layers = nn.ModuleList(dgl.nn.SAGEConv(a, b, "mean") for a, b in pairwise(widths))
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        """Map the rows of the first block's sources to (B, classes) scores of the last one's destinations."""
+        for number, (layer, block) in enumerate(zip(self.layers, blocks, strict=True)):
+            h = layer(block, h)
+            if number < len(self.layers) - 1:
+                h = torch.relu(h)
+        return h
+
+
+def initial(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return first rows of an embedding; stock DGL's servers find this by the name of its module."""
+    return torch.empty(shape, dtype=dtype).uniform_(-0.1, 0.1)
+
+
+def note_blocks(clock: Clock, input_nodes: Tensor, seeds: Tensor, blocks: list[Any]) -> None:
+    """Count what one batch of DGL's blocks holds; the sum of its seeds tells which seeds an epoch had."""
+    clock.count("input_rows", len(input_nodes))
+    clock.count("edges", sum(block.num_edges() for block in blocks))
+    clock.count("seed_sum", int(seeds.sum()))
