@@ -73,7 +73,6 @@ def main(folder: Path) -> int:
 
 
 def _end_with(parent: int) -> None:
-    """End when ``parent``, which started this process, ends or has ended, even if it is killed."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)

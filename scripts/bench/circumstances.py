@@ -57,7 +57,6 @@ def facts_in_lines(facts: Mapping[str, Any]) -> str:
 
 
 def _servers(outcome: Outcome) -> dict[str, list[str]]:
-    """Return description -> the variants whose servers it describes."""
     found: dict[str, list[str]] = {}
     for name, values in _networks(outcome).items():
         # Namespaces' rates stand with each variant; plain loopback's label says why there are none.
@@ -69,7 +68,6 @@ def _servers(outcome: Outcome) -> dict[str, list[str]]:
 
 
 def _calibrations(outcome: Outcome) -> list[str]:
-    """Return a sentence for each rate that was sought, with what became of the phi in the repetitions."""
     networks = _networks(outcome)
     notes = [one["calibration"] for one in networks.values() if one.get("calibration")]
     seconds = {one.variant.name: one.seconds.median for one in variant_figures(outcome)}

@@ -132,7 +132,7 @@ def choose(suite: str, only: Sequence[str]) -> list[Experiment]:
 def measure(experiments: Sequence[Experiment], plan: BenchPlan) -> list[Outcome]:
     """Run one after the other and tell what happens; one that fails does not stop the next."""
     from scripts.bench import driver
-    from scripts.netlab.host import what_is_missing
+    from scripts.netlab.labs import what_is_missing
 
     missing = what_is_missing()
     if missing:

@@ -148,7 +148,6 @@ class Crew:
         return failures
 
     def _first(self, number: int, failures: list[Failure]) -> Failure:
-        """Return the failure that the others follow from; it may be reported after theirs."""
         deadline = time.monotonic() + GRACE_S
         while all(failure.lost_a_peer for failure in failures) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -176,7 +175,6 @@ class Crew:
             )
 
     def _log_of(self, rank: int) -> str:
-        """Return the end of what ``rank`` wrote, else of what its launcher did."""
         launcher = self._folder / "launch" / f"server-{rank // self._ranks_per_server}.log"
         for log in (messages.log_path(self._folder, rank), launcher):
             lines = log.read_text(errors="replace").splitlines() if log.is_file() else []

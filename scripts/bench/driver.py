@@ -24,7 +24,7 @@ from scripts.bench.records import (
 from scripts.bench.reports import read_measured, read_measurement
 from scripts.bench.stage import OpenStage, Stage, open_stage
 from scripts.bench.steps import Steps, Tell
-from scripts.netlab.phi import Calibration, Measured, find_rate
+from scripts.netlab.calibrate import Calibration, Measured, find_rate
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,6 @@ class _Running:
         self._measurements.append(replace(curve, epochs=()))
 
     def _find_rates(self, stage: Stage) -> dict[str, Rate | None]:
-        """Return the rate of each variant, calibrated where that is asked for, and note it."""
         by_name = {variant.name: variant for variant in self.variants}
         found: dict[MatchedPhi, Calibration] = {}
         rates: dict[str, Rate | None] = {}

@@ -164,7 +164,6 @@ def _figures(variant: Variant, measured: Sequence[Measurement], link: Link) -> V
 
 
 def _mean(measurement: Measurement, name: str) -> float:
-    """Return the mean over the measured epochs of one field of EpochRecord."""
     epochs: Sequence[EpochRecord] = measurement.epochs
     return sum(float(getattr(epoch, name)) for epoch in epochs) / len(epochs)
 
@@ -198,7 +197,6 @@ def _ratio(ratio: Ratio, variants: Mapping[str, Variant], outcome: Outcome) -> R
 
 
 def _of_cells(ratio: Ratio, took: Mapping[str, float]) -> Spread | None:
-    """Return the quotient of medians that counts of all cells; None where a way of one has no measurement."""
     if any(not took.get(name) for cell in ratio.cells for name in cell.ways):
         return None
     regrets = [took[cell.chosen] / min(took[name] for name in cell.ways) for cell in ratio.cells]
@@ -209,7 +207,6 @@ def _of_cells(ratio: Ratio, took: Mapping[str, float]) -> Spread | None:
 
 
 def _by_repetition(quantity: str, measured: Mapping[int, Measurement]) -> dict[int, float]:
-    """Return the quantity by repetition; nothing where one repetition has none."""
     if quantity not in _OF_REPORTS:
         return {number: _mean(one, quantity) for number, one in measured.items()}
     told = {number: one.extra.get(quantity) for number, one in measured.items()}

@@ -30,7 +30,6 @@ def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Return the version of each package that is installed."""
     found = {}
     for name in _PACKAGES:
         try:

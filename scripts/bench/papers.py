@@ -131,7 +131,6 @@ def p3(argv: list[str]) -> int:
 
 
 def _p3_tables(outcome: Outcome) -> list[str]:
-    """Return the tables of one experiment."""
     figures = {one.variant.name: one for one in variant_figures(outcome)}
     head = (
         "variant",
@@ -153,7 +152,6 @@ def _p3_tables(outcome: Outcome) -> list[str]:
 
 
 def _p3_cells(one: VariantFigures, figures: Mapping[str, VariantFigures]) -> tuple[str, ...]:
-    """Return one variant's row."""
     seconds = one.seconds
     return (
         one.variant.name,
@@ -166,7 +164,6 @@ def _p3_cells(one: VariantFigures, figures: Mapping[str, VariantFigures]) -> tup
 
 
 def _by(one: VariantFigures, kind: str, figures: Mapping[str, VariantFigures]) -> str:
-    """Return the time of data parallelism on the cut ``kind`` at the same links, by this one's."""
     rate, width = one.variant.rate, one.variant.job.params.get("hidden")
     for other in figures.values():
         params = other.variant.job.params
@@ -177,7 +174,6 @@ def _by(one: VariantFigures, kind: str, figures: Mapping[str, VariantFigures]) -
 
 
 def _break_even(outcome: Outcome) -> str:
-    """Say at which width the measured bytes cross, beside the formula; empty where no widths are compared."""
     found = measured_bytes(outcome)
     moved = ("features", "structure", "activations", "activation_gradients")
     pairs = {width: (f"hash, {width}", f"push_pull, {width}") for width in WIDTHS}
@@ -210,7 +206,6 @@ def granndis(argv: list[str]) -> int:
 
 
 def _granndis_tables(outcome: Outcome) -> list[str]:
-    """Return the tables of one experiment."""
     head = ("variant", "link", "s per epoch (IQR)", "MB outside", "accuracy", "peak of a rank, MB")
     accuracy = {one.variant: one.accuracy[-1][1] for one in outcome.measurements if one.accuracy}
     return [
@@ -224,7 +219,6 @@ def _granndis_tables(outcome: Outcome) -> list[str]:
 
 
 def _granndis_cells(one: VariantFigures, accuracy: dict[str, float]) -> tuple[str, ...]:
-    """Return one variant's row."""
     seconds, reached = one.seconds, accuracy.get(one.variant.name)
     return (
         one.variant.name,
@@ -262,7 +256,6 @@ def dorylus(argv: list[str]) -> int:
 
 
 def _bring(file: Path, place: Path) -> None:
-    """Copy ``file`` to ``place``, unless it is there; say so where there is none."""
     if place.is_file():
         return
     if not file.is_file():
@@ -273,7 +266,6 @@ def _bring(file: Path, place: Path) -> None:
 
 
 def _dorylus_tables(outcome: Outcome) -> list[str]:
-    """Return the tables of one experiment."""
     head = (
         "variant",
         "s per epoch (IQR)",
@@ -290,7 +282,6 @@ def _dorylus_tables(outcome: Outcome) -> list[str]:
 
 
 def _dorylus_cells(one: VariantFigures, measured: Measurement) -> tuple[str, ...]:
-    """Return one variant's row; counts are of an epoch of its first repetition."""
     seconds, extra = one.seconds, measured.extra
     accuracy = extra.get("test_accuracy")
     return (
@@ -321,7 +312,6 @@ def delta_table(outcome: Outcome) -> str:
 
 
 def _seed_table(outcome: Outcome) -> str:
-    """Return epochs to the target by variant and repetition; Y1's."""
     epochs: dict[str, list[str]] = {}
     for one in outcome.measurements:
         if "epochs_to_target" in one.extra and outcome.experiment == "Y1":

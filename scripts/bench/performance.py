@@ -215,7 +215,6 @@ def add(out: Path, folder: Path) -> None:
 
 
 def _put(path: Path, text: str, check: bool) -> list[Path]:
-    """Write ``text`` unless ``check``; return the path where it was another text."""
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return []
     if not check:
@@ -268,7 +267,6 @@ def _number(value: float) -> float:
 
 
 def _rows_of(table: str) -> list[dict[str, str]]:
-    """Return the rows of a table of Markdown, each by the cells of its head."""
     cells = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in table.splitlines()]
     return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
 
@@ -336,7 +334,6 @@ def _measured(ratio: Mapping[str, Any], mark: str = "") -> str:
 
 
 def _is_formula(ratio: Mapping[str, Any]) -> bool:
-    """Whether bytes came out as predicted, which the sentence about all bytes says."""
     measured, predicted = ratio["measured"], ratio["predicted"]
     return (
         bool(ratio["of"].startswith("bytes") and measured and predicted)
@@ -371,7 +368,6 @@ def _filled(text: str, indent: str = "") -> str:
 
 
 def _machines(found: Sequence[Mapping[str, Any]]) -> str:
-    """Say on which machines, and when, experiments were measured."""
     machines: dict[str, list[str]] = {}
     for figures in found:
         machines.setdefault(figures["machine"], []).append(figures["date"][:10])

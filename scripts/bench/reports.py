@@ -8,7 +8,7 @@ from typing import Any
 from dglx_dist.errors import JobError
 from scripts.bench.records import Measurement, Variant
 from scripts.bench.results import read_epoch
-from scripts.netlab.phi import Measured
+from scripts.netlab.calibrate import Measured
 
 KEYS = ("epochs", "bytes_outside_wire", "peak_bytes", "accuracy", "extra")
 """Of a report, as in :class:`Measurement`. All but ``peak_bytes`` are over all ranks, and rank 0's count."""

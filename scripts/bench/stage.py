@@ -14,7 +14,7 @@ from scripts.bench.peers import launch
 from scripts.bench.records import Job, Shape
 from scripts.netlab.alive import scratch_folder
 from scripts.netlab.base import Lab, LabSpec
-from scripts.netlab.opening import open_lab
+from scripts.netlab.labs import open_lab
 
 JOB_TIMEOUT_S = 900.0
 
@@ -75,17 +75,14 @@ class LabStage(Stage):
         self._sets = sets
 
     def do(self, shape: Shape, job: Job, rate: Rate | None) -> list[dict[str, Any]]:
-        """See :meth:`Stage.do`."""
         self._limit(shape, rate)
         return self._sets[shape].do(job)
 
     def describe(self, shape: Shape, rate: Rate | None) -> dict[str, Any]:
-        """See :meth:`Stage.describe`."""
         self._limit(shape, rate)
         return self._sets[shape].lab.describe()
 
     def limits(self, shape: Shape) -> bool:
-        """See :meth:`Stage.limits`."""
         return self._sets[shape].lab.kind != "loopback"
 
     def _limit(self, shape: Shape, rate: Rate | None) -> None:

@@ -77,7 +77,6 @@ def wait_for_job(folder: Path, number: int, *, silent_s: float = SILENT_S) -> tu
 
 
 def _do(job: Job, context: JobContext) -> None:
-    """Do one job and report on it, also when it fails."""
     # Who hangs says where, just before the crew gives up and shows the end of its log.
     faulthandler.dump_traceback_later(max(context.timeout_s - 1.0, context.timeout_s / 2))
     try:
@@ -101,7 +100,6 @@ def _do(job: Job, context: JobContext) -> None:
 
 
 def _leave_session(error: BaseException) -> None:
-    """Tell the other ranks of a session that was left open why this one goes."""
     try:
         session = current_session()
     except ConfigError:
@@ -111,7 +109,6 @@ def _leave_session(error: BaseException) -> None:
 
 
 def _start_afresh() -> None:
-    """Give back what the job before left, and measure the largest memory anew."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -136,7 +133,6 @@ def _context(folder: Path, rank: int, number: int, timeout_s: float) -> JobConte
 
 
 def _write_to(log: Path) -> None:
-    """Send all output of this process, native libraries' too, to the end of ``log``."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -15,7 +15,7 @@ from scripts.bench.messages import Failure
 from scripts.bench.records import Job
 from scripts.netlab import alive
 from scripts.netlab.base import Lab, LabSpec
-from scripts.netlab.opening import open_lab
+from scripts.netlab.labs import open_lab
 
 ECHO = Job(kind="echo", params={"word": "hello"})
 

@@ -16,9 +16,8 @@ from scripts.bench.peers.data import Written, assignment_of, launch_of, prepare,
 from scripts.bench.peers.launch import KIND, Launch, Launches, run_once
 from scripts.bench.peers.workload import Workload
 from scripts.bench.records import BenchPlan, Job, Shape
-from scripts.netlab.base import LabSpec
-from scripts.netlab.loopback import LoopbackLab
-from scripts.netlab.opening import open_lab
+from scripts.netlab.base import LabSpec, LoopbackLab
+from scripts.netlab.labs import open_lab
 
 TINY = Workload(nodes=4000, degree=10, features=8, classes=5, batch_size=100, fanouts=(5, 5))
 

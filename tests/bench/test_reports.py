@@ -4,7 +4,7 @@ import pytest
 
 from dglx_dist.errors import JobError
 from scripts.bench.reports import read_measured, read_measurement
-from scripts.netlab.phi import Measured
+from scripts.netlab.calibrate import Measured
 from tests.bench.outcomes import epoch, plan_of
 
 (A, _) = plan_of("a", "b").variants

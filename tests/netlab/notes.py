@@ -7,7 +7,7 @@ from typing import Any
 
 from scripts.netlab import state
 from scripts.netlab.base import LabSpec
-from scripts.netlab.pids import Process, find
+from scripts.netlab.servers import Process, find_process
 from scripts.netlab.state import LabState
 
 NOBODY = Process(pid=2**22 - 1, started=1)
@@ -18,7 +18,7 @@ def noted(name: str, **more: Any) -> LabState:
     values: dict[str, Any] = {
         "spec": LabSpec(servers=1),
         "held": "process",
-        "owner": find(os.getpid()),
+        "owner": find_process(os.getpid()),
         "boot": state.boot_id(),
         "created": "2026-01-01T00:00:00+00:00",
         **more,

@@ -7,9 +7,8 @@ import sys
 from typing import Any
 
 from scripts.netlab.base import LabSpec
-from scripts.netlab.namespaces import NamespaceLab
-from scripts.netlab.opening import open_lab
-from scripts.netlab.server import NamespaceServer
+from scripts.netlab.labs import NamespaceLab, open_lab
+from scripts.netlab.servers import NamespaceServer
 
 LIMIT_S = 60
 

@@ -1,8 +1,7 @@
 import pytest
 
 from dglx_dist.planner.records import Rate
-from scripts.netlab.base import Card, Lab, LabSpec, label
-from scripts.netlab.loopback import LoopbackLab
+from scripts.netlab.base import Card, Lab, LabSpec, LoopbackLab, label
 
 
 class Emulated(Lab):

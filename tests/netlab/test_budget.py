@@ -7,7 +7,7 @@ import math
 import pytest
 
 from dglx_dist.errors import ConfigError
-from scripts.netlab.budget import deal_out, held_by
+from scripts.netlab.base import deal_out, held_by
 
 TWO, FOUR, EIGHT = (0, 1), (0, 2, 4, 6), tuple(range(8))
 

@@ -11,11 +11,15 @@ from dglx_dist.comm.trace import Pass
 from dglx_dist.errors import CommandError, ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import calibrate
-from scripts.netlab.base import LabSpec
-from scripts.netlab.calibrate import CalibrationPlan, CommandMeasure, measured_of, write
+from scripts.netlab.base import LabSpec, LoopbackLab
+from scripts.netlab.calibrate import (
+    CalibrationPlan,
+    CommandMeasure,
+    find_rate,
+    measured_of,
+    write_calibration,
+)
 from scripts.netlab.launch import LabRun
-from scripts.netlab.loopback import LoopbackLab
-from scripts.netlab.phi import find_rate
 from scripts.netlab.traces import Trace
 from tests.netlab.paper import BYTES, COMPUTE_S, PaperLab, ended, ranks_that_train
 from tests.netlab.traces import rank_trace, row
@@ -42,7 +46,7 @@ def test_a_calibration_is_found_and_written(tmp_path: Path, monkeypatch: pytest.
     lab = PaperLab(LabSpec(servers=2))
     for _ in range(2):  # what a calibration has left is replaced by the next
         found = find_rate(CommandMeasure(lab, PLAN, tmp_path, lambda _line: None), 0.5)
-        path = write(tmp_path, found, lab, PLAN)
+        path = write_calibration(tmp_path, found, lab, PLAN)
     assert found.rate == Rate.parse("40mbit")  # 10 MB in the 2 s of computing
     assert path == tmp_path / "calibration.json"
     values = json.loads(path.read_text())

@@ -9,14 +9,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dglx_dist.errors import ConfigError, LabError
-from scripts.netlab import calibrate, cli, host
+from scripts.netlab import calibrate, cli, labs
 from tests.netlab.paper import PaperLab, ranks_that_train
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A command; what runs it leaves what ranks would that compute 2 s and send 10 MB per epoch."""
-    monkeypatch.setattr(host, "what_is_missing", lambda: None)
+    monkeypatch.setattr(labs, "what_is_missing", lambda: None)
     monkeypatch.setattr(cli, "open_lab", PaperLab)
     monkeypatch.setattr(calibrate, "run", ranks_that_train(3))
     path = tmp_path / "train.py"
@@ -69,7 +69,7 @@ def test_a_command_that_is_not_there_is_told(script: str) -> None:
 def test_without_emulated_servers_it_says_what_is_missing(
     script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "what_is_missing", lambda: "tc: not installed, apt-get install iproute2")
+    monkeypatch.setattr(labs, "what_is_missing", lambda: "tc: not installed, apt-get install iproute2")
     refused = _calibrate("--", script).exception
     assert isinstance(refused, LabError)
     assert "links can be limited: tc: not installed, apt-get install iproute2" in str(refused)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import ConfigError, LabError
-from scripts.netlab import cleaning, hold, state
-from scripts.netlab.pids import find
+from scripts.netlab import hold, state
+from scripts.netlab.servers import find_process
 from tests.netlab.notes import NOBODY, noted
 
 
@@ -23,7 +23,7 @@ def test_a_lab_lives_with_its_owner(own_notes: Path) -> None:
     assert not replace(mine, boot="another").alive
     for one in (mine, dead):
         state.reserve(one)
-    assert cleaning.clean_stale() == ["dead"]
+    assert state.clean_stale() == ["dead"]
     assert [one.name for one in state.list_labs()] == ["mine"]
 
 
@@ -31,7 +31,7 @@ def test_a_lab_that_stays_up_lives_with_its_servers(own_notes: Path) -> None:
     """Its owner has ended; the process that holds it is a child of this test."""
     waits = [sys.executable, "-c", "input()", hold.__file__]
     with subprocess.Popen(waits, stdin=subprocess.PIPE) as child:
-        holder = find(child.pid)
+        holder = find_process(child.pid)
         up = noted("up", owner=NOBODY, held="detached", complete=True, switch=(holder,))
         half_made = replace(up, name="half-made", complete=False, switch=())
         assert up.alive
@@ -39,29 +39,29 @@ def test_a_lab_that_stays_up_lives_with_its_servers(own_notes: Path) -> None:
         assert not half_made.alive
         for one in (up, half_made):
             state.reserve(one)
-        assert cleaning.clean_stale() == ["half-made"]
+        assert state.clean_stale() == ["half-made"]
         assert child.poll() is None
-        cleaning.down("up")
+        state.take_down("up")
         assert child.wait(timeout=30) != 0
-    assert state.names() == []
+    assert state.lab_names() == []
 
 
 def test_a_process_that_got_the_number_of_a_holder_is_left_alone(own_notes: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        earlier = replace(find(child.pid), started=1)
+        earlier = replace(find_process(child.pid), started=1)
         state.reserve(noted("a", owner=NOBODY, switch=(earlier,)))
-        cleaning.down("a")
-        assert state.names() == []
+        state.take_down("a")
+        assert state.lab_names() == []
         assert child.poll() is None
         child.communicate(b"\n", timeout=30)
 
 
 def test_a_process_that_notes_name_without_its_being_a_holder_is_left_alone(own_notes: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        state.reserve(noted("a", owner=NOBODY, switch=(find(child.pid),)))
-        assert cleaning.clean_stale() == []
-        cleaning.down("a")
-        assert state.names() == []
+        state.reserve(noted("a", owner=NOBODY, switch=(find_process(child.pid),)))
+        assert state.clean_stale() == []
+        state.take_down("a")
+        assert state.lab_names() == []
         assert child.poll() is None
         child.communicate(b"\n", timeout=30)
 
@@ -71,23 +71,23 @@ def test_damaged_notes_stay_until_they_are_taken_down(text: str, own_notes: Path
     own_notes.mkdir()
     (own_notes / "a.json").write_text(text)
     (own_notes / "b.json").write_text(text)
-    assert cleaning.clean_stale() == []
-    cleaning.down("a")
-    assert state.names() == ["b"]
-    assert cleaning.down_all() == ["b"]
-    assert state.names() == []
+    assert state.clean_stale() == []
+    state.take_down("a")
+    assert state.lab_names() == ["b"]
+    assert state.take_down_all() == ["b"]
+    assert state.lab_names() == []
 
 
 def test_there_is_nothing_to_take_down(own_notes: Path) -> None:
-    assert cleaning.down_all() == []
-    assert cleaning.clean_stale() == []
+    assert state.take_down_all() == []
+    assert state.clean_stale() == []
     with pytest.raises(ConfigError, match="no lab called 'a'"):
-        cleaning.down("a")
+        state.take_down("a")
 
 
 def test_a_lab_of_root_is_left_to_root(own_notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state.reserve(noted("a", owner=NOBODY))
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(LabError, match="sudo python scripts/netlab down a"):
-        cleaning.down_all()
-    assert state.names() == ["a"]
+        state.take_down_all()
+    assert state.lab_names() == ["a"]

@@ -15,7 +15,7 @@ from dglx_dist.cli.app import app as dglx
 from dglx_dist.comm.trace import UNFINISHED
 from dglx_dist.errors import ConfigError
 from scripts.netlab.cli import app
-from scripts.netlab.host import what_is_missing
+from scripts.netlab.labs import what_is_missing
 from tests.helpers import wide
 from tests.netlab.commands import FAILS, WAITS, script, wait_until_gone
 

@@ -9,9 +9,8 @@ import sys
 import pytest
 
 from dglx_dist.errors import LabError
-from scripts.netlab import hold, holder
-from scripts.netlab.holder import Holder, wait_until_ended
-from scripts.netlab.pids import find
+from scripts.netlab import hold, servers
+from scripts.netlab.servers import Holder, find_process, wait_until_ended
 
 pytestmark = pytest.mark.usefixtures("needs_lab")
 
@@ -59,16 +58,16 @@ def test_a_command_that_fails_is_told_with_its_answer() -> None:
 
 
 def test_a_command_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holder, "_START_S", 0.3)
-    monkeypatch.setattr(holder, "_END_S", 0.3)
+    monkeypatch.setattr(servers, "_START_S", 0.3)
+    monkeypatch.setattr(servers, "_END_S", 0.3)
     with pytest.raises(LabError, match="no answer within 0 s"):
         Holder("one", ["--net"], [["sleep", "600"]])
 
 
 def test_waiting_names_who_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holder, "_END_S", 0.1)
+    monkeypatch.setattr(servers, "_END_S", 0.1)
     with pytest.raises(LabError, match=str(os.getpid())):
-        wait_until_ended([find(os.getpid())])
+        wait_until_ended([find_process(os.getpid())])
 
 
 def test_the_program_ends_with_its_input_and_says_its_number() -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from scripts.netlab import host
+from scripts.netlab import labs
 
 
 def test_names_tools_and_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool in ("tc", "nsenter") else f"/bin/{tool}")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert host.what_is_missing() == (
+    assert labs.what_is_missing() == (
         "tc: not installed, apt-get install iproute2; nsenter: not installed, apt-get install util-linux"
     )
 
@@ -24,7 +24,7 @@ def test_a_normal_user_learns_of_root_without_trying(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(shutil, "which", lambda tool: f"/bin/{tool}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a normal user tried namespaces"))
-    missing = host.what_is_missing()
+    missing = labs.what_is_missing()
     assert missing is not None
     assert "root" in missing
     assert "sudo" in missing
@@ -51,7 +51,7 @@ def test_names_what_the_kernel_refuses(
     tool: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs_lab: None
 ) -> None:
     _machine_without(tool, tmp_path, monkeypatch)
-    missing = host.what_is_missing()
+    missing = labs.what_is_missing()
     assert missing is not None
     assert reason in missing
     assert "Not supported" in missing
@@ -62,5 +62,5 @@ def test_the_trial_leaves_nothing(needs_lab: None) -> None:
         return set(os.listdir("/sys/class/net"))
 
     before = devices()
-    assert host.what_is_missing() is None
+    assert labs.what_is_missing() is None
     assert devices() == before

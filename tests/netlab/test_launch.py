@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import ConfigError, PeerError
-from scripts.netlab.base import Lab, LabSpec
-from scripts.netlab.launch import Started, run, server_environment, start, with_changes
-from scripts.netlab.loopback import LoopbackLab
-from scripts.netlab.process import Launcher
+from scripts.netlab.base import Lab, LabSpec, LoopbackLab
+from scripts.netlab.launch import Launcher, Started, run, server_environment, start, with_changes
 from tests.netlab.commands import FAILS, WAITS, WHO, script, wait_until_gone
 
 

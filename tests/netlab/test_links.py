@@ -11,18 +11,18 @@ import pytest
 
 from dglx_dist.errors import LabError
 from dglx_dist.planner.records import Rate
-from scripts.netlab import links
-from scripts.netlab.pids import find
+from scripts.netlab import servers
+from scripts.netlab.servers import find_process
 
 
 def test_addresses_are_one_after_another() -> None:
-    assert [links.address_of(server) for server in (0, 1, 249)] == ["10.77.0.1", "10.77.0.2", "10.77.0.250"]
+    assert [servers.address_of(server) for server in (0, 1, 249)] == ["10.77.0.1", "10.77.0.2", "10.77.0.250"]
 
 
 def test_a_limit_replaces_another_and_can_be_none() -> None:
     common = ["tc", "qdisc", "replace", "dev", "eth0", "root"]
-    assert links.limit("eth0", None) == [*common, "noqueue"]
-    assert links.limit("eth0", Rate(10**6))[:7] == [*common, "tbf"]
+    assert servers.limit_command("eth0", None) == [*common, "noqueue"]
+    assert servers.limit_command("eth0", Rate(10**6))[:7] == [*common, "tbf"]
 
 
 @pytest.mark.parametrize(
@@ -37,59 +37,59 @@ def test_a_limit_replaces_another_and_can_be_none() -> None:
 )
 def test_a_bucket_lasts_20_milliseconds_and_less_where_bundles_are_torn(rate: str, burst: int) -> None:
     words = ["tbf", "rate", f"{Rate.parse(rate).bits_per_s}bit", "burst", str(burst), "latency", "50ms"]
-    assert links.limit("eth0", Rate.parse(rate))[6:] == words
+    assert servers.limit_command("eth0", Rate.parse(rate))[6:] == words
 
 
 def test_a_packet_of_64_kib_fits_where_it_cannot_be_torn() -> None:
-    assert "73728" in links.limit("lo", Rate.parse("1mbit"))
+    assert "73728" in servers.limit_command("lo", Rate.parse("1mbit"))
 
 
 def test_a_failure_is_told_with_command_and_answer() -> None:
     with pytest.raises(LabError, match=r"sh -c 'echo no such thing >&2; exit 3': no such thing"):
-        links.run(["sh", "-c", "echo no such thing >&2; exit 3"])
+        servers.run_command(["sh", "-c", "echo no such thing >&2; exit 3"])
     with pytest.raises(LabError, match=r"false: exit code 1"):
-        links.run(["false"])
+        servers.run_command(["false"])
 
 
 def test_a_command_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(servers, "_COMMAND_TIMEOUT_S", 0.1)
     with pytest.raises(LabError, match="no end of this within 0 s: sleep 60"):
-        links.run(["sleep", "60"])
+        servers.run_command(["sleep", "60"])
 
 
 def test_the_first_failure_ends_the_commands(needs_lab: None) -> None:
     with pytest.raises(LabError, match="nonesuch"):
-        links.run_inside(os.getpid(), [["true"], ["cat", "/nonesuch"], ["echo", "not reached"]])
-    assert links.run_inside(os.getpid(), [["echo", "a b"], ["echo", "$HOME"]]) == "a b\n$HOME\n"
+        servers.run_inside(os.getpid(), [["true"], ["cat", "/nonesuch"], ["echo", "not reached"]])
+    assert servers.run_inside(os.getpid(), [["echo", "a b"], ["echo", "$HOME"]]) == "a b\n$HOME\n"
 
 
 def test_loopback_receives_what_it_sends() -> None:
     """At least the ten datagrams of 1000 bytes of this test, with 28 bytes of headers each."""
-    before = links.read_card("lo")
+    before = servers.read_card("lo")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as wire:
         wire.bind(("127.0.0.1", 0))
         for _ in range(10):
             wire.sendto(bytes(1000), wire.getsockname())
-    after = links.read_card("lo", pid=os.getpid())
+    after = servers.read_card("lo", pid=os.getpid())
     assert after.sent - before.sent >= 10_280
     assert after.received - before.received >= 10_280
 
 
 def test_an_unknown_device_is_told_with_those_there_are() -> None:
     with pytest.raises(LabError, match=r"no network device 'eth99' here, only .*lo"):
-        links.read_card("eth99")
+        servers.read_card("eth99")
 
 
 def test_a_process_that_has_ended_has_no_card() -> None:
     with pytest.raises(LabError, match="process 4194303 is gone"):
-        links.read_card("lo", pid=2**22 - 1)
+        servers.read_card("lo", pid=2**22 - 1)
 
 
 def test_what_hangs_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(links, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(servers, "_COMMAND_TIMEOUT_S", 0.5)
     noted = tmp_path / "pid"
     with pytest.raises(LabError, match=r"no end of this within"):
-        links.run(["sh", "-c", f"sleep 600 & echo $! > {noted}; wait"])
+        servers.run_command(["sh", "-c", f"sleep 600 & echo $! > {noted}; wait"])
     child = int(noted.read_text())
     deadline = time.monotonic() + 20
     while alive(child) and time.monotonic() < deadline:
@@ -99,6 +99,6 @@ def test_what_hangs_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch,
 
 def alive(pid: int) -> bool:
     try:
-        return find(pid).alive()
+        return find_process(pid).alive()
     except ProcessLookupError:
         return False

@@ -4,9 +4,7 @@ import pytest
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
-from scripts.netlab.base import LabSpec, label
-from scripts.netlab.budget import usable_cores
-from scripts.netlab.loopback import LoopbackLab
+from scripts.netlab.base import LabSpec, LoopbackLab, label, usable_cores
 
 RATE = Rate.parse("100mbit")
 

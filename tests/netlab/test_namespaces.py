@@ -16,13 +16,10 @@ import pytest
 from dglx_dist.comm import system as cgroups
 from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.planner.records import Rate
-from scripts.netlab import cleaning, links, namespaces, state
+from scripts.netlab import labs, servers, state
 from scripts.netlab.base import LabSpec
-from scripts.netlab.holder import wait_until_ended
-from scripts.netlab.links import CARD
-from scripts.netlab.namespaces import NamespaceLab
-from scripts.netlab.opening import attach, open_lab, up
-from scripts.netlab.server import NamespaceServer, cgroup_name
+from scripts.netlab.labs import NamespaceLab, attach, open_detached, open_lab
+from scripts.netlab.servers import CARD, NamespaceServer, cgroup_name, wait_until_ended
 from tests.netlab.servers import LIMIT_S, lab_of, output, python, reaches
 
 SLOW, FAST = Rate.parse("20mbit"), Rate.parse("300mbit")
@@ -32,13 +29,13 @@ pytestmark = pytest.mark.usefixtures("needs_lab")
 
 def rate_of(pid: int, device: str) -> int | None:
     """Bits per second that the kernel lets ``device`` send in the namespace of ``pid``."""
-    answer = links.run_inside(pid, [["tc", "-j", "qdisc", "show", "dev", device]])
+    answer = servers.run_inside(pid, [["tc", "-j", "qdisc", "show", "dev", device]])
     (root,) = [one for one in json.loads(answer) if one.get("root")]
     return int(root["options"]["rate"]) * 8 if root["kind"] == "tbf" else None
 
 
 def switch_of(lab: NamespaceLab) -> int:
-    return state.read(lab.name).switch[0].pid
+    return state.read_notes(lab.name).switch[0].pid
 
 
 def test_servers_reach_each_other_and_nobody_else(pair: NamespaceLab) -> None:
@@ -76,7 +73,7 @@ def test_rates_change_at_once_and_can_be_lifted() -> None:
         lab.set_rates(FAST, None)
         assert [rate_of(*device) for device in devices] == [FAST.bits_per_s, FAST.bits_per_s, None]
         assert (lab.spec.external, lab.spec.internal) == (FAST, None)
-        assert state.read(lab.name).spec == lab.spec
+        assert state.read_notes(lab.name).spec == lab.spec
         lab.set_rates(None, SLOW)
         assert [rate_of(*device) for device in devices] == [None, None, SLOW.bits_per_s]
         assert lab.describe()["external"] is None
@@ -86,11 +83,11 @@ def test_rates_change_at_once_and_can_be_lifted() -> None:
 
 def test_a_rate_that_is_refused_is_not_said_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     with lab_of(1, external=SLOW) as lab:
-        monkeypatch.setattr(links, "limit", lambda device, rate: ["false"])
+        monkeypatch.setattr(servers, "limit_command", lambda device, rate: ["false"])
         with pytest.raises(LabError):
             lab.set_rates(FAST, None)
         assert lab.describe()["external"] == "20mbit"
-        assert state.read(lab.name).spec == lab.spec
+        assert state.read_notes(lab.name).spec == lab.spec
 
 
 def test_a_card_counts_what_was_sent(pair: NamespaceLab) -> None:
@@ -112,7 +109,7 @@ def test_a_card_counts_what_was_sent(pair: NamespaceLab) -> None:
 def _traces_of(name: str) -> list[str]:
     """Everything that a lab could leave on this machine."""
     left = [str(folder) for number in range(3) for folder in cgroups.find(cgroup_name(name, number))]
-    left += [str(path) for path in state.folder().glob(f"*{name}*")]
+    left += [str(path) for path in state.notes_folder().glob(f"*{name}*")]
     left += [device for device in os.listdir("/sys/class/net") if device.startswith(("server", "bridge"))]
     return left
 
@@ -120,7 +117,7 @@ def _traces_of(name: str) -> list[str]:
 def test_nothing_stays_after_closing() -> None:
     with lab_of(2, cpus=0.3, external=SLOW) as lab:
         assert isinstance(lab, NamespaceLab)
-        holders = state.read(lab.name).processes
+        holders = state.read_notes(lab.name).processes
         child = subprocess.Popen(lab.servers[0].inside(["sleep", "600"]))
         assert all(process.alive() for process in holders)
     assert child.wait(timeout=LIMIT_S) != 0
@@ -139,13 +136,13 @@ def test_nothing_stays_after_a_failure_half_way(
 ) -> None:
     """The cable of a server cannot be laid, once of the first and once of the last one."""
     made: list[Any] = []
-    port_of = links.port_of
+    port_of = servers.port_of
 
     def bad_port(number: int) -> str:
-        made.extend(state.read(lab_name).processes)
+        made.extend(state.read_notes(lab_name).processes)
         return "a/name/that/is/refused" if number == server else port_of(number)
 
-    monkeypatch.setattr(links, "port_of", bad_port)
+    monkeypatch.setattr(servers, "port_of", bad_port)
     with pytest.raises(LabError, match="a/name/that/is/refused"):
         open_lab(LabSpec(servers=2, cpus=0.3), name=lab_name)
     assert made
@@ -154,7 +151,7 @@ def test_nothing_stays_after_a_failure_half_way(
 
 
 def test_nothing_stays_when_a_setup_command_fails(lab_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces, "SETUP", [["ip", "link", "set", "nonesuch", "up"]])
+    monkeypatch.setattr(labs, "SETUP", [["ip", "link", "set", "nonesuch", "up"]])
     with pytest.raises(LabError, match=r"server 0 could not be made: .*nonesuch"):
         open_lab(LabSpec(servers=2, cpus=0.3), name=lab_name)
     assert _traces_of(lab_name) == []
@@ -173,7 +170,7 @@ import sys
 from multiprocessing import get_context
 from time import sleep
 from scripts.netlab.base import LabSpec
-from scripts.netlab.opening import open_lab
+from scripts.netlab.labs import open_lab
 if __name__ == "__main__":
     lab = open_lab(LabSpec(servers=2, cpus=0.3), name=sys.argv[1])
     # A forked child that outlives its parent must not keep the lab up.
@@ -194,7 +191,7 @@ def test_all_ends_with_a_killed_owner_and_the_next_lab_sweeps_up(lab_name: str) 
         timer.start()
         forked = int(owner.stdout.readline())
         timer.cancel()
-        noted = state.read(lab_name)
+        noted = state.read_notes(lab_name)
         inside = subprocess.Popen(NamespaceServer(noted.servers[0]).inside(["sleep", "600"]))
         owner.send_signal(signal.SIGKILL)
     try:
@@ -210,7 +207,7 @@ def test_all_ends_with_a_killed_owner_and_the_next_lab_sweeps_up(lab_name: str) 
 
 def test_a_lab_stays_up_for_other_processes_until_it_is_taken_down(lab_name: str) -> None:
     code = (
-        "import sys\nfrom scripts.netlab.base import LabSpec\nfrom scripts.netlab.opening import up\n"
+        "import sys\nfrom scripts.netlab.base import LabSpec\nfrom scripts.netlab.labs import open_detached as up\n"
         "up(LabSpec(servers=2, cpus=0.3), sys.argv[1])"
     )
     subprocess.run([sys.executable, "-c", code, lab_name], cwd=ROOT, check=True, timeout=LIMIT_S)
@@ -219,10 +216,10 @@ def test_a_lab_stays_up_for_other_processes_until_it_is_taken_down(lab_name: str
         lab.set_rates(SLOW, None)
     again = attach(lab_name)
     assert again.spec.external == SLOW
-    assert cleaning.clean_stale() == [] or lab_name in state.names()
+    assert state.clean_stale() == [] or lab_name in state.lab_names()
     assert len(again.cards()) == 2
-    holders = state.read(lab_name).processes
-    cleaning.down(lab_name)
+    holders = state.read_notes(lab_name).processes
+    state.take_down(lab_name)
     assert not any(process.alive() for process in holders)
     assert _traces_of(lab_name) == []
     with pytest.raises(ConfigError, match="no lab called"):
@@ -230,24 +227,24 @@ def test_a_lab_stays_up_for_other_processes_until_it_is_taken_down(lab_name: str
 
 
 def test_down_ends_what_runs_inside(lab_name: str) -> None:
-    lab = up(LabSpec(servers=1), lab_name)
+    lab = open_detached(LabSpec(servers=1), lab_name)
     child = subprocess.Popen(lab.servers[0].inside(["sleep", "600"]))
-    cleaning.down(lab_name)
+    state.take_down(lab_name)
     assert child.wait(timeout=LIMIT_S) != 0
     assert _traces_of(lab_name) == []
 
 
 def test_closing_leaves_another_lab_that_got_the_name(lab_name: str) -> None:
     first = open_lab(LabSpec(servers=1, cpus=0.3), name=lab_name)
-    cleaning.down(lab_name)
+    state.take_down(lab_name)
     with open_lab(LabSpec(servers=1, cpus=0.3), name=lab_name) as second:
         first.close()
-        assert lab_name in state.names()
+        assert lab_name in state.lab_names()
         assert second.cards()[0].received >= 0
         with pytest.raises(LabError, match="taken down"):
             first.set_rates(SLOW, None)
 
 
 def test_a_lab_inside_a_server_sees_no_lab_outside(pair: NamespaceLab) -> None:
-    assert pair.name in state.names()
-    assert output(pair.servers[0], "ls", str(state.folder())) == ""
+    assert pair.name in state.lab_names()
+    assert output(pair.servers[0], "ls", str(state.notes_folder())) == ""

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import ConfigError, LabError
-from scripts.netlab import namespaces, opening, state
-from scripts.netlab.base import LabSpec
-from scripts.netlab.budget import usable_cores
+from scripts.netlab import labs, state
+from scripts.netlab.base import LabSpec, usable_cores
 
 ONE = LabSpec(servers=1)
 
@@ -17,11 +16,11 @@ ONE = LabSpec(servers=1)
 @pytest.fixture
 def poor_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without tc."""
-    monkeypatch.setattr(opening, "what_is_missing", lambda: "tc: not installed, apt-get install iproute2")
+    monkeypatch.setattr(labs, "what_is_missing", lambda: "tc: not installed, apt-get install iproute2")
 
 
 def test_plain_loopback_says_what_is_missing(poor_machine: None, own_notes: Path) -> None:
-    with opening.open_lab(ONE) as lab:
+    with labs.open_lab(ONE) as lab:
         assert lab.kind == "loopback"
         assert lab.missing == "tc: not installed, apt-get install iproute2"
         assert lab.describe()["missing"] == lab.missing
@@ -29,13 +28,13 @@ def test_plain_loopback_says_what_is_missing(poor_machine: None, own_notes: Path
 
 
 def test_plain_loopback_on_request_lacks_nothing() -> None:
-    with opening.open_lab(ONE, force_loopback=True) as lab:
+    with labs.open_lab(ONE, force_loopback=True) as lab:
         assert (lab.kind, lab.missing) == ("loopback", None)
 
 
 def test_no_lab_stays_up_on_plain_loopback(poor_machine: None, own_notes: Path) -> None:
     with pytest.raises(LabError, match=r"apt-get install iproute2"):
-        opening.up(ONE, "a")
+        labs.open_detached(ONE, "a")
     assert not own_notes.exists()
 
 
@@ -55,12 +54,12 @@ def test_refuses_before_anything_is_made(
     own_notes: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(namespaces, "Holder", lambda *_, **__: pytest.fail("namespaces were made"))
-    monkeypatch.setattr(opening, "what_is_missing", lambda: None)
-    for make in (lambda spec: opening.open_lab(spec, name=name), lambda spec: opening.up(spec, name)):
+    monkeypatch.setattr(labs, "Holder", lambda *_, **__: pytest.fail("namespaces were made"))
+    monkeypatch.setattr(labs, "what_is_missing", lambda: None)
+    for make in (lambda spec: labs.open_lab(spec, name=name), lambda spec: labs.open_detached(spec, name)):
         with pytest.raises(ConfigError, match=message):
             make(LabSpec(servers=servers, cpus=cpus))
-    assert state.names() == []
+    assert state.lab_names() == []
 
 
 def test_attaches_to_no_lab_that_is_down_or_unfinished(
@@ -71,11 +70,11 @@ def test_attaches_to_no_lab_that_is_down_or_unfinished(
 
     def look(noted: state.LabState) -> None:
         with pytest.raises(ConfigError, match="not up any more, or not yet") as refused:
-            opening.attach(noted.name)
+            labs.attach(noted.name)
         seen.append(str(refused.value))
 
-    monkeypatch.setattr(namespaces, "_apply_rates", look)
-    with opening.open_lab(ONE, name="a"):
+    monkeypatch.setattr(labs, "_apply_rates", look)
+    with labs.open_lab(ONE, name="a"):
         assert len(seen) == 1
     with pytest.raises(ConfigError, match="no lab called 'a'"):
-        opening.attach("a")
+        labs.attach("a")

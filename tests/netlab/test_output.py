@@ -3,7 +3,7 @@ import os
 import threading
 from pathlib import Path
 
-from scripts.netlab.output import LogFile, Relay, Screen
+from scripts.netlab.launch import LogFile, Relay, Screen
 
 
 class Closed(io.StringIO):

@@ -10,7 +10,7 @@ import pytest
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
-from scripts.netlab.phi import LEAST_RATE, Measured, find_rate
+from scripts.netlab.calibrate import LEAST_RATE, Measured, find_rate
 
 COMPUTE_S, BYTES = 2.0, 50e6
 PHIS = [0.2, 0.5, 0.65, 0.8, 0.94]

@@ -9,9 +9,8 @@ import pytest
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import probe
-from scripts.netlab.base import Lab, LabSpec
-from scripts.netlab.loopback import LoopbackLab
-from scripts.netlab.opening import open_lab
+from scripts.netlab.base import Lab, LabSpec, LoopbackLab
+from scripts.netlab.labs import open_lab
 from scripts.netlab.probe import ProbeResult
 
 MBIT = 1e6

@@ -11,11 +11,9 @@ from typing import TextIO
 
 import pytest
 
-from scripts.netlab import guard, process
-from scripts.netlab.base import LabSpec, Server
-from scripts.netlab.loopback import LoopbackLab
-from scripts.netlab.output import Screen
-from scripts.netlab.process import Failure, Launcher
+from scripts.netlab import guard, launch
+from scripts.netlab.base import LabSpec, LoopbackLab, Server
+from scripts.netlab.launch import Failure, Launcher, Screen
 from tests.netlab.commands import processes_with, wait_until_gone
 
 ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin"}
@@ -110,7 +108,7 @@ def test_an_abandoned_one_leaves_nothing(servers: Sequence[Server], tmp_path: Pa
 def test_ranks_in_sessions_of_their_own_end_with_a_guard_that_does_not_answer(
     servers: Sequence[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "GRACE_S", -4.9)
+    monkeypatch.setattr(launch, "GRACE_S", -4.9)
     rank = f"trap '' TERM; echo up > {tmp_path}/up; while true; do sleep 0.1; done"
     one = launcher(servers[1], f'setsid sh -c "{rank}" & wait', tmp_path)
     while not (tmp_path / "up").exists():

@@ -26,7 +26,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_any_server_is_made(
     command: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("scripts.netlab.cli.open_lab", lambda *_, **__: pytest.fail("a lab was made"))
-    monkeypatch.setattr("scripts.netlab.host.what_is_missing", lambda: None)
+    monkeypatch.setattr("scripts.netlab.labs.what_is_missing", lambda: None)
     monkeypatch.chdir(tmp_path)
     Path("file").write_bytes(b"")
     path = script(tmp_path, "pass")

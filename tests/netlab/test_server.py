@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import LabError
-from scripts.netlab.links import CARD
-from scripts.netlab.namespaces import NamespaceLab
-from scripts.netlab.pids import Process
-from scripts.netlab.server import NamespaceServer, cgroup_name
+from scripts.netlab.labs import NamespaceLab
+from scripts.netlab.servers import CARD, NamespaceServer, Process, cgroup_name
 from tests.helpers.cgroups import quota_of
 from tests.netlab.servers import lab_of, output, python
 
@@ -74,7 +72,7 @@ def test_processes_are_held_to_their_cores_and_quota() -> None:
 
 def test_a_rank_reads_its_own_card(pair: NamespaceLab) -> None:
     code = f"import sys; sys.path[:] = {sys.path!r}\n"
-    code += f"from scripts.netlab.links import read_card; print(read_card('{CARD}').sent)"
+    code += f"from scripts.netlab.servers import read_card; print(read_card('{CARD}').sent)"
     sent = int(python(pair.servers[0], code))
     assert sent <= pair.cards()[0].sent < sent + 10_000
 

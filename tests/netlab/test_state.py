@@ -15,8 +15,7 @@ from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import state
 from scripts.netlab.base import LabSpec
-from scripts.netlab.pids import find
-from scripts.netlab.server import ServerFacts
+from scripts.netlab.servers import ServerFacts, find_process
 from tests.netlab.notes import NOBODY, noted
 
 SERVER = ServerFacts(
@@ -35,10 +34,10 @@ def test_is_read_as_it_was_written(own_notes: Path) -> None:
     spec = LabSpec(servers=2, external=Rate.parse("1gbit"), cpus=0.5)
     one = noted("a", spec=spec, complete=True, switch=(NOBODY,), servers=(SERVER, replace(SERVER, number=1)))
     state.reserve(one)
-    assert state.read("a") == one
+    assert state.read_notes("a") == one
     lifted = replace(one, spec=LabSpec(servers=2, internal=Rate.parse("40gbit")), held="detached")
-    state.note(lifted)
-    assert state.read("a") == lifted
+    state.write_notes(lifted)
+    assert state.read_notes("a") == lifted
     assert [path.name for path in own_notes.iterdir()] == ["a.json"]
 
 
@@ -51,7 +50,7 @@ def test_a_name_is_given_once(own_notes: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "-a", "a b", "../a", "a/b", "a.b", "x" * 41, "ä"])
 def test_refuses_names_that_are_no_file_names(name: str, own_notes: Path) -> None:
-    for ask in (state.check_name, state.read, state.forget):
+    for ask in (state.check_name, state.read_notes, state.forget):
         with pytest.raises(ConfigError, match="letters, digits and dashes"):
             ask(name)
 
@@ -63,17 +62,17 @@ def test_random_names_are_names_and_differ() -> None:
 
 def test_an_unknown_lab_is_told_with_those_there_are(own_notes: Path) -> None:
     with pytest.raises(ConfigError, match="up are: none"):
-        state.read("b")
+        state.read_notes("b")
     state.reserve(noted("a"))
     with pytest.raises(ConfigError, match="no lab called 'b'; up are: a"):
-        state.read("b")
+        state.read_notes("b")
 
 
 def test_notes_of_a_lab_that_was_taken_down_are_not_written_again(own_notes: Path) -> None:
     state.reserve(noted("a"))
     state.forget("a")
     with pytest.raises(LabError, match="taken down"):
-        state.note(noted("a"))
+        state.write_notes(noted("a"))
     assert list(own_notes.iterdir()) == []
 
 
@@ -101,7 +100,7 @@ def test_damaged_notes_are_named_and_can_be_removed(key: str, value: Any, own_no
     state.reserve(noted("a"))
     path = own_notes / "a.json"
     path.write_text(_damage(json.loads(path.read_text()), key, value))
-    for ask in (lambda: state.read("a"), state.list_labs):
+    for ask in (lambda: state.read_notes("a"), state.list_labs):
         with pytest.raises(LabError, match=rf"{path} is damaged.*down --all"):
             ask()
 
@@ -115,7 +114,7 @@ def test_notes_that_are_no_notes(text: str, own_notes: Path) -> None:
     own_notes.mkdir()
     (own_notes / "a.json").write_text(text, errors="surrogateescape")
     with pytest.raises(LabError, match="damaged"):
-        state.read("a")
+        state.read_notes("a")
 
 
 def test_a_pipe_or_a_link_in_the_place_of_notes_is_not_waited_for(own_notes: Path, tmp_path: Path) -> None:
@@ -124,14 +123,14 @@ def test_a_pipe_or_a_link_in_the_place_of_notes_is_not_waited_for(own_notes: Pat
     (own_notes / "b.json").symlink_to(tmp_path / "elsewhere")
     for name in ("a", "b"):
         with pytest.raises(LabError, match="damaged"):
-            state.read(name)
+            state.read_notes(name)
         state.forget(name)
     assert list(own_notes.iterdir()) == []
 
 
 def test_a_folder_in_the_place_of_notes_is_no_lab(own_notes: Path) -> None:
     (own_notes / "a.json").mkdir(parents=True)
-    assert state.names() == []
+    assert state.lab_names() == []
     with pytest.raises(LabError, match=r"is a folder.*rm -r"):
         state.forget("a")
 
@@ -139,13 +138,13 @@ def test_a_folder_in_the_place_of_notes_is_no_lab(own_notes: Path) -> None:
 @pytest.mark.parametrize("where", ["switch", "init", "outer"])
 def test_notes_that_name_another_process_as_theirs_are_damaged(where: str, own_notes: Path) -> None:
     """Whatever a file says: what is no holder is neither entered nor killed."""
-    innocent = find(os.getpid())
+    innocent = find_process(os.getpid())
     if where == "switch":
         state.reserve(noted("a", switch=(innocent,)))
     else:
         state.reserve(noted("a", servers=(replace(SERVER, **{where: innocent}),)))
     with pytest.raises(LabError, match=f"process {innocent.pid} holds no lab"):
-        state.read("a")
+        state.read_notes("a")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -156,16 +155,16 @@ def test_a_folder_that_others_can_write_to_is_refused(
     monkeypatch.setattr(state, "_FOLDER", "dglx-lab-of-a-test")
     monkeypatch.setattr(state.tempfile, "gettempdir", lambda: str(tmp_path))
     place = tmp_path / "dglx-lab-of-a-test"
-    assert state.folder() == place
+    assert state.notes_folder() == place
     place.mkdir()
-    assert state.folder() == place
+    assert state.notes_folder() == place
     place.chmod(0o777)
     with pytest.raises(LabError, match="only root can write to; remove it"):
-        state.folder()
+        state.notes_folder()
     place.rmdir()
     place.symlink_to("/etc")
     with pytest.raises(LabError, match="only root can write to; remove it"):
-        state.folder()
+        state.notes_folder()
 
 
 def test_a_place_that_cannot_be_written_is_named(
@@ -177,12 +176,12 @@ def test_a_place_that_cannot_be_written_is_named(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    for write in (lambda: state.reserve(noted("b")), lambda: state.note(noted("a"))):
+    for write in (lambda: state.reserve(noted("b")), lambda: state.write_notes(noted("a"))):
         with pytest.raises(LabError, match=f"{own_notes}: No space left.*make room"):
             write()
     assert [path.name for path in own_notes.iterdir()] == ["a.json"]
     (tmp_path / "file").write_bytes(b"")
-    monkeypatch.setattr(state, "folder", lambda: tmp_path / "file" / "notes")
+    monkeypatch.setattr(state, "notes_folder", lambda: tmp_path / "file" / "notes")
     with pytest.raises(LabError, match=r"file/notes: Not a directory"):
         state.reserve(noted("b"))
 

@@ -13,7 +13,7 @@ from dglx_dist.comm.ledger import WORKER, Ledger
 from dglx_dist.comm.topology import Topology
 from dglx_dist.comm.trace import Pass, TraceWriter
 from dglx_dist.errors import StorageError
-from scripts.netlab.traces import Trace, read
+from scripts.netlab.traces import Trace, read_trace
 from tests.netlab.traces import epoch, rank_trace, row, trace_of
 
 SERVERS = (0, 0, 1)
@@ -38,7 +38,7 @@ def _change(path: Path, **values: Any) -> None:
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     for rank in range(3):
         _write(tmp_path, rank)
-    trace = read(tmp_path)
+    trace = read_trace(tmp_path)
     ((*ranks,),) = trace.sessions
     assert [one.rank for one in ranks] == [0, 1, 2]
     assert ranks[1].server_of_rank == SERVERS
@@ -92,27 +92,27 @@ def test_sessions_come_in_their_order(tmp_path: Path) -> None:
     for number, job in enumerate(["second", "first", "third"]):
         for rank in range(3):
             _write(tmp_path, rank, job=job, epochs=number)
-    assert [ranks[0].job for ranks in read(tmp_path).sessions] == ["second", "first", "third"]
+    assert [ranks[0].job for ranks in read_trace(tmp_path).sessions] == ["second", "first", "third"]
 
 
 def test_a_loss_that_was_no_number_is_none_again(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, 0)
     writer.note_epoch(epoch(0, 1.0).__class__(**(epoch(0, 1.0).__dict__ | {"loss": math.inf})))
     writer.write("a", Topology(0, 1, (0,)), Ledger(Topology(0, 1, (0,))), failed=True)
-    trace = read(tmp_path)
+    trace = read_trace(tmp_path)
     assert math.isnan(trace.sessions[0][0].epochs[0].loss)
     assert trace.failed
 
 
 def test_nothing_written_is_no_session(tmp_path: Path) -> None:
-    assert read(tmp_path).sessions == ()
-    assert read(tmp_path / "none").ledger_outside_by_server() == {}
+    assert read_trace(tmp_path).sessions == ()
+    assert read_trace(tmp_path / "none").ledger_outside_by_server() == {}
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     _write(tmp_path, 0)
     with pytest.raises(StorageError, match="no trace of rank 1, 2 of 3"):
-        read(tmp_path)
+        read_trace(tmp_path)
 
 
 def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
     _write(tmp_path, 1)
     TraceWriter(tmp_path, 2)
     with pytest.raises(StorageError, match=r"rank-2\.json was never written.*killed"):
-        read(tmp_path)
+        read_trace(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_damage_is_named(tmp_path: Path, values: dict[str, Any], message: str) -
         _write(tmp_path, rank)
     _change(tmp_path / "rank-0.json", **values)
     with pytest.raises(StorageError, match=message):
-        read(tmp_path)
+        read_trace(tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"job": "half', "[" * 100_000], ids=["half", "deep"])
@@ -151,4 +151,4 @@ def test_what_cannot_be_parsed_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rank-0.json"
     path.write_text(text)
     with pytest.raises(StorageError, match=r"rank-0\.json is damaged"):
-        read(tmp_path)
+        read_trace(tmp_path)

@@ -8,14 +8,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dglx_dist.errors import ConfigError, LabError
-from scripts.netlab import host, opening, state
+from scripts.netlab import labs, state
 from scripts.netlab.cli import app
 
 
 @pytest.fixture
 def own_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep notes of labs apart from those of this machine."""
-    monkeypatch.setattr(state, "folder", lambda: tmp_path / "notes")
+    monkeypatch.setattr(state, "notes_folder", lambda: tmp_path / "notes")
     return tmp_path / "notes"
 
 
@@ -24,8 +24,8 @@ def lab(*arguments: str) -> Result:
 
 
 def test_up_status_down(own_notes: Path) -> None:
-    if host.what_is_missing():
-        pytest.skip(f"no servers can be emulated here: {host.what_is_missing()}")
+    if labs.what_is_missing():
+        pytest.skip(f"no servers can be emulated here: {labs.what_is_missing()}")
     made = lab("up", "slow", "--servers", "2", "--external", "100mbit", "--cpus", "0.25")
     try:
         assert made.exit_code == 0, made.output
@@ -56,14 +56,14 @@ def test_down_of_an_unknown_lab_lists_those_there_are(own_notes: Path) -> None:
 
 
 def test_up_says_what_is_missing(own_notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "what_is_missing", lambda: "tc: not installed, apt-get install iproute2")
+    monkeypatch.setattr(labs, "what_is_missing", lambda: "tc: not installed, apt-get install iproute2")
     refused = lab("up", "slow").exception
     assert isinstance(refused, LabError)
     assert "apt-get install iproute2" in str(refused)
 
 
 def test_status_says_what_is_missing(own_notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "what_is_missing", lambda: "namespaces and network devices need root: sudo")
+    monkeypatch.setattr(labs, "what_is_missing", lambda: "namespaces and network devices need root: sudo")
     told = lab("status")
     assert told.exit_code == 0
     assert "need root" in told.output

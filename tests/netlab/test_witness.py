@@ -6,8 +6,7 @@ import pytest
 
 from dglx_dist.errors import ConfigError
 from scripts.netlab.base import Card
-from scripts.netlab.traces import Trace
-from scripts.netlab.witness import compare
+from scripts.netlab.traces import Trace, compare
 from tests.netlab.traces import row, trace_of
 
 MB = 1_000_000

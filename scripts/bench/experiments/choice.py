@@ -157,7 +157,6 @@ def plan_of(plan: BenchPlan, grid: Grid) -> ExperimentPlan:
 
 
 def _asked(plan: BenchPlan, grid: Grid) -> Iterator[tuple[Family, str, dict[str, Any]]]:
-    """Yield what is planned once for all bandwidths: its family, its name, fields of ``PlanConfig``."""
     for family in grid.families:
         cuts = {cut: PartitionPlan(num_parts=SHAPE.servers, method=cut) for cut in grid.cuts}
         folders = data.prepare(family.graph, cuts, plan.work)
@@ -190,7 +189,6 @@ def _fields(family: Family, folder: str, hidden: int, plan: BenchPlan) -> dict[s
 
 
 def _params(family: Family, asked: Mapping[str, Any], way: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of the job ``train``."""
     samples = not way["whole"]
     return {
         "data": asked["data"],

@@ -85,7 +85,6 @@ def _graph(plan: BenchPlan, size: Size, **more: Any) -> SyntheticConfig:
 
 
 def _params(folder: Path, size: Size, seed: int, **more: Any) -> dict[str, Any]:
-    """Return the params that DistDGL's experiments share: GraphSAGE of 3 layers, fan-out 15,10,5."""
     return {
         "data": str(folder),
         "hidden": size.hidden,

@@ -150,7 +150,6 @@ class Bound:
 
 
 def _settings(name: str, size: Size) -> list[Setting]:
-    """Return what experiment ``name`` trains."""
     if name == "G4":
         # The paper does not say phi of deep models; that of its arxiv and products lies on both sides.
         deep = Setting(
@@ -199,7 +198,6 @@ def plan_at(name: str, plan: BenchPlan, size: Size) -> ExperimentPlan:
 
 
 def _stock(plan: BenchPlan, size: Size, setting: Setting) -> Variant:
-    """Return GraphSAGE of the setting's width under stock DistDGL, with a curve of its accuracy."""
     launch = stock_launch(
         _graph_of(plan, size, setting),
         PartitionPlan(num_parts=SERVERS, method=setting.cut),
@@ -311,7 +309,6 @@ def _phases(scheme: Scheme, counted: Counted) -> dict[str, int]:
 
 
 def _once(scheme: Scheme, counted: Counted) -> int | None:
-    """Return the bytes of features that cross once; None where no formula says."""
     preloaded = counted.preloaded_features
     exact = {BASE: 0, BASE_PP: counted.halo_features, PRELOAD: preloaded, PRELOAD_PP: preloaded}
     return exact.get(scheme.name)

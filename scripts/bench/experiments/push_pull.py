@@ -132,7 +132,6 @@ def _bytes(over: str, under: str, name: str = "", **bounds: float) -> Compared:
 
 
 def _p1(size: Size) -> Table:
-    """Return four widths on the hash cut, at the rate of each and at 1 Gbit/s; and 2 servers."""
     # Of the ratio of times at each width: 2.4 to 3.0, 1.8 to 2.1, 1.2 to 1.4 and 0.9 are predicted.
     bounds = {16: (2.4, None), 32: (1.8, None), 64: (1.2, None), 100: (None, 1.0)}
     cases: list[Case] = []
@@ -162,7 +161,6 @@ def _pair(hashed: str, ours: str, width: int, **fields: Any) -> list[Case]:
 
 
 def _p2(size: Size) -> Table:
-    """Return 1 and 3 batches in flight, with one version of the weights for both sides and with two."""
     cases: list[Case] = []
     compared: list[Compared] = []
     # First where push-pull itself waits half its time: there is most to hide.
@@ -185,7 +183,6 @@ def _p2(size: Size) -> Table:
 
 
 def _p4(size: Size) -> Table:
-    """Return the same graph with more and more columns of features, at one rate."""
     columns = (16, 64, 128, 512)
     # The columns at which the baseline has phi 0.8; the rate is the same for all.
     rate = matched("hash, F 128")
@@ -205,7 +202,6 @@ def _p4(size: Size) -> Table:
 
 
 def _p5(size: Size) -> Table:
-    """Return all columns in groups of 4, 2 and 1 servers."""
     rate = matched("hash")
     cases = [Case(name="hash", rate=rate)]
     cases += [Case(name=f"groups of {one}", rate=rate, **push_pull(group_size=one)) for one in (4, 2, 1)]
@@ -220,7 +216,6 @@ def _p5(size: Size) -> Table:
 
 
 def _p6(size: Size) -> Table:
-    """Return data parallelism on the METIS cut, and push-pull on the hash cut."""
     cases: list[Case] = []
     compared: list[Compared] = []
     for width in (16, 32):
@@ -310,7 +305,6 @@ def plan_at(name: str, plan: BenchPlan, size: Size) -> ExperimentPlan:
 
 
 def _stock(plan: BenchPlan, size: Size) -> Variant:
-    """Return GraphSAGE of width 16 under stock DistDGL, on the same graph and hash cut."""
     case = Case(name=STOCK, rate=matched("hash, 16"))
     launch = stock_launch(
         graph_of(size, case.features, plan.seed),
@@ -372,7 +366,6 @@ def graph_of(size: Size, features: int, seed: int) -> SyntheticConfig:
 
 
 def _folders(plan: BenchPlan, size: Size, cases: Sequence[Case]) -> dict[tuple[str, int, int], Path]:
-    """Return the dataset by (cut, columns, servers)."""
     found: dict[tuple[str, int, int], Path] = {}
     for features in dict.fromkeys(case.features for case in cases):
         wanted = sorted({(case.cut, case.servers) for case in cases if case.features == features})
@@ -455,7 +448,6 @@ def _predicted_time(case: Case, phases: Mapping[str, Mapping[str, int]]) -> floa
 
 
 def _break_even(cases: Sequence[Case], found: Mapping[str, Survey]) -> dict[str, dict[str, float]]:
-    """Return H* for each cut of GraphSAGE, once, with and without structure."""
     first = {(case.cut, case.servers): found[case.name] for case in reversed(cases) if case.model == "sage"}
     return {
         f"{cut}, {servers} servers": {
@@ -469,7 +461,6 @@ def _break_even(cases: Sequence[Case], found: Mapping[str, Survey]) -> dict[str,
 def _by_blocks(
     cases: Sequence[Case], found: Mapping[str, Survey], value: Callable[[Survey], float]
 ) -> dict[str, float]:
-    """Return ``value`` for each kind of blocks that is drawn."""
     return {
         f"{case.cut}, fan-out {','.join(map(str, case.fanouts))}, {case.servers} servers": round(
             value(found[case.name]), 3

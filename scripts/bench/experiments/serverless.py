@@ -125,7 +125,6 @@ _SEEDS = 5
 
 
 def _y1(plan: BenchPlan, size: Size) -> ExperimentPlan:
-    """Train from several seeds on the built-in graph and, where its file is, on coauthor_physics."""
     folders = {"built-in": data.prepare(graph_of(size, plan.seed), {"metis": CUT}, plan.work)["metis"]}
     if (plan.work / COAUTHORS).is_file():
         folders["coauthor_physics"] = cut_coauthors(plan.work, size.features)
@@ -165,7 +164,6 @@ def _counting(graph: str, mode: str, size: Size, turns: tuple[dict[str, Any], ..
 
 
 def _y2(plan: BenchPlan, size: Size) -> ExperimentPlan:
-    """Train with pauses that vary, and with pauses that do not."""
     cases, ratios = [], []
     for sigma, words in ((size.latency_sigma, "jitter"), (0.0, "no jitter")):
         slow = slow_workers(replace(size, latency_sigma=sigma))
@@ -183,7 +181,6 @@ def _y2(plan: BenchPlan, size: Size) -> ExperimentPlan:
 
 
 def _y3(plan: BenchPlan, size: Size) -> ExperimentPlan:
-    """Train with one phase at a time, and with the pipeline."""
     slow, params = slow_workers(size), {"warmup": 1}
     cases = [
         Case(name=name, options={**slow, "mode": mode}, params=params)
@@ -198,7 +195,6 @@ def _y3(plan: BenchPlan, size: Size) -> ExperimentPlan:
 
 
 def _y4(plan: BenchPlan, size: Size) -> ExperimentPlan:
-    """Train with each of the three options off, with none and with all of them."""
     named = {
         "without fusion": {"fusion": False},
         "without rematerialisation": {"rematerialise": False},
@@ -231,7 +227,6 @@ def _bytes(name: str, over: str, under: str, predicted: float, tolerance: float)
 
 
 def _y5(plan: BenchPlan, size: Size) -> ExperimentPlan:
-    """Train with functions, and with all tensor work on the graph servers."""
     simulated = EMULATED + "; dollars are those of a price table, nothing was paid"
     cases = [Case(name=ALONE, options={"executor": "inline"}, simulated=simulated, counted=False)]
     ratios = []
@@ -335,7 +330,6 @@ def variant_of(case: Case, folder: Path, size: Size, seed: int) -> Variant:
 
 
 def _predicted(case: Case, folder: Path, size: Size, classes: int) -> dict[str, int]:
-    """Return the bytes of an epoch by phase."""
     manifest = open_dataset(folder).manifest
     halo = manifest.quality["halo_nodes"]
     assert isinstance(halo, Sequence)
@@ -398,7 +392,7 @@ def _unit_rows(features: NodeColumn, rows: Array) -> Array:
     return found.astype(np.float32) / np.maximum(norms, 1e-12)
 
 
-def _experiment(name: str, title: str, says: str, setting: str, prediction: str, **texts: str) -> Experiment:
+def _experiment(name: str, title: str, says: str, setting: str, prediction: str, **texts: Any) -> Experiment:
     changed = _PLANS[name][1]
     return Experiment(
         id=name,

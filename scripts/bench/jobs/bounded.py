@@ -100,7 +100,6 @@ def _trained(g: DistGraph, told: BoundedParams) -> dict[str, Any]:
 
 @contextmanager
 def _closed(trainer: EpochTrainer) -> Iterator[None]:
-    """Close ``trainer`` afterwards; after an error without waiting for the other ranks."""
     failed = True
     try:
         yield
@@ -110,7 +109,6 @@ def _closed(trainer: EpochTrainer) -> Iterator[None]:
 
 
 def _measured(trainer: EpochTrainer, told: BoundedParams, session: Session) -> _Measured:
-    """Warm up and train; collective."""
     if told.warmup:
         trainer.run(0, told.warmup)
     before = trainer.account()
@@ -153,7 +151,6 @@ def _accuracy(model: WrappedModel, g: DistGraph, told: BoundedParams) -> dict[st
 
 
 def _money(measured: _Measured) -> dict[str, Any]:
-    """Return what an epoch took, and its value: 1 / (seconds x dollars)."""
     number = len(measured.records)
     each = {name: total / number for name, total in measured.account.items()}
     seconds = sum(record.seconds for record in measured.records) / number

@@ -51,7 +51,7 @@ class JobContext:
         """Bytes that this server's card has sent so far, headers included; None on plain loopback."""
         if self.device is None:
             return None
-        from scripts.netlab.links import read_card
+        from scripts.netlab.servers import read_card
 
         return read_card(self.device).sent
 

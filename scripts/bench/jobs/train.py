@@ -80,7 +80,6 @@ class _Before:
 
 
 def _make(told: TrainParams, g: DistGraph) -> _Training:
-    """Do what a user's script does before its loop; collective."""
     classes = int(g.num_classes(NODE_TYPE) or 0)
     nodes = node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=told.seeds == "even")
     nodes = nodes[: told.max_seeds]
@@ -107,7 +106,6 @@ def _make(told: TrainParams, g: DistGraph) -> _Training:
 
 
 def _measured(training: _Training, told: TrainParams, context: JobContext, began: float) -> dict[str, Any]:
-    """Warm up, train the measured epochs and gather what they cost; collective."""
     session, g = training.g.session, training.g
     curve = _Curve(training, told)
     trained_s = 0.0
@@ -159,7 +157,6 @@ def _epoch(training: _Training, told: TrainParams, epoch: int) -> EpochRecord:
 
 
 def _json(record: EpochRecord) -> dict[str, Any]:
-    """Return JSON values; what is no number, as the loss of simulated compute, becomes null."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(record).items()
@@ -194,7 +191,6 @@ class _Curve:
 
 
 def _sent_by_cards(before: int | None, context: JobContext, session: Session) -> int | None:
-    """Return what the cards of all servers have sent since; None where there are none. Collective."""
     now = context.card_sent()
     mine = -1 if now is None or before is None else now - before
     return sum_by_server(gather_int64([context.server, mine], session).tolist())
@@ -210,7 +206,6 @@ def sum_by_server(rows: Iterable[tuple[int, int]]) -> int | None:
 
 
 def _facts(training: _Training, session: Session) -> dict[str, Any]:
-    """Return what was trained on, over all ranks and measured epochs; collective."""
     loader, topology = training.loader, session.topology
     counts = [loader.rows, loader.remote, loader.edges, loader.num_targets, loader.input_ids]
     rows = gather_int64(counts, session)
@@ -233,7 +228,6 @@ def _facts(training: _Training, session: Session) -> dict[str, Any]:
 
 
 def _by_phase(sent: list[LedgerRow], session: Session) -> dict[str, int]:
-    """Return payload bytes between servers by phase, over all ranks; collective."""
     mine = Counter[str]()
     for row in sent:
         if not row.inside:

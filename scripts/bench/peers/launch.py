@@ -23,8 +23,7 @@ from dglx_dist.registry import did_you_mean
 from scripts.bench.peers.workload import Workload
 from scripts.bench.records import Job
 from scripts.netlab.base import Lab
-from scripts.netlab.launch import server_environment, start, with_changes
-from scripts.netlab.process import Launcher
+from scripts.netlab.launch import Launcher, server_environment, start, with_changes
 
 PACKAGES = ("torch", "dgl", "torch_geometric", "pyg_lib", "torch_sparse")
 
@@ -334,7 +333,6 @@ def _arguments(lab: Lab, launch: Launch, folder: Path) -> list[str]:
 
 
 def _environment(launch: Launch) -> dict[str, str | None]:
-    """Return what is set, or with None unset, for all processes of the launch."""
     inherited = {name: None for name in inherited_environment() if name.startswith(_PEER_VARIABLES)}
     kept = rank_environment(1, environment={})
     allocator = {name: value for name, value in kept.items() if name.startswith("MALLOC_")}
@@ -370,7 +368,6 @@ def _dgl_environment(lab: Lab, launch: Launch, folder: Path, trainers: int) -> d
 def _start_graph_servers(
     lab: Lab, launch: Launch, folder: Path, trainers: int, stack: ExitStack
 ) -> list[Launcher]:
-    """Start stock DGL's server on each server; nothing for other systems."""
     if launch.system != "stock":
         return []
     _ip_config(folder).write_text("".join(f"{server.address} {_SERVER_PORT}\n" for server in lab.servers))
@@ -403,7 +400,6 @@ def _ip_config(folder: Path) -> Path:
 
 
 def _logs(folder: Path) -> str:
-    """Return the last lines of every log, each on a line of its own."""
     lines = []
     for log in sorted(folder.glob("*.log")):
         kept = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
@@ -447,7 +443,6 @@ def _reports(
 
 
 def _curve(epochs: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[float, float]]:
-    """Return (seconds of training so far, accuracy) where ranks, [rank][epoch], counted validation nodes."""
     curve, seconds = [], 0.0
     for row in zip(*epochs, strict=True):
         seconds += max(rank["seconds"] for rank in row)
@@ -466,7 +461,6 @@ def _total(values: Sequence[int | None]) -> int | None:
 def _means(
     rows: Sequence[Sequence[Mapping[str, Any]]], group: str, over: Callable[[Iterable[float]], float]
 ) -> dict[str, float]:
-    """Return means over epochs of what ``over`` makes of the ranks' values; ``rows`` are [epoch][rank]."""
     names = sorted({name for row in rows for rank in row for name in rank[group]})
     return {
         name: sum(over(rank[group].get(name, 0.0) for rank in row) for row in rows) / len(rows)

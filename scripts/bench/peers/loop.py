@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dglx_dist.data.storage.files import peak
 from scripts.bench.peers.workload import Workload
-from scripts.netlab.links import read_card
+from scripts.netlab.servers import read_card
 
 
 def read_arguments() -> argparse.Namespace:
