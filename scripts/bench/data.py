@@ -18,10 +18,9 @@ from dglx_dist.planner.workload import Survey
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.progress import progress
 from dglx_dist.records import RawGraph
-from scripts.bench.alone import do_alone
-from scripts.bench.messages import read_json, write_json
 from scripts.bench.records import Job
 from scripts.bench.simulate import ComputeCost
+from scripts.bench.worker import do_alone, read_json, write_json
 
 log = logging.getLogger(__name__)
 

@@ -16,21 +16,23 @@ import typer
 from dglx_dist.report.tables import markdown_table
 from scripts.bench import results, suites
 from scripts.bench.cli import measure, write_pages
-from scripts.bench.closed_form import closed_form_table, once_table
 from scripts.bench.experiments import choice as grids
 from scripts.bench.experiments.push_pull import WIDTHS
 from scripts.bench.experiments.serverless import COAUTHORS as FILE
-from scripts.bench.figures import VariantFigures, ratio_figures, variant_figures
-from scripts.bench.phase_table import (
+from scripts.bench.figures import (
+    VariantFigures,
+    closed_form_table,
     crossing,
     different_blocks,
     measured_bytes,
+    once_table,
     phase_table,
     predicted_bytes,
+    ratio_figures,
+    variant_figures,
 )
+from scripts.bench.pages import accuracy_in_words, judge, judge_experiment, ratio_in_words, section
 from scripts.bench.records import BenchPlan, Experiment, Measurement, Outcome
-from scripts.bench.sections import accuracy_in_words, ratio_in_words, section
-from scripts.bench.verdict import judge, judge_experiment
 
 P3_IDS = ("P1", "P2", "P4", "P5", "P6", "P7", "P8", "P9")
 GRANNDIS_IDS = ("G1", "G2", "G3", "G4", "G5")

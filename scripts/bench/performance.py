@@ -20,11 +20,29 @@ from typing import Any
 
 from dglx_dist.errors import StorageError
 from dglx_dist.report.tables import markdown_table
-from scripts.bench.circumstances import circumstances, facts_in_lines, flat
-from scripts.bench.closed_form import closed_form_table, once_table
-from scripts.bench.figures import HIDDEN, PHASES, Spread, ratio_figures, variant_figures
-from scripts.bench.markdown import pictures_of
-from scripts.bench.phase_table import phase_table
+from scripts.bench.figures import (
+    HIDDEN,
+    PHASES,
+    Spread,
+    cells_of,
+    closed_form_table,
+    nearness,
+    once_table,
+    phase_table,
+    ratio_figures,
+    regret_tables,
+    variant_figures,
+)
+from scripts.bench.pages import (
+    accuracy_in_words,
+    bounds_in_words,
+    circumstances,
+    facts_in_lines,
+    flat,
+    judge,
+    judge_experiment,
+    pictures_of,
+)
 from scripts.bench.records import (
     COUNTED_BYTES,
     PREDICTED_BYTES,
@@ -33,11 +51,8 @@ from scripts.bench.records import (
     Experiment,
     Outcome,
 )
-from scripts.bench.regret_table import cells_of, nearness, regret_tables
 from scripts.bench.results import make_folder, read, result_path, write_text
-from scripts.bench.sections import accuracy_in_words
 from scripts.bench.suites import everything
-from scripts.bench.verdict import bounds_in_words, judge, judge_experiment
 
 FORMAT, VERSION = "dglx bench figures", 1
 DOCS = Path(__file__).parents[2] / "docs"

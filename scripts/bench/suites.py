@@ -55,8 +55,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "digests of weights, losses and bytes, to compare two checkouts",
         ),
         "storage": ("micro.storage:main", "seconds to write, open and map a dataset"),
-        "alone": ("alone:start", ""),
-        "worker": ("worker:start", ""),
+        "alone": ("worker:start_alone", ""),
+        "worker": ("worker:start_worker", ""),
     }
 )
 """Name to "module:function" in this folder and what it is; without that, only the bench itself starts it."""

@@ -1,11 +1,11 @@
-"""A small clustered graph for the bench's tests, and the context of a rank without a crew."""
+"""A small clustered graph for the bench's tests, and the context of a rank without a pool."""
 
 from pathlib import Path
 
 from dglx_dist.comm.topology import read_topology
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.prepare import PartitionPlan
-from scripts.bench.jobs.context import JobContext, Place
+from scripts.bench.worker import JobContext, Place
 
 SMALL = SyntheticConfig(nodes=600, degree=8, classes=4, features=12, communities=8, train_rate=0.2, seed=3)
 HALVES = PartitionPlan(num_parts=2, method="random")

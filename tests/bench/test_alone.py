@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import JobError
-from scripts.bench.alone import do_alone
 from scripts.bench.records import Job
+from scripts.bench.worker import do_alone
 from tests.bench.test_stage import processes_that_name
 
 ROOT = Path(__file__).parents[2]

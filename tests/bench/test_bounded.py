@@ -15,7 +15,7 @@ from dglx_dist.strategies.serverless.options import read_settings
 from scripts.bench.driver import check_plan
 from scripts.bench.experiments.serverless import Case, Size, plan_at, plan_of, projected
 from scripts.bench.jobs import bounded as job
-from scripts.bench.jobs.bounded_params import read_bounded
+from scripts.bench.jobs.params import IntervalParams, read_params
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan
 from scripts.bench.suites import FAMILIES
 from tests.bench.graphs import context
@@ -36,10 +36,10 @@ def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     check_plan(name, plan)
     for variant in plan.variants:
         for turn in range(2):
-            told = read_bounded(variant.job.turn(turn).params)
+            told = read_params(IntervalParams, variant.job.turn(turn).params)
             assert Path(told.data).is_dir()
             read_settings(told.options)
-        read_bounded(variant.job.warmed().params)
+        read_params(IntervalParams, variant.job.warmed().params)
     assert plan.ratios
 
 
@@ -137,11 +137,11 @@ def test_epochs_are_counted_to_the_first_that_is_good_enough() -> None:
 
 def test_a_wrong_parameter_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no parameter 'epoch'.*'epochs'"):
-        read_bounded({"data": "x", "epoch": 3})
+        read_params(IntervalParams, {"data": "x", "epoch": 3})
     with pytest.raises(ConfigError, match="needs the parameter data"):
-        read_bounded({})
+        read_params(IntervalParams, {})
     with pytest.raises(ConfigError, match=r"target=2\.0 of a bounded job must be a fraction"):
-        read_bounded({"data": "x", "target": 2.0})
+        read_params(IntervalParams, {"data": "x", "target": 2.0})
 
 
 def test_projections_keep_directions_and_splits_cover_all_nodes() -> None:

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from scripts.bench.circumstances import circumstances, facts_in_lines, flat
+from scripts.bench.pages import circumstances, facts_in_lines, flat
 from tests.bench.measured import outcome
 
 

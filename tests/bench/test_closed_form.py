@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scripts.bench.closed_form import closed_form_table, once_table
+from scripts.bench.figures import closed_form_table, once_table
 from scripts.bench.records import KAPPA, PREDICTED_ONCE, Measurement, Outcome
 from scripts.bench.speedup_model import predicted_time
 from tests.bench.measured import epoch

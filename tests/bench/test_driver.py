@@ -11,9 +11,9 @@ import pytest
 from dglx_dist.errors import ConfigError, JobError
 from dglx_dist.planner.records import Rate
 from scripts.bench import driver, results
+from scripts.bench.driver import Step
+from scripts.bench.pool import Stage
 from scripts.bench.records import BenchPlan, ExperimentPlan, Job, Outcome, Ratio, Shape, Variant
-from scripts.bench.stage import Stage
-from scripts.bench.steps import Step
 from tests.bench.outcomes import TWO, epoch, experiment_of, plan_of
 
 MEGABIT = 10**6

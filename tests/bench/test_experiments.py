@@ -10,10 +10,10 @@ from dglx_dist.planner.workload import Survey
 from scripts.bench import speedup_model, suites
 from scripts.bench.driver import check_plan
 from scripts.bench.experiments import data_parallel
-from scripts.bench.jobs.registry import KINDS
-from scripts.bench.jobs.train_params import read_params
+from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
 from scripts.bench.simulate import ComputeCost, Line
+from scripts.bench.worker import KINDS
 
 COST = ComputeCost(forward=Line(base_s=0.0, per_edge_s=1e-6), backward=Line(base_s=0.0, per_edge_s=1e-6))
 
@@ -28,7 +28,7 @@ def check(name: str, plan: ExperimentPlan) -> None:
     for variant in plan.variants:
         for job in filter(None, (variant.job, variant.curve)):
             assert job.kind in KINDS
-            told = read_params({**job.params, **job.warm})
+            told = read_params(TrainParams, {**job.params, **job.warm})
             assert Path(told.data).is_dir()
             assert bool(variant.simulated) == (told.cost is not None)
     assert plan.ratios

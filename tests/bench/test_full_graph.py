@@ -28,7 +28,7 @@ from scripts.bench.experiments.full_graph import (
     Size,
 )
 from scripts.bench.jobs import train
-from scripts.bench.jobs.train_params import read_params
+from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.records import PREDICTED_BYTES, PREDICTED_ONCE, BenchPlan, MatchedPhi
 from scripts.bench.suites import FAMILIES
 from tests.bench.graphs import context
@@ -55,7 +55,7 @@ def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
             assert variant.name == STOCK
             assert Path(variant.job.params["data"]).is_file()
             continue
-        told = read_params({**variant.job.params, **variant.job.warm})
+        told = read_params(TrainParams, {**variant.job.params, **variant.job.warm})
         assert Path(told.data).is_dir()
         assert variant.shape.servers * variant.shape.ranks_per_server == 4
         if isinstance(variant.rate, MatchedPhi):

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from dglx_dist.planner.records import Rate
-from scripts.bench.links import link_of
+from scripts.bench.figures import link_of
 from tests.bench.measured import outcome, variant
 
 

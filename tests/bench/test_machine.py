@@ -4,11 +4,11 @@ import socket
 from importlib.metadata import version
 from pathlib import Path
 
-from scripts.bench import machine
+from scripts.bench import driver
 
 
 def test_what_is_told_of_this_machine() -> None:
-    told = machine.describe()
+    told = driver.describe_machine()
     assert told["cores_usable"] == len(os.sched_getaffinity(0))
     versions = told["versions"]
     assert isinstance(versions, dict)
@@ -19,7 +19,7 @@ def test_what_is_told_of_this_machine() -> None:
 
 
 def test_neither_the_host_nor_the_user_is_named() -> None:
-    told = json.dumps(machine.describe())
+    told = json.dumps(driver.describe_machine())
     assert str(Path.home()) + "/" not in told
     assert str(Path.cwd()) not in told
     name = socket.gethostname()
@@ -29,6 +29,6 @@ def test_neither_the_host_nor_the_user_is_named() -> None:
 
 def test_the_processor_is_the_first_that_is_named(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor: 0\nmodel name\t: Fast One\n\nmodel name\t: Other\n")
-    assert machine._cpu_model(tmp_path / "cpuinfo") == "Fast One"
+    assert driver._cpu_model(tmp_path / "cpuinfo") == "Fast One"
     (tmp_path / "cpuinfo").write_text("Features: fp\n")
-    assert machine._cpu_model(tmp_path / "cpuinfo") == os.uname().machine
+    assert driver._cpu_model(tmp_path / "cpuinfo") == os.uname().machine

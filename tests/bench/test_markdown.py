@@ -7,7 +7,7 @@ import pytest
 from dglx_dist.errors import DglxError, StorageError
 from scripts.bench import results
 from scripts.bench.figures import variant_figures
-from scripts.bench.markdown import render, write
+from scripts.bench.pages import render, write_page
 from scripts.bench.records import Outcome
 from scripts.bench.suites import find
 from tests.bench.measured import EXPERIMENT, outcome, scaling, with_curves
@@ -136,7 +136,7 @@ def test_a_folder_of_results_becomes_its_readme(tmp_path: Path) -> None:
     results.write(tmp_path, Outcome(experiment="Y1", status="absent", reason="no lambda"))
     results.write(tmp_path, Outcome(experiment="P1", status="absent", reason="no push_pull"))
     (tmp_path / "P1-phases.png").write_bytes(b"")
-    page = write(tmp_path)
+    page = write_page(tmp_path)
     assert page == tmp_path / "README.md"
     text = page.read_text()
     assert text.index("## P1:") < text.index("## Y1:")
@@ -148,10 +148,10 @@ def test_a_folder_of_results_becomes_its_readme(tmp_path: Path) -> None:
 
 def test_bad_folders_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="nowhere"):
-        write(tmp_path / "nowhere")
+        write_page(tmp_path / "nowhere")
     results.write(tmp_path, replace(outcome(), experiment="Z9"))
     with pytest.raises(DglxError, match="Z9"):
-        write(tmp_path)
+        write_page(tmp_path)
     assert not (tmp_path / "README.md").exists()
 
 
@@ -160,4 +160,4 @@ def test_a_page_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> Non
     (tmp_path / "README.md" / "in the way").write_text("")
     results.write(tmp_path, Outcome(experiment="P1", status="absent", reason="no push_pull"))
     with pytest.raises(StorageError, match=r"README\.md"):
-        write(tmp_path)
+        write_page(tmp_path)

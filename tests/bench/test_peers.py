@@ -33,8 +33,8 @@ def test_stock_and_ours_train_the_same_seeds_of_the_same_partition(
 ) -> None:
     launches = {system: launch_of(system, TINY, written, epochs=1, warmup=0) for system in ("stock", "ours")}
     with open_lab(LabSpec(servers=2)) as lab:
-        crew = Launches(lab, 1, tmp_path)
-        stock, ours = (crew.do(Job(kind=KIND, params=launch.params()), 120.0) for launch in launches.values())
+        pool = Launches(lab, 1, tmp_path)
+        stock, ours = (pool.do(Job(kind=KIND, params=launch.params()), 120.0) for launch in launches.values())
     assert len(stock) == len(ours) == 2
     # Ids in both formats are the same, so equal sums of the seeds' ids are equal shares.
     assert stock[0]["extra"]["seed_sum_of_rank"] == ours[0]["extra"]["seed_sum_of_rank"]

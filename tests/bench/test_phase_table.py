@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from scripts.bench.phase_table import crossing, different_blocks, phase_table
+from scripts.bench.figures import crossing, different_blocks, phase_table
+from scripts.bench.pages import section
 from scripts.bench.records import PREDICTED_BYTES, ExperimentPlan, Job, Measurement, Outcome
-from scripts.bench.sections import section
 from tests.bench.measured import EXPERIMENT, epoch, variant
 
 PARAMS = {"data": "d", "fanouts": [3, 2]}

@@ -15,7 +15,7 @@ from scripts.bench.driver import check_plan
 from scripts.bench.experiments import push_pull
 from scripts.bench.experiments.push_pull import STOCK, Case, Compared, Size
 from scripts.bench.jobs import train
-from scripts.bench.jobs.train_params import read_params
+from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.peers.launch import KIND, Launch
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan
 from scripts.bench.suites import FAMILIES
@@ -61,7 +61,7 @@ def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
         if variant.job.kind == KIND:
             assert Path(Launch.from_params(params).data).is_file()
             continue
-        told = read_params(params)
+        told = read_params(TrainParams, params)
         assert Path(told.data).is_dir()
         assert (told.strategy == "push_pull") is ("features" not in foretold[variant.name])
         assert sum(foretold[variant.name].values()) > 0
@@ -73,7 +73,7 @@ def test_stock_distdgl_trains_on_the_same_cut(bench: BenchPlan) -> None:
     plan = push_pull.plan_at("P1", bench, TINY)
     by_name = {variant.name: variant for variant in plan.variants}
     stock = Launch.from_params(by_name[STOCK].job.params)
-    ours = read_params(by_name["hash, 16"].job.params)
+    ours = read_params(TrainParams, by_name["hash, 16"].job.params)
     assert (stock.workload.hidden, list(stock.workload.fanouts)) == (ours.hidden, list(ours.fanouts))
     assert stock.workload.batch_size == ours.batch_size
     assert Path(stock.data).parent.name.removeprefix("dgl-") == Path(ours.data).name.removeprefix(

@@ -9,12 +9,10 @@ from dglx_dist.errors import ConfigError
 from scripts.bench import results
 from scripts.bench.driver import check_plan, differing
 from scripts.bench.experiments.choice import Size, grid_of, plan_of
-from scripts.bench.figures import ratio_figures
-from scripts.bench.jobs.train_params import read_params
+from scripts.bench.figures import nearness, ratio_figures, regret_tables
+from scripts.bench.jobs.params import TrainParams, read_params
+from scripts.bench.pages import judge, judge_experiment, section
 from scripts.bench.records import COUNTED_BYTES, PREDICTED_SECONDS, BenchPlan, Cell, Outcome, Ratio
-from scripts.bench.regret_table import nearness, regret_tables
-from scripts.bench.sections import section
-from scripts.bench.verdict import judge, judge_experiment
 from tests.bench.measured import EXPERIMENT, measurements, outcome, variant
 
 CELLS = (
@@ -128,7 +126,7 @@ def test_a_grid_is_planned_by_real_dry_runs(tmp_path: Path) -> None:
         "data_parallel", "push_pull", "full_graph", "shared_preload", "cooperative",
     }  # fmt: skip
     for one in plan.variants:
-        told = read_params({**one.job.params, **one.job.warm})
+        told = read_params(TrainParams, {**one.job.params, **one.job.warm})
         assert (told.strategy in ("data_parallel", "push_pull")) == (list(told.fanouts) == [10, 25])
         assert plan.facts[PREDICTED_SECONDS][one.name] > 0
         assert plan.facts[COUNTED_BYTES][one.name] > 0

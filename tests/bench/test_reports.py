@@ -3,7 +3,7 @@ from dataclasses import asdict
 import pytest
 
 from dglx_dist.errors import JobError
-from scripts.bench.reports import read_measured, read_measurement
+from scripts.bench.driver import read_measured, read_measurement
 from scripts.netlab.calibrate import Measured
 from tests.bench.outcomes import epoch, plan_of
 

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from scripts.bench.sections import accuracy_in_words, not_reproduced, overview_row, section
+from scripts.bench.pages import accuracy_in_words, not_reproduced, overview_row, section
 from tests.bench.measured import EXPERIMENT, outcome, scaling, with_curves
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.planner.records import Rate
+from scripts.bench.pool import open_stage
 from scripts.bench.records import Job, Shape
-from scripts.bench.stage import open_stage
 from tests.helpers import wide
 
 ECHO = Job(kind="echo")

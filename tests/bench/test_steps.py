@@ -1,6 +1,6 @@
 import pytest
 
-from scripts.bench.steps import Step, Steps
+from scripts.bench.driver import Step, Steps
 
 
 class Clock:
@@ -13,7 +13,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("scripts.bench.steps.time", clock)
+    monkeypatch.setattr("scripts.bench.driver.time", clock)
     return clock
 
 

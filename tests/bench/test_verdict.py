@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from scripts.bench.figures import ratio_figures
+from scripts.bench.pages import Verdict, bounds_in_words, judge, judge_experiment
 from scripts.bench.records import ExperimentPlan, Outcome, Ratio
-from scripts.bench.verdict import Verdict, bounds_in_words, judge, judge_experiment
 from tests.bench.measured import EXPERIMENT, measurements, outcome, scaling
 
 

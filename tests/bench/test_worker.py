@@ -4,21 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench import messages, worker
-from scripts.bench.jobs.context import JobContext, Place
-from scripts.bench.messages import Failure
+from scripts.bench import worker
 from scripts.bench.records import Job
-from scripts.bench.worker import wait_for_job
+from scripts.bench.worker import Failure, JobContext, Place, wait_for_job
 from scripts.netlab import alive
 
 
 def test_a_rank_takes_the_job_that_is_there(tmp_path: Path) -> None:
-    messages.write_job(tmp_path, 3, Job(kind="echo"), 5.0)
+    worker.write_job(tmp_path, 3, Job(kind="echo"), 5.0)
     assert wait_for_job(tmp_path, 3) == (Job(kind="echo"), 5.0)
 
 
 def test_a_rank_leaves_when_its_driver_is_gone(tmp_path: Path) -> None:
-    os.close(alive.hold(tmp_path / messages.DRIVER))
+    os.close(alive.hold(tmp_path / worker.DRIVER))
     assert wait_for_job(tmp_path, 0) is None
 
 
@@ -27,7 +25,7 @@ def test_a_rank_leaves_when_the_folder_is_gone(tmp_path: Path) -> None:
 
 
 def test_a_rank_leaves_a_driver_that_lives_and_is_silent(tmp_path: Path) -> None:
-    held = alive.hold(tmp_path / messages.DRIVER)
+    held = alive.hold(tmp_path / worker.DRIVER)
     before = time.monotonic()
     assert wait_for_job(tmp_path, 0, silent_s=0.5) is None
     assert time.monotonic() - before > 0.5
@@ -50,6 +48,6 @@ def test_what_goes_wrong_before_the_job_is_told_too(tmp_path: Path, monkeypatch:
     )
     with pytest.raises(SystemExit):
         worker._do(Job(kind="echo"), context)
-    found = messages.read_report(tmp_path, 0, 0)
+    found = worker.read_report(tmp_path, 0, 0)
     assert isinstance(found, Failure)
     assert found.text == "PermissionError: clear_refs"

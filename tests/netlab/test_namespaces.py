@@ -207,8 +207,8 @@ def test_all_ends_with_a_killed_owner_and_the_next_lab_sweeps_up(lab_name: str) 
 
 def test_a_lab_stays_up_for_other_processes_until_it_is_taken_down(lab_name: str) -> None:
     code = (
-        "import sys\nfrom scripts.netlab.base import LabSpec\nfrom scripts.netlab.labs import open_detached as up\n"
-        "up(LabSpec(servers=2, cpus=0.3), sys.argv[1])"
+        "import sys\nfrom scripts.netlab.base import LabSpec\nfrom scripts.netlab.labs import open_detached\n"
+        "open_detached(LabSpec(servers=2, cpus=0.3), sys.argv[1])"
     )
     subprocess.run([sys.executable, "-c", code, lab_name], cwd=ROOT, check=True, timeout=LIMIT_S)
     with attach(lab_name) as lab:

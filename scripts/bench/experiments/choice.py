@@ -11,7 +11,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
-from scripts.bench.alone import do_alone
 from scripts.bench.records import (
     COUNTED_BYTES,
     PREDICTED_SECONDS,
@@ -25,6 +24,7 @@ from scripts.bench.records import (
     Shape,
     Variant,
 )
+from scripts.bench.worker import do_alone
 
 SHAPE = Shape(servers=2, ranks_per_server=1)
 MEDIAN, WORST = 1.15, 1.5

@@ -169,7 +169,7 @@ def _proportional(pid: int) -> int:
 
 
 KIND = "program"
-"""Kind of the jobs that are done by :class:`Launches` in place of a crew."""
+"""Kind of the jobs that are done by :class:`Launches` in place of a pool."""
 
 PROGRAMS = Path(__file__).parent / "programs"
 _TRAINERS = {
@@ -232,7 +232,7 @@ class Launch:
 
 @final
 class Launches:
-    """Takes jobs as a crew does, and launches the program of each anew.
+    """Takes jobs as a pool does, and launches the program of each anew.
 
     Args:
         lab: Where they run.

@@ -1,20 +1,26 @@
-"""Ranks on the servers of a lab that stay and do one job after another."""
+"""Worker pools: the ranks on the servers of a lab that do one job after another, a pool for each shape."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeAlias, final
 
 from dglx_dist.errors import JobError
-from scripts.bench import messages
-from scripts.bench.messages import Failure
-from scripts.bench.records import Job
+from dglx_dist.planner.records import Rate
+from scripts.bench import worker
+from scripts.bench.peers import launch
+from scripts.bench.records import Job, Shape
+from scripts.bench.worker import Failure
 from scripts.netlab import alive
-from scripts.netlab.base import Lab
+from scripts.netlab.alive import scratch_folder
+from scripts.netlab.base import Lab, LabSpec
+from scripts.netlab.labs import open_lab
 
 POLL_S = 0.02
 LOOK_S = 0.25
@@ -41,7 +47,7 @@ Start = Callable[[Lab, list[str], int, Path], Started]
 
 
 @final
-class Crew:
+class WorkerPool:
     """Ranks that wait for jobs; a context manager that ends them.
 
     Args:
@@ -59,8 +65,8 @@ class Crew:
         self._broken = ""
         places = [{"address": server.address, "device": server.device} for server in lab.servers]
         folder.mkdir(parents=True, exist_ok=True)
-        messages.write_json(folder / messages.CREW, {"places": places, "ranks_per_server": ranks_per_server})
-        self._held: int | None = alive.hold(folder / messages.DRIVER)
+        worker.write_json(folder / worker.POOL, {"places": places, "ranks_per_server": ranks_per_server})
+        self._held: int | None = alive.hold(folder / worker.DRIVER)
         command = [str(Path(__file__).parent), "worker", str(folder)]
         self._started = (start or start_under_torchrun)(lab, command, ranks_per_server, folder / "launch")
 
@@ -68,14 +74,16 @@ class Crew:
         """Have all ranks do ``job`` and return what they report, by rank.
 
         Raises:
-            JobError: a rank failed, died or did not report in time; it is named. The crew is then broken: it
+            JobError: a rank failed, died or did not report in time; it is named. The pool is then broken: it
                 takes no other job, and its ranks have been ended.
         """
         if self._broken:
-            raise JobError(f"this crew takes no job after one that failed ({self._broken}); make a new one")
+            raise JobError(
+                f"this worker pool takes no job after one that failed ({self._broken}); make a new one"
+            )
         number = self._number
         self._number += 1
-        messages.write_job(self._folder, number, job, timeout_s)
+        worker.write_job(self._folder, number, job, timeout_s)
         try:
             return self._wait(number, job, timeout_s)
         except JobError as error:
@@ -86,11 +94,11 @@ class Crew:
     def close(self) -> None:
         """End all ranks, within seconds. May be called twice."""
         if self._held is not None and not self._broken:
-            messages.write_job(self._folder, self._number, Job(kind=messages.END), LEAVE_S)
+            worker.write_job(self._folder, self._number, Job(kind=worker.END), LEAVE_S)
             self._end(leave_s=LEAVE_S)
         self._end(leave_s=0.0)
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(
@@ -140,7 +148,7 @@ class Crew:
         failures = []
         for rank in range(self.world_size):
             if rank not in reports:
-                found = messages.read_report(self._folder, number, rank)
+                found = worker.read_report(self._folder, number, rank)
                 if isinstance(found, Failure):
                     failures.append(found)
                 elif found is not None:
@@ -160,9 +168,9 @@ class Crew:
 
     def _raise_for_dead(self, number: int, job: Job, missing: list[int]) -> None:
         code = self._started.poll()
-        dead = [rank for rank in missing if alive.has_ended(messages.alive_path(self._folder, rank))]
+        dead = [rank for rank in missing if alive.has_ended(worker.alive_path(self._folder, rank))]
         # A rank reports before it ends, and may have done both since its report was looked for.
-        dead = [rank for rank in dead if messages.read_report(self._folder, number, rank) is None]
+        dead = [rank for rank in dead if worker.read_report(self._folder, number, rank) is None]
         if dead:
             raise JobError(
                 f"{_ranks(dead)} died in job {number} ({job.kind}) without a word; a system that is out of "
@@ -170,13 +178,13 @@ class Crew:
             )
         if code is not None and not self._collect(number, {}):
             raise JobError(
-                f"the launcher of the crew ended with exit code {code} in job {number} ({job.kind}); "
+                f"the launcher of the pool ended with exit code {code} in job {number} ({job.kind}); "
                 f"missing: {_ranks(missing)}{self._log_of(missing[0])}"
             )
 
     def _log_of(self, rank: int) -> str:
         launcher = self._folder / "launch" / f"server-{rank // self._ranks_per_server}.log"
-        for log in (messages.log_path(self._folder, rank), launcher):
+        for log in (worker.log_path(self._folder, rank), launcher):
             lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
             if lines:
                 return "\n" + "\n".join(f"  {log.name}: {line}" for line in lines[-LOG_LINES:])
@@ -192,3 +200,96 @@ def start_under_torchrun(lab: Lab, command: list[str], ranks_per_server: int, lo
 
 def _ranks(numbers: list[int]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+
+
+JOB_TIMEOUT_S = 900.0
+
+
+class Stage(ABC):
+    """Where jobs are done; one at a time, so that what waits costs the others nothing."""
+
+    @abstractmethod
+    def do(self, shape: Shape, job: Job, rate: Rate | None) -> list[dict[str, Any]]:
+        """Do ``job`` on the servers of ``shape`` with ``rate`` between them; return the reports by rank.
+
+        Args:
+            shape: One of those that the stage was opened with.
+            job: What to do.
+            rate: Most that a server sends, or receives; None, or plain loopback: not limited.
+
+        Raises:
+            JobError: a rank failed, died or was silent for long.
+        """
+
+    @abstractmethod
+    def describe(self, shape: Shape, rate: Rate | None) -> dict[str, Any]:
+        """Return ``Lab.describe()`` of its servers with ``rate`` between them, which it sets."""
+
+    @abstractmethod
+    def limits(self, shape: Shape) -> bool:
+        """Whether a rate between its servers holds; False on plain loopback."""
+
+
+OpenStage: TypeAlias = Callable[[Sequence[Shape]], AbstractContextManager[Stage]]
+
+
+@final
+class _Set:
+    """A lab, its pool as soon as a job wants one, and what launches programs in its place."""
+
+    def __init__(self, lab: Lab, shape: Shape, folder: Path, closing: ExitStack) -> None:
+        self.lab = lab
+        self._shape, self._folder, self._closing = shape, folder, closing
+        self._pool: WorkerPool | None = None
+        self._launches = launch.Launches(lab, shape.ranks_per_server, folder / "launches")
+
+    def do(self, job: Job) -> list[dict[str, Any]]:
+        """Have ``job`` done by the pool or, for the kind "program", by processes of its own."""
+        if job.kind == launch.KIND:
+            return self._launches.do(job, JOB_TIMEOUT_S)
+        if self._pool is None:
+            pool = WorkerPool(self.lab, self._shape.ranks_per_server, self._folder / "pool")
+            self._pool = self._closing.enter_context(pool)
+        return self._pool.do(job, JOB_TIMEOUT_S)
+
+
+@final
+class LabStage(Stage):
+    """Pools of real ranks in labs; :func:`open_stage` makes one."""
+
+    def __init__(self, sets: dict[Shape, _Set]) -> None:
+        self._sets = sets
+
+    def do(self, shape: Shape, job: Job, rate: Rate | None) -> list[dict[str, Any]]:
+        self._limit(shape, rate)
+        return self._sets[shape].do(job)
+
+    def describe(self, shape: Shape, rate: Rate | None) -> dict[str, Any]:
+        self._limit(shape, rate)
+        return self._sets[shape].lab.describe()
+
+    def limits(self, shape: Shape) -> bool:
+        return self._sets[shape].lab.kind != "loopback"
+
+    def _limit(self, shape: Shape, rate: Rate | None) -> None:
+        if self.limits(shape):
+            self._sets[shape].lab.set_rates(rate, shape.internal)
+
+
+@contextmanager
+def open_stage(shapes: Sequence[Shape]) -> Iterator[Stage]:
+    """Bring up the servers and start the ranks of each of ``shapes``; end them all afterwards.
+
+    Raises:
+        ConfigError: a shape asks for what this machine cannot give.
+        JobError: ranks could not be started.
+    """
+    with ExitStack() as closing:
+        # Not in /dev/shm, of which each server has its own.
+        folder = closing.enter_context(scratch_folder())
+        sets = {}
+        for number, shape in enumerate(shapes):
+            spec = LabSpec(servers=shape.servers, external=None, internal=shape.internal, cpus=shape.cpus)
+            lab = closing.enter_context(open_lab(spec))
+            sets[shape] = _Set(lab, shape, folder / f"shape-{number}", closing)
+        yield LabStage(sets)
