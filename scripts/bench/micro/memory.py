@@ -38,7 +38,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.models import build_model
-from scripts.bench.micro.starter import parser, torchrun_command
+from scripts.bench.micro.starter import parser, torchrun_command, write_json
 
 CLASSES, SMALL = 10, 2000
 _ARENA_MAX = -8
@@ -202,6 +202,5 @@ def main(argv: list[str]) -> int:
             found = run(Path(scratch), case, options.ranks)
             figures.append({"strategy": name, "granted": size, "limit": held, "found": found})
             print(line_of(name, size, held, found), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    write_json(options, figures)
     return 0
