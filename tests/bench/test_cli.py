@@ -11,7 +11,7 @@ from scripts.bench import driver, results, suites
 from scripts.bench.cli import Telling, app, choose, outcome_table, readable_minutes
 from scripts.bench.driver import Step
 from scripts.bench.records import BenchPlan, Experiment, Outcome
-from tests.bench.outcomes import epoch, plan_of
+from tests.bench.helpers import epoch, plan_of
 
 
 def bench(*arguments: str) -> Any:

@@ -31,7 +31,7 @@ from scripts.bench.jobs import train
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.records import PREDICTED_BYTES, PREDICTED_ONCE, BenchPlan, MatchedPhi
 from scripts.bench.suites import FAMILIES
-from tests.bench.graphs import context
+from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 

@@ -19,7 +19,7 @@ from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.peers.launch import KIND, Launch
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan
 from scripts.bench.suites import FAMILIES
-from tests.bench.graphs import context
+from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks
 
 TINY = Size(nodes=1200, degree=8, batch_size=8, steps=2)

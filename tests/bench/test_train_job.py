@@ -9,7 +9,7 @@ from scripts.bench.driver import KEYS, read_measurement
 from scripts.bench.jobs import counts, train
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.records import Job, Shape, Variant
-from tests.bench.graphs import HALVES, SMALL, context, params_of
+from tests.bench.helpers import HALVES, SMALL, context, params_of
 from tests.helpers.ranks import run_ranks
 
 COST = {"forward": {"base_s": 0.0, "per_edge_s": 0.0}, "backward": {"base_s": 0.0, "per_edge_s": 0.0}}

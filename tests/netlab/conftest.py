@@ -10,7 +10,7 @@ import pytest
 from dglx_dist.planner.records import Rate
 from scripts.netlab import state
 from scripts.netlab.labs import NamespaceLab, what_is_missing
-from tests.netlab.servers import lab_of
+from tests.netlab.helpers import lab_of
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """Experiments with training in intervals: jobs that can be read, bytes that are those of a real run."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from scripts.bench.jobs import bounded as job
 from scripts.bench.jobs.params import IntervalParams, read_params
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan
 from scripts.bench.suites import FAMILIES
-from tests.bench.graphs import context
+from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks
 
 TINY = Size(nodes=600, degree=8, features=12, hidden=8, intervals=2, workers=2, epochs=2, latency_s=0.0)

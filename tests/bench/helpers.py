@@ -1,8 +1,16 @@
-"""Outcomes made by hand: two variants of which every figure is known."""
+"""What tests of the bench share: a small graph, the context of a rank, outcomes made by hand."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+from dglx_dist.comm.topology import read_topology
+from dglx_dist.data.synthetic import SyntheticConfig
+from dglx_dist.planner.records import Rate
+from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import EpochRecord
 from scripts.bench.records import (
     Claim,
@@ -16,6 +24,30 @@ from scripts.bench.records import (
     Shape,
     Variant,
 )
+from scripts.bench.worker import JobContext, Place
+
+SMALL = SyntheticConfig(nodes=600, degree=8, classes=4, features=12, communities=8, train_rate=0.2, seed=3)
+HALVES = PartitionPlan(num_parts=2, method="random")
+
+
+def params_of(folder: Path, **changed: object) -> dict[str, object]:
+    """Parameters of a short training job."""
+    return {"data": str(folder), "hidden": 8, "fanouts": [3, 2], "batch_size": 16, **changed}
+
+
+def context() -> JobContext:
+    """The context of this rank; every rank is a server of its own, on plain loopback."""
+    topology = read_topology()
+    return JobContext(
+        rank=topology.rank,
+        world_size=topology.world_size,
+        ranks_per_server=1,
+        places=(Place(address="127.0.0.1", device=None),) * topology.world_size,
+        folder=Path("unused"),
+        number=0,
+        timeout_s=100.0,
+    )
+
 
 EXPERIMENT = Experiment(
     id="D1",
@@ -28,7 +60,7 @@ EXPERIMENT = Experiment(
 SLOW, FAST = (2.0, 2.2, 2.1, 2.4, 1.9), (1.0, 1.1, 1.05, 1.2, 0.95)
 
 
-def epoch(seconds: float, *, outside: int = 40_000_000) -> EpochRecord:
+def epoch_of(seconds: float, *, outside: int = 40_000_000) -> EpochRecord:
     """An epoch of 1000 samples that waited for half of its time."""
     return EpochRecord(
         epoch=1,
@@ -66,7 +98,7 @@ def measurements(
         Measurement(
             variant=name,
             repetition=number,
-            epochs=(epoch(value, outside=outside),) * 2,
+            epochs=(epoch_of(value, outside=outside),) * 2,
             bytes_outside_wire=None if wire is None else 2 * wire,
             peak_bytes=300_000_000 + number,
         )
@@ -138,4 +170,85 @@ def scaling() -> tuple[Experiment, Outcome]:
         plan=plan,
         measurements=tuple(measured),
         network={one.name: link for one in plan.variants},
+    )
+
+
+TWO = Shape(servers=2)
+CLAIM = Claim(paper="A paper (2020)", says="B is twice as fast as A", setting="4 machines")
+
+
+def epoch(number: int = 0, seconds: float = 2.0, **fields: Any) -> EpochRecord:
+    values: dict[str, Any] = {
+        "loss": 0.5,
+        "train_accuracy": 0.75,
+        "val_accuracy": None,
+        "num_samples": 100,
+        "sample_s": 0.1,
+        "fetch_s": 0.2,
+        "wait_s": 0.3,
+        "compute_s": 0.4,
+        "exchange_s": 0.5,
+        "bytes_inside": 10,
+        "bytes_outside": 2_000_000,
+    }
+    return EpochRecord(epoch=number, seconds=seconds, **values | fields)
+
+
+def plan_of(*names: str, **fields: Any) -> ExperimentPlan:
+    """Variants of one shape at matched phi 0.5 of the first, and the ratio of the first two."""
+    rate = MatchedPhi(phi=0.5, baseline=names[0])
+    variants = tuple(
+        Variant(name=name, shape=TWO, rate=rate, job=Job(kind="echo", params={"as": name}), **fields)
+        for name in names
+    )
+    return ExperimentPlan(
+        variants=variants,
+        ratios=(Ratio(name="A over B", over=names[0], under=names[1], predicted=2.0, low=1.5),),
+        facts={"edge cut": 0.25},
+    )
+
+
+def experiment_of(plan: ExperimentPlan | None, **fields: Any) -> Experiment:
+    return Experiment(
+        id="T1",
+        title="a test",
+        suites=("quick",),
+        claim=CLAIM,
+        prediction="2x",
+        how="by hand",
+        build=None if plan is None else lambda _: plan,
+        **fields,
+    )
+
+
+def outcome_of(plan: ExperimentPlan) -> Outcome:
+    """Everything that an outcome can hold, with other values in every field than the default ones."""
+    odd = Variant(
+        name="odd",
+        shape=Shape(servers=3, ranks_per_server=2, internal=Rate(40_123_456_789), cpus=0.5),
+        job=Job(kind="echo", params={"a": [1, {"b": None}]}, warm={"c": True}),
+        rate=Rate(123_456_789),
+        simulated="compute",
+        curve=Job(kind="echo", params={"epochs": 20}),
+    )
+    measured = Measurement(
+        variant="odd",
+        repetition=4,
+        epochs=(epoch(1), epoch(2, cache_hits=7)),
+        bytes_outside_wire=5,
+        peak_bytes=6,
+        accuracy=((0.5, 0.25), (1.0, 0.5)),
+        extra={"steps": 8},
+    )
+    return Outcome(
+        experiment="T1",
+        status="failed",
+        reason="stopped",
+        network={"odd": {"kind": "namespaces"}},
+        plan=ExperimentPlan(variants=(*plan.variants, odd), ratios=plan.ratios, facts=plan.facts),
+        measurements=(measured,),
+        machine={"cpu": "x"},
+        label="quick look",
+        command="python scripts/bench --only T1 --out DIR",
+        date="2026-01-02T03:04:05+00:00",
     )
