@@ -232,7 +232,7 @@ ROOT = Path(__file__).parents[2]
 BENCH_PROGRAM = """
 import signal
 from scripts.bench.records import Job, Shape
-from scripts.bench.stage import open_stage
+from scripts.bench.pool import open_stage
 from scripts.bench.cli import _interrupt
 
 signal.signal(signal.SIGTERM, _interrupt)
@@ -300,7 +300,7 @@ def test_nothing_outlives_a_bench_that_is_ended(
 
 ROOT = Path(__file__).parents[2]
 ALONE_PROGRAM = """
-from scripts.bench.alone import do_alone
+from scripts.bench.worker import do_alone
 from scripts.bench.records import Job
 
 do_alone(Job(kind="echo", params={"silent_on": 0}))
