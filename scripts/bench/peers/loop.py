@@ -6,13 +6,15 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dglx_dist.data.storage.files import peak
@@ -107,21 +109,75 @@ class Report:
         return None if self._device is None else read_card(self._device).sent
 
 
-def loss_of(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss."""
-    return nn.functional.cross_entropy(scores, labels)
+class Trainer(ABC):
+    """One rank on its share of the training nodes: every system's loop, its parts told apart by a clock."""
+
+    sampled = "wait"
+    """What the time of ``next`` of the loader is called."""
+    loader: Any
+    model: Any
+    optimizers: Sequence[Any]
+    sparse: Any = None
+    """The optimiser of trainable rows."""
+
+    @property
+    def num_steps(self) -> int:
+        """Of an epoch."""
+        return len(self.loader)
+
+    @abstractmethod
+    def inputs(self, batch: Any, clock: Clock) -> tuple[tuple[Any, ...], Tensor]:
+        """Return the arguments of the model, and the labels; what has to be read for them is "pull"."""
+
+    def clear(self) -> None:
+        """Drop the gradients of the step before."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def note(self, clock: Clock, batch: Any) -> None:
+        """Count what one batch of DGL's blocks holds; the sum of its seeds tells which seeds an epoch had."""
+        input_nodes, seeds, blocks = batch
+        clock.count("input_rows", len(input_nodes))
+        clock.count("edges", sum(block.num_edges() for block in blocks))
+        clock.count("seed_sum", int(seeds.sum()))
+
+    def epoch(self, clock: Clock) -> None:
+        """Train one epoch."""
+        batches = iter(self.loader)
+        for _ in range(self.num_steps):
+            with clock.of(self.sampled):
+                batch = next(batches)
+            arguments, labels = self.inputs(batch, clock)
+            with clock.of("forward"):
+                scores = self.model(*arguments)
+                loss = nn.functional.cross_entropy(scores, labels)
+            with clock.of("backward"):
+                self.clear()
+                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+            with clock.of("update"):
+                for optimizer in self.optimizers:
+                    optimizer.step()
+            if self.sparse is not None:
+                with clock.of("sparse update"):
+                    self.sparse.step()
+            clock.count("loss_sum", float(loss.detach()) * len(labels))
+            clock.count("correct", float((scores.detach().argmax(1) == labels).sum()))
+            clock.count("targets", len(labels))
+            self.note(clock, batch)
 
 
-def backward(loss: Tensor) -> None:
-    """Compute gradients."""
-    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-
-
-def note_batch(clock: Clock, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
-    """Count what one batch adds to the epoch's loss and accuracy."""
-    clock.count("loss_sum", float(loss.detach()) * len(labels))
-    clock.count("correct", float((scores.detach().argmax(1) == labels).sum()))
-    clock.count("targets", len(labels))
+def train(
+    trainer: Trainer,
+    arguments: argparse.Namespace,
+    after: Callable[[int, Report], object] = lambda epoch, report: None,
+) -> None:
+    """Train and report; ``after`` is called with the number of each epoch, from 1, once it has ended."""
+    report = Report(arguments.out, dist.get_rank(), dist.barrier, arguments.device)
+    for number in range(1, arguments.epochs + 1):
+        with report.epoch() as clock:
+            trainer.epoch(clock)
+        after(number, report)
+    report.write()
 
 
 class Sage(nn.Module):
@@ -149,10 +205,3 @@ class Sage(nn.Module):
 def initial(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return first rows of an embedding; stock DGL's servers find this by the name of its module."""
     return torch.empty(shape, dtype=dtype).uniform_(-0.1, 0.1)
-
-
-def note_blocks(clock: Clock, input_nodes: Tensor, seeds: Tensor, blocks: list[Any]) -> None:
-    """Count what one batch of DGL's blocks holds; the sum of its seeds tells which seeds an epoch had."""
-    clock.count("input_rows", len(input_nodes))
-    clock.count("edges", sum(block.num_edges() for block in blocks))
-    clock.count("seed_sum", int(seeds.sum()))
