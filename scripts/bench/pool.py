@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -234,46 +234,45 @@ OpenStage: TypeAlias = Callable[[Sequence[Shape]], AbstractContextManager[Stage]
 
 
 @final
-class _Set:
-    """A lab, its pool as soon as a job wants one, and what launches programs in its place."""
-
-    def __init__(self, lab: Lab, shape: Shape, folder: Path, closing: ExitStack) -> None:
-        self.lab = lab
-        self._shape, self._folder, self._closing = shape, folder, closing
-        self._pool: WorkerPool | None = None
-        self._launches = launch.Launches(lab, shape.ranks_per_server, folder / "launches")
-
-    def do(self, job: Job) -> list[dict[str, Any]]:
-        """Have ``job`` done by the pool or, for the kind "program", by processes of its own."""
-        if job.kind == launch.KIND:
-            return self._launches.do(job, JOB_TIMEOUT_S)
-        if self._pool is None:
-            pool = WorkerPool(self.lab, self._shape.ranks_per_server, self._folder / "pool")
-            self._pool = self._closing.enter_context(pool)
-        return self._pool.do(job, JOB_TIMEOUT_S)
-
-
-@final
 class LabStage(Stage):
-    """Pools of real ranks in labs; :func:`open_stage` makes one."""
+    """A lab of real ranks for each shape; :func:`open_stage` makes one.
 
-    def __init__(self, sets: dict[Shape, _Set]) -> None:
-        self._sets = sets
+    Args:
+        labs: That are up.
+        folder: On a disk that all servers share.
+        closing: Ends the worker pools, which are started when a job first wants one.
+    """
+
+    def __init__(self, labs: Mapping[Shape, Lab], folder: Path, closing: ExitStack) -> None:
+        self._labs, self._folder, self._closing = labs, folder, closing
+        self._pools: dict[Shape, WorkerPool] = {}
+        self._launched = 0
 
     def do(self, shape: Shape, job: Job, rate: Rate | None) -> list[dict[str, Any]]:
         self._limit(shape, rate)
-        return self._sets[shape].do(job)
+        lab, ranks = self._labs[shape], shape.ranks_per_server
+        if job.kind == launch.KIND:
+            self._launched += 1
+            folder, told = (
+                self._folder / f"launch-{self._launched:03d}",
+                launch.Launch.from_params(job.params),
+            )
+            return launch.run_once(lab, told, folder, ranks_per_server=ranks, timeout_s=JOB_TIMEOUT_S)
+        if shape not in self._pools:
+            pool = WorkerPool(lab, ranks, self._folder / f"pool-{len(self._pools)}")
+            self._pools[shape] = self._closing.enter_context(pool)
+        return self._pools[shape].do(job, JOB_TIMEOUT_S)
 
     def describe(self, shape: Shape, rate: Rate | None) -> dict[str, Any]:
         self._limit(shape, rate)
-        return self._sets[shape].lab.describe()
+        return self._labs[shape].describe()
 
     def limits(self, shape: Shape) -> bool:
-        return self._sets[shape].lab.kind != "loopback"
+        return self._labs[shape].kind != "loopback"
 
     def _limit(self, shape: Shape, rate: Rate | None) -> None:
         if self.limits(shape):
-            self._sets[shape].lab.set_rates(rate, shape.internal)
+            self._labs[shape].set_rates(rate, shape.internal)
 
 
 @contextmanager
@@ -287,9 +286,8 @@ def open_stage(shapes: Sequence[Shape]) -> Iterator[Stage]:
     with ExitStack() as closing:
         # Not in /dev/shm, of which each server has its own.
         folder = closing.enter_context(scratch_folder())
-        sets = {}
-        for number, shape in enumerate(shapes):
+        labs = {}
+        for shape in shapes:
             spec = LabSpec(servers=shape.servers, external=None, internal=shape.internal, cpus=shape.cpus)
-            lab = closing.enter_context(open_lab(spec))
-            sets[shape] = _Set(lab, shape, folder / f"shape-{number}", closing)
-        yield LabStage(sets)
+            labs[shape] = closing.enter_context(open_lab(spec))
+        yield LabStage(labs, folder, closing)

@@ -94,9 +94,20 @@ class Lab(ABC):
     def cards(self) -> tuple[Card, ...]:
         """Read the (S,) cards; empty on plain loopback."""
 
-    @abstractmethod
     def describe(self) -> dict[str, object]:
         """Return JSON values for results: kind, servers, rates, cores and how they are held, missing."""
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "label": label(self),
+            "servers": len(self.servers),
+            "external": self.spec.external and str(self.spec.external),
+            "internal": self.spec.internal and str(self.spec.internal),
+            "cores": [list(server.cores) for server in self.servers],
+            "cpu_share": [server.cpu_share for server in self.servers],
+            "cpu_held_by": sorted({server.cpu_held_by for server in self.servers}),
+            "missing": self.missing,
+        }
 
     @abstractmethod
     def close(self) -> None:
@@ -249,23 +260,10 @@ class LoopbackLab(Lab):
         return ()
 
     def describe(self) -> dict[str, object]:
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "label": label(self),
-            "servers": len(self.servers),
-            "external": None,
-            "internal": None,
-            "rates_not_held": {
-                name: str(rate)
-                for name, rate in (("external", self.spec.external), ("internal", self.spec.internal))
-                if rate is not None
-            },
-            "cores": [list(server.cores) for server in self.servers],
-            "cpu_share": [server.cpu_share for server in self.servers],
-            "cpu_held_by": sorted({server.cpu_held_by for server in self.servers}),
-            "missing": self.missing,
-        }
+        """Return the same with the rates that were asked for and are not held."""
+        asked = {"external": self.spec.external, "internal": self.spec.internal}
+        not_held = {name: str(rate) for name, rate in asked.items() if rate is not None}
+        return {**super().describe(), "external": None, "internal": None, "rates_not_held": not_held}
 
     def close(self) -> None:
         """Do nothing: commands end themselves."""

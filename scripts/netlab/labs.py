@@ -23,7 +23,6 @@ from scripts.netlab.base import (
     LoopbackLab,
     deal_out,
     held_by,
-    label,
     usable_cores,
 )
 from scripts.netlab.servers import (
@@ -154,20 +153,6 @@ class NamespaceLab(Lab):
             LabError: the lab is down.
         """
         return tuple(server.card() for server in self.servers)
-
-    def describe(self) -> dict[str, object]:
-        return {
-            "kind": self.kind,
-            "name": self.name,
-            "label": label(self),
-            "servers": len(self.servers),
-            "external": self.spec.external and str(self.spec.external),
-            "internal": self.spec.internal and str(self.spec.internal),
-            "cores": [list(server.cores) for server in self.servers],
-            "cpu_share": [server.cpu_share for server in self.servers],
-            "cpu_held_by": sorted({server.cpu_held_by for server in self.servers}),
-            "missing": None,
-        }
 
     def close(self) -> None:
         holders, self._holders = self._holders, ()

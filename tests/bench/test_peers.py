@@ -13,9 +13,9 @@ from dglx_dist.errors import ConfigError, JobError, UnknownNameError
 from scripts.bench import driver, suites
 from scripts.bench.peers import launch
 from scripts.bench.peers.data import Written, assignment_of, launch_of, prepare, variant
-from scripts.bench.peers.launch import KIND, Launch, Launches, run_once
+from scripts.bench.peers.launch import Launch, run_once
 from scripts.bench.peers.workload import Workload
-from scripts.bench.records import BenchPlan, Job, Shape
+from scripts.bench.records import BenchPlan, Shape
 from scripts.netlab.base import LabSpec, LoopbackLab
 from scripts.netlab.labs import open_lab
 
@@ -33,8 +33,10 @@ def test_stock_and_ours_train_the_same_seeds_of_the_same_partition(
 ) -> None:
     launches = {system: launch_of(system, TINY, written, epochs=1, warmup=0) for system in ("stock", "ours")}
     with open_lab(LabSpec(servers=2)) as lab:
-        pool = Launches(lab, 1, tmp_path)
-        stock, ours = (pool.do(Job(kind=KIND, params=launch.params()), 120.0) for launch in launches.values())
+        stock, ours = (
+            run_once(lab, Launch.from_params(launch.params()), tmp_path / system, timeout_s=120.0)
+            for system, launch in launches.items()
+        )
     assert len(stock) == len(ours) == 2
     # Ids in both formats are the same, so equal sums of the seeds' ids are equal shares.
     assert stock[0]["extra"]["seed_sum_of_rank"] == ours[0]["extra"]["seed_sum_of_rank"]

@@ -246,8 +246,8 @@ EXPERIMENTS = (
         build=lambda plan: plan_of(plan, grid_of(SIZES.get(plan.suite, SIZES["papers"]))),
         note=(
             "Strategy `lambda` is left out, whose workers would share the cores of their servers; so are "
-            "caches, of which jobs of the bench know nothing. `scripts/bench/regret.py` measures a larger "
-            "grid; the result of 2026-11-22 is of it, with three repetitions."
+            "caches, of which jobs of the bench know nothing. `python scripts/bench regret` measures a "
+            "larger grid; the result of 2026-11-22 is of it, with three repetitions."
         ),
     ),
 )

@@ -21,7 +21,6 @@ from dglx_dist.errors import ConfigError, JobError, UnknownNameError
 from dglx_dist.records import EpochRecord
 from dglx_dist.registry import did_you_mean
 from scripts.bench.peers.workload import Workload
-from scripts.bench.records import Job
 from scripts.netlab.base import Lab
 from scripts.netlab.launch import Launcher, server_environment, start, with_changes
 
@@ -169,7 +168,7 @@ def _proportional(pid: int) -> int:
 
 
 KIND = "program"
-"""Kind of the jobs that are done by :class:`Launches` in place of a pool."""
+"""Kind of the jobs that are done by :func:`run_once` in place of a worker pool."""
 
 PROGRAMS = Path(__file__).parent / "programs"
 _TRAINERS = {
@@ -228,31 +227,6 @@ class Launch:
     def params(self) -> dict[str, Any]:
         """Return JSON values for a Job."""
         return {**asdict(self), "workload": self.workload.to_json(), "options": dict(self.options)}
-
-
-@final
-class Launches:
-    """Takes jobs as a pool does, and launches the program of each anew.
-
-    Args:
-        lab: Where they run.
-        ranks_per_server: Trainers on each server.
-        folder: For reports and logs, on a disk that all servers share.
-    """
-
-    def __init__(self, lab: Lab, ranks_per_server: int, folder: Path) -> None:
-        self._lab, self._ranks, self._folder = lab, ranks_per_server, folder
-        self._number = 0
-
-    def do(self, job: Job, timeout_s: float) -> list[dict[str, Any]]:
-        """Launch, wait, and return what the ranks report, see :func:`run_once`."""
-        folder = self._folder / f"launch-{self._number:03d}"
-        self._number += 1
-        launch = Launch.from_params(job.params)
-        return run_once(self._lab, launch, folder, ranks_per_server=self._ranks, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        """Do nothing: each launch ended all that it started."""
 
 
 def run_once(
