@@ -293,7 +293,7 @@ _DRAWN = ("input_rows", "edges", "input_ids")
 
 
 def predicted_bytes(outcome: Outcome) -> Mapping[str, Mapping[str, int]]:
-    """Return what was foretold, by variant and phase; empty where nothing was."""
+    """Return what was predicted, by variant and phase; empty where nothing was."""
     return {} if outcome.plan is None else outcome.plan.facts.get(PREDICTED_BYTES, {})
 
 
@@ -313,16 +313,16 @@ def measured_bytes(outcome: Outcome) -> dict[str, dict[str, float]]:
 
 
 def phase_table(outcome: Outcome) -> str:
-    """Return a table in Markdown, in the plan's order; empty where nothing was foretold or measured."""
+    """Return a table in Markdown, in the plan's order; empty where nothing was predicted or measured."""
     expected, found = predicted_bytes(outcome), measured_bytes(outcome)
     names = [name for name in expected if name in found]
     phases = sorted({phase for name in names for phase in (*found[name], *expected[name])})
     rows = []
     for name in names:
-        total, foretold = sum(found[name].values()), sum(expected[name].values())
+        total, predicted = sum(found[name].values()), sum(expected[name].values())
         each = [f"{found[name].get(phase, 0) / 1e6:.3f}" for phase in phases]
         rows.append(
-            (name, *each, f"{total / 1e6:.3f}", f"{foretold / 1e6:.3f}", _difference(total, foretold))
+            (name, *each, f"{total / 1e6:.3f}", f"{predicted / 1e6:.3f}", _difference(total, predicted))
         )
     head = ("MB per epoch", *phases, "total", "by the formula", "difference, bytes")
     return markdown_table(head, rows) if rows else ""
@@ -366,15 +366,15 @@ def _drawn(measurement: Measurement) -> tuple[int, ...]:
     return tuple(int(measurement.extra.get(name, -1)) for name in _DRAWN)
 
 
-def _difference(measured: float, foretold: float) -> str:
-    return f"{measured - foretold:+.0f}" if measured != foretold else "0"
+def _difference(measured: float, predicted: float) -> str:
+    return f"{measured - predicted:+.0f}" if measured != predicted else "0"
 
 
 _BEFORE, _SECONDS_BEFORE, _PRELOAD = "bytes_outside_before", "seconds_before", "preload"
 
 
 def closed_form_table(outcome: Outcome) -> str:
-    """Return a table in Markdown: phi as reached, kappa, beta, the gain they foretell and the one measured.
+    """Return a table in Markdown: phi as reached, kappa, beta, the gain they predict and the one measured.
 
     Variants at a calibrated rate, in the plan's order; empty where no kappa is known or nothing measured.
     """
@@ -388,8 +388,8 @@ def closed_form_table(outcome: Outcome) -> str:
         phi = float(outcome.network.get(name, {}).get("phi") or rate.phi)
         beta = sum(sent[name].values()) / sum(sent[rate.baseline].values())
         gain = figures[rate.baseline].seconds.median / figures[name].seconds.median
-        foretold = 1.0 / predicted_time(phi, kappa, beta)
-        rows.append((name, f"{phi:.2f}", f"{kappa:.2f}", f"{beta:.3f}", f"{foretold:.2f}", f"{gain:.2f}"))
+        predicted = 1.0 / predicted_time(phi, kappa, beta)
+        rows.append((name, f"{phi:.2f}", f"{kappa:.2f}", f"{beta:.3f}", f"{predicted:.2f}", f"{gain:.2f}"))
     head = ("by the baseline", "phi reached", "kappa", "beta", "gain by the formula", "gain measured")
     return markdown_table(head, rows) if rows else ""
 
@@ -399,9 +399,9 @@ def once_table(outcome: Outcome) -> str:
 
     Seconds are the median of all that a repetition did before its epochs, preparing ranks included.
     """
-    foretold = {} if outcome.plan is None else outcome.plan.facts.get(PREDICTED_ONCE, {})
+    predicted = {} if outcome.plan is None else outcome.plan.facts.get(PREDICTED_ONCE, {})
     rows = []
-    for one in variant_figures(outcome) if foretold else ():
+    for one in variant_figures(outcome) if predicted else ():
         found = [
             measurement.extra
             for measurement in outcome.measurements
@@ -409,7 +409,7 @@ def once_table(outcome: Outcome) -> str:
         ]
         if not found:
             continue
-        sent, expected = found[0][_BEFORE].get(_PRELOAD, 0), foretold.get(one.variant.name)
+        sent, expected = found[0][_BEFORE].get(_PRELOAD, 0), predicted.get(one.variant.name)
         seconds = sorted(extra[_SECONDS_BEFORE] for extra in found)[len(found) // 2]
         formula, difference = ("-", "-") if expected is None else (f"{expected / 1e6:.3f}", sent - expected)
         rows.append((one.variant.name, f"{seconds:.2f}", f"{sent / 1e6:.3f}", formula, str(difference)))
@@ -430,7 +430,7 @@ class Nearness:
     error: float
     """Of predicted by measured seconds, in the median; 0.1 is 10 %."""
     counted: int
-    """Variants whose bytes were foretold to the byte."""
+    """Variants whose bytes were predicted to the byte."""
     differ: int
     """Of these, the ones that moved others in the first measured epoch."""
 
@@ -455,9 +455,9 @@ def cells_of(outcome: Outcome) -> tuple[Cell, ...]:
 
 
 def nearness(outcome: Outcome) -> Nearness | None:
-    """Return None where nothing was measured, or nothing foretold."""
-    foretold, took = _fact(outcome, PREDICTED_SECONDS), medians(outcome)
-    errors = [abs(foretold[name] / took[name] - 1.0) for name in foretold if took.get(name)]
+    """Return None where nothing was measured, or nothing predicted."""
+    predicted, took = _fact(outcome, PREDICTED_SECONDS), medians(outcome)
+    errors = [abs(predicted[name] / took[name] - 1.0) for name in predicted if took.get(name)]
     if not errors:
         return None
     counted = _fact(outcome, COUNTED_BYTES)
@@ -476,7 +476,7 @@ def nearness(outcome: Outcome) -> Nearness | None:
 
 def regret_tables(outcome: Outcome) -> list[str]:
     """Return the cells in Markdown, and how near predictions came; nothing where there are no cells."""
-    foretold, took, near = _fact(outcome, PREDICTED_SECONDS), medians(outcome), nearness(outcome)
+    predicted, took, near = _fact(outcome, PREDICTED_SECONDS), medians(outcome), nearness(outcome)
     rows = []
     for cell in cells_of(outcome):
         known = [name for name in cell.ways if name in took]
@@ -487,7 +487,7 @@ def regret_tables(outcome: Outcome) -> list[str]:
             (
                 cell.name,
                 _way(cell, cell.chosen),
-                f"{foretold[cell.chosen]:.3g}",
+                f"{predicted[cell.chosen]:.3g}",
                 f"{took[cell.chosen]:.3g}",
                 "" if best == cell.chosen else f"{_way(cell, best)} {took[best]:.3g}",
                 f"{took[cell.chosen] / took[best]:.2f}",

@@ -33,7 +33,7 @@ LOG_LINES = 25
 
 
 class Started(Protocol):
-    """A command that runs on all servers; ``lab.launch.start`` returns one."""
+    """A command that runs on all servers; ``netlab.launch.start`` returns one."""
 
     def poll(self) -> int | None:
         """Return the exit code; None while it runs."""
@@ -192,7 +192,7 @@ class WorkerPool:
 
 
 def start_under_torchrun(lab: Lab, command: list[str], ranks_per_server: int, logs: Path) -> Started:
-    """Start ``command`` on every server of ``lab``, see ``lab.launch``."""
+    """Start ``command`` on every server of ``lab``, see ``netlab.launch``."""
     from scripts.netlab.launch import start
 
     return start(lab, command, ranks_per_server=ranks_per_server, log_folder=logs, show=False)

@@ -64,7 +64,7 @@ class Job:
     """One thing that all ranks of a worker pool do together."""
 
     kind: str
-    """A name of ``bench.jobs.registry``."""
+    """A name of ``worker.KINDS``."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """JSON values."""
     warm: Mapping[str, Any] = field(default_factory=dict)

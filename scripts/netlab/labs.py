@@ -112,7 +112,7 @@ def _what_is_refused() -> str | None:
 
 @final
 class NamespaceLab(Lab):
-    """Servers that are up; ``open_lab``, ``up`` and ``attach`` of ``lab.opening`` return one.
+    """Servers that are up; ``open_lab``, ``open_detached`` and ``attach`` return one.
 
     Nothing of it has a name or an address outside, but for its notes and its control groups.
 
@@ -270,7 +270,7 @@ def open_lab(spec: LabSpec, *, name: str | None = None, force_loopback: bool = F
 
 
 def open_detached(spec: LabSpec, name: str) -> NamespaceLab:
-    """Make a lab that stays up when this process ends, until ``cleaning.down(name)``.
+    """Make a lab that stays up when this process ends, until ``state.take_down(name)``.
 
     Raises:
         ConfigError: the name is taken, or there are not as many cores as asked for.

@@ -503,7 +503,7 @@ def start(
 
     Args:
         lab: Must stay open until the command has ended.
-        command: As :func:`scripts.netlab.launch.torchrun_arguments` reads it.
+        command: As :func:`torchrun_arguments` reads it.
         ranks_per_server: At least 1.
         environment: Variables beside this process's own, which they override; None unsets one.
         trace: Folder for what each session writes when it closes; made if need be.

@@ -341,7 +341,7 @@ def test_regret_is_of_medians_over_the_cells() -> None:
     assert judge(replace(worst, limited=True, ratio=replace(worst.ratio, high=1.7))).word == "reproduced"
 
 
-def test_regret_alone_does_not_reproduce_what_was_foretold() -> None:
+def test_regret_alone_does_not_reproduce_what_was_predicted() -> None:
     """Seconds are 10 % off; of two ways whose bytes were counted one moved others, then none."""
     whole = judged("median", 1.25)
     limited = replace(whole, network={name: {"kind": "namespaces", "external": "1gbit"} for name in SECONDS})

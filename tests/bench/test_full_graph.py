@@ -1,4 +1,4 @@
-"""Experiments with full-graph training: each builds its jobs, and foretells the bytes of a real run."""
+"""Experiments with full-graph training: each builds its jobs, and predicts the bytes of a real run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = full_graph.plan_at(name, bench, TINY)
     check_plan(name, plan)
-    foretold = plan.facts[PREDICTED_BYTES]
+    predicted = plan.facts[PREDICTED_BYTES]
     for variant in plan.variants:
         if variant.job.kind != "train":
             assert variant.name == STOCK
@@ -59,9 +59,9 @@ def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
         assert Path(told.data).is_dir()
         assert variant.shape.servers * variant.shape.ranks_per_server == 4
         if isinstance(variant.rate, MatchedPhi):
-            assert sum(foretold[variant.name].values()) > 0
-    unforetold = [one.name for one in plan.ratios if one.predicted is None]
-    assert all("gbit" in name or name.startswith(STOCK) for name in unforetold)
+            assert sum(predicted[variant.name].values()) > 0
+    unpredicted = [one.name for one in plan.ratios if one.predicted is None]
+    assert all("gbit" in name or name.startswith(STOCK) for name in unpredicted)
 
 
 def pairs_of(folder: Path, layers: int) -> tuple[list[int], list[int]]:
@@ -114,7 +114,7 @@ def train_all(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: train.run({**params, "warmup": 1}, context())["extra"] for name, params in jobs.items()}
 
 
-def test_bytes_and_work_are_those_that_are_foretold(bench: BenchPlan) -> None:
+def test_bytes_and_work_are_those_that_are_predicted(bench: BenchPlan) -> None:
     flat = full_graph.Setting(phi=0.8, features=20, layers=2, hidden=8, raw=())
     deep = full_graph.Setting(phi=0.8, features=20, layers=3, hidden=8, model="resgcn", label="deep", raw=())
     size = replace(TINY, nodes=1200)

@@ -1,4 +1,4 @@
-"""Experiments with push-pull: each builds its jobs, and the bytes it foretells are those of a real run."""
+"""Experiments with push-pull: each builds its jobs, and the bytes it predicts are those of a real run."""
 
 import re
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = push_pull.plan_at(name, bench, TINY)
     check_plan(name, plan)
-    foretold = plan.facts[PREDICTED_BYTES]
+    predicted = plan.facts[PREDICTED_BYTES]
     for variant in plan.variants:
         params = {**variant.job.params, **variant.job.warm}
         if variant.job.kind == KIND:
@@ -63,8 +63,8 @@ def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
             continue
         told = read_params(TrainParams, params)
         assert Path(told.data).is_dir()
-        assert (told.strategy == "push_pull") is ("features" not in foretold[variant.name])
-        assert sum(foretold[variant.name].values()) > 0
+        assert (told.strategy == "push_pull") is ("features" not in predicted[variant.name])
+        assert sum(predicted[variant.name].values()) > 0
     assert any(ratio.predicted is not None for ratio in plan.ratios)
 
 
@@ -122,14 +122,14 @@ def cases() -> list[Case]:
     ]
 
 
-def test_bytes_are_those_that_the_formulas_foretell(bench: BenchPlan) -> None:
+def test_bytes_are_those_that_the_formulas_predict(bench: BenchPlan) -> None:
     compared = [Compared(over="sage", under="sage")]
     plan = push_pull.plan_of(bench, TINY, cases(), compared)
     jobs = {variant.name: dict(variant.job.params) for variant in plan.variants}
     found = run_ranks(train_all, 2, args=(jobs,), ranks_per_server=1)[0]
-    foretold = plan.facts[PREDICTED_BYTES]
-    assert {name: one["phases"] for name, one in found.items()} == foretold
-    assert foretold["sage"].keys() == {"features", "gradients", "labels"}
+    predicted = plan.facts[PREDICTED_BYTES]
+    assert {name: one["phases"] for name, one in found.items()} == predicted
+    assert predicted["sage"].keys() == {"features", "gradients", "labels"}
     # The same seeds and blocks, by whatever strategy.
     for name in found:
         if not {"apart", "3 layers", "all neighbours"} & set(re.split(", | of ", name)):

@@ -94,7 +94,7 @@ def run_all(jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: job.run(params, context()) for name, params in jobs.items()}
 
 
-def test_what_a_run_moves_is_foretold_to_the_byte(bench: BenchPlan) -> None:
+def test_what_a_run_moves_is_predicted_to_the_byte(bench: BenchPlan) -> None:
     cases = [
         Case(name=name, options={"executor": "local", "workers": 1, **options})
         for name, options in {
@@ -108,12 +108,12 @@ def test_what_a_run_moves_is_foretold_to_the_byte(bench: BenchPlan) -> None:
     plan = plan_of(bench, TINY, cases, ())
     jobs = {one.name: {**one.job.params, "target": 0.01, "accuracy": True} for one in plan.variants}
     reports = run_ranks(run_all, 2, args=(jobs,), ranks_per_server=1)[0]
-    for name, foretold in plan.facts[PREDICTED_BYTES].items():
+    for name, predicted in plan.facts[PREDICTED_BYTES].items():
         extra = reports[name]["extra"]
         phases = {
             phase: count for phase, count in extra["bytes_outside_by_phase"].items() if phase != "control"
         }
-        assert phases == {phase: TINY.epochs * count for phase, count in foretold.items()}, name
+        assert phases == {phase: TINY.epochs * count for phase, count in predicted.items()}, name
         assert extra["epochs_to_target"] == 1
         assert 0 < extra["test_accuracy"] <= 1
         assert "simulated" in extra["dollars_are"]

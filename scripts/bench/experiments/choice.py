@@ -31,7 +31,7 @@ MEDIAN, WORST = 1.15, 1.5
 """The aim: regret in the median and at worst."""
 _PLANNED_S = 1800.0
 _EPOCHS = 2
-"""Measured ones of a job; the first is the one whose bytes are foretold."""
+"""Measured ones of a job; the first is the one whose bytes are predicted."""
 _MOST_SEEDS = 1000
 
 
@@ -120,11 +120,11 @@ def grid_of(size: Size) -> Grid:
 
 
 def plan_of(plan: BenchPlan, grid: Grid) -> ExperimentPlan:
-    """Return the experiment; makes datasets and foretells every cell, which takes a minute or more.
+    """Return the experiment; makes datasets and predicts every cell, which takes a minute or more.
 
     Raises:
         ConfigError: nothing fits the memory of this machine.
-        JobError: the process that foretells failed.
+        JobError: the process that predicts failed.
     """
     asked = {name: (family, one) for family, name, one in _asked(plan, grid)}
     params = {name: {"plan": one, "rates": list(grid.rates)} for name, (_, one) in asked.items()}

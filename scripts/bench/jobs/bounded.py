@@ -1,6 +1,6 @@
 """The job ``bounded``: whole epochs under strategy ``lambda``, with bytes, dollars and epochs to a target.
 
-Reports are what ``bench.reports`` reads; those of the ranks agree but for ``peak_bytes``.
+Reports are what the driver reads; those of the ranks agree but for ``peak_bytes``.
 """
 
 from __future__ import annotations

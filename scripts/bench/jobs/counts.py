@@ -119,7 +119,7 @@ def _parameter_bytes(told: TrainParams, g: DistGraph) -> int:
 
 
 def plan(params: Mapping[str, Any], _context: JobContext) -> dict[str, Any]:
-    """Return by name and rate: ``chosen``, and ``ways``, what each that fits is and is foretold to take.
+    """Return by name and rate: ``chosen``, and ``ways``, what each that fits is and is predicted to take.
 
     Args:
         params: Name to ``plan``, fields of :class:`PlanConfig`, and ``rates`` between servers.

@@ -1,6 +1,6 @@
 """The job ``train``: what a user's script does, under any strategy, with everything measured.
 
-Reports are what ``bench.reports`` reads; those of the ranks agree but for ``peak_bytes``.
+Reports are what the driver reads; those of the ranks agree but for ``peak_bytes``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 The built-in graph cut by metis, one rank per server, GraphSAGE's sampling (fan-out 25,10, 1000 seeds per
 rank) and feature pulls, without a model. "hits" is the share of remote input rows that lay in the cache,
-"foretold" what policy vip expects of it; bytes and seconds are per epoch, of all ranks and of the slowest.
+"predicted" what policy vip expects of it; bytes and seconds are per epoch, of all ranks and of the slowest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scripts.bench.micro.starter import graph_parser, on_graph, timed, write_jso
 
 FANOUTS, BATCH = [25, 10], 1000
 ALPHAS = (0.05, 0.1, 0.2, 0.5, 1.0)
-HEAD = ("policy", "alpha", "MB cached", "hits", "foretold", "MB sent", "epoch s")
+HEAD = ("policy", "alpha", "MB cached", "hits", "predicted", "MB sent", "epoch s")
 
 Row = dict[str, Any]
 
