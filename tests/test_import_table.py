@@ -95,10 +95,10 @@ def of_scripts(source: Source) -> list[str]:
 def test_the_package_knows_nothing_of_the_scripts() -> None:
     assert [wrong for source in sources() for wrong in of_scripts(source)] == []
     seen = source_of(
-        "x.py", "def f():\n    from scripts.netlab import host\nname = 'scripts.bench.a:b'\nimport bench"
+        "x.py", "def f():\n    from scripts.netlab import labs\nname = 'scripts.bench.a:b'\nimport bench"
     )
     assert sorted(of_scripts(seen)) == [
-        "x.py:2 imports scripts.netlab.host",
+        "x.py:2 imports scripts.netlab.labs",
         "x.py:3 imports scripts.bench.a:b",
         "x.py:4 imports bench",
     ]

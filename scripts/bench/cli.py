@@ -18,8 +18,8 @@ from dglx_dist.cli.train import INTERRUPTED
 from dglx_dist.errors import ConfigError
 
 if TYPE_CHECKING:
+    from scripts.bench.driver import Step
     from scripts.bench.records import BenchPlan, Experiment, Outcome
-    from scripts.bench.steps import Step
 
 
 PROGRAM = "python scripts/bench"
@@ -132,7 +132,7 @@ def choose(suite: str, only: Sequence[str]) -> list[Experiment]:
 def measure(experiments: Sequence[Experiment], plan: BenchPlan) -> list[Outcome]:
     """Run one after the other and tell what happens; one that fails does not stop the next."""
     from scripts.bench import driver
-    from scripts.netlab.host import what_is_missing
+    from scripts.netlab.labs import what_is_missing
 
     missing = what_is_missing()
     if missing:
@@ -150,10 +150,10 @@ def measure(experiments: Sequence[Experiment], plan: BenchPlan) -> list[Outcome]
 
 def write_pages(folder: Path) -> None:
     """Draw the pictures of the results in ``folder`` and write its README.md."""
-    from scripts.bench import markdown, plots
+    from scripts.bench import pages, plots
 
     plots.draw(folder)
-    page = markdown.write(folder)
+    page = pages.write_page(folder)
     Console(highlight=False, soft_wrap=True, markup=False).print(f"report: {page}")
 
 
@@ -238,7 +238,7 @@ def outcome_table(experiments: Sequence[Experiment], outcomes: Sequence[Outcome]
 
 def _rows(outcome: Outcome) -> Sequence[tuple[str, ...]]:
     from scripts.bench.figures import ratio_figures, variant_figures
-    from scripts.bench.verdict import judge
+    from scripts.bench.pages import judge
 
     if outcome.status != "measured":
         return [("", "", "", "", f"{outcome.status}: {outcome.reason.splitlines()[0]}")]

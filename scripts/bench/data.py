@@ -1,4 +1,4 @@
-"""The bench's datasets: made once by recipe under the work folder, and found again by its key."""
+"""The bench's datasets, made once by recipe and found again by its key, and what is counted on them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import dglx_dist
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import StorageError
+from dglx_dist.planner.workload import Survey
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.progress import progress
 from dglx_dist.records import RawGraph
-from scripts.bench.messages import read_json, write_json
+from scripts.bench.records import Job
+from scripts.bench.simulate import ComputeCost
+from scripts.bench.worker import do_alone, read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -90,3 +94,27 @@ def _cut(raw: RawGraph, folder: Path, cut: PartitionPlan) -> None:
         if not (folder / MANIFEST).is_file():
             raise
         log.info("%s was made by another process meanwhile", folder)
+
+
+def survey(jobs: Mapping[str, Mapping[str, Any]], servers: Mapping[str, int] | int) -> dict[str, Survey]:
+    """Count what runs of the job ``train`` will move, in one process for all.
+
+    Args:
+        jobs: Name to the job's parameters.
+        servers: How many it will run on, one rank on each; by name where they differ.
+
+    Raises:
+        JobError: the process that counts failed.
+    """
+    by_name = dict.fromkeys(jobs, servers) if isinstance(servers, int) else servers
+    asked = {name: {"train": dict(job), "servers": by_name[name]} for name, job in jobs.items()}
+    return {name: Survey(**one) for name, one in do_alone(Job(kind="survey", params=asked)).items()}
+
+
+def calibrated(params: Mapping[str, Any]) -> ComputeCost:
+    """Measure on one core what the job ``train`` with ``params`` computes; nothing else should run.
+
+    Raises:
+        JobError: the process that measures failed.
+    """
+    return ComputeCost.from_json(do_alone(Job(kind="calibrate", params=params)))

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from typing import Any, final
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeAlias, final
 
-from dglx_dist.errors import ConfigError, DglxError
+from dglx_dist.errors import ConfigError, DglxError, JobError
 from dglx_dist.planner.records import Rate
-from scripts.bench import machine, results, suites
+from scripts.bench import results, suites
+from scripts.bench.pool import OpenStage, Stage, open_stage
 from scripts.bench.records import (
     BenchPlan,
     Experiment,
@@ -21,10 +27,152 @@ from scripts.bench.records import (
     Outcome,
     Variant,
 )
-from scripts.bench.reports import read_measured, read_measurement
-from scripts.bench.stage import OpenStage, Stage, open_stage
-from scripts.bench.steps import Steps, Tell
-from scripts.netlab.phi import Calibration, Measured, find_rate
+from scripts.bench.results import read_epoch
+from scripts.netlab.calibrate import Calibration, Measured, find_rate
+
+_PACKAGES = ("dglx-dist", "torch", "dgl", "numpy", "numba", "pyzmq", "pyarrow", "torch-geometric")
+
+
+def describe_machine() -> dict[str, object]:
+    """Return JSON values: cpu, cores (all and usable ones), memory in bytes, kernel, versions."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count() or 1,
+        "cores_usable": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.system(),
+        "kernel": platform.release(),
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What is being done now."""
+
+    experiment: str
+    """Its id."""
+    doing: str
+    """E.g. "repetition 2 of 5: metis"."""
+    done: int
+    """Jobs that have ended."""
+    total: int
+    """Jobs of the experiment, as far as it is known."""
+    seconds_left: float | None
+    """For the jobs that have not; None: nothing is known yet."""
+
+
+Tell: TypeAlias = Callable[[Step], None]
+
+_RECENT = 4
+
+
+@final
+class Steps:
+    """Counts the jobs of an experiment and tells which one comes.
+
+    Args:
+        experiment: Its id.
+        tell: Called before each job.
+    """
+
+    def __init__(self, experiment: str, tell: Tell) -> None:
+        self._experiment = experiment
+        self._tell = tell
+        self._total = 0
+        self._seconds: list[float] = []
+        """Of each job that has ended."""
+        self._started: float | None = None
+
+    def expect(self, jobs: int) -> None:
+        """Count ``jobs`` more (or fewer, below 0) to come."""
+        self._total += jobs
+
+    def begin(self, doing: str) -> None:
+        """Tell what is done now; the job before, if any, has ended."""
+        self.end()
+        self._started = time.monotonic()
+        # The first jobs start processes and compile; the last ones are like those that come.
+        recent = self._seconds[-_RECENT:]
+        left = sum(recent) / len(recent) * (self._total - len(self._seconds)) if recent else None
+        self._say(doing, left)
+
+    def end(self) -> None:
+        """Count the job that runs, if any, as ended."""
+        if self._started is not None:
+            self._seconds.append(time.monotonic() - self._started)
+            self._started = None
+
+    def say(self, doing: str) -> None:
+        """Tell what is done now and is no job, such as making datasets."""
+        self._say(doing, None)
+
+    def _say(self, doing: str, seconds_left: float | None) -> None:
+        step = Step(
+            experiment=self._experiment,
+            doing=doing,
+            done=len(self._seconds),
+            total=self._total,
+            seconds_left=seconds_left,
+        )
+        self._tell(step)
+
+
+KEYS = ("epochs", "bytes_outside_wire", "peak_bytes", "accuracy", "extra")
+"""Of a report, as in :class:`Measurement`. All but ``peak_bytes`` are over all ranks, and rank 0's count."""
+
+
+def read_measurement(variant: Variant, repetition: int, reports: Sequence[Mapping[str, Any]]) -> Measurement:
+    """Put the reports, by rank, together.
+
+    Raises:
+        JobError: a report lacks the epochs, or has a key that is not in ``KEYS``.
+    """
+    first = reports[0]
+    if "epochs" not in first or not set(first) <= set(KEYS):
+        raise JobError(
+            f"job {variant.job.kind} of {variant.name} reports {', '.join(first)}; it must report epochs, "
+            f"and of others only {', '.join(KEYS[1:])}"
+        )
+    wire = first.get("bytes_outside_wire")
+    return Measurement(
+        variant=variant.name,
+        repetition=repetition,
+        epochs=tuple(read_epoch(epoch) for epoch in first["epochs"]),
+        bytes_outside_wire=None if wire is None else int(wire),
+        peak_bytes=max(int(report.get("peak_bytes", 0)) for report in reports),
+        accuracy=tuple((float(seconds), float(share)) for seconds, share in first.get("accuracy", [])),
+        extra=first.get("extra", {}),
+    )
+
+
+def read_measured(variant: Variant, reports: Sequence[Mapping[str, Any]]) -> Measured:
+    """Return what a calibration needs to know of one job: of an epoch, and of a server with an even share.
+
+    Where no card counts, the payload between servers stands in.
+    """
+    measurement = read_measurement(variant, 0, reports)
+    payload = sum(epoch.bytes_outside for epoch in measurement.epochs)
+    wire = payload if measurement.bytes_outside_wire is None else measurement.bytes_outside_wire
+    parts = max(len(measurement.epochs), 1) * variant.shape.servers
+    return Measured(seconds=measurement.seconds, bytes_per_server=wire / parts)
+
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +306,6 @@ class _Running:
         self._measurements.append(replace(curve, epochs=()))
 
     def _find_rates(self, stage: Stage) -> dict[str, Rate | None]:
-        """Return the rate of each variant, calibrated where that is asked for, and note it."""
         by_name = {variant.name: variant for variant in self.variants}
         found: dict[MatchedPhi, Calibration] = {}
         rates: dict[str, Rate | None] = {}
@@ -257,7 +404,7 @@ def _outcome(experiment: Experiment, bench: BenchPlan, **fields: Any) -> Outcome
     few = bench.repetitions < FEWEST
     return Outcome(
         experiment=experiment.id,
-        machine=machine.describe(),
+        machine=describe_machine(),
         label=QUICK_LOOK if few else "",
         command=repeats(experiment, bench),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -6,36 +6,30 @@ import argparse
 import inspect
 import shutil
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import typer
 
 from dglx_dist.report.tables import markdown_table
-from scripts.bench import regret as grids
 from scripts.bench import results, suites
 from scripts.bench.cli import measure, write_pages
-from scripts.bench.closed_form import closed_form_table, once_table
-from scripts.bench.coauthors import FILE
-from scripts.bench.experiments.a1 import EXPERIMENT as A1
-from scripts.bench.figures import VariantFigures, ratio_figures, variant_figures
-from scripts.bench.phase_table import (
+from scripts.bench.experiments import choice as grids
+from scripts.bench.experiments.push_pull import WIDTHS
+from scripts.bench.experiments.serverless import COAUTHORS
+from scripts.bench.figures import (
+    VariantFigures,
     crossing,
     different_blocks,
     measured_bytes,
-    phase_table,
     predicted_bytes,
+    variant_figures,
 )
-from scripts.bench.records import BenchPlan, Experiment, Measurement, Outcome
-from scripts.bench.sections import accuracy_in_words, ratio_in_words, section
-from scripts.bench.verdict import judge, judge_experiment
+from scripts.bench.pages import judge_experiment, section
+from scripts.bench.records import BenchPlan, Experiment, Outcome
 
-P3_IDS = ("P1", "P2", "P4", "P5", "P6", "P7", "P8", "P9")
-GRANNDIS_IDS = ("G1", "G2", "G3", "G4", "G5")
-DORYLUS_IDS = ("Y1", "Y2", "Y3", "Y4", "Y5")
-WIDTHS = (16, 32, 64, 100)
+(A1,) = grids.EXPERIMENTS
 
 
 def parser_of(
@@ -78,42 +72,24 @@ def measure_in_turn(
     tables: Callable[[Outcome], list[str]],
     plan: Callable[[Experiment], BenchPlan] | None = None,
 ) -> int:
-    """Measure one experiment after the other and print what came of each; 1 when one failed.
+    """Measure one experiment after the other and print its section and tables; 1 when one failed.
 
     Args:
         chosen: Arguments as :func:`parser_of` has them.
-        tables: What is printed of an experiment that was measured, in this order.
+        tables: What is printed of an experiment beside its section; empty ones are left out.
         plan: Of one experiment; None: :func:`plan_of`.
     """
     failed = False
     for experiment in [suites.find(name) for name in chosen.only.split(",")]:
         asked = plan_of(chosen) if plan is None else plan(experiment)
-        began = time.perf_counter()
         (outcome,) = measure([experiment], asked)
         failed = failed or outcome.status == "failed"
-        label = f"; {outcome.label}" if outcome.label else ""
-        seconds = time.perf_counter() - began
-        typer.echo(f"\n## {outcome.experiment}: {outcome.status} {outcome.reason} ({seconds:.0f} s){label}\n")
+        typer.echo(f"\n{section(experiment, outcome)}\n")
         if outcome.measurements and outcome.plan is not None:
-            for table in tables(outcome):
+            for table in filter(None, tables(outcome)):
                 typer.echo(f"{table}\n")
         write_pages(asked.out)
     return int(failed)
-
-
-def ratio_table(outcome: Outcome) -> str:
-    """Return the ratios of an experiment as they were foretold and measured."""
-    rows = [
-        (
-            one.ratio.name,
-            one.ratio.quantity,
-            "-" if one.ratio.predicted is None else f"{one.ratio.predicted:.3f}",
-            ratio_in_words(one),
-            str(judge(one)),
-        )
-        for one in ratio_figures(outcome)
-    ]
-    return markdown_table(("ratio", "of", "predicted", "measured (IQR)", "verdict"), rows)
 
 
 def p3(argv: list[str]) -> int:
@@ -126,49 +102,25 @@ def p3(argv: list[str]) -> int:
     The same as ``--suite papers --only P1,P2,...``, with bytes by phase beside the formulas, the width at
     which the bytes of push-pull and of data parallelism cross, and the time by that of hash and of metis.
     """
-    chosen = parser_of(p3.__doc__, "p3", P3_IDS, "1 repetition of half as many steps").parse_args(argv)
-    return measure_in_turn(chosen, _p3_tables)
+    parser = parser_of(p3.__doc__, "p3", suites.FAMILIES["push_pull"], "1 repetition of half as many steps")
+    return measure_in_turn(parser.parse_args(argv), _p3_tables)
 
 
 def _p3_tables(outcome: Outcome) -> list[str]:
-    """Return the tables of one experiment."""
-    figures = {one.variant.name: one for one in variant_figures(outcome)}
-    head = (
-        "variant",
-        "link",
-        "s per epoch (IQR)",
-        "MB outside",
-        "hash / it",
-        "metis / it",
-        "peak of a rank, MB",
-    )
+    figures = variant_figures(outcome)
+    rows = [(one.variant.name, *(_by(one, kind, figures) for kind in ("hash", "metis"))) for one in figures]
     differ = ", ".join(different_blocks(outcome)) or "none"
     return [
-        markdown_table(head, [_p3_cells(one, figures) for one in figures.values()]),
-        ratio_table(outcome),
-        phase_table(outcome),
+        markdown_table(("variant", "hash / it", "metis / it"), rows),
         f"other blocks than data parallelism: {differ}",
-        *filter(None, (_break_even(outcome),)),
+        _break_even(outcome),
     ]
 
 
-def _p3_cells(one: VariantFigures, figures: Mapping[str, VariantFigures]) -> tuple[str, ...]:
-    """Return one variant's row."""
-    seconds = one.seconds
-    return (
-        one.variant.name,
-        one.link.words,
-        f"{seconds.median:.3f} ({seconds.low:.3f} to {seconds.high:.3f})",
-        f"{one.bytes_outside / 1e6:.2f}",
-        *(_by(one, kind, figures) for kind in ("hash", "metis")),
-        f"{one.peak_bytes / 1e6:.0f}",
-    )
-
-
-def _by(one: VariantFigures, kind: str, figures: Mapping[str, VariantFigures]) -> str:
+def _by(one: VariantFigures, kind: str, figures: Sequence[VariantFigures]) -> str:
     """Return the time of data parallelism on the cut ``kind`` at the same links, by this one's."""
     rate, width = one.variant.rate, one.variant.job.params.get("hidden")
-    for other in figures.values():
+    for other in figures:
         params = other.variant.job.params
         same = other.variant.rate == rate and params.get("hidden") == width
         if same and other.variant.name.startswith(kind) and other is not one:
@@ -177,7 +129,6 @@ def _by(one: VariantFigures, kind: str, figures: Mapping[str, VariantFigures]) -
 
 
 def _break_even(outcome: Outcome) -> str:
-    """Say at which width the measured bytes cross, beside the formula; empty where no widths are compared."""
     found = measured_bytes(outcome)
     moved = ("features", "structure", "activations", "activation_gradients")
     pairs = {width: (f"hash, {width}", f"push_pull, {width}") for width in WIDTHS}
@@ -205,35 +156,16 @@ def granndis(argv: list[str]) -> int:
     of phi, kappa and beta beside the gain that was measured, what is done once, accuracy beside time and the
     peak memory of a rank. Stock DistDGL trains beside G2.
     """
-    parser = parser_of(granndis.__doc__, "granndis", GRANNDIS_IDS, "1 repetition on small graphs")
+    ids = suites.FAMILIES["full_graph"]
+    parser = parser_of(granndis.__doc__, "granndis", ids, "1 repetition on small graphs")
     return measure_in_turn(parser.parse_args(argv), _granndis_tables)
 
 
 def _granndis_tables(outcome: Outcome) -> list[str]:
-    """Return the tables of one experiment."""
-    head = ("variant", "link", "s per epoch (IQR)", "MB outside", "accuracy", "peak of a rank, MB")
-    accuracy = {one.variant: one.accuracy[-1][1] for one in outcome.measurements if one.accuracy}
-    return [
-        markdown_table(head, [_granndis_cells(one, accuracy) for one in variant_figures(outcome)]),
-        ratio_table(outcome),
-        phase_table(outcome),
-        closed_form_table(outcome),
-        once_table(outcome),
-        accuracy_in_words(outcome),
+    rows = [
+        (one.variant, f"{100 * one.accuracy[-1][1]:.1f} %") for one in outcome.measurements if one.accuracy
     ]
-
-
-def _granndis_cells(one: VariantFigures, accuracy: dict[str, float]) -> tuple[str, ...]:
-    """Return one variant's row."""
-    seconds, reached = one.seconds, accuracy.get(one.variant.name)
-    return (
-        one.variant.name,
-        one.link.words,
-        f"{seconds.median:.3f} ({seconds.low:.3f} to {seconds.high:.3f})",
-        f"{one.bytes_outside / 1e6:.2f}",
-        "-" if reached is None else f"{100 * reached:.1f} %",
-        f"{one.peak_bytes / 1e6:.0f}",
-    )
+    return [markdown_table(("variant", "accuracy at the end"), rows) if rows else ""]
 
 
 def dorylus(argv: list[str]) -> int:
@@ -248,21 +180,20 @@ def dorylus(argv: list[str]) -> int:
     coauthor_physics.npz of --data too, and says so where there is no such file.
     """
     quick = "1 repetition on a small graph; Y1 has all the same, for its seeds are what it is about"
-    parser = parser_of(dorylus.__doc__, "dorylus", DORYLUS_IDS, quick)
+    parser = parser_of(dorylus.__doc__, "dorylus", suites.FAMILIES["serverless"], quick)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the .npz graphs")
     chosen = parser.parse_args(argv)
 
     def plan(experiment: Experiment) -> BenchPlan:
         asked = plan_of(chosen, few=chosen.quick and experiment.id != "Y1")
         if experiment.id == "Y1":
-            _bring(chosen.data / FILE, asked.work / FILE)
+            _bring(chosen.data / COAUTHORS, asked.work / COAUTHORS)
         return asked
 
     return measure_in_turn(chosen, _dorylus_tables, plan)
 
 
 def _bring(file: Path, place: Path) -> None:
-    """Copy ``file`` to ``place``, unless it is there; say so where there is none."""
     if place.is_file():
         return
     if not file.is_file():
@@ -273,38 +204,19 @@ def _bring(file: Path, place: Path) -> None:
 
 
 def _dorylus_tables(outcome: Outcome) -> list[str]:
-    """Return the tables of one experiment."""
-    head = (
-        "variant",
-        "s per epoch (IQR)",
-        "MB outside",
-        "calls",
-        "relaunched",
-        "simulated $ x 1e6",
-        "test accuracy",
-    )
-    first = {one.variant: one for one in reversed(outcome.measurements)}
-    rows = [_dorylus_cells(one, first[one.variant.name]) for one in variant_figures(outcome)]
-    told = (phase_table(outcome), delta_table(outcome), _seed_table(outcome))
-    return [markdown_table(head, rows), ratio_table(outcome), *filter(None, told)]
+    head = ("variant", "calls", "relaunched", "simulated $ x 1e6", "test accuracy")
+    first = {one.variant: one.extra for one in reversed(outcome.measurements)}
+    rows = []
+    for name in (one.variant.name for one in variant_figures(outcome)):
+        extra = first[name]
+        accuracy = extra.get("test_accuracy")
+        counts = (f"{extra[key]:.1f}" for key in ("invocations", "relaunched"))
+        reached = "-" if accuracy is None else f"{100 * accuracy:.1f} %"
+        rows.append((name, *counts, f"{1e6 * extra['dollars']:.1f}", reached))
+    return [markdown_table(head, rows), _delta_table(outcome), _seed_table(outcome)]
 
 
-def _dorylus_cells(one: VariantFigures, measured: Measurement) -> tuple[str, ...]:
-    """Return one variant's row; counts are of an epoch of its first repetition."""
-    seconds, extra = one.seconds, measured.extra
-    accuracy = extra.get("test_accuracy")
-    return (
-        one.variant.name,
-        f"{seconds.median:.3f} ({seconds.low:.3f} to {seconds.high:.3f})",
-        f"{one.bytes_outside / 1e6:.3f}",
-        f"{extra['invocations']:.1f}",
-        f"{extra['relaunched']:.1f}",
-        f"{1e6 * extra['dollars']:.1f}",
-        "-" if accuracy is None else f"{100 * accuracy:.1f} %",
-    )
-
-
-def delta_table(outcome: Outcome) -> str:
+def _delta_table(outcome: Outcome) -> str:
     """Return what each variant moves more than the first one, by phase, beside the formula; Y4's."""
     found, expected = measured_bytes(outcome), predicted_bytes(outcome)
     names = [name for name in expected if name in found]
@@ -321,7 +233,6 @@ def delta_table(outcome: Outcome) -> str:
 
 
 def _seed_table(outcome: Outcome) -> str:
-    """Return epochs to the target by variant and repetition; Y1's."""
     epochs: dict[str, list[str]] = {}
     for one in outcome.measurements:
         if "epochs_to_target" in one.extra and outcome.experiment == "Y1":

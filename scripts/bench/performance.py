@@ -20,18 +20,39 @@ from typing import Any
 
 from dglx_dist.errors import StorageError
 from dglx_dist.report.tables import markdown_table
-from scripts.bench.circumstances import circumstances, facts_in_lines, flat
-from scripts.bench.closed_form import PREDICTED_ONCE, closed_form_table, once_table
-from scripts.bench.figures import HIDDEN, PHASES, Spread, ratio_figures, variant_figures
-from scripts.bench.markdown import pictures_of
-from scripts.bench.phase_table import PREDICTED_BYTES, phase_table
-from scripts.bench.records import Experiment, Outcome
-from scripts.bench.regret import COUNTED_BYTES, PREDICTED_SECONDS
-from scripts.bench.regret_table import cells_of, nearness, regret_tables
+from scripts.bench.figures import (
+    HIDDEN,
+    PHASES,
+    Spread,
+    cells_of,
+    closed_form_table,
+    nearness,
+    once_table,
+    phase_table,
+    ratio_figures,
+    regret_tables,
+    variant_figures,
+)
+from scripts.bench.pages import (
+    accuracy_in_words,
+    bounds_in_words,
+    circumstances,
+    facts_in_lines,
+    flat,
+    judge,
+    judge_experiment,
+    pictures_of,
+)
+from scripts.bench.records import (
+    COUNTED_BYTES,
+    PREDICTED_BYTES,
+    PREDICTED_ONCE,
+    PREDICTED_SECONDS,
+    Experiment,
+    Outcome,
+)
 from scripts.bench.results import make_folder, read, result_path, write_text
-from scripts.bench.sections import accuracy_in_words
 from scripts.bench.suites import everything
-from scripts.bench.verdict import bounds_in_words, judge, judge_experiment
 
 FORMAT, VERSION = "dglx bench figures", 1
 DOCS = Path(__file__).parents[2] / "docs"
@@ -209,7 +230,6 @@ def add(out: Path, folder: Path) -> None:
 
 
 def _put(path: Path, text: str, check: bool) -> list[Path]:
-    """Write ``text`` unless ``check``; return the path where it was another text."""
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return []
     if not check:
@@ -262,7 +282,6 @@ def _number(value: float) -> float:
 
 
 def _rows_of(table: str) -> list[dict[str, str]]:
-    """Return the rows of a table of Markdown, each by the cells of its head."""
     cells = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in table.splitlines()]
     return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
 
@@ -330,7 +349,6 @@ def _measured(ratio: Mapping[str, Any], mark: str = "") -> str:
 
 
 def _is_formula(ratio: Mapping[str, Any]) -> bool:
-    """Whether bytes came out as predicted, which the sentence about all bytes says."""
     measured, predicted = ratio["measured"], ratio["predicted"]
     return (
         bool(ratio["of"].startswith("bytes") and measured and predicted)
@@ -365,7 +383,6 @@ def _filled(text: str, indent: str = "") -> str:
 
 
 def _machines(found: Sequence[Mapping[str, Any]]) -> str:
-    """Say on which machines, and when, experiments were measured."""
     machines: dict[str, list[str]] = {}
     for figures in found:
         machines.setdefault(figures["machine"], []).append(figures["date"][:10])

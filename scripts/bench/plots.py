@@ -71,7 +71,6 @@ def is_scaling(outcome: Outcome) -> bool:
 
 
 def _titles(experiment: Experiment, outcome: Outcome, variants: Sequence[VariantFigures]) -> tuple[str, str]:
-    """Return title and subtitle: what is simulated and how little was measured; links, rates and phi."""
     simulated = " (simulated)" if any(one.variant.simulated for one in variants) else ""
     links: dict[str, list[str]] = {}
     for one in variants:
@@ -97,7 +96,6 @@ def _save(path: Path, titles: tuple[str, str], bars: int, painter: Callable[[Any
 
 
 def _draw_phases(axes: Any, variants: Sequence[VariantFigures]) -> None:
-    """Stack the phases of the training loop; beside them, narrower, those of the loader's threads."""
     places = range(len(variants))
     for offset, width, kinds, hatch in ((-0.16, 0.42, PHASES, None), (0.26, 0.24, HIDDEN, "//")):
         bottom = [0.0] * len(variants)
@@ -124,7 +122,6 @@ def _draw_phases(axes: Any, variants: Sequence[VariantFigures]) -> None:
 
 
 def _draw_bytes(axes: Any, variants: Sequence[VariantFigures]) -> None:
-    """Payload inside and between servers, stacked; beside it what the cards counted between servers."""
     payload = [place - 0.16 for place in range(len(variants))]
     inside = [one.bytes_inside / 1e6 for one in variants]
     outside = [one.bytes_outside / 1e6 for one in variants]
@@ -162,7 +159,6 @@ def _name_bars(axes: Any, variants: Sequence[VariantFigures]) -> None:
 
 
 def _draw_accuracy(axes: Any, outcome: Outcome) -> None:
-    """One line per variant for each repetition that has a curve; only the first is named."""
     plan = outcome.plan
     assert plan is not None
     for variant, color in zip(plan.variants, _LINES * len(plan.variants), strict=False):
@@ -184,7 +180,6 @@ def _draw_accuracy(axes: Any, outcome: Outcome) -> None:
 
 
 def _draw_scaling(axes: Any, variants: Sequence[VariantFigures]) -> None:
-    """Throughput over servers, with the line on which each server adds as much as the first."""
     ordered = sorted(variants, key=lambda one: one.variant.shape.servers)
     servers = [one.variant.shape.servers for one in ordered]
     medians = [one.samples_per_second.median for one in ordered]

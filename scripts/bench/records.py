@@ -12,6 +12,17 @@ from dglx_dist.records import EpochRecord
 
 Suite = Literal["quick", "papers", "peers"]
 
+# Facts of an experiment that stand in tables of their own, by variant.
+KAPPA = "kappa: work of the server with most, by the baseline's"
+"""The computing of each variant by that of the baseline of its rate."""
+PREDICTED_BYTES = "predicted bytes of an epoch"
+"""Bytes between servers by phase of the ledger."""
+PREDICTED_ONCE = "predicted bytes of preloading"
+"""Bytes of features between servers that a variant moves once."""
+PREDICTED_SECONDS = "predicted seconds of an epoch"
+COUNTED_BYTES = "predicted bytes of the first measured epoch"
+"""Between servers and inside of them, of variants that were counted to the byte."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
@@ -50,10 +61,10 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One thing that all ranks of a crew do together."""
+    """One thing that all ranks of a worker pool do together."""
 
     kind: str
-    """A name of ``bench.jobs.registry``."""
+    """A name of ``worker.KINDS``."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """JSON values."""
     warm: Mapping[str, Any] = field(default_factory=dict)
@@ -142,7 +153,7 @@ class ExperimentPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One experiment; the value EXPERIMENT of a file in ``bench/experiments``."""
+    """One experiment; in EXPERIMENTS of a module in ``bench/experiments``."""
 
     id: str
     """E.g. "D1"."""

@@ -212,7 +212,6 @@ def _number(value: float | None) -> float:
 
 
 def _known(record: type, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ``record`` that ``value`` has: a later release may write more."""
     return {field.name: value[field.name] for field in fields(record) if field.name in value}
 
 

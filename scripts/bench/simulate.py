@@ -120,7 +120,6 @@ def _timed(model: nn.Module, blocks: Sequence[Any], clock: Callable[[], float]) 
 
 
 def _fitted(edges: Sequence[int], seconds: Sequence[float]) -> Line:
-    """Lay a line through the points by least squares, through the origin where it would start below it."""
     x, y = np.asarray(edges, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     slope, base = np.polyfit(x, y, 1)
     if base < 0 or slope < 0:

@@ -153,7 +153,6 @@ def _mask(num_nodes: int, ids: Array) -> Array:
 
 @njit(cache=True, nogil=True)
 def _with_sources(indptr: Array, indices: Array, nodes: Array) -> Array:
-    """Return the (N,) mask of ``nodes`` and of the sources of all their in-edges."""
     found = nodes.copy()
     for node in range(len(nodes)):
         if nodes[node]:
@@ -164,7 +163,6 @@ def _with_sources(indptr: Array, indices: Array, nodes: Array) -> Array:
 
 @njit(cache=True, nogil=True)
 def _degrees(indptr: Array, indices: Array, sources: Array) -> Array:
-    """Return the (N,) numbers of in-edges that come from the (N,) mask ``sources``."""
     found = np.zeros(len(indptr) - 1, np.int64)
     for node in range(len(found)):
         for edge in range(indptr[node], indptr[node + 1]):

@@ -13,38 +13,19 @@ from dglx_dist.registry import did_you_mean
 from dglx_dist.strategies.base import STRATEGIES
 from scripts.bench.records import Experiment, Suite
 
-EXPERIMENTS: Mapping[str, str] = MappingProxyType(
+FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "D1": "scripts.bench.experiments.d1:EXPERIMENT",
-        "D2": "scripts.bench.experiments.d2:EXPERIMENT",
-        "D3": "scripts.bench.experiments.d3:EXPERIMENT",
-        "P1": "scripts.bench.experiments.p1:EXPERIMENT",
-        "P2": "scripts.bench.experiments.p2:EXPERIMENT",
-        "P4": "scripts.bench.experiments.p4:EXPERIMENT",
-        "P5": "scripts.bench.experiments.p5:EXPERIMENT",
-        "P6": "scripts.bench.experiments.p6:EXPERIMENT",
-        "P7": "scripts.bench.experiments.p7:EXPERIMENT",
-        "P8": "scripts.bench.experiments.p8:EXPERIMENT",
-        "P9": "scripts.bench.experiments.p9:EXPERIMENT",
-        "G1": "scripts.bench.experiments.g1:EXPERIMENT",
-        "G2": "scripts.bench.experiments.g2:EXPERIMENT",
-        "G3": "scripts.bench.experiments.g3:EXPERIMENT",
-        "G4": "scripts.bench.experiments.g4:EXPERIMENT",
-        "G5": "scripts.bench.experiments.g5:EXPERIMENT",
-        "Y1": "scripts.bench.experiments.y1:EXPERIMENT",
-        "Y2": "scripts.bench.experiments.y2:EXPERIMENT",
-        "Y3": "scripts.bench.experiments.y3:EXPERIMENT",
-        "Y4": "scripts.bench.experiments.y4:EXPERIMENT",
-        "Y5": "scripts.bench.experiments.y5:EXPERIMENT",
-        "A1": "scripts.bench.experiments.a1:EXPERIMENT",
-        "PEER1": "scripts.bench.experiments.peer_small:EXPERIMENT",
-        "PEER2": "scripts.bench.experiments.peer_large:EXPERIMENT",
-        "PEER3": "scripts.bench.experiments.peer_embedding:EXPERIMENT",
-        "PEER4": "scripts.bench.experiments.peer_pyg:EXPERIMENT",
+        "data_parallel": ("D1", "D2", "D3"),
+        "push_pull": ("P1", "P2", "P4", "P5", "P6", "P7", "P8", "P9"),
+        "full_graph": ("G1", "G2", "G3", "G4", "G5"),
+        "serverless": ("Y1", "Y2", "Y3", "Y4", "Y5"),
+        "choice": ("A1",),
+        "peers": ("PEER1", "PEER2", "PEER3", "PEER4"),
     }
 )
-"""Id to "module:name", in the order in which they run and are listed."""
-
+"""Module in ``experiments`` -> ids in its EXPERIMENTS, in the order in which they run and are listed."""
+EXPERIMENTS: Mapping[str, str] = {name: family for family, names in FAMILIES.items() for name in names}
+"""Id -> its module."""
 PROGRAMS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "p3": ("papers:p3", "P1 to P9 with the tables of push-pull: bytes by phase, break-even width"),
@@ -74,8 +55,8 @@ PROGRAMS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "digests of weights, losses and bytes, to compare two checkouts",
         ),
         "storage": ("micro.storage:main", "seconds to write, open and map a dataset"),
-        "alone": ("alone:start", ""),
-        "worker": ("worker:start", ""),
+        "alone": ("worker:start_alone", ""),
+        "worker": ("worker:start_worker", ""),
     }
 )
 """Name to "module:function" in this folder and what it is; without that, only the bench itself starts it."""
@@ -140,10 +121,8 @@ def why_absent(experiment: Experiment) -> str:
 
 
 def _load(experiment: str) -> Experiment:
-    module, _, name = EXPERIMENTS[experiment].partition(":")
-    found = getattr(importlib.import_module(module), name)
-    if not isinstance(found, Experiment) or found.id != experiment:
-        raise ConfigError(
-            f"{EXPERIMENTS[experiment]} is no Experiment with the id {experiment!r}; correct it"
-        )
-    return found
+    module = importlib.import_module(f"scripts.bench.experiments.{EXPERIMENTS[experiment]}")
+    found = {one.id: one for one in module.EXPERIMENTS}
+    if experiment not in found:
+        raise ConfigError(f"{module.__name__} has no experiment {experiment!r}; correct suites.FAMILIES")
+    return found[experiment]

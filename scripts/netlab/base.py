@@ -1,12 +1,16 @@
-"""What a lab is: emulated servers of one machine, joined by links of a set rate."""
+"""What a lab is: emulated servers of one machine, their cores, and the plain loopback in their place."""
 
 from __future__ import annotations
 
+import math
+import os
+import secrets
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
+from typing import Literal, final
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
@@ -90,9 +94,20 @@ class Lab(ABC):
     def cards(self) -> tuple[Card, ...]:
         """Read the (S,) cards; empty on plain loopback."""
 
-    @abstractmethod
     def describe(self) -> dict[str, object]:
         """Return JSON values for results: kind, servers, rates, cores and how they are held, missing."""
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "label": label(self),
+            "servers": len(self.servers),
+            "external": self.spec.external and str(self.spec.external),
+            "internal": self.spec.internal and str(self.spec.internal),
+            "cores": [list(server.cores) for server in self.servers],
+            "cpu_share": [server.cpu_share for server in self.servers],
+            "cpu_held_by": sorted({server.cpu_held_by for server in self.servers}),
+            "missing": self.missing,
+        }
 
     @abstractmethod
     def close(self) -> None:
@@ -117,3 +132,138 @@ def label(lab: Lab) -> str:
     external, internal = lab.spec.external, lab.spec.internal
     between = "links not limited" if external is None else f"{external} between servers"
     return f"namespaces, {between}" + ("" if internal is None else f", {internal} within")
+
+
+HeldBy = Literal["affinity", "quota", "affinity and quota", "nothing"]
+_EXACT = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuShare:
+    """What one server gets."""
+
+    cores: tuple[int, ...]
+    """Its processes run on these only."""
+    share: float
+    """Cores' worth of time that they get at most."""
+
+    @property
+    def needs_quota(self) -> bool:
+        """Whether keeping to the cores is not enough to keep to the share."""
+        return self.share < len(self.cores) - _EXACT
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Return the cores that this process may run on, ascending."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def deal_out(cores: tuple[int, ...], servers: int, cpus: float | None) -> tuple[CpuShare, ...]:
+    """Give each of (S,) servers its cores and its share of time on them.
+
+    No two servers share a core where there are enough. Where there are more servers than cores, as many as
+    fit share one core; where that leaves a server over, all run on all cores and only the share parts them.
+
+    Args:
+        cores: What there is, ascending.
+        servers: S.
+        cpus: Cores' worth for each server; None: whole cores as far as they go, else cores / S.
+
+    Raises:
+        ConfigError: all together would get more than there is.
+    """
+    if cpus is None:
+        cpus = float(len(cores) // servers) or len(cores) / servers
+    if cpus * servers > len(cores) + _EXACT:
+        raise ConfigError(
+            f"{servers} servers of {cpus:g} cores need {servers * cpus:g}, and there are {len(cores)}; "
+            f"give each at most {len(cores) / servers:g}, or let computation be simulated"
+        )
+    width = math.ceil(cpus - _EXACT)
+    on_one_core = math.floor(1 / cpus + _EXACT)
+    if width * servers <= len(cores):
+        own = [cores[server * width : (server + 1) * width] for server in range(servers)]
+    elif on_one_core * len(cores) >= servers:
+        own = [(cores[server % len(cores)],) for server in range(servers)]
+    else:
+        own = [cores] * servers
+    return tuple(CpuShare(cores=these, share=cpus) for these in own)
+
+
+def held_by(share: CpuShare, *, quota: bool) -> HeldBy:
+    """Say what keeps a server to its share: ``quota`` tells whether a control group does.
+
+    Its processes keep to its cores in any case; where that is not enough and there is no quota, nothing does.
+    """
+    if quota:
+        return "affinity and quota"
+    return "nothing" if share.needs_quota else "affinity"
+
+
+@final
+class LoopbackServer(Server):
+    """Processes that torchrun takes for a machine of their own."""
+
+    def __init__(self, number: int, share: CpuShare) -> None:
+        self.number = number
+        self.address = "127.0.0.1"
+        self.device = None
+        self.cores = share.cores
+        self.cpu_share = share.share
+        self._keeps_to_cores = shutil.which("taskset") is not None
+        self.cpu_held_by: HeldBy = held_by(share, quota=False) if self._keeps_to_cores else "nothing"
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        if not self._keeps_to_cores:
+            return list(command)
+        return ["taskset", "-c", ",".join(map(str, self.cores)), *command]
+
+
+@final
+class LoopbackLab(Lab):
+    """Servers on 127.0.0.1, in one network, one process table and one ``/dev/shm``.
+
+    Rates in ``spec`` are not held; :meth:`describe` says so.
+
+    Args:
+        spec: What was asked for.
+        missing: Why it is not a lab of namespaces; None: it was asked for.
+
+    Raises:
+        ConfigError: there are not as many cores as asked for.
+    """
+
+    def __init__(self, spec: LabSpec, missing: str | None = None) -> None:
+        self.spec = spec
+        self.name = f"loopback-{secrets.token_hex(4)}"
+        self.kind: Literal["namespaces", "loopback"] = "loopback"
+        self.missing = missing
+        self.servers: tuple[Server, ...] = tuple(
+            LoopbackServer(number, share)
+            for number, share in enumerate(deal_out(usable_cores(), spec.servers, spec.cpus))
+        )
+
+    def set_rates(self, external: Rate | None, internal: Rate | None) -> None:
+        """Do nothing for no rates.
+
+        Raises:
+            ConfigError: a rate is given.
+        """
+        for name, rate in (("external", external), ("internal", internal)):
+            if rate is not None:
+                raise ConfigError(
+                    f"{name} rate {rate}: plain loopback limits no link "
+                    f"({self.missing or 'it was asked for'}); give no rate, or make a lab of namespaces"
+                )
+
+    def cards(self) -> tuple[Card, ...]:
+        return ()
+
+    def describe(self) -> dict[str, object]:
+        """Return the same with the rates that were asked for and are not held."""
+        asked = {"external": self.spec.external, "internal": self.spec.internal}
+        not_held = {name: str(rate) for name, rate in asked.items() if rate is not None}
+        return {**super().describe(), "external": None, "internal": None, "rates_not_held": not_held}
+
+    def close(self) -> None:
+        """Do nothing: commands end themselves."""

@@ -1,8 +1,20 @@
-"""One command, run on a lab at one rate after another: the measuring half of matched phi."""
+"""Matched phi: the link rate at which a command spends a wanted share of its time on the network.
+
+A slow machine computes slowly, so at the same rate the network is a smaller part of its time than on the
+machines of a paper. What can be equal is the share::
+
+    phi = 1 - seconds with links that are not limited / seconds at the rate
+
+the part of the time that the network costs, whatever of it runs beside computing. Without overlap it is
+``(bytes / rate) / (compute + bytes / rate)``, the phi of the closed form ``1 / ((1 - phi) kappa + phi beta)``
+for a variant with kappa of the computing and beta of the bytes; with overlap it is less than the share of the
+time during which bytes move.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,10 +25,158 @@ from dglx_dist.errors import CommandError, ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab.base import Lab
 from scripts.netlab.launch import run
-from scripts.netlab.phi import Calibration, Measured
-from scripts.netlab.traces import Trace, read
+from scripts.netlab.traces import Trace, read_trace
 
-FILE = "calibration.json"
+LEAST_RATE, MOST_RATE = Rate(100_000), Rate(100_000_000_000)
+_LEAST_BYTES = 1_000
+_ROUNDED_TO = 3
+"""Digits of a rate that are kept: more would say nothing."""
+_FARTHEST = 8.0
+"""One try moves the rate by this factor at most, so that noise throws none far away."""
+_NO_COST = 1.02
+"""A rate at which the work takes at most so many times its time at no limit tells nothing of others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one measurement gave."""
+
+    seconds: float
+    """Of one unit of work, e.g. an epoch."""
+    bytes_per_server: float
+    """What the busiest card sent, or received, in that time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Try:
+    """One rate that was tried."""
+
+    rate: Rate
+    seconds: float
+    phi: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The rate to use."""
+
+    rate: Rate
+    phi: float
+    """Measured at this rate."""
+    wanted: float
+    within_tolerance: bool
+    seconds_free: float
+    """With links that are not limited."""
+    seconds_at_rate: float
+    bytes_per_server: float
+    """In ``seconds_free``."""
+    tries: tuple[Try, ...]
+    """In their order."""
+
+
+def find_rate(
+    measure: Callable[[Rate | None], Measured], phi: float, *, tolerance: float = 0.03, max_tries: int = 6
+) -> Calibration:
+    """Find the rate at which ``measure`` takes ``1 / (1 - phi)`` of its time at no limit.
+
+    The first guess takes the time on the wire to be added to that of computing; then secant steps follow, in
+    seconds over 1 / rate, which is a line where the two are added and where the wire hides all computing.
+
+    Args:
+        measure: Runs the work with links of the given rate, None: not limited; at that first.
+        phi: Wanted share of the time, in (0, 1).
+        tolerance: Good enough when phi is no further off.
+        max_tries: Most rates that are tried; afterwards the nearest is returned, ``within_tolerance`` False.
+
+    Raises:
+        ConfigError: ``phi`` or another argument is out of range, or the work does not communicate.
+    """
+    check_arguments(phi, tolerance, max_tries)
+    free = measure(None)
+    if not 0 < free.seconds < math.inf:
+        raise ConfigError(f"the command took {free.seconds} s without limits: there is no time to measure")
+    if free.bytes_per_server < _LEAST_BYTES:
+        raise ConfigError(
+            f"the command does not communicate: {free.bytes_per_server:.0f} bytes per server and unit of "
+            "work; at no rate does the network take its time. Does it run on more than one server?"
+        )
+    tries: list[Try] = []
+    rate = _rounded(free.bytes_per_server * 8 / (phi / (1 - phi) * free.seconds))
+    while True:
+        seconds = measure(rate).seconds
+        tries.append(Try(rate=rate, seconds=seconds, phi=1 - free.seconds / seconds))
+        if abs(tries[-1].phi - phi) <= tolerance or len(tries) == max_tries:
+            break
+        rate = _next_rate(tries, free, phi)
+        if any(one.rate == rate for one in tries):
+            break  # at the end of what is possible, or no finer step is left
+    best = min(tries, key=lambda one: abs(one.phi - phi))
+    return Calibration(
+        rate=best.rate,
+        phi=best.phi,
+        wanted=phi,
+        within_tolerance=abs(best.phi - phi) <= tolerance,
+        seconds_free=free.seconds,
+        seconds_at_rate=best.seconds,
+        bytes_per_server=free.bytes_per_server,
+        tries=tuple(tries),
+    )
+
+
+def check_arguments(phi: float, tolerance: float, max_tries: int) -> None:
+    """Raise ConfigError where :func:`find_rate` would refuse them, before anything is measured."""
+    if not 0 < phi < 1:
+        raise ConfigError(f"phi={phi} must lie between 0 and 1, e.g. 0.65: a share of the time")
+    if not 0 < tolerance < 1:
+        raise ConfigError(f"tolerance={tolerance} must lie between 0 and 1, e.g. 0.03")
+    if max_tries < 1:
+        raise ConfigError(f"max_tries={max_tries} must be at least 1")
+
+
+def _next_rate(tries: Sequence[Try], free: Measured, phi: float) -> Rate:
+    wanted_s = free.seconds / (1 - phi)
+    # Points (1 / rate, seconds), the rate in bits per second.
+    points = sorted((1 / one.rate.bits_per_s, one.seconds) for one in tries)
+    quick = [point for point in points if point[1] <= wanted_s]
+    slow = [point for point in points if point[1] > wanted_s]
+    if quick and slow and quick[-1][0] < slow[0][0]:
+        return _rounded(1 / _between(quick[-1], slow[0], wanted_s))
+    # The outermost; where noise has made a slow link quicker than a fast one, whichever is nearest.
+    ends = [*quick[-1:], *slow[:1]]
+    nearest = min(ends, key=lambda point: abs(point[1] - wanted_s))
+    factor = _extrapolated(points, free, wanted_s) / nearest[0]
+    # Away from what was too quick, or too slow, whatever noise makes of the line.
+    least, most = (1.02, _FARTHEST) if nearest[1] <= wanted_s else (1 / _FARTHEST, 1 / 1.02)
+    return _rounded(1 / (nearest[0] * min(max(factor, least), most)))
+
+
+def _between(quick: tuple[float, float], slow: tuple[float, float], wanted_s: float) -> float:
+    share = (wanted_s - quick[1]) / (slow[1] - quick[1])
+    return quick[0] + min(max(share, 0.1), 0.9) * (slow[0] - quick[0])
+
+
+def _extrapolated(points: Sequence[tuple[float, float]], free: Measured, wanted_s: float) -> float:
+    telling = [point for point in points if point[1] > _NO_COST * free.seconds]
+    if not telling:
+        # The wire was hidden behind computing: at this rate it alone takes as long as wanted.
+        return max(wanted_s / (free.bytes_per_server * 8), 2 * points[-1][0])
+    nearest = sorted(telling, key=lambda point: abs(point[1] - wanted_s))
+    if len(nearest) > 1 and nearest[0][0] != nearest[1][0]:
+        slope = (nearest[0][1] - nearest[1][1]) / (nearest[0][0] - nearest[1][0])
+        if slope > 0:
+            return nearest[0][0] + (wanted_s - nearest[0][1]) / slope
+    inverse, seconds = nearest[0]
+    if seconds > wanted_s:
+        return inverse * (wanted_s - free.seconds) / (seconds - free.seconds)
+    return inverse * wanted_s / seconds
+
+
+def _rounded(bits_per_s: float) -> Rate:
+    inside = min(max(bits_per_s, LEAST_RATE.bits_per_s), MOST_RATE.bits_per_s)
+    return Rate(int(float(f"{inside:.{_ROUNDED_TO}g}")))
+
+
+CALIBRATION_FILE = "calibration.json"
 _SHOWN_LINES = 20
 
 
@@ -32,7 +192,7 @@ class CalibrationPlan:
 
 @final
 class CommandMeasure:
-    """Measures a command's epochs at a rate; what :func:`scripts.netlab.phi.find_rate` calls.
+    """Measures a command's epochs at a rate; what :func:`scripts.netlab.calibrate.find_rate` calls.
 
     Args:
         lab: Up, idle, of namespaces.
@@ -81,7 +241,7 @@ class CommandMeasure:
         if done.exit_code:
             why = done.failure or f"exit code {done.exit_code}"
             raise CommandError(f"the command failed {at}: {why}\n{_last_lines(folder)}")
-        measured = measured_of(read(folder / "trace"))
+        measured = measured_of(read_trace(folder / "trace"))
         self._tell(f"{measured.seconds:.3g} s per epoch {at}")
         return measured
 
@@ -103,7 +263,6 @@ def measured_of(trace: Trace) -> Measured:
 
 
 def _bytes_per_epoch(trace: Trace) -> float:
-    """Payload between servers in one epoch; of a loop of one's own, all that was sent over the passes."""
     records = [record for ranks in trace.sessions for record in ranks[0].epochs]
     if records:
         return median(record.bytes_outside for record in records)
@@ -111,7 +270,7 @@ def _bytes_per_epoch(trace: Trace) -> float:
     return sent / len(trace.epoch_seconds())
 
 
-def write(folder: Path, found: Calibration, lab: Lab, plan: CalibrationPlan) -> Path:
+def write_calibration(folder: Path, found: Calibration, lab: Lab, plan: CalibrationPlan) -> Path:
     """Write ``calibration.json`` to ``folder``, whole or not at all; return its path."""
     values = {
         "rate": str(found.rate),
@@ -127,13 +286,12 @@ def write(folder: Path, found: Calibration, lab: Lab, plan: CalibrationPlan) -> 
         "lab": lab.describe(),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{FILE}.part"
+    unfinished = folder / f"{CALIBRATION_FILE}.part"
     unfinished.write_text(json.dumps(values, indent=2) + "\n")
-    return unfinished.replace(folder / FILE)
+    return unfinished.replace(folder / CALIBRATION_FILE)
 
 
 def _clear(folder: Path) -> None:
-    """Make ``folder`` and remove what an earlier run left in it."""
     (folder / "trace").mkdir(parents=True, exist_ok=True)
     for earlier in [*folder.glob("trace/rank-*"), *folder.glob("server-*.log")]:
         earlier.unlink()

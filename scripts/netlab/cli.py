@@ -22,15 +22,14 @@ from dglx_dist.errors import ConfigError, LabError, StorageError
 from dglx_dist.planner.records import Rate
 from dglx_dist.report.tables import plural, readable_bytes, readable_seconds
 from scripts.netlab import calibrate as calibration
-from scripts.netlab import cleaning, host, opening, state
+from scripts.netlab import labs, state
 from scripts.netlab.alive import scratch_folder
 from scripts.netlab.base import Card, LabSpec, label
-from scripts.netlab.calibrate import CalibrationPlan, CommandMeasure
-from scripts.netlab.command import torchrun_arguments
+from scripts.netlab.calibrate import Calibration, CalibrationPlan, CommandMeasure, check_arguments, find_rate
+from scripts.netlab.labs import attach, open_lab
 from scripts.netlab.launch import run as run_on
-from scripts.netlab.opening import attach, open_lab
-from scripts.netlab.outcome import LabOutcome, find_outcome, write
-from scripts.netlab.phi import Calibration, check_arguments, find_rate
+from scripts.netlab.launch import torchrun_arguments
+from scripts.netlab.traces import LabOutcome, find_outcome, write_outcome
 
 PROGRAM = "python scripts/netlab"
 EMULATED = "What is emulated"
@@ -202,7 +201,6 @@ def _refuse_beside_name(name: str | None, given: dict[str, object]) -> None:
 
 @contextmanager
 def _trace_folder(out: Path | None) -> Iterator[Path]:
-    """Yield an empty folder for what the ranks count: below ``out``, else one that is removed."""
     if out is None:
         with scratch_folder() as temporary:
             yield temporary / "trace"
@@ -235,7 +233,9 @@ def _report(outcome: LabOutcome, out: Path | None) -> None:
     if outcome.trace_missing is not None and outcome.run.failure is None:
         warn(f"the ledger of the ranks cannot be read: {outcome.trace_missing}")
     if out is not None:
-        Console(highlight=False, soft_wrap=True, markup=False).print(f"written to {write(outcome, out)}")
+        Console(highlight=False, soft_wrap=True, markup=False).print(
+            f"written to {write_outcome(outcome, out)}"
+        )
 
 
 def outcome_table(outcome: LabOutcome) -> Table:
@@ -321,7 +321,7 @@ def calibrate(  # noqa: PLR0913  # one argument per option
     """
     check_command(command, ranks_per_server, timeout)
     check_arguments(phi, tolerance, tries)
-    missing = host.what_is_missing()
+    missing = labs.what_is_missing()
     if missing:
         raise LabError(f"a rate can only be found where links can be limited: {missing}")
     plan = CalibrationPlan(command=command, ranks_per_server=ranks_per_server, timeout_s=timeout)
@@ -338,7 +338,7 @@ def calibrate(  # noqa: PLR0913  # one argument per option
         except KeyboardInterrupt:
             say("interrupted; COMMAND has ended on all servers")
             raise typer.Exit(INTERRUPTED) from None
-        written = None if out is None else calibration.write(out, found, lab, plan)
+        written = None if out is None else calibration.write_calibration(out, found, lab, plan)
     show(tries_table(found))
     if not found.within_tolerance:
         warn(
@@ -377,7 +377,7 @@ def up(
 
     Example: `python scripts/netlab up slow --servers 4 --external 1gbit --internal 40gbit`
     """
-    made = opening.up(read_spec(servers, external, internal, cpus), name)
+    made = labs.open_detached(read_spec(servers, external, internal, cpus), name)
     first, last = made.servers[0], made.servers[-1]
     share = f"{first.cpu_share:.3g} cores each, held by {first.cpu_held_by}"
     _say(f"{name}: {servers} servers, {first.address} to {last.address}, {share}")
@@ -399,8 +399,8 @@ def down(
     if (name is None) is not everything:
         raise ConfigError("name one lab, or give --all; `python scripts/netlab status` lists them")
     if name is not None:
-        cleaning.down(name)
-    gone = [name] if name is not None else cleaning.down_all()
+        state.take_down(name)
+    gone = [name] if name is not None else state.take_down_all()
     _say(f"down: {', '.join(gone)}" if gone else "no lab was up")
 
 
@@ -410,15 +410,15 @@ def status() -> None:
 
     Says first what this machine lacks for emulated servers, if anything.
     """
-    missing = host.what_is_missing()
+    missing = labs.what_is_missing()
     if missing:
         warn(f"no servers can be emulated here: {missing}")
-    labs = state.list_labs()
-    if not labs:
+    noted = state.list_labs()
+    if not noted:
         _say("no lab is up")
         return
     table = Table("lab", "servers", "external", "internal", "cores each", "held by", "state", "created")
-    for one in labs:
+    for one in noted:
         spec, first = one.spec, next(iter(one.servers), None)
         table.add_row(
             one.name,

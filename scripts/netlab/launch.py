@@ -1,23 +1,377 @@
-"""A command on every server of a lab, its ranks started by torchrun and ended together."""
+"""A command on every server of a lab: ranks started by torchrun, their output, and their end together."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import random
+import re
+import socket
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import IO, TextIO
 
 from dglx_dist.comm.topology import inherited_environment, rank_environment
-from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.errors import ConfigError, LabError, PeerError
+from scripts.netlab import guard
 from scripts.netlab.alive import scratch_folder
 from scripts.netlab.base import Card, Lab, Server
-from scripts.netlab.command import torchrun_arguments
-from scripts.netlab.output import Screen
-from scripts.netlab.ports import Port, claim_port, nobody_listens
-from scripts.netlab.process import Failure, Launcher
+from scripts.netlab.servers import Process, find_process, wait_until_ended
+
+_FORMS = (
+    "write `dglx train ...`, `python script.py ...`, `python -m module ...`, `script.py ...` "
+    "or `-m module ...`"
+)
+# What cli/common.py calls LAUNCHED: the launcher shows the error of the rank that failed first, once.
+_LAUNCHED = "--launched"
+
+
+def torchrun_arguments(command: Sequence[str]) -> list[str]:
+    """Return what torchrun is to run for ``command``: a script or ``-m`` and a module, and its arguments.
+
+    ``python`` means the Python that runs the lab, whatever stands before or after its name.
+
+    Raises:
+        ConfigError: it is none of the forms that ranks can be started in, starts ranks itself, or its script
+            does not exist; the message says what to write.
+    """
+    if not command:
+        raise ConfigError(f"there is no command to run; {_FORMS}")
+    first, rest = command[0], list(command[1:])
+    program = Path(first).name
+    if program == "dglx":
+        return _dglx(rest)
+    if re.fullmatch(r"python(\d(\.\d+)?)?", program):
+        return _python(command, rest)
+    if first == "-m" or first.endswith(".py") or _is_program(first):
+        return _python(command, list(command))
+    if program in ("torchrun", "accelerate", "mpirun", "sh", "bash"):
+        raise ConfigError(
+            f"{' '.join(command)!r}: the lab starts torchrun on each server itself; leave {program} and its "
+            f"options out: {_FORMS}"
+        )
+    raise ConfigError(f"{first!r} is nothing that torchrun can start as ranks; {_FORMS}")
+
+
+def _dglx(arguments: list[str]) -> list[str]:
+    name = next((word for word in arguments if not word.startswith("-")), "")
+    if name != "train":
+        raise ConfigError(
+            f"`dglx {name}` runs in one process and needs no lab; run it by itself, and `dglx train` here"
+        )
+    return _without_ranks(["-m", "dglx_dist.cli", _LAUNCHED, *arguments])
+
+
+def _python(command: Sequence[str], arguments: list[str]) -> list[str]:
+    if arguments[:1] == ["-m"] and len(arguments) > 1:
+        return _without_ranks(arguments) if arguments[1] == "dglx_dist.cli" else arguments
+    if not arguments or arguments[0].startswith("-"):
+        raise ConfigError(
+            f"{' '.join(command)!r}: torchrun starts a script or a module, without options of Python; "
+            + _FORMS
+        )
+    if not Path(arguments[0]).is_file() and not _is_program(arguments[0]):
+        raise ConfigError(
+            f"the script {arguments[0]!r} does not exist in {Path.cwd()}; give its path from "
+            "here, or a whole one"
+        )
+    return arguments
+
+
+def _is_program(path: str) -> bool:
+    return Path(path, "__main__.py").is_file()
+
+
+def _without_ranks(arguments: list[str]) -> list[str]:
+    if any(word == "--ranks" or word.startswith("--ranks=") for word in arguments):
+        raise ConfigError(
+            "`dglx train --ranks` would start ranks of its own; leave it out: the lab starts --servers times "
+            "--ranks-per-server of them, which are options of the lab and stand before --"
+        )
+    return arguments
+
+
+# Below the ports that Linux gives to outgoing connections and to whoever asks for any port.
+_FIRST, _LAST, _TRIES = 20_000, 32_000, 200
+
+
+class Port:
+    """A port of 127.0.0.1 or of a lab's server 0, claimed until it is closed or the process ends."""
+
+    def __init__(self, number: int, claim: socket.socket) -> None:
+        self.number = number
+        self._claim = claim
+
+    def close(self) -> None:
+        """Give it up."""
+        self._claim.close()
+
+
+def claim_port(where: str, *, is_free: Callable[[int], bool]) -> Port:
+    """Claim a port that is free and that no other process of this machine has claimed by this function.
+
+    The claim is an abstract Unix socket named after the port: the system lets one process have it, and
+    gives it back when that process ends, however it ends.
+
+    Args:
+        where: Whose ports: claims of one place do not stand in the way of another's.
+        is_free: Whether nobody listens at that port there.
+
+    Raises:
+        LabError: none was found.
+    """
+    # Seeded by nothing: two labs that start at once shall not look at the same ports in the same order.
+    for number in random.SystemRandom().sample(range(_FIRST, _LAST), _TRIES):
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            claim.bind(f"\0dglx-lab-port-{where}-{number}")
+        except OSError:
+            claim.close()
+            continue
+        if is_free(number):
+            return Port(number, claim)
+        claim.close()
+    raise LabError(
+        f"no free port between {_FIRST} and {_LAST} after {_TRIES} tries; end other programs of user "
+        f"{os.getuid()} that listen there"
+    )
+
+
+def nobody_listens(number: int) -> bool:
+    """Whether a program of this network could listen at ``number`` on every address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", number))
+        except OSError:
+            return False
+    return True
+
+
+_LINE_LIMIT = 1 << 20
+
+
+class Screen:
+    """Where the lines of all servers go; one at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._broken = False
+
+    def write(self, stream: TextIO, text: str) -> None:
+        """Write ``text`` to ``stream``; nothing once that is closed, as when ``| head`` has seen enough."""
+        with self._lock:
+            if self._broken:
+                return
+            try:
+                stream.write(text)
+                stream.flush()
+            except (BrokenPipeError, ValueError):
+                self._broken = True
+
+
+class Relay:
+    """Takes the lines of one pipe of one server until it closes, so that no writer ever waits for long.
+
+    Args:
+        source: The pipe; closed at the end.
+        screen: Shared by all relays; None: nothing is shown.
+        stream: Where on the screen.
+        prefix: Before each line shown.
+        log: Gets the bytes as they are; shared by the relays of a server; None: no file.
+    """
+
+    def __init__(
+        self, source: IO[bytes], screen: Screen | None, stream: TextIO, prefix: str, log: LogFile | None
+    ) -> None:
+        self._source, self._screen, self._stream = source, screen, stream
+        self._prefix, self._log = prefix, log
+        self._thread = threading.Thread(target=self._run, name="lab output", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the pipe has closed and its last line is written."""
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with self._source:
+            while line := self._source.readline(_LINE_LIMIT):
+                if self._log is not None:
+                    self._log.write(line)
+                if self._screen is not None:
+                    text = line.decode(errors="replace").removesuffix("\n")
+                    self._screen.write(self._stream, f"{self._prefix}{text}\n")
+
+
+class LogFile:
+    """A file that several threads write to."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._file = path.open("wb", buffering=0)
+
+    def write(self, line: bytes) -> None:
+        """Write ``line`` at once; when the disk is full it is lost, so that no rank waits for its output."""
+        with self._lock, contextlib.suppress(OSError):
+            self._file.write(line)
+
+    def close(self) -> None:
+        """Close it; call it after the last line."""
+        with self._lock:
+            self._file.close()
+
+
+GRACE_S = 8.0
+"""What a launcher has for ending its ranks before all of them are killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How the command failed on one server."""
+
+    message: str
+    exit_code: int
+    lost_a_peer: bool
+    """Whether it failed because another rank had."""
+    second: int
+    """When it was seen."""
+
+    def order(self) -> tuple[bool, int]:
+        """Return what sorts the cause before its consequences."""
+        return (self.lost_a_peer, self.second)
+
+
+class Launcher:
+    """``command`` on ``server``, which ends with this object's process or when it is told to.
+
+    Args:
+        server: Where.
+        command: torchrun and its arguments.
+        environment: All of it.
+        screen: Where its lines are shown; None: nowhere.
+        log: File for all of them; None: none.
+        failure_file: What the launcher writes when a rank of its own failed.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        screen: Screen | None,
+        log: Path | None,
+        failure_file: Path,
+    ) -> None:
+        self.server = server
+        self._failure_file = failure_file
+        self._told_to_end = False
+        self._log = None if log is None else LogFile(log)
+        # Server 0 keeps the terminal, where there is one; a log wants what it writes too. Anywhere else its
+        # lines go through the screen as the others' do, which would otherwise come in the middle of them.
+        keeps = server.number == 0 and screen is not None and log is None
+        self._process = subprocess.Popen(
+            server.inside([sys.executable, "-I", "-S", guard.__file__, str(GRACE_S), *command]),
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=None if keeps and sys.stdout.isatty() else subprocess.PIPE,
+            stderr=None if keeps and sys.stderr.isatty() else subprocess.PIPE,
+            # Ctrl-C is for this process, which ends the command in order.
+            start_new_session=True,
+        )
+        self._relays = self._relay(screen)
+
+    def poll(self) -> int | None:
+        """Return the exit code once everything on this server has ended."""
+        return self._process.poll()
+
+    def end(self) -> None:
+        """Let the guard end everything on this server; returns at once. May be called again."""
+        if self._process.poll() is None:
+            self._told_to_end = True
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+
+    def wait_for_end(self) -> None:
+        """Wait after :meth:`end`; what does not end is killed.
+
+        Raises:
+            LabError: as :meth:`abandon`.
+        """
+        try:
+            self._process.wait(GRACE_S + 5.0)
+        except subprocess.TimeoutExpired:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Kill all that this launcher started, at once, and close the files.
+
+        Raises:
+            LabError: a process has not ended 10 s later; the message names it.
+        """
+        if self._process.poll() is None:
+            # Ranks are in sessions of their own: with the guard alone they would lose who ends them.
+            pids = [self._process.pid, *guard.descendants(self._process.pid)]
+            left = [process for process in map(_process_or_none, pids) if process is not None]
+            for process in left:
+                process.kill()
+            wait_until_ended(left)
+            self._process.wait()
+        self.close()
+
+    def close(self) -> None:
+        """Write the last lines and close the files, after the processes have ended. May be called twice."""
+        self.end()
+        for relay in self._relays:
+            relay.join(5.0)
+        if self._log is not None:
+            self._log.close()
+
+    def failed_by_itself(self) -> bool:
+        """Whether it has ended with a code that is not 0 and not because of :meth:`end`."""
+        return self.poll() not in (None, 0) and (not self._told_to_end or self._failure_file.exists())
+
+    def failure(self, seen: float) -> Failure:
+        """Return how it failed, once :meth:`failed_by_itself`; ``seen``: in which second of the clock."""
+        code = self._process.returncode
+        try:
+            told = json.loads(self._failure_file.read_text())
+        except FileNotFoundError:
+            return Failure(
+                message=f"server {self.server.number}: its launcher ended with code {code}; see its output",
+                exit_code=code if code >= 0 else 128 - code,
+                lost_a_peer=False,
+                second=int(seen),
+            )
+        return Failure(
+            message=f"server {self.server.number}: {told['message']}",
+            exit_code=told["exit_code"],
+            lost_a_peer=told["lost_a_peer"],
+            second=told["second"],
+        )
+
+    def _relay(self, screen: Screen | None) -> list[Relay]:
+        number = self.server.number
+        prefix = f"server {number} | " if number else ""
+        pipes = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+        return [Relay(pipe, screen, stream, prefix, self._log) for pipe, stream in pipes if pipe is not None]
+
+
+def _process_or_none(pid: int) -> Process | None:
+    try:
+        return find_process(pid)
+    except ProcessLookupError:
+        return None
+
 
 _SETTLE_S = 2.0
 _POLL_S = 0.05
@@ -149,7 +503,7 @@ def start(
 
     Args:
         lab: Must stay open until the command has ended.
-        command: As :func:`scripts.netlab.command.torchrun_arguments` reads it.
+        command: As :func:`torchrun_arguments` reads it.
         ranks_per_server: At least 1.
         environment: Variables beside this process's own, which they override; None unsets one.
         trace: Folder for what each session writes when it closes; made if need be.
@@ -169,7 +523,7 @@ def start(
         extra["DGLX_TRACE"] = str(trace.absolute())
     with ExitStack() as undo:
         folder = undo.enter_context(scratch_folder())
-        port = _claim(lab)
+        port = _claim_meeting_port(lab)
         undo.callback(port.close)
         screen = Screen() if show else None
         launchers = []
@@ -260,7 +614,7 @@ def with_changes(environment: Mapping[str, str], changes: Mapping[str, str | Non
     return {name: value for name, value in {**environment, **changes}.items() if value is not None}
 
 
-def _claim(lab: Lab) -> Port:
+def _claim_meeting_port(lab: Lab) -> Port:
     if lab.kind == "loopback":
         return claim_port("loopback", is_free=nobody_listens)
     # A network of its own: nobody but this package's commands listens there.

@@ -1,4 +1,4 @@
-"""The notes of all labs of this machine: a JSON file each, by which other processes find and remove them."""
+"""The notes of all labs of this machine, a JSON file each, and taking labs down by them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dglx_dist.comm import system as cgroups
 from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import hold
 from scripts.netlab.base import LabSpec
-from scripts.netlab.pids import Process, command_line
-from scripts.netlab.server import ServerFacts
+from scripts.netlab.servers import Process, ServerFacts, cgroup_name, command_line, wait_until_ended
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,39}")
 _FOLDER = "dglx-lab"
@@ -71,7 +71,7 @@ class LabState:
         )
 
 
-def folder() -> Path:
+def notes_folder() -> Path:
     """Return where the notes of labs are, whether it exists or not.
 
     Raises:
@@ -120,7 +120,7 @@ def reserve(state: LabState) -> None:
         LabError: nothing can be written there.
     """
     try:
-        folder().mkdir(mode=0o755, exist_ok=True)
+        notes_folder().mkdir(mode=0o755, exist_ok=True)
     except OSError as error:
         raise _unwritable(error) from error
     fresh = _write_beside(state)
@@ -136,7 +136,7 @@ def reserve(state: LabState) -> None:
         fresh.unlink()
 
 
-def note(state: LabState) -> None:
+def write_notes(state: LabState) -> None:
     """Replace the notes of a lab, in one step.
 
     Raises:
@@ -147,7 +147,7 @@ def note(state: LabState) -> None:
     _write_beside(state).rename(_path(state.name))
 
 
-def read(name: str) -> LabState:
+def read_notes(name: str) -> LabState:
     """Read the notes of a lab.
 
     Raises:
@@ -158,7 +158,7 @@ def read(name: str) -> LabState:
     try:
         return _from_json(name, json.loads(_text_of(path)))
     except FileNotFoundError:
-        there = ", ".join(names()) or "none"
+        there = ", ".join(lab_names()) or "none"
         raise ConfigError(f"there is no lab called {name!r}; up are: {there}") from None
     except _DAMAGE as error:
         raise LabError(
@@ -169,14 +169,14 @@ def read(name: str) -> LabState:
 def noted_still(noted: LabState) -> bool:
     """Whether the notes under this name are of this lab, and not gone or another's."""
     try:
-        return read(noted.name).switch == noted.switch
+        return read_notes(noted.name).switch == noted.switch
     except (ConfigError, LabError):
         return False
 
 
-def names() -> list[str]:
+def lab_names() -> list[str]:
     """Return the names of all labs that have notes, ascending."""
-    found = [path for path in folder().glob("*.json") if not path.is_dir()]
+    found = [path for path in notes_folder().glob("*.json") if not path.is_dir()]
     return sorted(path.stem for path in found if _NAME.fullmatch(path.stem))
 
 
@@ -200,9 +200,9 @@ def list_labs() -> list[LabState]:
         LabError: notes are damaged; the message names the file.
     """
     found = []
-    for name in names():
+    for name in lab_names():
         try:
-            found.append(read(name))
+            found.append(read_notes(name))
         except ConfigError:
             continue  # taken down since the folder was listed
     return found
@@ -218,7 +218,7 @@ def describe_life(found: LabState) -> str:
 
 
 def _path(name: str) -> Path:
-    return folder() / f"{name}.json"
+    return notes_folder() / f"{name}.json"
 
 
 def _text_of(path: Path) -> str:
@@ -234,7 +234,7 @@ def _text_of(path: Path) -> str:
 
 
 def _write_beside(state: LabState) -> Path:
-    fresh = folder() / f".{state.name}.{os.getpid()}.{secrets.token_hex(4)}"
+    fresh = notes_folder() / f".{state.name}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
         fresh.write_text(json.dumps(_to_json(state), indent=1) + "\n")
     except OSError as error:
@@ -246,8 +246,8 @@ def _write_beside(state: LabState) -> Path:
 
 def _unwritable(error: OSError) -> LabError:
     return LabError(
-        f"what is known of labs cannot be written to {folder()}: {error.strerror}; make room there, or make "
-        "it writable for root"
+        f"what is known of labs cannot be written to {notes_folder()}: {error.strerror}; make room there, or "
+        "make it writable for root"
     )
 
 
@@ -298,7 +298,6 @@ def _process(values: Mapping[str, Any]) -> Process:
 
 
 def _holder(values: Mapping[str, Any]) -> Process:
-    """Read a process that holds a lab: it will be entered and killed, so it must be one if it lives."""
     process = _process(values)
     line = command_line(process.pid)
     if line and _HOLDER not in line and process.alive():
@@ -317,3 +316,84 @@ def _server(values: Mapping[str, Any]) -> ServerFacts:
         cpu_held_by=values["cpu_held_by"],
         cgroup=None if values["cgroup"] is None else str(values["cgroup"]),
     )
+
+
+def clean_stale() -> list[str]:
+    """Remove what is left of labs that ended without being taken down; return their names.
+
+    Damaged notes stay, as nobody can tell whether their lab is in use; ``down_all`` removes them.
+    """
+    removed = []
+    for name in lab_names():
+        try:
+            found = read_notes(name)
+        except (ConfigError, LabError):
+            continue
+        if not found.alive:
+            remove_lab(found)
+            removed.append(name)
+    return removed
+
+
+def take_down(name: str) -> None:
+    """Take a lab down, whoever made it: end its processes, remove its control groups and its notes.
+
+    Raises:
+        ConfigError: there is no lab of this name.
+        LabError: it is another user's, or a process or a control group did not go.
+    """
+    check_name(name)
+    if name in lab_names() and not os.access(notes_folder(), os.W_OK):
+        raise LabError(f"the lab {name!r} is root's: sudo python scripts/netlab down {name}")
+    try:
+        found = read_notes(name)
+    except LabError:
+        _remove_groups_called(name)
+        forget(name)
+        return
+    remove_lab(found)
+
+
+def take_down_all() -> list[str]:
+    """Take all labs down, damaged notes included; return their names.
+
+    Raises:
+        LabError: one is another user's, or a process or a control group did not go.
+    """
+    names = lab_names()
+    for name in names:
+        try:
+            take_down(name)
+        except ConfigError:
+            continue  # another process was faster
+    return names
+
+
+def remove_lab(found: LabState) -> None:
+    """End the processes of a lab, remove its control groups, then its notes.
+
+    Raises:
+        LabError: a process or a control group did not go.
+    """
+    if found.boot == boot_id():
+        for process in found.processes:
+            process.kill()
+        wait_until_ended(found.processes)
+    for folder in _groups_of(found):
+        cgroups.remove(folder)
+    forget(found.name)
+
+
+def _groups_of(found: LabState) -> set[Path]:
+    names = [cgroup_name(found.name, server) for server in range(found.spec.servers)]
+    noted = {Path(server.cgroup) for server in found.servers if server.cgroup is not None}
+    groups = {folder for folder in noted if folder.name in names}
+    return groups.union(*(cgroups.find(name) for name in names))
+
+
+def _remove_groups_called(name: str) -> None:
+    server = 0
+    while folders := cgroups.find(cgroup_name(name, server)):
+        for folder in folders:
+            cgroups.remove(folder)
+        server += 1

@@ -1,4 +1,17 @@
-"""Reading what the ranks of a command left with DGLX_TRACE (``comm/trace.py``)."""
+"""What a command left: traces of its ranks (``comm/trace.py``), the cards as witness of the ledger.
+
+Compared are all bytes of a server's card, both directions together, with all payload that the ledger has
+between this server and others. The card also has headers (0.2 to 1 % where messages are large, as packets
+leave a virtual card in bundles, up to 5 % where they are small and many); acknowledgements, which go the
+other way than the bytes they are for and are why directions are not compared alone; what was sent again; and
+what ranks need to meet, to keep in touch and to end: some hundred kB, which is why little traffic is not
+judged at all.
+
+An all-reduce is counted as a ring, which is what gloo does. A broadcast is counted as a copy from its source
+to each other rank, while gloo hands copies on along a tree: the sum over all servers is the same, but where
+the first weights of a large model are much of what is sent, single servers of four or more may differ.
+Traffic on the loopback of a server goes through no card, nor does the ledger count it as outside.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +20,18 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
+from typing import Literal
 
 from dglx_dist.comm.ledger import WORKER, LedgerRow
 from dglx_dist.comm.trace import UNFINISHED, Pass
 from dglx_dist.data.storage.manifest import Fields
-from dglx_dist.errors import StorageError
+from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
+from scripts.netlab.base import Card, Lab, label
+from scripts.netlab.launch import LabRun
 
 _NAME = re.compile(r"rank-(\d+)(?:\.(\d+))?\.json")
 _WHOLE = ("epoch", "num_samples", "bytes_inside", "bytes_outside", "cache_hits", "cache_misses")
@@ -74,7 +91,7 @@ class Trace:
         return [seconds for ranks in self.sessions for seconds in _epoch_seconds(ranks)]
 
 
-def read(folder: str | Path) -> Trace:
+def read_trace(folder: str | Path) -> Trace:
     """Read the files of ``folder``; no session where there is no folder or nothing in it.
 
     Raises:
@@ -129,13 +146,13 @@ def _read_rank(path: Path, rank: int) -> RankTrace:
         world_size=world_size,
         server_of_rank=tuple(fields.integers("server_of_rank", count=world_size)),
         failed=fields.choice("failed", [True, False]),
-        ledger=tuple(_row(row, world_size) for row in fields.records("ledger")),
+        ledger=tuple(_ledger_row(row, world_size) for row in fields.records("ledger")),
         passes=tuple(_pass(done) for done in fields.records("passes")),
         epochs=tuple(_epoch(epoch) for epoch in fields.records("epochs")),
     )
 
 
-def _row(fields: Fields, world_size: int) -> LedgerRow:
+def _ledger_row(fields: Fields, world_size: int) -> LedgerRow:
     return LedgerRow(
         phase=fields.text("phase"),
         layer=fields.integer("layer"),
@@ -172,3 +189,162 @@ def _number(fields: Fields, key: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise fields.wrong(key, "a number")
     return float(value)
+
+
+TOLERANCE = 0.08
+LEAST_BYTES = 4_000_000
+"""Below it, meeting each other and keeping in touch are too much of the traffic."""
+
+Verdict = Literal["agrees", "differs", "too little traffic to compare"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Witness:
+    """What the card of one server counted, and what the ledger says of it."""
+
+    server: int | None
+    """None: the sum over all servers."""
+    card: Card
+    """Bytes between the two readings, headers included."""
+    ledger: Card
+    """Payload to and from other servers."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Card over ledger, both directions together; None where the ledger has nothing."""
+        payload = self.ledger.sent + self.ledger.received
+        return (self.card.sent + self.card.received) / payload if payload else None
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether both say the same, within 8 %."""
+        if self.ledger.sent + self.ledger.received < LEAST_BYTES or self.ratio is None:
+            return "too little traffic to compare"
+        return "agrees" if abs(self.ratio - 1) <= TOLERANCE else "differs"
+
+
+def compare(cards_before: Sequence[Card], cards_after: Sequence[Card], trace: Trace) -> tuple[Witness, ...]:
+    """Hold each card against the ledger: (S + 1,), one for each server, then their sum; none without cards.
+
+    Args:
+        cards_before: (S,) read before the command; empty on plain loopback.
+        cards_after: (S,) read after it.
+        trace: What the command's ranks left.
+
+    Raises:
+        ConfigError: the cards are not those of the trace's servers.
+    """
+    if not cards_before and not cards_after:
+        return ()
+    if not len(cards_before) == len(cards_after) >= trace.num_servers:
+        raise ConfigError(
+            f"{len(cards_before)} and {len(cards_after)} cards cannot be held against the ledger of "
+            f"{trace.num_servers} servers; is DGLX_RANKS_PER_SERVER set inside the lab? unset it"
+        )
+    payload = trace.ledger_outside_by_server()
+    each = [
+        Witness(
+            server=server,
+            card=Card(sent=after.sent - before.sent, received=after.received - before.received),
+            ledger=Card(sent=payload.get(server, (0, 0))[0], received=payload.get(server, (0, 0))[1]),
+        )
+        for server, (before, after) in enumerate(zip(cards_before, cards_after, strict=True))
+    ]
+    total = Witness(
+        server=None,
+        card=_sum([one.card for one in each]),
+        ledger=_sum([one.ledger for one in each]),
+    )
+    return (*each, total)
+
+
+def _sum(cards: Sequence[Card]) -> Card:
+    return Card(sent=sum(card.sent for card in cards), received=sum(card.received for card in cards))
+
+
+OUTCOME_FILE = "lab.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabOutcome:
+    """One command on one lab."""
+
+    label: str
+    """What was emulated, for a heading: "namespaces, 100mbit between servers" or "loopback, ..."."""
+    lab: dict[str, object]
+    """What :meth:`Lab.describe` said."""
+    command: tuple[str, ...]
+    ranks_per_server: int
+    run: LabRun
+    trace: Trace
+    """Of no session when the command opened none or did not end well."""
+    trace_missing: str | None
+    """Why the ranks' own counts are not there; None: they are, or no session was opened."""
+    witnesses: tuple[Witness, ...]
+    """(S + 1,) each server and their sum; empty on plain loopback."""
+
+    @property
+    def epoch_seconds(self) -> float | None:
+        """Median over the epochs without the first, which warms up; of a single one itself, of none None."""
+        seconds = self.trace.epoch_seconds()
+        return median(seconds[1:] or seconds) if seconds else None
+
+    def to_json(self) -> dict[str, object]:
+        """Return JSON values."""
+        return {
+            "label": self.label,
+            "lab": self.lab,
+            "command": list(self.command),
+            "ranks_per_server": self.ranks_per_server,
+            "exit_code": self.run.exit_code,
+            "failure": self.run.failure,
+            "seconds": self.run.seconds,
+            "epoch_seconds": self.trace.epoch_seconds(),
+            "trace_missing": self.trace_missing,
+            "cards_before": [asdict(card) for card in self.run.cards_before],
+            "cards_after": [asdict(card) for card in self.run.cards_after],
+            "servers": [_witness_in_json(one) for one in self.witnesses if one.server is not None],
+            "sum": next((_witness_in_json(one) for one in self.witnesses if one.server is None), None),
+            "ledger_outside": {
+                str(server): {"sent": sent, "received": received}
+                for server, (sent, received) in self.trace.ledger_outside_by_server().items()
+            },
+        }
+
+
+def find_outcome(lab: Lab, command: Sequence[str], ranks_per_server: int, run: LabRun) -> LabOutcome:
+    """Put together what is known of ``run``; a trace that cannot be read is told, not raised."""
+    trace, missing = Trace(sessions=()), None
+    if run.trace_folder is not None:
+        try:
+            trace = read_trace(run.trace_folder)
+        except StorageError as error:
+            missing = str(error)
+    return LabOutcome(
+        label=label(lab),
+        lab=lab.describe(),
+        command=tuple(command),
+        ranks_per_server=ranks_per_server,
+        run=run,
+        trace=trace,
+        trace_missing=missing,
+        witnesses=compare(run.cards_before, run.cards_after, trace),
+    )
+
+
+def write_outcome(outcome: LabOutcome, folder: Path) -> Path:
+    """Write ``outcome`` to ``folder``/lab.json, which is replaced at once or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f"{OUTCOME_FILE}.part"
+    unfinished.write_text(json.dumps(outcome.to_json(), indent=2) + "\n")
+    return unfinished.replace(folder / OUTCOME_FILE)
+
+
+def _witness_in_json(one: Witness) -> dict[str, object]:
+    return {
+        "server": one.server,
+        "card": asdict(one.card),
+        "ledger": asdict(one.ledger),
+        "ratio": one.ratio,
+        "verdict": one.verdict,
+    }

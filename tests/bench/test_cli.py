@@ -9,9 +9,9 @@ from dglx_dist.cli.common import show
 from dglx_dist.errors import ConfigError, UnknownNameError
 from scripts.bench import driver, results, suites
 from scripts.bench.cli import Telling, app, choose, outcome_table, readable_minutes
+from scripts.bench.driver import Step
 from scripts.bench.records import BenchPlan, Experiment, Outcome
-from scripts.bench.steps import Step
-from tests.bench.outcomes import epoch, plan_of
+from tests.bench.helpers import epoch, plan_of
 
 
 def bench(*arguments: str) -> Any:

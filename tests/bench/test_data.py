@@ -8,7 +8,7 @@ from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import StorageError
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from scripts.bench import data
-from tests.bench.graphs import HALVES, SMALL
+from tests.bench.helpers import HALVES, SMALL
 
 
 def test_a_dataset_is_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,14 @@
-"""The driver with a stage that plays the servers; what real ones do is in test_stage.py."""
+"""The driver with a stage that plays the servers; what real ones do is in test_pool.py."""
 
+from __future__ import annotations
+
+import json
+import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +17,103 @@ import pytest
 from dglx_dist.errors import ConfigError, JobError
 from dglx_dist.planner.records import Rate
 from scripts.bench import driver, results
+from scripts.bench.driver import Step, Steps, read_measured, read_measurement
+from scripts.bench.pool import Stage
 from scripts.bench.records import BenchPlan, ExperimentPlan, Job, Outcome, Ratio, Shape, Variant
-from scripts.bench.stage import Stage
-from scripts.bench.steps import Step
-from tests.bench.outcomes import TWO, epoch, experiment_of, plan_of
+from scripts.netlab.calibrate import Measured
+from tests.bench.helpers import TWO, epoch, experiment_of, plan_of
+
+
+def test_what_is_told_of_this_machine() -> None:
+    told = driver.describe_machine()
+    assert told["cores_usable"] == len(os.sched_getaffinity(0))
+    versions = told["versions"]
+    assert isinstance(versions, dict)
+    assert versions["torch"] == version("torch")
+    assert versions["dglx-dist"] == version("dglx-dist")
+    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in line)
+    assert told["memory_bytes"] == int(memory.split()[1]) * 1024
+
+
+def test_neither_the_host_nor_the_user_is_named() -> None:
+    told = json.dumps(driver.describe_machine())
+    assert str(Path.home()) + "/" not in told
+    assert str(Path.cwd()) not in told
+    name = socket.gethostname()
+    # A name like "linux" may be part of a word of the kernel's version.
+    assert name not in told or len(name) < 6
+
+
+def test_the_processor_is_the_first_that_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor: 0\nmodel name\t: Fast One\n\nmodel name\t: Other\n")
+    assert driver._cpu_model(tmp_path / "cpuinfo") == "Fast One"
+    (tmp_path / "cpuinfo").write_text("Features: fp\n")
+    assert driver._cpu_model(tmp_path / "cpuinfo") == os.uname().machine
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("scripts.bench.driver.time", clock)
+    return clock
+
+
+def test_jobs_are_counted_and_the_time_left_follows_from_them(clock: Clock) -> None:
+    told: list[Step] = []
+    steps = Steps("D1", told.append)
+    steps.say("making its datasets")
+    steps.expect(4)
+    for _ in range(3):
+        steps.begin("a job")
+        clock.now += 10.0
+    assert [step.done for step in told] == [0, 0, 1, 2]
+    assert [step.total for step in told] == [0, 4, 4, 4]
+    assert [step.seconds_left for step in told] == [None, None, 30.0, 20.0]
+
+
+def test_the_estimate_forgets_the_slow_start(clock: Clock) -> None:
+    told: list[Step] = []
+    steps = Steps("D1", told.append)
+    steps.expect(6)
+    for seconds in (1000.0, 2.0, 2.0, 2.0, 2.0, 0.0):
+        steps.begin("a job")
+        clock.now += seconds
+    assert told[-1].seconds_left == 2.0
+
+
+(A, _) = plan_of("a", "b").variants
+TWO_EPOCHS = [asdict(epoch(0, 1.0)), asdict(epoch(1, 3.0))]
+
+
+def test_epochs_are_those_of_all_ranks_and_memory_is_the_largest_rank_s() -> None:
+    rank = {"epochs": TWO_EPOCHS, "bytes_outside_wire": 100, "accuracy": [[1, 0.5]], "extra": {"steps": 3}}
+    found = read_measurement(A, 2, [rank | {"peak_bytes": 5}, rank | {"peak_bytes": 9}])
+    assert (found.variant, found.repetition, found.seconds) == ("a", 2, 2.0)
+    assert found.epochs == (epoch(0, 1.0), epoch(1, 3.0))
+    assert (found.bytes_outside_wire, found.peak_bytes) == (100, 9)
+    assert (found.accuracy, found.extra) == (((1.0, 0.5),), {"steps": 3})
+
+
+def test_a_calibration_sees_one_epoch_of_one_server() -> None:
+    report = {"epochs": TWO_EPOCHS, "bytes_outside_wire": 4_400_000}
+    assert read_measured(A, [report] * 2) == Measured(seconds=2.0, bytes_per_server=1_100_000.0)
+    report["bytes_outside_wire"] = None
+    # No card: 2 MB payload per epoch, by two servers.
+    assert read_measured(A, [report] * 2) == Measured(seconds=2.0, bytes_per_server=1_000_000.0)
+
+
+@pytest.mark.parametrize("report", [{"peak_bytes": 5}, {"epochs": [], "peek_bytes": 5}])
+def test_reports_of_another_kind_are_refused(report: dict[str, object]) -> None:
+    with pytest.raises(JobError, match="it must report epochs, and of others only bytes_outside_wire"):
+        read_measurement(A, 0, [report])
+
 
 MEGABIT = 10**6
 

@@ -1,19 +1,24 @@
+"""Tables of experiments: what each says, what it builds, and what is predicted."""
+
+from __future__ import annotations
+
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.planner.records import Rate
 from dglx_dist.planner.workload import Survey
-from scripts.bench import predict, speedup_model, suites
+from scripts.bench import speedup_model, suites
 from scripts.bench.driver import check_plan
-from scripts.bench.experiments import d1, d2, d3
-from scripts.bench.jobs.registry import KINDS
-from scripts.bench.jobs.train_params import read_params
+from scripts.bench.experiments import data_parallel
+from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
 from scripts.bench.simulate import ComputeCost, Line
+from scripts.bench.worker import KINDS
+from tests.bench.helpers import experiment_of, plan_of
 
 COST = ComputeCost(forward=Line(base_s=0.0, per_edge_s=1e-6), backward=Line(base_s=0.0, per_edge_s=1e-6))
 
@@ -28,7 +33,7 @@ def check(name: str, plan: ExperimentPlan) -> None:
     for variant in plan.variants:
         for job in filter(None, (variant.job, variant.curve)):
             assert job.kind in KINDS
-            told = read_params({**job.params, **job.warm})
+            told = read_params(TrainParams, {**job.params, **job.warm})
             assert Path(told.data).is_dir()
             assert bool(variant.simulated) == (told.cost is not None)
     assert plan.ratios
@@ -37,8 +42,9 @@ def check(name: str, plan: ExperimentPlan) -> None:
 
 @pytest.fixture(scope="module")
 def small_d1(tmp_path_factory: pytest.TempPathFactory) -> ExperimentPlan:
-    return d1.plan_of(
-        bench_plan(tmp_path_factory.mktemp("d1")), d1.Size(nodes=1200, degree=8, hidden=8, batch_size=8)
+    return data_parallel.partition(
+        bench_plan(tmp_path_factory.mktemp("d1")),
+        data_parallel.Size(nodes=1200, degree=8, hidden=8, batch_size=8),
     )
 
 
@@ -65,7 +71,9 @@ def test_d1_measures_both_at_the_rate_that_suits_random(small_d1: ExperimentPlan
 
 @pytest.mark.wide
 def test_d2_is_uneven_without_constraints(tmp_path: Path) -> None:
-    plan = d2.plan_of(bench_plan(tmp_path), d2.Size(nodes=4000, degree=8, hidden=8, batch_size=8))
+    plan = data_parallel.balance(
+        bench_plan(tmp_path), data_parallel.Size(nodes=4000, degree=8, hidden=8, batch_size=8)
+    )
     check("D2", plan)
     seeds = plan.facts["max / mean seeds of a server"]
     assert seeds["metis"] > 1.7
@@ -76,9 +84,9 @@ def test_d2_is_uneven_without_constraints(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 def test_d3_gives_every_server_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(d3, "calibrated", lambda _: COST)
-    size = d3.Size(nodes=4000, degree=8, train_rate=0.08, hidden=8, batch_size=8, steps=8)
-    plan = d3.plan_of(bench_plan(tmp_path), size)
+    monkeypatch.setattr(data_parallel, "calibrated", lambda _: COST)
+    size = data_parallel.Size(nodes=4000, degree=8, train_rate=0.08, hidden=8, batch_size=8, steps=8)
+    plan = data_parallel.scaling(bench_plan(tmp_path), size)
     check("D3", plan)
     assert set(plan.facts["steps of an epoch"].values()) == {8}
     edges = plan.facts["edges of a batch"].values()
@@ -121,11 +129,11 @@ def test_the_closed_form() -> None:
 def test_weak_scaling_by_hand() -> None:
     rate = Rate.parse("8mbit")  # a megabyte per second
     # Two servers, ten steps: 0.1 MB of pulls per step and server hide behind 0.2 s of compute.
-    assert predict.weak_scaling(0.2, found(feature_bytes=2_000_000), rate) == pytest.approx(2.0)
+    assert data_parallel.weak_scaling(0.2, found(feature_bytes=2_000_000), rate) == pytest.approx(2.0)
     # 0.4 s of them do not.
-    assert predict.weak_scaling(0.2, found(feature_bytes=8_000_000), rate) == pytest.approx(1.0)
+    assert data_parallel.weak_scaling(0.2, found(feature_bytes=8_000_000), rate) == pytest.approx(1.0)
     # Gradients always come on top: 0.2 s of them.
-    assert predict.weak_scaling(0.2, found(gradient_bytes=4_000_000), rate) == pytest.approx(1.0)
+    assert data_parallel.weak_scaling(0.2, found(gradient_bytes=4_000_000), rate) == pytest.approx(1.0)
 
 
 def test_max_over_mean_of_seeds() -> None:
@@ -138,4 +146,55 @@ def test_the_experiment_of_the_docs_can_be_copied(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(\"\"\".*?)```", page, flags=re.DOTALL)
     found: dict[str, Any] = {}
     exec(compile(code, "x1.py", "exec"), found)
-    check("X1", found["EXPERIMENT"].build(bench_plan(tmp_path)))
+    check("X1", found["EXPERIMENTS"][0].build(bench_plan(tmp_path)))
+
+
+PLAN = plan_of("a", "b")
+
+
+@pytest.mark.parametrize("name", suites.EXPERIMENTS)
+def test_every_experiment_says_what_is_claimed_predicted_and_done(name: str) -> None:
+    found = suites.find(name.lower())
+    assert found.id == name
+    assert found.suites
+    for text in (
+        found.title,
+        found.claim.paper,
+        found.claim.says,
+        found.claim.setting,
+        found.prediction,
+        found.how,
+    ):
+        assert text.strip()
+
+
+def test_a_suite_has_those_that_name_it() -> None:
+    for name in ("quick", "papers", "peers"):
+        assert {one.id for one in suites.suite(name)} == {
+            one.id for one in suites.everything() if name in one.suites
+        }
+
+
+def test_papers_are_all_that_is_planned_of_the_four_systems_and_the_choice() -> None:
+    """P3 is a system here, and no experiment has its number."""
+    planned = {"D1", "D2", "P1", "P2", "P4", "P5", *(f"G{i}" for i in range(1, 6)), "A1"}
+    planned |= {f"Y{i}" for i in range(1, 6)}
+    found = {one.id for one in suites.suite("papers")}
+    assert planned <= found
+    assert not [one.id for one in suites.suite("papers") if suites.why_absent(one)]
+
+
+def test_wrong_names_get_the_nearest_one() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'quick'"):
+        suites.suite("quik")
+    with pytest.raises(UnknownNameError, match=r"no experiment 'P11'; did you mean 'P1'"):
+        suites.find("P11")
+
+
+def test_an_experiment_is_absent_without_its_strategies_its_modules_or_its_code() -> None:
+    assert suites.why_absent(experiment_of(PLAN)) == ""
+    assert suites.why_absent(experiment_of(PLAN, needs=("json",))) == ""
+    lacking = experiment_of(PLAN, strategies=("data_parallel", "never_written"))
+    assert suites.why_absent(lacking) == "this release has no strategy never_written"
+    assert "no_such_module" in suites.why_absent(experiment_of(PLAN, needs=("json", "no_such_module")))
+    assert "not written" in suites.why_absent(experiment_of(None))

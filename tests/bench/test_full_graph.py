@@ -1,4 +1,4 @@
-"""Experiments with full-graph training: each builds its jobs, and foretells the bytes of a real run."""
+"""Experiments with full-graph training: each builds its jobs, and predicts the bytes of a real run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.model_shape import Widths, count_pairs, exchanged_bytes, gradient_bytes, topology_of
 from dglx_dist.records import EDGE_TYPE
-from scripts.bench import full_graph, suites
-from scripts.bench.closed_form import PREDICTED_ONCE
 from scripts.bench.driver import check_plan
-from scripts.bench.experiments import g1, g2, g3, g4, g5
-from scripts.bench.full_graph import (
+from scripts.bench.experiments import full_graph
+from scripts.bench.experiments.full_graph import (
     BASE,
     BASE_PP,
     COOPERATIVE,
@@ -26,15 +24,14 @@ from scripts.bench.full_graph import (
     PRELOAD_PP,
     RANKS_PER_SERVER,
     SERVERS,
+    STOCK,
     Size,
 )
-from scripts.bench.full_graph_stock import STOCK
 from scripts.bench.jobs import train
-from scripts.bench.jobs.train_params import read_params
-from scripts.bench.papers import GRANNDIS_IDS
-from scripts.bench.phase_table import PREDICTED_BYTES
-from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
-from tests.bench.graphs import context
+from scripts.bench.jobs.params import TrainParams, read_params
+from scripts.bench.records import PREDICTED_BYTES, PREDICTED_ONCE, BenchPlan, MatchedPhi
+from scripts.bench.suites import FAMILIES
+from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 
@@ -48,24 +45,23 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
     return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
 
 
-@pytest.mark.parametrize("module", [g1, g2, g3, g4, g5], ids=lambda one: one.EXPERIMENT.id)
-def test_every_experiment_builds_its_jobs(module: Any, bench: BenchPlan) -> None:
-    plan: ExperimentPlan = module.plan_at(bench, TINY)
-    check_plan(module.EXPERIMENT.id, plan)
-    foretold = plan.facts[PREDICTED_BYTES]
+@pytest.mark.parametrize("name", FAMILIES["full_graph"])
+def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
+    plan = full_graph.plan_at(name, bench, TINY)
+    check_plan(name, plan)
+    predicted = plan.facts[PREDICTED_BYTES]
     for variant in plan.variants:
         if variant.job.kind != "train":
             assert variant.name == STOCK
             assert Path(variant.job.params["data"]).is_file()
             continue
-        told = read_params({**variant.job.params, **variant.job.warm})
+        told = read_params(TrainParams, {**variant.job.params, **variant.job.warm})
         assert Path(told.data).is_dir()
         assert variant.shape.servers * variant.shape.ranks_per_server == 4
         if isinstance(variant.rate, MatchedPhi):
-            assert sum(foretold[variant.name].values()) > 0
-    unforetold = [one.name for one in plan.ratios if one.predicted is None]
-    assert all("gbit" in name or name.startswith(STOCK) for name in unforetold)
-    assert suites.find(module.EXPERIMENT.id).build is not None
+            assert sum(predicted[variant.name].values()) > 0
+    unpredicted = [one.name for one in plan.ratios if one.predicted is None]
+    assert all("gbit" in name or name.startswith(STOCK) for name in unpredicted)
 
 
 def pairs_of(folder: Path, layers: int) -> tuple[list[int], list[int]]:
@@ -118,13 +114,13 @@ def train_all(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: train.run({**params, "warmup": 1}, context())["extra"] for name, params in jobs.items()}
 
 
-def test_bytes_and_work_are_those_that_are_foretold(bench: BenchPlan) -> None:
+def test_bytes_and_work_are_those_that_are_predicted(bench: BenchPlan) -> None:
     flat = full_graph.Setting(phi=0.8, features=20, layers=2, hidden=8, raw=())
     deep = full_graph.Setting(phi=0.8, features=20, layers=3, hidden=8, model="resgcn", label="deep", raw=())
     size = replace(TINY, nodes=1200)
     plans = [full_graph.plan_of(bench, size, [flat], [])]
     # Others of deep models are as the flat ones.
-    some = [way for way in full_graph.WAYS if way.name in (BASE, BASE_PP, PRELOAD)]
+    some = [one for one in full_graph.SCHEMES if one.name in (BASE, BASE_PP, PRELOAD)]
     plans.append(full_graph.plan_of(bench, size, [deep], [], some))
     jobs = {variant.name: dict(variant.job.params) for plan in plans for variant in plan.variants}
     found = run_ranks(
@@ -142,7 +138,7 @@ def test_bytes_and_work_are_those_that_are_foretold(bench: BenchPlan) -> None:
     once = {name: one for plan in plans for name, one in plan.facts[PREDICTED_ONCE].items()}
     assert set(once) == set(jobs) - {EAS, COOPERATIVE}
     assert once == {name: found[name]["bytes_outside_before"].get("preload", 0) for name in once}
-    counted = full_graph._count(bench, size, flat)
+    counted = full_graph.count_setting(bench, size, flat)
     # In the first epoch; there is nothing of co-batches among the bytes of the later ones.
     assert found[COOPERATIVE]["bytes_outside_before"]["preload"] == counted.co_batch_features > 0
     edges = {name: found[name]["edges"] for name in (BASE, BASE_PP, PRELOAD, PRELOAD_PP, EAS, COOPERATIVE)}
@@ -151,7 +147,3 @@ def test_bytes_and_work_are_those_that_are_foretold(bench: BenchPlan) -> None:
     assert edges[COOPERATIVE] == sum(counted.batches.edges)
     # Few nodes have more than 15 foreign in-neighbours here.
     assert 0.99 * sum(counted.sampled.edges) <= edges[EAS] <= sum(counted.sampled.edges)
-
-
-def test_the_script_knows_the_experiments() -> None:
-    assert list(GRANNDIS_IDS) == [one.EXPERIMENT.id for one in (g1, g2, g3, g4, g5)]

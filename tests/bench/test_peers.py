@@ -11,16 +11,13 @@ import pytest
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import ConfigError, JobError, UnknownNameError
 from scripts.bench import driver, suites
-from scripts.bench.experiments import peer_embedding, peer_large, peer_pyg, peer_small
-from scripts.bench.peers import phases
-from scripts.bench.peers.data import Written, assignment_of, prepare
-from scripts.bench.peers.launch import KIND, Launch, Launches, run_once
-from scripts.bench.peers.variants import launch_of, variant
+from scripts.bench.peers import launch
+from scripts.bench.peers.data import Written, assignment_of, launch_of, prepare, variant
+from scripts.bench.peers.launch import Launch, run_once
 from scripts.bench.peers.workload import Workload
-from scripts.bench.records import BenchPlan, Job
-from scripts.netlab.base import LabSpec
-from scripts.netlab.loopback import LoopbackLab
-from scripts.netlab.opening import open_lab
+from scripts.bench.records import BenchPlan, Shape
+from scripts.netlab.base import LabSpec, LoopbackLab
+from scripts.netlab.labs import open_lab
 
 TINY = Workload(nodes=4000, degree=10, features=8, classes=5, batch_size=100, fanouts=(5, 5))
 
@@ -36,8 +33,10 @@ def test_stock_and_ours_train_the_same_seeds_of_the_same_partition(
 ) -> None:
     launches = {system: launch_of(system, TINY, written, epochs=1, warmup=0) for system in ("stock", "ours")}
     with open_lab(LabSpec(servers=2)) as lab:
-        crew = Launches(lab, 1, tmp_path)
-        stock, ours = (crew.do(Job(kind=KIND, params=launch.params()), 120.0) for launch in launches.values())
+        stock, ours = (
+            run_once(lab, Launch.from_params(launch.params()), tmp_path / system, timeout_s=120.0)
+            for system, launch in launches.items()
+        )
     assert len(stock) == len(ours) == 2
     # Ids in both formats are the same, so equal sums of the seeds' ids are equal shares.
     assert stock[0]["extra"]["seed_sum_of_rank"] == ours[0]["extra"]["seed_sum_of_rank"]
@@ -112,7 +111,7 @@ def test_parts_become_phases() -> None:
         }
         for rank in range(2)
     ]
-    record = phases.as_record("stock", rows, wire=77)
+    record = launch.as_record("stock", rows, wire=77)
     # Means over ranks, so that what follows one another comes to no more than the epoch.
     assert (record.sample_s, record.fetch_s, record.wait_s, record.compute_s) == (1.0, 2.5, 3.5, 7.5)
     assert (record.seconds, record.loss, record.train_accuracy, record.num_samples) == (11.0, 0.5, 0.1, 20)
@@ -126,12 +125,12 @@ def test_our_exchange_is_not_counted_as_compute_too() -> None:
         "parts": {"wait": 1.0, "forward": 2.0, "backward": 5.0, "exchange": 4.0, "loader fetch": 3.0},
         "counts": {"targets": 1.0, "ledger inside": 3.0, "ledger outside": 5.0},
     }
-    record = phases.as_record("ours", [row], wire=99)
+    record = launch.as_record("ours", [row], wire=99)
     assert (record.compute_s, record.exchange_s, record.wait_s, record.fetch_s) == (3.0, 4.0, 1.0, 3.0)
     assert (record.bytes_outside, record.bytes_inside) == (5, 3)
 
 
-@pytest.mark.parametrize("system", phases.MAPPINGS)
+@pytest.mark.parametrize("system", launch.MAPPINGS)
 def test_a_launch_survives_its_job(system: str) -> None:
     launch = Launch(system=system, workload=TINY, data="x")
     assert Launch.from_params(json.loads(json.dumps(launch.params()))) == launch
@@ -161,7 +160,7 @@ def test_a_format_that_was_not_written_is_asked_for() -> None:
 
 
 def test_the_warm_up_is_one_epoch() -> None:
-    job = variant("a", Launch(system="ours", workload=TINY, data="x")).job
+    job = variant("a", Launch(system="ours", workload=TINY, data="x"), shape=Shape(servers=2)).job
     warm = Launch.from_params({**job.params, **job.warm})
     assert (warm.warmup, warm.epochs) == (0, 1)
 
@@ -172,14 +171,9 @@ def test_pyg_that_is_not_installed_is_reported_as_absent(
     lacking = ("torch_geometric", "pyg_lib", "torch_sparse")
     monkeypatch.setattr(suites, "find_spec", lambda name: None if name in lacking else find_spec(name))
     plan = BenchPlan(suite="peers", out=tmp_path / "out", work=tmp_path / "work")
-    outcome = driver.run(peer_pyg.EXPERIMENT, plan, lambda step: None)
+    outcome = driver.run(suites.find("PEER4"), plan, lambda step: None)
     assert outcome.status == "absent"
     assert outcome.reason == "not installed here: torch_geometric, pyg_lib or torch_sparse"
     # One sampler of the two is enough.
     monkeypatch.setattr(suites, "find_spec", lambda name: None if name == "pyg_lib" else find_spec("json"))
-    assert suites.why_absent(peer_pyg.EXPERIMENT) == ""
-
-
-def test_the_suite_has_the_peers() -> None:
-    ours = (peer_small, peer_large, peer_embedding, peer_pyg)
-    assert [one.id for one in suites.suite("peers")] == [module.EXPERIMENT.id for module in ours]
+    assert suites.why_absent(suites.find("PEER4")) == ""

@@ -10,7 +10,7 @@ from dglx_dist.errors import StorageError
 from scripts.bench import results
 from scripts.bench.performance import dump_figures, figures_of, main, read_notes, render
 from scripts.bench.suites import EXPERIMENTS, find
-from tests.bench.measured import outcome
+from tests.bench.helpers import outcome
 
 DOCS = Path(__file__).parents[2] / "docs"
 NOTES = """How to read it.

@@ -8,7 +8,7 @@ from matplotlib.image import imread
 from scripts.bench import plots, results
 from scripts.bench.figures import variant_figures
 from scripts.bench.records import Experiment, Outcome
-from tests.bench.measured import EXPERIMENT, outcome, scaling, with_curves
+from tests.bench.helpers import EXPERIMENT, outcome, scaling, with_curves
 
 
 def names(folder: Path) -> list[str]:

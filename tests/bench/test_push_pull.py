@@ -1,4 +1,4 @@
-"""Experiments with push-pull: each builds its jobs, and the bytes it foretells are those of a real run."""
+"""Experiments with push-pull: each builds its jobs, and the bytes it predicts are those of a real run."""
 
 import re
 from collections.abc import Mapping
@@ -11,18 +11,15 @@ import pytest
 from dglx_dist.planner.records import Rate
 from dglx_dist.planner.workload import Survey
 from dglx_dist.strategies.base import STRATEGIES
-from scripts.bench import push_pull
 from scripts.bench.driver import check_plan
-from scripts.bench.experiments import p1, p2, p4, p5, p6, p7, p8, p9
+from scripts.bench.experiments import push_pull
+from scripts.bench.experiments.push_pull import STOCK, Case, Compared, Size
 from scripts.bench.jobs import train
-from scripts.bench.jobs.train_params import read_params
-from scripts.bench.papers import P3_IDS
+from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.peers.launch import KIND, Launch
-from scripts.bench.phase_table import PREDICTED_BYTES
-from scripts.bench.push_pull import Case, Compared, Size
-from scripts.bench.push_pull_stock import STOCK
-from scripts.bench.records import BenchPlan, ExperimentPlan
-from tests.bench.graphs import context
+from scripts.bench.records import PREDICTED_BYTES, BenchPlan
+from scripts.bench.suites import FAMILIES
+from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks
 
 TINY = Size(nodes=1200, degree=8, batch_size=8, steps=2)
@@ -54,29 +51,29 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize("module", [p1, p2, p4, p5, p6, p7, p8, p9], ids=lambda one: one.EXPERIMENT.id)
-def test_every_experiment_builds_its_jobs(module: Any, bench: BenchPlan) -> None:
-    plan: ExperimentPlan = module.plan_at(bench, TINY)
-    check_plan(module.EXPERIMENT.id, plan)
-    foretold = plan.facts[PREDICTED_BYTES]
+@pytest.mark.parametrize("name", FAMILIES["push_pull"])
+def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
+    plan = push_pull.plan_at(name, bench, TINY)
+    check_plan(name, plan)
+    predicted = plan.facts[PREDICTED_BYTES]
     for variant in plan.variants:
         params = {**variant.job.params, **variant.job.warm}
         if variant.job.kind == KIND:
             assert Path(Launch.from_params(params).data).is_file()
             continue
-        told = read_params(params)
+        told = read_params(TrainParams, params)
         assert Path(told.data).is_dir()
-        assert (told.strategy == "push_pull") is ("features" not in foretold[variant.name])
-        assert sum(foretold[variant.name].values()) > 0
+        assert (told.strategy == "push_pull") is ("features" not in predicted[variant.name])
+        assert sum(predicted[variant.name].values()) > 0
     assert any(ratio.predicted is not None for ratio in plan.ratios)
 
 
 @pytest.mark.usefixtures("counted")
 def test_stock_distdgl_trains_on_the_same_cut(bench: BenchPlan) -> None:
-    plan = p1.plan_at(bench, TINY)
+    plan = push_pull.plan_at("P1", bench, TINY)
     by_name = {variant.name: variant for variant in plan.variants}
     stock = Launch.from_params(by_name[STOCK].job.params)
-    ours = read_params(by_name["hash, 16"].job.params)
+    ours = read_params(TrainParams, by_name["hash, 16"].job.params)
     assert (stock.workload.hidden, list(stock.workload.fanouts)) == (ours.hidden, list(ours.fanouts))
     assert stock.workload.batch_size == ours.batch_size
     assert Path(stock.data).parent.name.removeprefix("dgl-") == Path(ours.data).name.removeprefix(
@@ -125,14 +122,14 @@ def cases() -> list[Case]:
     ]
 
 
-def test_bytes_are_those_that_the_formulas_foretell(bench: BenchPlan) -> None:
+def test_bytes_are_those_that_the_formulas_predict(bench: BenchPlan) -> None:
     compared = [Compared(over="sage", under="sage")]
     plan = push_pull.plan_of(bench, TINY, cases(), compared)
     jobs = {variant.name: dict(variant.job.params) for variant in plan.variants}
     found = run_ranks(train_all, 2, args=(jobs,), ranks_per_server=1)[0]
-    foretold = plan.facts[PREDICTED_BYTES]
-    assert {name: one["phases"] for name, one in found.items()} == foretold
-    assert foretold["sage"].keys() == {"features", "gradients", "labels"}
+    predicted = plan.facts[PREDICTED_BYTES]
+    assert {name: one["phases"] for name, one in found.items()} == predicted
+    assert predicted["sage"].keys() == {"features", "gradients", "labels"}
     # The same seeds and blocks, by whatever strategy.
     for name in found:
         if not {"apart", "3 layers", "all neighbours"} & set(re.split(", | of ", name)):
@@ -165,8 +162,3 @@ def test_push_pull_moves_less_below_the_break_even_width_and_more_above(bench: B
         moved["columns, 200"] - moved["columns, 16"]
     )
     assert at == pytest.approx(width, abs=0.1)
-
-
-def test_the_script_knows_the_experiments() -> None:
-    known = [one.EXPERIMENT.id for one in (p1, p2, p4, p5, p6, p7, p8, p9)]
-    assert list(P3_IDS) == known

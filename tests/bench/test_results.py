@@ -8,7 +8,7 @@ import pytest
 from dglx_dist.errors import StorageError
 from scripts.bench import results
 from scripts.bench.records import Measurement, Outcome
-from tests.bench.outcomes import epoch, outcome_of, plan_of
+from tests.bench.helpers import epoch, outcome_of, plan_of
 
 OUTCOME = outcome_of(plan_of("a", "b"))
 

@@ -1,4 +1,6 @@
-"""The programs that measure single parts are run by hand only, so what they import must not move unseen."""
+"""The programs are run by hand only, so what they import must not move unseen."""
+
+from __future__ import annotations
 
 import ast
 import importlib
@@ -8,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from dglx_dist.errors import ConfigError
 from scripts.bench import suites
 from scripts.bench.__main__ import main
+from scripts.bench.micro.starter import torchrun_command
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 MICRO = sorted((BENCH / "micro").glob("*.py"))
@@ -62,3 +66,19 @@ def test_it_runs_from_any_folder(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "did you mean 'D1'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "servers", "per_server"), [(4, 2, "2"), (3, 2, "2"), (5, 1, "5"), (3, 3, "1")]
+)
+def test_ranks_are_cut_into_servers(ranks: int, servers: int, per_server: str) -> None:
+    command, environment = torchrun_command(["train.py", "--x"], ranks, servers)
+    assert command[0] == sys.executable
+    assert command[-4:] == ["--nproc-per-node", str(ranks), "train.py", "--x"]
+    assert environment["DGLX_RANKS_PER_SERVER"] == per_server
+
+
+@pytest.mark.parametrize(("ranks", "servers"), [(2, 3), (4, 3), (0, 1), (2, 0)])
+def test_impossible_servers_are_refused(ranks: int, servers: int) -> None:
+    with pytest.raises(ConfigError, match="multiple"):
+        torchrun_command(["train.py"], ranks, servers)

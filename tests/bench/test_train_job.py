@@ -5,11 +5,11 @@ import pytest
 
 from dglx_dist.errors import ConfigError, UnknownNameError
 from scripts.bench import data
-from scripts.bench.jobs import survey, train
-from scripts.bench.jobs.train_params import read_params
+from scripts.bench.driver import KEYS, read_measurement
+from scripts.bench.jobs import counts, train
+from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.records import Job, Shape, Variant
-from scripts.bench.reports import KEYS, read_measurement
-from tests.bench.graphs import HALVES, SMALL, context, params_of
+from tests.bench.helpers import HALVES, SMALL, context, params_of
 from tests.helpers.ranks import run_ranks
 
 COST = {"forward": {"base_s": 0.0, "per_edge_s": 0.0}, "backward": {"base_s": 0.0, "per_edge_s": 0.0}}
@@ -41,13 +41,13 @@ def payload(report: dict[str, Any], *phases: str) -> int:
     return sum(report["extra"]["bytes_outside_by_phase"].get(phase, 0) for phase in phases)
 
 
-def counted(folder: Path, **changed: Any) -> survey.Survey:
+def counted(folder: Path, **changed: Any) -> counts.Survey:
     (found,) = run_ranks(surveyed, 1, args=(params_of(folder, **changed),))
-    return survey.Survey(**found)
+    return counts.Survey(**found)
 
 
 def surveyed(params: dict[str, Any]) -> Any:
-    return survey.run({"one": {"train": params, "servers": 2}}, context())["one"]
+    return counts.survey({"one": {"train": params, "servers": 2}}, context())["one"]
 
 
 def test_bytes_are_what_one_process_counts_from_the_same_draws(
@@ -154,6 +154,6 @@ def test_wrong_parameters_are_told() -> None:
         ({"data": "d", "accuracy": True, "simulated": COST}, "learns nothing"),
     ):
         with pytest.raises(ConfigError, match=told):
-            read_params(params)
+            read_params(TrainParams, params)
     with pytest.raises(UnknownNameError, match="sage"):
-        read_params({"data": "d", "model": "sagee"})
+        read_params(TrainParams, {"data": "d", "model": "sagee"})

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.planner.records import Rate
-from scripts.netlab import cleaning, state
-from scripts.netlab.host import what_is_missing
-from scripts.netlab.namespaces import NamespaceLab
-from tests.netlab.servers import lab_of
+from scripts.netlab import state
+from scripts.netlab.labs import NamespaceLab, what_is_missing
+from tests.netlab.helpers import lab_of
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +25,7 @@ def needs_lab() -> None:
 def own_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep notes of labs in a folder of the test, which other tests on this machine do not see."""
     folder = tmp_path / "notes"
-    monkeypatch.setattr(state, "folder", lambda: folder)
+    monkeypatch.setattr(state, "notes_folder", lambda: folder)
     return folder
 
 
@@ -35,8 +34,8 @@ def lab_name() -> Iterator[str]:
     """A name that no other lab has; what the test leaves of it is removed."""
     name = state.random_name().replace("run", "test")
     yield name
-    if name in state.names():
-        cleaning.down(name)
+    if name in state.lab_names():
+        state.take_down(name)
 
 
 @pytest.fixture(scope="module")

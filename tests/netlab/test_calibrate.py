@@ -1,24 +1,150 @@
-"""A command measured at one rate after another, on a lab and a network made up for it."""
+"""Finding the rate of a wanted phi, on networks whose answer is known."""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from typer.testing import CliRunner, Result
 
 from dglx_dist.comm.trace import Pass
 from dglx_dist.errors import CommandError, ConfigError, LabError
 from dglx_dist.planner.records import Rate
-from scripts.netlab import calibrate
-from scripts.netlab.base import LabSpec
-from scripts.netlab.calibrate import CalibrationPlan, CommandMeasure, measured_of, write
+from scripts.netlab import calibrate, cli, labs
+from scripts.netlab.base import LabSpec, LoopbackLab
+from scripts.netlab.calibrate import (
+    LEAST_RATE,
+    CalibrationPlan,
+    CommandMeasure,
+    Measured,
+    find_rate,
+    measured_of,
+    write_calibration,
+)
 from scripts.netlab.launch import LabRun
-from scripts.netlab.loopback import LoopbackLab
-from scripts.netlab.phi import find_rate
 from scripts.netlab.traces import Trace
-from tests.netlab.paper import BYTES, COMPUTE_S, PaperLab, ended, ranks_that_train
-from tests.netlab.traces import rank_trace, row
+from tests.netlab.helpers import BYTES, COMPUTE_S, PaperLab, ended, rank_trace, ranks_that_train, row
+
+SENT = 50e6
+PHIS = [0.2, 0.5, 0.65, 0.8, 0.94]
+
+Network = Callable[[Rate | None], Measured]
+
+
+def wire_s(rate: Rate | None) -> float:
+    return 0.0 if rate is None else SENT * 8 / rate.bits_per_s
+
+
+def network(seconds: Callable[[float], float]) -> Network:
+    """Seconds of computing and of the wire to seconds of the work."""
+    return lambda rate: Measured(seconds=seconds(wire_s(rate)), bytes_per_server=SENT)
+
+
+added = network(lambda wire: COMPUTE_S + wire)
+overlapped = network(lambda wire: max(COMPUTE_S, wire))
+half_overlapped = network(lambda wire: max(COMPUTE_S, wire) + 0.3 * min(COMPUTE_S, wire))
+with_headers_and_waits = network(lambda wire: COMPUTE_S + 1.3 * wire)
+
+
+def at_most(limit: Rate) -> Network:
+    """A network that is itself no faster than ``limit``, so that no limit is a limit too."""
+    return network(lambda wire: COMPUTE_S + max(wire, wire_s(limit)))
+
+
+@pytest.mark.parametrize("phi", PHIS)
+def test_where_wire_and_computing_are_added_the_first_guess_is_right(phi: float) -> None:
+    found = find_rate(added, phi)
+    assert len(found.tries) == 1
+    assert found.phi == pytest.approx(phi, abs=0.002)  # the rate has three digits
+    # 6.1 of the specification: b = bytes x 8 / (phi / (1 - phi) x compute).
+    expected = SENT * 8 / (phi / (1 - phi) * COMPUTE_S)
+    assert found.rate.bits_per_s == pytest.approx(expected, rel=0.005)
+    assert found.seconds_at_rate == pytest.approx(COMPUTE_S / (1 - phi), rel=0.01)
+
+
+@pytest.mark.parametrize("phi", PHIS)
+@pytest.mark.parametrize(
+    "measure",
+    [overlapped, half_overlapped, with_headers_and_waits, at_most(Rate.parse("1gbit"))],
+    ids=["overlapped", "half overlapped", "headers and waits", "slow at best"],
+)
+def test_the_rate_is_found_on_other_networks(measure: Network, phi: float) -> None:
+    found = find_rate(measure, phi)
+    assert found.within_tolerance
+    assert abs(found.phi - phi) <= 0.03
+    again, free = measure(found.rate), measure(None)
+    assert found.phi == pytest.approx(1 - free.seconds / again.seconds)
+    assert (found.seconds_free, found.seconds_at_rate) == (free.seconds, again.seconds)
+    assert len(found.tries) <= 6
+    assert found.tries[-1].rate == found.rate
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_of_five_percent_is_borne(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+
+    def measure(rate: Rate | None) -> Measured:
+        noise = 1 + 0.05 * float(np.clip(draw.standard_normal(), -2, 2))
+        return Measured(seconds=(COMPUTE_S + wire_s(rate)) * noise, bytes_per_server=SENT)
+
+    found = find_rate(measure, 0.65)
+    # Seconds are off by 10 % at most, so 1 - phi = 0.35 by 20 %.
+    assert 1 - COMPUTE_S / (COMPUTE_S + wire_s(found.rate)) == pytest.approx(0.65, abs=0.1)
+
+
+def test_the_first_measurement_has_no_limit() -> None:
+    asked: list[Rate | None] = []
+
+    def measure(rate: Rate | None) -> Measured:
+        asked.append(rate)
+        return overlapped(rate)
+
+    found = find_rate(measure, 0.8)
+    assert asked == [None, *(one.rate for one in found.tries)]
+
+
+def test_what_is_not_reached_is_said() -> None:
+    """Where the wire costs nothing at any rate, the least rate is tried last."""
+    found = find_rate(network(lambda _wire: COMPUTE_S), 0.5, max_tries=40)
+    assert not found.within_tolerance
+    assert found.wanted == 0.5
+    assert found.phi == 0.0
+    assert min(one.rate for one in found.tries) == LEAST_RATE
+
+
+def test_the_nearest_try_is_returned_when_they_run_out() -> None:
+    found = find_rate(half_overlapped, 0.3, max_tries=2, tolerance=0.001)
+    assert len(found.tries) == 2
+    assert not found.within_tolerance
+    assert abs(found.phi - 0.3) == min(abs(one.phi - 0.3) for one in found.tries)
+
+
+@pytest.mark.parametrize("phi", [0.0, 1.0, -0.2, 1.5, math.nan])
+def test_a_share_lies_between_0_and_1(phi: float) -> None:
+    with pytest.raises(ConfigError, match=f"phi={phi} must lie between 0 and 1"):
+        find_rate(added, phi)
+
+
+def test_other_arguments_must_make_sense() -> None:
+    with pytest.raises(ConfigError, match="tolerance=0"):
+        find_rate(added, 0.5, tolerance=0)
+    with pytest.raises(ConfigError, match="max_tries=0 must be at least 1"):
+        find_rate(added, 0.5, max_tries=0)
+
+
+def test_a_command_that_sends_nothing_is_told_so() -> None:
+    with pytest.raises(ConfigError, match=r"does not communicate.*more than one server"):
+        find_rate(lambda _rate: Measured(seconds=1.0, bytes_per_server=0), 0.5)
+
+
+def test_a_command_that_takes_no_time_is_told_so() -> None:
+    with pytest.raises(ConfigError, match="no time to measure"):
+        find_rate(lambda _rate: Measured(seconds=0.0, bytes_per_server=SENT), 0.5)
+
 
 PLAN = CalibrationPlan(command=["train.py"])
 
@@ -42,7 +168,7 @@ def test_a_calibration_is_found_and_written(tmp_path: Path, monkeypatch: pytest.
     lab = PaperLab(LabSpec(servers=2))
     for _ in range(2):  # what a calibration has left is replaced by the next
         found = find_rate(CommandMeasure(lab, PLAN, tmp_path, lambda _line: None), 0.5)
-        path = write(tmp_path, found, lab, PLAN)
+        path = write_calibration(tmp_path, found, lab, PLAN)
     assert found.rate == Rate.parse("40mbit")  # 10 MB in the 2 s of computing
     assert path == tmp_path / "calibration.json"
     values = json.loads(path.read_text())
@@ -89,3 +215,65 @@ def test_plain_loopback_is_refused(tmp_path: Path) -> None:
     lab = LoopbackLab(LabSpec(servers=2), missing="tc: not installed")
     with pytest.raises(LabError, match="links can be limited: tc: not installed"):
         CommandMeasure(lab, PLAN, tmp_path, lambda _line: None)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A command; what runs it leaves what ranks would that compute 2 s and send 10 MB per epoch."""
+    monkeypatch.setattr(labs, "what_is_missing", lambda: None)
+    monkeypatch.setattr(cli, "open_lab", PaperLab)
+    monkeypatch.setattr(calibrate, "run", ranks_that_train(3))
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return str(path)
+
+
+def _calibrate(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["calibrate", *arguments], env={"COLUMNS": "150"})
+
+
+def test_it_shows_the_tries_and_writes_the_rate(script: str, tmp_path: Path) -> None:
+    done = _calibrate("--phi", "0.5", "--out", str(tmp_path / "out"), "--", script, "--epochs", "3")
+    assert done.exit_code == 0, done.output
+    lines = [line.split() for line in done.output.splitlines()]
+    assert ["not", "limited", "2.000"] in lines
+    assert ["40mbit", "4.000", "0.500", "use", "this"] in lines
+    assert f"use --external 40mbit; written to {tmp_path / 'out' / 'calibration.json'}" in done.output
+    written = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert (written["rate"], written["command"]) == ("40mbit", [script, "--epochs", "3"])
+
+
+def test_without_out_nothing_is_left(script: str, tmp_path: Path) -> None:
+    assert _calibrate("--", script).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--phi", "1.0"), "phi=1.0 must lie"),
+        (("--tries", "0"), "max_tries=0"),
+        (("--tolerance", "2"), "2.0"),
+    ],
+)
+def test_what_makes_no_sense_is_told_before_anything_runs(
+    script: str, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, str], message: str
+) -> None:
+    monkeypatch.setattr(cli, "open_lab", lambda _spec: pytest.fail("a lab was made"))
+    refused = _calibrate(*arguments, "--", script).exception
+    assert isinstance(refused, ConfigError)
+    assert message in str(refused)
+
+
+def test_a_command_that_is_not_there_is_told(script: str) -> None:
+    refused = _calibrate("--", script + "x.py").exception
+    assert isinstance(refused, ConfigError)
+
+
+def test_without_emulated_servers_it_says_what_is_missing(
+    script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(labs, "what_is_missing", lambda: "tc: not installed, apt-get install iproute2")
+    refused = _calibrate("--", script).exception
+    assert isinstance(refused, LabError)
+    assert "links can be limited: tc: not installed, apt-get install iproute2" in str(refused)

@@ -1,4 +1,6 @@
-"""`python scripts/netlab run` as a user starts it, on emulated servers and on plain loopback."""
+"""``python scripts/netlab`` as a user starts it, on emulated servers and on plain loopback."""
+
+from __future__ import annotations
 
 import json
 import os
@@ -10,21 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
 from dglx_dist.cli.app import app as dglx
 from dglx_dist.comm.trace import UNFINISHED
-from dglx_dist.errors import ConfigError
-from scripts.netlab.cli import app
-from scripts.netlab.host import what_is_missing
+from dglx_dist.errors import ConfigError, LabError, StorageError
+from scripts.netlab import labs
+from scripts.netlab.cli import app, prepare
+from scripts.netlab.labs import what_is_missing
 from tests.helpers import wide
-from tests.netlab.commands import FAILS, WAITS, script, wait_until_gone
+from tests.netlab.helpers import FAILS, WAITS, script, wait_until_gone
 
 NETLAB = (sys.executable, str(Path(__file__).parents[2] / "scripts" / "netlab"))
 GRAPH = "synthetic:nodes=2000,degree=10,classes=4,features=400,seed=1"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("DGLX_")}
 
 
-def netlab(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+def netlab(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*NETLAB, *arguments],
         capture_output=True,
@@ -36,7 +40,7 @@ def netlab(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Start a command whose ranks say "waits" and wait until as many as there are servers have."""
     process = subprocess.Popen(
         [*NETLAB, "run", *arguments],
@@ -171,3 +175,109 @@ def test_what_is_missing_is_told_and_the_command_runs_on_loopback(tmp_path: Path
     assert "loopback, links not limited" in done.stdout
     assert "rank 0" in done.stdout.splitlines()
     assert "server 1 | rank 1" in done.stdout.splitlines()
+
+
+def test_traces_of_an_earlier_command_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    prepare(tmp_path / "out")
+    kept = [tmp_path / "out" / "D1.json", tmp_path / "out" / "trace" / "notes"]
+    for path in (*kept, tmp_path / "out" / "trace" / "rank-0.json"):
+        path.write_bytes(b"")
+    prepare(tmp_path / "out")
+    assert {path for path in (tmp_path / "out").rglob("*") if path.is_file()} == set(kept)
+
+
+@pytest.mark.parametrize("command", ["run", "calibrate"])
+@pytest.mark.parametrize("place", ["file", "/proc/nonesuch"])
+def test_a_folder_that_cannot_be_written_is_told_before_any_server_is_made(
+    command: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scripts.netlab.cli.open_lab", lambda *_, **__: pytest.fail("a lab was made"))
+    monkeypatch.setattr("scripts.netlab.labs.what_is_missing", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_bytes(b"")
+    path = script(tmp_path, "pass")
+    with pytest.raises(StorageError, match=rf"cannot write to {place}: .*--out"):
+        app([command, "--out", place, "--", str(path)], standalone_mode=False)
+
+
+@pytest.mark.wide
+def test_what_a_killed_command_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "temporary"
+    place.mkdir()
+    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(place))
+    path = script(tmp_path, WAITS)
+    with running("--loopback", "--", path) as process:
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=60)
+    wait_until_gone(path)
+    assert list(place.iterdir())
+    done = netlab("run", "--loopback", "--", script(tmp_path, "pass"))
+    assert done.returncode == 0, done.stderr
+    assert list(place.iterdir()) == []
+
+
+def lab(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "150"})
+
+
+def test_up_status_down(own_notes: Path) -> None:
+    if labs.what_is_missing():
+        pytest.skip(f"no servers can be emulated here: {labs.what_is_missing()}")
+    made = lab("up", "slow", "--servers", "2", "--external", "100mbit", "--cpus", "0.25")
+    try:
+        assert made.exit_code == 0, made.output
+        assert "slow: 2 servers, 10.77.0.1 to 10.77.0.2, 0.25 cores each" in made.output
+        assert "python scripts/netlab run --name slow" in made.output
+        listed = lab("status").output
+        for word in ("slow", "100mbit", "unlimited", "0.25", "up"):
+            assert word in listed
+        assert isinstance(lab("up", "slow").exception, ConfigError)
+    finally:
+        gone = lab("down", "--all")
+    assert gone.output == "down: slow\n"
+    assert lab("status").output == "no lab is up\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("slow", "--all")])
+def test_down_wants_one_lab_or_all(arguments: tuple[str, ...], own_notes: Path) -> None:
+    refused = lab("down", *arguments).exception
+    assert isinstance(refused, ConfigError)
+    assert "--all" in str(refused)
+
+
+def test_down_of_an_unknown_lab_lists_those_there_are(own_notes: Path) -> None:
+    refused = lab("down", "fast").exception
+    assert isinstance(refused, ConfigError)
+    assert str(refused) == "there is no lab called 'fast'; up are: none"
+    assert lab("down", "--all").output == "no lab was up\n"
+
+
+def test_up_says_what_is_missing(own_notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labs, "what_is_missing", lambda: "tc: not installed, apt-get install iproute2")
+    refused = lab("up", "slow").exception
+    assert isinstance(refused, LabError)
+    assert "apt-get install iproute2" in str(refused)
+
+
+def test_status_says_what_is_missing(own_notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(labs, "what_is_missing", lambda: "namespaces and network devices need root: sudo")
+    told = lab("status")
+    assert told.exit_code == 0
+    assert "need root" in told.output
+
+
+def test_a_damaged_lab_is_named_and_down_all_removes_it(own_notes: Path) -> None:
+    own_notes.mkdir()
+    (own_notes / "slow.json").write_text("{")
+    refused = lab("status").exception
+    assert isinstance(refused, LabError)
+    assert str(own_notes / "slow.json") in str(refused)
+    assert lab("down", "--all").output == "down: slow\n"
+    assert lab("status").output == "no lab is up\n"
+
+
+def test_a_bad_rate_is_refused_before_anything_is_made(own_notes: Path) -> None:
+    assert isinstance(lab("up", "slow", "--external", "fast").exception, ConfigError)
+    assert not own_notes.exists()

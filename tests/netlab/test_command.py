@@ -5,7 +5,7 @@ import pytest
 
 from dglx_dist.cli.common import LAUNCHED
 from dglx_dist.errors import ConfigError
-from scripts.netlab.command import torchrun_arguments
+from scripts.netlab.launch import torchrun_arguments
 
 
 @pytest.fixture(autouse=True)

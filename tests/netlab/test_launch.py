@@ -1,17 +1,40 @@
-"""Commands on servers under real launchers of torchrun; the scripts need no torch, which makes them quick."""
+"""Commands on servers: under real launchers of torchrun, and with shells in their place."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
-from dglx_dist.errors import ConfigError, PeerError
-from scripts.netlab.base import Lab, LabSpec
-from scripts.netlab.launch import Started, run, server_environment, start, with_changes
-from scripts.netlab.loopback import LoopbackLab
-from scripts.netlab.process import Launcher
-from tests.netlab.commands import FAILS, WAITS, WHO, script, wait_until_gone
+from dglx_dist.errors import ConfigError, LabError, PeerError
+from scripts.netlab import guard, launch
+from scripts.netlab.base import Lab, LabSpec, LoopbackLab, Server
+from scripts.netlab.launch import (
+    Failure,
+    Launcher,
+    LogFile,
+    Relay,
+    Screen,
+    Started,
+    claim_port,
+    nobody_listens,
+    run,
+    server_environment,
+    start,
+    with_changes,
+)
+from tests.netlab.helpers import FAILS, WAITS, WHO, processes_with, script, wait_until_gone
 
 
 @pytest.fixture
@@ -151,3 +174,218 @@ def test_leaving_the_block_ends_all(shells: Callable[..., Started], tmp_path: Pa
     assert started.poll() == 1
     assert started.failure is None
     assert wait_until_gone(str(tmp_path)) == []
+
+
+class Closed(io.StringIO):
+    """A screen that nobody reads any more."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def pipe() -> tuple[io.BufferedReader, int]:
+    read, write = os.pipe()
+    return os.fdopen(read, "rb"), write
+
+
+def test_every_line_comes_whole_behind_its_prefix_and_as_it_was_in_the_file(tmp_path: Path) -> None:
+    shown, log, screen = io.StringIO(), LogFile(tmp_path / "new" / "server-1.log"), Screen()
+    pipes = [pipe() for _ in range(3)]
+    relays = [Relay(source, screen, shown, f"server {n} | ", log) for n, (source, _) in enumerate(pipes)]
+    lines = 500
+
+    def fill(number: int, end: int) -> None:
+        with os.fdopen(end, "wb") as target:
+            for line in range(lines):
+                target.write(f"{number} {line}\n".encode())
+            # More than a pipe holds, and no end of the line.
+            target.write(b"x" * 200_000)
+
+    writers = [threading.Thread(target=fill, args=(n, end)) for n, (_, end) in enumerate(pipes)]
+    for thread in writers:
+        thread.start()
+    for thread in writers:
+        thread.join(30)
+    for relay in relays:
+        relay.join(30)
+    log.close()
+    found = shown.getvalue().splitlines()
+    for number in range(3):
+        own = [line for line in found if line.startswith(f"server {number} | ")]
+        assert own == [
+            *(f"server {number} | {number} {line}" for line in range(lines)),
+            f"server {number} | " + "x" * 200_000,
+        ]
+    assert len(found) == 3 * (lines + 1)
+    logged = (tmp_path / "new" / "server-1.log").read_bytes()
+    assert len(logged) == sum(len(f"{n} {line}\n") for n in range(3) for line in range(lines)) + 600_000
+
+
+def test_bytes_that_are_no_text_are_shown_as_such() -> None:
+    shown = io.StringIO()
+    source, end = pipe()
+    relay = Relay(source, Screen(), shown, "", None)
+    os.write(end, b"\xff\xfe ok\n\n")
+    os.close(end)
+    relay.join(30)
+    assert shown.getvalue() == "\ufffd\ufffd ok\n\n"
+
+
+def test_a_screen_that_is_gone_and_a_full_disk_stop_nobody() -> None:
+    source, end = pipe()
+    full = LogFile(Path("/dev/full"))
+    relay = Relay(source, Screen(), Closed(), "", full)
+    # Writing returns only because the relay goes on reading.
+    for _ in range(50):
+        os.write(end, b"line\n" * 10_000)
+    os.close(end)
+    relay.join(30)
+    full.close()
+
+
+def test_a_claimed_port_is_nobody_elses_until_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_FIRST", 20_000)
+    monkeypatch.setattr(launch, "_LAST", 20_002)
+    monkeypatch.setattr(launch, "_TRIES", 2)
+    first = claim_port("a test", is_free=lambda number: True)
+    second = claim_port("a test", is_free=lambda number: True)
+    assert {first.number, second.number} == {20_000, 20_001}
+    with pytest.raises(LabError, match="no free port between 20000 and 20002"):
+        claim_port("a test", is_free=lambda number: True)
+    elsewhere = claim_port("another test", is_free=lambda number: True)
+    second.close()
+    again = claim_port("a test", is_free=lambda number: True)
+    assert again.number == second.number
+    for port in (first, elsewhere, again):
+        port.close()
+
+
+def test_a_port_that_somebody_listens_at_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        number = other.getsockname()[1]
+        assert not nobody_listens(number)
+        monkeypatch.setattr(launch, "_FIRST", number)
+        monkeypatch.setattr(launch, "_LAST", number + 1)
+        monkeypatch.setattr(launch, "_TRIES", 1)
+        with pytest.raises(LabError):
+            claim_port("a test", is_free=nobody_listens)
+
+
+ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin"}
+
+
+@pytest.fixture
+def servers() -> Sequence[Server]:
+    return LoopbackLab(LabSpec(servers=2)).servers
+
+
+def launcher(server: Server, script: str, folder: Path, **options: object) -> Launcher:
+    given = {"screen": None, "log": None, "failure_file": folder / f"{server.number}.json", **options}
+    return Launcher(server, ["sh", "-c", script], ENVIRONMENT, **given)  # type: ignore[arg-type]
+
+
+def test_output_is_shown_behind_the_name_of_the_server_and_kept(
+    servers: Sequence[Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = [
+        launcher(
+            server, "echo out $0; echo err >&2", tmp_path, screen=Screen(), log=tmp_path / f"{number}.log"
+        )
+        for number, server in enumerate(servers)
+    ]
+    for one in both:
+        one.wait_for_end()
+        one.close()
+        assert one.poll() == 0
+    shown = capsys.readouterr()
+    assert sorted(shown.out.splitlines()) == ["out sh", "server 1 | out sh"]
+    assert sorted(shown.err.splitlines()) == ["err", "server 1 | err"]
+    assert sorted((tmp_path / "1.log").read_text().split()) == ["err", "out", "sh"]
+
+
+def test_server_0_has_the_terminal_itself_and_only_that(
+    servers: Sequence[Server],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Quiet(Screen):
+        def write(self, stream: TextIO, text: str) -> None:
+            pass
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    one = launcher(servers[0], "echo direct; echo relayed >&2", tmp_path, screen=Quiet())
+    one.wait_for_end()
+    one.close()
+    assert capfd.readouterr() == ("direct\n", "")
+
+
+def test_what_the_launcher_wrote_down_is_its_failure(servers: Sequence[Server], tmp_path: Path) -> None:
+    told = {"rank": 3, "message": "rank 3 failed: no", "exit_code": 5, "lost_a_peer": True, "second": 17}
+    (tmp_path / "told.json").write_text(json.dumps(told))
+    one = launcher(servers[1], "exit 5", tmp_path, failure_file=tmp_path / "told.json")
+    one.wait_for_end()
+    assert one.failed_by_itself()
+    assert one.failure(99.5) == Failure(
+        message="server 1: rank 3 failed: no", exit_code=5, lost_a_peer=True, second=17
+    )
+    one.close()
+
+
+def test_a_launcher_that_wrote_nothing_down_is_named_with_its_code(
+    servers: Sequence[Server], tmp_path: Path
+) -> None:
+    one = launcher(servers[1], "kill -KILL $$", tmp_path)
+    one.wait_for_end()
+    failure = one.failure(99.5)
+    assert (failure.exit_code, failure.second) == (128 + signal.SIGKILL, 99)
+    assert "server 1: its launcher ended with code 137" in failure.message
+    one.close()
+
+
+def test_one_that_was_told_to_end_has_not_failed(servers: Sequence[Server], tmp_path: Path) -> None:
+    one = launcher(servers[1], f"sleep 1000 # {tmp_path}", tmp_path)
+    one.end()
+    one.wait_for_end()
+    assert one.poll() == 128 + signal.SIGTERM
+    assert not one.failed_by_itself()
+    one.close()
+    assert wait_until_gone(str(tmp_path)) == []
+
+
+def test_an_abandoned_one_leaves_nothing(servers: Sequence[Server], tmp_path: Path) -> None:
+    one = launcher(servers[1], f"trap '' TERM; while true; do sleep 0.1; done # {tmp_path}", tmp_path)
+    one.abandon()
+    one.abandon()
+    assert wait_until_gone(str(tmp_path)) == []
+
+
+def test_ranks_in_sessions_of_their_own_end_with_a_guard_that_does_not_answer(
+    servers: Sequence[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "GRACE_S", -4.9)
+    rank = f"trap '' TERM; echo up > {tmp_path}/up; while true; do sleep 0.1; done"
+    one = launcher(servers[1], f'setsid sh -c "{rank}" & wait', tmp_path)
+    while not (tmp_path / "up").exists():
+        time.sleep(0.01)
+    (found,) = [pid for pid in guard.descendants(os.getpid()) if _is_guard_of(pid, tmp_path)]
+    os.kill(found, signal.SIGSTOP)
+    one.end()
+    one.wait_for_end()
+    # Not a moment later: whoever waited may use the cores, or the port, again.
+    assert processes_with(str(tmp_path)) == []
+
+
+def _is_guard_of(pid: int, folder: Path) -> bool:
+    line = Path(f"/proc/{pid}/cmdline").read_text()
+    return guard.__file__ in line and str(folder) in line
+
+
+def test_a_cause_comes_before_what_it_caused() -> None:
+    def failure(message: str, second: int, lost_a_peer: bool = False) -> Failure:
+        return Failure(message=message, exit_code=1, lost_a_peer=lost_a_peer, second=second)
+
+    failures = [failure("lost", 1, lost_a_peer=True), failure("late", 3), failure("early", 2)]
+    assert [one.message for one in sorted(failures, key=Failure.order)] == ["early", "late", "lost"]

@@ -1,13 +1,15 @@
-"""Emulated servers: what they see of each other, of other labs and of this machine, and what stays."""
+"""Emulated servers: what they see of each other and of this machine, what holds them, and what stays."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,171 @@ import pytest
 from dglx_dist.comm import system as cgroups
 from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.planner.records import Rate
-from scripts.netlab import cleaning, links, namespaces, state
+from scripts.netlab import hold, labs, servers, state
 from scripts.netlab.base import LabSpec
-from scripts.netlab.holder import wait_until_ended
-from scripts.netlab.links import CARD
-from scripts.netlab.namespaces import NamespaceLab
-from scripts.netlab.opening import attach, open_lab, up
-from scripts.netlab.server import NamespaceServer, cgroup_name
-from tests.netlab.servers import LIMIT_S, lab_of, output, python, reaches
+from scripts.netlab.labs import NamespaceLab, attach, open_detached, open_lab
+from scripts.netlab.servers import (
+    CARD,
+    Holder,
+    NamespaceServer,
+    Process,
+    cgroup_name,
+    find_process,
+    wait_until_ended,
+)
+from tests.helpers.cgroups import quota_of
+from tests.netlab.helpers import LIMIT_S, lab_of, output, python, reaches
+
+
+def test_holds_until_it_is_closed() -> None:
+    held = Holder("one", ["--net"], [["ip", "link", "set", "lo", "up"]])
+    assert held.init.alive()
+    assert os.stat(f"/proc/{held.init.pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino
+    held.close()
+    assert not held.init.alive()
+    assert not held.outer.alive()
+    held.close()
+
+
+def test_ends_when_its_maker_lets_go_of_the_pipe() -> None:
+    held = Holder("one", ["--net"], [])
+    held.forget()
+    wait_until_ended((held.init, held.outer))
+    held.close()
+
+
+def test_stays_when_it_was_told_to() -> None:
+    held = Holder("one", ["--net"], [])
+    held.stay()
+    held.forget()
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run(["tail", f"--pid={held.init.pid}", "-f", "/dev/null"], timeout=0.3, check=False)
+    assert held.init.alive()
+    held.init.kill()
+    wait_until_ended((held.init, held.outer))
+
+
+def test_one_that_has_ended_cannot_stay() -> None:
+    held = Holder("one", ["--net"], [])
+    held.init.kill()
+    wait_until_ended((held.init, held.outer))
+    with pytest.raises(LabError, match="has ended already"):
+        held.stay()
+    held.close()
+
+
+def test_a_command_that_fails_is_told_with_its_answer() -> None:
+    with pytest.raises(LabError, match=r"server 3 could not be made: .*nonesuch"):
+        Holder("server 3", ["--net"], [["ip", "link", "set", "nonesuch", "up"]])
+
+
+def test_a_command_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "_START_S", 0.3)
+    monkeypatch.setattr(servers, "_END_S", 0.3)
+    with pytest.raises(LabError, match="no answer within 0 s"):
+        Holder("one", ["--net"], [["sleep", "600"]])
+
+
+def test_waiting_names_who_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "_END_S", 0.1)
+    with pytest.raises(LabError, match=str(os.getpid())):
+        wait_until_ended([find_process(os.getpid())])
+
+
+def test_the_program_ends_with_its_input_and_says_its_number() -> None:
+    program = [sys.executable, "-I", "-S", hold.__file__, "17"]
+    done = subprocess.run(program, input=b"", capture_output=True, timeout=60, check=True)
+    assert done.stdout == b"ready 17\n"
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as staying:
+        with pytest.raises(subprocess.TimeoutExpired):
+            staying.communicate(hold.STAY, timeout=0.5)
+        staying.kill()
+
+
+def test_shared_memory_and_processes_are_private(pair: NamespaceLab) -> None:
+    first, second = pair.servers
+    mark = f"dglx-test-{pair.name}"
+    output(first, "touch", f"/dev/shm/{mark}")
+    assert output(first, "ls", "/dev/shm") == mark
+    assert output(second, "ls", "/dev/shm") == ""
+    assert not Path("/dev/shm", mark).exists()
+    numbers = [int(name) for name in output(first, "ls", "/proc").split() if name.isdigit()]
+    assert 1 in numbers
+    assert len(numbers) <= 3
+
+
+def test_servers_have_names_that_all_of_them_know(pair: NamespaceLab) -> None:
+    ours = socket.gethostname()
+    code = (
+        "import socket; own = socket.gethostname(); print(own, socket.getfqdn(), socket.gethostbyname(own), "
+        "socket.gethostbyname('server-1'), socket.gethostbyaddr('10.77.0.1')[0], "
+        "socket.gethostbyname('localhost'))"
+    )
+    said = [python(server, code) for server in pair.servers]
+    assert said[0] == "server-0 server-0 10.77.0.1 10.77.0.2 server-0 127.0.0.1"
+    assert said[1] == "server-1 server-1 10.77.0.2 10.77.0.2 server-0 127.0.0.1"
+    assert socket.gethostname() == ours
+    assert "server-0" not in Path("/etc/hosts").read_text()
+
+
+def test_a_command_starts_in_the_folder_of_its_caller(pair: NamespaceLab, tmp_path: Path) -> None:
+    assert output(pair.servers[0], "pwd", cwd=tmp_path) == str(tmp_path)
+    assert output(pair.servers[0], "echo", "a b", "$HOME; 'c'", "") == "a b $HOME; 'c'"
+
+
+def test_the_exit_code_of_a_command_comes_back(pair: NamespaceLab) -> None:
+    assert subprocess.run(pair.servers[0].inside(["sh", "-c", "exit 7"]), check=False).returncode == 7
+
+
+def test_processes_are_held_to_their_cores_and_quota() -> None:
+    """A quarter of one core for each of two servers: 2.5 ms in every 10."""
+    with lab_of(2, cpus=0.25) as lab:
+        for server in lab.servers:
+            inside = python(server, "import os; print(*sorted(os.sched_getaffinity(0)))")
+            assert [int(core) for core in inside.split()] == list(server.cores)
+            assert len(server.cores) == 1
+            if server.facts.cgroup is None:
+                assert server.cpu_held_by == "nothing"
+                continue
+            assert server.cpu_held_by == "affinity and quota"
+            assert quota_of(Path(server.facts.cgroup)) == pytest.approx(0.25)
+            assert cgroup_name(lab.name, server.number) in output(server, "cat", "/proc/self/cgroup")
+
+
+def test_a_rank_reads_its_own_card(pair: NamespaceLab) -> None:
+    code = f"import sys; sys.path[:] = {sys.path!r}\n"
+    code += f"from scripts.netlab.servers import read_card; print(read_card('{CARD}').sent)"
+    sent = int(python(pair.servers[0], code))
+    assert sent <= pair.cards()[0].sent < sent + 10_000
+
+
+def test_a_server_that_is_gone_is_not_taken_for_who_got_its_number(pair: NamespaceLab) -> None:
+    """Its first process has ended, and this one has the number now: its card is this machine's."""
+    facts = replace(pair.servers[0].facts, init=Process(pid=os.getpid(), started=1))
+    gone = NamespaceServer(facts)
+    with pytest.raises(LabError, match="server 0 is down; the lab was taken down meanwhile"):
+        gone.card()
+    with pytest.raises(LabError, match="server 0 is down"):
+        gone.inside(["true"])
+
+
+def test_orphans_leave_no_zombies(pair: NamespaceLab) -> None:
+    """A process whose parent has ended goes to the first one of its server, which must not collect it."""
+    output(pair.servers[0], "sh", "-c", "(sleep 0.01 &) ; sleep 0.2")
+    assert pair.servers[0].alive()
+    states = [
+        Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]
+        for name in _children(pair.servers[0].facts.init.pid)
+    ]
+    assert "Z" not in states
+
+
+def _children(pid: int) -> list[str]:
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    if not children.exists():
+        pytest.skip("this kernel does not list children")
+    return children.read_text().split()
+
 
 SLOW, FAST = Rate.parse("20mbit"), Rate.parse("300mbit")
 
@@ -32,13 +191,13 @@ pytestmark = pytest.mark.usefixtures("needs_lab")
 
 def rate_of(pid: int, device: str) -> int | None:
     """Bits per second that the kernel lets ``device`` send in the namespace of ``pid``."""
-    answer = links.run_inside(pid, [["tc", "-j", "qdisc", "show", "dev", device]])
+    answer = servers.run_inside(pid, [["tc", "-j", "qdisc", "show", "dev", device]])
     (root,) = [one for one in json.loads(answer) if one.get("root")]
     return int(root["options"]["rate"]) * 8 if root["kind"] == "tbf" else None
 
 
 def switch_of(lab: NamespaceLab) -> int:
-    return state.read(lab.name).switch[0].pid
+    return state.read_notes(lab.name).switch[0].pid
 
 
 def test_servers_reach_each_other_and_nobody_else(pair: NamespaceLab) -> None:
@@ -76,7 +235,7 @@ def test_rates_change_at_once_and_can_be_lifted() -> None:
         lab.set_rates(FAST, None)
         assert [rate_of(*device) for device in devices] == [FAST.bits_per_s, FAST.bits_per_s, None]
         assert (lab.spec.external, lab.spec.internal) == (FAST, None)
-        assert state.read(lab.name).spec == lab.spec
+        assert state.read_notes(lab.name).spec == lab.spec
         lab.set_rates(None, SLOW)
         assert [rate_of(*device) for device in devices] == [None, None, SLOW.bits_per_s]
         assert lab.describe()["external"] is None
@@ -86,11 +245,11 @@ def test_rates_change_at_once_and_can_be_lifted() -> None:
 
 def test_a_rate_that_is_refused_is_not_said_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     with lab_of(1, external=SLOW) as lab:
-        monkeypatch.setattr(links, "limit", lambda device, rate: ["false"])
+        monkeypatch.setattr(servers, "limit_command", lambda device, rate: ["false"])
         with pytest.raises(LabError):
             lab.set_rates(FAST, None)
         assert lab.describe()["external"] == "20mbit"
-        assert state.read(lab.name).spec == lab.spec
+        assert state.read_notes(lab.name).spec == lab.spec
 
 
 def test_a_card_counts_what_was_sent(pair: NamespaceLab) -> None:
@@ -112,7 +271,7 @@ def test_a_card_counts_what_was_sent(pair: NamespaceLab) -> None:
 def _traces_of(name: str) -> list[str]:
     """Everything that a lab could leave on this machine."""
     left = [str(folder) for number in range(3) for folder in cgroups.find(cgroup_name(name, number))]
-    left += [str(path) for path in state.folder().glob(f"*{name}*")]
+    left += [str(path) for path in state.notes_folder().glob(f"*{name}*")]
     left += [device for device in os.listdir("/sys/class/net") if device.startswith(("server", "bridge"))]
     return left
 
@@ -120,7 +279,7 @@ def _traces_of(name: str) -> list[str]:
 def test_nothing_stays_after_closing() -> None:
     with lab_of(2, cpus=0.3, external=SLOW) as lab:
         assert isinstance(lab, NamespaceLab)
-        holders = state.read(lab.name).processes
+        holders = state.read_notes(lab.name).processes
         child = subprocess.Popen(lab.servers[0].inside(["sleep", "600"]))
         assert all(process.alive() for process in holders)
     assert child.wait(timeout=LIMIT_S) != 0
@@ -139,13 +298,13 @@ def test_nothing_stays_after_a_failure_half_way(
 ) -> None:
     """The cable of a server cannot be laid, once of the first and once of the last one."""
     made: list[Any] = []
-    port_of = links.port_of
+    port_of = servers.port_of
 
     def bad_port(number: int) -> str:
-        made.extend(state.read(lab_name).processes)
+        made.extend(state.read_notes(lab_name).processes)
         return "a/name/that/is/refused" if number == server else port_of(number)
 
-    monkeypatch.setattr(links, "port_of", bad_port)
+    monkeypatch.setattr(servers, "port_of", bad_port)
     with pytest.raises(LabError, match="a/name/that/is/refused"):
         open_lab(LabSpec(servers=2, cpus=0.3), name=lab_name)
     assert made
@@ -154,7 +313,7 @@ def test_nothing_stays_after_a_failure_half_way(
 
 
 def test_nothing_stays_when_a_setup_command_fails(lab_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces, "SETUP", [["ip", "link", "set", "nonesuch", "up"]])
+    monkeypatch.setattr(labs, "SETUP", [["ip", "link", "set", "nonesuch", "up"]])
     with pytest.raises(LabError, match=r"server 0 could not be made: .*nonesuch"):
         open_lab(LabSpec(servers=2, cpus=0.3), name=lab_name)
     assert _traces_of(lab_name) == []
@@ -173,7 +332,7 @@ import sys
 from multiprocessing import get_context
 from time import sleep
 from scripts.netlab.base import LabSpec
-from scripts.netlab.opening import open_lab
+from scripts.netlab.labs import open_lab
 if __name__ == "__main__":
     lab = open_lab(LabSpec(servers=2, cpus=0.3), name=sys.argv[1])
     # A forked child that outlives its parent must not keep the lab up.
@@ -194,7 +353,7 @@ def test_all_ends_with_a_killed_owner_and_the_next_lab_sweeps_up(lab_name: str) 
         timer.start()
         forked = int(owner.stdout.readline())
         timer.cancel()
-        noted = state.read(lab_name)
+        noted = state.read_notes(lab_name)
         inside = subprocess.Popen(NamespaceServer(noted.servers[0]).inside(["sleep", "600"]))
         owner.send_signal(signal.SIGKILL)
     try:
@@ -210,8 +369,8 @@ def test_all_ends_with_a_killed_owner_and_the_next_lab_sweeps_up(lab_name: str) 
 
 def test_a_lab_stays_up_for_other_processes_until_it_is_taken_down(lab_name: str) -> None:
     code = (
-        "import sys\nfrom scripts.netlab.base import LabSpec\nfrom scripts.netlab.opening import up\n"
-        "up(LabSpec(servers=2, cpus=0.3), sys.argv[1])"
+        "import sys\nfrom scripts.netlab.base import LabSpec\nfrom scripts.netlab.labs import open_detached\n"
+        "open_detached(LabSpec(servers=2, cpus=0.3), sys.argv[1])"
     )
     subprocess.run([sys.executable, "-c", code, lab_name], cwd=ROOT, check=True, timeout=LIMIT_S)
     with attach(lab_name) as lab:
@@ -219,10 +378,10 @@ def test_a_lab_stays_up_for_other_processes_until_it_is_taken_down(lab_name: str
         lab.set_rates(SLOW, None)
     again = attach(lab_name)
     assert again.spec.external == SLOW
-    assert cleaning.clean_stale() == [] or lab_name in state.names()
+    assert state.clean_stale() == [] or lab_name in state.lab_names()
     assert len(again.cards()) == 2
-    holders = state.read(lab_name).processes
-    cleaning.down(lab_name)
+    holders = state.read_notes(lab_name).processes
+    state.take_down(lab_name)
     assert not any(process.alive() for process in holders)
     assert _traces_of(lab_name) == []
     with pytest.raises(ConfigError, match="no lab called"):
@@ -230,24 +389,24 @@ def test_a_lab_stays_up_for_other_processes_until_it_is_taken_down(lab_name: str
 
 
 def test_down_ends_what_runs_inside(lab_name: str) -> None:
-    lab = up(LabSpec(servers=1), lab_name)
+    lab = open_detached(LabSpec(servers=1), lab_name)
     child = subprocess.Popen(lab.servers[0].inside(["sleep", "600"]))
-    cleaning.down(lab_name)
+    state.take_down(lab_name)
     assert child.wait(timeout=LIMIT_S) != 0
     assert _traces_of(lab_name) == []
 
 
 def test_closing_leaves_another_lab_that_got_the_name(lab_name: str) -> None:
     first = open_lab(LabSpec(servers=1, cpus=0.3), name=lab_name)
-    cleaning.down(lab_name)
+    state.take_down(lab_name)
     with open_lab(LabSpec(servers=1, cpus=0.3), name=lab_name) as second:
         first.close()
-        assert lab_name in state.names()
+        assert lab_name in state.lab_names()
         assert second.cards()[0].received >= 0
         with pytest.raises(LabError, match="taken down"):
             first.set_rates(SLOW, None)
 
 
 def test_a_lab_inside_a_server_sees_no_lab_outside(pair: NamespaceLab) -> None:
-    assert pair.name in state.names()
-    assert output(pair.servers[0], "ls", str(state.folder())) == ""
+    assert pair.name in state.lab_names()
+    assert output(pair.servers[0], "ls", str(state.notes_folder())) == ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,10 @@ import pytest
 
 from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.planner.records import Rate
-from scripts.netlab import state
+from scripts.netlab import hold, state
 from scripts.netlab.base import LabSpec
-from scripts.netlab.pids import find
-from scripts.netlab.server import ServerFacts
-from tests.netlab.notes import NOBODY, noted
+from scripts.netlab.servers import ServerFacts, find_process
+from tests.netlab.helpers import NOBODY, noted
 
 SERVER = ServerFacts(
     number=0,
@@ -35,10 +36,10 @@ def test_is_read_as_it_was_written(own_notes: Path) -> None:
     spec = LabSpec(servers=2, external=Rate.parse("1gbit"), cpus=0.5)
     one = noted("a", spec=spec, complete=True, switch=(NOBODY,), servers=(SERVER, replace(SERVER, number=1)))
     state.reserve(one)
-    assert state.read("a") == one
+    assert state.read_notes("a") == one
     lifted = replace(one, spec=LabSpec(servers=2, internal=Rate.parse("40gbit")), held="detached")
-    state.note(lifted)
-    assert state.read("a") == lifted
+    state.write_notes(lifted)
+    assert state.read_notes("a") == lifted
     assert [path.name for path in own_notes.iterdir()] == ["a.json"]
 
 
@@ -51,7 +52,7 @@ def test_a_name_is_given_once(own_notes: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "-a", "a b", "../a", "a/b", "a.b", "x" * 41, "ä"])
 def test_refuses_names_that_are_no_file_names(name: str, own_notes: Path) -> None:
-    for ask in (state.check_name, state.read, state.forget):
+    for ask in (state.check_name, state.read_notes, state.forget):
         with pytest.raises(ConfigError, match="letters, digits and dashes"):
             ask(name)
 
@@ -63,17 +64,17 @@ def test_random_names_are_names_and_differ() -> None:
 
 def test_an_unknown_lab_is_told_with_those_there_are(own_notes: Path) -> None:
     with pytest.raises(ConfigError, match="up are: none"):
-        state.read("b")
+        state.read_notes("b")
     state.reserve(noted("a"))
     with pytest.raises(ConfigError, match="no lab called 'b'; up are: a"):
-        state.read("b")
+        state.read_notes("b")
 
 
 def test_notes_of_a_lab_that_was_taken_down_are_not_written_again(own_notes: Path) -> None:
     state.reserve(noted("a"))
     state.forget("a")
     with pytest.raises(LabError, match="taken down"):
-        state.note(noted("a"))
+        state.write_notes(noted("a"))
     assert list(own_notes.iterdir()) == []
 
 
@@ -101,7 +102,7 @@ def test_damaged_notes_are_named_and_can_be_removed(key: str, value: Any, own_no
     state.reserve(noted("a"))
     path = own_notes / "a.json"
     path.write_text(_damage(json.loads(path.read_text()), key, value))
-    for ask in (lambda: state.read("a"), state.list_labs):
+    for ask in (lambda: state.read_notes("a"), state.list_labs):
         with pytest.raises(LabError, match=rf"{path} is damaged.*down --all"):
             ask()
 
@@ -115,7 +116,7 @@ def test_notes_that_are_no_notes(text: str, own_notes: Path) -> None:
     own_notes.mkdir()
     (own_notes / "a.json").write_text(text, errors="surrogateescape")
     with pytest.raises(LabError, match="damaged"):
-        state.read("a")
+        state.read_notes("a")
 
 
 def test_a_pipe_or_a_link_in_the_place_of_notes_is_not_waited_for(own_notes: Path, tmp_path: Path) -> None:
@@ -124,14 +125,14 @@ def test_a_pipe_or_a_link_in_the_place_of_notes_is_not_waited_for(own_notes: Pat
     (own_notes / "b.json").symlink_to(tmp_path / "elsewhere")
     for name in ("a", "b"):
         with pytest.raises(LabError, match="damaged"):
-            state.read(name)
+            state.read_notes(name)
         state.forget(name)
     assert list(own_notes.iterdir()) == []
 
 
 def test_a_folder_in_the_place_of_notes_is_no_lab(own_notes: Path) -> None:
     (own_notes / "a.json").mkdir(parents=True)
-    assert state.names() == []
+    assert state.lab_names() == []
     with pytest.raises(LabError, match=r"is a folder.*rm -r"):
         state.forget("a")
 
@@ -139,13 +140,13 @@ def test_a_folder_in_the_place_of_notes_is_no_lab(own_notes: Path) -> None:
 @pytest.mark.parametrize("where", ["switch", "init", "outer"])
 def test_notes_that_name_another_process_as_theirs_are_damaged(where: str, own_notes: Path) -> None:
     """Whatever a file says: what is no holder is neither entered nor killed."""
-    innocent = find(os.getpid())
+    innocent = find_process(os.getpid())
     if where == "switch":
         state.reserve(noted("a", switch=(innocent,)))
     else:
         state.reserve(noted("a", servers=(replace(SERVER, **{where: innocent}),)))
     with pytest.raises(LabError, match=f"process {innocent.pid} holds no lab"):
-        state.read("a")
+        state.read_notes("a")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
@@ -156,16 +157,16 @@ def test_a_folder_that_others_can_write_to_is_refused(
     monkeypatch.setattr(state, "_FOLDER", "dglx-lab-of-a-test")
     monkeypatch.setattr(state.tempfile, "gettempdir", lambda: str(tmp_path))
     place = tmp_path / "dglx-lab-of-a-test"
-    assert state.folder() == place
+    assert state.notes_folder() == place
     place.mkdir()
-    assert state.folder() == place
+    assert state.notes_folder() == place
     place.chmod(0o777)
     with pytest.raises(LabError, match="only root can write to; remove it"):
-        state.folder()
+        state.notes_folder()
     place.rmdir()
     place.symlink_to("/etc")
     with pytest.raises(LabError, match="only root can write to; remove it"):
-        state.folder()
+        state.notes_folder()
 
 
 def test_a_place_that_cannot_be_written_is_named(
@@ -177,12 +178,12 @@ def test_a_place_that_cannot_be_written_is_named(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    for write in (lambda: state.reserve(noted("b")), lambda: state.note(noted("a"))):
+    for write in (lambda: state.reserve(noted("b")), lambda: state.write_notes(noted("a"))):
         with pytest.raises(LabError, match=f"{own_notes}: No space left.*make room"):
             write()
     assert [path.name for path in own_notes.iterdir()] == ["a.json"]
     (tmp_path / "file").write_bytes(b"")
-    monkeypatch.setattr(state, "folder", lambda: tmp_path / "file" / "notes")
+    monkeypatch.setattr(state, "notes_folder", lambda: tmp_path / "file" / "notes")
     with pytest.raises(LabError, match=r"file/notes: Not a directory"):
         state.reserve(noted("b"))
 
@@ -192,3 +193,80 @@ def test_says_whether_it_lives() -> None:
     assert state.describe_life(noted("a", complete=True)) == f"up while process {me} runs"
     assert state.describe_life(noted("a")) == f"being made by process {me}"
     assert state.describe_life(noted("a", owner=NOBODY)).startswith("dead")
+
+
+def test_a_lab_lives_with_its_owner(own_notes: Path) -> None:
+    mine, dead = noted("mine", complete=True), noted("dead", owner=NOBODY, complete=True)
+    assert mine.alive
+    assert not dead.alive
+    assert not replace(mine, boot="another").alive
+    for one in (mine, dead):
+        state.reserve(one)
+    assert state.clean_stale() == ["dead"]
+    assert [one.name for one in state.list_labs()] == ["mine"]
+
+
+def test_a_lab_that_stays_up_lives_with_its_servers(own_notes: Path) -> None:
+    """Its owner has ended; the process that holds it is a child of this test."""
+    waits = [sys.executable, "-c", "input()", hold.__file__]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE) as child:
+        holder = find_process(child.pid)
+        up = noted("up", owner=NOBODY, held="detached", complete=True, switch=(holder,))
+        half_made = replace(up, name="half-made", complete=False, switch=())
+        assert up.alive
+        assert state.describe_life(up) == "up"
+        assert not half_made.alive
+        for one in (up, half_made):
+            state.reserve(one)
+        assert state.clean_stale() == ["half-made"]
+        assert child.poll() is None
+        state.take_down("up")
+        assert child.wait(timeout=30) != 0
+    assert state.lab_names() == []
+
+
+def test_a_process_that_got_the_number_of_a_holder_is_left_alone(own_notes: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        earlier = replace(find_process(child.pid), started=1)
+        state.reserve(noted("a", owner=NOBODY, switch=(earlier,)))
+        state.take_down("a")
+        assert state.lab_names() == []
+        assert child.poll() is None
+        child.communicate(b"\n", timeout=30)
+
+
+def test_a_process_that_notes_name_without_its_being_a_holder_is_left_alone(own_notes: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        state.reserve(noted("a", owner=NOBODY, switch=(find_process(child.pid),)))
+        assert state.clean_stale() == []
+        state.take_down("a")
+        assert state.lab_names() == []
+        assert child.poll() is None
+        child.communicate(b"\n", timeout=30)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 99}'])
+def test_damaged_notes_stay_until_they_are_taken_down(text: str, own_notes: Path) -> None:
+    own_notes.mkdir()
+    (own_notes / "a.json").write_text(text)
+    (own_notes / "b.json").write_text(text)
+    assert state.clean_stale() == []
+    state.take_down("a")
+    assert state.lab_names() == ["b"]
+    assert state.take_down_all() == ["b"]
+    assert state.lab_names() == []
+
+
+def test_there_is_nothing_to_take_down(own_notes: Path) -> None:
+    assert state.take_down_all() == []
+    assert state.clean_stale() == []
+    with pytest.raises(ConfigError, match="no lab called 'a'"):
+        state.take_down("a")
+
+
+def test_a_lab_of_root_is_left_to_root(own_notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state.reserve(noted("a", owner=NOBODY))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(LabError, match="sudo python scripts/netlab down a"):
+        state.take_down_all()
+    assert state.lab_names() == ["a"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 from dglx_dist.comm.ledger import WORKER, Ledger
 from dglx_dist.comm.topology import Topology
 from dglx_dist.comm.trace import Pass, TraceWriter
-from dglx_dist.errors import StorageError
-from scripts.netlab.traces import Trace, read
-from tests.netlab.traces import epoch, rank_trace, row, trace_of
+from dglx_dist.errors import ConfigError, StorageError
+from scripts.netlab.base import Card, LabSpec, LoopbackLab
+from scripts.netlab.launch import LabRun
+from scripts.netlab.traces import OUTCOME_FILE, Trace, compare, find_outcome, read_trace, write_outcome
+from tests.netlab.helpers import epoch, rank_trace, row, trace_of
 
 SERVERS = (0, 0, 1)
 
@@ -38,7 +41,7 @@ def _change(path: Path, **values: Any) -> None:
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     for rank in range(3):
         _write(tmp_path, rank)
-    trace = read(tmp_path)
+    trace = read_trace(tmp_path)
     ((*ranks,),) = trace.sessions
     assert [one.rank for one in ranks] == [0, 1, 2]
     assert ranks[1].server_of_rank == SERVERS
@@ -92,27 +95,27 @@ def test_sessions_come_in_their_order(tmp_path: Path) -> None:
     for number, job in enumerate(["second", "first", "third"]):
         for rank in range(3):
             _write(tmp_path, rank, job=job, epochs=number)
-    assert [ranks[0].job for ranks in read(tmp_path).sessions] == ["second", "first", "third"]
+    assert [ranks[0].job for ranks in read_trace(tmp_path).sessions] == ["second", "first", "third"]
 
 
 def test_a_loss_that_was_no_number_is_none_again(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, 0)
     writer.note_epoch(epoch(0, 1.0).__class__(**(epoch(0, 1.0).__dict__ | {"loss": math.inf})))
     writer.write("a", Topology(0, 1, (0,)), Ledger(Topology(0, 1, (0,))), failed=True)
-    trace = read(tmp_path)
+    trace = read_trace(tmp_path)
     assert math.isnan(trace.sessions[0][0].epochs[0].loss)
     assert trace.failed
 
 
 def test_nothing_written_is_no_session(tmp_path: Path) -> None:
-    assert read(tmp_path).sessions == ()
-    assert read(tmp_path / "none").ledger_outside_by_server() == {}
+    assert read_trace(tmp_path).sessions == ()
+    assert read_trace(tmp_path / "none").ledger_outside_by_server() == {}
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     _write(tmp_path, 0)
     with pytest.raises(StorageError, match="no trace of rank 1, 2 of 3"):
-        read(tmp_path)
+        read_trace(tmp_path)
 
 
 def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_a_rank_that_was_killed_is_named(tmp_path: Path) -> None:
     _write(tmp_path, 1)
     TraceWriter(tmp_path, 2)
     with pytest.raises(StorageError, match=r"rank-2\.json was never written.*killed"):
-        read(tmp_path)
+        read_trace(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_damage_is_named(tmp_path: Path, values: dict[str, Any], message: str) -
         _write(tmp_path, rank)
     _change(tmp_path / "rank-0.json", **values)
     with pytest.raises(StorageError, match=message):
-        read(tmp_path)
+        read_trace(tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"job": "half', "[" * 100_000], ids=["half", "deep"])
@@ -151,4 +154,124 @@ def test_what_cannot_be_parsed_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "rank-0.json"
     path.write_text(text)
     with pytest.raises(StorageError, match=r"rank-0\.json is damaged"):
-        read(tmp_path)
+        read_trace(tmp_path)
+
+
+MB = 1_000_000
+BEFORE = (Card(sent=500, received=700), Card(sent=0, received=90))
+
+
+def _after(*mb: tuple[float, float]) -> tuple[Card, ...]:
+    return tuple(
+        Card(sent=before.sent + int(sent * MB), received=before.received + int(received * MB))
+        for before, (sent, received) in zip(BEFORE, mb, strict=True)
+    )
+
+
+def _trace(there: int, back: int) -> Trace:
+    return trace_of((0, 1), [[row(0, 1, there * MB)], [row(1, 0, back * MB)]])
+
+
+def test_within_eight_percent_agrees() -> None:
+    """10 MB there and 20 MB back, with 5 % of headers: only what came between the readings counts."""
+    first, second, total = compare(BEFORE, _after((10.5, 21.0), (21.0, 10.5)), _trace(10, 20))
+    assert (first.server, second.server, total.server) == (0, 1, None)
+    assert first.card == Card(sent=10_500_000, received=21_000_000)
+    assert first.ledger == Card(sent=10 * MB, received=20 * MB)
+    assert second.ledger == Card(sent=20 * MB, received=10 * MB)
+    assert total.card == Card(sent=31_500_000, received=31_500_000)
+    assert first.ratio == second.ratio == total.ratio == pytest.approx(1.05)
+    assert {one.verdict for one in (first, second, total)} == {"agrees"}
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.079, "agrees"), (1.081, "differs"), (0.919, "differs")])
+def test_the_limit_is_eight_percent_both_ways(factor: float, verdict: str) -> None:
+    found = compare(BEFORE, _after((10 * factor, 10 * factor), (10 * factor, 10 * factor)), _trace(10, 10))
+    assert [one.verdict for one in found] == [verdict] * 3
+
+
+def test_below_four_megabytes_nothing_is_said() -> None:
+    first, second, total = compare(BEFORE, _after((9, 1.9), (1.9, 2.0)), _trace(1, 2))
+    assert first.verdict == second.verdict == "too little traffic to compare"
+    assert total.ledger == Card(sent=3 * MB, received=3 * MB)
+    assert total.verdict == "differs"
+
+
+def test_no_session_is_too_little() -> None:
+    found = compare(BEFORE, _after((50, 50), (50, 50)), Trace(sessions=()))
+    assert [one.ratio for one in found] == [None] * 3
+    assert {one.verdict for one in found} == {"too little traffic to compare"}
+
+
+def test_without_cards_there_is_no_witness() -> None:
+    assert compare((), (), _trace(10, 10)) == ()
+
+
+def test_more_servers_than_cards_is_an_error() -> None:
+    three = trace_of((0, 1, 2), [[], [], []])
+    with pytest.raises(ConfigError, match=r"2 and 2 cards .* 3 servers.*DGLX_RANKS_PER_SERVER"):
+        compare(BEFORE, BEFORE, three)
+
+
+def ended(folder: Path | None, cards: tuple[Card, ...] = (), after: tuple[Card, ...] = ()) -> LabRun:
+    return LabRun(
+        exit_code=3,
+        seconds=1.5,
+        cards_before=cards,
+        cards_after=after,
+        trace_folder=folder,
+        failure="server 1",
+    )
+
+
+@pytest.fixture
+def lab() -> LoopbackLab:
+    return LoopbackLab(LabSpec(servers=2), "no root")
+
+
+def test_cards_without_a_session_are_told_and_nothing_is_compared(lab: LoopbackLab, tmp_path: Path) -> None:
+    before = (Card(sent=1, received=2), Card(sent=3, received=4))
+    after = (Card(sent=11, received=22), Card(sent=33, received=44))
+    outcome = find_outcome(lab, ["a.py"], 1, ended(tmp_path, before, after))
+    said = json.loads(json.dumps(outcome.to_json()))
+    assert said["cards_after"] == [{"sent": 11, "received": 22}, {"sent": 33, "received": 44}]
+    assert [one["card"] for one in said["servers"]] == [
+        {"sent": 10, "received": 20},
+        {"sent": 30, "received": 40},
+    ]
+    assert said["sum"]["card"] == {"sent": 40, "received": 60}
+    assert said["sum"]["ratio"] is None
+    assert outcome.epoch_seconds is None
+
+
+def test_what_was_run_where_and_how_it_ended_is_in_the_file(lab: LoopbackLab, tmp_path: Path) -> None:
+    outcome = find_outcome(lab, ["dglx", "train", "x"], 2, ended(None))
+    target = write_outcome(outcome, tmp_path / "new")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [OUTCOME_FILE]
+    said = json.loads(target.read_text())
+    assert said["label"] == "loopback, links not limited: no root"
+    assert said["lab"]["kind"] == "loopback"
+    assert (said["command"], said["ranks_per_server"]) == (["dglx", "train", "x"], 2)
+    assert (said["exit_code"], said["failure"], said["seconds"]) == (3, "server 1", 1.5)
+    assert (said["servers"], said["sum"], said["ledger_outside"]) == ([], None, {})
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [((), None), ((9.0,), 9.0), ((9.0, 1.0, 3.0), 2.0)])
+def test_the_first_epoch_compiles_and_does_not_count(
+    lab: LoopbackLab, seconds: tuple[float, ...], shown: float | None
+) -> None:
+    epochs = [epoch(number, one) for number, one in enumerate(seconds)]
+    outcome = replace(
+        find_outcome(lab, ["a.py"], 1, ended(None)),
+        trace=Trace(sessions=((rank_trace(0, [0], epochs=epochs),),)),
+    )
+    assert outcome.epoch_seconds == shown
+    assert outcome.to_json()["epoch_seconds"] == list(seconds)
+
+
+def test_a_trace_that_is_not_whole_is_told_and_not_raised(lab: LoopbackLab, tmp_path: Path) -> None:
+    (tmp_path / "rank-0.json").write_text("{")
+    outcome = find_outcome(lab, ["a.py"], 1, ended(tmp_path))
+    assert outcome.trace.sessions == ()
+    assert outcome.trace_missing is not None
+    assert "rank-0.json" in outcome.trace_missing

@@ -1,1 +1,1 @@
-"""One small file per experiment."""
+"""Tables of experiments: a module for each family, ``EXPERIMENTS`` in it."""

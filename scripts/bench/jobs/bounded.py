@@ -1,11 +1,10 @@
 """The job ``bounded``: whole epochs under strategy ``lambda``, with bytes, dollars and epochs to a target.
 
-Reports are what ``bench.reports`` reads; those of the ranks agree but for ``peak_bytes``.
+Reports are what the driver reads; those of the ranks agree but for ``peak_bytes``.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from dglx_dist.api import DataLoader, init, wrap
-from dglx_dist.comm.collectives import gather_json
 from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
@@ -27,8 +25,9 @@ from dglx_dist.serverless.parameter_service import READ
 from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
-from scripts.bench.jobs.bounded_params import BoundedParams, read_bounded
-from scripts.bench.jobs.context import JobContext
+from scripts.bench.jobs.params import IntervalParams, read_params
+from scripts.bench.jobs.train import bytes_by_phase
+from scripts.bench.worker import JobContext
 
 _LONGEST_WAIT_S = 300.0
 _COUNTED = ("invocations", "relaunched", "gb_s", "server_seconds", "dollars", "dollars_functions")
@@ -36,7 +35,7 @@ _COUNTED = ("invocations", "relaunched", "gb_s", "server_seconds", "dollars", "d
 
 
 def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
-    """Train as ``params`` (fields of :class:`BoundedParams`) say; every rank of the crew calls it at once.
+    """Train as ``params`` (fields of :class:`BoundedParams`) say; every rank of the pool calls it at once.
 
     Args:
         params: JSON values.
@@ -47,7 +46,7 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
         StorageError: the dataset is missing or damaged.
         PeerError: another rank died or fell silent.
     """
-    told = read_bounded(params)
+    told = read_params(IntervalParams, params)
     timeout_s = min(_LONGEST_WAIT_S, context.timeout_s)
     with init(told.strategy, timeout=timeout_s, seed=told.seed, **dict(told.options)) as session:
         g = DistGraph(told.data, structure="partitioned", session=session)
@@ -68,7 +67,7 @@ class _Measured:
     """How to read its dollars."""
 
 
-def _trained(g: DistGraph, told: BoundedParams) -> dict[str, Any]:
+def _trained(g: DistGraph, told: IntervalParams) -> dict[str, Any]:
     session = g.session
     torch.manual_seed(told.seed)
     classes = int(g.num_classes(NODE_TYPE) or 0)
@@ -88,7 +87,8 @@ def _trained(g: DistGraph, told: BoundedParams) -> dict[str, Any]:
         "epochs": [asdict(record) for record in measured.records],
         "bytes_outside_wire": None,
         "extra": {
-            "bytes_outside_by_phase": by_phase(measured.moved, session),
+            # What brings the weights to the user's model, once at the end, is of no epoch.
+            "bytes_outside_by_phase": bytes_by_phase(measured.moved, session, without=frozenset({READ})),
             "epochs_to_target": epochs_to(measured.records, told.target),
             "losses": [record.loss for record in measured.records],
             "train_accuracy": [record.train_accuracy for record in measured.records],
@@ -100,7 +100,6 @@ def _trained(g: DistGraph, told: BoundedParams) -> dict[str, Any]:
 
 @contextmanager
 def _closed(trainer: EpochTrainer) -> Iterator[None]:
-    """Close ``trainer`` afterwards; after an error without waiting for the other ranks."""
     failed = True
     try:
         yield
@@ -109,8 +108,7 @@ def _closed(trainer: EpochTrainer) -> Iterator[None]:
         trainer.close(failed=failed)
 
 
-def _measured(trainer: EpochTrainer, told: BoundedParams, session: Session) -> _Measured:
-    """Warm up and train; collective."""
+def _measured(trainer: EpochTrainer, told: IntervalParams, session: Session) -> _Measured:
     if told.warmup:
         trainer.run(0, told.warmup)
     before = trainer.account()
@@ -130,30 +128,13 @@ def epochs_to(records: Sequence[EpochRecord], target: float | None) -> int | Non
     return next(reached, None)
 
 
-def by_phase(moved: Sequence[LedgerRow], session: Session) -> dict[str, int]:
-    """Return payload bytes between servers, and to and from workers, by phase; of all ranks, collective.
-
-    Without what brings the weights to the user's model, once at the end.
-    """
-    mine = Counter[str]()
-    for row in moved:
-        if not row.inside and row.phase != READ:
-            mine[row.phase] += row.num_bytes
-    total = Counter[str]()
-    for one in gather_json(dict(mine), session):
-        assert isinstance(one, dict)
-        total.update(one)
-    return dict(sorted(total.items()))
-
-
-def _accuracy(model: WrappedModel, g: DistGraph, told: BoundedParams) -> dict[str, float]:
+def _accuracy(model: WrappedModel, g: DistGraph, told: IntervalParams) -> dict[str, float]:
     if not told.accuracy:
         return {}
     return {"test_accuracy": evaluate(model, g, ["test_mask"])["test_mask"]}
 
 
 def _money(measured: _Measured) -> dict[str, Any]:
-    """Return what an epoch took, and its value: 1 / (seconds x dollars)."""
     number = len(measured.records)
     each = {name: total / number for name, total in measured.account.items()}
     seconds = sum(record.seconds for record in measured.records) / number

@@ -1,4 +1,4 @@
-"""A job that does nothing, or fails as it is told: whether a crew works."""
+"""A job that does nothing, or fails as it is told: whether a pool works."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dglx_dist.errors import ConfigError
-from scripts.bench.jobs.context import JobContext
+from scripts.bench.worker import JobContext
 
 
 def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
 
     Args:
         params: ``fails_on``: rank that raises; ``dies_on``: rank that is killed; ``silent_on``: rank that
-            sleeps until the crew gives up; all three may be missing.
+            sleeps until the pool gives up; all three may be missing.
         context: Of the rank.
 
     Raises:

@@ -1,6 +1,6 @@
 """The job ``train``: what a user's script does, under any strategy, with everything measured.
 
-Reports are what ``bench.reports`` reads; those of the ranks agree but for ``peak_bytes``.
+Reports are what the driver reads; those of the ranks agree but for ``peak_bytes``.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
 from dglx_dist.training.fit import NodeClassification, Step, TrainingLoader, train_epoch
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
-from scripts.bench.jobs.context import JobContext
-from scripts.bench.jobs.train_params import TrainParams, read_params
+from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.simulate import SleepingModel
+from scripts.bench.worker import JobContext
 
 _VALIDATION = "val_mask"
 _LONGEST_WAIT_S = 300.0
 
 
 def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
-    """Train as ``params`` (fields of :class:`TrainParams`) say; every rank of the crew calls it at once.
+    """Train as ``params`` (fields of :class:`TrainParams`) say; every rank of the pool calls it at once.
 
     The same seed gives the same weights at the start and the same sampled blocks, whatever the strategy.
 
@@ -49,7 +49,7 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
         StorageError: the dataset is missing or damaged.
         PeerError: another rank died or fell silent.
     """
-    told = read_params(params)
+    told = read_params(TrainParams, params)
     timeout_s, began = min(_LONGEST_WAIT_S, context.timeout_s), time.perf_counter()
     with init(told.strategy, timeout=timeout_s, seed=told.seed, **dict(told.options)) as session:
         g = DistGraph(told.data, structure=told.structure, session=session)
@@ -80,7 +80,6 @@ class _Before:
 
 
 def _make(told: TrainParams, g: DistGraph) -> _Training:
-    """Do what a user's script does before its loop; collective."""
     classes = int(g.num_classes(NODE_TYPE) or 0)
     nodes = node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=told.seeds == "even")
     nodes = nodes[: told.max_seeds]
@@ -107,7 +106,6 @@ def _make(told: TrainParams, g: DistGraph) -> _Training:
 
 
 def _measured(training: _Training, told: TrainParams, context: JobContext, began: float) -> dict[str, Any]:
-    """Warm up, train the measured epochs and gather what they cost; collective."""
     session, g = training.g.session, training.g
     curve = _Curve(training, told)
     trained_s = 0.0
@@ -142,9 +140,9 @@ def _measured(training: _Training, told: TrainParams, context: JobContext, began
         "accuracy": curve.points,
         "extra": {
             **_facts(training, session),
-            "bytes_outside_by_phase": _by_phase(sent, session),
+            "bytes_outside_by_phase": bytes_by_phase(sent, session),
             "seconds_before": int(gather_int64([int(1e6 * before.seconds)], session).max()) / 1e6,
-            "bytes_outside_before": _by_phase(before.payload, session),
+            "bytes_outside_before": bytes_by_phase(before.payload, session),
         },
     }
 
@@ -159,7 +157,6 @@ def _epoch(training: _Training, told: TrainParams, epoch: int) -> EpochRecord:
 
 
 def _json(record: EpochRecord) -> dict[str, Any]:
-    """Return JSON values; what is no number, as the loss of simulated compute, becomes null."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(record).items()
@@ -194,7 +191,6 @@ class _Curve:
 
 
 def _sent_by_cards(before: int | None, context: JobContext, session: Session) -> int | None:
-    """Return what the cards of all servers have sent since; None where there are none. Collective."""
     now = context.card_sent()
     mine = -1 if now is None or before is None else now - before
     return sum_by_server(gather_int64([context.server, mine], session).tolist())
@@ -210,7 +206,6 @@ def sum_by_server(rows: Iterable[tuple[int, int]]) -> int | None:
 
 
 def _facts(training: _Training, session: Session) -> dict[str, Any]:
-    """Return what was trained on, over all ranks and measured epochs; collective."""
     loader, topology = training.loader, session.topology
     counts = [loader.rows, loader.remote, loader.edges, loader.num_targets, loader.input_ids]
     rows = gather_int64(counts, session)
@@ -232,11 +227,13 @@ def _facts(training: _Training, session: Session) -> dict[str, Any]:
     }
 
 
-def _by_phase(sent: list[LedgerRow], session: Session) -> dict[str, int]:
-    """Return payload bytes between servers by phase, over all ranks; collective."""
+def bytes_by_phase(
+    sent: Iterable[LedgerRow], session: Session, *, without: frozenset[str] = frozenset()
+) -> dict[str, int]:
+    """Return payload bytes between servers, to and from workers too, by phase; of all ranks, collective."""
     mine = Counter[str]()
     for row in sent:
-        if not row.inside:
+        if not row.inside and row.phase not in without:
             mine[row.phase] += row.num_bytes
     total = Counter[str]()
     for one in gather_json(dict(mine), session):
@@ -297,4 +294,4 @@ class CountingLoader:
 
 
 def _nothing() -> None:
-    """Show no progress: ranks of a crew have no terminal."""
+    """Show no progress: ranks of a pool have no terminal."""

@@ -4,15 +4,14 @@
 
 The built-in graph cut by metis, one rank per server, GraphSAGE's sampling (fan-out 25,10, 1000 seeds per
 rank) and feature pulls, without a model. "hits" is the share of remote input rows that lay in the cache,
-"foretold" what policy vip expects of it; bytes and seconds are per epoch, of all ranks and of the slowest.
+"predicted" what policy vip expects of it; bytes and seconds are per epoch, of all ranks and of the slowest.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
+from collections import deque
 from typing import Any
 
 import torch
@@ -23,11 +22,12 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
-from scripts.bench.micro.starter import graph_parser, on_graph
+from dglx_dist.report.tables import markdown_table
+from scripts.bench.micro.starter import graph_parser, on_graph, timed, write_json
 
 FANOUTS, BATCH = [25, 10], 1000
 ALPHAS = (0.05, 0.1, 0.2, 0.5, 1.0)
-HEAD = ("policy", "alpha", "MB cached", "hits", "foretold", "MB sent", "epoch s")
+HEAD = ("policy", "alpha", "MB cached", "hits", "predicted", "MB sent", "epoch s")
 
 Row = dict[str, Any]
 
@@ -41,10 +41,7 @@ def epochs(g: DistGraph, loader: Any, policy: str, alpha: float, count: int) -> 
     for epoch in range(count + 1):
         barrier(g.session, f"{policy} {alpha} epoch {epoch}")
         counts, sent = g.kvstore.cache_counts(key), g.session.ledger.total(phase="features")
-        begin = time.perf_counter()
-        for _ in loader:
-            pass
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(timed(lambda: deque(loader, maxlen=0))[0])
         counts = g.kvstore.cache_counts(key) - counts
         mine.append([counts.hits, counts.misses, g.session.ledger.total(phase="features") - sent])
     told: list[Any] = gather_json([mine[1:], seconds[1:], plan.bytes, plan.expected_hit_rate], g.session)
@@ -72,22 +69,22 @@ def measure(options: argparse.Namespace) -> None:
         for policy in ("degree", "halo", "vip"):
             rows += [epochs(g, loader, policy, alpha, options.epochs) for alpha in ALPHAS]
         if session.topology.rank == 0:
-            print(markdown(rows))
-            if options.json:
-                options.json.write_text(json.dumps(rows, indent=1))
+            print(markdown_table(HEAD, [cells(row) for row in rows]))
+            write_json(options, rows)
         g.close()
 
 
-def markdown(rows: list[Row]) -> str:
-    """Rows as a Markdown table."""
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    for row in rows:
-        expected = "" if row["expected"] is None else f"{row['expected']:.1%}"
-        lines.append(
-            f"| {row['policy']} | {row['alpha']:g} | {row['cached_bytes'] / 1e6:.1f} | {row['hit_rate']:.1%} "
-            f"| {expected} | {row['bytes_sent'] / 1e6:.1f} | {row['epoch_s']:.2f} |"
-        )
-    return "\n".join(lines)
+def cells(row: Row) -> tuple[str, ...]:
+    """A line of the table."""
+    return (
+        row["policy"],
+        f"{row['alpha']:g}",
+        f"{row['cached_bytes'] / 1e6:.1f}",
+        f"{row['hit_rate']:.1%}",
+        "" if row["expected"] is None else f"{row['expected']:.1%}",
+        f"{row['bytes_sent'] / 1e6:.1f}",
+        f"{row['epoch_s']:.2f}",
+    )
 
 
 def main(argv: list[str]) -> int:

@@ -21,12 +21,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from dglx_dist.comm.collectives import barrier, gather_json
-from dglx_dist.comm.session import Session, start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph, StepShare
+from scripts.bench.micro.starter import in_turn, timed
 from tests.helpers.ranks import run_ranks
 
 WARM_UP = 2
@@ -78,12 +79,19 @@ def measure(folder: Path, dim: int, touched: int, rounds: int, profile: bool) ->
         parts: dict[str, list[float]] = {}
         ours = make_ours(g, dim, parts)
         theirs = None if profile else make_ddp(g.num_nodes(), dim)
-        times: dict[str, list[float]] = {"DistEmbedding": [], "DDP": []}
-        for ids in batches:
-            times["DistEmbedding"].append(timed(session, ours, ids))
-            if theirs is not None:
-                times["DDP"].append(timed(session, theirs, ids))
-        times = {name: values[WARM_UP:] for name, values in (times | parts).items() if values}
+
+        def turn(step: Callable[[torch.Tensor], None]) -> Callable[[], float]:
+            left = iter(batches)
+
+            def once() -> float:
+                barrier(session, "next")
+                return timed(lambda: step(next(left)))[0]
+
+            return once
+
+        steps = {"DistEmbedding": ours} if theirs is None else {"DistEmbedding": ours, "DDP": theirs}
+        times = in_turn({name: turn(step) for name, step in steps.items()}, len(batches), WARM_UP)
+        times |= {name: values[WARM_UP:] for name, values in parts.items()}
         told = gather_json(times, session)
         return {
             name: [max(both) for both in zip(*(one[name] for one in told), strict=True)] for name in times
@@ -119,13 +127,6 @@ def make_ddp(num_rows: int, dim: int) -> Callable[[torch.Tensor], None]:
         optimizer.step()
 
     return step
-
-
-def timed(session: Session, step: Callable[[torch.Tensor], None], ids: torch.Tensor) -> float:
-    barrier(session, "next")
-    started = time.perf_counter()
-    step(ids)
-    return time.perf_counter() - started
 
 
 def describe(times: dict[str, list[float]]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from dglx_dist.comm.session import start_session
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.data_parallel import DataParallelModel
+from scripts.bench.micro.starter import in_turn
 
 ROWS, STEPS, ROUNDS = 1000, 20, 8
 
@@ -51,10 +53,7 @@ def main(argv: list[str]) -> None:
             "ddp": nn.parallel.DistributedDataParallel(network()),
             "ddp, find_unused": nn.parallel.DistributedDataParallel(network(), find_unused_parameters=True),
         }
-        times: dict[str, list[float]] = {name: [] for name in models}
-        for _ in range(ROUNDS):
-            for name, model in models.items():
-                times[name].append(milliseconds(model, x))
+        times = in_turn({name: partial(milliseconds, model, x) for name, model in models.items()}, ROUNDS)
         if session.topology.rank == 0:
             for name, values in times.items():
                 print(f"{name:18} {statistics.median(values):8.2f} ms/step   (min {min(values):.2f})")

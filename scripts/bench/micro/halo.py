@@ -12,9 +12,7 @@ without a common start. Shares are payload over the rate that is set, headers no
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -26,7 +24,7 @@ from dglx_dist.comm.session import Session, start_session
 from dglx_dist.planner.records import Rate
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
-from scripts.bench.micro.starter import parser
+from scripts.bench.micro.starter import parser, text_table, timed, write_json
 
 WIDTH = 64
 
@@ -93,9 +91,7 @@ def seconds_of(session: Session, action: Callable[[], object], rounds: int) -> l
     found = []
     for _ in range(rounds):
         dist.barrier()
-        start = time.perf_counter()
-        action()
-        found.append(time.perf_counter() - start)
+        found.append(timed(action)[0])
     told = gather_json(found, session)
     assert all(isinstance(one, list) for one in told)
     return [max(times) for times in zip(*told, strict=True)][1:]
@@ -129,16 +125,6 @@ def shares_of(session: Session, megabytes: float, rounds: int, rate: Rate) -> di
     }
 
 
-def table(rows: list[dict[str, float]]) -> str:
-    """Sizes in MB, shares in per cent."""
-    lines = [list(rows[0])]
-    lines += [[f"{row['MB']:.1f}", *(f"{share:.1%}" for share in list(row.values())[1:])] for row in rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-    )
-
-
 def main(argv: list[str]) -> int:
     """What each rank does; rank 0 prints the shares."""
     arguments = parser(__doc__)
@@ -154,7 +140,10 @@ def main(argv: list[str]) -> int:
             arguments.error("one server has no link to another: python scripts/netlab run --servers 2 -- ...")
         rows = [shares_of(session, size, options.rounds, options.rate) for size in options.megabytes]
         if session.topology.rank == 0:
-            print(table(rows), flush=True)
-            if options.json:
-                options.json.write_text(json.dumps({"rate": str(options.rate), "shares": rows}, indent=1))
+            shown = [
+                {"MB": f"{row['MB']:.1f}", **{name: f"{row[name]:.1%}" for name in row if name != "MB"}}
+                for row in rows
+            ]
+            print(text_table(shown), flush=True)
+            write_json(options, {"rate": str(options.rate), "shares": rows})
     return 0

@@ -1,4 +1,4 @@
-"""Peak memory of full-graph training and of co-batches, beside what was foretold; then both under a limit.
+"""Peak memory of full-graph training and of co-batches, beside what was predicted; then both under a limit.
 
     python scripts/bench memory
     python scripts/bench memory --nodes 1000000 --grants 8GB,4GB,2GB --limit 3GB --ranks 2
@@ -38,7 +38,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.models import build_model
-from scripts.bench.micro.starter import parser, torchrun_command
+from scripts.bench.micro.starter import parser, torchrun_command, write_json
 
 CLASSES, SMALL = 10, 2000
 _ARENA_MAX = -8
@@ -78,7 +78,7 @@ def mapped() -> int:
 
 
 def train(session: Session, g: DistGraph, case: dict[str, Any], epochs: int) -> tuple[int, int, float]:
-    """Return the steps of an epoch, the bytes foretold (0: nobody did), and the seconds of the last epoch."""
+    """Return the steps of an epoch, the bytes predicted (0: none), and the seconds of the last epoch."""
     strategy: Any = STRATEGIES.get(case["strategy"])(session, case["options"])
     width = g.ndata["feat"].shape[1]
     torch.manual_seed(0)
@@ -100,8 +100,8 @@ def train(session: Session, g: DistGraph, case: dict[str, Any], epochs: int) -> 
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
             optimizer.step()
         seconds = time.perf_counter() - begin
-    foretold = getattr(loader, "memory", None)
-    return len(loader), foretold.total if foretold is not None else 0, seconds
+    predicted = getattr(loader, "memory", None)
+    return len(loader), predicted.total if predicted is not None else 0, seconds
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -121,11 +121,11 @@ def measure(options: argparse.Namespace) -> None:
     if case["limit"]:
         limit = status("VmSize") + case["limit"]
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    steps, foretold, seconds = train(session, g, case, 2)
+    steps, predicted, seconds = train(session, g, case, 2)
     taken = status("VmHWM") - before - (mapped() - of_files)
-    peaks, needs = gather_int64([taken, foretold], session).reshape(-1, 2).max(axis=0)
+    peaks, needs = gather_int64([taken, predicted], session).reshape(-1, 2).max(axis=0)
     if session.topology.rank == 0:
-        found = {"steps": steps, "peak": int(peaks), "foretold": int(needs), "seconds": seconds}
+        found = {"steps": steps, "peak": int(peaks), "predicted": int(needs), "seconds": seconds}
         options.to.write_text(json.dumps(found), encoding="utf-8")
     g.close()
     small.close()
@@ -150,9 +150,9 @@ def line_of(name: str, granted: str, limit: str, found: dict[str, Any] | str) ->
     """Return a line of the table."""
     if isinstance(found, str):
         return f"| {name} | {granted} | {limit} | - | - | does not fit: {found} | - |"
-    foretold = f"{found['foretold'] / 1e6:.0f}" if found["foretold"] else "-"
+    predicted = f"{found['predicted'] / 1e6:.0f}" if found["predicted"] else "-"
     peak, seconds = f"{found['peak'] / 1e6:.0f}", f"{found['seconds']:.1f}"
-    return f"| {name} | {granted} | {limit} | {found['steps']} | {foretold} | {peak} | {seconds} |"
+    return f"| {name} | {granted} | {limit} | {found['steps']} | {predicted} | {peak} | {seconds} |"
 
 
 def main(argv: list[str]) -> int:
@@ -192,7 +192,7 @@ def main(argv: list[str]) -> int:
         ("full_graph", "-", options.limit, full | limit),
         ("cooperative", grants[-1], options.limit, granted[-1] | limit),
     ]
-    print("| strategy | granted | limit | R | foretold MB | peak MB | s an epoch |")
+    print("| strategy | granted | limit | R | predicted MB | peak MB | s an epoch |")
     print("|---|---|---|---|---|---|---|")
     figures = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -202,6 +202,5 @@ def main(argv: list[str]) -> int:
             found = run(Path(scratch), case, options.ranks)
             figures.append({"strategy": name, "granted": size, "limit": held, "found": found})
             print(line_of(name, size, held, found), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+    write_json(options, figures)
     return 0

@@ -11,7 +11,6 @@ work at the same time, so each also serves. Medians.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 
 import numpy as np
@@ -26,7 +25,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.row_kernels import SlotTable, fill_table, table_sizes
 from dglx_dist.graph.split import node_split
 from dglx_dist.records import Array
-from scripts.bench.micro.starter import graph_parser, median_seconds, on_graph
+from scripts.bench.micro.starter import graph_parser, median_seconds, on_graph, text_table, write_json
 
 FANOUTS, BATCH = [25, 10], 1000
 
@@ -104,22 +103,9 @@ def measure(options: argparse.Namespace) -> None:
         rates = rows_per_kind(g, options.rows, options.rounds)
         batches = [batch_times(g, alpha, options.steps) for alpha in (0.0, 0.2, 1.0)]
         if session.topology.rank == 0:
-            print(table([rates]), table(batches), sep="\n\n")
-            if options.json:
-                options.json.write_text(json.dumps({"rows": rates, "batches": batches}, indent=1))
+            print(text_table([rates]), text_table(batches), sep="\n\n")
+            write_json(options, {"rows": rates, "batches": batches})
         g.close()
-
-
-def table(rows: list[dict[str, float]]) -> str:
-    """Rows as aligned text."""
-    cells = [
-        [f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows
-    ]
-    lines = [list(rows[0]), *cells]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-    )
 
 
 def main(argv: list[str]) -> int:

@@ -10,7 +10,6 @@ the same ids and rows, in pieces of the same size, to a handler that does nothin
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 
@@ -24,7 +23,7 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import MAX_MESSAGE_BYTES, Placement
 from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.records import Array, ColumnInfo
-from scripts.bench.micro.starter import median_seconds, on_ranks, parser
+from scripts.bench.micro.starter import median_seconds, on_ranks, parser, write_json
 
 ROWS_PER_SERVER = 400_000
 
@@ -92,8 +91,7 @@ def measure(options: argparse.Namespace) -> None:
             figures = rates(session, store, options.rows, options.columns, options.rounds)
             for one in figures:
                 print(f"{one['kind']:<40}{one['ms']:>10.2f} ms{one['gb_s']:>8.2f} GB/s")
-            if options.json:
-                options.json.write_text(json.dumps(figures, indent=1))
+            write_json(options, figures)
         barrier(session, "measuring")
         store.close()
 

@@ -10,14 +10,12 @@ second table has a graph of 4 node types and 8 edge types; DGL's fused sampler t
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import dgl
 import numpy as np
@@ -34,12 +32,14 @@ from dglx_dist.dataloading.sampler import csc_of
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.row_kernels import as_words
 from dglx_dist.records import NODE_TYPE, Assignment, RawGraph
+from scripts.bench.micro.starter import in_turn, parser, text_table, timed, write_json
 
 FANOUTS = ([15, 10, 5], [25, 10])
 BATCH = 1000
 RELATIONAL_FANOUTS = ([5, 5], [10, 5, 3])
 SPEED_TARGET, RELATIONAL_TARGET, SLICING_TARGET = 1.7, 1.7, 0.8
-Row = dict[str, object]
+Row = dict[str, Any]
+WARM_UP = 3
 
 
 def open_graph(nodes: int, degree: float, folder: Path) -> DistGraph:
@@ -52,9 +52,12 @@ def open_graph(nodes: int, degree: float, folder: Path) -> DistGraph:
 
 def dgl_graph(g: DistGraph) -> dgl.DGLGraph:
     """The same graph as DGL has it, with int64 ids and the in-edges ready."""
-    shard = g.structure(g.canonical_etypes[0]).shards[0]
-    indptr, indices = (torch.from_numpy(array.astype(np.int64)) for array in (shard.indptr, shard.indices))
-    whole = dgl.graph(("csc", (indptr, indices, torch.empty(0, dtype=torch.int64))), num_nodes=g.num_nodes())
+    data = {}
+    for etype in g.canonical_etypes:
+        shard = g.structure(etype).shards[0]
+        arrays = (shard.indptr, shard.indices, np.empty(0))
+        data[etype] = ("csc", tuple(torch.from_numpy(array.astype(np.int64)) for array in arrays))
+    whole = dgl.heterograph(data, num_nodes_dict={ntype: g.num_nodes(ntype) for ntype in g.ntypes})
     return whole.formats("csc")
 
 
@@ -72,20 +75,6 @@ def open_relational(nodes: int, degree: float, folder: Path) -> DistGraph:
     return DistGraph(folder / "relational")
 
 
-def dgl_relational(g: DistGraph) -> dgl.DGLGraph:
-    """The same graph as DGL has it, with int64 ids and the in-edges ready."""
-    shards = {etype: g.structure(etype).shards[0] for etype in g.canonical_etypes}
-    data = {
-        etype: ("csc", tuple(torch.from_numpy(array.astype(np.int64)) for array in arrays))
-        for etype, arrays in (
-            (etype, (shard.indptr, shard.indices, np.empty(0))) for etype, shard in shards.items()
-        )
-    }
-    return dgl.heterograph(data, num_nodes_dict={ntype: g.num_nodes(ntype) for ntype in g.ntypes}).formats(
-        "csc"
-    )
-
-
 def compare_relational(g: DistGraph, whole: dgl.DGLGraph, fanouts: list[int], steps: int) -> Row:
     """Both loaders in turn, from seeds of the largest type."""
     seeds = torch.randint(0, g.num_nodes("n3"), (2 * BATCH * steps,)).unique()
@@ -93,26 +82,15 @@ def compare_relational(g: DistGraph, whole: dgl.DGLGraph, fanouts: list[int], st
     ours = DataLoader(g, seeds, NeighborSampler(fanouts), batch_size=BATCH, num_threads=0)
     theirs = dgl.dataloading.DataLoader(whole, seeds, NeighborSampler(fanouts), batch_size=BATCH)
     contestants = {"dgl": loader_rates(iter(theirs)), "ours": loader_rates(iter(ours))}
-    rates: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(min(steps, len(ours))):
-        for name, contestant in contestants.items():
-            rates[name].append(next(contestant))
-    medians = {name: statistics.median(values[3:]) for name, values in rates.items()}
-    ratio = statistics.median(
-        mine / other for mine, other in zip(rates["ours"][3:], rates["dgl"][3:], strict=True)
-    )
-    return {
-        "fanouts": fanouts,
-        **{f"{name}_m_edges_s": rate for name, rate in medians.items()},
-        "ratio": ratio,
-    }
+    return compared(contestants, fanouts, min(steps, len(ours)))
 
 
-def seconds(work: Callable[[], object]) -> tuple[float, object]:
-    """How long ``work`` takes, and what it returns."""
-    begin = time.perf_counter()
-    result = work()
-    return time.perf_counter() - begin, result
+def compared(contestants: dict[str, Iterator[float]], fanouts: list[int], steps: int) -> Row:
+    """Medians of the contestants' batches, taken in turn, and of the ratio of ours to DGL's."""
+    rates = in_turn({name: rates.__next__ for name, rates in contestants.items()}, steps, WARM_UP)
+    medians = {f"{name}_m_edges_s": statistics.median(values) for name, values in rates.items()}
+    pairs = zip(rates["ours"], rates["dgl"], strict=True)
+    return {"fanouts": fanouts, **medians, "ratio": statistics.median(mine / other for mine, other in pairs)}
 
 
 def kernel_rates(g: DistGraph, seeds: torch.Tensor, fanouts: list[int], direct_limit: int) -> Iterator[float]:
@@ -128,7 +106,7 @@ def kernel_rates(g: DistGraph, seeds: torch.Tensor, fanouts: list[int], direct_l
     )
     for batch in seeds.numpy().reshape(-1, BATCH):
         request = draws.request(batch, 0)
-        took, (sampled, table) = seconds(lambda: sample_batch(csc, request, workspace.table))  # noqa: B023
+        took, (sampled, table) = timed(lambda: sample_batch(csc, request, workspace.table))  # noqa: B023
         workspace.keep(table)
         yield int(sampled.edge_ends[-1]) / took / 1e6
 
@@ -136,14 +114,14 @@ def kernel_rates(g: DistGraph, seeds: torch.Tensor, fanouts: list[int], direct_l
 def loader_rates(loader: Iterator[tuple[object, object, list[dgl.DGLGraph]]]) -> Iterator[float]:
     """Million edges per second of a loader, blocks included, batch by batch."""
     while True:
-        took, batch = seconds(lambda: next(loader, None))
+        took, batch = timed(lambda: next(loader, None))
         if batch is None:
             return
         yield sum(block.num_edges() for block in batch[2]) / took / 1e6
 
 
 def compare_sampling(g: DistGraph, whole: dgl.DGLGraph, fanouts: list[int], steps: int) -> Row:
-    """Take the contestants' batches in turn, so that a slow moment of the machine hits all of them."""
+    """Both loaders, and the compiled call alone, with and without a table of all nodes."""
     seeds = torch.randperm(g.num_nodes(), generator=torch.Generator().manual_seed(0))[: BATCH * steps]
     ours = DataLoader(g, seeds, NeighborSampler(fanouts), batch_size=BATCH, num_threads=0)
     theirs = dgl.dataloading.DataLoader(whole, seeds, NeighborSampler(fanouts), batch_size=BATCH)
@@ -153,19 +131,7 @@ def compare_sampling(g: DistGraph, whole: dgl.DGLGraph, fanouts: list[int], step
         "kernel": kernel_rates(g, seeds, fanouts, g.num_nodes()),
         "hashed": kernel_rates(g, seeds, fanouts, 0),
     }
-    rates: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(steps):
-        for name, contestant in contestants.items():
-            rates[name].append(next(contestant))
-    # The first batches page memory in, and compile.
-    medians = {name: statistics.median(values[3:]) for name, values in rates.items()}
-    pairs = zip(rates["ours"][3:], rates["dgl"][3:], strict=True)
-    ratio = statistics.median(mine / other for mine, other in pairs)
-    return {
-        "fanouts": fanouts,
-        **{f"{name}_m_edges_s": rate for name, rate in medians.items()},
-        "ratio": ratio,
-    }
+    return compared(contestants, fanouts, steps)
 
 
 def compare_slicing(g: DistGraph, steps: int, rows_of_batch: int) -> Row:
@@ -174,41 +140,33 @@ def compare_slicing(g: DistGraph, steps: int, rows_of_batch: int) -> Row:
     rng = np.random.default_rng(0)
     out = np.empty((rows_of_batch, rows.shape[1]), rows.dtype)
     source, target = as_words(rows, out)
-    rates: dict[str, list[float]] = {"ours": [], "take": []}
-    for _ in range(steps):
+
+    def rate(copy: Callable[[np.ndarray], object]) -> float:
         ids = rng.integers(0, len(rows), rows_of_batch)
-        work = {
-            "ours": lambda ids=ids: copy_rows(source, ids, target),
-            "take": lambda ids=ids: np.take(rows, ids, axis=0, out=out, mode="clip"),
-        }
-        for name, call in work.items():
-            rates[name].append(out.nbytes / seconds(call)[0] / 1e9)
-    ours, take = (statistics.median(values[3:]) for values in rates.values())
+        return out.nbytes / timed(lambda: copy(ids))[0] / 1e9
+
+    contestants = {
+        "ours": lambda: rate(lambda ids: copy_rows(source, ids, target)),
+        "take": lambda: rate(lambda ids: np.take(rows, ids, axis=0, out=out, mode="clip")),
+    }
+    rates = in_turn(contestants, steps, WARM_UP)
+    ours, take = (statistics.median(values) for values in rates.values())
     return {"row_bytes": rows[0].nbytes, "ours_gb_s": ours, "take_gb_s": take, "ratio": ours / take}
 
 
-def table(rows: list[Row], target: float) -> str:
+def judged(rows: list[Row], target: float) -> str:
     """Rows as aligned text, with whether each met its target."""
-    head = [*rows[0], "target"]
-    cells = [
-        [f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()]
-        + [f"{target} {'met' if float(str(row['ratio'])) >= target else 'MISSED'}"]
-        for row in rows
-    ]
-    widths = [max(len(line[column]) for line in [head, *cells]) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in [head, *cells]
+    return text_table(
+        [{**row, "target": f"{target} {'met' if row['ratio'] >= target else 'MISSED'}"} for row in rows]
     )
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=200_000)
-    parser.add_argument("--degree", type=float, default=25.0)
-    parser.add_argument("--steps", type=int, default=60, help="batches of each contestant and fan-out")
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    options = parser.parse_args(argv)
+    made = parser(__doc__)
+    made.add_argument("--nodes", type=int, default=200_000)
+    made.add_argument("--degree", type=float, default=25.0)
+    made.add_argument("--steps", type=int, default=60, help="batches of each contestant and fan-out")
+    options = made.parse_args(argv)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*CPU affinity.*")
     with tempfile.TemporaryDirectory() as folder, start_session():
@@ -216,18 +174,15 @@ def main(argv: list[str]) -> None:
         whole = dgl_graph(g)
         sampling = [compare_sampling(g, whole, fanouts, options.steps) for fanouts in FANOUTS]
         relations = open_relational(options.nodes, options.degree, Path(folder))
-        theirs = dgl_relational(relations)
+        theirs = dgl_graph(relations)
         relational = [
             compare_relational(relations, theirs, fanouts, options.steps) for fanouts in RELATIONAL_FANOUTS
         ]
         slicing = [compare_slicing(g, options.steps, options.nodes // 2)]
-    print(
-        table(sampling, SPEED_TARGET),
-        table(relational, RELATIONAL_TARGET),
-        table(slicing, SLICING_TARGET),
-        sep="\n\n",
+    tables = (
+        judged(sampling, SPEED_TARGET),
+        judged(relational, RELATIONAL_TARGET),
+        judged(slicing, SLICING_TARGET),
     )
-    if options.json:
-        options.json.write_text(
-            json.dumps({"sampling": sampling, "relational": relational, "slicing": slicing}, indent=1)
-        )
+    print(*tables, sep="\n\n")
+    write_json(options, {"sampling": sampling, "relational": relational, "slicing": slicing})

@@ -1,16 +1,18 @@
-"""What the scripts that measure on ranks of their own share: options, a graph in parts, and the ranks."""
+"""What the micro-benchmarks share: options, a graph in parts, ranks, the timing loop, tables and JSON."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from dglx_dist.comm.topology import launched_by_torchrun, rank_environment
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
@@ -70,14 +72,54 @@ def on_graph(measure: Callable[[], None], servers: int, options: argparse.Namesp
         return on_ranks(measure, servers, [*sys.argv, "--folder", str(folder)])
 
 
+T = TypeVar("T")
+Row = Mapping[str, object]
+"""Figures of one line of a table, by the head of their column."""
+
+
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """Seconds that ``work`` takes, and what it returns."""
+    begin = time.perf_counter()
+    result = work()
+    return time.perf_counter() - begin, result
+
+
 def median_seconds(work: Callable[[], object], rounds: int) -> float:
     """The median of ``rounds`` calls, after two to warm up."""
-    seconds = []
-    for _ in range(rounds + 2):
-        begin = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[2:])
+    return statistics.median([timed(work)[0] for _ in range(rounds + 2)][2:])
+
+
+def in_turn(
+    contestants: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 0
+) -> dict[str, list[float]]:
+    """What each of ``contestants`` returns, taken in turn, so that a slow moment of the machine hits all.
+
+    Args:
+        contestants: By name; each call is one round.
+        rounds: Of each.
+        warm_up: Rounds at first that are left out: they page memory in, and compile.
+    """
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, contestant in contestants.items():
+            found[name].append(contestant())
+    return {name: values[warm_up:] for name, values in found.items()}
+
+
+def text_table(rows: Sequence[Row]) -> str:
+    """Rows as aligned text, floats with two digits."""
+    lines = [list(rows[0])]
+    lines += [[f"{one:.2f}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
+    )
+
+
+def write_json(options: argparse.Namespace, value: object) -> None:
+    """Write the figures to the file of ``--json``, where it is given."""
+    if options.json:
+        options.json.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
 
 def torchrun_command(

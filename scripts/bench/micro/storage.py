@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -17,14 +16,14 @@ from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.records import EDGE_TYPE
+from scripts.bench.micro.starter import timed
 
 T = TypeVar("T")
 
 
-def timed(what: str, work: Callable[[], T]) -> T:
-    started = time.perf_counter()
-    result = work()
-    print(f"| {what} | {time.perf_counter() - started:.4f} |")
+def shown(what: str, work: Callable[[], T]) -> T:
+    took, result = timed(work)
+    print(f"| {what} | {took:.4f} |")
     return result
 
 
@@ -41,13 +40,13 @@ def main(argv: list[str]) -> None:
         graph = generate(SyntheticConfig(nodes=chosen.nodes, degree=25))
         assignment = hashed.assign(graph, chosen.parts, 0)
         print("| step | seconds |\n|---|---|")
-        timed(
+        shown(
             "relabel and write, checksums and fsync included",
             lambda: write_dataset(graph, assignment, folder),
         )
-        timed("first opening: reads and checks every byte", lambda: open_dataset(folder))
-        dataset = timed("later opening", lambda: open_dataset(folder))
-        timed("structure of the whole graph, first time", lambda: open_structure(dataset, EDGE_TYPE))
-        timed("structure of the whole graph, later", lambda: open_structure(dataset, EDGE_TYPE))
+        shown("first opening: reads and checks every byte", lambda: open_dataset(folder))
+        dataset = shown("later opening", lambda: open_dataset(folder))
+        shown("structure of the whole graph, first time", lambda: open_structure(dataset, EDGE_TYPE))
+        shown("structure of the whole graph, later", lambda: open_structure(dataset, EDGE_TYPE))
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         print(f"\n{size / 1e9:.2f} GB on disk, the structure of the whole graph included")

@@ -1,22 +1,28 @@
-"""The graph of a workload, cut once and written in the format of each system."""
+"""The graph of a workload, cut once and written in the format of each system, and launches on it."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.data.storage.reader import StoredDataset, open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
+from dglx_dist.errors import ConfigError
+from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Assignment, RawGraph
 from scripts.bench import data
+from scripts.bench.peers.launch import KIND, Launch, phases_in_words, versions
 from scripts.bench.peers.workload import Workload
+from scripts.bench.records import Job, MatchedPhi, Shape, Variant
 
 _ARRAYS = ("edge_index", FEATURE, LABEL, "train_mask")
 
@@ -117,3 +123,52 @@ def _write_dgl(graph: RawGraph, dataset: StoredDataset, folder: Path) -> None:
     from dglx_dist.data.storage.dgl_format import write_dgl_format
 
     write_dgl_format(graph, assignment_of(dataset), folder)
+
+
+def stock_launch(
+    graph: SyntheticConfig, cut: PartitionPlan, work: Path, *, epochs: int, **training: Any
+) -> Launch:
+    """Return how stock DistDGL trains on ``graph`` cut so, as another variant does; writes what is not there.
+
+    Args:
+        graph: The built-in graph.
+        cut: How it is cut.
+        work: Where datasets lie.
+        epochs: Of a repetition.
+        training: More of :class:`Workload`: hidden, fanouts, batch_size, lr.
+
+    Raises:
+        StorageError: the datasets cannot be written.
+    """
+    ours = data.prepare(graph, {cut.partitioner: cut}, work)[cut.partitioner]
+    names = ("nodes", "features", "classes", "train_rate", "seed")
+    told = {name: getattr(graph, name) for name in names} | {"degree": int(graph.degree)}
+    copy = dgl_copy(graph, cut, ours, work)
+    return Launch(system="stock", workload=Workload(**told, **training), data=str(copy), epochs=epochs)
+
+
+def variant(name: str, launch: Launch, *, shape: Shape, rate: Rate | MatchedPhi | None = None) -> Variant:
+    """Return a variant that launches ``launch`` for every repetition; one epoch of one launch warms up."""
+    job = Job(kind=KIND, params=launch.params(), warm={"epochs": 1, "warmup": 0})
+    return Variant(name=name, shape=shape, job=job, rate=rate)
+
+
+def launch_of(system: str, workload: Workload, written: Written, **settings: Any) -> Launch:
+    """Return a launch of ``system`` on its own copy of ``written``.
+
+    Raises:
+        ConfigError: the graph was not written in the format of ``system``.
+    """
+    path = {"stock": written.dgl, "pyg": written.arrays}.get(system, written.ours)
+    if path is None:
+        raise ConfigError(f"the graph of {system} is not written; ask prepare() for its format")
+    return Launch(system=system, workload=workload, data=str(path), **settings)
+
+
+def facts_of(written: Written, systems: Iterable[str]) -> Mapping[str, Any]:
+    """Return what the report shows beside the figures, JSON values."""
+    return {
+        **data.facts(written.ours),
+        "versions": versions(),
+        "phases": {system: phases_in_words(system) for system in systems},
+    }

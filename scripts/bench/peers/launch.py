@@ -1,30 +1,174 @@
-"""One launch of one system on the servers of a lab: start it, wait, read what its ranks reported."""
+"""Launches of one system on the servers of a lab, and what its ranks reported as records of an epoch."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import fmean
 from typing import Any, final
+
+import psutil
 
 from dglx_dist.comm.topology import inherited_environment, rank_environment
 from dglx_dist.errors import ConfigError, JobError, UnknownNameError
+from dglx_dist.records import EpochRecord
 from dglx_dist.registry import did_you_mean
-from scripts.bench.peers import phases
-from scripts.bench.peers.memory import MemoryWatch
-from scripts.bench.peers.versions import versions
 from scripts.bench.peers.workload import Workload
-from scripts.bench.records import Job
 from scripts.netlab.base import Lab
-from scripts.netlab.launch import server_environment, start, with_changes
-from scripts.netlab.process import Launcher
+from scripts.netlab.launch import Launcher, server_environment, start, with_changes
+
+PACKAGES = ("torch", "dgl", "torch_geometric", "pyg_lib", "torch_sparse")
+
+
+def versions() -> dict[str, str]:
+    """Return name to version of the packages that the peers are made of, as far as they are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+Parts = Mapping[str, tuple[str, ...]]
+"""Name of a part of the loop -> fields that its seconds are added to."""
+
+# Nothing of a stock loop runs ahead of training, so it waits for all of its sampling and reading.
+STOCK: Parts = {
+    "sample": ("sample_s", "wait_s"),
+    "pull": ("fetch_s", "wait_s"),
+    "forward": ("compute_s",),
+    "backward": ("compute_s",),  # with DDP's exchange, which runs during it and cannot be told apart
+    "update": ("compute_s",),
+    "sparse update": ("exchange_s",),
+}
+OURS: Parts = {
+    "wait": ("wait_s",),
+    "pull": ("fetch_s", "wait_s"),  # rows of an embedding; features are read by the loader's thread
+    "forward": ("compute_s",),
+    "backward": ("compute_s",),
+    "update": ("compute_s",),
+    "sparse update": ("exchange_s",),
+    "loader sample": ("sample_s",),
+    "loader fetch": ("fetch_s",),
+    "exchange": ("exchange_s",),
+}
+# The sampler slices features in the same call, in worker processes when there are some.
+PYG: Parts = {
+    "sample and slice": ("sample_s", "wait_s"),
+    "wait": ("wait_s",),
+    "forward": ("compute_s",),
+    "backward": ("compute_s",),
+    "update": ("compute_s",),
+}
+MAPPINGS: Mapping[str, Parts] = {"stock": STOCK, "ours": OURS, "dense": OURS, "pyg": PYG}
+
+_TIMES = ("sample_s", "fetch_s", "wait_s", "compute_s", "exchange_s")
+
+
+def as_record(system: str, rows: Sequence[Mapping[str, Any]], wire: int | None) -> EpochRecord:
+    """Put the (W,) rows that the ranks of ``system`` reported of one epoch together.
+
+    ``seconds`` are the slowest rank's. Phases are means over ranks, so that those of the loop come to no more
+    than it. Counts and bytes are sums; ``bytes_outside`` is what our ledger counted, or, of a system that
+    counts nothing itself, ``wire``: what all cards sent, headers included (0 if unknown).
+    """
+    times = [_times(system, row["parts"]) for row in rows]
+    # A model's exchange is within its backward: what is told apart is not counted twice.
+    for row, found in zip(rows, times, strict=True):
+        found["compute_s"] = max(found["compute_s"] - row["parts"].get("exchange", 0.0), 0.0)
+    mean = {name: fmean(found[name] for found in times) for name in _TIMES}
+    counts = {name: sum(row["counts"].get(name, 0.0) for row in rows) for name in _names(rows)}
+    targets = max(counts.get("targets", 0.0), 1.0)
+    return EpochRecord(
+        epoch=int(rows[0]["epoch"]),
+        loss=counts.get("loss_sum", 0.0) / targets,
+        train_accuracy=counts.get("correct", 0.0) / targets,
+        val_accuracy=None,
+        seconds=max(row["seconds"] for row in rows),
+        num_samples=int(counts.get("targets", 0.0)),
+        sample_s=mean["sample_s"],
+        fetch_s=mean["fetch_s"],
+        wait_s=mean["wait_s"],
+        compute_s=mean["compute_s"],
+        exchange_s=mean["exchange_s"],
+        bytes_inside=int(counts.get("ledger inside", 0.0)),
+        bytes_outside=int(counts["ledger outside"]) if "ledger outside" in counts else wire or 0,
+    )
+
+
+def phases_in_words(system: str) -> str:
+    """Return the mapping of ``system`` in words, for results: "parts -> columns of a report; ..."."""
+    by_columns: dict[str, list[str]] = {}
+    for part, names in MAPPINGS[system].items():
+        by_columns.setdefault(" and ".join(name.removesuffix("_s") for name in names), []).append(part)
+    return "; ".join(f"{', '.join(parts)} -> {columns}" for columns, parts in by_columns.items())
+
+
+def _times(system: str, parts: Mapping[str, float]) -> dict[str, float]:
+    found = dict.fromkeys(_TIMES, 0.0)
+    for part, seconds in parts.items():
+        for name in MAPPINGS[system][part]:
+            found[name] += seconds
+    return found
+
+
+def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return sorted({name for row in rows for name in row["counts"]})
+
+
+_EVERY_S = 1.0
+
+
+@final
+class MemoryWatch:
+    """Largest memory of each server so far: all its processes together, shared pages counted once.
+
+    Servers are told apart by their process namespaces, so that plain loopback has none of its own.
+    """
+
+    def __init__(self) -> None:
+        self._peaks: dict[str, int] = {}
+        self._mine = os.readlink("/proc/self/ns/pid")
+        self._looked = 0.0
+
+    def look(self) -> None:
+        """Note what is used now; does nothing within a second of the last look."""
+        if time.monotonic() - self._looked < _EVERY_S:
+            return
+        self._looked = time.monotonic()
+        now: dict[str, int] = {}
+        for process in psutil.Process().children(recursive=True):
+            try:
+                namespace = os.readlink(f"/proc/{process.pid}/ns/pid")
+                if namespace != self._mine:
+                    now[namespace] = now.get(namespace, 0) + _proportional(process.pid)
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue  # just ended, or nobody may look at it
+        for namespace, size in now.items():
+            self._peaks[namespace] = max(self._peaks.get(namespace, 0), size)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of the server that used most; None when no server was seen."""
+        return max(self._peaks.values(), default=None)
+
+
+def _proportional(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+
 
 KIND = "program"
-"""Kind of the jobs that are done by :class:`Launches` in place of a crew."""
+"""Kind of the jobs that are done by :func:`run_once` in place of a worker pool."""
 
 PROGRAMS = Path(__file__).parent / "programs"
 _TRAINERS = {
@@ -83,31 +227,6 @@ class Launch:
     def params(self) -> dict[str, Any]:
         """Return JSON values for a Job."""
         return {**asdict(self), "workload": self.workload.to_json(), "options": dict(self.options)}
-
-
-@final
-class Launches:
-    """Takes jobs as a crew does, and launches the program of each anew.
-
-    Args:
-        lab: Where they run.
-        ranks_per_server: Trainers on each server.
-        folder: For reports and logs, on a disk that all servers share.
-    """
-
-    def __init__(self, lab: Lab, ranks_per_server: int, folder: Path) -> None:
-        self._lab, self._ranks, self._folder = lab, ranks_per_server, folder
-        self._number = 0
-
-    def do(self, job: Job, timeout_s: float) -> list[dict[str, Any]]:
-        """Launch, wait, and return what the ranks report, see :func:`run_once`."""
-        folder = self._folder / f"launch-{self._number:03d}"
-        self._number += 1
-        launch = Launch.from_params(job.params)
-        return run_once(self._lab, launch, folder, ranks_per_server=self._ranks, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        """Do nothing: each launch ended all that it started."""
 
 
 def run_once(
@@ -188,7 +307,6 @@ def _arguments(lab: Lab, launch: Launch, folder: Path) -> list[str]:
 
 
 def _environment(launch: Launch) -> dict[str, str | None]:
-    """Return what is set, or with None unset, for all processes of the launch."""
     inherited = {name: None for name in inherited_environment() if name.startswith(_PEER_VARIABLES)}
     kept = rank_environment(1, environment={})
     allocator = {name: value for name, value in kept.items() if name.startswith("MALLOC_")}
@@ -224,7 +342,6 @@ def _dgl_environment(lab: Lab, launch: Launch, folder: Path, trainers: int) -> d
 def _start_graph_servers(
     lab: Lab, launch: Launch, folder: Path, trainers: int, stack: ExitStack
 ) -> list[Launcher]:
-    """Start stock DGL's server on each server; nothing for other systems."""
     if launch.system != "stock":
         return []
     _ip_config(folder).write_text("".join(f"{server.address} {_SERVER_PORT}\n" for server in lab.servers))
@@ -257,7 +374,6 @@ def _ip_config(folder: Path) -> Path:
 
 
 def _logs(folder: Path) -> str:
-    """Return the last lines of every log, each on a line of its own."""
     lines = []
     for log in sorted(folder.glob("*.log")):
         kept = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
@@ -277,11 +393,11 @@ def _reports(
     rows = [[rank["epochs"][number] for rank in found] for number in chosen]
     # Ranks of one server read the same card.
     wire = [_total([rank["card_sent"] for rank in row[::ranks_per_server]]) for row in rows]
-    epochs = [phases.as_record(launch.system, row, sent) for row, sent in zip(rows, wire, strict=True)]
+    epochs = [as_record(launch.system, row, sent) for row, sent in zip(rows, wire, strict=True)]
     extra = {
         "system": launch.system,
         "allocator": launch.allocator,
-        "phases": phases.told(launch.system),
+        "phases": phases_in_words(launch.system),
         "versions": versions(),
         "rank_peak_bytes": max(rank["peak_bytes"] for rank in found),
         "parts_s": _means(rows, "parts", max),
@@ -301,7 +417,6 @@ def _reports(
 
 
 def _curve(epochs: Sequence[Sequence[Mapping[str, Any]]]) -> list[tuple[float, float]]:
-    """Return (seconds of training so far, accuracy) where ranks, [rank][epoch], counted validation nodes."""
     curve, seconds = [], 0.0
     for row in zip(*epochs, strict=True):
         seconds += max(rank["seconds"] for rank in row)
@@ -320,7 +435,6 @@ def _total(values: Sequence[int | None]) -> int | None:
 def _means(
     rows: Sequence[Sequence[Mapping[str, Any]]], group: str, over: Callable[[Iterable[float]], float]
 ) -> dict[str, float]:
-    """Return means over epochs of what ``over`` makes of the ranks' values; ``rows`` are [epoch][rank]."""
     names = sorted({name for row in rows for rank in row for name in rank[group]})
     return {
         name: sum(over(rank[group].get(name, 0.0) for rank in row) for row in rows) / len(rows)

@@ -5,15 +5,14 @@ Batches come from our loader, so that only the treatment of the trainable rows d
 
 from __future__ import annotations
 
+from typing import Any
+
 import dgl
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import dglx_dist as dx
-from scripts.bench.peers.meter import Clock, Report, read_arguments
-from scripts.bench.peers.model import Sage, note_blocks
-from scripts.bench.peers.steps import backward, loss_of, note_batch
+from scripts.bench.peers.loop import Clock, Sage, Trainer, read_arguments, train
 from scripts.bench.peers.workload import Workload
 
 
@@ -29,8 +28,8 @@ class Table(nn.Module):
         return self.model(blocks, self.rows(nodes))
 
 
-class Trainer:
-    """One rank on its share of the training nodes."""
+class DenseRows(Trainer):
+    """Rows with a dense gradient, and their Adagrad."""
 
     def __init__(self, workload: Workload, folder: str) -> None:
         g = dx.DistGraph(folder)
@@ -47,24 +46,14 @@ class Trainer:
             torch.optim.Adagrad(rows.parameters(), lr=workload.lr),
         ]
 
+    def inputs(self, batch: Any, clock: Clock) -> tuple[tuple[Any, ...], Tensor]:
+        """Return blocks and the ids of their rows, and the labels."""
+        input_nodes, _, blocks = batch
+        return (blocks, input_nodes), blocks[-1].dstdata["label"]
+
     def epoch(self, clock: Clock) -> None:
-        """Train one epoch."""
-        batches = iter(self.loader)
-        for _ in range(len(self.loader)):
-            with clock.of("wait"):
-                input_nodes, seeds, blocks = next(batches)
-            labels = blocks[-1].dstdata["label"]
-            with clock.of("forward"):
-                scores = self.model(blocks, input_nodes)
-                loss = loss_of(scores, labels)
-            with clock.of("backward"):
-                self.model.zero_grad()
-                backward(loss)
-            with clock.of("update"):
-                for optimizer in self.optimizers:
-                    optimizer.step()
-            note_batch(clock, loss, scores, labels)
-            note_blocks(clock, input_nodes, seeds, blocks)
+        """Train one epoch, and count what the loader's threads have of it."""
+        super().epoch(clock)
         times = self.loader.times(reset=True)
         clock.add("loader sample", times.sample_s)
         clock.add("loader fetch", times.fetch_s)
@@ -75,12 +64,7 @@ def main() -> None:
     arguments = read_arguments()
     torch.set_num_threads(1)
     with dx.init():
-        trainer = Trainer(arguments.workload, arguments.data)
-        report = Report(arguments.out, dist.get_rank(), dist.barrier, arguments.device)
-        for _ in range(arguments.epochs):
-            with report.epoch() as clock:
-                trainer.epoch(clock)
-        report.write()
+        train(DenseRows(arguments.workload, arguments.data), arguments)
 
 
 if __name__ == "__main__":

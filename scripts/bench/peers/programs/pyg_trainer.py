@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scripts.bench.peers.meter import Clock, Report, read_arguments
-from scripts.bench.peers.steps import backward, loss_of, note_batch
+from scripts.bench.peers.loop import Clock, Trainer, read_arguments, train
 from scripts.bench.peers.workload import Workload
 
 # Not installed everywhere, so checkers of types do not know it.
@@ -34,7 +33,7 @@ class Sage(nn.Module):
         self.layers = nn.ModuleList(pyg_nn.SAGEConv(a, b, aggr="mean") for a, b in pairwise(widths))
 
     def forward(self, batch: Any) -> Tensor:
-        """Map the rows of ``batch`` to scores of all its nodes that are left; the seeds come first."""
+        """Map the rows of ``batch`` to scores of its seeds, which come first."""
         h, edges = batch.x, batch.edge_index
         for number, layer in enumerate(self.layers):
             if "num_sampled_nodes" in batch:
@@ -45,53 +44,43 @@ class Sage(nn.Module):
             h = layer(h, edges)
             if number < len(self.layers) - 1:
                 h = torch.relu(h)
-        return h
+        return h[: batch.batch_size]
 
 
-class Trainer:
-    """One rank on its share of the training nodes."""
+class PyG(Trainer):
+    """The whole graph in every process."""
 
     def __init__(self, workload: Workload, folder: Path, options: Mapping[str, Any]) -> None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         data = pyg_data.Data(
             x=_load(folder, "feat"), y=_load(folder, "label"), edge_index=_load(folder, "edge_index")
         )
-        train = _load(folder, "train_mask").nonzero().flatten()
+        nodes = _load(folder, "train_mask").nonzero().flatten()
         # Equal shares, as PyG's examples cut them: no rank has a batch more than another.
-        share = len(train) // world_size
+        share = len(nodes) // world_size
         workers = int(options.get("workers", 0))
         self.loader = pyg_loader.NeighborLoader(
             data,
             num_neighbors=list(reversed(workload.fanouts)),
-            input_nodes=train[rank * share : (rank + 1) * share],
+            input_nodes=nodes[rank * share : (rank + 1) * share],
             batch_size=workload.batch_size,
             shuffle=True,
             num_workers=workers,
             persistent_workers=workers > 0,
         )
-        self._sampled = "wait" if workers else "sample and slice"
+        self.sampled = "wait" if workers else "sample and slice"
         torch.manual_seed(0)
         self.model = nn.parallel.DistributedDataParallel(Sage(workload))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=workload.lr)
+        self.optimizers = [torch.optim.Adam(self.model.parameters(), lr=workload.lr)]
 
-    def epoch(self, clock: Clock) -> None:
-        """Train one epoch."""
-        batches = iter(self.loader)
-        for _ in range(len(self.loader)):
-            with clock.of(self._sampled):
-                batch = next(batches)
-            labels = batch.y[: batch.batch_size]
-            with clock.of("forward"):
-                scores = self.model(batch)[: batch.batch_size]
-                loss = loss_of(scores, labels)
-            with clock.of("backward"):
-                self.optimizer.zero_grad()
-                backward(loss)
-            with clock.of("update"):
-                self.optimizer.step()
-            note_batch(clock, loss, scores, labels)
-            clock.count("input_rows", batch.num_nodes)
-            clock.count("edges", batch.num_edges)
+    def inputs(self, batch: Any, clock: Clock) -> tuple[tuple[Any, ...], Tensor]:
+        """Return the batch, and the labels of its seeds."""
+        return (batch,), batch.y[: batch.batch_size]
+
+    def note(self, clock: Clock, batch: Any) -> None:
+        """Count what one batch holds."""
+        clock.count("input_rows", batch.num_nodes)
+        clock.count("edges", batch.num_edges)
 
 
 def main() -> None:
@@ -99,12 +88,7 @@ def main() -> None:
     arguments = read_arguments()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    trainer = Trainer(arguments.workload, Path(arguments.data), arguments.options)
-    report = Report(arguments.out, dist.get_rank(), dist.barrier, arguments.device)
-    for _ in range(arguments.epochs):
-        with report.epoch() as clock:
-            trainer.epoch(clock)
-    report.write()
+    train(PyG(arguments.workload, Path(arguments.data), arguments.options), arguments)
     dist.destroy_process_group()
 
 

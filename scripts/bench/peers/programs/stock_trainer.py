@@ -9,15 +9,16 @@ import dgl
 import dgl.distributed
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from scripts.bench.peers.meter import Clock, Report, read_arguments
-from scripts.bench.peers.model import Sage, initial, note_blocks
-from scripts.bench.peers.steps import backward, loss_of, note_batch
+from scripts.bench.peers.loop import Clock, Report, Sage, Trainer, initial, read_arguments, train
 from scripts.bench.peers.workload import Workload
 
 
-class Trainer:
-    """One trainer on its share of the training nodes."""
+class Stock(Trainer):
+    """Whatever is read is pulled in the loop, which waits for it."""
+
+    sampled = "sample"
 
     def __init__(self, workload: Workload, config: str) -> None:
         self.g = g = dgl.distributed.DistGraph(Path(config).stem, part_config=config)
@@ -32,7 +33,7 @@ class Trainer:
         )
         torch.manual_seed(0)
         self.model = torch.nn.parallel.DistributedDataParallel(Sage(workload))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=workload.lr)
+        self.optimizers = [torch.optim.Adam(self.model.parameters(), lr=workload.lr)]
         self.embedding: Any = None
         if workload.embedding:
             self.embedding = dgl.distributed.DistEmbedding(g.num_nodes(), workload.embedding, "emb", initial)
@@ -40,32 +41,26 @@ class Trainer:
         # Without this, one trainer may have one batch more, and the other would hang.
         steps = torch.tensor(-(-len(nodes) // workload.batch_size))
         dist.all_reduce(steps, dist.ReduceOp.MIN)
-        self.steps = int(steps)
+        self._steps = int(steps)
 
-    def epoch(self, clock: Clock) -> None:
-        """Train one epoch."""
-        batches = iter(self.loader)
-        for _ in range(self.steps):
-            with clock.of("sample"):
-                input_nodes, seeds, blocks = next(batches)
-            with clock.of("pull"):
-                labels = self.g.ndata["label"][seeds].long()
-                x = self.embedding(input_nodes) if self.embedding else self.g.ndata["feat"][input_nodes]
-            with clock.of("forward"):
-                scores = self.model(blocks, x)
-                loss = loss_of(scores, labels)
-            with clock.of("backward"):
-                self.optimizer.zero_grad()
-                if self.embedding:
-                    self.sparse.zero_grad()  # else every step applies all gradients since the start again
-                backward(loss)
-            with clock.of("update"):
-                self.optimizer.step()
-            if self.embedding:
-                with clock.of("sparse update"):
-                    self.sparse.step()
-            note_batch(clock, loss, scores, labels)
-            note_blocks(clock, input_nodes, seeds, blocks)
+    @property
+    def num_steps(self) -> int:
+        """The least of all trainers."""
+        return self._steps
+
+    def inputs(self, batch: Any, clock: Clock) -> tuple[tuple[Any, ...], Tensor]:
+        """Return blocks and their rows, and the labels."""
+        input_nodes, seeds, blocks = batch
+        with clock.of("pull"):
+            labels = self.g.ndata["label"][seeds].long()
+            x = self.embedding(input_nodes) if self.embedding else self.g.ndata["feat"][input_nodes]
+        return (blocks, x), labels
+
+    def clear(self) -> None:
+        """Drop the gradients of the step before."""
+        super().clear()
+        if self.sparse is not None:
+            self.sparse.zero_grad()  # else every step applies all gradients since the start again
 
     def validate(self) -> tuple[float, int]:
         """Return how many of this trainer's validation nodes are hit, and their number; all neighbours."""
@@ -90,16 +85,15 @@ def main() -> None:
     torch.set_num_threads(1)
     dgl.distributed.initialize(arguments.ip_config, net_type="socket")
     dist.init_process_group("gloo")
-    trainer = Trainer(arguments.workload, arguments.data)
-    report = Report(arguments.out, dist.get_rank(), dist.barrier, arguments.device)
+    trainer = Stock(arguments.workload, arguments.data)
     # After so many epochs; 0: never.
     every = int(arguments.options.get("accuracy_every", 0))
-    for epoch in range(1, arguments.epochs + 1):
-        with report.epoch() as clock:
-            trainer.epoch(clock)
+
+    def validate(epoch: int, report: Report) -> None:
         if every and (epoch % every == 0 or epoch == arguments.epochs):
             report.note_validation(*trainer.validate())
-    report.write()
+
+    train(trainer, arguments, validate)
 
 
 if __name__ == "__main__":

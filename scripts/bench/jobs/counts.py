@@ -1,0 +1,169 @@
+"""Jobs that one process does beforehand: cost of compute, bytes of training, predictions of the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import dgl
+import numpy as np
+
+from dglx_dist.api import DataLoader, init
+from dglx_dist.cli.plan_config import PlanConfig
+from dglx_dist.cli.plan_job import cluster_of, constraints_of, measured
+from dglx_dist.comm.topology import Topology
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.partition_book import Placement
+from dglx_dist.graph.split import marked_ids, node_split
+from dglx_dist.planner.choose import choose
+from dglx_dist.planner.records import Candidate, Choice, Rate
+from dglx_dist.planner.workload import Draws, Survey, count_rank, summed
+from dglx_dist.records import FEATURE, LABEL, NODE_TYPE
+from dglx_dist.training.models import build_model
+from scripts.bench.jobs.params import TrainParams, read_params
+from scripts.bench.simulate import calibrate
+from scripts.bench.worker import JobContext
+
+_PARTS_OF_A_BATCH = (1, 2, 4)
+"""Sizes measured: the whole batch, a half and a quarter."""
+_BATCHES = 2
+"""Of each size."""
+
+
+def calibrate_compute(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
+    """Return ``ComputeCost.to_json()`` of the model on the dataset; one process with one thread runs it.
+
+    Args:
+        params: Those of the job ``train``.
+        context: Of the only rank.
+
+    Raises:
+        ConfigError: a parameter is unknown or out of range.
+        StorageError: the dataset is missing or damaged.
+    """
+    told = read_params(TrainParams, params)
+    with init(timeout=context.timeout_s, seed=told.seed) as session:
+        g = DistGraph(told.data, session=session)
+        seeds = node_split(g.ndata["train_mask"], g.get_partition_book())
+        sampler = dgl.dataloading.NeighborSampler(
+            list(told.fanouts), prefetch_node_feats=[FEATURE], prefetch_labels=[LABEL]
+        )
+        batches = []
+        for part in _PARTS_OF_A_BATCH:
+            size = max(told.batch_size // part, 1)
+            loader = DataLoader(g, seeds[: size * _BATCHES], sampler, batch_size=size, num_threads=0)
+            batches += [blocks for _, _, blocks in loader]
+        classes, width = int(g.num_classes(NODE_TYPE) or 0), g.ndata[FEATURE].shape[1]
+        graph = g if told.norm == "graph" else None
+        model = build_model(
+            told.model, width, told.hidden, classes, len(told.fanouts), told.dropout, told.heads, graph=graph
+        )
+        cost = calibrate(model, batches)
+        g.close()
+    return cost.to_json()
+
+
+def survey(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
+    """Return the fields of a :class:`Survey` by name of a run; one process counts them all.
+
+    Args:
+        params: Name to ``train``: parameters of the job ``train``; and ``servers``: on how many it will run,
+            one rank on each.
+        context: Of the only rank.
+
+    Raises:
+        ConfigError: a parameter is unknown or out of range.
+        StorageError: a dataset is missing or damaged.
+    """
+    return {name: asdict(_survey(one, context)) for name, one in params.items()}
+
+
+def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
+    told, servers = read_params(TrainParams, params["train"]), int(params["servers"])
+    draws = Draws(
+        fanouts=tuple(told.fanouts),
+        batch_size=told.batch_size,
+        epoch=told.warmup,
+        force_even=told.seeds == "even",
+        most_seeds=told.max_seeds,
+    )
+    with init(timeout=context.timeout_s, seed=told.seed) as session:
+        g = DistGraph(told.data, session=session)
+        manifest = g.dataset.manifest
+        ranks = [Topology(rank, servers, tuple(range(servers))) for rank in range(servers)]
+        bounds = Placement(manifest.num_parts, ranks[0]).server_offsets(manifest.node_offsets[NODE_TYPE])
+        seeds = marked_ids(g.ndata["train_mask"], g.num_nodes())
+        found = summed(
+            [count_rank(g, draws, seeds, (topology, bounds)) for topology in ranks],
+            row_bytes={name: _row_bytes(g, name) for name in (FEATURE, LABEL)},
+            parameter_bytes=_parameter_bytes(told, g),
+            partitioned=told.structure == "partitioned",
+        )
+        g.close()
+    return found
+
+
+def _row_bytes(g: DistGraph, name: str) -> int:
+    column = g.ndata[name]
+    return int(np.prod(column.shape[1:], dtype=np.int64)) * column.dtype.itemsize
+
+
+def _parameter_bytes(told: TrainParams, g: DistGraph) -> int:
+    classes, width = int(g.num_classes(NODE_TYPE) or 0), g.ndata[FEATURE].shape[1]
+    graph = g if told.norm == "graph" else None
+    model = build_model(
+        told.model, width, told.hidden, classes, len(told.fanouts), heads=told.heads, graph=graph
+    )
+    # With each tensor goes a flag of one element, that somebody has its gradient.
+    return sum((parameter.numel() + 1) * parameter.element_size() for parameter in model.parameters())
+
+
+def plan(params: Mapping[str, Any], _context: JobContext) -> dict[str, Any]:
+    """Return by name and rate: ``chosen``, and ``ways``, what each that fits is and is predicted to take.
+
+    Args:
+        params: Name to ``plan``, fields of :class:`PlanConfig`, and ``rates`` between servers.
+
+    Raises:
+        ConfigError: a field is out of range, or the dataset lacks something.
+        StorageError: a dataset is missing or damaged.
+    """
+    return {name: _choices(one) for name, one in params.items()}
+
+
+def _choices(told: Mapping[str, Any]) -> dict[str, Any]:
+    fields = dict(told["plan"])
+    if fields.get("fanouts") is not None:
+        fields["fanouts"] = tuple(fields["fanouts"])
+    asked = PlanConfig(**fields)
+    known, candidates = measured(asked)
+    constraints = constraints_of(asked)
+    compared = [one for one in candidates if _is_compared(one, constraints.unit)]
+    found = {}
+    for rate in told["rates"]:
+        cluster = cluster_of(replace(asked, external=Rate.parse(rate)))
+        found[rate] = _in_json(choose(compared, replace(known, cluster=cluster), constraints))
+    return found
+
+
+def _is_compared(one: Candidate, unit: str) -> bool:
+    # Workers on the cores of their servers only slow each other down, and jobs of the bench have no cache.
+    return one.exact and one.unit == unit and one.moves != "intervals" and one.cache is None
+
+
+def _in_json(choice: Choice) -> dict[str, Any]:
+    return {
+        "chosen": None if choice.taken is None else choice.taken.candidate.name,
+        "ways": {
+            one.candidate.name: {
+                "strategy": one.candidate.strategy,
+                "options": dict(one.candidate.options),
+                "whole": one.candidate.scheme is not None,
+                "seconds": one.epoch_seconds,
+                "bytes": one.inter_server_bytes + one.intra_server_bytes if one.bytes_exact else None,
+            }
+            for one in choice.predictions
+            if one.feasible
+        },
+    }

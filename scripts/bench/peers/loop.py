@@ -1,0 +1,207 @@
+"""What the programs of all systems share: arguments, clock, report of a rank, loss, counts and model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dglx_dist.data.storage.files import peak
+from scripts.bench.peers.workload import Workload
+from scripts.netlab.servers import read_card
+
+
+def read_arguments() -> argparse.Namespace:
+    """Read what the launch told this rank; ``workload`` is a Workload, ``options`` a dict."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workload", required=True, type=lambda text: Workload.from_json(json.loads(text)))
+    parser.add_argument(
+        "--data", required=True, help="folder or file of the partition, in the system's format"
+    )
+    parser.add_argument("--epochs", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the reports")
+    parser.add_argument("--device", help="this server's network card; none: its bytes are not known")
+    parser.add_argument("--ip-config", help="DGL's file of servers")
+    parser.add_argument("--options", type=json.loads, default={}, help="JSON; each program knows its own")
+    return parser.parse_args()
+
+
+class Clock:
+    """Seconds by part of the loop, and what else an epoch counts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.counts: dict[str, float] = {}
+
+    @contextmanager
+    def of(self, part: str) -> Iterator[None]:
+        """Add the time of the body to ``part``."""
+        begin = time.perf_counter()
+        yield
+        self.add(part, time.perf_counter() - begin)
+
+    def add(self, part: str, seconds: float) -> None:
+        """Add ``seconds`` to ``part``."""
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+
+    def count(self, name: str, value: float) -> None:
+        """Add ``value`` to ``name``."""
+        self.counts[name] = self.counts.get(name, 0.0) + value
+
+
+class Report:
+    """The epochs of one rank, written to ``<out>/rank-<r>.json`` at the end.
+
+    Args:
+        out: Folder.
+        rank: Whose.
+        barrier: Waits for all ranks.
+        device: Network card of this server, or None.
+    """
+
+    def __init__(self, out: Path, rank: int, barrier: Callable[[], object], device: str | None) -> None:
+        self._path = out / f"rank-{rank}.json"
+        self._barrier = barrier
+        self._device = device
+        self._epochs: list[dict[str, Any]] = []
+
+    @contextmanager
+    def epoch(self) -> Iterator[Clock]:
+        """Measure one epoch between two barriers of all ranks."""
+        clock = Clock()
+        self._barrier()
+        sent, begin = self._sent(), time.perf_counter()
+        yield clock
+        self._barrier()
+        seconds, after = time.perf_counter() - begin, self._sent()
+        self._epochs.append(
+            {
+                "epoch": len(self._epochs),
+                "seconds": seconds,
+                "card_sent": None if sent is None or after is None else after - sent,
+                "parts": clock.seconds,
+                "counts": clock.counts,
+            }
+        )
+
+    def note_validation(self, correct: float, of: int) -> None:
+        """Say how many of this rank's validation nodes the model hits after the last epoch."""
+        self._epochs[-1]["validation"] = (correct, of)
+
+    def write(self) -> None:
+        """Write everything; called once, at the end."""
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps({"epochs": self._epochs, "peak_bytes": peak()}))
+        os.replace(partial, self._path)
+
+    def _sent(self) -> int | None:
+        return None if self._device is None else read_card(self._device).sent
+
+
+class Trainer(ABC):
+    """One rank on its share of the training nodes: every system's loop, its parts told apart by a clock."""
+
+    sampled = "wait"
+    """What the time of ``next`` of the loader is called."""
+    loader: Any
+    model: Any
+    optimizers: Sequence[Any]
+    sparse: Any = None
+    """The optimiser of trainable rows."""
+
+    @property
+    def num_steps(self) -> int:
+        """Of an epoch."""
+        return len(self.loader)
+
+    @abstractmethod
+    def inputs(self, batch: Any, clock: Clock) -> tuple[tuple[Any, ...], Tensor]:
+        """Return the arguments of the model, and the labels; what has to be read for them is "pull"."""
+
+    def clear(self) -> None:
+        """Drop the gradients of the step before."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def note(self, clock: Clock, batch: Any) -> None:
+        """Count what one batch of DGL's blocks holds; the sum of its seeds tells which seeds an epoch had."""
+        input_nodes, seeds, blocks = batch
+        clock.count("input_rows", len(input_nodes))
+        clock.count("edges", sum(block.num_edges() for block in blocks))
+        clock.count("seed_sum", int(seeds.sum()))
+
+    def epoch(self, clock: Clock) -> None:
+        """Train one epoch."""
+        batches = iter(self.loader)
+        for _ in range(self.num_steps):
+            with clock.of(self.sampled):
+                batch = next(batches)
+            arguments, labels = self.inputs(batch, clock)
+            with clock.of("forward"):
+                scores = self.model(*arguments)
+                loss = nn.functional.cross_entropy(scores, labels)
+            with clock.of("backward"):
+                self.clear()
+                loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+            with clock.of("update"):
+                for optimizer in self.optimizers:
+                    optimizer.step()
+            if self.sparse is not None:
+                with clock.of("sparse update"):
+                    self.sparse.step()
+            clock.count("loss_sum", float(loss.detach()) * len(labels))
+            clock.count("correct", float((scores.detach().argmax(1) == labels).sum()))
+            clock.count("targets", len(labels))
+            self.note(clock, batch)
+
+
+def train(
+    trainer: Trainer,
+    arguments: argparse.Namespace,
+    after: Callable[[int, Report], object] = lambda epoch, report: None,
+) -> None:
+    """Train and report; ``after`` is called with the number of each epoch, from 1, once it has ended."""
+    report = Report(arguments.out, dist.get_rank(), dist.barrier, arguments.device)
+    for number in range(1, arguments.epochs + 1):
+        with report.epoch() as clock:
+            trainer.epoch(clock)
+        after(number, report)
+    report.write()
+
+
+class Sage(nn.Module):
+    """GraphSAGE with the mean of the neighbours, on unchanged ``dgl.nn``."""
+
+    def __init__(self, workload: Workload) -> None:
+        # Only here: PyG's trainer does without DGL.
+        import dgl
+
+        super().__init__()
+        hops = len(workload.fanouts)
+        first = workload.embedding or workload.features
+        widths = [first, *[workload.hidden] * (hops - 1), workload.classes]
+        self.layers = nn.ModuleList(dgl.nn.SAGEConv(a, b, "mean") for a, b in pairwise(widths))
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        """Map the rows of the first block's sources to (B, classes) scores of the last one's destinations."""
+        for number, (layer, block) in enumerate(zip(self.layers, blocks, strict=True)):
+            h = layer(block, h)
+            if number < len(self.layers) - 1:
+                h = torch.relu(h)
+        return h
+
+
+def initial(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return first rows of an embedding; stock DGL's servers find this by the name of its module."""
+    return torch.empty(shape, dtype=dtype).uniform_(-0.1, 0.1)

@@ -1,0 +1,444 @@
+"""Emulated servers: the processes that hold their namespaces, cards and links, commands that run inside."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, final
+
+from dglx_dist.errors import LabError
+from dglx_dist.planner.records import Rate
+from scripts.netlab import hold
+from scripts.netlab.base import Card, HeldBy, Server
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A process of this machine."""
+
+    pid: int
+    started: int
+    """Clock ticks since the machine started."""
+
+    def alive(self) -> bool:
+        """Whether it runs still; another process of the same number does not count, nor does a zombie."""
+        return _start_time(self.pid) == self.started
+
+    def kill(self) -> None:
+        """End it at once, if it runs still."""
+        if self.alive():
+            try:
+                os.kill(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return  # it ended in between
+
+
+def command_line(pid: int) -> str:
+    """Return the command line of process ``pid``; empty where there is none, or it is just ending."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def find_process(pid: int) -> Process:
+    """Return the process that now has number ``pid``.
+
+    Raises:
+        ProcessLookupError: there is none, or it has ended.
+    """
+    started = _start_time(pid)
+    if started is None:
+        raise ProcessLookupError(f"no process {pid}")
+    return Process(pid=pid, started=started)
+
+
+def _start_time(pid: int) -> int | None:
+    try:
+        fields = _fields(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def _fields(pid: int) -> list[str]:
+    # The name of the program, which may hold anything, ends with the last parenthesis.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+_START_S = 30.0
+_END_S = 10.0
+# The shell is the first process of its own process namespace and must say which number it has outside;
+# /proc is still the one of outside here.
+_WHO = "read outside rest < /proc/self/stat"
+
+
+class Holder:
+    """Namespaces that are held open by one end of a pipe, of which this process has the other.
+
+    When this process ends, however it ends, the kernel ends all that runs in the namespaces, and the
+    namespaces with it.
+
+    Args:
+        what: Whom it holds, for messages.
+        namespaces: Options of ``unshare``, e.g. ``--net``; a process namespace is always among them.
+        setup: Commands to run inside first.
+
+    Raises:
+        LabError: the namespaces were refused or a command failed.
+    """
+
+    def __init__(self, what: str, namespaces: Sequence[str], setup: Sequence[Sequence[str]]) -> None:
+        wait = f'exec {shlex.join([sys.executable, "-I", "-S", hold.__file__])} "$outside"'
+        lines = [_WHO, *(shlex.join(command) for command in setup), wait]
+        enter = ["unshare", *namespaces, "--pid", "--fork", "--kill-child", "sh", "-ec", "\n".join(lines)]
+        self._pipe = subprocess.Popen(
+            enter,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            # Ctrl-C is for the process that owns the lab; it takes the servers down in order.
+            start_new_session=True,
+            cwd="/",  # it may outlive the folder of its maker
+        )
+        # A child made by fork would keep the pipe, and with it all of this, beyond the end of this process.
+        os.register_at_fork(after_in_child=_Forget(self))
+        try:
+            self.init = self._wait_until_ready(what)
+            self.outer = find_process(self._pipe.pid)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def stay(self) -> None:
+        """Let it outlive this process; only killing ``init`` ends it then.
+
+        Raises:
+            LabError: it has ended.
+        """
+        if self._pipe.stdin is None or self._pipe.stdout is None:
+            raise LabError("a holder without pipes cannot be told to stay")
+        try:
+            self._pipe.stdin.write(hold.STAY)
+        except BrokenPipeError as error:
+            raise LabError(f"process {self.init.pid}, which holds a server, has ended already") from error
+        finally:
+            self.forget()
+        self._pipe.stdout.close()
+
+    def close(self) -> None:
+        """End all that runs inside; returns when it has ended."""
+        self.init.kill()
+        self._let_go()
+        wait_until_ended((self.init, self.outer))
+
+    def forget(self) -> None:
+        """Close this process's end of the pipe and no more."""
+        if self._pipe.stdin is not None:
+            self._pipe.stdin.close()
+
+    def _let_go(self) -> None:
+        self.forget()
+        if self._pipe.poll() is None:
+            try:
+                self._pipe.wait(timeout=_END_S)
+            except subprocess.TimeoutExpired:
+                self._pipe.kill()  # --kill-child ends the inside with it
+                self._pipe.wait(timeout=_END_S)
+        if self._pipe.stdout is not None:
+            self._pipe.stdout.close()
+
+    def _wait_until_ready(self, what: str) -> Process:
+        stream = self._pipe.stdout
+        if stream is None:
+            raise LabError(f"{what}: no answer was asked for")
+        said = _read_until_ready(stream)
+        found = re.search(r"^ready (\d+)$", said, flags=re.MULTILINE)
+        if not found:
+            raise LabError(f"{what} could not be made: {' '.join(said.split()) or 'no answer'}")
+        return find_process(int(found[1]))
+
+
+class _Forget:
+    """Makes a holder forget its pipe, if it is there still: hooks of fork stay for good, it need not."""
+
+    def __init__(self, holder: Holder) -> None:
+        self._holder = weakref.ref(holder)
+
+    def __call__(self) -> None:
+        holder = self._holder()
+        if holder is not None:
+            holder.forget()
+
+
+def wait_until_ended(processes: Sequence[Process]) -> None:
+    """Wait until all have ended.
+
+    Raises:
+        LabError: some have not within 10 s; the message names them.
+    """
+    deadline = time.monotonic() + _END_S
+    while left := [process.pid for process in processes if process.alive()]:
+        if time.monotonic() > deadline:
+            raise LabError(f"processes {left} were killed and have not ended after {_END_S:.0f} s")
+        time.sleep(0.005)
+
+
+def _read_until_ready(stream: IO[bytes]) -> str:
+    deadline = time.monotonic() + _START_S
+    said = b""
+    while not re.search(rb"^ready \d+\n", said, flags=re.MULTILINE):
+        readable, _, _ = select.select([stream], [], [], max(deadline - time.monotonic(), 0))
+        if not readable:
+            return f"{said.decode(errors='replace')} no answer within {_START_S:.0f} s"
+        piece = stream.read(4096)  # not buffered: what there is
+        if not piece:
+            break
+        said += piece
+    return said.decode(errors="replace")
+
+
+CARD = "eth0"
+LOOPBACK = "lo"
+BRIDGE = "bridge"
+_COMMAND_TIMEOUT_S = 30.0
+_LATENCY = "50ms"
+
+
+def address_of(server: int) -> str:
+    """Return the IPv4 address of a server; every lab has the same ones, as none sees another."""
+    return f"10.77.0.{server + 1}"
+
+
+def host_name_of(server: int) -> str:
+    """Return the host name of a server."""
+    return f"server-{server}"
+
+
+def bridge_setup() -> list[list[str]]:
+    """Return the commands that make the bridge, inside the namespace of the switch."""
+    return [["ip", "link", "add", BRIDGE, "type", "bridge"], ["ip", "link", "set", BRIDGE, "up"]]
+
+
+def port_of(server: int) -> str:
+    """Return the name of the bridge's end of the cable to a server."""
+    return f"server{server}"
+
+
+def connect(server: int, *, init: int, switch: int) -> None:
+    """Lay a cable from the card of ``server`` to the bridge.
+
+    Args:
+        server: Its number.
+        init: First process of the server.
+        switch: First process of the namespace of the bridge.
+
+    Raises:
+        LabError: with what ip answered.
+    """
+    card = ["ip", "link", "add", CARD, "netns", str(init), "type", "veth"]
+    run_command([*card, "peer", "name", port_of(server), "netns", str(switch)])
+    run_inside(switch, [["ip", "link", "set", port_of(server), "master", BRIDGE, "up"]])
+    run_inside(
+        init,
+        [
+            ["ip", "address", "add", f"{address_of(server)}/24", "dev", CARD],
+            ["ip", "link", "set", CARD, "up"],
+        ],
+    )
+
+
+def limit_command(device: str, rate: Rate | None) -> list[str]:
+    """Return the command that holds what ``device`` sends to ``rate``, from now on; None: no limit.
+
+    A token bucket: up to ``burst`` bytes leave at once after a pause, all others at the rate; a packet that
+    would wait longer than 50 ms is dropped, as a switch does.
+    """
+    held = ["noqueue"]
+    if rate is not None:
+        burst = rate.burst_bytes(may_tear=device != LOOPBACK)
+        held = ["tbf", "rate", f"{rate.bits_per_s}bit", "burst", str(burst), "latency", _LATENCY]
+    return ["tc", "qdisc", "replace", "dev", device, "root", *held]
+
+
+def read_card(device: str, *, pid: int | None = None) -> Card:
+    """Read the counters of ``device`` in the network namespace of process ``pid``.
+
+    Args:
+        device: e.g. "eth0".
+        pid: A process of the server; None: the calling one, which may be a rank inside it.
+
+    Raises:
+        LabError: the process has ended, or it has no such device.
+    """
+    process = "self" if pid is None else str(pid)
+    try:
+        lines = Path(f"/proc/{process}/net/dev").read_text().splitlines()
+    except OSError as error:
+        raise LabError(
+            f"the counters of {device} cannot be read, process {process} is gone ({error.strerror}); "
+            "the lab was taken down meanwhile"
+        ) from error
+    cards = {name.strip(): numbers.split() for name, _, numbers in (line.partition(":") for line in lines)}
+    if device not in cards:
+        there = ", ".join(name for name, numbers in cards.items() if numbers and numbers[0].isdigit())
+        raise LabError(f"there is no network device {device!r} here, only {there}")
+    return Card(sent=int(cards[device][8]), received=int(cards[device][0]))
+
+
+def run_inside(pid: int, commands: Sequence[Sequence[str]]) -> str:
+    """Run ``commands`` one after another in the network namespace of process ``pid``; return their output.
+
+    Raises:
+        LabError: one failed; with what it answered.
+    """
+    script = "\n".join(shlex.join(command) for command in commands)
+    return run_command(["nsenter", "-t", str(pid), "-n", "sh", "-ec", script])
+
+
+def run_command(command: Sequence[str]) -> str:
+    """Run ``command`` and return its output.
+
+    Raises:
+        LabError: it failed or took longer than 30 s; with what it answered.
+    """
+    process = subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            said, complained = process.communicate(timeout=_COMMAND_TIMEOUT_S)
+        except BaseException as error:
+            # With all that it started: what hangs is a child of the shell.
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise LabError(
+                    f"no end of this within {_COMMAND_TIMEOUT_S:.0f} s: {shlex.join(command)}"
+                ) from None
+            raise
+    if process.returncode:
+        raise LabError(f"{shlex.join(command)}: {complained.strip() or f'exit code {process.returncode}'}")
+    return said
+
+
+NAMESPACES = ("--net", "--mount", "--ipc", "--uts")
+SETUP = (
+    # Mounts below must not show outside.
+    ("mount", "--make-rprivate", "/"),
+    ("mount", "-t", "proc", "proc", "/proc"),
+    ("mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", "/dev/shm"),
+    ("ip", "link", "set", "lo", "up"),
+)
+# $1: the server's name, $2: the hosts that it knows. The mount keeps the file that has no name any more.
+_CALL = """\
+echo "$1" > /proc/sys/kernel/hostname
+if [ -e /etc/hosts ]; then
+    echo "$2" > /dev/shm/hosts
+    mount --bind /dev/shm/hosts /etc/hosts
+    rm /dev/shm/hosts
+fi
+"""
+# Keeps the folder, which entering a mount namespace forgets.
+# $1: the group or nothing, $2: first process of the server.
+_ENTER = """\
+if [ -n "$1" ]; then echo 0 > "$1/cgroup.procs" || exit 125; fi
+init=$2; shift 2
+exec nsenter -t "$init" -n -m -i -u -p -- sh -c 'cd "$0" && exec "$@"' "$(pwd -P)" "$@"
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts:
+    """What there is to know of a server that is up; JSON values but for the processes."""
+
+    number: int
+    address: str
+    init: Process
+    """First process inside; ends everything inside when it ends."""
+    outer: Process
+    """Its parent, outside."""
+    cores: tuple[int, ...]
+    cpu_share: float
+    cpu_held_by: HeldBy
+    cgroup: str | None
+    """Folder of its control group."""
+
+
+@final
+class NamespaceServer(Server):
+    """A server that is up.
+
+    Args:
+        facts: As noted when it was made.
+    """
+
+    def __init__(self, facts: ServerFacts) -> None:
+        self.facts = facts
+        self.number = facts.number
+        self.address = facts.address
+        self.device = CARD
+        self.cores = facts.cores
+        self.cpu_share = facts.cpu_share
+        self.cpu_held_by = facts.cpu_held_by
+
+    def inside(self, command: Sequence[str]) -> list[str]:
+        """Return the command that runs ``command`` here, in the folder where it is started.
+
+        It stays in the process group of who starts it: a signal to the group reaches the command too, one
+        to the process that was started does not.
+
+        Raises:
+            LabError: the server is down.
+        """
+        self._check_alive()
+        cores = ",".join(map(str, self.cores))
+        enter = ["taskset", "-c", cores, "sh", "-c", _ENTER, "enter"]
+        return [*enter, self.facts.cgroup or "", str(self.facts.init.pid), *command]
+
+    def card(self) -> Card:
+        """Read its card.
+
+        Raises:
+            LabError: the server is down.
+        """
+        self._check_alive()
+        return read_card(CARD, pid=self.facts.init.pid)
+
+    def alive(self) -> bool:
+        """Whether it is up still."""
+        return self.facts.init.alive()
+
+    def _check_alive(self) -> None:
+        # The number of its first process may be that of any other by now, even of one outside all servers.
+        if not self.alive():
+            raise LabError(f"server {self.number} is down; the lab was taken down meanwhile")
+
+
+def call_it(name: str, addresses: Mapping[str, str]) -> list[str]:
+    """Return the command that gives a server its name and those of ``addresses``, {name: address}; inside.
+
+    Programs find each other and themselves by name so: that of this machine has no address in there.
+    """
+    hosts = ["127.0.0.1 localhost", *(f"{address} {host}" for host, address in addresses.items())]
+    return ["sh", "-ec", _CALL, "call", name, "\n".join(hosts)]
+
+
+def cgroup_name(lab: str, server: int) -> str:
+    """Return the name of a server's control group."""
+    return f"dglx-lab-{lab}-{server}"

@@ -1,0 +1,157 @@
+"""Experiments with training in intervals: jobs that can be read, bytes that are those of a real run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dglx_dist.data.synthetic import SyntheticConfig, generate
+from dglx_dist.errors import ConfigError
+from dglx_dist.planner.cost_model import ServerlessSetting, serverless_bytes
+from dglx_dist.records import NODE_TYPE, EpochRecord
+from dglx_dist.strategies.serverless.options import read_settings
+from scripts.bench.driver import check_plan
+from scripts.bench.experiments.serverless import Case, Size, plan_at, plan_of, projected
+from scripts.bench.jobs import bounded as job
+from scripts.bench.jobs.params import IntervalParams, read_params
+from scripts.bench.records import PREDICTED_BYTES, BenchPlan
+from scripts.bench.suites import FAMILIES
+from tests.bench.helpers import context
+from tests.helpers.ranks import run_ranks
+
+TINY = Size(nodes=600, degree=8, features=12, hidden=8, intervals=2, workers=2, epochs=2, latency_s=0.0)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
+    folder = tmp_path_factory.mktemp("dorylus")
+    return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
+
+
+@pytest.mark.parametrize("name", FAMILIES["serverless"])
+def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
+    plan = plan_at(name, bench, TINY)
+    check_plan(name, plan)
+    for variant in plan.variants:
+        for turn in range(2):
+            told = read_params(IntervalParams, variant.job.turn(turn).params)
+            assert Path(told.data).is_dir()
+            read_settings(told.options)
+        read_params(IntervalParams, variant.job.warmed().params)
+    assert plan.ratios
+
+
+def test_repetitions_of_y1_differ_by_their_seed_alone(bench: BenchPlan) -> None:
+    jobs = [variant.job for variant in plan_at("Y1", bench, TINY).variants]
+    assert [jobs[0].turn(number).params["seed"] for number in range(6)] == [0, 1, 2, 3, 4, 0]
+    assert {**jobs[0].turn(1).params, "seed": 0} == jobs[0].params
+    modes = [one.params["options"].get("mode") for one in jobs]
+    assert modes == ["pipe", "async", "async"]
+
+
+def test_bytes_of_a_graph_drawn_by_hand() -> None:
+    """2 nodes on 2 servers, each the other's ghost; widths 3, 5, 2; one interval each; float32."""
+    told = ServerlessSetting(widths=(3, 5, 2), nodes=2, ghosts=2, intervals=2)
+    assert serverless_bytes(told) == {
+        "ghosts": 2 * (4 + 20),
+        "ghost_gradients": 2 * (4 + 20),
+        # AV1: 3 columns; fused AV2: 5 columns and a label; gradAV1: 3 and 5 columns.
+        "lambda_down": 2 * 4 * (3 + 5 + 1 + 3 + 5),
+        # AV1: 5 columns; fused AV2: 5 columns, and 32 bytes an interval.
+        "lambda_up": 2 * 4 * (5 + 5) + 2 * 32,
+        "weights_down": 2 * 4 * (2 * 4 * 5 + 6 * 2),
+        "weights_up": 2 * 4 * (4 * 5 + 6 * 2),
+    }
+
+
+def test_fusion_and_rematerialisation_save_what_the_formulas_say() -> None:
+    """For 2 layers; labels come as 4 bytes a row, and loss and count go as 32 an interval.
+
+    See docs/strategies/lambda.md, "Bytes".
+    """
+    on = ServerlessSetting(widths=(3, 5, 2), nodes=10, ghosts=4, intervals=3)
+    rows, last_weights = 10 * 4, 6 * 2 * 4
+
+    def more(**off: bool) -> dict[str, int]:
+        base, other = serverless_bytes(on), serverless_bytes(replace(on, **off))
+        return {name: other[name] - base[name] for name in base if other[name] != base[name]}
+
+    assert more(fusion=False) == {
+        "lambda_up": rows * 2 - 3 * 32,
+        "lambda_down": rows * (5 + 2) - rows,
+        "weights_down": 3 * last_weights,
+    }
+    # z of layer 1 alone: that of the last layer never leaves a fused task.
+    assert more(rematerialise=False) == {"lambda_up": rows * 5, "lambda_down": rows * 5}
+
+
+def run_all(jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """On every rank: what each job reports."""
+    return {name: job.run(params, context()) for name, params in jobs.items()}
+
+
+def test_what_a_run_moves_is_predicted_to_the_byte(bench: BenchPlan) -> None:
+    cases = [
+        Case(name=name, options={"executor": "local", "workers": 1, **options})
+        for name, options in {
+            "on": {},
+            "fusion": {"fusion": False},
+            "rematerialise": {"rematerialise": False},
+            "streaming": {"streaming": False},
+            "off": {"fusion": False, "rematerialise": False, "mode": "async", "staleness": 1},
+        }.items()
+    ]
+    plan = plan_of(bench, TINY, cases, ())
+    jobs = {one.name: {**one.job.params, "target": 0.01, "accuracy": True} for one in plan.variants}
+    reports = run_ranks(run_all, 2, args=(jobs,), ranks_per_server=1)[0]
+    for name, predicted in plan.facts[PREDICTED_BYTES].items():
+        extra = reports[name]["extra"]
+        phases = {
+            phase: count for phase, count in extra["bytes_outside_by_phase"].items() if phase != "control"
+        }
+        assert phases == {phase: TINY.epochs * count for phase, count in predicted.items()}, name
+        assert extra["epochs_to_target"] == 1
+        assert 0 < extra["test_accuracy"] <= 1
+        assert "simulated" in extra["dollars_are"]
+    exact = [name for name in reports if name != "off"]
+    assert len({tuple(reports[name]["extra"]["losses"]) for name in exact}) == 1
+    # 2 ranks x 2 intervals x 3 tasks, and 4 where the last one is not fused.
+    assert reports["on"]["extra"]["invocations"] == 12
+    assert reports["fusion"]["extra"]["invocations"] == 16
+
+
+def record(accuracy: float) -> EpochRecord:
+    zeros = dict.fromkeys(("sample_s", "fetch_s", "wait_s", "compute_s", "exchange_s"), 0.0)
+    return EpochRecord(
+        epoch=0, loss=1.0, train_accuracy=accuracy, val_accuracy=None, seconds=1.0, num_samples=1,
+        bytes_inside=0, bytes_outside=0, **zeros,
+    )  # fmt: skip
+
+
+def test_epochs_are_counted_to_the_first_that_is_good_enough() -> None:
+    records = [record(accuracy) for accuracy in (0.5, 0.7, 0.6, 0.9)]
+    assert [job.epochs_to(records, target) for target in (0.5, 0.7, 0.8, 0.95, None)] == [1, 2, 4, None, None]
+
+
+def test_a_wrong_parameter_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no parameter 'epoch'.*'epochs'"):
+        read_params(IntervalParams, {"data": "x", "epoch": 3})
+    with pytest.raises(ConfigError, match="needs the parameter data"):
+        read_params(IntervalParams, {})
+    with pytest.raises(ConfigError, match=r"target=2\.0 of a bounded job must be a fraction"):
+        read_params(IntervalParams, {"data": "x", "target": 2.0})
+
+
+def test_projections_keep_directions_and_splits_cover_all_nodes() -> None:
+    graph = generate(SyntheticConfig(nodes=600, degree=8, features=40, communities=10))
+    found = projected(graph, 32).node_data[NODE_TYPE]
+    assert found["feat"].shape == (600, 32)
+    masks = [np.asarray(found[name]) for name in ("train_mask", "val_mask", "test_mask")]
+    assert [int(mask.sum()) for mask in masks] == [396, 60, 144]
+    assert (sum(mask.astype(int) for mask in masks) == 1).all()
+    # Rows have unit length before, and nearly so after.
+    assert np.linalg.norm(np.asarray(found["feat"]), axis=1).mean() == pytest.approx(1.0, abs=0.05)

@@ -1,0 +1,138 @@
+"""Processes told apart for good, links of servers, and what their cards count."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.errors import LabError
+from dglx_dist.planner.records import Rate
+from scripts.netlab import servers
+from scripts.netlab.servers import find_process
+
+
+def test_a_process_lives_until_it_ends() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        process = find_process(child.pid)
+        assert process.alive()
+        process.kill()
+        child.wait(timeout=30)
+    assert not process.alive()
+    process.kill()
+    with pytest.raises(ProcessLookupError):
+        find_process(child.pid)
+
+
+def test_another_process_of_the_same_number_is_left_alone() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        earlier = replace(find_process(child.pid), started=find_process(child.pid).started - 1)
+        assert not earlier.alive()
+        earlier.kill()
+        assert child.poll() is None
+        child.communicate(b"\n", timeout=30)
+    assert child.returncode == 0
+
+
+def test_a_zombie_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        process = find_process(child.pid)
+        process.kill()
+        # Not waited for yet: it stays as a zombie.
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not process.alive()
+
+
+def test_addresses_are_one_after_another() -> None:
+    assert [servers.address_of(server) for server in (0, 1, 249)] == ["10.77.0.1", "10.77.0.2", "10.77.0.250"]
+
+
+def test_a_limit_replaces_another_and_can_be_none() -> None:
+    common = ["tc", "qdisc", "replace", "dev", "eth0", "root"]
+    assert servers.limit_command("eth0", None) == [*common, "noqueue"]
+    assert servers.limit_command("eth0", Rate(10**6))[:7] == [*common, "tbf"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "burst"),
+    [
+        ("10gbit", 2_500_000),  # 2 ms
+        ("1gbit", 262_144),
+        ("60mbit", 150_000),  # 20 ms
+        ("49mbit", 30_625),  # 5 ms, bundles are torn
+        ("1mbit", 16_384),
+    ],
+)
+def test_a_bucket_lasts_20_milliseconds_and_less_where_bundles_are_torn(rate: str, burst: int) -> None:
+    words = ["tbf", "rate", f"{Rate.parse(rate).bits_per_s}bit", "burst", str(burst), "latency", "50ms"]
+    assert servers.limit_command("eth0", Rate.parse(rate))[6:] == words
+
+
+def test_a_packet_of_64_kib_fits_where_it_cannot_be_torn() -> None:
+    assert "73728" in servers.limit_command("lo", Rate.parse("1mbit"))
+
+
+def test_a_failure_is_told_with_command_and_answer() -> None:
+    with pytest.raises(LabError, match=r"sh -c 'echo no such thing >&2; exit 3': no such thing"):
+        servers.run_command(["sh", "-c", "echo no such thing >&2; exit 3"])
+    with pytest.raises(LabError, match=r"false: exit code 1"):
+        servers.run_command(["false"])
+
+
+def test_a_command_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "_COMMAND_TIMEOUT_S", 0.1)
+    with pytest.raises(LabError, match="no end of this within 0 s: sleep 60"):
+        servers.run_command(["sleep", "60"])
+
+
+def test_the_first_failure_ends_the_commands(needs_lab: None) -> None:
+    with pytest.raises(LabError, match="nonesuch"):
+        servers.run_inside(os.getpid(), [["true"], ["cat", "/nonesuch"], ["echo", "not reached"]])
+    assert servers.run_inside(os.getpid(), [["echo", "a b"], ["echo", "$HOME"]]) == "a b\n$HOME\n"
+
+
+def test_loopback_receives_what_it_sends() -> None:
+    """At least the ten datagrams of 1000 bytes of this test, with 28 bytes of headers each."""
+    before = servers.read_card("lo")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as wire:
+        wire.bind(("127.0.0.1", 0))
+        for _ in range(10):
+            wire.sendto(bytes(1000), wire.getsockname())
+    after = servers.read_card("lo", pid=os.getpid())
+    assert after.sent - before.sent >= 10_280
+    assert after.received - before.received >= 10_280
+
+
+def test_an_unknown_device_is_told_with_those_there_are() -> None:
+    with pytest.raises(LabError, match=r"no network device 'eth99' here, only .*lo"):
+        servers.read_card("eth99")
+
+
+def test_a_process_that_has_ended_has_no_card() -> None:
+    with pytest.raises(LabError, match="process 4194303 is gone"):
+        servers.read_card("lo", pid=2**22 - 1)
+
+
+def test_what_hangs_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(servers, "_COMMAND_TIMEOUT_S", 0.5)
+    noted = tmp_path / "pid"
+    with pytest.raises(LabError, match=r"no end of this within"):
+        servers.run_command(["sh", "-c", f"sleep 600 & echo $! > {noted}; wait"])
+    child = int(noted.read_text())
+    deadline = time.monotonic() + 20
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(child)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return find_process(pid).alive()
+    except ProcessLookupError:
+        return False
