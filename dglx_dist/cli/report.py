@@ -55,9 +55,10 @@ def inspect(
 
     Examples: `dglx inspect data/demo --verify full`, `dglx inspect data/demo --closure --hops 3`
     """
+    from dglx_dist.data.storage.files import readable_bytes
     from dglx_dist.data.storage.reader import open_dataset
     from dglx_dist.report.pictures import draw_parts
-    from dglx_dist.report.tables import parts_table, plural, readable_bytes, summary_table
+    from dglx_dist.report.tables import parts_table, plural, summary_table
 
     check_closure(closure, hops=hops, servers=servers)
     dataset = open_dataset(folder, verify=verify)  # type: ignore[arg-type]  # checked there

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dglx_dist.report.tables import readable_bytes
+from dglx_dist.data.storage.files import readable_bytes
 from scripts.bench.figures import variant_figures
 from scripts.bench.records import Outcome
 

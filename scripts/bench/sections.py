@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dglx_dist.report.tables import markdown_table, plural, readable_bytes, readable_percent, readable_seconds
+from dglx_dist.data.storage.files import readable_bytes
+from dglx_dist.report.tables import markdown_table, plural, readable_percent, readable_seconds
 from scripts.bench.circumstances import circumstances, facts_in_lines
 from scripts.bench.closed_form import PREDICTED_ONCE, closed_form_table, once_table
 from scripts.bench.figures import (
