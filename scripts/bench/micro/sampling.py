@@ -203,7 +203,11 @@ def table(rows: list[Row], target: float) -> str:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python scripts/bench sampling",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--nodes", type=int, default=200_000)
     parser.add_argument("--degree", type=float, default=25.0)
     parser.add_argument("--steps", type=int, default=60, help="batches of each contestant and fan-out")
