@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -83,7 +84,8 @@ def ingest(  # noqa: PLR0913  # one argument per option
     if output_conf_file is not None:
         write_description(done, output_conf_file)
         write(f"settings found are in {output_conf_file}")
-    write(f"written to {out}; next: dglx train {out}, or dglx partition {out} --parts 4 --out DIR")
+    folder = shlex.quote(str(out))
+    write(f"written to {out}; next: dglx train {folder}, or dglx partition {folder} --parts 4 --out DIR")
 
 
 def partition(  # noqa: PLR0913  # one argument per option
@@ -200,4 +202,5 @@ def partition(  # noqa: PLR0913  # one argument per option
     )
     for name, reached in quality.missed.items():
         write(f"warning: {name} reached {reached:.3f}, more than asked for", style="yellow")
-    write(f"written to {out}; next: dglx inspect {out}" if format == "dglx" else f"written to {out}")
+    following = f"; next: dglx inspect {shlex.quote(str(out))}" if format == "dglx" else ""
+    write(f"written to {out}{following}")
