@@ -54,8 +54,16 @@ class Registry(Generic[T]):
         external = {point.name for point in _entry_points(self._group)}
         return tuple(sorted({*self._paths, *self._added, *external}))
 
-    def resolve(self, name: str) -> str:
-        """Return the name behind ``name``, which may be an alias; UnknownNameError if there is none."""
+    def resolve(self, name: str, *, also: Iterable[str] = ()) -> str:
+        """Return the name behind ``name``, which may be an alias.
+
+        Args:
+            name: A name or an alias.
+            also: Names that the caller accepts besides, for the message.
+
+        Raises:
+            UnknownNameError: no plugin has that name; the message lists those that are known.
+        """
         resolved = self._aliases.get(name, name)
         # Entry points come last, since finding them reads the metadata of all installed packages.
         if resolved in self._added or resolved in self._paths:
@@ -63,8 +71,12 @@ class Registry(Generic[T]):
         known = self.names()
         if resolved in known:
             return resolved
-        hint = did_you_mean(name, [*known, *self._aliases])
-        raise UnknownNameError(f"there is no {self._kind} {name!r}{hint} (known: {', '.join(known)})")
+        accepted = sorted({*known, *also})
+        hint = did_you_mean(name, [*accepted, *self._aliases])
+        aliases = f"; aliases: {', '.join(sorted(self._aliases))}" if self._aliases else ""
+        raise UnknownNameError(
+            f"there is no {self._kind} {name!r}{hint} (known: {', '.join(accepted)}{aliases})"
+        )
 
     def get(self, name: str) -> type[T]:
         """Import and return the class behind ``name``.

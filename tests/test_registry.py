@@ -45,7 +45,7 @@ def test_a_name_and_its_alias_are_one_class() -> None:
 
 def test_an_unknown_name_lists_what_exists_and_the_nearest() -> None:
     with pytest.raises(
-        UnknownNameError, match=r"no shape 'circel'; did you mean 'circle'\? \(known: circle\)"
+        UnknownNameError, match=r"no shape 'circel'; did you mean 'circle'\? \(known: circle; aliases: disc\)"
     ):
         make().get("circel")
 

@@ -11,6 +11,7 @@ from dglx_dist.cli.plan import plan
 from dglx_dist.cli.report import inspect, report
 from dglx_dist.cli.serverless import lambda_app
 from dglx_dist.cli.train import train
+from dglx_dist.errors import ConfigError
 
 app = typer.Typer(
     name="dglx",
@@ -34,7 +35,8 @@ app = typer.Typer(
 On several machines, torchrun starts the ranks: `torchrun --nnodes 2 --nproc-per-node 4
 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m dglx_dist.cli train data/demo --out runs/demo`
 
-Exit codes: 0; 2 for what you can correct, with one message that says how; 1 for everything else.
+Exit codes: 0; 2 for what you can correct, with one message that says how; 128 + signal where a rank was
+killed; 1 for everything else.
 """
 )
 def root(
@@ -48,3 +50,10 @@ def root(
 for command in (partition, ingest, inspect, plan, train, report):
     app.command(no_args_is_help=True)(command)
 app.add_typer(lambda_app)
+
+
+@app.command("bench", hidden=True, add_help_option=False, context_settings={"ignore_unknown_options": True})
+@app.command("lab", hidden=True, add_help_option=False, context_settings={"ignore_unknown_options": True})
+def _moved(context: typer.Context, _: Annotated[list[str] | None, typer.Argument()] = None) -> None:
+    script = {"bench": "bench", "lab": "netlab"}[str(context.info_name)]
+    raise ConfigError(f"`dglx {context.info_name}` has moved to `python scripts/{script}` of the repository")

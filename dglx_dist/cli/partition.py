@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,8 @@ def ingest(config: IngestCommand, _given: Set[str]) -> None:
     if config.output_description is not None:
         write_description(done, config.output_description)
         write(f"settings found are in {config.output_description}")
-    write(f"written to {out}; next: dglx train {out}, or dglx partition {out} --parts 4 --out DIR")
+    folder = shlex.quote(str(out))
+    write(f"written to {out}; next: dglx train {folder}, or dglx partition {folder} --parts 4 --out DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,4 +168,5 @@ def partition(config: PartitionCommand, _given: Set[str]) -> None:
     )
     for name, reached in quality.missed.items():
         write(f"warning: {name} reached {reached:.3f}, more than asked for", style="yellow")
-    write(f"written to {out}; next: dglx inspect {out}" if plan.format == "dglx" else f"written to {out}")
+    following = f"; next: dglx inspect {shlex.quote(str(out))}" if plan.format == "dglx" else ""
+    write(f"written to {out}{following}")

@@ -35,6 +35,7 @@ from dglx_dist.planner.workload import (
     stats_of_figures,
 )
 from dglx_dist.records import FEATURE, NODE_TYPE
+from dglx_dist.report.tables import plural
 from dglx_dist.training.models import build_model
 
 Notify = Callable[[str], None]
@@ -101,7 +102,7 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         *expected.ASSUMPTIONS,
         f"{100 * graph.edge_cut:.1f}% of the edges are between servers ({graph.method}) (--edge-cut)",
         f"the squares of in-degrees are {graph.degree_spread:g} times what equal ones have (--degree-spread)",
-        f"a rank computes as fast as {plan.speed:g} cores of a server (--speed); nothing was measured",
+        f"a rank computes as fast as {plural(plan.speed, 'core')} of a server (--speed, not measured)",
         f"the structure of the graph is {'partitioned' if partitioned else 'on every server'}",
     )
     known = Measured(
@@ -188,7 +189,8 @@ def _core_assumptions(cluster: Cluster) -> tuple[str, ...]:
     here = len(os.sched_getaffinity(0))
     if cluster.cores <= here:
         return ()
-    return (f"a rank of {cluster.cores:g} cores computes as fast as the {here} here, on which it was timed",)
+    cores = plural(cluster.cores, "core")
+    return (f"a rank of {cores} computes as fast as the {here} here, on which it was timed",)
 
 
 def _search_space(plan: PlanConfig, steps: int, caches: tuple[float, ...]) -> SearchSpace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -56,9 +57,10 @@ def inspect(
 
     Examples: `dglx inspect data/demo --verify full`, `dglx inspect data/demo --closure --hops 3`
     """
+    from dglx_dist.data.storage.files import readable_bytes
     from dglx_dist.data.storage.reader import open_dataset
     from dglx_dist.report.pictures import draw_parts
-    from dglx_dist.report.tables import parts_table, plural, readable_bytes, summary_table
+    from dglx_dist.report.tables import parts_table, plural, summary_table
 
     check_closure(closure, hops=hops, servers=servers)
     dataset = open_dataset(folder, verify=verify)  # type: ignore[arg-type]  # checked there
@@ -90,11 +92,11 @@ def overview(manifest: Manifest) -> dict[str, object]:
     quality = manifest.quality
     found: dict[str, object] = {}
     for ntype, columns in manifest.node_columns.items():
-        tensors = ", ".join(f"{name} {_row_type(info)}" for name, info in columns.items())
         name = "nodes" if ntype == NODE_TYPE else f"nodes {ntype}"
-        found[name] = f"{manifest.num_nodes(ntype)}: {tensors or 'no tensors'}"
-    for etype in manifest.edge_types:
-        found["edges" if etype == EDGE_TYPE else "edges " + ".".join(etype)] = f"{manifest.num_edges(etype)}"
+        found[name] = f"{manifest.num_nodes(ntype)}: {_tensors(columns)}"
+    for etype, columns in manifest.edge_columns.items():
+        name = "edges" if etype == EDGE_TYPE else "edges " + ".".join(etype)
+        found[name] = f"{manifest.num_edges(etype)}: {_tensors(columns)}"
     for name in ("edge_cut", "replication_factor"):
         if isinstance(value := quality.get(name), float):
             found[name.replace("_", " ")] = f"{value:.4f}"
@@ -107,6 +109,10 @@ def overview(manifest: Manifest) -> dict[str, object]:
         found |= {f"balance {name} of trainers": f"{r:.4f}" for name, r in trainers["balance"].items()}
     found["bytes on disk"] = sum(info.num_bytes for info in manifest.files.values())
     return found
+
+
+def _tensors(columns: Mapping[str, ColumnInfo]) -> str:
+    return ", ".join(f"{name} {_row_type(info)}" for name, info in columns.items()) or "no tensors"
 
 
 def _row_type(info: ColumnInfo) -> str:
@@ -246,8 +252,9 @@ def read_batches(text: str | None) -> tuple[int, int] | None:
 
 def _how_to_resume(folder: Path, config: Mapping[str, Any]) -> str:
     start = "" if config.get("checkpoint_every") else ", from the start, as no checkpoint was asked for"
+    data = shlex.quote(str(config.get("data", "DIR")))
     return (
-        f"the run did not finish, or still goes on; resume it{start}: "
-        f"`dglx train {config.get('data', 'DIR')} --resume --out {folder}`, with the options that it had "
+        f"the run did not finish, or is still running; resume it{start}: "
+        f"`dglx train {data} --resume --out {shlex.quote(str(folder))}`, with the options that it had "
         f"({folder / 'config.json'})"
     )

@@ -453,7 +453,7 @@ def _positions(values: Any, ids: Any, key: str, path: Path, layout: TableLayout,
         row = int(np.argmax(unknown))
         raise DatasetError(
             f"{path}: column {key!r}, row {row}: node id {values[row].as_py()!r} is not {owner} "
-            f"({int(unknown.sum())} rows in all)"
+            f"(rows of {key!r} with unknown ids: {int(unknown.sum())})"
         )
     return positions
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.planner.cost_model import Measured, predict
 from dglx_dist.planner.model_shape import ModelShape
 from dglx_dist.planner.records import Candidate, Choice, Prediction
@@ -107,7 +108,7 @@ def _reasons(
     if better:
         other = min(better, key=lambda one: worth(one, constraints))
         reasons.append(
-            f"{other.candidate.name} would take {other.epoch_seconds:.3g} s, but is another estimator; "
+            f"{other.candidate.name} would take {_seconds(other.epoch_seconds)}, but is another estimator; "
             "--allow-estimators permits it"
         )
     too_large = [one.candidate.name for one in every if "GB a rank" in one.why_not]
@@ -142,9 +143,14 @@ def _biggest(one: Prediction) -> str:
     }
     name = max(parts, key=lambda key: parts[key])
     return (
-        f"{one.candidate.name} takes {one.epoch_seconds:.3g} s an epoch, most of it {name} "
-        f"({parts[name]:.3g} s), and moves {one.inter_server_bytes / 1e6:.3g} MB between servers"
+        f"{one.candidate.name} takes {_seconds(one.epoch_seconds)} an epoch, most of it {name} "
+        f"({_seconds(parts[name])}), and moves {readable_bytes(one.inter_server_bytes)} between servers"
     )
+
+
+def _seconds(seconds: float) -> str:
+    # 999.5 would be written as 1e+03.
+    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
 
 
 def _compared(other: Prediction, taken: Prediction, constraints: Constraints) -> str:
@@ -156,11 +162,12 @@ def _compared(other: Prediction, taken: Prediction, constraints: Constraints) ->
     work = other.seconds.compute + other.seconds.sampling - taken.seconds.compute - taken.seconds.sampling
     why = []
     if more > 0:
-        why.append(f"it moves {more / 1e6:.3g} MB more between servers")
+        why.append(f"it moves {readable_bytes(more)} more between servers")
     if work > 0:
-        why.append(f"it computes {work:.3g} s longer")
+        why.append(f"it computes {_seconds(work)} longer")
     if other.seconds.inside > taken.seconds.inside:
-        why.append(f"it exchanges {other.seconds.inside - taken.seconds.inside:.3g} s longer within servers")
+        longer = other.seconds.inside - taken.seconds.inside
+        why.append(f"it exchanges {_seconds(longer)} longer within servers")
     return f"{other.candidate.name} takes {ratio:.2f} x as long" + (f": {', '.join(why)}" if why else "")
 
 

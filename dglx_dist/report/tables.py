@@ -9,21 +9,9 @@ from statistics import fmean, median
 from rich import box
 from rich.table import Table
 
+from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.planner.records import Choice, Prediction
 from dglx_dist.records import EpochRecord
-
-_BYTE_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
-
-
-def readable_bytes(num_bytes: float) -> str:
-    """Format a number of bytes with three digits and a decimal unit: 1536 -> ``1.54 KB``."""
-    value, unit = float(num_bytes), _BYTE_UNITS[0]
-    for unit in _BYTE_UNITS:
-        # 999.5 would be written as 1e+03.
-        if abs(value) < 999.5 or unit == _BYTE_UNITS[-1]:
-            break
-        value /= 1000
-    return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"
 
 
 def readable_count(count: float) -> str:
@@ -32,8 +20,9 @@ def readable_count(count: float) -> str:
 
 
 def plural(count: object, noun: str) -> str:
-    """Format a number of things: (1, "rank") -> ``1 rank``, (2, "rank") -> ``2 ranks``."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Format a number of things: (1, "rank") -> ``1 rank``, (2, "rank") -> ``2 ranks``, (1.0, ...) as 1."""
+    shown = f"{count:g}" if isinstance(count, float) else count
+    return f"{shown} {noun}" if count == 1 else f"{shown} {noun}s"
 
 
 def readable_seconds(seconds: float) -> str:
@@ -117,10 +106,10 @@ def plan_head(choice: Choice) -> str:
         f"{graph.features} features, {readable_percent(graph.edge_cut)} of the edges between servers "
         f"({graph.method})\n"
         f"{choice.trained}\n"
-        f"{cluster.servers} servers x {cluster.ranks_per_server} ranks, "
+        f"{plural(cluster.servers, 'server')} x {plural(cluster.ranks_per_server, 'rank')}, "
         f"{readable_bytes(cluster.external_bytes_per_s)}/s outside, "
         f"{readable_bytes(cluster.internal_bytes_per_s)}/s inside, "
-        f"{cluster.cores:g} cores and {readable_bytes(cluster.memory_bytes)} a rank"
+        f"{plural(cluster.cores, 'core')} and {readable_bytes(cluster.memory_bytes)} a rank"
     )
 
 

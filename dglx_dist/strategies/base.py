@@ -352,7 +352,7 @@ def resolve_strategy(strategy: str | None, *, auto: bool = False) -> str:
     """
     name = strategy or read_settings().strategy or "data_parallel"
     if name != AUTO:
-        return STRATEGIES.resolve(name)
+        return STRATEGIES.resolve(name, also=(AUTO,) if auto else ())
     if not auto:
         raise ConfigError(
             "strategy 'auto' chooses in dx.fit or dx.choose_strategy, which a script of dgl.distributed does "

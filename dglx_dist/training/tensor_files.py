@@ -32,6 +32,7 @@ from torch.futures import Future
 from dglx_dist.errors import CheckpointError
 
 INDEX_NAME = "tensors.json"
+_REMEDY = "load an older checkpoint; with --resume, move its folder away and the one before it is taken"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,9 +202,7 @@ class RawReader(StorageReader):
             file.seek(piece.first_byte)
             raw = file.read(piece.num_bytes)
         if len(raw) != piece.num_bytes or zlib.crc32(raw) != piece.crc32:
-            raise CheckpointError(
-                f"{path} is damaged in {key.fqn!r} (byte {piece.first_byte}); load an older checkpoint"
-            )
+            raise CheckpointError(f"{path} is damaged in {key.fqn!r} (byte {piece.first_byte}); {_REMEDY}")
         flat = (
             torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
         )
@@ -217,7 +216,7 @@ def damage_named(path: Path) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as problem:
         raise CheckpointError(
-            f"{path} is damaged ({type(problem).__name__}: {problem}); load an older checkpoint"
+            f"{path} is damaged ({type(problem).__name__}: {problem}); {_REMEDY}"
         ) from problem
 
 
@@ -256,9 +255,9 @@ def _check_piece(folder: Path, piece: Piece) -> None:
     if path.name != piece.file:
         raise CheckpointError(f"{folder} refers to {piece.file!r} outside of it; load another checkpoint")
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing; load an older checkpoint")
+        raise CheckpointError(f"{path} is missing; {_REMEDY}")
     if path.stat().st_size < end:
-        raise CheckpointError(f"{path} is damaged: it is shorter than {end} bytes; load an older checkpoint")
+        raise CheckpointError(f"{path} is damaged: it is shorter than {end} bytes; {_REMEDY}")
 
 
 def whole(value: object) -> int:
@@ -295,4 +294,4 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; load an older checkpoint") from error
+        raise CheckpointError(f"cannot read {path}: {error}; {_REMEDY}") from error

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dglx_dist.report.tables import markdown_table, plural, readable_bytes, readable_percent, readable_seconds
+from dglx_dist.data.storage.files import readable_bytes
+from dglx_dist.report.tables import markdown_table, plural, readable_percent, readable_seconds
 from scripts.bench import results
 from scripts.bench.figures import (
     ERROR,

@@ -45,7 +45,9 @@ def parser_of(
         only: What ``--only`` is told.
     """
     parser = argparse.ArgumentParser(
-        description=inspect.cleandoc(doc or ""), formatter_class=argparse.RawTextHelpFormatter
+        prog=f"python scripts/bench {name}",
+        description=inspect.cleandoc(doc or ""),
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("runs") / name, help="results go here")
     parser.add_argument("--work", type=Path, help="datasets are made here once (default: work in --out)")

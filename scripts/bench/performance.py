@@ -197,7 +197,11 @@ def render(folder: Path) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int | str:
     """Write figures and page; return 0, or what is out of date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python scripts/bench performance",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--results", type=Path, default=DOCS / "results", help="folder of raw/ and notes.md")
     parser.add_argument("--to", type=Path, default=DOCS / "performance.md")
     parser.add_argument("--add", type=Path, help="folder that the bench wrote (its --out)")

@@ -18,9 +18,10 @@ from rich.table import Table
 from dglx_dist.cli import run_command_line
 from dglx_dist.cli.common import say, show, warn
 from dglx_dist.cli.train import INTERRUPTED
+from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.errors import ConfigError, LabError, StorageError
 from dglx_dist.planner.records import Rate
-from dglx_dist.report.tables import plural, readable_bytes, readable_seconds
+from dglx_dist.report.tables import plural, readable_seconds
 from scripts.netlab import calibrate as calibration
 from scripts.netlab import labs, state
 from scripts.netlab.alive import scratch_folder

@@ -18,7 +18,7 @@ TWO_PARTS = Manifest(
             "label": ColumnInfo(dtype="int64", row_shape=()),
         }
     },
-    edge_columns={EDGE_TYPE: {}},
+    edge_columns={EDGE_TYPE: {"weight": ColumnInfo(dtype="float32", row_shape=())}},
     num_classes={},
     user_ids={},
     method="metis",
@@ -39,7 +39,7 @@ def test_bytes_are_summed_by_part() -> None:
 def test_overview_has_counts_and_figures() -> None:
     shown = overview(TWO_PARTS)
     assert shown["nodes"] == "6: feat float32[5], label int64"
-    assert shown["edges"] == "7"
+    assert shown["edges"] == "7: weight float32"
     assert shown["edge cut"] == "0.2500"
     assert shown["balance train (max/mean)"] == "1.5000"
     assert shown["bytes on disk"] == 13

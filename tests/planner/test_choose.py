@@ -167,6 +167,13 @@ def test_what_does_not_fit_says_so() -> None:
     assert predict(replace(WHOLE, scheme=FullGraphScheme(1)), known()).why_not == "its plans were not counted"
 
 
+def test_reasons_write_large_figures_in_full() -> None:
+    slow = known(cluster=replace(CLUSTER, external_bytes_per_s=1.0))
+    (reason, *_) = choose((ROWS, COLUMNS), slow, Constraints()).why
+    assert "KB between servers" in reason
+    assert "e+" not in reason
+
+
 def test_a_choice_is_json_with_its_outcome() -> None:
     found = choose((ROWS, COLUMNS, WHOLE), known(), Constraints())
     outcome = Outcome(epoch=1, epoch_seconds=1.0, bytes_outside=5, bytes_inside=0, peak_memory_bytes=7)

@@ -15,7 +15,6 @@ from dglx_dist.report.tables import (
     markdown_table,
     parts_table,
     plural,
-    readable_bytes,
     readable_count,
     readable_percent,
     readable_seconds,
@@ -141,21 +140,6 @@ def test_what_was_foretold_has_the_units_of_what_came_out() -> None:
         assert part in shown
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "written"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 KB"),
-        (1536, "1.54 KB"),
-        (999_600, "1 MB"),
-        (12_345_678_901, "12.3 GB"),
-    ],
-)
-def test_bytes(num_bytes: int, written: str) -> None:
-    assert readable_bytes(num_bytes) == written
-
-
 def test_counts_have_blanks_between_thousands() -> None:
     assert readable_count(1234567.8) == "1 234 568"
 
@@ -170,3 +154,4 @@ def test_a_share_that_was_not_measured_is_blank() -> None:
 
 def test_one_is_no_plural() -> None:
     assert [plural(count, "rank") for count in (0, 1, 2, "?")] == ["0 ranks", "1 rank", "2 ranks", "? ranks"]
+    assert [plural(count, "core") for count in (1.0, 0.5)] == ["1 core", "0.5 cores"]

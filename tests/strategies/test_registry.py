@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.strategies.base import STRATEGIES, Strategy, check_options
+from dglx_dist.strategies.base import STRATEGIES, Strategy, check_options, resolve_strategy
 from dglx_dist.strategies.data_parallel import DataParallel
 
 
@@ -15,6 +15,13 @@ def test_names_of_data_parallel(name: str) -> None:
 def test_unknown_name_lists_what_exists() -> None:
     with pytest.raises(UnknownNameError, match=r"did you mean 'data_parallel'.*known: .*data_parallel"):
         STRATEGIES.get("data_paralel")
+
+
+def test_auto_and_aliases_are_listed_where_they_are_known() -> None:
+    with pytest.raises(UnknownNameError, match=r"did you mean 'auto'\? \(known: auto, .*; aliases: cob, "):
+        resolve_strategy("atuo", auto=True)
+    with pytest.raises(UnknownNameError, match=r"\(known: cooperative, "):
+        resolve_strategy("atuo")
 
 
 @pytest.mark.parametrize("name", STRATEGIES.names())

@@ -157,7 +157,7 @@ def check_known(
         path, row = where(unknown.row)
         raise DatasetError(
             f"{path}: column {column!r}, row {row}: node id {unknown.id!r} is not among the ids of {owner} "
-            f"({unknown.count} rows in all)"
+            f"(rows of {column!r} with unknown ids: {unknown.count})"
         )
 
 

@@ -232,3 +232,17 @@ def read_size(text: str) -> int:
     if size < 1:
         raise ConfigError(f"a size of {text!r} leaves no room; write it as '4GB' or '512MB'")
     return size
+
+
+_BYTE_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+
+
+def readable_bytes(num_bytes: float) -> str:
+    """Format a number of bytes with three digits and a decimal unit: 1536 -> ``1.54 KB``."""
+    value, unit = float(num_bytes), _BYTE_UNITS[0]
+    for unit in _BYTE_UNITS:
+        # 999.5 would be written as 1e+03.
+        if abs(value) < 999.5 or unit == _BYTE_UNITS[-1]:
+            break
+        value /= 1000
+    return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"

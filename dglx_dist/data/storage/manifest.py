@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -313,7 +314,10 @@ def _why_unreadable(folder: Path, problem: OSError) -> str:
             return f'{folder} is in the format of DGL; open it with dx.DistGraph(part_config="{path}")'
     if not folder.exists():
         reason = "it does not exist"
-    elif isinstance(problem, (FileNotFoundError, NotADirectoryError)):
+    elif folder.is_file():
+        command = f"dglx partition {shlex.quote(str(folder))} --out DIR"
+        return f"{folder} is a file, not a partitioned dataset; partition it first: `{command}`"
+    elif isinstance(problem, FileNotFoundError):
         reason = f"it has no {MANIFEST}"
     else:
         reason = f"its {MANIFEST} cannot be read ({problem.strerror})"

@@ -89,7 +89,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def main(argv: list[str]) -> int:
     """Start the ranks of this script, or be one of them."""
-    parser = graph_parser(__doc__)
+    parser = graph_parser("cache", __doc__)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=3, help="counted ones, for each row of the table")
     options = parser.parse_args(argv)

@@ -34,7 +34,7 @@ WARM_UP = 2
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python scripts/bench embeddings", description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--touched", type=int, default=100_000, help="distinct rows of a rank's batch")

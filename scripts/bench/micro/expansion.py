@@ -64,7 +64,11 @@ def draw(curves: dict[str, Sequence[float]], servers: int, path: Path, title: st
 
 def main(argv: list[str]) -> None:
     """Print the table and draw the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python scripts/bench expansion",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the .npz graphs")
     parser.add_argument("--out", type=Path, default=Path("docs/strategies"), help="where pictures go")
     parser.add_argument("--servers", type=int, default=4)

@@ -39,9 +39,11 @@ def milliseconds(model: nn.Module, x: torch.Tensor) -> float:
 
 
 def main(argv: list[str]) -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args(
-        argv
-    )
+    argparse.ArgumentParser(
+        prog="python scripts/bench gradients",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    ).parse_args(argv)
     torch.set_num_threads(1)
     with start_session() as session:
         world_size = session.topology.world_size

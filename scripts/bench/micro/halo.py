@@ -127,7 +127,7 @@ def shares_of(session: Session, megabytes: float, rounds: int, rate: Rate) -> di
 
 def main(argv: list[str]) -> int:
     """What each rank does; rank 0 prints the shares."""
-    arguments = parser(__doc__)
+    arguments = parser("halo", __doc__)
     arguments.add_argument("--megabytes", type=float, nargs="+", default=[1.0, 4.0, 8.0, 16.0, 32.0, 64.0])
     arguments.add_argument("--rounds", type=int, default=9)
     arguments.add_argument(

@@ -157,7 +157,7 @@ def line_of(name: str, granted: str, limit: str, found: dict[str, Any] | str) ->
 
 def main(argv: list[str]) -> int:
     """Measure, or be a rank that does."""
-    made = parser(__doc__)
+    made = parser("memory", __doc__)
     made.add_argument("--nodes", type=int, default=100_000)
     made.add_argument("--features", type=int, default=64)
     made.add_argument("--hidden", type=int, default=128)

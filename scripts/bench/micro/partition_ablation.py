@@ -169,7 +169,11 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def read_options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python scripts/bench partition_ablation",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--nodes", type=int, default=100_000)
     parser.add_argument("--degree", type=float, default=20.0)
     parser.add_argument("--features", type=int, default=100)

@@ -58,7 +58,11 @@ def partition_once(run: int, nodes: int, parts: int) -> None:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python scripts/bench partitioners",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--nodes", type=int, default=200_000)
     parser.add_argument("--parts", type=int, default=4)
     parser.add_argument("--run", type=int, help="one row only, as JSON")

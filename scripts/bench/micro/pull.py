@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def main(argv: list[str]) -> int:
     """Start two ranks of this script, or be one of them."""
-    parser = graph_parser(__doc__)
+    parser = graph_parser("pull", __doc__)
     parser.add_argument("--rows", type=int, default=60_000, help="of one pull of one kind")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=24, help="batches of each kind, at least")

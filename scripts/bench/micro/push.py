@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def main(argv: list[str]) -> int:
     """Start two ranks of this script, or be one of them."""
-    options_of = parser(__doc__)
+    options_of = parser("push", __doc__)
     options_of.add_argument("--rows", type=int, default=100_000, help="of one push")
     options_of.add_argument("--columns", type=int, default=64)
     options_of.add_argument("--rounds", type=int, default=9)

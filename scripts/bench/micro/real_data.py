@@ -117,7 +117,11 @@ def test_accuracy(source: str, name: str, setting: Setting, seed: int, out: Path
 
 def main(argv: list[str]) -> None:
     """Print the table, and end with 1 if a graph misses the bound."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python scripts/bench real_data",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the .npz graphs")
     parser.add_argument("--out", type=Path, default=Path("runs/real_data"), help="partitions and runs")
     parser.add_argument("--graphs", nargs="*", help="which graphs, or synthetic:...")

@@ -341,7 +341,11 @@ def say(session: Any, text: str) -> None:
 
 def main(argv: list[str]) -> None:
     """Run one of the three."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python scripts/bench real_relational",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("graph", choices=("aifb", "wn18rr", "physics"))
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the .npz graphs")
     parser.add_argument("--out", type=Path, default=Path("runs/real_relational"), help="partitions")

@@ -131,7 +131,9 @@ def row(size: int, depth: int, bare: list[float], ours: list[float]) -> dict[str
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python scripts/bench rpc",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--chunk-bytes", type=int, default=ServeConfig().chunk_bytes)

@@ -33,7 +33,11 @@ EPOCHS = 3
 
 def main(argv: list[str]) -> None:
     """Print one line per run: its name, and digests of weights, losses and bytes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python scripts/bench same_bits",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[3], help="the checkout to run")
     parser.add_argument("--only", default="", help="runs whose names begin so")
     chosen = parser.parse_args(argv)

@@ -162,7 +162,7 @@ def judged(rows: list[Row], target: float) -> str:
 
 
 def main(argv: list[str]) -> None:
-    made = parser(__doc__)
+    made = parser("sampling", __doc__)
     made.add_argument("--nodes", type=int, default=200_000)
     made.add_argument("--degree", type=float, default=25.0)
     made.add_argument("--steps", type=int, default=60, help="batches of each contestant and fan-out")

@@ -21,16 +21,20 @@ from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """Options that all have."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+def parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Options that all have; ``name`` is the program's."""
+    made = argparse.ArgumentParser(
+        prog=f"python scripts/bench {name}",
+        description=description,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     made.add_argument("--json", type=Path, help="write the figures to this file too")
     return made
 
 
-def graph_parser(description: str | None) -> argparse.ArgumentParser:
+def graph_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """The same, and those of :func:`on_graph`."""
-    made = parser(description)
+    made = parser(name, description)
     made.add_argument("--nodes", type=int, default=200_000)
     made.add_argument("--degree", type=float, default=25.0)
     made.add_argument("--features", type=int, default=100)

@@ -28,7 +28,11 @@ def shown(what: str, work: Callable[[], T]) -> T:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python scripts/bench storage",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--nodes", type=int, default=1_000_000)
     parser.add_argument("--parts", type=int, default=4)
     chosen = parser.parse_args(argv)

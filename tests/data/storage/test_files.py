@@ -24,6 +24,7 @@ from dglx_dist.data.storage.files import (
     partial_folder,
     peak,
     publish,
+    readable_bytes,
     remove_abandoned,
     replace_folder,
     resident,
@@ -350,3 +351,18 @@ def test_processes_may_race(tmp_path: Path) -> None:
     assert found == [expected] * 6
     (copy,) = copies(folder)
     assert sorted(path.name for path in copy.iterdir()) == ["indices.arrow", "indptr.arrow", "stamp.json"]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "written"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 KB"),
+        (1536, "1.54 KB"),
+        (999_600, "1 MB"),
+        (12_345_678_901, "12.3 GB"),
+    ],
+)
+def test_bytes(num_bytes: int, written: str) -> None:
+    assert readable_bytes(num_bytes) == written

@@ -136,6 +136,14 @@ def test_a_missing_folder_is_named_once(tmp_path: Path) -> None:
         assert str(refused.value).count(str(folder)) == 1
 
 
+def test_a_raw_graph_is_to_be_partitioned_first(tmp_path: Path) -> None:
+    graph = tmp_path / "my graph.npz"
+    graph.write_bytes(b"PK")
+    with pytest.raises(StorageError, match="is a file, not a partitioned dataset") as refused:
+        read_manifest(graph)
+    assert f"`dglx partition '{graph}' --out DIR`" in str(refused.value)
+
+
 def test_every_kind_comes_back() -> None:
     top = Fields({"a": "x", "b": 3, "c": [1, 2], "d": ["p", "q"], "e": {"f": None}, "g": [{}]}, "file")
     assert top.text("a") == "x"
