@@ -93,12 +93,12 @@ def check_picture(picture: Path, option: str, example: str) -> None:
     try:
         picture.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=picture.parent):
-            pass
+            is_folder = picture.is_dir()
     except OSError as error:
         raise ConfigError(
             f"{option} {picture} cannot be written ({error.strerror}); give a file in a folder that can be"
         ) from error
-    if picture.is_dir():
+    if is_folder:
         raise ConfigError(f"{option} {picture} is a folder; give the name of a file in it, such as {example}")
 
 

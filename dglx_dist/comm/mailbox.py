@@ -38,7 +38,8 @@ class Mailbox(Generic[M]):
         self._changed = threading.Condition()
         self._first_round = 0
         self._reason: BaseException | None = None
-        self._failures: dict[int, BaseException] = {}
+        # Made when raised: a stored exception would keep the frames of its traceback alive.
+        self._failures: dict[int, Callable[[], BaseException]] = {}
 
     def put(self, round_number: int, step: Hashable, sender: int, message: M) -> None:
         """Add the message of the rank ``sender``, unless its round has ended."""
@@ -55,7 +56,7 @@ class Mailbox(Generic[M]):
         """End ``round_number`` and the earlier ones; whoever waits for it gets the first ``reason``."""
         self._end_before(round_number + 1, reason)
 
-    def fail(self, round_number: int, reason: BaseException) -> None:
+    def fail(self, round_number: int, reason: Callable[[], BaseException]) -> None:
         """Let whoever waits for messages of ``round_number`` that are missing get the first ``reason``."""
         with self._changed:
             self._failures.setdefault(round_number, reason)
@@ -83,15 +84,14 @@ class Mailbox(Generic[M]):
             RoundEnded: the round ended meanwhile; or the reason that was given for its end or failure.
         """
         deadline = time.monotonic() + self._session.timeout_s
-        while missing := self._missing(round_number, step, senders, deadline):
+        while not isinstance(missing := self._missing(round_number, step, senders, deadline), dict):
             raise_for_missing(self._session, missing, what, advice=self._advice, late=False)
             if time.monotonic() < deadline:
                 continue
             if absent := [rank for rank in missing if not is_busy(rank)]:
                 raise_for_missing(self._session, absent, what, advice=self._advice, late=True)
             deadline = time.monotonic() + self._session.timeout_s
-        with self._changed:
-            return self._arrived.pop((round_number, step), {})
+        return missing
 
     def _end_before(self, round_number: int, reason: BaseException | None) -> None:
         with self._changed:
@@ -103,8 +103,8 @@ class Mailbox(Generic[M]):
 
     def _missing(
         self, round_number: int, step: Hashable, senders: Collection[int], deadline: float
-    ) -> list[int]:
-        """Wait until all messages are there, or for some time; return the ranks whose message is missing."""
+    ) -> list[int] | dict[int, M]:
+        """Wait until all messages are there, or for some time; return them, or the ranks that are missing."""
 
         def missing() -> list[int]:
             return sorted(set(senders) - self._arrived.get((round_number, step), {}).keys())
@@ -117,5 +117,5 @@ class Mailbox(Generic[M]):
             if round_number < self._first_round:
                 raise self._reason or RoundEnded(f"round {round_number} ended before step {step}")
             if missing() and round_number in self._failures:
-                raise self._failures[round_number]
-            return missing()
+                raise self._failures[round_number]()
+            return missing() or self._arrived.pop((round_number, step), {})

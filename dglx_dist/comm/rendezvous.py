@@ -33,10 +33,6 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
     host, port = rendezvous.host, rendezvous.port
     hosts_it = rank == 0 and not rendezvous.hosted_by_agent
     try:
-        socket.getaddrinfo(host, port)
-    except OSError as error:
-        raise ConfigError(f"MASTER_ADDR={host!r} is no host that this machine knows ({error})") from None
-    try:
         open_it = _hosted_store if hosts_it else _connected_store
         store = open_it(host, port, world_size, timeout_s)
     except OSError as error:
@@ -45,6 +41,8 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
             "a free port, and MASTER_ADDR to an address of rank 0's machine, on all ranks"
         ) from error
     except RuntimeError as error:
+        # Only now, since a name may be known later than its first look-up.
+        _check_host(host, port)
         if hosts_it:
             reason = _first_line(error)
             raise PeerError(f"rank 0 cannot serve the rendezvous at {host}:{port}: {reason}") from error
@@ -75,12 +73,16 @@ def serve_store(host: str, port: int, world_size: int, timeout: timedelta) -> TC
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
+        multi_tenant=True,
         master_listen_fd=listener.detach(),
     )
 
 
-_SERVED: dict[tuple[str, int], Store] = {}
-"""Stores on loopback that this process serves, for all its sessions."""
+def _check_host(host: str, port: int) -> None:
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        raise ConfigError(f"MASTER_ADDR={host!r} is no host that this machine knows ({error})") from None
 
 
 def _connected_store(host: str, port: int, world_size: int, timeout_s: float) -> Store:
@@ -100,6 +102,11 @@ def _connected_store(host: str, port: int, world_size: int, timeout_s: float) ->
     try:
         found = outcome.get(timeout=timeout_s + _CHECK_EVERY_S)
     except queue.Empty:
+        # A TCPStore may also retry for longer than its time-out.
+        try:
+            socket.create_connection((host, port), _CHECK_EVERY_S).close()
+        except OSError as error:
+            raise RuntimeError(str(error)) from None
         raise RuntimeError("something else listens there: set MASTER_PORT to a free port") from None
     if isinstance(found, RuntimeError):
         raise found
@@ -107,15 +114,20 @@ def _connected_store(host: str, port: int, world_size: int, timeout_s: float) ->
 
 
 def _hosted_store(host: str, port: int, world_size: int, timeout_s: float) -> Store:
-    timeout = timedelta(seconds=timeout_s)
-    if host not in _LOOPBACK_HOSTS:
-        # The host may be a name of another network's, to which nothing here can bind.
+    timeout, taken = timedelta(seconds=timeout_s), None
+    if host in _LOOPBACK_HOSTS:
+        try:
+            return serve_store(host, port, world_size, timeout)
+        except OSError as error:
+            taken = error
+    # Any other host may be a name of another network's, to which nothing here can bind. A port that is taken
+    # may be that of an earlier session of this process, whose store is then shared.
+    try:
         return TCPStore(
             host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True
         )
-    if (host, port) not in _SERVED:
-        _SERVED[host, port] = serve_store(host, port, world_size, timeout)
-    return _SERVED[host, port]
+    except RuntimeError as error:
+        raise taken or error from None
 
 
 @final

@@ -330,8 +330,13 @@ def _register_modules(undo: ExitStack) -> None:
     vars(package).update(optim=optimizers, nn=nn, constants=constants)
     for module in (package, optimizers, nn, constants):
         sys.modules[module.__name__] = module
-        undo.callback(sys.modules.pop, module.__name__, None)
+        undo.callback(_unregister, module)
     _set(dgl, "distributed", package, undo)
+
+
+def _unregister(module: ModuleType) -> None:
+    if sys.modules.get(module.__name__) is module:
+        del sys.modules[module.__name__]
 
 
 def _module(name: str, doc: str, names: dict[str, Any]) -> ModuleType:

@@ -86,7 +86,8 @@ class Fields:
         """Return a text of ``least`` to ``longest`` printable characters."""
         value = self.any(name)
         if not isinstance(value, str) or not least <= len(value) <= longest or not value.isprintable():
-            raise self._wrong(name, value, f"a printable text of {least} to {longest} characters")
+            size = longest if least == longest else f"{least} to {longest}"
+            raise self._wrong(name, value, f"a printable text of {size} characters")
         return value
 
     def choice(self, name: str, choices: Sequence[str]) -> str:

@@ -235,7 +235,7 @@ class Update:
             )
         self.names = tuple(names)
         # Each call of apply() gives them their values.
-        self._parameters = {name: torch.nn.Parameter(torch.empty(0)) for name in names}
+        self._parameters = {name: torch.nn.Parameter(torch.empty(0, device="cpu")) for name in names}
         self._states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self._updated: set[str] = set()
         self._optimizers = [self._make_optimizer(kind, group) for group in groups]
@@ -246,7 +246,9 @@ class Update:
                     f"the optimizer's state has {path!r}; weights are {', '.join(self.names)}, keys "
                     f"{', '.join(_STATE_KEYS[kind])}; give the state of this model and optimizer"
                 )
-            self._states[self._parameters[name]][key] = torch.tensor(value)
+            self._states[self._parameters[name]][key] = torch.tensor(value, device="cpu")
+        for optimizer in self._optimizers:
+            self._check_complete(kind, optimizer.param_groups[0])
 
     @property
     def state(self) -> dict[str, Array]:
@@ -267,14 +269,29 @@ class Update:
         for name, weight, gradient in zip(self.names, weights, gradients, strict=True):
             parameter = self._parameters[name]
             parameter.grad = None
-            parameter.data = torch.tensor(weight)
-            parameter.grad = torch.as_tensor(gradient)
+            parameter.data = torch.tensor(weight, device="cpu")
+            parameter.grad = torch.as_tensor(gradient, device="cpu")
         for optimizer in self._optimizers:
             optimizer.step()
+        for parameter in self._parameters.values():
+            parameter.grad = None
         results = tuple(parameter.detach().numpy() for parameter in self._parameters.values())
         for result in results:
             result.flags.writeable = False
         return results
+
+    def _check_complete(self, kind: str, group: Mapping[str, Any]) -> None:
+        needed = set() if kind == "SGD" else {"step", "exp_avg", "exp_avg_sq"}
+        if group.get("amsgrad"):
+            needed.add("max_exp_avg_sq")
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        for parameter in group["params"]:
+            lacking = needed - self._states.get(parameter, {}).keys()
+            if parameter in self._states and lacking:
+                raise CheckpointError(
+                    f"the optimizer's state of {names[parameter]!r} lacks {', '.join(sorted(lacking))}; "
+                    "resume with the settings that it was saved with"
+                )
 
     def _make_optimizer(self, kind: str, group: Mapping[str, Any]) -> torch.optim.Optimizer:
         # An optimizer for each group: torch checks the settings of a constructor, not those of a group.
@@ -287,13 +304,13 @@ class Update:
         settings = _read_settings(kind, group)
         # torch refuses a group without parameters, which is one of frozen parameters only.
         parameters = [self._parameters[name] for name in group["params"]] or [
-            torch.nn.Parameter(torch.empty(0))
+            torch.nn.Parameter(torch.empty(0, device="cpu"))
         ]
         try:
             optimizer: torch.optim.Optimizer = getattr(torch.optim, kind)(
                 parameters, **settings, foreach=False
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, IndexError) as error:
             given = ", ".join(f"{name}={value!r}" for name, value in settings.items())
             raise ConfigError(f"the optimizer {kind} does not support {given}: {error}") from error
         optimizer.state = self._states

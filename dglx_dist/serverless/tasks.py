@@ -148,7 +148,7 @@ class Address:
 
     def __post_init__(self) -> None:
         if not self.endpoint.startswith("tcp://"):
-            raise ConfigError(f"endpoint={self.endpoint!r} is none of a server; give tcp://HOST:PORT")
+            raise ConfigError(f"endpoint={self.endpoint!r} is no address of a server; give tcp://HOST:PORT")
 
 
 @final

@@ -71,7 +71,7 @@ def test_the_first_reason_counts_even_before_the_round_begins(mailbox: Mailbox[s
 
 def test_a_failed_round_gives_what_is_complete_and_the_reason_for_the_rest(mailbox: Mailbox[str]) -> None:
     mailbox.put(1, 0, 1, "a")
-    mailbox.fail(1, ValueError("rank 2 failed"))
+    mailbox.fail(1, lambda: ValueError("rank 2 failed"))
     mailbox.begin(1)
     assert mailbox.take(1, 0, (1,), "rows") == {1: "a"}
     with pytest.raises(ValueError, match="rank 2 failed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 
 import psutil
@@ -80,6 +81,17 @@ def test_a_store_that_rank_0_hosts_listens_on_loopback_only_and_serves_all_its_s
     assert listening == ["127.0.0.1"]
     second = module.open_store(rendezvous_at(port), 0, 1, 30.0)
     assert not second.check(["session"])
+    del first, second
+    gc.collect()
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_a_rank_that_finds_no_store_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(PeerError, match=rf"rank 1 found no rendezvous at .*:{port}") as caught:
+        module.open_store(rendezvous_at(port), 1, 2, 2.0)
+    assert "something else" not in str(caught.value)
 
 
 def test_a_taken_port_is_named() -> None:

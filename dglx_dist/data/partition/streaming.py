@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 from numba import njit
@@ -57,6 +57,7 @@ GAMMA = 1.5
 
 
 class _Streaming(Partitioner):
+    method: ClassVar[str]
     honours = frozenset({"balance", "tolerance", "target_weights"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
@@ -70,10 +71,12 @@ class _Streaming(Partitioner):
             weights.columns[0],
             weights.capacities()[0],
             weights.shares,
-            isinstance(self, Fennel),
+            self.method == "fennel",
         )
-        method, parameters = type(self).__name__.lower(), describe(self.options, weights)
-        return to_assignment(graph, part_of_node, num_parts, method=method, seed=seed, parameters=parameters)
+        parameters = describe(self.options, weights)
+        return to_assignment(
+            graph, part_of_node, num_parts, method=self.method, seed=seed, parameters=parameters
+        )
 
 
 @final
@@ -83,6 +86,8 @@ class Fennel(_Streaming):
     Supports one constraint, its tolerance, which always holds, and target weights.
     """
 
+    method = "fennel"
+
 
 @final
 class Ldg(_Streaming):
@@ -90,6 +95,8 @@ class Ldg(_Streaming):
 
     Supports one constraint, its tolerance, which always holds, and target weights.
     """
+
+    method = "ldg"
 
 
 @njit(cache=True, nogil=True)

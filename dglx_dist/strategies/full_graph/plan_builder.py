@@ -89,7 +89,8 @@ class PlanExchange:
             job, source = map(int, name.split())
             text = arrays[0].tobytes().decode(errors="replace")
             who = f"rank {source} on {session.hosts[source]}"
-            mailbox.fail(job, FailedOnAnotherRankError(f"{who} failed to make its plan: {text}"))
+            message = f"{who} failed to make its plan: {text}"
+            mailbox.fail(job, lambda: FailedOnAnotherRankError(message))
             return []
 
         # Closures, not methods: bound methods would keep the planner alive as long as the session.

@@ -285,7 +285,7 @@ class DeferredLoader:
         return len(self._settled)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("_") or not hasattr(FullGraphLoader, name):
             raise AttributeError(name)
         return getattr(self._settled, name)
 

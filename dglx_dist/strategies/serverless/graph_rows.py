@@ -201,10 +201,11 @@ class SharedRows:
     def write(self, where: slice, *parts: Array) -> None:
         """Overwrite the rows ``where`` with the concatenated ``parts``."""
         with self.writing() as array:
-            at = where.start
+            rows, at = array[where], 0
             for part in parts:
-                array[at : at + len(part)] = part
+                rows[at : at + len(part)] = part
                 at += len(part)
+            assert at == len(rows), f"{at} rows for {len(rows)}"
 
 
 @final
