@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from numba.core.dispatcher import Dispatcher
 
 from dglx_dist.serverless.aws.package import Package, Packed, write_zip
 
@@ -23,8 +26,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wide = {item for item in items if {mark.name for mark in item.iter_markers()} & {"wide", "real_data"}}
         config.hook.pytest_deselected(items=list(wide))
         items[:] = [item for item in items if item not in wide]
-    # Files that start processes take longest. They come first, so that no worker ends alone with one.
-    items.sort(key=lambda item: _STARTERS.isdisjoint(vars(item.getparent(pytest.Module).obj)))
+    items.sort(key=lambda item: _place(vars(item.getparent(pytest.Module).obj)))
+
+
+def _place(names: dict[str, Any]) -> int:
+    """Return 0 for files that compile kernels of many processes, 1 for those that start processes."""
+    if names["__name__"].startswith(("tests.dataloading", "tests.graph")):
+        return 0
+    if not _STARTERS.isdisjoint(names):
+        return 1
+    return 0 if any(isinstance(one, Dispatcher) for one in names.values()) else 2
 
 
 @pytest.fixture(scope="session")
