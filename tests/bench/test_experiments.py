@@ -72,7 +72,8 @@ def test_d1_measures_both_at_the_rate_that_suits_random(small_d1: ExperimentPlan
 @pytest.mark.wide
 def test_d2_is_uneven_without_constraints(tmp_path: Path) -> None:
     plan = data_parallel.balance(
-        bench_plan(tmp_path), data_parallel.Size(nodes=4000, degree=8, hidden=8, batch_size=8)
+        bench_plan(tmp_path),
+        data_parallel.Size(nodes=4000, degree=8, train_rate=0.02, hidden=8, batch_size=8),
     )
     check("D2", plan)
     seeds = plan.facts["max / mean seeds of a server"]
