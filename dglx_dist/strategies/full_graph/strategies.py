@@ -14,6 +14,8 @@ from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext
+from dglx_dist.strategies.full_graph import cost as costs
 from dglx_dist.strategies.full_graph.cooperative import (
     CooperativePlanner,
     CooperativePlans,
@@ -63,6 +65,7 @@ class FullGraph(Strategy):
         features="rows",
         exact=True,
         summary="activations of border nodes, and their gradients, at every layer; all gradients",
+        complexity=20,
     )
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
@@ -92,6 +95,14 @@ class FullGraph(Strategy):
         """
         return _wrap_model(FULL_GRAPH, model, g, self._options, reduction)
 
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+        return costs.exchanging_candidates(context)
+
+    @classmethod
+    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+        return costs.cost(candidate, known)
+
 
 @final
 class SharedPreload(Strategy):
@@ -112,6 +123,7 @@ class SharedPreload(Strategy):
         features="rows",
         exact=True,
         summary="features of the neighbourhood, once; activations of border nodes above it; all gradients",
+        complexity=30,
     )
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
@@ -123,6 +135,14 @@ class SharedPreload(Strategy):
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
         return _wrap_model(SHARED_PRELOAD, model, g, self._options, reduction)
+
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+        return costs.preloading_candidates(context)
+
+    @classmethod
+    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+        return costs.cost(candidate, known)
 
 
 def _open_loader(
@@ -178,6 +198,7 @@ class Cooperative(Strategy):
         features="rows",
         exact=True,
         summary="features of each batch's neighbourhood; activations inside a server; all gradients",
+        complexity=40,
     )
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
@@ -234,6 +255,14 @@ class Cooperative(Strategy):
         wrapped = HaloModel(model, g.session, reduction=reduction, bucket_bytes=self._options.bucket_bytes)
         _STATE.of(g.session).set_model(wrapped)
         return wrapped
+
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+        return costs.cooperative_candidates(context)
+
+    @classmethod
+    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+        return costs.cost(candidate, known)
 
 
 def _spec(request: LoaderRequest, options: CooperativeOptions, num_batches: int) -> CooperativeSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -13,6 +13,8 @@ from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext
+from dglx_dist.strategies.push_pull import cost as costs
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.input_layers import embeddings_of_all_nodes
 from dglx_dist.strategies.push_pull.options import (
@@ -44,6 +46,7 @@ class PushPull(Strategy):
         features="columns",
         exact=True,
         summary="partial activations of layer 1 and their gradients; structure of layer 1; other gradients",
+        complexity=10,
     )
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
@@ -76,6 +79,14 @@ class PushPull(Strategy):
             store = ColumnStore({}, group, self._session)
         _check_floats(store)
         return PushPullModel(model, g, store, group, self._options, reduction=reduction)
+
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+        return costs.candidates(context)
+
+    @classmethod
+    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+        return costs.cost(candidate, known)
 
     def _open_loader(
         self, inner_class: Any, g: DistGraph, seeds: Any, sampler: Any, loader_options: Mapping[str, Any]
