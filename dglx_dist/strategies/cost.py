@@ -1,7 +1,7 @@
 """Cost of an epoch as strategies predict it: candidates, counts, rates, and the arithmetic that they share.
 
-A strategy yields its options as candidates (``Strategy.candidates``) and returns the bytes, seconds and memory
-of each (``Strategy.cost``) from what was counted and measured. The planner only compares the results.
+A strategy yields its options as candidates (``Strategy.candidates``) and returns the bytes, seconds and
+memory of each (``Strategy.cost``) from what was counted and measured. The planner only compares the results.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 from dglx_dist.comm.ledger import ring_bytes
 from dglx_dist.comm.topology import Topology
-from dglx_dist.graph.structure import Structure
 from dglx_dist.records import Array
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
+    from dglx_dist.graph.structure import Structure
 
 Unit: TypeAlias = Literal["mini_batch", "full_graph"]
 """What one step trains on."""
@@ -255,6 +255,7 @@ class PlanContext:
     caches: tuple[float, ...] = CACHE_SIZES
 
 
+@dataclass(frozen=True)
 class Work(ABC):
     """Work of an epoch, beside mini-batches, that is counted once for all candidates that name it.
 

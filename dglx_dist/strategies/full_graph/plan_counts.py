@@ -1,4 +1,4 @@
-"""Sizes of the plans of an epoch of full-graph training: counted by one process or by all ranks, or estimated."""
+"""Sizes of the plans of a full-graph epoch: counted by one process or by all ranks, or estimated."""
 
 from __future__ import annotations
 

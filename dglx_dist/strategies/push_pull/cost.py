@@ -69,9 +69,10 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
     pushed = candidate.options.get("structure") == "push"
     traffic = _traffic(known, known.shape.first, size, pushed=pushed)
     columns = known.graph.nodes * known.graph.feature_bytes // size
-    peak = memory.batches(
-        work.largest, held=columns + memory.own_features, owners=size, in_flight=depth
-    ) + (depth - 1) * 4 * work.largest[1][0] * known.shape.layers[0].outputs
+    peak = (
+        memory.batches(work.largest, held=columns + memory.own_features, owners=size, in_flight=depth)
+        + (depth - 1) * 4 * work.largest[1][0] * known.shape.layers[0].outputs
+    )
     return Cost(
         seconds=_seconds(known, known.shape.first, size, traffic, late=depth > 1, pushed=pushed),
         traffic=traffic,
