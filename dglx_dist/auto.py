@@ -133,11 +133,13 @@ def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
     Raises:
         ConfigError: one is unknown, of another type, or out of range.
     """
-    given = dict(options)
-    for name, kind in (("full_graph_epochs", float), ("memory", str)):
-        if isinstance(given.get(name), int) and not isinstance(given[name], bool):
-            given[name] = kind(given[name])  # type: ignore[arg-type]  # an int, checked above
-    check_options(AUTO, given, {one.name: type(one.default) for one in fields(AutoOptions)})
+    kinds = {one.name: type(one.default) for one in fields(AutoOptions)}
+    given = {
+        # The command line reads 3 as a whole number.
+        name: kinds[name](value) if type(value) is int and kinds.get(name) in (float, str) else value
+        for name, value in options.items()
+    }
+    check_options(AUTO, given, kinds)
     return AutoOptions(**given)  # type: ignore[arg-type]  # checked above
 
 
