@@ -85,10 +85,7 @@ def make_credentials_keys() -> tuple[bytes, bytes]:
 class ZapAuthenticator:
     """Answers ZeroMQ's authentication requests (ZAP, RFC 27) for all sockets of ``context``.
 
-    Args:
-        context: Of the guarded socket; may have one authenticator.
-        credentials: Accepts connections.
-        guarded: The socket whose connections are monitored, not yet bound.
+    A context may have one. The ``guarded`` socket, whose connections are monitored, must not be bound yet.
     """
 
     def __init__(

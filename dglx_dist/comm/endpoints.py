@@ -48,11 +48,7 @@ _CHECK_EVERY_S = 1.0
 
 @final
 class Streams:
-    """The connections of one rank.
-
-    Args:
-        sockets: By rank; connected, non-blocking.
-    """
+    """The connections of one rank: by rank, connected, non-blocking."""
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
         self._sockets = dict(sockets)
@@ -72,8 +68,7 @@ class Streams:
 def open_streams(session: Session) -> Streams:
     """Return the connections of this rank; the first call is collective, later ones return the same.
 
-    Raises:
-        PeerError: a rank is dead or did not connect within the time-out; the message names it.
+    PeerError names a rank that is dead or did not connect within the time-out.
     """
     return _STREAMS.of(session)
 
@@ -175,11 +170,7 @@ def _accept(
 
 
 def show(connection: socket.socket, rank: int, secret: bytes) -> None:
-    """Prove to the listening end that this is ``rank``, and check that the other end knows ``secret``.
-
-    Raises:
-        OSError: the other end does not know it, or is closed.
-    """
+    """Prove to the listening end that this is ``rank``; OSError if the other end does not know ``secret``."""
     local = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_HELLO.pack(_MAGIC, rank, local))
     answer = _read(connection, _NONCE_BYTES + _PROOF_BYTES)
@@ -190,11 +181,7 @@ def show(connection: socket.socket, rank: int, secret: bytes) -> None:
 
 
 def admit(connection: socket.socket, offers: Mapping[int, bytes]) -> int:
-    """Authenticate the other end as one of the ranks in ``offers``, and return it.
-
-    Raises:
-        OSError: it is none of them, or sent nothing in time.
-    """
+    """Authenticate the other end as one of the ranks in ``offers``, and return it; OSError if it is none."""
     magic, rank, remote = _HELLO.unpack(_read(connection, _HELLO.size))
     if magic != _MAGIC or rank not in offers:
         raise ConnectionRefusedError("it does not speak this job's protocol")
@@ -235,14 +222,8 @@ class ClientAccess:
 def open_client_access(session: Session, interface: str = "") -> ClientAccess:
     """Return the access for external clients; the first call is collective, later ones return the same.
 
-    Args:
-        session: The run.
-        interface: Network interface on which a session of one rank listens; "": clients are on this machine.
-            Several ranks listen where they listen to each other.
-
-    Raises:
-        ConfigError: there is no such interface.
-        PeerError: a rank did not take part.
+    A session of one rank listens on ``interface`` (ConfigError if there is none; "": clients are on this
+    machine), several ranks where they listen to each other.
     """
     kept = _CLIENT_ACCESS.of(session)
     if kept is not None:

@@ -119,14 +119,11 @@ def launched_by_torchrun(environment: Mapping[str, str] | None = None) -> bool:
 
 
 def read_topology(environment: Mapping[str, str] | None = None) -> Topology:
-    """Read this process's topology; without torchrun it is the only rank.
+    """Read this process's topology; without torchrun it is the only rank. ConfigError names a wrong variable.
 
     Assumes equally many ranks per machine; :func:`with_nodes` corrects that when the ranks know each other.
     ``DGLX_RANKS_PER_SERVER`` cuts each machine into virtual servers of that many ranks, the last of which may
     be smaller.
-
-    Raises:
-        ConfigError: a variable is missing, is not a number or is out of range.
     """
     variables = os.environ if environment is None else environment
     if not launched_by_torchrun(variables):
@@ -153,11 +150,7 @@ def with_nodes(
 
 
 def read_rendezvous(environment: Mapping[str, str] | None = None) -> Rendezvous:
-    """Read the rendezvous; only meaningful when :func:`launched_by_torchrun`.
-
-    Raises:
-        ConfigError: a variable is missing, is not a number or is out of range.
-    """
+    """Read the rendezvous; only meaningful when :func:`launched_by_torchrun`. ConfigError as above."""
     variables = os.environ if environment is None else environment
     if "MASTER_ADDR" not in variables:
         raise ConfigError(
@@ -311,18 +304,11 @@ _RANK_DEFAULTS = {
 def rank_environment(
     num_ranks: int, *, ranks_per_server: int | None = None, environment: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the whole environment for ``num_ranks`` ranks on this machine.
+    """Return the whole environment for ``num_ranks`` ranks on this machine; ConfigError for numbers below 1.
 
     Sets glibc's allocator to keep its memory and the threads of each rank to its share of the cores, and
-    silences torch's profiler; keeps the user's own settings.
-
-    Args:
-        num_ranks: Ranks on this machine, at least 1.
-        ranks_per_server: Size of the virtual servers; None: from the environment.
-        environment: To extend; None: this process's own.
-
-    Raises:
-        ConfigError: a number is below 1.
+    silences torch's profiler; keeps the user's own settings. ``environment`` is extended (None: this
+    process's own), ``ranks_per_server`` taken from it if None.
     """
     if num_ranks < 1 or (ranks_per_server is not None and ranks_per_server < 1):
         raise ConfigError(f"{num_ranks} ranks, {ranks_per_server} per server: both must be at least 1")
@@ -340,8 +326,7 @@ _SIOCGIFADDR = 0x8915
 def listening_address(rendezvous: Rendezvous) -> str:
     """Return the numeric local address of the interface that ``GLOO_SOCKET_IFNAME`` or the rendezvous picks.
 
-    Raises:
-        ConfigError: there is no such interface, or only loopback although there are several machines.
+    ConfigError: there is no such interface, or only loopback although there are several machines.
     """
     if rendezvous.interface:
         return interface_address(rendezvous.interface)
@@ -355,8 +340,7 @@ def listening_address(rendezvous: Rendezvous) -> str:
 def interface_address(name: str, said_by: str = "GLOO_SOCKET_IFNAME") -> str:
     """Return the IPv4 address of the interface ``name``, or else its IPv6 address.
 
-    Raises:
-        ConfigError: it does not exist or has no address; the message names ``said_by``, the user's setting.
+    ConfigError: it does not exist or has no address; the message names ``said_by``, the user's setting.
     """
     known = [interface for _, interface in socket.if_nameindex()]
     if name not in known:

@@ -123,13 +123,9 @@ class RankPlan:
 
 @final
 class RowIndex:
-    """Hash index from ids to row positions.
+    """Hash index from (n,) int64 distinct ids in [0, ``num_ids``) to their positions.
 
     Takes 4 bytes for each of ``num_ids`` ids, or 24 to 48 bytes per row if that is less.
-
-    Args:
-        ids: (n,) int64 distinct ids in [0, ``num_ids``), any order; ``ids[p]`` has position p.
-        num_ids: Size of the id range.
     """
 
     def __init__(self, ids: Array, num_ids: int) -> None:
@@ -162,11 +158,7 @@ class PlanSource(ABC):
 
     @abstractmethod
     def plan(self, epoch: int, step: int) -> RankPlan:
-        """Return the plan of a step; the same object again if the plan is unchanged.
-
-        Raises:
-            PeerError: a rank that takes part is dead, or did not finish its part within the time-out.
-        """
+        """Return the plan of a step; the same object again if it is unchanged. Raises PeerError."""
 
     @abstractmethod
     def share(self, epoch: int, step: int) -> StepShare:
@@ -225,11 +217,7 @@ def write_plan(folder: Path, plan: RankPlan) -> None:
 
 
 def read_plan(folder: Path) -> RankPlan:
-    """Return the plan in ``folder`` with copy-on-write mapped arrays, after a check of their checksum.
-
-    Raises:
-        StorageError: the plan is missing or damaged.
-    """
+    """Return the plan in ``folder``, mapped copy-on-write; StorageError if it is missing or damaged."""
     head = unseal(folder)
     try:
         flat = np.load(folder / NUMBERS, mmap_mode="c", allow_pickle=False)
@@ -276,14 +264,10 @@ def _layer(header: Mapping[str, Any], pieces: Iterator[Array]) -> HaloLayer:
 
 @final
 class PlanCache:
-    """The plans of one rank on disk. Not collective, not thread-safe.
+    """The plans of one rank on disk, in the cache folder of ``dataset``. Not collective, not thread-safe.
 
-    The constructor removes partial writes of killed ranks, for all plans of the dataset.
-
-    Args:
-        dataset: The dataset; plans are stored in its cache folder.
-        facts: All other inputs of the plans as JSON values, equal on all ranks.
-        rank: The rank.
+    ``facts`` are all other inputs of the plans as JSON values, equal on all ranks. The constructor removes
+    partial writes of killed ranks, for all plans of the dataset.
     """
 
     def __init__(self, dataset: StoredDataset, facts: Mapping[str, Any], rank: int) -> None:
@@ -319,9 +303,6 @@ class PlanCache:
         The first failure is logged, and later calls do not try again. An existing plan is replaced even if it
         is undamaged: it may stem from an earlier run whose plans other ranks have lost, and only plans made
         together fit together.
-
-        Raises:
-            StorageError: writing fails for another reason than permissions or space.
         """
         self._can_write = self._can_write and write_folder_if_possible(
             self._folder_of(step), lambda partial: write_plan(partial, plan), "the plan"
@@ -344,10 +325,7 @@ class RowFiles:
         self._can_write = True
 
     def takes(self, column: Column, ids: Array) -> bool:
-        """Return whether the rows of the (K,) int64 ``ids`` are worth storing.
-
-        They are if the column is read-only and some rows belong to other servers.
-        """
+        """Return whether to store the rows of ``ids``: read-only, and some from other servers."""
         first, last = column.bounds[self._server : self._server + 2]
         has_foreign = bool(((ids < first) | (ids >= last)).any())
         return has_foreign and not column.writable and column.row_bytes > 0

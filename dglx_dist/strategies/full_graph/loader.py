@@ -72,16 +72,9 @@ class ColumnReader:
         """Return the columns of ``plan``.
 
         Sends 8 bytes for each feature row of another server and receives the row, once per server, because
-        its ranks hold different rows. Edge values likewise, once for all layers. Rows on
-        disk are mapped, and nothing is sent for them.
-
-        Args:
-            plan: The plan.
-            fetch: Fetches the halo of layer 1 in the stored type, which may be half as wide as the compute
-                type; then this call is collective. None: inputs are the own rows.
-
-        Raises:
-            PeerError: an owner of rows is dead or silent.
+        its ranks hold different rows. Edge values likewise, once for all layers. Rows on disk are mapped, and
+        nothing is sent for them. ``fetch`` fetches the halo of layer 1 in the stored type, which may be half
+        as wide as the compute type; then this call is collective. None: inputs are the own rows.
         """
         return PlanColumns(
             inputs=self._converted(self._inputs(plan, fetch)),
@@ -149,16 +142,10 @@ def _only(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
 
 @final
 class HaloBatch:
-    """The blocks and columns of one plan on one rank.
+    """The blocks and columns of one plan on one rank, read by one-sided calls, on any thread.
 
-    The constructor reads the columns by one-sided calls, on any thread.
-
-    Args:
-        filled: Whether the model's input has the rows of all sources of layer 1, including the halo; then the
-            constructor is collective. Else it has the own rows, and the first layer exchanges their halo.
-
-    Raises:
-        PeerError: an owner of rows is dead or silent.
+    With ``filled``, the model's input has the rows of all sources of layer 1, including the halo, and the
+    constructor is collective. Else it has the own rows, and the first layer exchanges their halo.
     """
 
     def __init__(
@@ -219,18 +206,9 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
 
     The seeds of a batch are those of all ranks, and each is computed by one of them. So ``output_nodes``
     differ from the indices given by this rank: take labels from ``blocks[-1].dstdata``, or by
-    ``output_nodes``. With one step per epoch, structure and columns are kept from epoch to epoch. With
-    several, those of the next step are read during a step, from disk if the source stores them.
-
-    Args:
-        g: A graph of one node and one edge type.
-        source: The plans.
-        request: Columns and device of the blocks.
-        use_pp: Whether to keep the halo features of layer 1 if an epoch has one step; fetching them is
-            collective.
-
-    Raises:
-        PeerError: a rank did not take part.
+    ``output_nodes``. With one step per epoch, structure and columns are kept from epoch to epoch, with
+    ``use_pp`` also the halo features of layer 1. With several, those of the next step are read during a step,
+    from disk if the source stores them.
     """
 
     def __init__(self, g: DistGraph, source: PlanSource, request: LoaderRequest, *, use_pp: bool) -> None:
