@@ -121,25 +121,18 @@ def _connect(session: Session, peer: int) -> socket.socket:
     rank = session.topology.rank
     where, port, secret = session.rpc.call(peer, _OFFER, str(rank), [], phase="control")
     address = where.tobytes().decode()
-    try:
-        connection = socket.create_connection((address, int(port[0])), timeout=session.timeout_s)
-    except OSError as error:
-        raise PeerError(_unreachable(session, peer, f"{address}:{port[0]}", error)) from error
     with ExitStack() as undo:
-        undo.enter_context(connection)
         try:
-            show(connection, rank, secret.tobytes())
+            connection = socket.create_connection((address, int(port[0])), timeout=session.timeout_s)
+            show(undo.enter_context(connection), rank, secret.tobytes())
         except OSError as error:
-            raise PeerError(_unreachable(session, peer, f"{address}:{port[0]}", error)) from error
+            raise PeerError(
+                f"rank {rank} cannot connect to rank {peer} on {session.hosts[peer]} at {address}:{port[0]} "
+                f"({error}); every rank must reach every other one: is a firewall between them, or that rank "
+                "dead?"
+            ) from error
         undo.pop_all()
     return connection
-
-
-def _unreachable(session: Session, peer: int, where: str, error: OSError) -> str:
-    return (
-        f"rank {session.topology.rank} cannot connect to rank {peer} on {session.hosts[peer]} at {where} "
-        f"({error}); every rank must reach every other one: is a firewall between them, or that rank dead?"
-    )
 
 
 def _accept(

@@ -398,21 +398,3 @@ def _read_array(socket: zmq.Socket[bytes], spec: ArraySpec, size: int) -> Array:
 def _require_frame(socket: zmq.Socket[bytes]) -> None:
     if not socket.getsockopt(zmq.RCVMORE):
         raise WireError("a buffer is missing")
-
-
-_EVENT = struct.Struct("=Hi")
-
-
-class Event(NamedTuple):
-    """One event of a monitored socket."""
-
-    number: int
-    """One of ``zmq.EVENT_...``."""
-    value: int
-    """Depends on the event: mostly a file descriptor or an error number."""
-
-
-def read_event(monitor: zmq.Socket[Any]) -> Event:
-    """Wait for the next event of a ``get_monitor_socket`` socket; zmq.Again after the socket's time-out."""
-    head, _endpoint = monitor.recv_multipart()
-    return Event(*_EVENT.unpack(head))

@@ -174,23 +174,6 @@ class PlanSource(ABC):
         return
 
 
-@final
-class OnePlan(PlanSource):
-    """A source with one step per epoch and a fixed plan."""
-
-    def __init__(self, plan: RankPlan, share: StepShare) -> None:
-        self._plan, self._share = plan, share
-
-    def __len__(self) -> int:
-        return 1
-
-    def plan(self, epoch: int, step: int) -> RankPlan:
-        return self._plan
-
-    def share(self, epoch: int, step: int) -> StepShare:
-        return self._share
-
-
 VERSION = 3
 NUMBERS = "numbers.npy"
 

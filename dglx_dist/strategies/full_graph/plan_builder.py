@@ -649,20 +649,24 @@ def _holders(held: HeldNeighborhood, requests: dict[int, Array]) -> dict[int, li
 
 
 @final
-class SampledPlans(PlanSource):
-    """Plans on the graph induced by a server's nodes and its sampled external nodes; collective.
+class WholeGraphPlans(PlanSource):
+    """One step per epoch, on all nodes or on a sample of the external ones; construction is collective.
 
-    The sample of an epoch is reproducible by ``seed``, for example after a restart. ``request`` has no
-    ``eas``.
+    With ``options`` of the sampling, the plans are those of the graph induced by a server's nodes and its
+    sample, which is reproducible by ``seed``, for example after a restart. ``request`` has no ``eas``.
     """
 
-    def __init__(self, g: DistGraph, request: PlanRequest, options: EasOptions, *, seed: int) -> None:
+    def __init__(
+        self, g: DistGraph, request: PlanRequest, options: EasOptions | None = None, *, seed: int = 0
+    ) -> None:
         self._request, self._options, self._seed = request, options, seed
-        self._planner, self._selector = Planner(g), EasSelector(g)
-        # No rank may send requests before all answer.
-        barrier(g.session, "choosing external nodes")
-        self._draw = options.draw(0)
-        self._plan = self._planned(self._draw)
+        self._planner = Planner(g)
+        if options is not None:
+            self._selector = EasSelector(g)
+            # No rank may send requests before all answer.
+            barrier(g.session, "choosing external nodes")
+        self._draw = -1
+        self._plan: RankPlan = self.plan(0, 0)
         # All samples have the same seeds in total, though distributed differently over the ranks.
         self._num_global = int(gather_int64([self._plan.seeds], g.session).sum())
 
@@ -670,19 +674,19 @@ class SampledPlans(PlanSource):
         return 1
 
     def plan(self, epoch: int, step: int) -> RankPlan:
-        draw = self._options.draw(epoch)
+        draw = 0 if self._options is None else self._options.draw(epoch)
         if draw != self._draw:
-            self._plan = self._planned(draw)
+            request = self._request
+            if self._options is not None:
+                rule = self._selector.rule(self._options, seed=self._seed, draw=draw)
+                request = replace(request, eas=rule)
+            self._plan = self._planner.plan(request)
             # Set only after success: a failed plan must be made again at the next request.
             self._draw = draw
         return self._plan
 
     def share(self, epoch: int, step: int) -> StepShare:
         return StepShare(num_local=self._plan.seeds, num_global=self._num_global)
-
-    def _planned(self, draw: int) -> RankPlan:
-        rule = self._selector.rule(self._options, seed=self._seed, draw=draw)
-        return self._planner.plan(replace(self._request, eas=rule))
 
 
 @final
