@@ -45,7 +45,10 @@ def bench(  # noqa: PLR0913  # one argument per option
         typer.Option(metavar="DIR", help="Results go here: `ID.json` each, `README.md`, pictures."),
     ] = None,
     suite: Annotated[
-        str, typer.Option(help="quick: minutes; papers: all published claims; peers: other packages.")
+        str,
+        typer.Option(
+            help="quick: minutes; papers: all published claims; peers: other packages; large: A1's."
+        ),
     ] = "quick",
     only: Annotated[
         list[str] | None,
