@@ -151,9 +151,7 @@ def _measured_on(
 ) -> tuple[Measured, tuple[Candidate, ...]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(NODE_TYPE)
     module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
-    # Strategy lambda trains only models without dropout, and says so in its row.
-    plain = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.0, plan.heads, graph=g)
-    shape = shape_of_module(plain, plan.model, features, plan.hidden, classes, plan.layers, plan.heads)
+    shape = shape_of_module(module, plan.model, features, plan.hidden, classes, plan.layers, plan.heads)
     seeds = len(marked_ids(g.ndata[TRAIN_MASK], g.num_nodes()))
     check_train_nodes(seeds, str(plan.data))
     draws = draws_of(_batches_of(plan))
