@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from dglx_dist.cli.common import pairs, warn, write
+from dglx_dist.cli.common import warn, write
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import pairs
 
 lambda_app = typer.Typer(
     name="lambda",

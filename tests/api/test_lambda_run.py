@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from dglx_dist.api import init
-from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import run_config, train_dataset, with_defaults
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.training.config import TrainConfig
 from tests.strategies import equality
 
 OPTIONS = {"executor": "inline", "intervals": 3, "workers": 2, "prices": "dorylus"}
