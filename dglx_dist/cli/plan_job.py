@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
+from torch import nn
 
 from dglx_dist.api import init
 from dglx_dist.auto import DEFAULT_STRATEGY, NO_BATCHES, draws_of, is_deep, steps_of
@@ -157,7 +158,7 @@ def _measured_on(
 ) -> tuple[Measured, tuple[Candidate, ...]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(NODE_TYPE)
     module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
-    shape = _shape(plan, features, plan.hidden, classes, graph=g)
+    shape = _shape_of(module, plan, features, plan.hidden, classes)
     seeds = len(marked_ids(g.ndata[TRAIN_MASK], g.num_nodes()))
     check_train_nodes(seeds, str(plan.data))
     draws = _draws_of(plan)
@@ -251,12 +252,13 @@ def _is_partitioned(plan: PlanConfig, structure_bytes: int) -> bool:
     return plan.servers > 1 and structure_bytes > machine // 2
 
 
-def _shape(
-    plan: PlanConfig, features: int, hidden: int, classes: int, graph: DistGraph | None = None
-) -> ModelShape:
+def _shape(plan: PlanConfig, features: int, hidden: int, classes: int) -> ModelShape:
     with torch.random.fork_rng(devices=[]):
-        # Strategy lambda trains only models without dropout, and says so in its row.
-        module = build_model(plan.model, features, hidden, classes, plan.layers, 0.0, plan.heads, graph=graph)
+        module = build_model(plan.model, features, hidden, classes, plan.layers, 0.5, plan.heads)
+    return _shape_of(module, plan, features, hidden, classes)
+
+
+def _shape_of(module: nn.Module, plan: PlanConfig, features: int, hidden: int, classes: int) -> ModelShape:
     return shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=hidden)
 
 
