@@ -1,15 +1,17 @@
-"""Messages of peers, collected by round and step until all senders have been heard."""
+"""Messages of peers by one-sided calls, collected by round and step until all senders have been heard."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable
+import weakref
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar, final
 
 from dglx_dist.comm.collectives import raise_for_missing
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import DglxError
+from dglx_dist.records import Array
 
 _CHECK_EVERY_S = 1.0
 """Period at which a waiting rank probes those it waits for."""
@@ -119,3 +121,57 @@ class Mailbox(Generic[M]):
             if missing() and round_number in self._failures:
                 raise self._failures[round_number]()
             return missing() or self._arrived.pop((round_number, step), {})
+
+
+@final
+class OneSidedExchange:
+    """Arrays of any number and size, on any thread. All ranks must construct it before one posts.
+
+    Args:
+        session: The run.
+        op: Name of the remote call, equal on all ranks and used by nothing else.
+        advice: As for :class:`Mailbox`.
+        check: Called with received arrays; the sender gets its error.
+    """
+
+    def __init__(
+        self, session: Session, op: str, advice: str, check: Callable[[Sequence[Array]], None] | None = None
+    ) -> None:
+        self._session, self._op = session, op
+        self.mailbox: Mailbox[list[Array]] = Mailbox(session, advice)
+        mailbox = self.mailbox
+
+        def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
+            round_number, sender, step = name.split(" ", 2)
+            if check is not None:
+                check(arrays)
+            mailbox.put(int(round_number), step, int(sender), list(arrays))
+            return []
+
+        # Not a method, which would keep the owner of the exchange alive as long as the session.
+        session.rpc.register(op, receive)
+        weakref.finalize(self, session.rpc.unregister, op)
+
+    def post(
+        self,
+        round_number: int,
+        step: str,
+        arrays: Mapping[int, Sequence[Array]],
+        *,
+        phase: str,
+        layer: int = 0,
+    ) -> None:
+        """Deliver to each rank its ``arrays`` of a round; :meth:`Mailbox.take` waits for those of others.
+
+        Raises:
+            PeerError: a rank is dead or silent.
+            RemoteError: a rank rejects the arrays.
+        """
+        topology = self._session.topology
+        name = f"{round_number} {topology.rank} {step}"
+        # Starts with the next rank, so that not all ranks send to the same one first.
+        order = sorted(arrays, key=lambda rank: (rank - topology.rank) % topology.world_size)
+        submit = self._session.rpc.submit
+        sent = [submit(rank, self._op, name, list(arrays[rank]), phase=phase, layer=layer) for rank in order]
+        for call in sent:
+            call.result()

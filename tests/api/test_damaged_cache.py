@@ -12,7 +12,6 @@ import pytest
 
 from dglx_dist import api as cut_cache
 from dglx_dist.api import partition_cached
-from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import Session, start_session
@@ -25,6 +24,7 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import StorageError
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.training.config import TrainConfig
 from tests.api.graphs import two_triangles
 from tests.data.storage.graphs import flip
 from tests.helpers.ranks import run_ranks

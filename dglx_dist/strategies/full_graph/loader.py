@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.session import if_alive
 from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.feature_fetch import LABEL_PHASE, Columns
@@ -21,7 +22,7 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import empty_rows
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
-from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange, wire_of
+from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.halo_plan import PlanSource, RankPlan, RowFiles
 from dglx_dist.strategies.full_graph.options import LoaderRequest
 
@@ -243,7 +244,7 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         # A graph outlives its loaders.
         g.on_close.append(if_alive(source.close))
         # Opening connections is collective, so it cannot be left to the look-ahead thread.
-        wire_of(self._session)
+        row_exchanges(self._session)
         if self._keeps:
             # Its seconds are none of an epoch.
             self._load(0, 0).fetch_s = 0.0

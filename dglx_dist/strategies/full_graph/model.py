@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.dropout import install_node_dropouts
@@ -30,7 +31,6 @@ from dglx_dist.strategies.full_graph.halo_block import (
     refuse_reversed,
     tie_gradient,
 )
-from dglx_dist.strategies.full_graph.halo_exchange import wire_of
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
 from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange, mark_output
 
@@ -278,14 +278,14 @@ class HaloModel(WrappedModel):
         self._buffer_means = BufferMeans(model, session, reduction)
         if self._buffer_means.needed:
             self._exchange.after_backward(self._buffer_means.average)
-        self._wire = wire_of(session)
+        self._rows = row_exchanges(session)
 
     @property
     def parts(self) -> Parts:
         return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
-        return self._exchange.seconds(reset=reset) + self._wire.seconds(reset=reset)
+        return self._exchange.seconds(reset=reset) + self._rows.seconds(reset=reset)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module; the step is read from the blocks among the arguments.

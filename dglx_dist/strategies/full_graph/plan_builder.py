@@ -20,7 +20,7 @@ from typing import TypeAlias, final
 import numpy as np
 
 from dglx_dist.comm.collectives import barrier, broadcast_json, gather_int64
-from dglx_dist.comm.mailbox import Mailbox
+from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -72,18 +72,10 @@ class PlanExchange:
 
     def __init__(self, session: Session, label: str) -> None:
         self._session = session
-        self._deliver_op, self._failed_op, self._job_op = (
-            f"{label}.{name}" for name in ("deliver", "failed", "job")
-        )
+        self._failed_op, self._job_op = f"{label}.failed", f"{label}.job"
         self._job, self._current = 0, (current := [0])
-        advice = "create the same loaders on every rank"
-        self._mailbox: Mailbox[list[Array]] = Mailbox(session, advice)
-        mailbox = self._mailbox
-
-        def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
-            job, source, step = name.split(" ", 2)
-            mailbox.put(int(job), step, int(source), list(arrays))
-            return []
+        self._arrays = OneSidedExchange(session, f"{label}.deliver", "create the same loaders on every rank")
+        self._mailbox = mailbox = self._arrays.mailbox
 
         def fail(name: str, arrays: Sequence[Array]) -> list[Array]:
             job, source = map(int, name.split())
@@ -94,10 +86,9 @@ class PlanExchange:
             return []
 
         # Closures, not methods: bound methods would keep the planner alive as long as the session.
-        session.rpc.register(self._deliver_op, receive)
         session.rpc.register(self._failed_op, fail)
         session.rpc.register(self._job_op, lambda _name, _arrays: [np.array(current, dtype=np.int64)])
-        for op in (self._deliver_op, self._failed_op, self._job_op):
+        for op in (self._failed_op, self._job_op):
             weakref.finalize(self, session.rpc.unregister, op)
 
     @contextmanager
@@ -141,22 +132,11 @@ class PlanExchange:
             RemoteError: another rank failed in this job; the error has its text.
             PeerError: a rank is dead, or is not planning within the session's time-out; it is named.
         """
-        self._send(step, {rank: outgoing.get(rank, empty) for rank in among})
+        sent = {rank: outgoing.get(rank, empty) for rank in among}
+        self._arrays.post(self._job, step, sent, phase=PLAN)
         what = f"{step!r} of plan {self._job}"
         received = self._mailbox.take(self._job, step, among, what, self._is_in_this_job)
         return dict(sorted(received.items()))
-
-    def _send(self, step: str, outgoing: Mapping[int, Sequence[Array]]) -> None:
-        topology = self._session.topology
-        # Starts with the next rank, so that not all ranks send to the same one first.
-        order = sorted(outgoing, key=lambda rank: (rank - topology.rank) % topology.world_size)
-        name = f"{self._job} {topology.rank} {step}"
-        sent = [
-            self._session.rpc.submit(rank, self._deliver_op, name, list(outgoing[rank]), phase=PLAN)
-            for rank in order
-        ]
-        for call in sent:
-            call.result()
 
     def _is_in_this_job(self, rank: int) -> bool:
         (job,) = self._session.rpc.call(rank, self._job_op, "", [], phase="control")

@@ -31,10 +31,16 @@ from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.writer import CHUNK_BYTES
 from dglx_dist.dataloading.row_buffers import Precision, RowMemory
 from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.graph.ids import check_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import rows_per_message
-from dglx_dist.graph.row_kernels import column_info, numpy_view, take_rows, tensor_view, torch_dtype
+from dglx_dist.graph.row_kernels import (
+    check_ids,
+    column_info,
+    numpy_view,
+    take_rows,
+    tensor_view,
+    torch_dtype,
+)
 from dglx_dist.layers.dropout import Columns, deal_out_columns
 from dglx_dist.progress import progress
 from dglx_dist.records import LABEL, Array, ColumnInfo
