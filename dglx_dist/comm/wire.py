@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -180,7 +181,7 @@ def byte_view(array: Array) -> memoryview:
 
 
 def payload_bytes(arrays: Sequence[Array]) -> int:
-    return sum([int(array.nbytes) for array in arrays])
+    return sum(map(_NBYTES, arrays))
 
 
 def _text(raw: bytes) -> str:
@@ -398,3 +399,6 @@ def _read_array(socket: zmq.Socket[bytes], spec: ArraySpec, size: int) -> Array:
 def _require_frame(socket: zmq.Socket[bytes]) -> None:
     if not socket.getsockopt(zmq.RCVMORE):
         raise WireError("a buffer is missing")
+
+
+_NBYTES = attrgetter("nbytes")

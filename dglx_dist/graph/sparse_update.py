@@ -180,7 +180,7 @@ class OwnedRows:
         self.first, self.last = self.owners.range_of(topology.rank)
         self.steps = 0
         """Updates of the parameter so far, also those without a row of this rank."""
-        self.lock = embedding.kvstore.owner_lock(embedding.weight.kvstore_key)
+        self.lock = embedding.kvstore.column(embedding.weight.kvstore_key).lock
         """Held while rows are updated, also by other optimisers of these rows and by pushes that add."""
         start = embedding.weight.local_range[0]
         owned = slice(self.first - start, self.last - start)
