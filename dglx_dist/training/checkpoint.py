@@ -29,7 +29,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from dglx_dist.comm.collectives import broadcast_json, gather_json, peers_named, run_on_all_ranks
 from dglx_dist.comm.session import current_session
 from dglx_dist.errors import CheckpointError, StorageError
-from dglx_dist.graph import sparse_state
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.optimizer_state import (
@@ -172,7 +171,7 @@ def check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
         )
     for number, optimizer in enumerate(optimizers):
         try:
-            sparse_state.check_state(optimizer.saved_state, _sparse_folder(checkpoint, number))
+            optimizer.check_saved(_sparse_folder(checkpoint, number))
         except StorageError as error:
             raise CheckpointError(str(error)) from error
 
@@ -182,14 +181,12 @@ def load_sparse(sparse: Sparse, checkpoint: Path) -> None:
     for number, optimizer in enumerate(optimizers_of(sparse)):
         optimizer.flush()
         try:
-            folder = _sparse_folder(checkpoint, number)
-            optimizer.lr = sparse_state.read_state(optimizer.saved_state, folder, optimizer.session)
+            optimizer.read_saved(_sparse_folder(checkpoint, number))
         except StorageError as error:
             raise CheckpointError(str(error)) from error
 
 
 def _save_one(optimizer: SparseOptimizer, folder: Path) -> None:
-    optimizer.flush()
     session = optimizer.session
 
     def make() -> None:
@@ -198,7 +195,7 @@ def _save_one(optimizer: SparseOptimizer, folder: Path) -> None:
 
     run_on_all_ranks(session, lambda: make() if session.topology.rank == 0 else None, CheckpointError)
     try:
-        sparse_state.write_state(optimizer.saved_state, folder, session)
+        optimizer.write_into(folder)
     except StorageError as error:
         raise CheckpointError(str(error)) from error
 
