@@ -13,12 +13,12 @@ import psutil
 import torch
 
 from dglx_dist.api import init
-from dglx_dist.auto import DEFAULT_STRATEGY, NO_BATCHES, BatchRequest, draws_of, steps_of
-from dglx_dist.cli.options import common_fields
+from dglx_dist.auto import DEFAULT_STRATEGY, NO_BATCHES, draws_of, is_deep, steps_of
 from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import marked_ids
+from dglx_dist.options import common_fields
 from dglx_dist.planner import expected
 from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, enumerate_candidates, schemes_of
 from dglx_dist.planner.choose import Constraints, Regions, choose, find_regions
@@ -29,6 +29,7 @@ from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import Candidate, Choice, Cluster, Rate
 from dglx_dist.planner.workload import (
     TRAIN_MASK,
+    Draws,
     Figures,
     check_plannable,
     check_train_nodes,
@@ -47,6 +48,8 @@ _LOOPBACK_BYTES_PER_S = 1.2e9
 _LATENCY_MS = 0.5
 """Of a message from rank to rank."""
 _DEFAULT_RATE = "1gbit"
+_EPOCH = 1
+"""The counted epoch: the first one warms caches."""
 MAP_WIDTHS = (8, 16, 32, 64, 128, 256)
 MAP_BITS_PER_S, MAP_STEPS = (0.05e9, 50e9), 31
 """Range of the bandwidths of a map, and their number."""
@@ -54,12 +57,15 @@ MAP_BITS_PER_S, MAP_STEPS = (0.05e9, 50e9), 31
 
 def constraints_of(plan: PlanConfig) -> Constraints:
     """Return the constraints of the choice: whole graphs where there are no mini-batches."""
-    whole = plan.unit == "mini_batch" and draws_of(_batches_of(plan)) is None
-    return Constraints(**common_fields(plan, Constraints) | ({"unit": "full_graph"} if whole else {}))
+    return Constraints(
+        unit="full_graph" if plan.unit == "mini_batch" and _draws_of(plan) is None else plan.unit,
+        estimators=plan.allow_estimators,
+        full_graph_epochs=plan.full_graph_epochs,
+    )
 
 
-def _batches_of(plan: PlanConfig) -> BatchRequest:
-    return BatchRequest(num_layers=plan.layers, **common_fields(plan, BatchRequest))
+def _draws_of(plan: PlanConfig) -> Draws | None:
+    return draws_of(plan, plan.layers, plan.fanouts, plan.batch_size, epoch=_EPOCH)
 
 
 def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
@@ -90,7 +96,7 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         graph=graph, shape=shape, cluster=cluster, program_bytes=PROGRAM_BYTES, replicated=True
     )
     partitioned = _is_partitioned(plan, memory.structure)
-    draws = draws_of(_batches_of(plan))
+    draws = _draws_of(plan)
     batches = None
     if draws is not None:
         batches = expected.batches(
@@ -118,7 +124,7 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         },
         ghosts=expected.ghosts(graph, cluster),
         structure_partitioned=partitioned,
-        epoch=plan.epoch,
+        epoch=_EPOCH,
         assumptions=(*assumptions, *_batch_assumptions(plan)),
         draws=draws,
     )
@@ -126,7 +132,7 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
 
 
 def _batch_assumptions(plan: PlanConfig) -> tuple[str, ...]:
-    return (NO_BATCHES,) if _batches_of(plan).is_deep else ()
+    return (NO_BATCHES,) if is_deep(plan.unit, plan.layers, plan.fanouts) else ()
 
 
 def _from_dataset(
@@ -151,12 +157,10 @@ def _measured_on(
 ) -> tuple[Measured, tuple[Candidate, ...]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(NODE_TYPE)
     module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
-    # Strategy lambda trains only models without dropout, and says so in its row.
-    plain = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.0, plan.heads, graph=g)
-    shape = shape_of_module(plain, plan.model, features, plan.hidden, classes, plan.layers, plan.heads)
+    shape = shape_of_module(module, plan.model, features, plan.hidden, classes, plan.layers, plan.heads)
     seeds = len(marked_ids(g.ndata[TRAIN_MASK], g.num_nodes()))
     check_train_nodes(seeds, str(plan.data))
-    draws = draws_of(_batches_of(plan))
+    draws = _draws_of(plan)
     partitioned = _is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges())
     # Cache policy vip needs all edges.
     caches = () if partitioned else CACHE_SIZES
@@ -168,7 +172,7 @@ def _measured_on(
         schemes=schemes_of(candidates),
         caches=caches,
         partitioned=partitioned,
-        epoch=plan.epoch,
+        epoch=_EPOCH,
         clock=time.thread_time if torch.get_num_threads() == 1 else time.perf_counter,
         other_ranks=_num_neighbors(plan),
         assumptions=(*_batch_assumptions(plan), *_core_assumptions(cluster)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -47,6 +46,7 @@ from dglx_dist.comm.topology import (
     with_nodes,
 )
 from dglx_dist.comm.trace import Timeline, TraceWriter, open_trace
+from dglx_dist.data.storage.files import hold, locked
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.records import StepShare
 
@@ -266,52 +266,23 @@ class Scratch:
     def __init__(self, job: str, server: int) -> None:
         base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
-        _remove_abandoned(base, self.path)
-        self._lock = _lock_folder(self.path)
+        _remove_abandoned(base)
+        self._lock = hold(self.path / _LOCK, mode=0o700)
 
     def close(self) -> None:
         """Release the folder; the last rank removes it, and abandoned ones. May be called twice."""
         if self._lock < 0:
             return
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
         self._lock = -1
-        _remove_abandoned(self.path.parent, self.path)
+        _remove_abandoned(self.path.parent)
 
 
-def _lock_folder(path: Path) -> int:
-    """Make the folder if needed, and return the descriptor whose shared lock keeps it."""
-    while True:
-        path.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            # Before it was locked, the folder looked abandoned: another job may have removed it.
-            if _is_at(lock, path / _LOCK):
-                return lock
-            os.close(lock)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _remove_abandoned(base: Path, keep: Path) -> None:
+def _remove_abandoned(base: Path) -> None:
     for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
-        if folder == keep:
-            continue
-        with contextlib.suppress(OSError):
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError), locked(folder / _LOCK) as is_free:
+            if is_free:
                 shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
 
 
 def if_alive(method: Callable[[], None]) -> Callable[[], None]:

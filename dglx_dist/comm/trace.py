@@ -22,6 +22,7 @@ from typing import Any, final
 
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.topology import Topology
+from dglx_dist.data.storage.files import partial_folder, replaced_file
 from dglx_dist.data.storage.manifest import Fields
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
@@ -246,9 +247,8 @@ def check_replaceable(path: Path) -> None:
                 "remove it yourself"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        probe = _partial(path)
-        probe.touch()
-        probe.unlink()
+        with partial_folder(path):
+            pass  # to see whether it can be made
     except OSError as error:
         raise StorageError(f"cannot write the trace {path}: {error}; choose another place") from error
 
@@ -269,17 +269,14 @@ def remove_trace(path: Path) -> None:
 def write_trace(path: Path, trace: TraceFile) -> None:
     """Write ``path`` atomically, replacing an earlier trace; StorageError if that fails."""
     zero = min((span.begin_s for rank in trace.ranks for span in rank.spans), default=0.0)
-    partial = _partial(path)
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with replaced_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             # The head first, which identifies a trace without reading all of it.
             file.write(_HEAD + ", " + json.dumps(_facts(trace), default=str)[1:])
             file.write(', "displayTimeUnit": "ms", "traceEvents": [\n')
             file.write(",\n".join(json.dumps(event) for one in trace.ranks for event in _events(one, zero)))
             file.write("\n]}\n")
-        partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise StorageError(f"cannot write the trace {path}: {error}; free some space") from error
 
 
@@ -310,10 +307,6 @@ def read_trace(path: str | Path) -> TraceFile:
 def _is_trace(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(len(_HEAD)) == _HEAD.encode()
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def _facts(trace: TraceFile) -> dict[str, Any]:

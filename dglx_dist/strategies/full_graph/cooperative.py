@@ -160,7 +160,7 @@ class CooperativePlans(PlanSource):
         self._cache = _open_cache(g, planner.seeds, spec) if keep and spec.is_fixed else None
         self._row_files: RowFiles | None = None
         if self._cache is not None and len(self) > 1:
-            self._row_files = RowFiles(self._cache.rows_folder, g.session.topology.server)
+            self._row_files = self._cache.rows(g.session.topology.server)
         # Ranks make plans together: a plan that one rank lacks on disk is made again by all ranks.
         self._on_disk = _common_steps(g, self._cache, spec.num_batches)
         self._held: dict[_Key, RankPlan] = {}
@@ -271,7 +271,7 @@ def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: CooperativeSpec) -> Plan
         "seeds": [seeds.digest, *seeds.counts],
         "edges": list(g.canonical_etypes[0]),
     }
-    return PlanCache(g.dataset, facts, g.session.topology.rank)
+    return PlanCache(g.dataset.cache, facts, g.session.topology.rank)
 
 
 def _common_steps(g: DistGraph, cache: PlanCache | None, num_batches: int) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
@@ -65,9 +66,11 @@ class FullGraph(Strategy):
         summary="activations of border nodes, and their gradients, at every layer; all gradients",
     )
 
+    read_options = staticmethod(partial(read_full_graph_options, FULL_GRAPH, known=COMMON, hops=0))
+
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
-        self._options = read_full_graph_options(FULL_GRAPH, options, COMMON, hops=0)
+        self._options = self.read_options(options)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         """Return a :class:`FullGraphLoader` with one step per epoch; every rank must call it.
@@ -114,9 +117,11 @@ class SharedPreload(Strategy):
         summary="features of the neighbourhood, once; activations of border nodes above it; all gradients",
     )
 
+    read_options = staticmethod(partial(read_full_graph_options, SHARED_PRELOAD, known=PRELOADING))
+
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
-        self._options = read_full_graph_options(SHARED_PRELOAD, options, PRELOADING)
+        self._options = self.read_options(options)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         return _open_loader(SHARED_PRELOAD, g, indices, sampler, self._options, loader_options)
@@ -180,9 +185,11 @@ class Cooperative(Strategy):
         summary="features of each batch's neighbourhood; activations inside a server; all gradients",
     )
 
+    read_options = staticmethod(partial(read_cooperative_options, COOPERATIVE))
+
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
-        self._options = read_cooperative_options(COOPERATIVE, options)
+        self._options = self.read_options(options)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         """Return a loader with one step per cooperative batch; every rank must call it.

@@ -159,13 +159,8 @@ def read_push_pull_options(options: Mapping[str, object]) -> PushPullOptions:
     Raises:
         ConfigError: one is unknown, of another type, or has a value that cannot be honoured.
     """
-    memory = options.get("memory")
-    if isinstance(memory, int) and not isinstance(memory, bool):
-        # The command line parses memory=1000 as a number.
-        options = {**options, "memory": str(memory)}
     types = {field.name: type(field.default) for field in fields(PushPullOptions)}
-    check_options("push_pull", options, types)
-    return PushPullOptions(**options)  # type: ignore[arg-type]  # checked one line up
+    return PushPullOptions(**check_options("push_pull", options, types))
 
 
 def smallest_group(world_size: int, feature_bytes: int, memory_bytes: int) -> int:

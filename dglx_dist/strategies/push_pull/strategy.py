@@ -46,9 +46,11 @@ class PushPull(Strategy):
         summary="partial activations of layer 1 and their gradients; structure of layer 1; other gradients",
     )
 
+    read_options = staticmethod(read_push_pull_options)
+
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
-        self._options = read_push_pull_options(options)
+        self._options = self.read_options(options)
         if self._options.group_size:
             make_group(session, self._options.group_size)
 
