@@ -349,7 +349,7 @@ class HaloBlock(DGLBlock):
 
     Not supported: functions of the reversed block (sums over the out-edges of a source, such as
     ``edge_softmax(norm_by="src")`` and ``EdgeWeightNorm("both")``), several node or edge types, and layers
-    that DGL cannot run on blocks (``model.NO_BLOCKS``; use :func:`dglx_dist.local_graph`).
+    that DGL cannot run on blocks (``layers.convolutions``; use :func:`dglx_dist.local_graph`).
 
     Constructed by :func:`halo_block`.
     """
