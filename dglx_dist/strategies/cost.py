@@ -21,6 +21,7 @@ from dglx_dist.records import Array
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
     from dglx_dist.graph.structure import Structure
+    from dglx_dist.layers.base import LayerWork
 
 Unit: TypeAlias = Literal["mini_batch", "full_graph"]
 """What one step trains on."""
@@ -164,27 +165,11 @@ class Widths:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """Size of one convolution."""
-
-    inputs: int
-    outputs: int
-    summed: int
-    """Columns that are summed along an edge."""
-    per_source: int
-    """Forward multiply-adds for each input row."""
-    per_target: int
-    """Forward multiply-adds for each output row."""
-    exchanged: int
-    """Columns of a row that ranks exchange before this layer."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of all layers, input-most first, and of the parameters."""
 
     kind: str
-    layers: tuple[LayerShape, ...]
+    layers: tuple[LayerWork, ...]
     features: int
     hidden: int
     classes: int
@@ -217,8 +202,8 @@ class ModelShape:
     def widths(self) -> Widths:
         rest = self.layers[1:] or self.layers
         return Widths(
-            first=self.layers[0].exchanged,
-            hidden=rest[0].exchanged,
+            first=self.layers[0].inputs,
+            hidden=rest[0].inputs,
             first_learns=self.first_learns,
             gradient_bytes=self.gradient_bytes,
             itemsize=self.itemsize,

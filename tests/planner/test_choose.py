@@ -16,13 +16,12 @@ from dglx_dist.planner.choose import (
     predict,
     works_of,
 )
-from dglx_dist.planner.model_shape import shape_of_kind
 from dglx_dist.planner.records import Outcome
 from dglx_dist.strategies.cost import Candidate, PlanContext, ring_split
 from dglx_dist.strategies.full_graph.plan_counts import FullGraphScheme
 from dglx_dist.strategies.serverless.cost import GhostPairs
 from tests.planner import hand_made
-from tests.planner.hand_made import BATCHES, CLUSTER, RATES, SHAPE, SURVEY, known
+from tests.planner.hand_made import BATCHES, CLUSTER, RATES, SHAPE, SURVEY, known, shape_of_kind
 
 ROWS = Candidate(strategy="data_parallel", unit="mini_batch")
 COLUMNS = Candidate(strategy="push_pull", unit="mini_batch", options={"structure": "push"})
@@ -170,9 +169,8 @@ def test_what_does_not_fit_says_so() -> None:
     unsplit = replace(SHAPE, first=None, why_not_split="no layer takes the features")
     refused = predict(COLUMNS, known(shape=unsplit))
     assert (refused.why_not, refused.epoch_seconds) == ("no layer takes the features", 0.0)
-    assert (
-        predict(replace(WHOLE, works=(FullGraphScheme(1),)), known()).why_not == "its plans were not counted"
-    )
+    uncounted = replace(WHOLE, works=(FullGraphScheme(1),))
+    assert predict(uncounted, known()).why_not == "its plans were not counted"
 
 
 def test_reasons_write_large_figures_in_full() -> None:
@@ -262,8 +260,8 @@ def test_what_a_model_cannot_be_is_no_choice() -> None:
     works = FullGraphScheme(0), GhostPairs()
     workers = Candidate(strategy="lambda", unit="full_graph", works=works)
     assert predict(workers, known()).feasible
-    dropping = known(shape=replace(SHAPE, why_not_chained="'dropout' drops with probability 0.5"))
-    assert predict(workers, dropping).why_not == "'dropout' drops with probability 0.5"
+    norming = known(shape=replace(SHAPE, why_not_chained="'norm', BatchNorm1d, takes means"))
+    assert predict(workers, norming).why_not == "'norm', BatchNorm1d, takes means"
     normalizing = known(shape=replace(SHAPE, why_not_whole="'norm' is a BatchNorm1d"))
     assert predict(WHOLE, normalizing).why_not == "'norm' is a BatchNorm1d"
     assert predict(ROWS, normalizing).feasible

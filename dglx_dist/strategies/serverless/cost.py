@@ -110,7 +110,7 @@ def candidates(context: PlanContext) -> Iterator[Candidate]:
 
 def cost(candidate: Candidate, known: Measured) -> Cost:
     """Return the cost of an epoch with workers that share the cores of their graph server."""
-    note = "workers on the same servers; no dropout"
+    note = "workers on the same servers"
     if known.shape.why_not_chained:
         return Cost(why_not=known.shape.why_not_chained, note=note)
     cluster, work = known.cluster, known.works[_EXCHANGING]

@@ -35,9 +35,11 @@ class Lambda(Strategy):
         complexity=50,
     )
 
+    read_options = staticmethod(read_settings)
+
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
-        self._settings = read_settings(options)
+        self._settings = self.read_options(options)
         wanted, ranks = self._settings.options.parameter_servers, session.topology.world_size
         if wanted > ranks:
             raise ConfigError(
