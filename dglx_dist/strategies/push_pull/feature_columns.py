@@ -44,7 +44,7 @@ from dglx_dist.graph.row_kernels import (
 from dglx_dist.layers.dropout import Columns, deal_out_columns
 from dglx_dist.progress import progress
 from dglx_dist.records import LABEL, Array, ColumnInfo
-from dglx_dist.strategies.push_pull.options import Group
+from dglx_dist.strategies.push_pull.exchange import Group
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph

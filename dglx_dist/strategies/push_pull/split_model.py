@@ -19,6 +19,7 @@ from dglx_dist.layers.base import SplittableConv, cut_out, join_parts, part_of
 from dglx_dist.layers.convolutions import Sync, stages_of
 from dglx_dist.layers.dropout import Columns, deal_out_concatenated
 from dglx_dist.layers.tracer import convolutions_in
+from dglx_dist.strategies.push_pull.exchange import Group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 from dglx_dist.strategies.push_pull.input_layers import (
     InputLayout,
@@ -27,7 +28,6 @@ from dglx_dist.strategies.push_pull.input_layers import (
     embeddings_of_all_nodes,
     find_input_modules,
 )
-from dglx_dist.strategies.push_pull.options import Group
 
 PHASE = "weights"
 """Ledger phase of pieces of weights and of optimizer state that are joined."""

@@ -14,14 +14,10 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import Sync
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.push_pull.exchange import Group, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.input_layers import embeddings_of_all_nodes
-from dglx_dist.strategies.push_pull.options import (
-    Group,
-    make_group,
-    read_push_pull_options,
-    smallest_group,
-)
+from dglx_dist.strategies.push_pull.options import read_push_pull_options, smallest_group
 from dglx_dist.strategies.push_pull.split_model import find_first_layer
 
 if TYPE_CHECKING:

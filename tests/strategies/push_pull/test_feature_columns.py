@@ -31,6 +31,7 @@ from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull import feature_columns as column_files
 from dglx_dist.strategies.push_pull import feature_columns as column_loading
 from dglx_dist.strategies.push_pull import feature_columns as moments
+from dglx_dist.strategies.push_pull.exchange import Group, make_group
 from dglx_dist.strategies.push_pull.feature_columns import (
     OPENED,
     PHASE,
@@ -46,7 +47,6 @@ from dglx_dist.strategies.push_pull.feature_columns import (
     slice_folder,
     write_slices,
 )
-from dglx_dist.strategies.push_pull.options import Group, make_group
 from tests.data.storage.graphs import random_heterogeneous, random_homogeneous, random_owners
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
