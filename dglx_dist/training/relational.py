@@ -1,4 +1,4 @@
-"""R-GCN and HGT on unchanged ``dgl.nn``, for graphs of several node or edge types.
+"""R-GCN and HGT for graphs of several node or edge types.
 
 Both map ``{node type: (num_src, width)}`` rows of the input-most block's sources to ``{node type: (num_dst,
 out_dim)}``; for a graph of one node type, input and output may be tensors.
