@@ -13,9 +13,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from dglx_dist.cli import run_command_line
-from dglx_dist.cli.common import names, show, warn
+from dglx_dist.cli.common import show, warn
 from dglx_dist.cli.train import INTERRUPTED
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import names
 
 if TYPE_CHECKING:
     from scripts.bench.driver import Step
@@ -44,7 +45,10 @@ def bench(  # noqa: PLR0913  # one argument per option
         typer.Option(metavar="DIR", help="Results go here: `ID.json` each, `README.md`, pictures."),
     ] = None,
     suite: Annotated[
-        str, typer.Option(help="quick: minutes; papers: all published claims; peers: other packages.")
+        str,
+        typer.Option(
+            help="quick: minutes; papers: all published claims; peers: other packages; large: A1's."
+        ),
     ] = "quick",
     only: Annotated[
         list[str] | None,

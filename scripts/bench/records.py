@@ -10,7 +10,7 @@ from typing import Any, Literal
 from dglx_dist.planner.records import Rate
 from dglx_dist.records import EpochRecord
 
-Suite = Literal["quick", "papers", "peers"]
+Suite = Literal["quick", "papers", "peers", "large"]
 
 # Facts of an experiment that stand in tables of their own, by variant.
 KAPPA = "kappa: work of the server with most, by the baseline's"

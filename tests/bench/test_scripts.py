@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.errors import ConfigError
 from scripts.bench import suites
 from scripts.bench.__main__ import main
-from scripts.bench.micro.starter import torchrun_command
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 MICRO = sorted((BENCH / "micro").glob("*.py"))
@@ -37,7 +35,7 @@ def test_every_script_finds_what_it_imports(path: Path) -> None:
 
 
 def test_the_scripts_are_seen() -> None:
-    assert ("scripts.bench.micro.starter", "on_ranks") in imported(BENCH / "micro" / "push.py")
+    assert ("scripts.bench.micro.timing", "in_turn") in imported(BENCH / "micro" / "sampling.py")
 
 
 @pytest.mark.parametrize("name", suites.PROGRAMS)
@@ -48,18 +46,18 @@ def test_every_program_is_there_and_none_is_called_as_an_experiment(name: str) -
 
 def test_every_script_has_a_name() -> None:
     named = {place.partition(":")[0] for place, _ in suites.PROGRAMS.values()}
-    assert {f"micro.{path.stem}" for path in MICRO} - named == {"micro.starter", "micro.__init__"}
+    assert {f"micro.{path.stem}" for path in MICRO} - named == {"micro.timing", "micro.__init__"}
 
 
 def test_a_program_gets_its_own_arguments(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["scripts/bench", "pull", "--help"])
+    monkeypatch.setattr(sys, "argv", ["scripts/bench", "rpc", "--help"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("usage: python scripts/bench pull ")
+    assert shown.startswith("usage: python scripts/bench rpc ")
     assert "--rounds" in shown
 
 
@@ -68,19 +66,3 @@ def test_it_runs_from_any_folder(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "did you mean 'D1'" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("ranks", "servers", "per_server"), [(4, 2, "2"), (3, 2, "2"), (5, 1, "5"), (3, 3, "1")]
-)
-def test_ranks_are_cut_into_servers(ranks: int, servers: int, per_server: str) -> None:
-    command, environment = torchrun_command(["train.py", "--x"], ranks, servers)
-    assert command[0] == sys.executable
-    assert command[-4:] == ["--nproc-per-node", str(ranks), "train.py", "--x"]
-    assert environment["DGLX_RANKS_PER_SERVER"] == per_server
-
-
-@pytest.mark.parametrize(("ranks", "servers"), [(2, 3), (4, 3), (0, 1), (2, 0)])
-def test_impossible_servers_are_refused(ranks: int, servers: int) -> None:
-    with pytest.raises(ConfigError, match="multiple"):
-        torchrun_command(["train.py"], ranks, servers)

@@ -6,33 +6,20 @@ own batches). All members of a group must post the same transfers in the same or
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast, final
 
 import torch
-import torch.distributed as dist
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.collectives import peers_named
-from dglx_dist.comm.session import Session, if_alive
-from dglx_dist.comm.trace import NETWORK
-from dglx_dist.errors import PeerError
+from dglx_dist.comm.exchange import GlooExchange, Handle, Incoming, Outgoing
+from dglx_dist.comm.session import Session
 from dglx_dist.strategies.push_pull.block_exchange import STRUCTURE
 from dglx_dist.strategies.push_pull.options import Group, PartInput
 
 FORWARD, BACKWARD = "activations", "activation_gradients"
 """Ledger phases (forward pull, backward push)."""
-
-_PULL, _PUSH = 1, 2
-"""Message tags: pulls and pushes may overtake each other on the wire."""
-
-_SPAN_NAMES = {_PULL: "pull", _PUSH: "push gradient"}
 
 _SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
@@ -42,18 +29,10 @@ Received: TypeAlias = list[Tensor]
 
 @final
 class Transfer:
-    """A pending exchange; :meth:`result` waits for it."""
+    """A pending exchange with all members; :meth:`result` waits for it."""
 
-    def __init__(self, session: Session, what: str, device: torch.device) -> None:
-        self._session, self._what, self._device = session, what, device
-        self._done = threading.Event()
-        self._received: Received = []
-        self._error: RuntimeError | None = None
-
-    def finish(self, received: Received, error: RuntimeError | None = None) -> None:
-        """Store the result or the error, and wake up :meth:`result`."""
-        self._received, self._error = received, error
-        self._done.set()
+    def __init__(self, handle: Handle | None, received: Received, device: torch.device) -> None:
+        self._handle, self._received, self._device = handle, received, device
 
     def result(self) -> Received:
         """Return what all members sent.
@@ -61,84 +40,22 @@ class Transfer:
         Raises:
             PeerError: a rank is dead or did not take part within the time-out.
         """
-        with peers_named(self._session, self._what):
-            # Each wait behind it ends by the session's time-out, one after the other; this is a last resort.
-            limit_s = 4 * self._session.timeout_s
-            if not self._done.wait(limit_s):
-                raise PeerError(f"the exchange of {self._what} made no progress for {limit_s:g} s")
-            if self._error is not None:
-                raise self._error
-        self._received = [one.to(self._device) for one in self._received]
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+            self._received = [one.to(self._device) for one in self._received]
         return self._received
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Posted:
-    transfer: Transfer
-    works: list[Any]
-    received: Received
-    sent: Sequence[Tensor]
-    """Kept alive until they are sent."""
-    done: Callable[[], None]
-
-
-@dataclass(kw_only=True)
-class _WaiterThread:
-    """Waits for transfers of one kind, in their order, so that the compute thread does not have to."""
-
-    jobs: queue.SimpleQueue[_Posted | None] = field(default_factory=queue.SimpleQueue)
-    thread: threading.Thread | None = None
-
-    def start(self, name: str) -> None:
-        # A daemon: a rank that fails must not wait, at its end, for messages that never come.
-        self.thread = threading.Thread(target=_wait_for, args=(self.jobs,), name=name, daemon=True)
-        self.thread.start()
-
-    def stop(self) -> None:
-        # Joined, as a thread inside torch must not outlive the process.
-        self.jobs.put(None)
-        if self.thread is not None:
-            self.thread.join()
-
-
-def _wait_for(jobs: queue.SimpleQueue[_Posted | None]) -> None:
-    while (posted := jobs.get()) is not None:
-        try:
-            for work in posted.works:
-                work.wait()
-        except RuntimeError as error:
-            posted.transfer.finish([], error)
-        else:
-            posted.done()
-            posted.transfer.finish(posted.received)
-        # Or its tensors would live until the next one arrives.
-        del posted
 
 
 @final
 class AsyncExchange:
-    """Exchanges tensors between the members of a group without blocking the caller.
-
-    Tensors on a GPU go through host memory: gloo then waits on a thread of its own and matches messages by
-    tag, where NCCL would order all of them on one stream.
-    """
+    """Exchanges tensors between the members of a group without blocking the caller."""
 
     def __init__(self, session: Session, group: Group) -> None:
-        self._session, self._group = session, group
-        self._waiters = {_PULL: _WaiterThread(), _PUSH: _WaiterThread()}
-        if group.size > 1:
-            for tag, name in ((_PULL, "dglx-pull"), (_PUSH, "dglx-push")):
-                self._waiters[tag].start(name)
-                ended = weakref.finalize(self, self._waiters[tag].jobs.put, None)
-                # A thread that is woken at exit would run while the interpreter shuts down.
-                ended.atexit = False
-            session.before_close.append(if_alive(self.close))
-
-    def close(self) -> None:
-        """End the threads once all posted transfers have completed."""
-        for waiter in self._waiters.values():
-            waiter.stop()
-        self._waiters = {}
+        self._group = group
+        # Pulls and pushes may overtake each other on the wire.
+        self._pulls = GlooExchange(session, tag=1, span="pull")
+        self._pushes = GlooExchange(session, tag=2, span="push gradient")
 
     def pull(self, shares: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
         """Send each owner its share of this part; receive the shares of all parts for the own block.
@@ -148,7 +65,7 @@ class AsyncExchange:
         part = self._group.part
         received = [_empty_like(shares[part]) for _ in shares]
         received[part] = shares[part].detach()
-        return self._post(_PULL, shares, received, phase, batch)
+        return self._post(self._pulls, shares, received, phase, batch)
 
     def push(self, own: Tensor, like: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
         """Send ``own`` to every part; receive the tensors of all owners.
@@ -157,34 +74,26 @@ class AsyncExchange:
         """
         received = [_empty_like(tensor) for tensor in like]
         received[self._group.part] = own.detach()
-        return self._post(_PUSH, [own] * self._group.size, received, phase, batch)
+        return self._post(self._pushes, [own] * self._group.size, received, phase, batch)
 
     def _post(
-        self, tag: int, sent: Sequence[Tensor], received: Received, phase: str, batch: int | None
+        self,
+        exchange: GlooExchange,
+        sent: Sequence[Tensor],
+        received: Received,
+        phase: str,
+        batch: int | None,
     ) -> Transfer:
-        """Send ``sent[p]`` to each other member p and receive ``received[p]``; empty tensors are skipped."""
-        session, others = self._session, self._group.others
-        device = sent[self._group.part].device
-        transfer = Transfer(session, phase if batch is None else f"{phase} of batch {batch}", device)
-        if not others:
-            transfer.finish(received)
-            return transfer
-        outgoing = {part: sent[part].detach().contiguous().cpu() for part, _ in others}
-        begin = time.perf_counter()
-        with peers_named(session, phase):
-            works = [dist.irecv(received[p], rank, tag=tag) for p, rank in others if received[p].numel()]
-            works += [dist.isend(outgoing[p], rank, tag=tag) for p, rank in others if outgoing[p].numel()]
-        for part, rank in others:
-            num_bytes = outgoing[part].numel() * outgoing[part].element_size()
-            session.ledger.add(phase, 1, self._group.rank, rank, num_bytes)
-
-        def done() -> None:
-            session.timeline.add(_SPAN_NAMES[tag], NETWORK, begin, time.perf_counter(), batch)
-
-        self._waiters[tag].jobs.put(
-            _Posted(transfer=transfer, works=works, received=received, sent=[*outgoing.values()], done=done)
-        )
-        return transfer
+        """Send ``sent[p]`` to each other member p and receive ``received[p]``."""
+        handle = None
+        if others := self._group.others:
+            outgoing = [
+                Outgoing(rank=rank, rows=sent[part].detach().contiguous().cpu()) for part, rank in others
+            ]
+            incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in others]
+            name = phase if batch is None else f"{phase} of batch {batch}"
+            handle = exchange.post(outgoing, incoming, name, phase=phase, layer=1, batch=batch)
+        return Transfer(handle, received, sent[self._group.part].device)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

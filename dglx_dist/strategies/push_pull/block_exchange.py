@@ -18,7 +18,7 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
-from dglx_dist.comm.mailbox import Mailbox
+from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.minibatch import BlockBuilder
 from dglx_dist.dataloading.step_loader import Items, StepLoader
@@ -205,43 +205,22 @@ class PushedStructure(StructureSource):
     """
 
     def __init__(self, session: Session, group: Group, op: str, builder: BlockBuilder, *, wide: bool) -> None:
-        self._session, self._group, self._op = session, group, op
-        self._builder, self._wide = builder, wide
-        self._mailbox: Mailbox[list[Array]] = Mailbox(
-            session, "every rank must iterate over the loader alike"
-        )
-        mailbox, ranks = self._mailbox, dict(group.others)
-
-        def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
-            iteration, step, part = map(int, name.split())
-            _check_block(arrays)
-            mailbox.put(iteration, step, ranks[part], list(arrays))
-            return []
-
-        # Not a method: the loader would live as long as the session.
-        session.rpc.register(op, receive)
-        weakref.finalize(self, session.rpc.unregister, op)
+        self._group, self._builder, self._wide = group, builder, wide
+        advice = "every rank must iterate over the loader alike"
+        self._exchange = OneSidedExchange(session, op, advice, _check_block)
 
     def begin(self, iteration: int) -> None:
-        self._mailbox.begin(iteration)
+        self._exchange.mailbox.begin(iteration)
 
     def fetch(self, position: BatchPosition, own: OwnerBlock) -> FetchedBlocks:
         began = time.perf_counter()
         arrays = pack_block(own, wide=self._wide)
-        name = f"{position.iteration} {position.step} {self._group.part}"
-        size = self._group.size
-        # Beginning with the next part, so that not all ranks send to the same one first.
-        others = sorted(self._group.others, key=lambda other: (other[0] - self._group.part) % size)
-        sent = [
-            self._session.rpc.submit(rank, self._op, name, arrays, phase=STRUCTURE, layer=1)
-            for _, rank in others
-        ]
-        for call in sent:
-            call.result()
+        step, ranks = str(position.step), [rank for _, rank in self._group.others]
+        sent = dict.fromkeys(ranks, arrays)
+        self._exchange.post(position.iteration, step, sent, phase=STRUCTURE, layer=1)
         pushed = time.perf_counter()
         what = f"the structure of step {position.step} of epoch {position.epoch}"
-        ranks = [rank for _, rank in self._group.others]
-        received = self._mailbox.take(position.iteration, position.step, ranks, what)
+        received = self._exchange.mailbox.take(position.iteration, step, ranks, what)
         arrived = time.perf_counter()
         idtype = own.block.idtype
         blocks = {
@@ -250,7 +229,7 @@ class PushedStructure(StructureSource):
         return FetchedBlocks(blocks=blocks, seconds=(pushed - began) + (time.perf_counter() - arrived))
 
     def cancel(self, iteration: int, reason: BaseException | None = None) -> None:
-        self._mailbox.cancel(iteration, reason)
+        self._exchange.mailbox.cancel(iteration, reason)
 
 
 def pack_block(own: OwnerBlock, *, wide: bool) -> list[Array]:

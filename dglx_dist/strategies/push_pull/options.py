@@ -14,6 +14,7 @@ from torch import Tensor
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.convolutions import Sync
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import check_options
 from dglx_dist.strategies.gradient_sync import BUCKET_BYTES
@@ -86,7 +87,6 @@ Side: TypeAlias = Literal["M", "D"]
 Weights: TypeAlias = Literal["whole", "split"]
 Order: TypeAlias = Literal["forward_first", "backward_first"]
 StructureChoice: TypeAlias = Literal["auto", "push", "resample"]
-Sync: TypeAlias = Literal["columns", "inputs"]
 
 
 @final
@@ -159,13 +159,8 @@ def read_push_pull_options(options: Mapping[str, object]) -> PushPullOptions:
     Raises:
         ConfigError: one is unknown, of another type, or has a value that cannot be honoured.
     """
-    memory = options.get("memory")
-    if isinstance(memory, int) and not isinstance(memory, bool):
-        # The command line parses memory=1000 as a number.
-        options = {**options, "memory": str(memory)}
     types = {field.name: type(field.default) for field in fields(PushPullOptions)}
-    check_options("push_pull", options, types)
-    return PushPullOptions(**options)  # type: ignore[arg-type]  # checked one line up
+    return PushPullOptions(**check_options("push_pull", options, types))
 
 
 def smallest_group(world_size: int, feature_bytes: int, memory_bytes: int) -> int:

@@ -79,7 +79,7 @@ SIZES: Mapping[str, Size] = {
         nodes=15_000, batch_size=250, whole_nodes=5_000, deep_nodes=1_500, hidden=(8,), deep_hidden=(16,)
     ),
     "papers": Size(nodes=24_000, batch_size=300, whole_nodes=10_000, deep_nodes=4_000, hidden=(8, 256)),
-    "whole": Size(nodes=60_000, batch_size=500, whole_nodes=20_000, deep_nodes=6_000, hidden=(8, 64, 256)),
+    "large": Size(nodes=60_000, batch_size=500, whole_nodes=20_000, deep_nodes=6_000, hidden=(8, 64, 256)),
 }
 
 
@@ -222,7 +222,7 @@ EXPERIMENTS = (
     Experiment(
         id="A1",
         title="the automatic choice beside the fastest of all ways, over a grid",
-        suites=("papers",),
+        suites=("papers", "large"),
         claim=Claim(
             paper="this package",
             says=(
@@ -246,8 +246,8 @@ EXPERIMENTS = (
         build=lambda plan: plan_of(plan, grid_of(SIZES.get(plan.suite, SIZES["papers"]))),
         note=(
             "Strategy `lambda` is left out, whose workers would share the cores of their servers; so are "
-            "caches, of which jobs of the bench know nothing. `python scripts/bench regret` measures a "
-            "larger grid; the result of 2026-11-22 is of it, with three repetitions."
+            "caches, of which jobs of the bench know nothing. The result of 2026-11-22 is of the grid of "
+            "`--suite large`, with three repetitions."
         ),
     ),
 )

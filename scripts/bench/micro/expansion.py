@@ -10,7 +10,6 @@ two minutes. ``dglx inspect DIR --closure`` says the same of one partitioned dat
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.graph.analysis import Expansion, measure_expansion
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import RawGraph
+from scripts.bench.micro.timing import parser
 
 REAL = ("cora", "dblp_full", "coauthor_physics")
 BUILT_IN = {
@@ -64,16 +64,14 @@ def draw(curves: dict[str, Sequence[float]], servers: int, path: Path, title: st
 
 def main(argv: list[str]) -> None:
     """Print the table and draw the pictures."""
-    parser = argparse.ArgumentParser(
-        prog="python scripts/bench expansion",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
+    options = parser("expansion", __doc__)
+    options.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of the .npz graphs"
     )
-    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of the .npz graphs")
-    parser.add_argument("--out", type=Path, default=Path("docs/strategies"), help="where pictures go")
-    parser.add_argument("--servers", type=int, default=4)
-    parser.add_argument("--hops", type=int, default=6)
-    chosen = parser.parse_args(argv)
+    options.add_argument("--out", type=Path, default=Path("docs/strategies"), help="where pictures go")
+    options.add_argument("--servers", type=int, default=4)
+    options.add_argument("--hops", type=int, default=6)
+    chosen = options.parse_args(argv)
     sources = {name: str(chosen.data / f"{name}.npz") for name in REAL} | BUILT_IN
     graphs = {name: load_dataset(source) for name, source in sources.items()}
     headings = [f"{hop} hop{'s' * (hop > 1)}" for hop in range(1, chosen.hops + 1)]

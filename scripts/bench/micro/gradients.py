@@ -7,9 +7,7 @@ five dense layers and 1000 rows a step; no graph is involved.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from functools import partial
 from itertools import pairwise
 
@@ -19,7 +17,7 @@ from torch import nn
 from dglx_dist.comm.session import start_session
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.data_parallel import DataParallelModel
-from scripts.bench.micro.starter import in_turn
+from scripts.bench.micro.timing import in_turn, parser, timed
 
 ROWS, STEPS, ROUNDS = 1000, 20, 8
 
@@ -31,19 +29,16 @@ def network() -> nn.Module:
 
 
 def milliseconds(model: nn.Module, x: torch.Tensor) -> float:
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        model.zero_grad(set_to_none=True)
-        model(x).pow(2).mean().backward()
-    return (time.perf_counter() - start) / STEPS * 1e3
+    def steps() -> None:
+        for _ in range(STEPS):
+            model.zero_grad(set_to_none=True)
+            model(x).pow(2).mean().backward()
+
+    return timed(steps)[0] / STEPS * 1e3
 
 
 def main(argv: list[str]) -> None:
-    argparse.ArgumentParser(
-        prog="python scripts/bench gradients",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    ).parse_args(argv)
+    parser("gradients", __doc__).parse_args(argv)
     torch.set_num_threads(1)
     with start_session() as session:
         world_size = session.topology.world_size

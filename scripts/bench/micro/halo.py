@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from dglx_dist.comm.session import Session, start_session
 from dglx_dist.planner.records import Rate
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
-from scripts.bench.micro.starter import parser, text_table, timed, write_json
+from scripts.bench.micro.timing import parser, text_table, timed, write_json
 
 WIDTH = 64
 
@@ -133,6 +134,7 @@ def main(argv: list[str]) -> int:
     arguments.add_argument(
         "--rate", type=Rate.parse, default=Rate.parse("1gbit"), help="what the lab was given"
     )
+    arguments.add_argument("--json", type=Path, help="write the figures to this file too")
     options: argparse.Namespace = arguments.parse_args(argv)
     torch.set_num_threads(1)
     with start_session() as session:
@@ -145,5 +147,5 @@ def main(argv: list[str]) -> int:
                 for row in rows
             ]
             print(text_table(shown), flush=True)
-            write_json(options, {"rate": str(options.rate), "shares": rows})
+            write_json(options.json, {"rate": str(options.rate), "shares": rows})
     return 0

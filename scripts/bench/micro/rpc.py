@@ -1,6 +1,6 @@
 """Throughput and latency of one-sided calls beside bare pyzmq, on this machine, in one run.
 
-    python scripts/bench rpc [--json] [--rounds 15]
+    python scripts/bench rpc [--json FILE] [--rounds 15]
 
 Two processes, TCP over loopback. Bare pyzmq is a ROUTER that answers each request with a buffer it holds
 (copy=False) and a DEALER that takes it (copy=False): no head, no secret, no dtype. Ours is the same call
@@ -11,13 +11,12 @@ to 16 MB, one call at a time, is below 60 %.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from dglx_dist.comm.auth import Credentials
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rpc import PeerAddress, Rpc, ServeConfig
 from dglx_dist.comm.topology import Topology
+from scripts.bench.micro.timing import parser, text_table, write_json
 
 SIZES = [1 << power for power in (16, 18, 20, 22, 24)]
 LATENCY_BYTES = 4096
@@ -35,15 +35,14 @@ Ask = Callable[[], Any]
 Take = Callable[[Any], int]
 
 
-def make_rpc(rank: int, chunk_bytes: int) -> Rpc:
-    ledger = Ledger(Topology(rank, 2, (0, 1)))
-    return Rpc(rank, ledger, 60.0, ServeConfig(chunk_bytes=chunk_bytes))
+def make_rpc(rank: int) -> Rpc:
+    return Rpc(rank, Ledger(Topology(rank, 2, (0, 1))), 60.0, ServeConfig())
 
 
-def serve(pipe: Any, chunk_bytes: int) -> None:
+def serve(pipe: Any) -> None:
     """Answer both kinds of requests until the pipe says stop."""
     largest = np.random.default_rng(0).integers(0, 255, max(SIZES), dtype=np.uint8)
-    rpc = make_rpc(1, chunk_bytes)
+    rpc = make_rpc(1)
     rpc.register("pull", lambda _name, arrays: [largest[: int(arrays[0][0])]])
     endpoint = rpc.listen("127.0.0.1", Credentials(secret=b"bench"))
     router = zmq.Context.instance().socket(zmq.ROUTER)
@@ -72,13 +71,13 @@ def seconds(ask: Ask, take: Take, size: int, repeats: int, depth: int) -> float:
     return time.perf_counter() - start
 
 
-def measure(rounds: int, chunk_bytes: int) -> list[dict[str, float]]:
+def measure(rounds: int) -> list[dict[str, float]]:
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, chunk_bytes), daemon=True)
+    process = context.Process(target=serve, args=(there,), daemon=True)
     process.start()
     endpoint, bare_endpoint = here.recv()
-    rpc = make_rpc(0, chunk_bytes)
+    rpc = make_rpc(0)
     rpc.listen("127.0.0.1", Credentials(secret=b"bench"))
     rpc.connect({1: PeerAddress(rank=1, host="localhost", endpoint=endpoint)})
     dealer = zmq.Context.instance().socket(zmq.DEALER)
@@ -130,27 +129,12 @@ def row(size: int, depth: int, bare: list[float], ours: list[float]) -> dict[str
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python scripts/bench rpc",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--chunk-bytes", type=int, default=ServeConfig().chunk_bytes)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(argv)
-    rows = measure(options.rounds, options.chunk_bytes)
-    if options.json:
-        print(json.dumps({"chunk_bytes": options.chunk_bytes, "rows": rows}))
-    else:
-        names = ["bytes", "calls_under_way", "bare_us", "ours_us", "bare_mb_s", "ours_mb_s", "ratio"]
-        print(" ".join(f"{name:>15}" for name in names))
-        for one in rows:
-            print(
-                " ".join(
-                    f"{one[name]:>15.2f}" if name == "ratio" else f"{one[name]:>15.0f}" for name in names
-                )
-            )
+    made = parser("rpc", __doc__)
+    made.add_argument("--rounds", type=int, default=15)
+    made.add_argument("--json", type=Path, help="write the figures to this file too")
+    options = made.parse_args(argv)
+    rows = measure(options.rounds)
+    print(text_table(rows))
+    write_json(options.json, rows)
     asked = [one for one in rows if one["bytes"] >= SIZES[0] and one["calls_under_way"] == 1]
-    slow = [one for one in asked if one["ratio"] < REQUIRED]
-    return 1 if slow else 0
+    return int(any(one["ratio"] < REQUIRED for one in asked))

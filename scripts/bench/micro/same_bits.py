@@ -6,7 +6,6 @@ python scripts/bench same_bits --root OTHER        another checkout, with the sa
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -14,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from scripts.bench.micro.timing import parser
 
 GRAPH = "synthetic:nodes=2000,degree=10,classes=5,features=24,seed=3"
 RUNS: dict[str, tuple[str, ...]] = {
@@ -28,40 +29,25 @@ RUNS: dict[str, tuple[str, ...]] = {
     # One task at a time: sums in another order have other last bits.
     "lambda gcn": ("lambda", "--model", "gcn", "--dropout", "0", "--option", "intervals=1"),
 }
-EPOCHS = 3
+EPOCHS = "3"
+LAUNCH = ("--ranks", "2", "--servers", "2", "--seed", "1", "--epochs", EPOCHS, "--checkpoint-every", EPOCHS)
 
 
 def main(argv: list[str]) -> None:
     """Print one line per run: its name, and digests of weights, losses and bytes."""
-    parser = argparse.ArgumentParser(
-        prog="python scripts/bench same_bits",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--root", type=Path, default=Path(__file__).parents[3], help="the checkout to run")
-    parser.add_argument("--only", default="", help="runs whose names begin so")
-    chosen = parser.parse_args(argv)
+    options = parser("same_bits", __doc__)
+    options.add_argument("--root", type=Path, default=Path(__file__).parents[3], help="the checkout to run")
+    options.add_argument("--only", default="", help="runs whose names begin so")
+    chosen = options.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         dglx(chosen.root, folder, "partition", GRAPH, "--parts", "2", "--method", "hash", "--out", "data")
-        for name, (strategy, *options) in RUNS.items():
+        for name, how in RUNS.items():
             if name.startswith(chosen.only):
-                out = f"run-{name}"
-                common = (
-                    "--strategy",
-                    strategy,
-                    "--ranks",
-                    "2",
-                    "--servers",
-                    "2",
-                    "--seed",
-                    "1",
-                    "--out",
-                    out,
+                dglx(
+                    chosen.root, folder, "train", "data", "--strategy", *how, *LAUNCH, "--out", f"run-{name}"
                 )
-                epochs = ("--epochs", str(EPOCHS), "--checkpoint-every", str(EPOCHS))
-                dglx(chosen.root, folder, "train", "data", *common, *epochs, *options)
-                print(f"{name:<24} {digest_of(folder / out)}", flush=True)
+                print(f"{name:<24} {digest_of(folder / f'run-{name}')}", flush=True)
 
 
 def dglx(root: Path, folder: Path, *arguments: str) -> None:

@@ -229,7 +229,7 @@ def on_four(folder: str) -> dict[str, Any]:
         found["drained"] = [pipeline.drained]
         found["left"] = leave_early(pushed)
         found["drained"].append(pipeline.drained)
-        found["waiting"] = len(pushed._structure._source._mailbox._arrived)  # type: ignore[attr-defined]
+        found["waiting"] = len(pushed._structure._source._exchange.mailbox._arrived)  # type: ignore[attr-defined]
         found["share"] = session.step_share
         automatic = nodes_of(g, group=group, structure="auto")
         ways = [automatic._structure.decision]

@@ -1,0 +1,55 @@
+"""What the programs share: options, the timing loop, tables and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of the program ``name``."""
+    return argparse.ArgumentParser(
+        prog=f"python scripts/bench {name}",
+        description=description,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+
+
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """Seconds that ``work`` takes, and what it returns."""
+    begin = time.perf_counter()
+    result = work()
+    return time.perf_counter() - begin, result
+
+
+def in_turn(
+    contestants: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 0
+) -> dict[str, list[float]]:
+    """What each returns, taken in turn, so that a slow moment hits all; without ``warm_up`` rounds."""
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, contestant in contestants.items():
+            found[name].append(contestant())
+    return {name: values[warm_up:] for name, values in found.items()}
+
+
+def text_table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows as aligned text, floats with two digits."""
+    lines = [list(rows[0])]
+    lines += [[f"{one:.2f}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
+    )
+
+
+def write_json(path: Path | None, value: object) -> None:
+    """Write the figures, where a file is given."""
+    if path:
+        path.write_text(json.dumps(value, indent=1), encoding="utf-8")
