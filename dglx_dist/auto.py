@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -21,13 +20,14 @@ from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.cache import check_budget
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.options import check_ranges
 from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, choosable, enumerate_candidates, schemes_of
-from dglx_dist.planner.choose import FULL_GRAPH_EPOCHS, Constraints, choose
+from dglx_dist.planner.choose import Constraints, choose
 from dglx_dist.planner.dry_run import DryRunConfig, live_run
-from dglx_dist.planner.model_shape import ModelShape, layers_in, shape_of_module
+from dglx_dist.planner.model_shape import ModelShape, shape_of_module
 from dglx_dist.planner.profile import probe
 from dglx_dist.planner.records import Candidate, Choice, Cluster, Outcome
-from dglx_dist.planner.workload import DRY_BATCHES, TRAIN_MASK, Draws, check_plannable, check_train_nodes
+from dglx_dist.planner.workload import TRAIN_MASK, Draws, check_plannable, check_train_nodes
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, EpochRecord
 from dglx_dist.report.run_folder import PLAN, read_plan
@@ -35,6 +35,7 @@ from dglx_dist.report.tables import RunFacts, plan_lines, summarise
 from dglx_dist.strategies.base import AUTO, CACHE_CHOICE, STRATEGIES, check_options, strategy_of
 from dglx_dist.strategies.data_parallel import check_same_model
 from dglx_dist.training import checkpoint
+from dglx_dist.training.config import ChoiceOptions
 from dglx_dist.training.fit import TRAINED_WITH, FitResult
 
 DEFAULT_STRATEGY = "data_parallel"
@@ -48,31 +49,20 @@ NO_BATCHES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoOptions:
+class AutoOptions(ChoiceOptions):
     """Options of ``auto``.
 
     Raises:
         ConfigError: a value cannot be honoured.
     """
 
-    unit: str = "mini_batch"
-    """Kind of step to choose among: mini_batch, full_graph, or any."""
-    allow_estimators: bool = False
-    full_graph_epochs: float = FULL_GRAPH_EPOCHS
     memory: str = ""
     """Limit of a rank, as "4GB"; empty: its share of the machine's."""
-    dry_batches: int = DRY_BATCHES
-    """0: all of an epoch."""
     caches: bool = True
     """Whether caches of remote rows may be chosen."""
 
     def __post_init__(self) -> None:
-        if self.unit not in ("mini_batch", "full_graph", "any"):
-            raise ConfigError(f"option unit={self.unit!r} must be 'mini_batch', 'full_graph' or 'any'")
-        if self.dry_batches < 0:
-            raise ConfigError(f"option dry_batches={self.dry_batches} must be at least 0 (0: an epoch)")
-        if not 0 < self.full_graph_epochs < math.inf:
-            raise ConfigError(f"option full_graph_epochs={self.full_graph_epochs} must be a number above 0")
+        check_ranges(self, "option {name}={value!r}")
         if self.memory:
             try:
                 read_size(self.memory)
@@ -96,7 +86,6 @@ class Training:
     """None: the number of fan-outs, or of the model's convolutions."""
     kind: str | None = None
     """Of a ready-made model; None: derived from its convolutions."""
-    heads: int = 4
     hidden: int | None = None
     own_loop: bool = False
     """Whether the user's loop takes the steps, which strategy ``lambda`` does not support."""
@@ -116,17 +105,9 @@ class Training:
 
 
 def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
-    """Return the options of a session that was opened with ``auto``.
-
-    Raises:
-        ConfigError: one is unknown, of another type, or out of range.
-    """
-    given = dict(options)
-    for name, kind in (("full_graph_epochs", float), ("memory", str)):
-        if isinstance(given.get(name), int) and not isinstance(given[name], bool):
-            given[name] = kind(given[name])  # type: ignore[arg-type]  # an int, checked above
-    check_options(AUTO, given, {one.name: type(one.default) for one in fields(AutoOptions)})
-    return AutoOptions(**given)  # type: ignore[arg-type]  # checked above
+    """Return the options of ``auto``; ConfigError if one is unknown, of another type, or out of range."""
+    known = {one.name: type(one.default) for one in fields(AutoOptions)}
+    return AutoOptions(**check_options(AUTO, options, known))
 
 
 def check_session_options(session: Session) -> None:
@@ -137,27 +118,6 @@ def check_session_options(session: Session) -> None:
         strategy_of(session)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchRequest:
-    """Mini-batches to count, as far as the user specified them."""
-
-    unit: str
-    """``mini_batch``, ``full_graph`` or ``any``."""
-    num_layers: int
-    fanouts: Sequence[int] | None
-    """Input-most first; None: the defaults, or no mini-batches for deep models."""
-    batch_size: int | None
-    epoch: int
-    """The counted epoch."""
-    dry_batches: int
-    """Of each rank; 0: all of the epoch."""
-
-    @property
-    def is_deep(self) -> bool:
-        """Whether the depth alone excludes mini-batches."""
-        return self.unit != "full_graph" and self.fanouts is None and self.num_layers >= _DEEP
-
-
 def steps_of(draws: Draws | None, seeds: int, ranks: int) -> int:
     """Return the steps of an epoch on ``seeds`` training nodes of all ranks; 0 without mini-batches."""
     if draws is None:
@@ -166,20 +126,28 @@ def steps_of(draws: Draws | None, seeds: int, ranks: int) -> int:
     return -(-seeds_per_rank // draws.batch_size)
 
 
-def draws_of(request: BatchRequest) -> Draws | None:
-    """Return the mini-batches to count; None: there are none."""
-    if request.unit == "full_graph" or request.is_deep:
+def is_deep(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> bool:
+    """Whether the depth alone excludes mini-batches."""
+    return unit != "full_graph" and fanouts is None and num_layers >= _DEEP
+
+
+def draws_of(
+    choice: ChoiceOptions,
+    num_layers: int,
+    fanouts: Sequence[int] | None,
+    batch_size: int | None,
+    *,
+    epoch: int,
+) -> Draws | None:
+    """Return the mini-batches of ``epoch`` to count, with the defaults for None; None: there are none."""
+    if choice.unit == "full_graph" or is_deep(choice.unit, num_layers, fanouts):
         return None
-    fanouts = request.fanouts
     if fanouts is None:
-        fanouts = default_fanouts(DEFAULT_STRATEGY, request.num_layers)
-    size = request.batch_size or default_batch_size(DEFAULT_STRATEGY)
+        fanouts = default_fanouts(DEFAULT_STRATEGY, num_layers)
+    size = batch_size or default_batch_size(DEFAULT_STRATEGY)
     assert size is not None
     return Draws(
-        fanouts=tuple(fanouts),
-        batch_size=size,
-        epoch=request.epoch,
-        most_batches=request.dry_batches or None,
+        fanouts=tuple(fanouts), batch_size=size, epoch=epoch, most_batches=choice.dry_batches or None
     )
 
 
@@ -334,24 +302,17 @@ def _choose(
     shape = _shape(model, g, training)
     notify("probing the links")
     cluster = _cluster(session, options)
-    request = BatchRequest(
-        unit=options.unit,
-        num_layers=len(shape.layers),
-        fanouts=training.fanouts,
-        batch_size=training.batch_size,
-        epoch=min(1, training.epochs - 1),
-        dry_batches=options.dry_batches,
-    )
-    draws = draws_of(request)
-    unit = "full_graph" if draws is None else options.unit
+    layers, epoch = len(shape.layers), min(1, training.epochs - 1)
+    draws = draws_of(options, layers, training.fanouts, training.batch_size, epoch=epoch)
     constraints = Constraints(
-        unit=unit,  # type: ignore[arg-type]  # checked by AutoOptions
+        unit="full_graph" if draws is None else options.unit,
         estimators=options.allow_estimators,
         full_graph_epochs=options.full_graph_epochs,
     )
     candidates = _candidates(g, shape, cluster, draws, constraints, allow_cache=options.caches)
     if training.own_loop:
         candidates = tuple(one for one in candidates if one.moves != "intervals")
+    deep = (NO_BATCHES,) if is_deep(options.unit, layers, training.fanouts) else ()
     known = live_run(
         g,
         model,
@@ -363,8 +324,8 @@ def _choose(
             caches=tuple(dict.fromkeys(one.cache_alpha for one in candidates if one.cache)),
             partitioned=not g.structure().is_whole and cluster.servers > 1,
             program_bytes=resident(),
-            epoch=request.epoch,
-            assumptions=(*((NO_BATCHES,) if request.is_deep else ()), *_model_assumptions(shape)),
+            epoch=epoch,
+            assumptions=(*deep, *_model_assumptions(shape)),
         ),
         notify,
     )
@@ -410,17 +371,13 @@ def _candidates(
 def _shape(model: nn.Module, g: DistGraph, training: Training) -> ModelShape:
     # A user's loop may have targets that are no labels; the width of the last layer is then unknown.
     features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
-    found = layers_in(model)
-    layers = training.num_layers or (len(training.fanouts) if training.fanouts else found.count) or 2
-    heads = found.heads if training.kind is None else training.heads
     return shape_of_module(
         model,
-        training.kind or found.kind,
         features,
-        training.hidden or found.hidden,
         classes,
-        layers,
-        heads,
+        training.num_layers or len(training.fanouts or ()),
+        kind=training.kind or "",
+        hidden=training.hidden or 0,
         guessed=training.kind is None,
     )
 

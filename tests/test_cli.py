@@ -238,29 +238,13 @@ def test_a_mistake_gets_one_message(arguments: tuple[str, ...], said: str, tmp_p
     [
         (("--ranks", "2", "--strategy", "data_paralel"), "did you mean 'data_parallel'"),
         (("--ranks", "3", "--servers", "3"), "has 2 parts, too few for --servers 3"),
+        (("--ranks", "2", "--option", "bucket_byte=1"), "did you mean 'bucket_bytes'"),
     ],
 )
 def test_no_process_is_started_for_what_can_be_seen_before(
     dataset: Path, tmp_path: Path, arguments: tuple[str, ...], said: str
 ) -> None:
     assert said in refused_here("train", str(dataset), *arguments, folder=tmp_path)
-
-
-@pytest.mark.wide
-def test_a_mistake_that_only_the_ranks_can_see_is_told_once(dataset: Path, tmp_path: Path) -> None:
-    said = refused(
-        "train",
-        str(dataset),
-        "--ranks",
-        "2",
-        "--option",
-        "no_such=1",
-        "--fanout",
-        "3,3",
-        "--out",
-        str(tmp_path / "x"),
-    )
-    assert said.count("no_such") == 1
 
 
 def test_a_folder_that_holds_something_is_not_replaced(dataset: Path, tmp_path: Path) -> None:

@@ -1,23 +1,27 @@
-"""Console output, errors and option values shared by the commands."""
+"""Console output, errors, and commands made from records of options."""
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
+from dataclasses import MISSING, Field
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.errors import ConfigError, DglxError
+from dglx_dist.options import Option, flag_of, options_of
 
-T = TypeVar("T")
+C = TypeVar("C")
 
 LAUNCHED = "--launched"
 """Hidden flag of ranks whose launcher shows their error, so that they need not."""
@@ -102,97 +106,63 @@ def check_picture(picture: Path, option: str, example: str) -> None:
         raise ConfigError(f"{option} {picture} is a folder; give the name of a file in it, such as {example}")
 
 
-def names(text: str, _option: str = "") -> tuple[str, ...]:
-    """Read ``train,degree`` as ("train", "degree")."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+def ranks_of_each(ranks: int, servers: int | None) -> int | None:
+    """Return the number of ranks on each server, None without a number of servers; ConfigError if uneven."""
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks} must be at least 1")
+    if servers is None:
+        return None
+    if servers < 1 or ranks % servers:
+        raise ConfigError(
+            f"--ranks {ranks} cannot be divided among --servers {servers}; "
+            "make the ranks a multiple of the servers"
+        )
+    return ranks // servers
 
 
-def whole_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Read ``25,10`` as (25, 10); -1 is allowed and means all.
+def command(config: type[C]) -> Callable[[Callable[[C, Set[str]], None]], Callable[..., None]]:
+    """Make a function of a record of options a command of ``typer``, whose help is the docstring.
 
-    Raises:
-        ConfigError: a word is no whole number of at least -1.
+    The function is called with the record and the names of the fields that stood on the command line.
     """
-    try:
-        numbers = tuple(int(word) for word in names(text))
-    except ValueError:
-        raise ConfigError(f"{option} {text!r} must be whole numbers with commas, like 25,10") from None
-    if not numbers or any(number < -1 for number in numbers):
-        raise ConfigError(f"{option} {text!r} must be numbers of at least -1 (-1: all), like 25,10")
-    return numbers
+
+    def decorate(run: Callable[[C, Set[str]], None]) -> Callable[..., None]:
+        def call(context: typer.Context, **values: Any) -> None:
+            sources = {name: context.get_parameter_source(name) for name in values}
+            given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+            parsed = {}
+            # The record has the defaults of the options that are None.
+            for one, declared in options_of(config):
+                if (value := values[one.name]) is not None:
+                    parse, flag = declared.parse, flag_of(config, one.name)
+                    parsed[one.name] = value if parse is None else parse(value, flag)
+            run(config(**parsed), given)
+
+        parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+        hints = get_type_hints(config)
+        parameters += [
+            _parameter(one, declared, hints[one.name], flag_of(config, one.name))
+            for one, declared in options_of(config)
+        ]
+        call.__name__, call.__doc__ = run.__name__, run.__doc__
+        call.__annotations__ = {one.name: one.annotation for one in parameters}
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by inspect
+        return call
+
+    return decorate
 
 
-def fractions(text: str, option: str) -> tuple[float, ...]:
-    """Read ``1,1,2`` as (1.0, 1.0, 2.0).
-
-    Raises:
-        ConfigError: a word is no number.
-    """
-    try:
-        return tuple(float(word) for word in names(text))
-    except ValueError:
-        raise ConfigError(f"{option} {text!r} must be numbers with commas, like 1,1,2") from None
-
-
-def tolerances(text: str, option: str) -> float | dict[str, float]:
-    """Read ``0.05`` as 0.05 for all, ``train=0.1,degree=0.02`` as one for each; nothing is {}.
-
-    Raises:
-        ConfigError: ``text`` is neither.
-    """
-    found = by_name(text, option) or {}
-    try:
-        return float(found) if isinstance(found, str) else {name: float(found[name]) for name in found}
-    except ValueError:
-        raise ConfigError(f"{option} {text!r} must be like 0.05 or train=0.1,degree=0.02") from None
-
-
-def by_name(text: str, option: str) -> str | dict[str, str]:
-    """Read ``float16`` as one value for all, ``feat=float16,x=bfloat16`` as one for each.
-
-    Raises:
-        ConfigError: some words have ``=`` and others not.
-    """
-    return pairs(names(text), option) if "=" in text else text
-
-
-def pairs(words: Sequence[str], option: str) -> dict[str, str]:
-    """Read ["a=1", "b=x"] as {"a": "1", "b": "x"}.
-
-    Raises:
-        ConfigError: a word has no ``=``.
-    """
-    found = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise ConfigError(f"{option} {word!r} must be NAME=VALUE")
-        found[name.strip()] = value.strip()
-    return found
-
-
-def literals(words: Sequence[str], option: str) -> dict[str, object]:
-    """Read ["a=1", "b=0.5", "c=true", "d=x"] as {"a": 1, "b": 0.5, "c": True, "d": "x"}."""
-    return {name: _literal(value) for name, value in pairs(words, option).items()}
-
-
-def _literal(text: str) -> object:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-def in_option(flag: str, parse: Callable[[str], T], text: str) -> T:
-    """Return ``parse(text)``; the text of a ConfigError begins with ``flag``."""
-    try:
-        return parse(text)
-    except ConfigError as error:
-        raise ConfigError(f"{flag}: {error}") from None
+def _parameter(one: Field[Any], declared: Option, hint: Any, flag: str) -> inspect.Parameter:
+    kind = declared.kind or (str if declared.parse or get_origin(hint) is Literal else hint)
+    default: Any = inspect.Parameter.empty
+    info = typer.Argument(**declared.shown)
+    if one.default is not MISSING or one.default_factory is not MISSING:
+        default = None if one.default in (MISSING, "") else one.default
+        kind = kind | None if default is None else kind
+        info = typer.Option(flag, **declared.shown)
+    return inspect.Parameter(
+        one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from dglx_dist.cli.common import by_name, fractions, literals, names, tolerances, write
-from dglx_dist.cli.options import command, common_fields, option
+from dglx_dist.cli.common import command, write
+from dglx_dist.options import by_name, common_fields, fractions, literals, names, option, tolerances
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,19 @@ from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dglx_dist.cli.common import check_picture, draw_or_warn, libraries_on_stderr, say, show, write
-from dglx_dist.cli.options import command, flag_of
+from dglx_dist.cli.common import (
+    check_picture,
+    command,
+    draw_or_warn,
+    libraries_on_stderr,
+    say,
+    show,
+    write,
+)
 from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.comm.topology import launched_by_torchrun
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import flag_of
 
 if TYPE_CHECKING:
     from dglx_dist.planner.choose import Regions

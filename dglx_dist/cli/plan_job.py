@@ -11,24 +11,26 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
+from torch import nn
 
 from dglx_dist.api import init
-from dglx_dist.auto import DEFAULT_STRATEGY, NO_BATCHES, BatchRequest, draws_of, steps_of
-from dglx_dist.cli.options import common_fields
+from dglx_dist.auto import DEFAULT_STRATEGY, NO_BATCHES, draws_of, is_deep, steps_of
 from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import marked_ids
+from dglx_dist.options import common_fields
 from dglx_dist.planner import expected
 from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, enumerate_candidates, schemes_of
 from dglx_dist.planner.choose import Constraints, Regions, choose, find_regions
 from dglx_dist.planner.cost_model import PROGRAM_BYTES, Measured, MemoryModel
 from dglx_dist.planner.dry_run import DryRunConfig, dry_run
-from dglx_dist.planner.model_shape import shape_of_kind, shape_of_module
+from dglx_dist.planner.model_shape import ModelShape, shape_of_module
 from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import Candidate, Choice, Cluster, Rate
 from dglx_dist.planner.workload import (
     TRAIN_MASK,
+    Draws,
     Figures,
     check_plannable,
     check_train_nodes,
@@ -47,6 +49,8 @@ _LOOPBACK_BYTES_PER_S = 1.2e9
 _LATENCY_MS = 0.5
 """Of a message from rank to rank."""
 _DEFAULT_RATE = "1gbit"
+_EPOCH = 1
+"""The counted epoch: the first one warms caches."""
 MAP_WIDTHS = (8, 16, 32, 64, 128, 256)
 MAP_BITS_PER_S, MAP_STEPS = (0.05e9, 50e9), 31
 """Range of the bandwidths of a map, and their number."""
@@ -54,12 +58,15 @@ MAP_BITS_PER_S, MAP_STEPS = (0.05e9, 50e9), 31
 
 def constraints_of(plan: PlanConfig) -> Constraints:
     """Return the constraints of the choice: whole graphs where there are no mini-batches."""
-    whole = plan.unit == "mini_batch" and draws_of(_batches_of(plan)) is None
-    return Constraints(**common_fields(plan, Constraints) | ({"unit": "full_graph"} if whole else {}))
+    return Constraints(
+        unit="full_graph" if plan.unit == "mini_batch" and _draws_of(plan) is None else plan.unit,
+        estimators=plan.allow_estimators,
+        full_graph_epochs=plan.full_graph_epochs,
+    )
 
 
-def _batches_of(plan: PlanConfig) -> BatchRequest:
-    return BatchRequest(num_layers=plan.layers, **common_fields(plan, BatchRequest))
+def _draws_of(plan: PlanConfig) -> Draws | None:
+    return draws_of(plan, plan.layers, plan.fanouts, plan.batch_size, epoch=_EPOCH)
 
 
 def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
@@ -85,12 +92,12 @@ def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, 
 def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
     figures = Figures(method=plan.partitioner, **common_fields(plan, Figures))
     graph, cluster = stats_of_figures(figures, plan.servers), cluster_of(plan)
-    shape = shape_of_kind(plan.model, graph.features, plan.hidden, graph.classes, plan.layers, plan.heads)
+    shape = _shape(plan, graph.features, plan.hidden, graph.classes)
     memory = MemoryModel(
         graph=graph, shape=shape, cluster=cluster, program_bytes=PROGRAM_BYTES, replicated=True
     )
     partitioned = _is_partitioned(plan, memory.structure)
-    draws = draws_of(_batches_of(plan))
+    draws = _draws_of(plan)
     batches = None
     if draws is not None:
         batches = expected.batches(
@@ -118,7 +125,7 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         },
         ghosts=expected.ghosts(graph, cluster),
         structure_partitioned=partitioned,
-        epoch=plan.epoch,
+        epoch=_EPOCH,
         assumptions=(*assumptions, *_batch_assumptions(plan)),
         draws=draws,
     )
@@ -126,7 +133,7 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
 
 
 def _batch_assumptions(plan: PlanConfig) -> tuple[str, ...]:
-    return (NO_BATCHES,) if _batches_of(plan).is_deep else ()
+    return (NO_BATCHES,) if is_deep(plan.unit, plan.layers, plan.fanouts) else ()
 
 
 def _from_dataset(
@@ -151,12 +158,10 @@ def _measured_on(
 ) -> tuple[Measured, tuple[Candidate, ...]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(NODE_TYPE)
     module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
-    # Strategy lambda trains only models without dropout, and says so in its row.
-    plain = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.0, plan.heads, graph=g)
-    shape = shape_of_module(plain, plan.model, features, plan.hidden, classes, plan.layers, plan.heads)
+    shape = _shape_of(module, plan, features, plan.hidden, classes)
     seeds = len(marked_ids(g.ndata[TRAIN_MASK], g.num_nodes()))
     check_train_nodes(seeds, str(plan.data))
-    draws = draws_of(_batches_of(plan))
+    draws = _draws_of(plan)
     partitioned = _is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges())
     # Cache policy vip needs all edges.
     caches = () if partitioned else CACHE_SIZES
@@ -168,7 +173,7 @@ def _measured_on(
         schemes=schemes_of(candidates),
         caches=caches,
         partitioned=partitioned,
-        epoch=plan.epoch,
+        epoch=_EPOCH,
         clock=time.thread_time if torch.get_num_threads() == 1 else time.perf_counter,
         other_ranks=_num_neighbors(plan),
         assumptions=(*_batch_assumptions(plan), *_core_assumptions(cluster)),
@@ -247,6 +252,16 @@ def _is_partitioned(plan: PlanConfig, structure_bytes: int) -> bool:
     return plan.servers > 1 and structure_bytes > machine // 2
 
 
+def _shape(plan: PlanConfig, features: int, hidden: int, classes: int) -> ModelShape:
+    with torch.random.fork_rng(devices=[]):
+        module = build_model(plan.model, features, hidden, classes, plan.layers, 0.5, plan.heads)
+    return _shape_of(module, plan, features, hidden, classes)
+
+
+def _shape_of(module: nn.Module, plan: PlanConfig, features: int, hidden: int, classes: int) -> ModelShape:
+    return shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=hidden)
+
+
 def make_map(plan: PlanConfig, notify: Notify | None = None) -> tuple[Choice, Regions]:
     """Return the plan, and the winners at other hidden widths and bandwidths; see :func:`make_plan`.
 
@@ -257,10 +272,9 @@ def make_map(plan: PlanConfig, notify: Notify | None = None) -> tuple[Choice, Re
     graph, heads = known.graph, plan.heads if plan.model == "gat" else 1
     # Widths are multiples of the attention heads.
     widths = {plan.hidden, *(-(-hidden // heads) * heads for hidden in MAP_WIDTHS)}
-    shapes = {
-        hidden: shape_of_kind(plan.model, graph.features, hidden, graph.classes, plan.layers, plan.heads)
-        for hidden in sorted(widths)
-    } | {plan.hidden: known.shape}
+    shapes = {hidden: _shape(plan, graph.features, hidden, graph.classes) for hidden in sorted(widths)} | {
+        plan.hidden: known.shape
+    }
     rates = [_PAYLOAD / 8 * bits for bits in np.geomspace(*MAP_BITS_PER_S, MAP_STEPS)]
     found = find_regions(known, candidates, constraints_of(plan), shapes, [float(rate) for rate in rates])
     return choose(candidates, known, constraints_of(plan)), found

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from dglx_dist.cli.common import pairs, warn, write
+from dglx_dist.cli.common import warn, write
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import pairs
 
 lambda_app = typer.Typer(
     name="lambda",
@@ -38,7 +39,7 @@ NETWORK = "Network: a function must reach the graph servers"
     dglx lambda package worker.zip --python 3.12\n
     dglx lambda deploy dglx-worker --package worker.zip --subnet subnet-1 --security-group sg-1 --memory 512\n
     dglx lambda invoke-test dglx-worker\n
-    dglx train data/demo --strategy lambda --dropout 0 --option executor=aws \\
+    dglx train data/demo --strategy lambda --option executor=aws \\
 
         --option function=dglx-worker --option interface=eth0
 

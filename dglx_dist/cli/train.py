@@ -10,12 +10,11 @@ from pathlib import Path
 
 import typer
 
-from dglx_dist.cli.common import LAUNCHED, say, show, write
-from dglx_dist.cli.options import command
-from dglx_dist.cli.train_config import TrainConfig
-from dglx_dist.comm.topology import launched_by_torchrun, rank_environment, read_topology
+from dglx_dist.cli.common import LAUNCHED, command, ranks_of_each, say, show, write
+from dglx_dist.comm.topology import launched_by_torchrun, rank_environment, read_settings, read_topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.tables import plural
+from dglx_dist.training.config import TrainConfig
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -65,24 +64,6 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
     return code
 
 
-def ranks_of_each(ranks: int, servers: int | None) -> int | None:
-    """Return the number of ranks on each server; None without a number of servers.
-
-    Raises:
-        ConfigError: there are no ranks, or they cannot be divided among the servers.
-    """
-    if ranks < 1:
-        raise ConfigError(f"--ranks {ranks} must be at least 1")
-    if servers is None:
-        return None
-    if servers < 1 or ranks % servers:
-        raise ConfigError(
-            f"--ranks {ranks} cannot be divided among --servers {servers}; "
-            "make the ranks a multiple of the servers"
-        )
-    return ranks // servers
-
-
 @command(TrainConfig)
 def train(config: TrainConfig, _given: Set[str]) -> None:
     """Train a model on a partitioned dataset, evaluate it exactly, and write results and cost to a folder.
@@ -98,7 +79,7 @@ def train(config: TrainConfig, _given: Set[str]) -> None:
     if launched_by_torchrun():
         check_launched(ranks, servers)
     elif ranks is not None:
-        check_names(config.strategy, Path(config.data), servers or 1)
+        check_before_launch(config)
         raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
     elif servers not in (None, 1):
         raise ConfigError(f"--servers {servers} divides ranks among servers; give their number with --ranks")
@@ -128,26 +109,31 @@ def check_launched(ranks: int | None, servers: int | None) -> None:
         )
 
 
-def check_names(strategy: str, data: Path, servers: int) -> None:
-    """Check strategy and dataset before any process is started.
+def check_before_launch(config: TrainConfig) -> None:
+    """Check strategy, its options and the dataset before any process is started.
 
     Raises:
         UnknownNameError: there is no such strategy.
-        StorageError: there is no partitioned dataset at ``data``.
-        ConfigError: it has fewer parts than there are ``servers``, or ``auto`` cannot plan for it.
+        StorageError: there is no partitioned dataset.
+        ConfigError: the strategy does not know an option; the dataset has fewer parts than there are servers,
+            or ``auto`` cannot plan for it.
     """
+    from dglx_dist.auto import read_auto_options
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.planner.workload import check_plannable
     from dglx_dist.strategies.base import AUTO, STRATEGIES
 
-    if strategy != AUTO:
-        STRATEGIES.resolve(strategy)
-    manifest = read_manifest(data)
-    if strategy == AUTO:
-        check_plannable(manifest, str(data))
-    parts = manifest.num_parts
+    options = {**read_settings().options, **config.strategy_options}
+    read_options = (
+        read_auto_options if config.strategy == AUTO else STRATEGIES.get(config.strategy).read_options
+    )
+    read_options(options)
+    manifest = read_manifest(Path(config.data))
+    if config.strategy == AUTO:
+        check_plannable(manifest, config.data)
+    parts, servers = manifest.num_parts, config.servers or 1
     if parts < servers:
         raise ConfigError(
-            f"{data} has {plural(parts, 'part')}, too few for --servers {servers}; start {parts} at most, or "
-            f"partition again with `dglx partition DATA --parts {servers} --out DIR`"
+            f"{config.data} has {plural(parts, 'part')}, too few for --servers {servers}; start {parts} at "
+            f"most, or partition again with `dglx partition DATA --parts {servers} --out DIR`"
         )

@@ -28,8 +28,6 @@ from dglx_dist.auto import (
     plan_of_run,
     plan_summary,
 )
-from dglx_dist.cli.options import common_fields
-from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.comm.collectives import barrier, broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import read_launch
@@ -38,6 +36,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
+from dglx_dist.options import common_fields
 from dglx_dist.planner.records import Candidate
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE, LABEL, EpochRecord
@@ -45,6 +44,7 @@ from dglx_dist.report.pictures import draw
 from dglx_dist.report.run_folder import PICTURE, append_epoch, launch_of, read_epochs, start_run, write_run
 from dglx_dist.report.tables import run_title, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
+from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.export import check_target, write_embeddings
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference

@@ -1,15 +1,17 @@
-"""Messages of peers, collected by round and step until all senders have been heard."""
+"""Messages of peers by one-sided calls, collected by round and step until all senders have been heard."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable
+import weakref
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Generic, TypeVar, final
 
 from dglx_dist.comm.collectives import raise_for_missing
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import DglxError
+from dglx_dist.records import Array
 
 _CHECK_EVERY_S = 1.0
 """Period at which a waiting rank probes those it waits for."""
@@ -25,11 +27,8 @@ class RoundEnded(DglxError):
 class Mailbox(Generic[M]):
     """Received messages; any thread may put them, and any number of threads may wait.
 
-    Rounds are numbered upwards. Messages of a round that has ended are dropped.
-
-    Args:
-        session: The run.
-        advice: The remedy when a rank sends nothing.
+    Rounds are numbered upwards. Messages of a round that has ended are dropped. ``advice`` is the remedy when
+    a rank sends nothing.
     """
 
     def __init__(self, session: Session, advice: str) -> None:
@@ -72,12 +71,8 @@ class Mailbox(Generic[M]):
     ) -> dict[int, M]:
         """Wait for a message of each of the ranks ``senders``, and return them by rank.
 
-        Args:
-            round_number: The round.
-            step: The step of the round.
-            senders: Ranks.
-            what: Name of the messages, for errors.
-            is_busy: Tells of a rank that is late whether it works on the round; it is then given more time.
+        ``what`` names the messages in errors; ``is_busy`` tells of a rank that is late whether it works on
+        the round: it is then given more time.
 
         Raises:
             PeerError: a rank failed, is dead, or sent nothing within the session's time-out; it is named.
@@ -119,3 +114,52 @@ class Mailbox(Generic[M]):
             if missing() and round_number in self._failures:
                 raise self._failures[round_number]()
             return missing() or self._arrived.pop((round_number, step), {})
+
+
+@final
+class OneSidedExchange:
+    """Arrays of any number and size, on any thread. All ranks must construct it before one posts.
+
+    ``op`` is the name of the remote call, equal on all ranks and used by nothing else; ``check`` is called
+    with received arrays, and the sender gets its error.
+    """
+
+    def __init__(
+        self, session: Session, op: str, advice: str, check: Callable[[Sequence[Array]], None] | None = None
+    ) -> None:
+        self._session, self._op = session, op
+        self.mailbox: Mailbox[list[Array]] = Mailbox(session, advice)
+        mailbox = self.mailbox
+
+        def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
+            round_number, sender, step = name.split(" ", 2)
+            if check is not None:
+                check(arrays)
+            mailbox.put(int(round_number), step, int(sender), list(arrays))
+            return []
+
+        # Not a method, which would keep the owner of the exchange alive as long as the session.
+        session.rpc.register(op, receive)
+        weakref.finalize(self, session.rpc.unregister, op)
+
+    def post(
+        self,
+        round_number: int,
+        step: str,
+        arrays: Mapping[int, Sequence[Array]],
+        *,
+        phase: str,
+        layer: int = 0,
+    ) -> None:
+        """Deliver to each rank its ``arrays`` of a round; :meth:`Mailbox.take` waits for those of others.
+
+        PeerError: a rank is dead or silent; RemoteError: it rejects the arrays.
+        """
+        topology = self._session.topology
+        name = f"{round_number} {topology.rank} {step}"
+        # Starts with the next rank, so that not all ranks send to the same one first.
+        order = sorted(arrays, key=lambda rank: (rank - topology.rank) % topology.world_size)
+        submit = self._session.rpc.submit
+        sent = [submit(rank, self._op, name, list(arrays[rank]), phase=phase, layer=layer) for rank in order]
+        for call in sent:
+            call.result()

@@ -339,7 +339,7 @@ class LocalSlicer:
 
     def __init__(self, source: WholeSource, column: LocalColumn, num_batches: int) -> None:
         self._source, self._column = source, column
-        (self._words,) = as_words(column.rows)
+        self._words, _ = as_words(column.rows, column.rows)
         self._pool = BufferPool(self._words.shape[1], self._words.dtype, num_batches)
 
     def sample(self, request: SampleRequest, workspace: Workspace) -> tuple[RawBatch, dict[str, Tensor]]:

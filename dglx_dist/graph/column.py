@@ -1,10 +1,11 @@
-"""Columns (named tensors cut by rows): shards, pulling, the row cache, and masks."""
+"""Columns (named tensors cut by rows): shards, the row cache, and rows in transit."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias, final
 
 import numpy as np
@@ -14,21 +15,18 @@ from torch import Tensor
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session
-from dglx_dist.data.storage.columns import numpy_dtype
+from dglx_dist.data.storage.columns import IDS, numpy_dtype
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.ids import check_ids
-from dglx_dist.graph.partition_book import Placement, requests_of, rows_per_message
+from dglx_dist.graph.partition_book import rows_per_message
 from dglx_dist.graph.row_kernels import (
     Hits,
     RemotePlan,
     SlotTable,
-    empty_rows,
+    check_ids,
     fill_table,
     gather_rows,
     move_rows,
-    no_slots,
     numpy_view,
-    plan_pull,
     scatter_rows,
     spread_rows,
     table_sizes,
@@ -41,6 +39,9 @@ from dglx_dist.records import Array, ColumnInfo
 PullHandler: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(rows of the local server (n, *row), (k,) int64 indices of rows) to values (k, *row)."""
 
+PushHandler: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
+"""(rows of the local server (n, *row), (k,) int64 indices, values (k, *row)): changes rows in place."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
@@ -52,7 +53,21 @@ class Shard:
     """(n, *row), C-contiguous; bfloat16 as uint16."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowCache:
+    """Some rows of one column; immutable."""
+
+    table: SlotTable
+    """Id of a row to its slot."""
+    rows: Array
+    """(C, *row) in NumPy's form of the column's dtype; slot s is row s."""
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.rows.nbytes + self.table.slots.nbytes + self.table.keys.nbytes)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Column:
     """One named tensor, as this rank sees it."""
 
@@ -65,6 +80,14 @@ class Column:
     writable: bool
     on_read: PullHandler | None = None
     """Computes the rows that are read, in place of copying; only for a tensor in memory."""
+    on_push: PushHandler | None = None
+    """Applies the rows that are pushed."""
+    cache: RowCache | None = None
+    """Of rows of other servers; only for a column of the dataset."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held by this rank while it updates rows that it owns from their old values."""
+    counts: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """Rows that this rank requested: of the local server, cached, of other servers."""
 
     def __post_init__(self) -> None:
         dtype = numpy_dtype(self.info.dtype)
@@ -76,13 +99,17 @@ class Column:
                     f"with rows of shape {self.info.row_shape} in C order"
                 )
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return int(self.bounds[-1])
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         return int(np.prod(self.info.row_shape, dtype=np.int64)) * numpy_dtype(self.info.dtype).itemsize
+
+    @cached_property
+    def rows_per_message(self) -> int:
+        return rows_per_message(self.row_bytes)
 
     def read(self, ids: Array, out: Array) -> None:
         """Copy the rows of those (K,) int64 ``ids`` that lie here to their positions in ``out`` (K, *row).
@@ -122,7 +149,11 @@ class Column:
             scatter_rows(rows, shard.rows, shard.first, ids)
 
     def check(self, ids: Array) -> None:
-        check_ids(ids, self.num_rows, repr(self.name))
+        """Raise ConfigError or IndexError unless ``ids`` are (K,) int64 rows of this tensor."""
+        if ids.dtype != np.int64 or ids.ndim != 1:
+            raise ConfigError(f"ids must be (K,) int64, not {ids.dtype} of shape {ids.shape}")
+        # By the user's name of the tensor, the last part of the store's.
+        check_ids(ids, self.num_rows, repr(self.name.rpartition("~")[2]))
 
     def check_writable(self) -> None:
         if not self.writable:
@@ -146,21 +177,6 @@ PHASE_ROW_CACHE = "cache"
 """Ledger phase of filling caches."""
 
 _SLOTS = ColumnInfo(dtype="int32", row_shape=())
-_IDS = ColumnInfo(dtype="int64", row_shape=())
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RowCache:
-    """Some rows of one column; immutable."""
-
-    table: SlotTable
-    """Id of a row to its slot."""
-    rows: Array
-    """(C, *row) in NumPy's form of the column's dtype; slot s is row s."""
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.rows.nbytes + self.table.slots.nbytes + self.table.keys.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +217,7 @@ def fill_cache(
     count = int(gather_int64([len(ids)], session)[leader, 0])
     num_slots, num_keys = table_sizes(count, num_ids) if count else (0, 0)
     rows = shared_rows(session, f"{file_name}.rows", count, info, lambda _shape, _dtype: pull(ids))
-    keys = shared_rows(session, f"{file_name}.keys", num_keys, _IDS)
+    keys = shared_rows(session, f"{file_name}.keys", num_keys, IDS)
 
     def fill(shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
         slots = np.empty(shape, np.int32)
@@ -228,76 +244,10 @@ class CacheCounts:
         """Hits among the rows of other servers; None when there were none."""
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
 
-    def __add__(self, other: CacheCounts) -> CacheCounts:
-        return CacheCounts(
-            local=self.local + other.local, hits=self.hits + other.hits, misses=self.misses + other.misses
-        )
-
     def __sub__(self, other: CacheCounts) -> CacheCounts:
         return CacheCounts(
             local=self.local - other.local, hits=self.hits - other.hits, misses=self.misses - other.misses
         )
-
-
-@final
-class Puller:
-    """The reading half of a store.
-
-    Args:
-        session: The run.
-        placement: The rank that serves each server.
-        op: The operation under which all ranks serve their rows.
-    """
-
-    def __init__(self, session: Session, placement: Placement, op: str) -> None:
-        self._session, self._placement, self._op = session, placement, op
-        self._caches: dict[str, RowCache] = {}
-        self._counts: dict[str, CacheCounts] = {}
-        self._counts_lock = threading.Lock()
-
-    def submit(
-        self, column: Column, ids: Array, *, out: Tensor | None, distinct: bool, phase: str, layer: int
-    ) -> PendingPull:
-        column.check(ids)
-        out = empty_rows(len(ids), column.info) if out is None else _checked(out, len(ids), column)
-        cache = self._caches.get(column.name)
-        table = no_slots() if cache is None else cache.table
-        server = self._placement.topology.server
-        plan, hits = plan_pull(ids, column.bounds, server, table, distinct=distinct)
-        replies = []
-        for call in requests_of(plan, self._placement, rows_per_message(column.row_bytes)):
-            requested = [plan.ids[call.first : call.last]]
-            pending = self._session.rpc.submit(
-                call.rank, self._op, column.name, requested, phase=phase, layer=layer
-            )
-            replies.append((pending, call.first))
-        self._count(column.name, len(ids), len(hits.places), len(plan.positions))
-        return PendingPull(column, ids, out, plan, hits, cache, replies)
-
-    def set_cache(self, column: Column, cache: RowCache | None) -> None:
-        check_cacheable(column)
-        if cache is None:
-            self._caches.pop(column.name, None)
-        else:
-            self._caches[column.name] = cache
-
-    def forget(self, name: str) -> None:
-        self._caches.pop(name, None)
-        self._counts.pop(name, None)
-
-    def has_cache(self) -> bool:
-        return bool(self._caches)
-
-    def counts(self, name: str | None) -> CacheCounts:
-        with self._counts_lock:
-            if name is not None:
-                return self._counts.get(name, CacheCounts())
-            return sum((self._counts.get(key, CacheCounts()) for key in self._caches), CacheCounts())
-
-    def _count(self, name: str, requested: int, hits: int, misses: int) -> None:
-        new = CacheCounts(local=requested - hits - misses, hits=hits, misses=misses)
-        with self._counts_lock:
-            self._counts[name] = self._counts.get(name, CacheCounts()) + new
 
 
 @final
@@ -311,12 +261,10 @@ class PendingPull:
         out: Tensor,
         plan: RemotePlan,
         hits: Hits,
-        cache: RowCache | None,
         replies: list[tuple[Pending, int]],
     ) -> None:
         self._column, self._ids, self._out = column, ids, out
-        self._plan, self._hits, self._cache = plan, hits, cache
-        self._replies = replies
+        self._plan, self._hits, self._replies = plan, hits, replies
         self._done = False
 
     def result(self) -> Tensor:
@@ -329,8 +277,8 @@ class PendingPull:
         if not self._done:
             out = numpy_view(self._out)
             self._column.read(self._ids, out)
-            if self._cache is not None:
-                move_rows(self._cache.rows, self._hits.slots, out, self._hits.places)
+            if self._column.cache is not None:
+                move_rows(self._column.cache.rows, self._hits.slots, out, self._hits.places)
             for reply, first_slot in self._replies:
                 (rows,) = reply.result()
                 spread_rows(rows, out, self._plan.starts, self._plan.positions, first_slot)
@@ -344,13 +292,3 @@ def check_cacheable(column: Column) -> None:
             f"{column.name!r} can be written to, which would make cached rows stale; only columns "
             "of the dataset, which are read-only, can be cached"
         )
-
-
-def _checked(out: Tensor, count: int, column: Column) -> Tensor:
-    shape, dtype = (count, *column.info.row_shape), torch_dtype(column.info.dtype)
-    if tuple(out.shape) != shape or out.dtype != dtype or not out.is_contiguous() or out.device.type != "cpu":
-        raise ConfigError(
-            f"out for {column.name!r} must be a contiguous CPU tensor of {dtype} and shape {shape}, "
-            f"not {out.dtype} of shape {tuple(out.shape)} on {out.device}"
-        )
-    return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
 from operator import methodcaller
@@ -112,12 +112,13 @@ def _user_ids(part: StoredPart, ntype: str) -> Array:
     return found
 
 
-T = TypeVar("T")
+T = TypeVar("T", str, EdgeType)
 
 
-def _only_of(types: Sequence[T], names: Sequence[str], what: str, remedy: str) -> T:
+def _only_of(types: Collection[T], what: str, remedy: str) -> T:
     if len(types) == 1:
-        return types[0]
+        return next(iter(types))
+    names = [one if isinstance(one, str) else one[1] for one in types]
     raise ConfigError(f"the graph has the {what} types {', '.join(names)}; use {remedy}")
 
 
@@ -218,12 +219,12 @@ class DistGraph(Shared):
     @property
     def ndata(self) -> DataView:
         """Tensors of the nodes; ConfigError when there are several node types."""
-        return self._node_views[self._ntype_or_only(None, "g.nodes[ntype].data")]
+        return self._node_views[_only_of(self._node_views, "node", "g.nodes[ntype].data")]
 
     @property
     def edata(self) -> DataView:
         """Tensors of the edges; ConfigError when there are several edge types."""
-        return self._edge_views[self._etype_or_only(None, "g.edges[etype].data")]
+        return self._edge_views[_only_of(self._edge_views, "edge", "g.edges[etype].data")]
 
     @property
     def nodes(self) -> TypedViews[str, DataView]:
@@ -425,10 +426,10 @@ class DistGraph(Shared):
         return ntype
 
     def _ntype_or_only(self, ntype: str | None, remedy: str) -> str:
-        return self._known_ntype(ntype or _only_of(self.ntypes, self.ntypes, "node", remedy))
+        return self._known_ntype(ntype or _only_of(self._node_policies, "node", remedy))
 
     def _etype_or_only(self, etype: str | EdgeType | None, remedy: str) -> EdgeType:
-        return self.to_canonical_etype(etype or _only_of(self.canonical_etypes, self.etypes, "edge", remedy))
+        return self.to_canonical_etype(etype or _only_of(self._edge_policies, "edge", remedy))
 
     def _hidden(self, policy: PartitionPolicy, name: str, ids: Ids) -> Tensor:
         asked = as_ids(ids, policy.get_size(), policy.policy_str)

@@ -21,7 +21,7 @@ from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.row_files import RowFile, SavedRows, check_rows, read_index, read_rows, write_rows
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.column import Column, Shard
-from dglx_dist.graph.ids import Ids, as_ids
+from dglx_dist.graph.ids import Ids, integer_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.graph.partition_policy import PartitionPolicy
@@ -252,6 +252,14 @@ class DistTensor(Shared):
                 )
         self.part_policy, self._key = wanted.policy, wanted.key
 
+    @classmethod
+    def existing(cls, policy: PartitionPolicy, name: str, key: str) -> DistTensor:
+        """Return the tensor that ``policy``'s store has under ``key``."""
+        found = cls.__new__(cls)
+        found.part_policy, found._name, found._key = policy, name, key
+        found._device, found.persistent = torch.device("cpu"), False
+        return found
+
     if not TYPE_CHECKING:
         __getattr__ = unsupported("a DistTensor", TENSOR_REMEDY)
 
@@ -318,8 +326,8 @@ class DistTensor(Shared):
                 is of another kind.
             PeerError: an owner is dead or silent.
         """
-        ids = as_ids(index, len(self), repr(self._name))
-        rows = self.kvstore.pull(self._key, ids)
+        ids = integer_ids(index, self._column.num_rows, repr(self._name))
+        rows = self.part_policy.store.submit_pull(self._key, ids).result()
         device = self._device
         if isinstance(index, Tensor) and index.device.type != "cpu":
             device = index.device
@@ -346,7 +354,7 @@ class DistTensor(Shared):
             PeerError: an owner is dead or silent.
             RemoteError: an owner cannot write.
         """
-        ids = as_ids(index, len(self), repr(self._name))
+        ids = integer_ids(index, len(self), repr(self._name))
         try:
             given = torch.as_tensor(values).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
@@ -502,7 +510,7 @@ class DistTensor(Shared):
 
     @property
     def _column(self) -> Column:
-        return self.kvstore.column(self._key)
+        return self.part_policy.store.column(self._key)
 
 
 @final
@@ -510,20 +518,18 @@ class DataView(MutableMapping[str, DistTensor]):
     """The named tensors of the nodes or edges of one type."""
 
     def __init__(self, policy: PartitionPolicy) -> None:
-        self._policy = policy
+        self._policy, self._prefix = policy, policy.key("")
         self._own: dict[str, DistTensor] = {}
 
     def __getitem__(self, name: str) -> DistTensor:
         """Return the tensor called ``name``; KeyError, which lists those that exist, if there is none."""
         if name in self._own:
             return self._own[name]
-        key = self._policy.key(name)
+        key = self._prefix + name
         if not self._policy.store.has(key):
             known = ", ".join(map(repr, self)) or "none"
             raise KeyError(f"{self._policy.policy_str} has no tensor {name!r} (known: {known})")
-        info = self._policy.store.column(key).info
-        shape = (self._policy.get_size(), *info.row_shape)
-        return DistTensor(shape, torch_dtype(info.dtype), name, part_policy=self._policy)
+        return DistTensor.existing(self._policy, name, key)
 
     def __setitem__(self, name: str, value: DistTensor) -> None:
         """Name an existing tensor on this rank; call it on every rank that will look it up.
@@ -551,8 +557,8 @@ class DataView(MutableMapping[str, DistTensor]):
             self[name].delete()
 
     def __iter__(self) -> Iterator[str]:
-        prefix = self._policy.key("")
-        stored = [name[len(prefix) :] for name in self._policy.store.names() if name.startswith(prefix)]
+        names, prefix = self._policy.store.names(), self._prefix
+        stored = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         return iter(dict.fromkeys([*stored, *self._own]))
 
     def __len__(self) -> int:

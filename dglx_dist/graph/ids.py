@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from torch import Tensor
 
-from dglx_dist.graph.row_kernels import first_outside
+from dglx_dist.graph.row_kernels import check_ids
 from dglx_dist.records import Array
 
 Ids: TypeAlias = Tensor | Array | Sequence[int] | int | slice
@@ -23,7 +23,18 @@ def as_array(values: Tensor | Array | Sequence[int] | int) -> Array:
 
 
 def as_ids(index: Ids, count: int, what: str) -> Array:
-    """Return the ids that ``index`` names.
+    """Return the ids that ``index`` names, each in [0, ``count``); raises as :func:`integer_ids`.
+
+    Raises:
+        IndexError: an id is out of range; the message has the first one and its position.
+    """
+    ids = integer_ids(index, count, what)
+    check_ids(ids, count, what)
+    return ids
+
+
+def integer_ids(index: Ids, count: int, what: str) -> Array:
+    """Return the ids that ``index`` names, in any range.
 
     Args:
         index: The user's index.
@@ -31,11 +42,10 @@ def as_ids(index: Ids, count: int, what: str) -> Array:
         what: Name of the rows, for messages.
 
     Returns:
-        (K,) int64, C-contiguous, each in [0, ``count``).
+        (K,) int64, C-contiguous.
 
     Raises:
-        IndexError: an id is out of range (the message has the first one and its position), a mask has
-            another length, or ``index`` is not one-dimensional or not of integers.
+        IndexError: a mask has another length, or ``index`` is not one-dimensional or not of integers.
     """
     if isinstance(index, slice):
         return np.arange(*index.indices(count), dtype=np.int64)
@@ -50,9 +60,7 @@ def as_ids(index: Ids, count: int, what: str) -> Array:
         return np.empty(0, dtype=np.int64)
     if ids.dtype.kind not in "iu":
         raise IndexError(f"{what} is indexed with {ids.dtype} values; give integers or a bool mask")
-    ids = np.ascontiguousarray(ids, dtype=np.int64)
-    check_ids(ids, count, what)
-    return ids
+    return np.ascontiguousarray(ids, dtype=np.int64)
 
 
 def as_ids_or_all(index: Ids | None, count: int, what: str) -> Array:
@@ -60,10 +68,3 @@ def as_ids_or_all(index: Ids | None, count: int, what: str) -> Array:
     if index is None or isinstance(index, str):
         return np.arange(count, dtype=np.int64)
     return as_ids(index, count, what)
-
-
-def check_ids(ids: Array, count: int, what: str) -> None:
-    """Raise IndexError unless each of the (K,) int64 ``ids`` is in [0, ``count``)."""
-    bad = first_outside(ids, count)
-    if bad >= 0:
-        raise IndexError(f"id {ids[bad]} at position {bad} is outside {what}, whose ids are 0 to {count - 1}")

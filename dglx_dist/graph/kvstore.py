@@ -6,16 +6,15 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count, pairwise
-from typing import TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, run_on_all_ranks
-from dglx_dist.comm.rpc import Pending, Rpc
+from dglx_dist.comm.rpc import Handler, Pending, Rpc
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError, PeerError
@@ -23,20 +22,25 @@ from dglx_dist.graph.column import (
     CacheCounts,
     Column,
     PendingPull,
-    Puller,
     PullHandler,
+    PushHandler,
     RowCache,
+    check_cacheable,
     shards_of,
 )
-from dglx_dist.graph.partition_book import Placement, Request, RowOwners, requests_of, rows_per_message
+from dglx_dist.graph.partition_book import Placement, RowOwners
 from dglx_dist.graph.row_kernels import (
+    NO_SLOTS,
     add_rows,
     check_summable,
+    empty_rows,
     first_outside,
+    plan_pull,
     plan_remote,
     sum_repeated,
     take_rows,
     tensor_view,
+    torch_dtype,
 )
 from dglx_dist.records import Array, ColumnInfo
 
@@ -175,216 +179,13 @@ class AsyncPushQueue:
             self._errors.append(error)
 
 
-PushHandler: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
-"""(rows of the local server (n, *row), (k,) int64 indices, values (k, *row)): changes rows in place."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushOrder:
-    """Options of a push."""
-
-    accumulate: bool = False
-    wait: bool = True
-    phase: str = "push"
-    layer: int = 0
-
-    def make_send(self, call: Request, op: str, column: Column, ids: Array, rows: Array) -> Send:
-        arrays = [ids[call.first : call.last], rows]
-        return Send(
-            rank=call.rank, op=op, name=column.name, arrays=arrays, phase=self.phase, layer=self.layer
-        )
-
-
-@dataclass(frozen=True)
-class _PerTensor:
-    lock: threading.Lock
-    """Held while this rank's rows are updated."""
-    owners: RowOwners
-
-
-@final
-class Pusher:
-    """Writes rows of writable columns, on this rank and for others.
-
-    Args:
-        session: The run; its ``rpc`` serves three operations named by ``label``.
-        placement: The rank that serves each server.
-        column: Name to column; raises ConfigError for an unknown one.
-        label: Distinguishes the stores of one run.
-    """
-
-    def __init__(
-        self, session: Session, placement: Placement, column: Callable[[str], Column], label: str
-    ) -> None:
-        self._session, self._placement, self._column = session, placement, column
-        self._write, self._add, self._handle = (f"{label}.{op}" for op in ("push", "add", "handle"))
-        self._handlers: dict[str, PushHandler] = {}
-        self._tensors: dict[str, _PerTensor] = {}
-        self._async_pushes = AsyncPushQueue(session)
-        session.rpc.register(self._write, self._serve_write)
-        session.rpc.register(self._add, self._serve_add)
-        session.rpc.register(self._handle, self._serve_handle)
-
-    def push(self, name: str, ids: Array, rows: Array, order: PushOrder) -> None:
-        column = self.checked(name, ids, rows)
-        rows = np.ascontiguousarray(rows)
-        if name in self._handlers or order.accumulate:
-            sends = self._to_owners(column, ids, rows, order)
-        else:
-            sends = self._to_servers(column, ids, rows, order)
-        self._deliver(sends, order)
-
-    def fence(self, timeout_s: float | None = None) -> None:
-        self._async_pushes.fence(timeout_s)
-
-    def set_handler(self, name: str, handler: PushHandler | None) -> None:
-        self._column(name).check_writable()
-        if handler is None:
-            self._handlers.pop(name, None)
-        else:
-            self._handlers[name] = handler
-
-    def forget(self, name: str) -> None:
-        self._handlers.pop(name, None)
-        self._tensors.pop(name, None)
-
-    def close(self) -> None:
-        self._async_pushes.close()
-        for op in (self._write, self._add, self._handle):
-            self._session.rpc.unregister(op)
-
-    def write_local(self, name: str, ids: Array, rows: Array) -> None:
-        column = self.checked(name, ids, rows)
-        server = self._placement.topology.server
-        self._check_range(column, ids, int(column.bounds[server]), int(column.bounds[server + 1]))
-        column.write(ids, np.ascontiguousarray(rows))
-
-    def checked(self, name: str, ids: Array, rows: Array) -> Column:
-        """Return the column if ``rows`` may be pushed to it; ConfigError or IndexError otherwise."""
-        column = self._column(name)
-        column.check_writable()
-        if ids.dtype != np.int64 or ids.ndim != 1:
-            raise ConfigError(f"ids must be (K,) int64, not {ids.dtype} of shape {ids.shape}")
-        column.check(ids)
-        dtype, shape = numpy_dtype(column.info.dtype), (len(ids), *column.info.row_shape)
-        if rows.dtype != dtype or rows.shape != shape:
-            raise ConfigError(
-                f"{name!r} takes rows of {dtype} and shape {shape}, not {rows.dtype} of shape {rows.shape}"
-            )
-        return column
-
-    def _to_servers(self, column: Column, ids: Array, rows: Array, order: PushOrder) -> list[Send]:
-        """Write the local server's rows; return the requests to the others, with the last of repeated ids."""
-        plan = plan_remote(ids, column.bounds, self._placement.topology.server)
-        last_places = plan.positions[plan.starts[1:] - 1]
-        sends = [
-            order.make_send(
-                call, self._write, column, plan.ids, take_rows(rows, last_places[call.first : call.last])
-            )
-            for call in requests_of(plan, self._placement, rows_per_message(column.row_bytes))
-        ]
-        column.write(ids, rows)
-        return sends
-
-    def _to_owners(self, column: Column, ids: Array, rows: Array, order: PushOrder) -> list[Send]:
-        """Return the requests to the owner ranks, this rank included."""
-        starts = self._per_tensor(column).owners.starts
-        if order.accumulate:
-            check_summable(column.name, column.info)
-            # Ranks in the place of servers, and one more as the local one that owns nothing: all are remote.
-            plan = plan_remote(ids, np.append(starts, starts[-1]), len(starts) - 1)
-            values, sorted_ids, cuts = sum_repeated(rows, plan, column.info), plan.ids, plan.server_starts
-        else:
-            # Owners have ascending ranges, so this groups by owner too. Requests may overtake each other, so
-            # one request has all rows of an id.
-            by_id = np.argsort(ids, kind="stable")
-            values, sorted_ids = take_rows(rows, by_id), ids[by_id]
-            cuts = np.searchsorted(sorted_ids, starts)
-        op = self._handle if column.name in self._handlers else self._add
-        step = rows_per_message(column.row_bytes)
-        return [
-            order.make_send(call, op, column, sorted_ids, values[call.first : call.last])
-            for rank, (first, last) in enumerate(pairwise(cuts[: len(starts)].tolist()))
-            for call in _runs(rank, sorted_ids, first, last, step, has_repeats=not order.accumulate)
-        ]
-
-    def _deliver(self, sends: list[Send], order: PushOrder) -> None:
-        rpc, own = self._session.rpc, self._placement.topology.rank
-        remote = [send for send in sends if send.rank != own]
-        pending = [send.submit(rpc) for send in remote] if order.wait else []
-        if not order.wait:
-            self._async_pushes.put(remote)
-        for send in sends:
-            if send.rank == own:
-                send.submit(rpc).result()
-        for call in pending:
-            call.result()
-
-    def _serve_write(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
-        ids, rows = arrays
-        self.write_local(name, ids, rows)
-        return []
-
-    def _serve_add(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
-        ids, rows = arrays
-        column = self._own(name, ids, rows)
-        check_summable(name, column.info)
-        with self._per_tensor(column).lock:
-            for shard in column.shards:
-                add_rows(shard.rows, shard.first, ids, rows, column.info)
-        return []
-
-    def _serve_handle(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
-        ids, rows = arrays
-        column = self._own(name, ids, rows)
-        if name not in self._handlers:
-            raise ConfigError(
-                f"no push handler of {name!r} is registered here; register it on every rank before pushing"
-            )
-        (shard,) = column.shards  # of a writable tensor there is one
-        with self._per_tensor(column).lock:
-            self._handlers[name](
-                tensor_view(shard.rows, column.info),
-                torch.from_numpy(ids - shard.first),
-                # A copy, since the arrays of a message are read-only and a handler may write.
-                tensor_view(rows.copy(), column.info),
-            )
-        return []
-
-    def _own(self, name: str, ids: Array, rows: Array) -> Column:
-        column = self.checked(name, ids, rows)
-        owned = self._per_tensor(column).owners.range_of(self._placement.topology.rank)
-        self._check_range(column, ids, *owned)
-        return column
-
-    def _check_range(self, column: Column, ids: Array, first: int, last: int) -> None:
-        bad = first_outside(ids - first, last - first)
-        if bad >= 0:
-            topology = self._placement.topology
-            raise IndexError(
-                f"server {topology.server}, rank {topology.rank} has the rows {first} to {last - 1} of "
-                f"{column.name!r}, and was given id {ids[bad]}"
-            )
-
-    def lock_of(self, column: Column) -> threading.Lock:
-        return self._per_tensor(column).lock
-
-    def _per_tensor(self, column: Column) -> _PerTensor:
-        found = self._tensors.get(column.name)
-        if found is None:
-            owners = RowOwners(column.bounds, self._placement.topology)
-            # setdefault is atomic, so two threads get the same lock.
-            found = self._tensors.setdefault(column.name, _PerTensor(threading.Lock(), owners))
-        return found
-
-
-def _runs(rank: int, ids: Array, first: int, last: int, step: int, *, has_repeats: bool) -> Iterator[Request]:
+def _runs(ids: Array, first: int, last: int, step: int, *, has_repeats: bool) -> Iterator[tuple[int, int]]:
     """Cut ``ids[first:last]`` into about ``step`` ids each; repeated ids (ascending) stay together."""
     while first < last:
         end = min(first + step, last)
         if has_repeats:
             end = first + int(np.searchsorted(ids[first:last], ids[end - 1], side="right"))
-        yield Request(rank=rank, first=first, last=end)
+        yield first, end
         first = end
 
 
@@ -406,15 +207,23 @@ class KVStore:
         self.session = session
         self.placement = placement
         self.label = label
+        self._rank, self._server = placement.topology.rank, placement.topology.server
         self._columns: dict[str, Column] = {}
+        self._owners: dict[str, RowOwners] = {}
+        self._counts_lock = threading.Lock()
         self._numbers = count()
+        self._async_pushes = AsyncPushQueue(session)
+        self._handlers: dict[str, Handler] = {
+            f"{label}.pull": self._serve_pull,
+            f"{label}.push": self._serve_write,
+            f"{label}.add": self._serve_add,
+            f"{label}.handle": self._serve_handle,
+            f"{label}.nonzero": self._serve_nonzero,
+            f"{label}.count_nonzero": self._serve_count_nonzero,
+        }
         self._pull_op = f"{label}.pull"
-        self._puller = Puller(session, placement, self._pull_op)
-        session.rpc.register(self._pull_op, self._serve_pull)
-        self._pusher = Pusher(session, placement, self.column, label)
-        self._bits_op, self._count_op = f"{label}.nonzero", f"{label}.count_nonzero"
-        session.rpc.register(self._bits_op, lambda name, _: [self._nonzero_bits(name)])
-        session.rpc.register(self._count_op, lambda name, _: [self._nonzero_count(name)])
+        for op, handler in self._handlers.items():
+            session.rpc.register(op, handler)
         session.before_close.append(self.fence)
 
     def add(self, name: str, offsets: Array, shards: Mapping[int, Array], info: ColumnInfo) -> None:
@@ -429,22 +238,19 @@ class KVStore:
         Raises:
             ConfigError: the name is taken, or the rows do not match ``offsets`` or ``info``.
         """
-        bounds = self.placement.server_offsets(offsets)
-        self.add_column(
-            Column(name=name, info=info, bounds=bounds, shards=shards_of(offsets, shards), writable=False)
-        )
+        bounds, found = self.placement.server_offsets(offsets), shards_of(offsets, shards)
+        self.add_column(Column(name=name, info=info, bounds=bounds, shards=found, writable=False))
 
     def add_column(self, column: Column) -> None:
         """Add ``column``; ConfigError when its name is taken."""
         if column.name in self._columns:
             raise ConfigError(f"there is a tensor {column.name!r} already; choose another name")
         self._columns[column.name] = column
+        self._owners[column.name] = RowOwners(column.bounds, self.placement.topology)
 
     def remove(self, name: str) -> None:
         """Forget a tensor; a barrier before it must ensure that no rank uses its rows any more."""
-        self._columns.pop(self.column(name).name)
-        self._puller.forget(name)
-        self._pusher.forget(name)
+        del self._columns[self.column(name).name], self._owners[name]
 
     def has(self, name: str) -> bool:
         return name in self._columns
@@ -460,34 +266,26 @@ class KVStore:
         """Stop serving; a :meth:`fence` and a barrier belong before it."""
         if self.fence in self.session.before_close:
             self.session.before_close.remove(self.fence)
-        for op in (self._pull_op, self._bits_op, self._count_op):
+        for op in self._handlers:
             self.session.rpc.unregister(op)
-        self._pusher.close()
+        self._async_pushes.close()
 
     def column(self, name: str) -> Column:
         """Return the column called ``name``; ConfigError, which lists those that exist, if there is none."""
-        if name not in self._columns:
+        found = self._columns.get(name)
+        if found is None:
             raise ConfigError(
                 f"there is no tensor {name!r} (known: {', '.join(map(repr, self._columns)) or 'none'})"
             )
-        return self._columns[name]
+        return found
 
     def shards(self, name: str) -> list[tuple[int, Array]]:
         """Return (id of its first row, rows) of each shard in this server's memory, in order; no copy."""
         return [(shard.first, shard.rows) for shard in self.column(name).shards]
 
-    def pull(
-        self,
-        name: str,
-        ids: Array,
-        *,
-        out: Tensor | None = None,
-        distinct: bool = False,
-        phase: str = "features",
-        layer: int = 0,
-    ) -> Tensor:
-        """Fetch rows by global id: :meth:`submit_pull`, and wait."""
-        return self.submit_pull(name, ids, out=out, distinct=distinct, phase=phase, layer=layer).result()
+    def pull(self, name: str, ids: Array, **options: Any) -> Tensor:
+        """Fetch rows by global id: :meth:`submit_pull`, with the same ``options``, and wait."""
+        return self.submit_pull(name, ids, **options).result()
 
     def submit_pull(
         self,
@@ -515,9 +313,24 @@ class KVStore:
             ConfigError: there is no such tensor, or ``out`` does not fit.
             IndexError: an id is out of range; the message has the first one and its position.
         """
-        return self._puller.submit(
-            self.column(name), ids, out=out, distinct=distinct, phase=phase, layer=layer
-        )
+        column = self.column(name)
+        column.check(ids)
+        if out is None:
+            out = empty_rows(len(ids), column.info)
+        else:
+            _check_out(out, len(ids), column)
+        cached = NO_SLOTS if column.cache is None else column.cache.table
+        plan, hits = plan_pull(ids, column.bounds, self._server, cached, distinct=distinct)
+        replies, rpc = [], self.session.rpc
+        for rank, first, last in plan.requests(self.placement.serving_ranks, column.rows_per_message):
+            requested = [plan.ids[first:last]]
+            pending = rpc.submit(rank, self._pull_op, name, requested, phase=phase, layer=layer)
+            replies.append((pending, first))
+        with self._counts_lock:
+            column.counts[0] += len(ids) - len(hits.places) - len(plan.positions)
+            column.counts[1] += len(hits.places)
+            column.counts[2] += len(plan.positions)
+        return PendingPull(column, ids, out, plan, hits, replies)
 
     def set_cache(self, name: str, cache: RowCache | None) -> None:
         """Read rows of ``name`` from ``cache`` before asking other servers; None: no cache. Not collective.
@@ -527,15 +340,21 @@ class KVStore:
         Raises:
             ConfigError: there is no such tensor, or it can be written to.
         """
-        self._puller.set_cache(self.column(name), cache)
+        column = self.column(name)
+        check_cacheable(column)
+        self._columns[name] = replace(column, cache=cache)
 
     def cache_counts(self, name: str | None = None) -> CacheCounts:
         """Return the rows that this rank requested: of one tensor, or of all those with a cache."""
-        return self._puller.counts(None if name is None else self.column(name).name)
+        asked = self._columns.values() if name is None else [self.column(name)]
+        with self._counts_lock:
+            counted = [column.counts for column in asked if name is not None or column.cache is not None]
+            local, hits, misses = np.sum([[0, 0, 0], *counted], axis=0).tolist()
+        return CacheCounts(local=local, hits=hits, misses=misses)
 
     @property
     def has_cache(self) -> bool:
-        return self._puller.has_cache()
+        return any(column.cache is not None for column in self._columns.values())
 
     def push(
         self,
@@ -576,8 +395,21 @@ class KVStore:
             PeerError: an owner is dead or silent; with ``wait=False`` only when too much is unanswered.
             RemoteError: an owner cannot write, or a push handler raised.
         """
-        order = PushOrder(accumulate=accumulate, wait=wait, phase=phase, layer=layer)
-        self._pusher.push(name, ids, rows, order)
+        column = self._checked(name, ids, rows)
+        rows = np.ascontiguousarray(rows)
+        if column.on_push is None and not accumulate:
+            op, pieces = "push", self._for_servers(column, ids, rows)
+            column.write(ids, rows)
+        else:
+            op, pieces = (
+                "add" if column.on_push is None else "handle",
+                self._for_owners(column, ids, rows, accumulate),
+            )
+        sends = [
+            Send(rank=rank, op=f"{self.label}.{op}", name=name, arrays=arrays, phase=phase, layer=layer)
+            for rank, arrays in pieces
+        ]
+        self._deliver(sends, wait)
 
     def fence(self, timeout_s: float | None = None) -> None:
         """Wait until every later pull of any rank sees this rank's pushes with ``wait=False``.
@@ -591,7 +423,7 @@ class KVStore:
             PeerError: the time passed (the message names the silent ranks), or an owner is dead.
             RemoteError: an owner cannot write.
         """
-        self._pusher.fence(timeout_s)
+        self._async_pushes.fence(timeout_s)
 
     def write_local(self, name: str, ids: Array, rows: Array) -> None:
         """Overwrite rows of the local server; its other ranks see them at once.
@@ -600,11 +432,9 @@ class KVStore:
             ConfigError: as :meth:`push`.
             IndexError: an id is not of the local server.
         """
-        self._pusher.write_local(name, ids, rows)
-
-    def owner_lock(self, name: str) -> threading.Lock:
-        """Return the lock that this rank holds while it updates rows that it owns from their old values."""
-        return self._pusher.lock_of(self.column(name))
+        column = self._checked(name, ids, rows)
+        self._check_range(column, ids, column.bounds[self._server], column.bounds[self._server + 1])
+        column.write(ids, np.ascontiguousarray(rows))
 
     def register_push_handler(self, name: str, handler: PushHandler | None) -> None:
         """Let ``handler`` apply pushes to a tensor, in place of overwriting or adding. Collective.
@@ -622,7 +452,7 @@ class KVStore:
         Raises:
             ConfigError: on all ranks: there is no such tensor, it is read-only, or ranks disagree.
         """
-        self._agree(name, handler, "push", partial(self._pusher.set_handler, name, handler))
+        self._agree(name, handler, "push", lambda column: replace(column, on_push=handler))
 
     def register_pull_handler(self, name: str, handler: PullHandler | None) -> None:
         """Let ``handler`` compute the rows that are pulled from a tensor. Collective.
@@ -634,11 +464,7 @@ class KVStore:
         Raises:
             ConfigError: on all ranks: there is no such writable tensor, or ranks disagree.
         """
-
-        def change() -> None:
-            self._columns[name] = replace(self.column(name), on_read=handler)
-
-        self._agree(name, handler, "pull", change)
+        self._agree(name, handler, "pull", lambda column: replace(column, on_read=handler))
 
     def nonzero(self, name: str) -> Array:
         """Return the (n,) int64 ids of the nonzero rows of a one-dimensional tensor, ascending.
@@ -654,11 +480,11 @@ class KVStore:
             raise ConfigError(
                 f"{name!r} has rows of shape {column.info.row_shape}; only one of one dimension is a mask"
             )
-        found = []
-        for packed, (first, last) in zip(
-            self._ask_all(self._bits_op, name), pairwise(column.bounds.tolist()), strict=True
-        ):
-            found.append(np.flatnonzero(np.unpackbits(packed, count=last - first)) + first)
+        bits = self._ask_all("nonzero", name)
+        found = [
+            np.flatnonzero(np.unpackbits(packed, count=last - first)) + first
+            for packed, (first, last) in zip(bits, pairwise(column.bounds.tolist()), strict=True)
+        ]
         return np.concatenate(found)
 
     def count_nonzero(self, name: str) -> int:
@@ -669,27 +495,74 @@ class KVStore:
             PeerError: a server is dead or silent.
         """
         self.column(name)
-        return sum(int(counted[0]) for counted in self._ask_all(self._count_op, name))
+        return sum(int(counted[0]) for counted in self._ask_all("count_nonzero", name))
 
-    def _ask_all(self, op: str, name: str) -> Sequence[Array]:
-        """Return the answers by server; the local one is asked last, so that the others work meanwhile."""
-        topology, rpc = self.placement.topology, self.session.rpc
-        servers = range(topology.num_servers)
-        pending = {
-            server: rpc.submit(self.placement.serving_rank(server), op, name, [], phase="masks")
-            for server in sorted(servers, key=lambda server: server == topology.server)
-        }
-        return [pending[server].result()[0] for server in servers]
+    def _checked(self, name: str, ids: Array, rows: Array) -> Column:
+        """Return the column if ``rows`` may be pushed to it; ConfigError or IndexError otherwise."""
+        column = self.column(name)
+        column.check_writable()
+        column.check(ids)
+        dtype, shape = numpy_dtype(column.info.dtype), (len(ids), *column.info.row_shape)
+        if rows.dtype != dtype or rows.shape != shape:
+            raise ConfigError(
+                f"{name!r} takes rows of {dtype} and shape {shape}, not {rows.dtype} of shape {rows.shape}"
+            )
+        return column
 
-    def _nonzero_bits(self, name: str) -> Array:
-        """Return one bit per row of the local server, the first row in the highest bit of the first byte."""
-        return np.packbits(np.concatenate(list(self.column(name).is_nonzero())))
+    def _check_range(self, column: Column, ids: Array, first: int, last: int) -> None:
+        bad = first_outside(ids - first, last - first)
+        if bad >= 0:
+            raise IndexError(
+                f"server {self._server}, rank {self._rank} has the rows {first} to {last - 1} of "
+                f"{column.name!r}, and was given id {ids[bad]}"
+            )
 
-    def _nonzero_count(self, name: str) -> Array:
-        return np.array([sum(int(np.count_nonzero(found)) for found in self.column(name).is_nonzero())])
+    def _for_servers(self, column: Column, ids: Array, rows: Array) -> list[tuple[int, list[Array]]]:
+        """Return the messages to other servers, each with (ids, rows), with the last of repeated ids."""
+        plan = plan_remote(ids, column.bounds, self._server)
+        last_places = plan.positions[plan.starts[1:] - 1]
+        return [
+            (rank, [plan.ids[first:last], take_rows(rows, last_places[first:last])])
+            for rank, first, last in plan.requests(self.placement.serving_ranks, column.rows_per_message)
+        ]
 
-    def _agree(self, name: str, handler: object, kind: str, change: Callable[[], None]) -> None:
-        """Make a change on all ranks or on none, and return when all have made it."""
+    def _for_owners(
+        self, column: Column, ids: Array, rows: Array, accumulate: bool
+    ) -> list[tuple[int, list[Array]]]:
+        """Return the messages to the owner ranks, this rank included."""
+        starts = self._owners[column.name].starts
+        if accumulate:
+            check_summable(column.name, column.info)
+            # Ranks in the place of servers, and one more as the local one that owns nothing: all are remote.
+            plan = plan_remote(ids, np.append(starts, starts[-1]), len(starts) - 1)
+            values, sorted_ids, cuts = sum_repeated(rows, plan, column.info), plan.ids, plan.server_starts
+        else:
+            # Owners have ascending ranges, so this groups by owner too. Requests may overtake each other, so
+            # one request has all rows of an id.
+            by_id = np.argsort(ids, kind="stable")
+            values, sorted_ids = take_rows(rows, by_id), ids[by_id]
+            cuts = np.searchsorted(sorted_ids, starts)
+        step = column.rows_per_message
+        return [
+            (rank, [sorted_ids[first:last], values[first:last]])
+            for rank, ends in enumerate(pairwise(cuts[: len(starts)].tolist()))
+            for first, last in _runs(sorted_ids, *ends, step, has_repeats=not accumulate)
+        ]
+
+    def _deliver(self, sends: list[Send], wait: bool) -> None:
+        rpc = self.session.rpc
+        remote = [send for send in sends if send.rank != self._rank]
+        pending = [send.submit(rpc) for send in remote] if wait else []
+        if not wait:
+            self._async_pushes.put(remote)
+        for send in sends:
+            if send.rank == self._rank:
+                send.submit(rpc).result()
+        for call in pending:
+            call.result()
+
+    def _agree(self, name: str, handler: object, kind: str, changed: Callable[[Column], Column]) -> None:
+        """Change a column on all ranks or on none, and return when all have changed it."""
 
         def check() -> None:
             self.column(name).check_writable()
@@ -698,21 +571,75 @@ class KVStore:
         run_on_all_ranks(self.session, check, ConfigError)
         wanted = f"{kind} of {name!r}" + ("" if handler is not None else ": none")
         check_equal(self.session, "a handler", wanted, "every rank must register the same")
-        change()
+        self._columns[name] = changed(self.column(name))
         barrier(self.session, f"registering a handler of {name!r}")
+
+    def _ask_all(self, op: str, name: str) -> Sequence[Array]:
+        """Return the answers by server; the local one is asked last, so that the others work meanwhile."""
+        ranks = self.placement.serving_ranks
+        pending = {
+            rank: self.session.rpc.submit(rank, f"{self.label}.{op}", name, [], phase="masks")
+            for rank in sorted(ranks, key=lambda rank: rank == self._rank)
+        }
+        return [pending[rank].result()[0] for rank in ranks]
 
     def _serve_pull(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
         (ids,) = arrays
         column = self.column(name)
-        server = self.placement.topology.server
-        first, last = column.bounds[server], column.bounds[server + 1]
-        if ids.dtype != np.int64 or ids.ndim != 1:
-            raise ConfigError(f"ids must be (K,) int64, not {ids.dtype} of shape {ids.shape}")
-        if len(ids) and (ids.min() < first or ids.max() >= last):
-            raise IndexError(
-                f"server {server} owns the rows {first} to {last - 1} of {column.name!r}, and was given "
-                f"ids from {ids.min()} to {ids.max()}"
-            )
+        column.check(ids)
+        self._check_range(column, ids, column.bounds[self._server], column.bounds[self._server + 1])
         out = np.empty((len(ids), *column.info.row_shape), dtype=numpy_dtype(column.info.dtype))
         column.read(ids, out)
         return [out]
+
+    def _serve_write(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
+        self.write_local(name, *arrays)
+        return []
+
+    def _serve_add(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
+        ids, rows = arrays
+        column = self._owned(name, ids, rows)
+        check_summable(name, column.info)
+        with column.lock:
+            for shard in column.shards:
+                add_rows(shard.rows, shard.first, ids, rows, column.info)
+        return []
+
+    def _serve_handle(self, name: str, arrays: Sequence[Array]) -> Sequence[Array]:
+        ids, rows = arrays
+        column = self._owned(name, ids, rows)
+        if column.on_push is None:
+            raise ConfigError(
+                f"no push handler of {name!r} is registered here; register it on every rank before pushing"
+            )
+        (shard,) = column.shards  # of a writable tensor there is one
+        with column.lock:
+            column.on_push(
+                tensor_view(shard.rows, column.info),
+                torch.from_numpy(ids - shard.first),
+                # A copy, since the arrays of a message are read-only and a handler may write.
+                tensor_view(rows.copy(), column.info),
+            )
+        return []
+
+    def _serve_nonzero(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
+        """Return one bit per row of the local server, the first row in the highest bit of the first byte."""
+        return [np.packbits(np.concatenate(list(self.column(name).is_nonzero())))]
+
+    def _serve_count_nonzero(self, name: str, _arrays: Sequence[Array]) -> Sequence[Array]:
+        return [np.array([sum(int(np.count_nonzero(found)) for found in self.column(name).is_nonzero())])]
+
+    def _owned(self, name: str, ids: Array, rows: Array) -> Column:
+        """Return the column if this rank owns the rows ``ids``."""
+        column = self._checked(name, ids, rows)
+        self._check_range(column, ids, *self._owners[name].range_of(self._rank))
+        return column
+
+
+def _check_out(out: Tensor, count: int, column: Column) -> None:
+    shape, dtype = (count, *column.info.row_shape), torch_dtype(column.info.dtype)
+    if tuple(out.shape) != shape or out.dtype != dtype or not out.is_contiguous() or out.device.type != "cpu":
+        raise ConfigError(
+            f"out for {column.name!r} must be a contiguous CPU tensor of {dtype} and shape {shape}, "
+            f"not {out.dtype} of shape {tuple(out.shape)} on {out.device}"
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Generic, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -15,8 +14,8 @@ from torch import Tensor
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.ids import Ids, as_ids, check_ids
-from dglx_dist.graph.row_kernels import RemotePlan, plan_remote, spread_rows
+from dglx_dist.graph.ids import Ids, as_ids
+from dglx_dist.graph.row_kernels import check_ids, plan_remote, spread_rows
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 
 
@@ -291,6 +290,11 @@ class Placement:
         servers = np.arange(self.topology.num_servers + 1)
         return np.asarray(offsets, dtype=np.int64)[np.searchsorted(self.server_of_part, servers, side="left")]
 
+    @cached_property
+    def serving_ranks(self) -> tuple[int, ...]:
+        """The rank that this rank asks for rows of each server."""
+        return tuple(self.serving_rank(server) for server in range(self.topology.num_servers))
+
     def serving_rank(self, server: int) -> int:
         """Return the rank that this rank asks for rows of ``server``; itself for its own server.
 
@@ -305,36 +309,15 @@ class Placement:
 Compute: TypeAlias = Callable[[Array], Sequence[Array]]
 """(k,) int64 ids of the local server to arrays (k,) int64, always the same number of them."""
 
-MAX_IDS = 1 << 20
-"""Ids of one request; more are split into several."""
-
 MAX_MESSAGE_BYTES = 8 << 20
 """Rows of one message; more are split, so that rows are placed while others are in transit.
 
 Replies of 1 MiB cost the serving rank 1.5 times the processor time in a measurement."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The ids of one message, as slots of a plan."""
-
-    rank: int
-    first: int
-    last: int
-
-
 def rows_per_message(row_bytes: int) -> int:
     """Return the most rows of ``row_bytes``, each with its id, for one message; at least 1."""
     return max(1, MAX_MESSAGE_BYTES // max(row_bytes, 8))
-
-
-def requests_of(plan: RemotePlan, placement: Placement, max_ids: int = MAX_IDS) -> list[Request]:
-    """Return the messages of a plan: one per server, or several of at most ``max_ids``."""
-    return [
-        Request(rank=placement.serving_rank(server), first=begin, last=min(begin + max_ids, last))
-        for server, (first, last) in enumerate(pairwise(plan.server_starts.tolist()))
-        for begin in range(first, last, max_ids)
-    ]
 
 
 Answered: TypeAlias = Callable[[], list[Array]]
@@ -362,8 +345,8 @@ def submit_to_owners(
     own = placement.topology.server
     plan = plan_remote(ids, bounds, own)
     calls = [
-        (session.rpc.submit(call.rank, op, "", [plan.ids[call.first : call.last]], phase="structure"), call)
-        for call in requests_of(plan, placement)
+        (session.rpc.submit(rank, op, "", [plan.ids[first:last]], phase="structure"), first)
+        for rank, first, last in plan.requests(placement.serving_ranks)
     ]
 
     def answered() -> list[Array]:
@@ -372,9 +355,9 @@ def submit_to_owners(
         out = [np.empty(len(ids), dtype=np.int64) for _ in answers]
         for column, values in zip(out, answers, strict=True):
             column[local] = values
-        for pending, call in calls:
+        for pending, first in calls:
             for column, values in zip(out, pending.result(), strict=True):
-                spread_rows(values, column, plan.starts, plan.positions, call.first)
+                spread_rows(values, column, plan.starts, plan.positions, first)
         return out
 
     return answered

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -31,7 +32,7 @@ class PartitionPolicy:
     dataset: str = ""
     """Checksum of the dataset that numbers the rows; "" for rows that no dataset numbers."""
 
-    @property
+    @cached_property
     def policy_str(self) -> str:
         """``node~<type>`` or ``edge~<source>:<relation>:<destination>``, as in DGL; ``own~<name>``."""
         return f"{self.kind}~{type_text(self.type_name)}"

@@ -6,8 +6,10 @@ widest size that divides a row and fits the alignment of both sides, so one kern
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from dglx_dist.records import Array, ColumnInfo
 _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """Return torch's dtype for a column's dtype; ConfigError when no column can have it."""
     if name not in _TORCH:
@@ -103,26 +106,23 @@ def _prefetch(rows: Any, for_writing: int) -> Any:
     return types.void(rows, types.intp, types.intp), make
 
 
-_WORDS: tuple[np.dtype[Any], ...] = tuple(np.dtype(name) for name in ("u8", "u4", "u2", "u1"))
+_WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (8, 4, 2, 1)}
 
 _AHEAD = 8
 """Rows between the prefetched one and the copied one: rows lie anywhere in memory."""
 
 
-def as_words(*arrays: Array) -> tuple[Array, ...]:
-    """View C-contiguous (n, *row) arrays with rows of equal size as (n, words) of one unsigned dtype."""
-    row_bytes = row_size(arrays[0])
-    word = next(
-        word
-        for word in _WORDS
-        if row_bytes % word.itemsize == 0 and all(a.ctypes.data % word.itemsize == 0 for a in arrays)
-    )
+def as_words(source: Array, out: Array) -> tuple[Array, Array]:
+    """View C-contiguous (n, *row) arrays, not empty and with rows of one size, as (n, words) of one width."""
+    row_bytes = source.nbytes // len(source)
+    # The lowest bit that is set in any of these: the widest word that divides all of them.
+    aligned = source.ctypes.data | out.ctypes.data | row_bytes | 8
+    word = _WORDS[aligned & -aligned]
     words = row_bytes // word.itemsize
-    return tuple(array.reshape(-1).view(np.uint8).view(word).reshape(len(array), words) for array in arrays)
-
-
-def row_size(array: Array) -> int:
-    return math.prod(array.shape[1:]) * array.itemsize
+    return (
+        source.reshape(-1).view(np.uint8).view(word).reshape(len(source), words),
+        out.reshape(-1).view(np.uint8).view(word).reshape(len(out), words),
+    )
 
 
 def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
@@ -134,10 +134,9 @@ def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
         ids: (K,) int64; ids of other shards are skipped.
         out: (K, *row), same dtype, C-contiguous and writable.
     """
-    if len(ids) == 0 or len(source) == 0 or row_size(source) == 0:
-        return
-    source_words, out_words = as_words(source, out)
-    _gather(source_words, first, ids, out_words)
+    if len(ids) and source.size:
+        source_words, out_words = as_words(source, out)
+        _gather(source_words, first, ids, out_words)
 
 
 def take_rows(source: Array, places: Array, out: Array | None = None) -> Array:
@@ -165,10 +164,9 @@ def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
         first: Id of the first row of ``target``.
         ids: (K,) int64.
     """
-    if len(ids) == 0 or len(target) == 0 or row_size(target) == 0:
-        return
-    row_words, target_words = as_words(rows, target)
-    _scatter(row_words, target_words, first, ids)
+    if len(ids) and target.size:
+        row_words, target_words = as_words(rows, target)
+        _scatter(row_words, target_words, first, ids)
 
 
 def move_rows(source: Array, rows: Array, out: Array, places: Array) -> None:
@@ -180,10 +178,9 @@ def move_rows(source: Array, rows: Array, out: Array, places: Array) -> None:
         out: (K, *row), same dtype, C-contiguous and writable.
         places: (k,) int64 in [0, K).
     """
-    if len(rows) == 0 or row_size(source) == 0:
-        return
-    source_words, out_words = as_words(source, out)
-    _move(source_words, rows, out_words, places)
+    if len(rows) and source.size:
+        source_words, out_words = as_words(source, out)
+        _move(source_words, rows, out_words, places)
 
 
 def spread_rows(rows: Array, out: Array, starts: Array, positions: Array, first_slot: int) -> None:
@@ -195,10 +192,9 @@ def spread_rows(rows: Array, out: Array, starts: Array, positions: Array, first_
         starts, positions: As in :class:`RemotePlan`.
         first_slot: Slot of ``rows[0]``.
     """
-    if len(rows) == 0 or row_size(rows) == 0:
-        return
-    row_words, out_words = as_words(rows, out)
-    _spread(row_words, out_words, starts, positions, first_slot)
+    if rows.size:
+        row_words, out_words = as_words(rows, out)
+        _spread(row_words, out_words, starts, positions, first_slot)
 
 
 @njit(cache=True, nogil=True)
@@ -262,6 +258,13 @@ def first_outside(ids: Array, count: int) -> int:
     return -1
 
 
+def check_ids(ids: Array, count: int, what: str) -> None:
+    """Raise IndexError unless each of the (K,) int64 ``ids`` is in [0, ``count``)."""
+    bad = first_outside(ids, count)
+    if bad >= 0:
+        raise IndexError(f"id {ids[bad]} at position {bad} is outside {what}, whose ids are 0 to {count - 1}")
+
+
 DIRECT_LIMIT = 1 << 26
 """Most ids for which a table has an entry per id (4 bytes each, 256 MiB per server); above, it is hashed."""
 
@@ -277,8 +280,7 @@ class SlotTable(NamedTuple):
     """() in a direct table; else a power of two of int64 ids, -1 in free places."""
 
 
-def no_slots() -> SlotTable:
-    return SlotTable(np.empty(0, np.int32), np.empty(0, np.int64))
+NO_SLOTS = SlotTable(np.empty(0, np.int32), np.empty(0, np.int64))
 
 
 def table_sizes(count: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> tuple[int, int]:
@@ -337,6 +339,10 @@ def _insert(table: SlotTable, ids: Array) -> None:
         table.slots[at] = slot
 
 
+MAX_IDS = 1 << 20
+"""Ids of one request; more are split into several."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RemotePlan:
     """The remote part of K requested ids, grouped by server; a slot is a distinct remote id."""
@@ -349,6 +355,17 @@ class RemotePlan:
     """(slots + 1,) int64; slot s is requested at ``positions[starts[s]:starts[s + 1]]``."""
     positions: Array
     """(remote places,) int64 positions in the requested ids."""
+
+    def requests(self, ranks: Sequence[int], max_ids: int = MAX_IDS) -> list[tuple[int, int, int]]:
+        """Return (rank, first slot, last slot) of each message, at most ``max_ids`` slots long.
+
+        ``ranks``: whom to ask for the rows of each server.
+        """
+        found = []
+        for rank, (first, last) in zip(ranks, pairwise(self.server_starts.tolist()), strict=True):
+            for begin in range(first, last, max_ids):
+                found.append((rank, begin, min(begin + max_ids, last)))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,7 +380,7 @@ class Hits:
 
 def plan_remote(ids: Array, bounds: Array, own_server: int) -> RemotePlan:
     """Return the plan of :func:`plan_pull` without a cache."""
-    return plan_pull(ids, bounds, own_server, no_slots())[0]
+    return plan_pull(ids, bounds, own_server, NO_SLOTS)[0]
 
 
 def plan_pull(

@@ -13,7 +13,7 @@ from numba import njit
 from dglx_dist.comm.rpc import Handler, Pending
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.partition_book import Answered, Placement, Request, requests_of, submit_to_owners
+from dglx_dist.graph.partition_book import Answered, Placement, submit_to_owners
 from dglx_dist.graph.row_kernels import RemotePlan, plan_remote
 from dglx_dist.records import Array, EdgeType
 
@@ -57,6 +57,10 @@ NO_EDGES: Array = np.empty(0, dtype=np.int64)
 Draw: TypeAlias = Callable[[CSCShard, Array, str, Array], InEdges]
 """(piece of the structure, (k,) int64 global ids of its nodes, parameters, (X,) int64 ascending ids of edges
 that may not be drawn) to their drawn in-edges."""
+
+
+RemoteDraw: TypeAlias = tuple[Pending, int, int]
+"""A request in flight, and its first and last slots in the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +245,7 @@ class Structure(ABC):
 
     def _submit_remote(
         self, _op: str, _nodes: Array, _parameters: str, _exclude: Array, *, layer: int, phase: str
-    ) -> tuple[RemotePlan | None, Sequence[tuple[Pending, Request]]]:
+    ) -> tuple[RemotePlan | None, Sequence[RemoteDraw]]:
         """Request the in-edges of nodes of other servers; return the plan and its calls."""
         return None, ()
 
@@ -299,7 +303,7 @@ class PendingInEdges:
         nodes: Array,
         local: Callable[[], list[Piece]],
         plan: RemotePlan | None = None,
-        calls: Sequence[tuple[Pending, Request]] = (),
+        calls: Sequence[RemoteDraw] = (),
     ) -> None:
         self._nodes = nodes
         self._local = local
@@ -314,11 +318,10 @@ class PendingInEdges:
             RemoteError: an owner cannot answer.
         """
         pieces = self._local()
-        for pending, call in self._calls:
+        for pending, first, last in self._calls:
             assert self._plan is not None
-            asked = self._plan.ids[call.first : call.last]
-            starts = self._plan.starts[call.first : call.last + 1]
-            edges = from_wire(asked, pending.result())
+            starts = self._plan.starts[first : last + 1]
+            edges = from_wire(self._plan.ids[first:last], pending.result())
             pieces.append(Piece(edges=edges, starts=starts, positions=self._plan.positions))
         return join_pieces(len(self._nodes), pieces)
 
@@ -386,21 +389,22 @@ class PartitionedStructure(Structure):
 
     def _submit_remote(
         self, op: str, nodes: Array, parameters: str, exclude: Array, *, layer: int, phase: str
-    ) -> tuple[RemotePlan, Sequence[tuple[Pending, Request]]]:
+    ) -> tuple[RemotePlan, Sequence[RemoteDraw]]:
         plan = plan_remote(nodes, self._node_bounds, self._placement.topology.server)
         calls = [
             (
                 self._session.rpc.submit(
-                    call.rank,
+                    rank,
                     self._op(op),
                     parameters,
-                    [plan.ids[call.first : call.last], *self._excluded_at(call.rank, exclude)],
+                    [plan.ids[first:last], *self._excluded_at(rank, exclude)],
                     phase=phase,
                     layer=layer,
                 ),
-                call,
+                first,
+                last,
             )
-            for call in requests_of(plan, self._placement)
+            for rank, first, last in plan.requests(self._placement.serving_ranks)
         ]
         return plan, calls
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.exchange import Incoming, Outgoing, StreamExchange, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
@@ -31,7 +32,6 @@ from dglx_dist.planner.workload import Draws
 from dglx_dist.records import EDGE_TYPE, FEATURE, Array
 from dglx_dist.strategies.full_graph.expansion import HeldNeighborhood, NeighborhoodExpander
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
-from dglx_dist.strategies.full_graph.halo_exchange import Incoming, Outgoing, Wire, wire_of
 from dglx_dist.strategies.full_graph.plan_builder import own_rows, read_layers
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links | None:
     topology = session.topology
     if topology.world_size == 1:
         return None
-    wire = wire_of(session)
+    streams = row_exchanges(session).streams
     leads = topology.local_rank == 0
     across = _ring_neighbours(
         [topology.ranks_of_server(server)[0] for server in range(topology.num_servers)], topology.rank
@@ -83,13 +83,13 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links | None:
     own = list(topology.ranks_of_server(topology.server))
     inside = _ring_neighbours(own, topology.rank)
     external = (
-        _bandwidth(session, wire, across if leads else None, seconds / 2)
+        _bandwidth(session, streams, across if leads else None, seconds / 2)
         if topology.num_servers > 1
         else None
     )
     several = any(len(topology.ranks_of_server(s)) > 1 for s in range(topology.num_servers))
-    internal = _bandwidth(session, wire, inside, seconds / 2) if several else None
-    latency = _latency(session, wire, (across if leads else None) if external is not None else inside)
+    internal = _bandwidth(session, streams, inside, seconds / 2) if several else None
+    latency = _latency(session, streams, (across if leads else None) if external is not None else inside)
     # Each rank of the ring within a server moves this much.
     server_rate = None if internal is None else internal * len(own)
     found = external if external is not None else server_rate
@@ -109,10 +109,12 @@ def _ring_neighbours(members: list[int], rank: int) -> tuple[int, int] | None:
     return members[place - 1], members[(place + 1) % len(members)]
 
 
-def _bandwidth(session: Session, wire: Wire, neighbors: tuple[int, int] | None, seconds: float) -> float:
+def _bandwidth(
+    session: Session, streams: StreamExchange, neighbors: tuple[int, int] | None, seconds: float
+) -> float:
     num_bytes, spent = _FIRST_BYTES, 0.0
     while True:
-        took = _longest(session, _time_swap(session, wire, neighbors, num_bytes))
+        took = _longest(session, _time_swap(session, streams, neighbors, num_bytes))
         spent += took
         if took >= _LONG_ENOUGH_S or spent >= seconds or num_bytes >= _MOST_BYTES:
             return num_bytes / max(took, 1e-9)
@@ -121,25 +123,22 @@ def _bandwidth(session: Session, wire: Wire, neighbors: tuple[int, int] | None, 
         num_bytes = int(min(max(wanted, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
 
 
-def _latency(session: Session, wire: Wire, neighbors: tuple[int, int] | None) -> float:
-    took = sum(_time_swap(session, wire, neighbors, 8) for _ in range(_SMALL_ROUNDS)) / _SMALL_ROUNDS
+def _latency(session: Session, streams: StreamExchange, neighbors: tuple[int, int] | None) -> float:
+    took = sum(_time_swap(session, streams, neighbors, 8) for _ in range(_SMALL_ROUNDS)) / _SMALL_ROUNDS
     return _longest(session, took)
 
 
-def _time_swap(session: Session, wire: Wire, neighbors: tuple[int, int] | None, num_bytes: int) -> float:
+def _time_swap(
+    session: Session, streams: StreamExchange, neighbors: tuple[int, int] | None, num_bytes: int
+) -> float:
     barrier(session, _EXCHANGE_NAME)
     begin = time.perf_counter()
     if neighbors is not None:
         before, after = neighbors
-        outgoing = [Outgoing(rank=after, num_bytes=num_bytes, pieces=_pieces(num_bytes))]
-        wire.swap(outgoing, [Incoming(rank=before, buffer=memoryview(bytearray(num_bytes)))], _EXCHANGE_NAME)
+        outgoing = [Outgoing(rank=after, rows=torch.empty(num_bytes, dtype=torch.uint8))]
+        incoming = [Incoming(rank=before, rows=torch.empty(num_bytes, dtype=torch.uint8))]
+        streams.post(outgoing, incoming, _EXCHANGE_NAME, phase=None).wait()
     return time.perf_counter() - begin
-
-
-def _pieces(num_bytes: int) -> Iterator[memoryview]:
-    piece = memoryview(bytearray(min(num_bytes, 2**20)))
-    for first in range(0, num_bytes, len(piece)):
-        yield piece[: num_bytes - first]
 
 
 def _longest(session: Session, seconds: float) -> float:

@@ -425,10 +425,6 @@ def _scores(g: DistGraph, context: PartitionContext, seeds: Array, draws: Draws,
     return total
 
 
-DRY_BATCHES = 20
-"""Default number of counted batches per rank; shorter epochs are counted completely."""
-
-
 TRAIN_MASK = "train_mask"
 METIS_CUT, METIS_FLOOR = 0.35, 0.05
 """METIS's cut relative to a random partition's, on graphs with communities; and the least cut as a fraction

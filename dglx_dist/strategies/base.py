@@ -240,6 +240,15 @@ class Strategy(ABC):
 
     traits: ClassVar[Traits]
 
+    @staticmethod
+    def read_options(options: Mapping[str, object]) -> Any:
+        """Return ``options`` checked, as far as that needs no session; called before any rank is started.
+
+        Raises:
+            ConfigError: see the class. This default accepts everything.
+        """
+        return options
+
     @abstractmethod
     def __init__(self, session: Session, options: Mapping[str, object]) -> None: ...
 
@@ -281,20 +290,29 @@ class Strategy(ABC):
         """
 
 
-def check_options(strategy: str, options: Mapping[str, object], known: Mapping[str, type]) -> None:
-    """Raise ConfigError unless every option is in ``known``, which maps names to types, and has its type."""
+def check_options(strategy: str, options: Mapping[str, object], known: Mapping[str, type]) -> dict[str, Any]:
+    """Return the options; ConfigError unless each is in ``known``, names to types, and of its type.
+
+    A whole number is converted where a text or a float is expected: the command line reads ``memory=1000`` as
+    one.
+    """
+    checked: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
             listed = ", ".join(f"{key} ({kind.__name__})" for key, kind in sorted(known.items())) or "none"
             hint = did_you_mean(name, known)
             raise ConfigError(f"strategy {strategy!r} has no option {name!r}{hint} (its options: {listed})")
         kind = known[name]
+        if kind in (str, float) and type(value) is int:
+            value = kind(value)
         # bool is a subclass of int, but a flag in place of a number is a mistake.
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise ConfigError(
                 f"option {name}={value!r} of strategy {strategy!r} must be of type {kind.__name__}, "
                 f"not {type(value).__name__}"
             )
+        checked[name] = value
+    return checked
 
 
 AUTO = "auto"

@@ -43,13 +43,17 @@ class DataParallel(Strategy):
     )
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
-        check_options("data_parallel", options, {"bucket_bytes": int})
-        bucket_bytes = options.get("bucket_bytes", BUCKET_BYTES)
-        assert isinstance(bucket_bytes, int)
+        self._session = session
+        self._bucket_bytes = self.read_options(options)
+
+    @staticmethod
+    def read_options(options: Mapping[str, object]) -> int:
+        """Return the bytes of a bucket."""
+        checked = check_options("data_parallel", options, {"bucket_bytes": int})
+        bucket_bytes: int = checked.get("bucket_bytes", BUCKET_BYTES)
         if bucket_bytes < 1:
             raise ConfigError(f"option bucket_bytes={bucket_bytes} must be at least 1")
-        self._session = session
-        self._bucket_bytes = bucket_bytes
+        return bucket_bytes
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         from dglx_dist.dataloading.loader import DataLoader

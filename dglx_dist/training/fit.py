@@ -22,11 +22,13 @@ from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import CacheCounts
 from dglx_dist.graph.optim import SparseOptimizer
+from dglx_dist.options import check_ranges
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
 from dglx_dist.strategies.base import CACHE_CHOICE, EpochTrainer, Objective, WrappedModel
 from dglx_dist.training import checkpoint
 from dglx_dist.training.checkpoint import Sparse, optimizers_of
+from dglx_dist.training.config import RunOptions
 from dglx_dist.training.inference import check_evaluable, evaluate, float_of, labelled_type
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tracing import TraceConfig, recording, without_keys
@@ -251,21 +253,15 @@ TRAINED_WITH = "strategy"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FitConfig:
-    """Configuration of :func:`train`."""
+class FitConfig(RunOptions):
+    """Configuration of :func:`train`, beside the options that ``dglx train`` has too.
 
-    epochs: int = 10
-    """Epochs of the whole run, including those before a resume."""
-    eval_every: int = 1
-    """Epochs between exact evaluations; 0: only after the last epoch, which is always evaluated."""
-    patience: int | None = None
-    """Stop after this number of evaluations without a better validation accuracy; None: never."""
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
     checkpoint_folder: str | Path | None = None
     """Folder of checkpoints, shared by all ranks; None: none are saved."""
-    checkpoint_every: int = 1
-    """Epochs between checkpoints; the last epoch is always saved."""
-    resume: bool = False
-    """Resume from the newest checkpoint in the folder, if there is one."""
     feature: str = FEATURE
     label: str = LABEL
     loss: LossFunction = cross_entropy
@@ -280,20 +276,14 @@ class FitConfig:
     eval_batch_size: int = 4096
     num_layers: int | None = None
     """For models without ``inference_layers()``: see :func:`dglx_dist.training.inference.evaluate`."""
-    trace: str | Path | None = None
-    """Trace file of all ranks for Perfetto, written by rank 0; None: nothing is recorded."""
-    trace_steps: int = 200
-    """Number of steps in the trace, from the first one of this call."""
     show_progress: bool = True
     """Progress bar of rank 0 on standard error."""
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("eval_every", 0), ("checkpoint_every", 1), ("trace_steps", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
-        if self.patience is not None and (self.patience < 1 or self.eval_every == 0):
+        check_ranges(self, "{name}={value}")
+        if self.patience is not None and self.eval_every == 0:
             raise ConfigError(
-                f"patience={self.patience} counts evaluations; it must be at least 1, and eval_every too"
+                f"patience={self.patience} counts evaluations; eval_every must be at least 1 too"
             )
         if self.resume and self.checkpoint_folder is None:
             raise ConfigError("resume needs checkpoint_folder; give the folder of the checkpoints")

@@ -13,7 +13,6 @@ import torch
 
 from dglx_dist.api import DataLoader, choose_strategy, distribute, fit, init, wrap
 from dglx_dist.auto import Training, adopt_checkpointed, check_equal_servers, read_auto_options
-from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
@@ -23,6 +22,7 @@ from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import AUTO
 from dglx_dist.training import checkpoint
+from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.fit import TRAINED_WITH, FitConfig
 from dglx_dist.training.models import build_model
 from tests.api.graphs import two_triangles

@@ -8,7 +8,6 @@ from typing import Any
 import dgl
 import pytest
 
-from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
@@ -17,6 +16,7 @@ from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
+from dglx_dist.training.config import TrainConfig
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 

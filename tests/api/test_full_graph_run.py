@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import dglx_dist as dx
-from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.errors import CheckpointError
+from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers import wide

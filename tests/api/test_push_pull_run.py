@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import dglx_dist as dx
-from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.errors import CheckpointError, ConfigError
+from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.inference import minibatch_inference
 from dglx_dist.training.relational import EntityInputs

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import dglx_dist as dx
-from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import CHECKPOINTS, train_dataset
 from dglx_dist.errors import StorageError
 from dglx_dist.records import EpochRecord
 from dglx_dist.report.run_folder import append_epoch
+from dglx_dist.training.config import TrainConfig
 from tests.api.graphs import as_dgl
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks

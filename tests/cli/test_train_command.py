@@ -6,11 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
-from dglx_dist.cli.train import check_launched, check_names
-from dglx_dist.cli.train_config import TrainConfig
+from dglx_dist.cli.train import check_before_launch, check_launched
 from dglx_dist.errors import ConfigError
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
+from dglx_dist.training.config import TrainConfig
 from tests.api.graphs import two_triangles
 
 
@@ -60,14 +60,37 @@ def test_a_deep_model_over_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -> N
     assert planned(monkeypatch, "--fanout", "5,-1").fanouts == (5, -1)
 
 
+def asked(strategy: str, data: Path, **options: object) -> TrainConfig:
+    return TrainConfig(data=str(data), strategy=strategy, ranks=2, servers=2, strategy_options=options)
+
+
 def test_nothing_is_started_where_auto_has_nothing_to_choose_among(tmp_path: Path) -> None:
     raw = two_triangles()
     partition_to_disk(raw, tmp_path / "one", PartitionPlan(num_parts=2, method="contiguous"))
-    check_names("auto", tmp_path / "one", 2)
+    check_before_launch(asked("auto", tmp_path / "one"))
     both = {EDGE_TYPE: raw.edges[EDGE_TYPE], (NODE_TYPE, "likes", NODE_TYPE): raw.edges[EDGE_TYPE]}
     partition_to_disk(
         replace(raw, edges=both), tmp_path / "two", PartitionPlan(num_parts=2, method="contiguous")
     )
-    check_names("data_parallel", tmp_path / "two", 2)
+    check_before_launch(asked("data_parallel", tmp_path / "two"))
     with pytest.raises(ConfigError, match=r"2 edge types.*use --strategy data_parallel"):
-        check_names("auto", tmp_path / "two", 2)
+        check_before_launch(asked("auto", tmp_path / "two"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "said"),
+    [
+        ("data_parallel", {"bucket_byte": 1}, "did you mean 'bucket_bytes'"),
+        ("push_pull", {"dept": 2}, "did you mean 'depth'"),
+        ("full_graph", {"use_p": True}, "did you mean 'use_pp'"),
+        ("shared_preload", {"hops": -1}, "hops=-1"),
+        ("cooperative", {"batches": "two"}, "must be of type int"),
+        ("lambda", {"interval": 3}, "did you mean 'intervals'"),
+        ("auto", {"unit": "graph"}, "unit='graph' must be mini_batch, full_graph or any"),
+    ],
+)
+def test_wrong_options_of_strategies_are_refused_before_ranks_start(
+    strategy: str, options: dict[str, object], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_before_launch(asked(strategy, Path("nowhere"), **options))

@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import POLICIES
+from dglx_dist.training.config import TrainConfig
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+import dglx_dist
+from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -72,6 +75,38 @@ def test_shape_dtype_and_length_are_of_the_whole(graph: DistGraph) -> None:
 def test_a_wrong_index_is_named(graph: DistGraph, index: Any, message: str) -> None:
     with pytest.raises(IndexError, match=message):
         graph.ndata["feat"][index]
+
+
+def calls_of_a_pull(folder: Path) -> list[str]:
+    """The package's functions that rank 0 calls in its thread for a pull from both servers: module names."""
+    package = str(Path(dglx_dist.__file__).parent)
+    pulls: list[list[str]] = [[], [], []]
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            pulls[0].append(Path(frame.f_code.co_filename).relative_to(package).as_posix())
+
+    with start_session() as session:
+        g = DistGraph(folder)
+        ids = torch.arange(NUM_NODES)
+        expected = g.ndata["feat"][ids]  # connects, and compiles kernels
+        for _ in pulls if g.rank() == 0 else []:
+            pulls = [pulls[-1], *pulls[:-1]]
+            sys.setprofile(note)
+            rows = g.ndata["feat"][ids]
+            sys.setprofile(None)
+            assert torch.equal(rows, expected)
+            assert session.ledger.total(phase="features", outside=True) > 0
+        barrier(session, "the other rank answers")
+    # Each tenth of a second of waiting for the answer makes two calls more.
+    return min(pulls, key=len)
+
+
+def test_a_pull_from_two_servers_goes_through_few_modules_and_calls(small_dataset: Path) -> None:
+    called, _ = run_ranks(calls_of_a_pull, 2, args=(small_dataset,), ranks_per_server=1)
+    assert {"graph/dist_tensor.py", "graph/kvstore.py", "comm/rpc.py"} <= set(called)
+    assert len(set(called)) <= 12, sorted(set(called))
+    assert len(called) <= 70, called
 
 
 def test_tensors_of_the_dataset_cannot_be_written(graph: DistGraph) -> None:

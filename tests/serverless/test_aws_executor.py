@@ -12,7 +12,6 @@ from typing import Any
 import boto3
 import pytest
 
-from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.serverless.aws import clients
@@ -22,6 +21,7 @@ from dglx_dist.serverless.aws.executor import AwsExecutor, read_report
 from dglx_dist.serverless.aws.package import Package, write_zip
 from dglx_dist.serverless.controller import Controller, ControllerOptions, RelaunchRule, TunerLimits
 from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
+from dglx_dist.training.config import TrainConfig
 
 from ..helpers.functions_service import REGION, Function, FunctionsService
 from ..helpers.zips import zipped

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.models import RECOMPUTE, build_resgcn, check_kind
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality

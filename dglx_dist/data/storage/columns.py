@@ -16,6 +16,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
@@ -48,6 +49,7 @@ class FileInfo:
     """CRC-32 of all bytes, eight hexadecimal digits."""
 
 
+@cache
 def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
     """Return the NumPy dtype of values of ``dtype`` in memory; uint16 for bfloat16."""
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
@@ -247,9 +249,6 @@ def _damaged(name: str, path: Path, problem: Exception) -> StorageError:
 
 MANIFEST = "manifest.json"
 CACHE = "cache"
-PARTIAL_SUFFIX = ".partial"
-"""Suffix of folders that are being written."""
-
 _MAX_NAME = 80
 """Characters of one encoded name: an edge type's folder consists of three, and the system's limit is 255."""
 

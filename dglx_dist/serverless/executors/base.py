@@ -152,7 +152,7 @@ class Faults:
     def __post_init__(self) -> None:
         shares = [self.kill, self.delay, self.duplicate]
         if sum(shares) > 1:
-            raise ConfigError(f"option 'faults' has shares {shares} that add up to more than 1; lower one")
+            raise ConfigError(f"the shares {shares} add up to more than 1; lower one")
 
     @classmethod
     def read(cls, given: object) -> Faults:

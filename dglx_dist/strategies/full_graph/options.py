@@ -93,7 +93,7 @@ def read_full_graph_options(
     Raises:
         ConfigError: an option is unknown, has another type, or has an invalid value.
     """
-    check_options(strategy, options, known)
+    options = check_options(strategy, options, known)
     external: dict[str, Any] = {name: value for name, value in options.items() if name in EXTERNAL}
     others: dict[str, Any] = {name: value for name, value in options.items() if name not in EXTERNAL}
     eas = read_eas_options(**{"external_hops": None, "external_fanout": None, **external})
@@ -160,11 +160,7 @@ class CooperativeOptions:
 
 def read_cooperative_options(strategy: str, options: Mapping[str, object]) -> CooperativeOptions:
     """Check and return the options of cooperative; see :func:`read_full_graph_options`."""
-    memory = options.get("memory")
-    if isinstance(memory, int) and not isinstance(memory, bool):
-        # The command line parses memory=1000 as a number.
-        options = {**options, "memory": str(memory)}
-    check_options(strategy, options, COOPERATIVE)
+    options = check_options(strategy, options, COOPERATIVE)
     read = read_full_graph_options(
         strategy,
         {name: value for name, value in options.items() if name not in _COOPERATIVE_ONLY},
@@ -175,7 +171,7 @@ def read_cooperative_options(strategy: str, options: Mapping[str, object]) -> Co
     if granted:
         own = {"batches": 0, **own}
     return CooperativeOptions(
-        **own,  # type: ignore[arg-type]  # checked above
+        **own,
         memory=granted,
         eas=_with_inner(read.eas, options.get("external_inner")),
         split=read.split,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.full_graph.cooperative import (
     CooperativePlanner,
@@ -20,7 +20,6 @@ from dglx_dist.strategies.full_graph.cooperative import (
     CooperativeSpec,
     MemoryChoice,
 )
-from dglx_dist.strategies.full_graph.halo_plan import OnePlan, PlanSource
 from dglx_dist.strategies.full_graph.loader import Batch, FullGraphLoader
 from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate
 from dglx_dist.strategies.full_graph.model import HaloModel
@@ -37,10 +36,9 @@ from dglx_dist.strategies.full_graph.options import (
 )
 from dglx_dist.strategies.full_graph.plan_builder import (
     PlanRequest,
-    SampledPlans,
+    WholeGraphPlans,
     check_one_type,
     gather_seeds,
-    make_plans,
 )
 
 if TYPE_CHECKING:
@@ -65,9 +63,11 @@ class FullGraph(Strategy):
         summary="activations of border nodes, and their gradients, at every layer; all gradients",
     )
 
+    read_options = staticmethod(partial(read_full_graph_options, FULL_GRAPH, known=COMMON, hops=0))
+
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
-        self._options = read_full_graph_options(FULL_GRAPH, options, COMMON, hops=0)
+        self._options = self.read_options(options)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         """Return a :class:`FullGraphLoader` with one step per epoch; every rank must call it.
@@ -114,9 +114,11 @@ class SharedPreload(Strategy):
         summary="features of the neighbourhood, once; activations of border nodes above it; all gradients",
     )
 
+    read_options = staticmethod(partial(read_full_graph_options, SHARED_PRELOAD, known=PRELOADING))
+
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
-        self._options = read_full_graph_options(SHARED_PRELOAD, options, PRELOADING)
+        self._options = self.read_options(options)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         return _open_loader(SHARED_PRELOAD, g, indices, sampler, self._options, loader_options)
@@ -136,17 +138,11 @@ def _open_loader(
     check_equal(g.session, f"an option of {strategy}", asdict(options))
     request = read_request(strategy, g, indices, sampler, loader_options)
     hops = run_on_all_ranks(g.session, lambda: hops_of(options, request.num_layers), ConfigError)
-    return FullGraphLoader(g, _source(g, request, hops, options), request, use_pp=options.use_pp)
-
-
-def _source(g: DistGraph, request: LoaderRequest, hops: int, options: FullGraphOptions) -> PlanSource:
-    seeds, num_layers, split = request.seeds, request.num_layers, options.split
-    if options.eas is not None:
-        plan_request = PlanRequest(seeds=seeds, num_layers=num_layers, hops=hops, split=split)
-        return SampledPlans(g, plan_request, options.eas, seed=request.seed)
-    plan = make_plans(g, seeds, num_layers, hops, split=split)
-    counts = gather_int64([plan.seeds], g.session)
-    return OnePlan(plan, StepShare(num_local=plan.seeds, num_global=int(counts.sum())))
+    plan_request = PlanRequest(
+        seeds=request.seeds, num_layers=request.num_layers, hops=hops, split=options.split
+    )
+    source = WholeGraphPlans(g, plan_request, options.eas, seed=request.seed)
+    return FullGraphLoader(g, source, request, use_pp=options.use_pp)
 
 
 def _wrap_model(
@@ -180,9 +176,11 @@ class Cooperative(Strategy):
         summary="features of each batch's neighbourhood; activations inside a server; all gradients",
     )
 
+    read_options = staticmethod(partial(read_cooperative_options, COOPERATIVE))
+
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
-        self._options = read_cooperative_options(COOPERATIVE, options)
+        self._options = self.read_options(options)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         """Return a loader with one step per cooperative batch; every rank must call it.

@@ -12,13 +12,14 @@ from types import MappingProxyType
 from typing import TypeVar, final
 
 import torch
+from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import cut_out
+from dglx_dist.layers.base import SplittableConv, StageInput, cut_out
 from dglx_dist.layers.dropout import MODULES, Columns, DropDraws, drop_entries
-from dglx_dist.strategies.push_pull.options import GroupBatch, PartInput
+from dglx_dist.strategies.push_pull.exchange import GroupBatch, PartInput
 
 
 class Origin(ABC):
@@ -404,6 +405,75 @@ class Normalized(Origin):
 
     def rows(self, owners: PartInput) -> Tensor:
         return self.norm.normalized(self.origin.rows(owners), owners.nodes)
+
+
+def possible_inputs(names: tuple[str, ...], runs: tuple[Columns, ...]) -> list[Features]:
+    """Return each feature by itself, and the concatenation of all."""
+    single = [Features(names=(name,), pieces=(run,)) for name, run in zip(names, runs, strict=bool(names))]
+    return single if len(names) < 2 else [*single, Features(names=names, pieces=runs)]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class InputSpec:
+    """The sources of the first layer's arguments."""
+
+    origin: Origin
+    """Of the input rows."""
+    keys: Mapping[str, str | None]
+    """Edge argument to the name of the block's edge data; None: computed by the model."""
+
+    def edges(self, layer: SplittableConv, block: DGLBlock) -> dict[str, Tensor]:
+        """Return the per-edge values of a block before the model is called on it.
+
+        Raises:
+            ConfigError: one of them is no edge data.
+        """
+        if layer.edges_after_sync:
+            return {}
+        for name, key in self.keys.items():
+            if key is None:
+                raise ConfigError(
+                    f"the model computes {name!r} of its first layer itself, so no batch can begin before "
+                    "the model is called; use depth=1, or store the values as edge data and let the sampler "
+                    "prefetch them (prefetch_edge_feats), or give the layer own_edges()"
+                )
+        found = {name: block.edata[key] for name, key in self.keys.items()}
+        return {**layer.own_edges(block), **found}
+
+
+def read_input_spec(layer: SplittableConv, given: StageInput, provenance: InputProvenance) -> InputSpec:
+    """Return the sources of ``given``.
+
+    Raises:
+        ConfigError: parts cannot compute such input rows for other owners, or an edge argument is trained.
+    """
+    origin = provenance.find(given.x)
+    if origin is None:
+        raise ConfigError(
+            f"the first layer ({type(layer).__name__}) was given rows of shape {tuple(given.x.shape)} that "
+            "are not the loader's features as they came, so the other ranks cannot do the same with their "
+            "columns. Between the features and the first layer may stand torch.nn.LayerNorm, "
+            "torch.nn.Dropout, or torch.nn.Embedding of the node ids in their place; anything else trains "
+            "under strategy='data_parallel'"
+        )
+    own = layer.own_edges(given.block).keys()
+    for name, values in given.edges.items():
+        if values.requires_grad:
+            raise ConfigError(
+                f"the first layer's {name!r} is trained, and its gradient would need every part's rows; "
+                "use strategy='data_parallel'"
+            )
+    keys = {name: _key_of(values, given.block) for name, values in given.edges.items() if name not in own}
+    return InputSpec(origin=origin, keys=keys)
+
+
+def _key_of(values: Tensor, block: DGLBlock) -> str | None:
+    for key, stored in block.edata.items():
+        same = stored.shape == values.shape and stored.dtype == values.dtype
+        if same and stored.data_ptr() == values.data_ptr():
+            return str(key)
+    return None
 
 
 _Module = TypeVar("_Module", bound=nn.Module)

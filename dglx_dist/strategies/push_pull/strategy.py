@@ -11,17 +11,13 @@ from torch import Tensor, nn
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.convolutions import Sync
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.push_pull.exchange import Group, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.input_layers import embeddings_of_all_nodes
-from dglx_dist.strategies.push_pull.options import (
-    Group,
-    Sync,
-    make_group,
-    read_push_pull_options,
-    smallest_group,
-)
+from dglx_dist.strategies.push_pull.options import read_push_pull_options, smallest_group
 from dglx_dist.strategies.push_pull.split_model import find_first_layer
 
 if TYPE_CHECKING:
@@ -46,9 +42,11 @@ class PushPull(Strategy):
         summary="partial activations of layer 1 and their gradients; structure of layer 1; other gradients",
     )
 
+    read_options = staticmethod(read_push_pull_options)
+
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
-        self._options = read_push_pull_options(options)
+        self._options = self.read_options(options)
         if self._options.group_size:
             make_group(session, self._options.group_size)
 

@@ -137,12 +137,8 @@ def _least_count(accuracy: float, num_train: int) -> int:
 
 
 def read_lambda_options(options: Mapping[str, object]) -> LambdaOptions:
-    switch_at = options.get("switch_at")
-    if isinstance(switch_at, int) and not isinstance(switch_at, bool):
-        # The command line reads switch_at=1 as a whole number.
-        options = {**options, "switch_at": float(switch_at)}
-    check_options("lambda", options, {one.name: type(one.default) for one in fields(LambdaOptions)})
-    return LambdaOptions(**options)  # type: ignore[arg-type]  # checked one line up
+    types = {one.name: type(one.default) for one in fields(LambdaOptions)}
+    return LambdaOptions(**check_options("lambda", options, types))
 
 
 DEFAULT_SERVER = "c5.2xlarge"

@@ -31,9 +31,11 @@ class Lambda(Strategy):
         summary="features of ghosts once; boundary rows and their gradients; rows and weights to workers",
     )
 
+    read_options = staticmethod(read_settings)
+
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
-        self._settings = read_settings(options)
+        self._settings = self.read_options(options)
         wanted, ranks = self._settings.options.parameter_servers, session.topology.world_size
         if wanted > ranks:
             raise ConfigError(

@@ -12,7 +12,6 @@ import pyarrow.dataset
 import pyarrow.parquet
 import pytest
 
-from dglx_dist.cli.train_config import TrainConfig
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.data.ingest.config import read_config
 from dglx_dist.data.ingest.external_memory import LIBRARY_BYTES, open_budget
@@ -22,6 +21,7 @@ from dglx_dist.data.storage.files import peak, resident
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.prepare import load_graph
+from dglx_dist.training.config import TrainConfig
 from tests.helpers.ranks import run_ranks
 
 LIMIT_MB = 185

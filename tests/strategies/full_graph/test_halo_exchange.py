@@ -1,16 +1,12 @@
-"""The halo exchange against its matrix: values, adjoint, bytes, buffers, devices, failures."""
+"""The halo exchange against its matrix: values, adjoint, bytes, devices, failures."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import selectors
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,179 +17,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.exchange import DeviceExchange, Incoming, Outgoing, row_exchanges
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.strategies.full_graph import halo_exchange
-from dglx_dist.strategies.full_graph.halo_exchange import (
-    PIECE_BYTES,
-    DeviceWire,
-    HaloExchange,
-    Incoming,
-    PeerTransfer,
-    Receiver,
-    ReusableBuffer,
-    Sender,
-    added,
-    bytes_of,
-    copied,
-    make_device_wire,
-    message_header,
-    wire_of,
-)
+from dglx_dist.strategies.full_graph.halo_exchange import PIECE_BYTES, HaloExchange, added, copied
 from dglx_dist.strategies.full_graph.halo_exchange import gathered as gather
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies.full_graph.halo_layers import Needs, layer_of, random_needs, rows_of
-
-
-def test_memory_is_kept_and_grows_only() -> None:
-    kept = ReusableBuffer()
-    first = kept.take((3, 5), torch.float64)
-    assert first.shape == (3, 5)
-    assert first.is_contiguous()
-    again = kept.take((7,), torch.bfloat16)
-    assert again.data_ptr() == first.data_ptr()
-    kept.take((4, 8), torch.float64)
-    assert kept.take((0, 4), torch.int64).shape == (0, 4)
-    assert kept.take((2, 0), torch.bool).shape == (2, 0)
-    assert kept.take((), torch.float32).shape == ()
-
-
-def test_bytes_are_a_view() -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.bool):
-        tensor = torch.zeros(2, 3, dtype=dtype)
-        view = bytes_of(tensor)
-        assert len(view) == 6 * dtype.itemsize
-        view[0] = 1
-        assert tensor.view(torch.uint8).reshape(-1)[0] == 1
-    assert len(bytes_of(torch.zeros(0, 3))) == 0
-
-
-@pytest.mark.parametrize(
-    ("device", "backend", "cards", "direct"),
-    [
-        ("cpu", "cpu:gloo", ["", ""], False),
-        ("cuda", "cpu:gloo,cuda:nccl", ["a", "b"], True),
-        # NCCL refuses two ranks on one.
-        ("cuda", "cpu:gloo,cuda:nccl", ["a", "a"], False),
-        ("cuda", "cpu:gloo,cuda:nccl", ["a", ""], False),
-        ("cuda", "cpu:gloo,cuda:gloo", ["", ""], False),
-    ],
-)
-def test_only_ranks_with_an_accelerator_each(
-    device: str, backend: str, cards: list[str], direct: bool
-) -> None:
-    gathered: list[str] = []
-
-    def gather(uuid: str, _session: object) -> list[str]:
-        gathered.append(uuid)
-        return cards
-
-    with (
-        mock.patch.object(halo_exchange, "gather_json", gather),
-        mock.patch.object(halo_exchange.dist, "is_initialized", return_value=True),
-        mock.patch.object(halo_exchange.dist, "get_backend_config", return_value=backend),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(uuid="a")),
-        mock.patch.object(halo_exchange, "DeviceWire") as wire,
-    ):
-        made = make_device_wire(SimpleNamespace(device=torch.device(device)))  # type: ignore[arg-type]
-    assert gathered == [cards[0]]
-    assert (made is not None) == direct
-    assert wire.called == direct
-
-
-def test_without_accelerators_there_is_none() -> None:
-    with start_session() as session:
-        assert make_device_wire(session) is None
-
-
-def test_one_rank_with_an_accelerator_has_nobody_to_talk_to() -> None:
-    with start_session() as session:
-        session.device = torch.device("cuda", 0)
-        assert make_device_wire(session) is None
-
-
-BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
-
-
-@contextlib.contextmanager
-def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
-    one, two = socket.socketpair()
-    with one, two:
-        one.setblocking(False)
-        two.setblocking(False)
-        yield one, two
-
-
-def pieces(data: bytes, step: int) -> Iterator[memoryview]:
-    yield from (memoryview(data)[at : at + step] for at in range(0, len(data), step))
-
-
-def to(buffer: bytearray) -> Incoming:
-    return Incoming(rank=0, buffer=memoryview(buffer))
-
-
-def test_more_than_fits_goes_both_ways() -> None:
-    """Neither end waits for the other: each sends what there is buffer for, and takes what is there."""
-    size = 3_000_000
-    data = [bytes([number]) * size for number in (1, 2)]
-    buffers = [bytearray(size), bytearray(size)]
-    head = message_header(1, size, "halo of layer 1")
-    with pair() as sockets:
-        ends = [
-            PeerTransfer(
-                rank=1 - number,
-                connection=sockets[number],
-                sender=Sender(head, pieces(data[number], 100_000)),
-                receiver=Receiver(head, to(buffers[number])),
-            )
-            for number in (0, 1)
-        ]
-        for end in ends:
-            end.serve(selectors.EVENT_WRITE)
-            assert end.events == BOTH
-        while any(end.events for end in ends):
-            for end in ends:
-                end.serve(end.events)
-    assert buffers == [bytearray(data[1]), bytearray(data[0])]
-
-
-def test_a_message_ends_where_it_ends() -> None:
-    """What a peer that is ahead sends next stays in the connection."""
-    with pair() as (one, two):
-        for number, byte in ((1, b"a"), (2, b"b")):
-            assert Sender(message_header(number, 4, "x"), iter([memoryview(byte * 4)])).send(one)
-        for number, byte in ((1, b"a"), (2, b"b")):
-            buffer = bytearray(4)
-            receiver = Receiver(message_header(number, 4, "x"), to(buffer))
-            while not receiver.receive(two, 0):
-                pass
-            assert buffer == byte * 4
-
-
-@pytest.mark.parametrize(
-    ("sent", "message"),
-    [
-        (message_header(1, 8, "halo of layer 2"), "rank 5 sends 8 bytes of 'halo of layer 2'"),
-        (message_header(1, 16, "halo of layer 1"), "rank 5 sends 16 bytes"),
-        (message_header(3, 8, "halo of layer 1"), "its message 3 to this rank"),
-        (b"GET " + bytes(48), "b'GET ' instead of a message header"),
-    ],
-)
-def test_anything_else_is_refused(sent: bytes, message: str) -> None:
-    with pair() as (one, two):
-        one.send(sent)
-        receiver = Receiver(message_header(1, 8, "halo of layer 1"), to(bytearray(8)))
-        with pytest.raises(PeerError, match=message):
-            receiver.receive(two, 5)
-
-
-def test_closed_end_is_an_error() -> None:
-    with pair() as (one, two):
-        one.close()
-        with pytest.raises(ConnectionResetError, match="the peer closed it"):
-            Receiver(message_header(1, 8, "x"), to(bytearray(8))).receive(two, 0)
-
 
 WIDTH = 256
 PIECE = PIECE_BYTES // (WIDTH * 4)
@@ -204,20 +36,20 @@ def test_pieces_together_are_the_rows() -> None:
     h, rows = torch.randn(3 * PIECE, WIDTH), torch.randperm(3 * PIECE)[: 2 * PIECE + 1]
     buffer = torch.empty(len(rows), WIDTH)
     pieces = list(gather(h, rows, buffer))
-    assert [len(piece) for piece in pieces] == [PIECE_BYTES, PIECE_BYTES, WIDTH * 4]
+    assert [piece.nbytes for piece in pieces] == [PIECE_BYTES, PIECE_BYTES, WIDTH * 4]
     assert torch.equal(buffer, h[rows])
-    assert b"".join(pieces) == bytes_of(h[rows]).tobytes()
+    assert torch.equal(torch.cat(pieces), h[rows])
     target = torch.empty_like(h)
     assert set(copied(h, target)) == {True}
     assert torch.equal(target, h)
 
 
 def test_rows_without_columns_and_no_rows() -> None:
-    assert list(gather(torch.empty(3, 0), torch.tensor([2]), torch.empty(1, 0))) == [memoryview(b"")]
+    assert len(list(gather(torch.empty(3, 0), torch.tensor([2]), torch.empty(1, 0)))) == 1
     none = torch.empty(0, dtype=torch.int64)
     for part in (torch.empty(0, 4), torch.empty(0, 0)):
         total = torch.zeros(2, part.shape[1])
-        assert list(added(total, [none], [part], [Incoming(rank=1, buffer=bytes_of(part))])) == []
+        assert list(added(total, [none], [Incoming(rank=1, rows=part)])) == []
 
 
 def test_sums_have_the_same_bits_whoever_is_first() -> None:
@@ -227,15 +59,15 @@ def test_sums_have_the_same_bits_whoever_is_first() -> None:
     found = []
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
         total = torch.zeros(2 * PIECE, WIDTH)
-        incoming = [Incoming(rank=n, buffer=bytes_of(part)) for n, part in enumerate(parts)]
-        work = added(total, rows, parts, incoming)
+        incoming = [Incoming(rank=n, rows=part) for n, part in enumerate(parts)]
+        work = added(total, rows, incoming)
         assert next(work) is False
         for peer in order:
             if peer == 0:
                 # A part of the first piece is not enough.
                 incoming[0].num_arrived = PIECE_BYTES - 1
                 assert next(work) is False
-            incoming[peer].num_arrived = len(incoming[peer].buffer)
+            incoming[peer].num_arrived = parts[peer].nbytes
             while next(work, False):
                 pass
         assert list(work) == []
@@ -452,8 +284,8 @@ def check_large(session: Session, rank: int) -> None:
             for rows in lane[turn : turn + 1]:
                 expected.index_add_(0, rows, own(x, rank, sizes)[rows] * (other + 0.1))
     assert torch.equal(found[0], expected)
-    assert wire_of(session).seconds(reset=True) > 0
-    assert wire_of(session).seconds() == 0
+    assert row_exchanges(session).seconds(reset=True) > 0
+    assert row_exchanges(session).seconds() == 0
 
 
 def check_through_the_host(halo: HaloExchange, rank: int) -> None:
@@ -467,18 +299,18 @@ def check_through_the_host(halo: HaloExchange, rank: int) -> None:
 
 def check_between_accelerators(session: Session, halo: HaloExchange, rank: int) -> None:
     """What NCCL would do is done by gloo, with the same messages in the same order."""
-    wire = wire_of(session)
-    assert wire.devices is None
-    devices = DeviceWire(session, torch.device("cpu"))
+    exchanges = row_exchanges(session)
+    assert exchanges.devices is None
+    devices = DeviceExchange(session, torch.device("cpu"))
     with (
         mock.patch.object(halo_exchange, "is_on_host", return_value=False),
-        mock.patch.object(wire, "devices", devices),
+        mock.patch.object(exchanges, "devices", devices),
     ):
         check_values(halo, rank)
         check_gradients(halo, rank)
         check_halves_are_added_wide(halo, rank)
         check_bytes(session, halo, rank)
-        assert wire.seconds() >= devices.seconds() > 0
+        assert exchanges.seconds() >= devices.waited_s > 0
 
 
 def on_every_rank() -> None:
@@ -575,7 +407,7 @@ def test_silent_rank_is_named() -> None:
     assert "rank 1" in message.partition("made no progress")[0]
 
 
-def dies_on_the_way(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+def dies_on_the_way(pieces: Iterator[Tensor]) -> Iterator[Tensor]:
     yield next(pieces)
     yield next(pieces)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -590,15 +422,16 @@ def with_a_dying_rank(backward: bool) -> str:
     halo = HaloExchange(session, layer_of(rank, sizes, needs), 1)
     h = torch.zeros(sizes[rank], 32, requires_grad=True)
     if rank == 1:
-        outgoing = halo_exchange._outgoing
         if backward:
-            rows = halo.exchange(h)
+            sources = halo.exchange(h)
         with mock.patch.object(
             halo_exchange,
-            "_outgoing",
-            lambda to, part, _pieces: outgoing(to, part, dies_on_the_way(map(bytes_of, part.split(1000)))),
+            "Outgoing",
+            lambda rank, rows, pieces=None: Outgoing(
+                rank=rank, rows=rows, pieces=dies_on_the_way(iter(rows.split(1000)))
+            ),
         ):
-            rows.sum().backward() if backward else halo.exchange(h)
+            sources.sum().backward() if backward else halo.exchange(h)
     started = time.monotonic()
     with pytest.raises(PeerError) as error:
         halo.exchange(h).sum().backward()
@@ -625,7 +458,7 @@ def from_two_threads() -> None:
         if session.topology.rank == 0:
             other = threading.Thread(target=first.exchange, args=(torch.zeros(3, 2),))
             other.start()
-            while not wire_of(session)._in_use.locked():
+            while not row_exchanges(session).streams._in_use.locked():
                 time.sleep(0.01)
             with pytest.raises(ConfigError, match="two threads exchange halo rows at the same time"):
                 first.exchange(torch.zeros(3, 2))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.layers.base import stages_of
+from dglx_dist.layers.convolutions import stages_of
 from dglx_dist.strategies.base import STRATEGIES
 from tests.strategies import equality
 from tests.strategies.push_pull.delayed import Logged, delayed_sgd, logged
@@ -136,7 +136,9 @@ def left_over(model: Any) -> dict[str, int]:
         "computed": len(pipeline._ready),
         "delayed": len(pipeline.exchange._pending),
         "placed": int(pipeline._owner._live is not None),
-        "unread": sum(waiter.jobs.qsize() for waiter in pipeline._activations._waiters.values()),
+        "unread": sum(
+            one._posted.qsize() for one in (pipeline._activations._pulls, pipeline._activations._pushes)
+        ),
         "pending": len(pipeline.log._pending),
     }
 

@@ -1,0 +1,205 @@
+"""Options as fields of frozen records: a record is declared once, with defaults, help texts and ranges.
+
+From it come commands and their help (:func:`dglx_dist.cli.common.command`), range checks and ``config.json``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from dglx_dist.errors import ConfigError
+
+T = TypeVar("T")
+_KEY = "dglx_dist"
+"""Key of an option in the metadata of its field."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Range of the values of an option."""
+
+    holds: Callable[[Any], bool]
+    allowed: str
+    """What the value must be, as in ``--layers 0 must be at least 1``."""
+
+
+ABOVE_ZERO = Check(lambda value: 0 < value < math.inf, "a number above 0")
+
+
+def at_least(least: float) -> Check:
+    """Return the check for finite numbers from ``least`` on."""
+    return Check(lambda value: least <= value < math.inf, f"at least {least}")
+
+
+def one_of(*known: str) -> Check:
+    """Return the check for one of several words."""
+    return Check(lambda value: value in known, f"{', '.join(known[:-1])} or {known[-1]}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """Command-line part of a field; see :func:`option`."""
+
+    flag: str | None
+    kind: Any
+    parse: Callable[[Any, str], Any] | None
+    check: Check | None
+    shown: Mapping[str, Any]
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    check: Check | None = None,
+    kind: Any = None,
+    parse: Callable[[Any, str], Any] | None = None,
+    panel: str | None = None,
+    metavar: str | None = None,
+) -> Any:
+    """Return a dataclass field that is an option of a command.
+
+    Args:
+        default: Value without the option; a class such as ``dict`` is called. None and "" are not shown;
+            ``...``: a positional argument that is required.
+        help: Text of ``--help``.
+        flag: Spelling; None: the name of the field, with dashes.
+        check: Range of the value; None: the words of a ``Literal``, else any. The value None is allowed.
+        kind: Type on the command line; None: ``str`` with ``parse``, else the type of the field.
+        parse: Makes the value of the field from that on the command line and the flag.
+        panel: Heading in ``--help``.
+        metavar: Placeholder of the value in ``--help``.
+    """
+    shown = {"help": help, "rich_help_panel": panel, "metavar": metavar}
+    metadata = {_KEY: Option(flag=flag, kind=kind, parse=parse, check=check, shown=shown)}
+    if default is ...:
+        return field(metadata=metadata)
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+path_option = partial(option, kind=Path, parse=lambda value, _flag: str(value))
+"""As :func:`option`, for a path in a field of type ``str``."""
+
+
+def options_of(config: type) -> list[tuple[Field[Any], Option]]:
+    """Return the fields of a record that are options."""
+    return [(one, one.metadata[_KEY]) for one in fields(config) if _KEY in one.metadata]
+
+
+def flag_of(config: type, name: str) -> str:
+    """Return the spelling of the option of the field ``name``."""
+    declared = next(declared for one, declared in options_of(config) if one.name == name)
+    return declared.flag or "--" + name.replace("_", "-")
+
+
+def check_ranges(config: Any, spelled: str = "{flag} {value}") -> None:
+    """Raise ConfigError, with the option as ``spelled``, for the first option that is out of its range."""
+    hints = get_type_hints(type(config))
+    for one, declared in options_of(type(config)):
+        value, hint, check = getattr(config, one.name), hints[one.name], declared.check
+        if check is None and get_origin(hint) is Literal:
+            check = one_of(*get_args(hint))
+        if check is not None and value is not None and not check.holds(value):
+            where = spelled.format(flag=flag_of(type(config), one.name), name=one.name, value=value)
+            raise ConfigError(f"{where} must be {check.allowed}")
+
+
+def check_values(config: object, checks: Iterable[tuple[str, bool, str]]) -> None:
+    """Raise ConfigError for the first option that does not fit the others.
+
+    Args:
+        config: Has the value of ``--some-name`` as ``some_name``.
+        checks: (name without dashes, whether it is wrong, what it must be).
+    """
+    for name, wrong, allowed in checks:
+        if wrong:
+            raise ConfigError(f"--{name} {getattr(config, name.replace('-', '_'))} must be {allowed}")
+
+
+def common_fields(source: object, target: type) -> dict[str, Any]:
+    """Return the values of ``source``, a record, for the fields that the record class ``target`` has too."""
+    known = {one.name for one in fields(target)}
+    return {one.name: getattr(source, one.name) for one in fields(source) if one.name in known}  # type: ignore[arg-type]  # a record
+
+
+def names(text: str, _flag: str = "") -> tuple[str, ...]:
+    """Read ``train,degree`` as ("train", "degree")."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
+    """Read ``25,10`` as (25, 10); -1 is allowed and means all; ConfigError otherwise, as of all these."""
+    try:
+        numbers = tuple(int(word) for word in names(text))
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r} must be whole numbers with commas, like 25,10") from None
+    if not numbers or any(number < -1 for number in numbers):
+        raise ConfigError(f"{flag} {text!r} must be numbers of at least -1 (-1: all), like 25,10")
+    return numbers
+
+
+def fractions(text: str, flag: str) -> tuple[float, ...]:
+    """Read ``1,1,2`` as (1.0, 1.0, 2.0)."""
+    try:
+        return tuple(float(word) for word in names(text))
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r} must be numbers with commas, like 1,1,2") from None
+
+
+def tolerances(text: str, flag: str) -> float | dict[str, float]:
+    """Read ``0.05`` as 0.05 for all, ``train=0.1,degree=0.02`` as one for each; nothing is {}."""
+    found = by_name(text, flag) or {}
+    try:
+        return float(found) if isinstance(found, str) else {name: float(found[name]) for name in found}
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r} must be like 0.05 or train=0.1,degree=0.02") from None
+
+
+def by_name(text: str, flag: str) -> str | dict[str, str]:
+    """Read ``float16`` as one value for all, ``feat=float16,x=bfloat16`` as one for each."""
+    return pairs(names(text), flag) if "=" in text else text
+
+
+def pairs(words: Sequence[str], flag: str) -> dict[str, str]:
+    """Read ["a=1", "b=x"] as {"a": "1", "b": "x"}."""
+    for word in words:
+        if "=" not in word:
+            raise ConfigError(f"{flag} {word!r} must be NAME=VALUE")
+    split = [word.partition("=") for word in words]
+    return {name.strip(): value.strip() for name, _, value in split}
+
+
+def literals(words: Sequence[str], flag: str) -> dict[str, object]:
+    """Read ["a=1", "b=0.5", "c=true", "d=x"] as {"a": 1, "b": 0.5, "c": True, "d": "x"}."""
+    return {name: _literal(value) for name, value in pairs(words, flag).items()}
+
+
+def _literal(text: str) -> object:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def in_option(parse: Callable[[str], T]) -> Callable[[str, str], T]:
+    """Return ``parse`` for :func:`option`: the text of its ConfigError begins with the flag."""
+
+    def read(text: str, flag: str) -> T:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise ConfigError(f"{flag}: {error}") from None
+
+    return read

@@ -1,0 +1,258 @@
+"""Groups of ranks that hold all columns together, and the exchange of partial activations between them.
+
+Every rank is at once a part (it holds its columns and its rows of the layer-1 weights) and an owner (of its
+own batches). All members of a group must post the same transfers in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast, final
+
+import torch
+from dgl.heterograph import DGLBlock
+from torch import Tensor
+
+from dglx_dist.comm.exchange import GlooExchange, Handle, Incoming, Outgoing
+from dglx_dist.comm.session import Session
+from dglx_dist.errors import ConfigError
+
+FORWARD, BACKWARD = "activations", "activation_gradients"
+"""Ledger phases (forward pull, backward push)."""
+
+STRUCTURE = "structure"
+"""Ledger phase: (N_f - 1) 4 [(D1 + 1) + E1 + L0] bytes per owner and batch; docs/strategies/push_pull.md."""
+
+_SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
+
+Received: TypeAlias = list[Tensor]
+"""(N_f,) tensors of all members, the own one among them, in the order of the parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The ranks that push and pull among each other.
+
+    The world is cut into groups of consecutive ranks, each of which holds every column once. Pushing and
+    pulling stay inside the own group; a part's gradients are summed with its replicas in the other groups.
+    """
+
+    rank: int
+    """The own rank."""
+    members: tuple[int, ...]
+    """(N_f,) ranks by part, the own one among them."""
+    replicas: tuple[int, ...]
+    """(W / N_f,) ranks that hold the own columns, one for each group, in their order."""
+
+    @property
+    def part(self) -> int:
+        """The own rank's position among the parts, and among the owners, of the group."""
+        return self.members.index(self.rank)
+
+    @property
+    def size(self) -> int:
+        """N_f, the number of parts."""
+        return len(self.members)
+
+    @property
+    def place(self) -> int:
+        """The own position among the replicas."""
+        return self.replicas.index(self.rank)
+
+    @property
+    def next_replica(self) -> int:
+        """The replica to which a ring sends; the own rank if there is no other."""
+        return self.replicas[(self.place + 1) % len(self.replicas)]
+
+    @property
+    def others(self) -> tuple[tuple[int, int], ...]:
+        """(part, rank) of the other members."""
+        return tuple((part, rank) for part, rank in enumerate(self.members) if rank != self.rank)
+
+
+def make_group(session: Session, size: int) -> Group:
+    """Return the own group of ``size`` ranks; ConfigError if that does not divide the number of ranks."""
+    rank, world_size = session.topology.rank, session.topology.world_size
+    if size < 1 or world_size % size:
+        divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ConfigError(
+            f"group_size={size} does not divide the {world_size} ranks; choose one of {', '.join(divisors)}"
+        )
+    first = rank // size * size
+    return Group(
+        rank=rank,
+        members=tuple(range(first, first + size)),
+        replicas=tuple(range(rank % size, world_size, size)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartInput:
+    """One owner's batch as this part sees it."""
+
+    block: DGLBlock
+    """The owner's layer-1 block; blocks of other owners have no data."""
+    nodes: Tensor
+    """(L0,) int64 global ids of its sources, the destinations first."""
+    columns: Mapping[str, Tensor]
+    """Feature name to (L0, F_p), this part's columns of the sources' rows."""
+    number: int
+    """Of the batch, equal on all ranks: steps since the loader's first epoch."""
+
+
+@final
+@dataclass(eq=False)
+class GroupBatch:
+    """One mini-batch of every owner; the loader sets it as ``blocks[0].push_pull``."""
+
+    number: int
+    """Steps since the loader's first epoch, equal on all ranks."""
+    inputs: tuple[PartInput, ...]
+    """(N_f,) by owner, in the order of the group's members; the own block is a view of the user's, without
+    data that is set on that later."""
+    following: GroupBatch | None = None
+    """The next batch of the epoch, of which only layer 1 may be computed yet, while the user has this one;
+    None after the last one, and always when the loader does not look ahead."""
+
+
+@final
+class Transfer:
+    """A pending exchange with all members."""
+
+    def __init__(self, handle: Handle | None, received: Received, device: torch.device) -> None:
+        self._handle, self._received, self._device = handle, received, device
+
+    def result(self) -> Received:
+        """Wait and return what all members sent; PeerError if a rank is dead or late."""
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+            self._received = [one.to(self._device) for one in self._received]
+        return self._received
+
+
+@final
+class AsyncExchange:
+    """Exchanges tensors between the members of a group without blocking the caller."""
+
+    def __init__(self, session: Session, group: Group) -> None:
+        self._group = group
+        # Pulls and pushes may overtake each other on the wire.
+        self._pulls = GlooExchange(session, tag=1, span="pull")
+        self._pushes = GlooExchange(session, tag=2, span="push gradient")
+
+    def pull(self, shares: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
+        """Send each owner its share of this part; receive the shares of all parts for the own block.
+
+        ``shares`` are N_f tensors by owner, of the shapes that owner expects.
+        """
+        part = self._group.part
+        received = [_empty_like(shares[part]) for _ in shares]
+        received[part] = shares[part].detach()
+        return self._post(self._pulls, shares, received, phase, batch)
+
+    def push(self, own: Tensor, like: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
+        """Send ``own`` to every part; receive the tensors of all owners.
+
+        ``like`` are N_f tensors of the shapes and dtypes that come from the owners.
+        """
+        received = [_empty_like(tensor) for tensor in like]
+        received[self._group.part] = own.detach()
+        return self._post(self._pushes, [own] * self._group.size, received, phase, batch)
+
+    def _post(
+        self,
+        exchange: GlooExchange,
+        sent: Sequence[Tensor],
+        received: Received,
+        phase: str,
+        batch: int | None,
+    ) -> Transfer:
+        """Send ``sent[p]`` to each other member p and receive ``received[p]``."""
+        handle = None
+        if others := self._group.others:
+            outgoing = [
+                Outgoing(rank=rank, rows=sent[part].detach().contiguous().cpu()) for part, rank in others
+            ]
+            incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in others]
+            name = phase if batch is None else f"{phase} of batch {batch}"
+            handle = exchange.post(outgoing, incoming, name, phase=phase, layer=1, batch=batch)
+        return Transfer(handle, received, sent[self._group.part].device)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    # On the CPU, whatever the device of the tensor.
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def add_in_order(received: Received) -> Tensor:
+    """Return the sum over the parts, added in their order, so that the bits do not depend on arrival.
+
+    Half precision is summed in float32.
+    """
+    first, *rest = received
+    total = first.to(torch.float32) if first.dtype in _SUMMED_IN_FLOAT32 else first.clone()
+    for share in rest:
+        total += share
+    return total.to(first.dtype)
+
+
+def share_edge_values(
+    values: Mapping[str, Tensor], inputs: Sequence[PartInput], group: Group, exchange: AsyncExchange
+) -> list[dict[str, Tensor]]:
+    """Return every owner's values by name, like ``values`` of the own block; every member must call it.
+
+    ``values`` maps names to (E1, ...) of the own block, in the order of its edges, without gradients;
+    ``inputs`` are by owner.
+    """
+    by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
+    for name, own in values.items():
+        like = [own.new_empty((one.block.num_edges(), *own.shape[1:])) for one in inputs]
+        # Other parts number the edges by their position in the CSC.
+        *_, edge_ids = inputs[group.part].block.adj_tensors("csc")
+        pushed = exchange.push(own[edge_ids.long()] if len(edge_ids) else own, like, STRUCTURE)
+        for of_owner, received in zip(by_owner, pushed.result(), strict=True):
+            of_owner[name] = received
+        by_owner[group.part][name] = own
+    return by_owner
+
+
+def sum_to_owner(shares: Sequence[Tensor], exchange: AsyncExchange) -> Tensor:
+    """Return the sum over the parts of their shares for this rank's own block; every member must call it.
+
+    ``shares`` are this part's for each owner's block: N_f tensors, (n of that owner, ...).
+    """
+    return cast("Tensor", _SumToOwner.apply(exchange, *shares))  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+
+def send_to_parts(own: Tensor, like: Sequence[Tensor], exchange: AsyncExchange) -> tuple[Tensor, ...]:
+    """Return the tensors of all owners, N_f of them, this rank's ``own`` included; every member must call it.
+
+    ``like`` are N_f tensors with the shapes and dtypes that come from the owners.
+    """
+    return cast("tuple[Tensor, ...]", _SendToParts.apply(exchange, own, *like))  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+
+class _SumToOwner(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: AsyncExchange, *shares: Tensor) -> Tensor:
+        ctx.exchange, ctx.like = exchange, [share.detach() for share in shares]
+        return add_in_order(exchange.pull(shares, FORWARD).result())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, *ctx.exchange.push(gradient, ctx.like, BACKWARD).result()
+
+
+class _SendToParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: AsyncExchange, own: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange, ctx.num_like = exchange, len(like)
+        received = exchange.push(own, like, FORWARD).result()
+        # The own one is the input itself, which autograd must not see as an output.
+        return tuple(tensor.clone() if tensor.data_ptr() == own.data_ptr() else tensor for tensor in received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, add_in_order(ctx.exchange.pull(gradients, BACKWARD).result()), *[None] * ctx.num_like

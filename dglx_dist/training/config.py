@@ -1,0 +1,227 @@
+"""Options of training: of ``dx.fit``, ready-made models, ``dglx train``, and the choice of a strategy.
+
+Imports no torch, so that ``dglx --help`` is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.options import (
+    ABOVE_ZERO,
+    Check,
+    at_least,
+    check_ranges,
+    check_values,
+    literals,
+    one_of,
+    option,
+    path_option,
+    whole_numbers,
+)
+
+_INIT_ARGUMENTS = ("strategy", "timeout", "seed", "backend")
+_of_model = partial(option, panel="Model")
+_of_optimizer = partial(option, panel="Optimizer")
+_of_loading = partial(option, panel="Loading")
+_of_run = partial(option, panel="Run folder, evaluation, checkpoints")
+_path_of_run = partial(path_option, panel="Run folder, evaluation, checkpoints")
+_of_choice = partial(option, panel="Choice")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Epochs, evaluation, checkpoints and trace of a training run."""
+
+    epochs: int = _of_optimizer(10, "Of the whole run.", check=at_least(1))
+    """Includes those before a resume."""
+    eval_every: int = _of_run(1, "Epochs between exact evaluations; 0: at the end.", check=at_least(0))
+    """The last epoch is always evaluated."""
+    patience: int | None = _of_run(
+        None, "Stop after this number of evaluations without a better one.", check=at_least(1)
+    )
+    """Better in validation accuracy; None: never."""
+    checkpoint_every: int = _of_run(1, "Epochs between checkpoints.", check=at_least(1))
+    """The last epoch is always saved."""
+    resume: bool = _of_run(
+        False, "Resume from the newest checkpoint in RUNDIR; from the start if there is none."
+    )
+    trace: str | Path | None = _path_of_run(
+        None, "Write a timeline of all ranks, for Perfetto; `dglx report FILE` draws it.", metavar="FILE"
+    )
+    """None: nothing is recorded."""
+    trace_steps: int = _of_run(200, "Number of first steps in the trace.", check=at_least(1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceOptions:
+    """How a strategy is chosen: options of ``dglx plan``, and of strategy ``auto``."""
+
+    unit: Literal["mini_batch", "full_graph", "any"] = _of_choice(
+        "mini_batch", "mini_batch, full_graph, or any: an epoch of one is not an epoch of the other."
+    )
+    full_graph_epochs: float = _of_choice(
+        5.0, "With --unit any: epochs of whole graphs equivalent to one of mini-batches.", check=ABOVE_ZERO
+    )
+    allow_estimators: bool = _of_choice(False, "Also choose among strategies that do not train exactly.")
+    dry_batches: int = option(
+        20, "Counted batches of each rank; 0: all of an epoch, exactly.", check=at_least(0)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Options of a ready-made model and its mini-batches.
+
+    Raises:
+        ConfigError: a value is out of range, or there is not one fan-out per layer.
+    """
+
+    model: str = _of_model("sage", "sage, gcn, sgc, gat, mlp or resgcn (deep).")
+    layers: int = _of_model(2, "Convolutions.", check=at_least(1))
+    hidden: int = _of_model(64, "Width between them.", check=at_least(1))
+    heads: int = _of_model(4, "Attention heads of gat.")
+    fanouts: tuple[int, ...] | None = _of_loading(
+        None,
+        "Neighbours sampled per node and layer, input-most first; -1: all. Default: 25, then 10 for each "
+        "other layer. Full-graph strategies use all neighbours.",
+        flag="--fanout",
+        metavar="K,K",
+        parse=whole_numbers,
+    )
+    """One for each layer; None: the strategy's own."""
+    batch_size: int | None = _of_loading(
+        None,
+        "Targets per rank and step. Default: 512. Full-graph strategies have no batch size.",
+        check=at_least(1),
+    )
+    """None: the strategy's own, where it has mini-batches."""
+    structure: Literal["auto", "replicated", "partitioned"] = _of_loading(
+        "auto", "auto, replicated on each server, or partitioned."
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        has_heads = self.model in ("gat", "hgt")
+        wrong = has_heads and (self.heads < 1 or self.hidden % self.heads > 0)
+        check_values(self, [("heads", wrong, f"a divisor of --hidden {self.hidden}")])
+        if self.fanouts is not None and len(self.fanouts) != self.layers:
+            raise ConfigError(
+                f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, but "
+                f"--layers is {self.layers}; give one fan-out for each layer, input-most first"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunOptions, ModelConfig):
+    """Options of ``dglx train``: one run of a ready-made model.
+
+    Raises:
+        UnknownNameError: there is no such model.
+        ConfigError: there is not one fan-out per layer, a value is out of range, or a strategy option is an
+            argument of ``init``.
+    """
+
+    data: str = path_option(..., "What `dglx partition` wrote.", metavar="DIR")
+    strategy: str = option("data_parallel", "A wrong name lists all strategies; auto chooses one.")
+    ranks: int | None = option(
+        None, "Processes to start here, with torchrun. Default: one, or those of torchrun."
+    )
+    servers: int | None = option(
+        None, "Treat the ranks as if they were on this number of machines. Default: one."
+    )
+    strategy_options: Mapping[str, object] = option(
+        dict,
+        "Option of the strategy; repeatable.",
+        flag="--option",
+        metavar="NAME=VALUE",
+        kind=list[str],
+        parse=literals,
+    )
+    timeout_s: float = option(300.0, "Seconds that a rank may be silent.", flag="--timeout", check=ABOVE_ZERO)
+    seed: int = option(
+        0, "Of weights, order and samples, which are equal on any number of ranks.", check=at_least(0)
+    )
+    model: str = _of_model(
+        "sage", "sage, gcn, sgc, gat, mlp or resgcn (deep); for several types rgcn or hgt."
+    )
+    heads: int = _of_model(4, "Attention heads of gat and hgt.")
+    dropout: float = _of_model(
+        0.5,
+        "Probability, after each layer but the last.",
+        check=Check(lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    )
+    recompute: Literal["none", "exchange", "keep"] = _of_model(
+        "none",
+        "Save memory in resgcn: backward recomputes each layer, and either exchanges rows of "
+        "other ranks again (exchange) or keeps them (keep).",
+    )
+    epochs: int = _of_optimizer(20, "Of the whole run.", check=at_least(1))
+    lr: float = _of_optimizer(0.01, "Learning rate of Adam.", check=ABOVE_ZERO)
+    weight_decay: float = _of_optimizer(0.0, "Of Adam.", check=at_least(0))
+    cache: str | None = _of_loading(
+        None,
+        "Cache features of other servers: vip (most needed by batches), degree or halo.",
+        metavar="POLICY",
+        check=one_of("vip", "degree", "halo"),
+    )
+    cache_alpha: float = _of_loading(
+        0.2, "Size of the cache, as a fraction of the server's own nodes.", check=at_least(0)
+    )
+    depth: int | None = _of_loading(None, "Batches prepared ahead. Default: 1.", check=at_least(1))
+    loader_threads: int | None = _of_loading(
+        None, "Threads that prepare them; 0: the training loop. Default: 1.", check=at_least(0)
+    )
+    verify: Literal["auto", "full", "never"] = _of_loading("auto", "auto: read new files, full: all, never.")
+    out: str = _path_of_run(
+        "", "An earlier run there is replaced. Default: runs/NAME-STRATEGY, NAME of DIR.", metavar="RUNDIR"
+    )
+    checkpoint_every: int = _of_run(
+        0, "Epochs between checkpoints in RUNDIR/checkpoints; 0: none.", check=at_least(0)
+    )
+    predictions: str | None = _path_of_run(None, "Write the class of every node, as Parquet.", metavar="DIR")
+    save_embeddings: str | None = _path_of_run(
+        None, "Write every node's last hidden layer, as Parquet.", metavar="DIR"
+    )
+
+    def __post_init__(self) -> None:
+        # Imported here: they load torch, and `dglx --help` stays quick.
+        from dglx_dist.strategies.base import AUTO
+        from dglx_dist.training.models import MODEL_KINDS, RELATIONAL_KINDS, check_kind
+
+        check_kind(self.model, MODEL_KINDS + RELATIONAL_KINDS)
+        for name in _INIT_ARGUMENTS:
+            if name in self.strategy_options:
+                raise ConfigError(f"--option {name} is no option of a strategy; see `dglx train --help`")
+        super().__post_init__()
+        checks = (
+            (
+                "recompute",
+                self.recompute != "none" and self.model != "resgcn",
+                f"left out with --model {self.model}: only layers of resgcn are computed again",
+            ),
+            (
+                "eval-every",
+                self.patience is not None and self.eval_every == 0,
+                "at least 1 with --patience, which counts evaluations",
+            ),
+            (
+                "cache",
+                self.cache is not None and self.strategy == AUTO,
+                "left out with --strategy auto, which weighs caches itself (--option caches=false: none)",
+            ),
+            (
+                "save-embeddings",
+                self.save_embeddings is not None and self.layers < 2,
+                "left out with --layers 1, whose only layer gives the scores",
+            ),
+        )
+        check_values(self, checks)
+        if not self.out:
+            folder = Path("runs") / f"{Path(self.data).absolute().name}-{self.strategy}"
+            object.__setattr__(self, "out", str(folder))
