@@ -28,7 +28,6 @@ from dglx_dist.comm.collectives import broadcast_json, gather_json, peers_named,
 from dglx_dist.comm.session import Session, current_session
 from dglx_dist.data.storage.files import named_failures, publish_over
 from dglx_dist.errors import CheckpointError, StorageError
-from dglx_dist.graph import sparse_state
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.graph.shared_memory import shared_partial_folder
 from dglx_dist.strategies.base import WrappedModel
@@ -150,14 +149,13 @@ def save_sparse(sparse: Sparse, checkpoint: Path) -> int:
     optimizers = optimizers_of(sparse)
     for number, optimizer in enumerate(optimizers):
         folder, session = _sparse_folder(checkpoint, number), optimizer.session
-        optimizer.flush()
 
         def make(folder: Path = folder) -> None:
             with named_failures(folder):
                 folder.mkdir(parents=True)
 
         run_on_all_ranks(session, lambda: make() if session.topology.rank == 0 else None)  # noqa: B023
-        sparse_state.write_state(optimizer.saved_state, folder, session)
+        optimizer.write_into(folder)
     return len(optimizers)
 
 
@@ -180,7 +178,7 @@ def check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
         )
     for number, optimizer in enumerate(optimizers):
         try:
-            sparse_state.check_state(optimizer.saved_state, _sparse_folder(checkpoint, number))
+            optimizer.check_saved(_sparse_folder(checkpoint, number))
         except StorageError as error:
             raise CheckpointError(str(error)) from error
 
@@ -190,8 +188,7 @@ def load_sparse(sparse: Sparse, checkpoint: Path) -> None:
     for number, optimizer in enumerate(optimizers_of(sparse)):
         optimizer.flush()
         try:
-            folder = _sparse_folder(checkpoint, number)
-            optimizer.lr = sparse_state.read_state(optimizer.saved_state, folder, optimizer.session)
+            optimizer.read_saved(_sparse_folder(checkpoint, number))
         except StorageError as error:
             raise CheckpointError(str(error)) from error
 

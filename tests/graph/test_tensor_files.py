@@ -338,7 +338,7 @@ def test_facts_that_make_no_sense_change_nothing(
 def test_a_save_that_fails_leaves_the_earlier_one(
     session: Any, small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dglx_dist.graph import sparse_state as sparse_files
+    from dglx_dist.graph import optim as sparse_files
 
     DistGraph(small_dataset)
     embedding = DistEmbedding(NUM_NODES, 2, "e")
