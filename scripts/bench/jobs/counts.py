@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-import dgl
-
 from dglx_dist.api import DataLoader, init
 from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.cli.plan_job import cluster_of, constraints_of, measured
@@ -18,11 +16,11 @@ from dglx_dist.graph.split import marked_ids, node_split
 from dglx_dist.planner.choose import choose
 from dglx_dist.planner.records import Choice, Rate
 from dglx_dist.planner.workload import count_rank, row_sizes, summed
-from dglx_dist.records import FEATURE, LABEL, NODE_TYPE
+from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import Candidate, Draws, Survey
-from dglx_dist.training.models import build_model
 from scripts.bench.jobs.params import TrainParams, read_params
+from scripts.bench.jobs.train import model_of, sampler_of
 from scripts.bench.simulate import calibrate
 from scripts.bench.worker import JobContext
 
@@ -46,21 +44,13 @@ def calibrate_compute(params: Mapping[str, Any], context: JobContext) -> dict[st
     told = read_params(TrainParams, params)
     with init(timeout=context.timeout_s, seed=told.seed) as session:
         g = DistGraph(told.data, session=session)
-        seeds = node_split(g.ndata["train_mask"], g.get_partition_book())
-        sampler = dgl.dataloading.NeighborSampler(
-            list(told.fanouts), prefetch_node_feats=[FEATURE], prefetch_labels=[LABEL]
-        )
+        seeds, sampler = node_split(g.ndata["train_mask"], g.get_partition_book()), sampler_of(told)
         batches = []
         for part in _PARTS_OF_A_BATCH:
             size = max(told.batch_size // part, 1)
             loader = DataLoader(g, seeds[: size * _BATCHES], sampler, batch_size=size, num_threads=0)
             batches += [blocks for _, _, blocks in loader]
-        classes, width = int(g.num_classes(NODE_TYPE) or 0), g.ndata[FEATURE].shape[1]
-        graph = g if told.norm == "graph" else None
-        model = build_model(
-            told.model, width, told.hidden, classes, len(told.fanouts), told.dropout, told.heads, graph=graph
-        )
-        cost = calibrate(model, batches)
+        cost = calibrate(model_of(told, g), batches)
         g.close()
     return cost.to_json()
 
@@ -97,20 +87,15 @@ def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
         seeds = marked_ids(g.ndata["train_mask"], g.num_nodes())
         found = summed(
             [count_rank(g, draws, seeds, (topology, bounds)) for topology in ranks],
-            row_sizes(g, _parameter_bytes(told, g), partitioned=told.structure == "partitioned"),
+            # With each tensor goes a flag of one element, that somebody has its gradient.
+            row_sizes(
+                g,
+                sum((one.numel() + 1) * one.element_size() for one in model_of(told, g).parameters()),
+                partitioned=told.structure == "partitioned",
+            ),
         )
         g.close()
     return found
-
-
-def _parameter_bytes(told: TrainParams, g: DistGraph) -> int:
-    classes, width = int(g.num_classes(NODE_TYPE) or 0), g.ndata[FEATURE].shape[1]
-    graph = g if told.norm == "graph" else None
-    model = build_model(
-        told.model, width, told.hidden, classes, len(told.fanouts), heads=told.heads, graph=graph
-    )
-    # With each tensor goes a flag of one element, that somebody has its gradient.
-    return sum((parameter.numel() + 1) * parameter.element_size() for parameter in model.parameters())
 
 
 def plan(params: Mapping[str, Any], _context: JobContext) -> dict[str, Any]:
