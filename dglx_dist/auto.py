@@ -140,7 +140,7 @@ def draws_of(
     *,
     epoch: int,
 ) -> Draws | None:
-    """Return the mini-batches of ``epoch`` to count, with the defaults for None; None: there are none."""
+    """Return the mini-batches of ``epoch`` to count, or None; fan-outs and batch size have defaults."""
     if choice.unit == "full_graph" or is_deep(choice.unit, num_layers, fanouts):
         return None
     if fanouts is None:
