@@ -39,7 +39,7 @@ NETWORK = "Network: a function must reach the graph servers"
     dglx lambda package worker.zip --python 3.12\n
     dglx lambda deploy dglx-worker --package worker.zip --subnet subnet-1 --security-group sg-1 --memory 512\n
     dglx lambda invoke-test dglx-worker\n
-    dglx train data/demo --strategy lambda --dropout 0 --option executor=aws \\
+    dglx train data/demo --strategy lambda --option executor=aws \\
 
         --option function=dglx-worker --option interface=eth0
 

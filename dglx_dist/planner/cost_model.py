@@ -755,7 +755,7 @@ def _refusal(candidate: Candidate, known: Measured) -> str:
 
 
 def _note(candidate: Candidate) -> str:
-    notes = ["workers on the same servers", "no dropout"] if candidate.moves == "intervals" else []
+    notes = ["workers on the same servers"] if candidate.moves == "intervals" else []
     if candidate.epochs_factor != 1.0:
         notes.append(f"about {candidate.epochs_factor:g} x the epochs")
     return "; ".join(notes)

@@ -44,7 +44,7 @@ _SCALARS = ("features", "classes", "num_train", "dtype", "loss")
 @final
 @dataclass(frozen=True)
 class Slot:
-    """Rows passed between steps: (n, width) of nodes, or (E, width) of in-edges if an Edge step makes it."""
+    """Rows passed between steps: (n, width) of nodes, or (E, width) of in-edges: see Program.edge_slots."""
 
     name: _Name
     width: _Width
@@ -103,7 +103,29 @@ class Edge:
     output: Slot
 
 
-Step: TypeAlias = Gather | Vertex | Scatter | Edge
+@final
+@dataclass(frozen=True, kw_only=True)
+class Drop:
+    """Set entries to 0, anew in each epoch, and divide the others by 1 - probability, on the graph server.
+
+    Masks are those of :mod:`dglx_dist.layers.dropout`: keyed by seed, epoch, call, node or edge, and column.
+    """
+
+    name: _Name
+    source: _Name
+    """Slot of nodes or of edges; of the features, ghosts are dropped too."""
+    output: Slot
+    probability: Annotated[float, Within(0, 1)]
+    call: Annotated[int, Within(0, MAX_STEPS)]
+    """Number of the dropout within a forward pass of the model."""
+
+
+Step: TypeAlias = Gather | Vertex | Scatter | Edge | Drop
+
+
+def drops_features(step: Step) -> bool:
+    """True if ``step`` drops features: of all sources, ghosts too, so that no server sends them."""
+    return isinstance(step, Drop) and step.source == FEATURES
 
 
 def inputs_of(step: Step) -> Iterator[str]:
@@ -116,8 +138,18 @@ def inputs_of(step: Step) -> Iterator[str]:
         yield from step.inputs
     elif isinstance(step, Scatter):
         yield from step.slots
-    else:
+    elif isinstance(step, Edge):
         yield from (step.sources, step.targets)
+    else:
+        yield step.source
+
+
+def stage_names(step: Step) -> Iterator[str]:
+    """Yield the stages that ``step`` uses, those of a sequence included."""
+    if isinstance(step, Vertex | Edge):
+        yield step.stage
+        parts: Any = step.config.get("stages", ()) if step.stage == "sequence" else ()
+        yield from (part["stage"] for part in parts)
 
 
 def outputs_of(step: Step) -> tuple[Slot, ...]:
@@ -157,8 +189,8 @@ class _Checker:
         self._weights: set[str] = set()
 
     def check(self, step: Step) -> None:
-        if not isinstance(step, Gather | Vertex | Scatter | Edge):
-            raise ConfigError(f"{step!r} is not a step; give Gather, Vertex, Scatter or Edge")
+        if not isinstance(step, Step):
+            raise ConfigError(f"{step!r} is not a step; give Gather, Vertex, Scatter, Edge or Drop")
         if not isinstance(step.name, str) or not _NAME.fullmatch(step.name) or step.name in self._names:
             raise ConfigError(f"the step name {step.name!r} is taken or is not 1 to 64 of A-Z a-z 0-9 _ . -")
         self._names.add(step.name)
@@ -168,8 +200,10 @@ class _Checker:
             self._vertex(step)
         elif isinstance(step, Scatter):
             self._scatter(step)
-        else:
+        elif isinstance(step, Edge):
             self._edge(step)
+        else:
+            self._drop(step)
 
     def _gather(self, step: Gather) -> None:
         width = self._width(step, step.source, self._nodes)
@@ -210,6 +244,16 @@ class _Checker:
         _equal(step, "slots", (stage.width,) * 3, [*found, step.output.width])
         self._has_ghosts(step, step.sources)
         self._make(step, (step.output,), self._edges)
+
+    def _drop(self, step: Drop) -> None:
+        among = self._edges if step.source in self._edges else self._nodes
+        if step.output.width != self._width(step, step.source, among):
+            _refuse(step, f"makes {step.output.width} columns from {among[step.source]}")
+        if not 0 <= step.probability <= 1:
+            _refuse(step, f"drops with probability {step.probability}; give one from 0 to 1")
+        if drops_features(step):
+            self._with_ghosts.add(step.output.name)
+        self._make(step, (step.output,), among)
 
     def _width(self, step: Step, name: str, among: dict[str, int]) -> int:
         if not isinstance(name, str) or name not in among:
@@ -252,6 +296,7 @@ _STEPS: Mapping[str, Callable[..., Step]] = {
     "vertex": Vertex,
     "scatter": Scatter,
     "edge": Edge,
+    "drop": Drop,
 }
 
 
@@ -326,6 +371,15 @@ class Program:
         """All slots by name: ``x`` first, then in the order of the steps."""
         made = {slot.name: slot for step in self.steps for slot in outputs_of(step)}
         return {FEATURES: Slot(FEATURES, self.features)} | made
+
+    @cached_property
+    def edge_slots(self) -> frozenset[str]:
+        """Slots of (E, width) rows of in-edges."""
+        found: set[str] = set()
+        for step in self.steps:
+            if isinstance(step, Edge) or (isinstance(step, Drop) and step.source in found):
+                found.add(step.output.name)
+        return frozenset(found)
 
     @property
     def last(self) -> int:

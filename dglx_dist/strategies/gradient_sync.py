@@ -149,12 +149,7 @@ class BufferMeans:
 
 
 def mark_output(output: Any, *exchanges: tuple[GradientExchange, float]) -> Any:
-    """Return a model's output, such that backward through any tensor of it exchanges gradients.
-
-    Args:
-        output: A tensor, or tuples, lists and dicts that hold some.
-        exchanges: The exchanges of gradients, and the weight of this rank's.
-    """
+    """Return (nested) ``output``, such that backward through any tensor in it runs the ``exchanges``."""
     leaves, layout = tree_flatten(output)
     places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
     marked: Sequence[Tensor] = [leaves[place] for place in places]
@@ -206,7 +201,7 @@ class GradientExchange:
     def mark(self, outputs: Sequence[Tensor], weight: float) -> tuple[Tensor, ...]:
         """Return ``outputs``, such that backward through any of them exchanges with ``weight``.
 
-        Every rank whose peers run backward must run it too. Sends nothing itself.
+        Every rank whose peers run backward must run it too.
         """
         anchor = torch.zeros((), requires_grad=True, device=outputs[0].device)
         # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(), whose

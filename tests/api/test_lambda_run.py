@@ -31,7 +31,6 @@ def plan_of(dataset: str, out: Path, **changes: Any) -> TrainConfig:
         strategy="dorylus",
         strategy_options=OPTIONS,
         hidden=8,
-        dropout=0.0,
         epochs=4,
     )
     return replace(plan, **changes)
@@ -63,7 +62,6 @@ def test_a_run_its_bill_and_its_resume(dataset: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dropout": 0.5}, r"'dropout' drops with probability 0\.5.*--dropout 0"),
         ({"fanouts": (5, 5)}, r"draws \[5, 5\] in-neighbours.*--fanout out"),
         ({"cache": "vip"}, "strategy 'lambda' moves none in training; leave --cache out"),
         ({"strategy_options": {**OPTIONS, "mode": "pype"}}, "mode='pype'"),

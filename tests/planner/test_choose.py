@@ -12,11 +12,10 @@ import pytest
 from dglx_dist.planner.candidates import SearchSpace, enumerate_candidates, schemes_of
 from dglx_dist.planner.choose import Constraints, choose, find_regions
 from dglx_dist.planner.cost_model import predict, ring_split
-from dglx_dist.planner.model_shape import shape_of_kind
 from dglx_dist.planner.records import Candidate, FullGraphScheme, Outcome
 from dglx_dist.records import Array
 from tests.planner import hand_made
-from tests.planner.hand_made import BATCHES, CLUSTER, RATES, SHAPE, SURVEY, known
+from tests.planner.hand_made import BATCHES, CLUSTER, RATES, SHAPE, SURVEY, known, shape_of_kind
 
 ROWS = Candidate(strategy="data_parallel", unit="mini_batch", moves="rows")
 COLUMNS = Candidate(strategy="push_pull", unit="mini_batch", moves="columns", options={"structure": "push"})
@@ -260,8 +259,8 @@ def test_a_wide_model_does_not_fit_where_a_narrow_one_does() -> None:
 def test_what_a_model_cannot_be_is_no_choice() -> None:
     workers = Candidate(strategy="lambda", unit="full_graph", moves="intervals", scheme=FullGraphScheme(0))
     assert predict(workers, known()).feasible
-    dropping = known(shape=replace(SHAPE, why_not_chained="'dropout' drops with probability 0.5"))
-    assert predict(workers, dropping).why_not == "'dropout' drops with probability 0.5"
+    norming = known(shape=replace(SHAPE, why_not_chained="'norm', BatchNorm1d, takes means"))
+    assert predict(workers, norming).why_not == "'norm', BatchNorm1d, takes means"
     normalizing = known(shape=replace(SHAPE, why_not_whole="'norm' is a BatchNorm1d"))
     assert predict(WHOLE, normalizing).why_not == "'norm' is a BatchNorm1d"
     assert predict(ROWS, normalizing).feasible

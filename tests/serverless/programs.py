@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
+from dglx_dist.layers.dropout import MODULES, Columns, DropDraws, drop_entries
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Json
 from dglx_dist.serverless.parameter_server import ParameterServer
-from dglx_dist.serverless.program import FIXED, Edge, Gather, Program, Scatter, Slot, Step, Vertex
+from dglx_dist.serverless.program import FIXED, Drop, Edge, Gather, Program, Scatter, Slot, Step, Vertex
 from dglx_dist.serverless.stages.base import loss_in_halves
 from dglx_dist.serverless.tasks import Computed, Direction, Item, Role, Work
 
@@ -64,9 +66,10 @@ def sage() -> Program:
 def gat() -> Program:
     """GATConv(5, 2, 3 heads), elu, flat; GATConv(6, 3, 4 heads, residual), averaged."""
     first: Json = {"heads": 3, "width": 2, "bias": True, "merge": "flatten", "activation": ELU}
-    configs: list[dict[str, Json]] = [
-        {"in": 5, "heads": 3, "width": 2},
-        {"in": 6, "heads": 4, "width": 3, "before": first, "residual": "linear", "residual_bias": True},
+    second: Json = {"in": 6, "heads": 4, "width": 3, "residual": "linear", "residual_bias": True}
+    stages: list[tuple[str, dict[str, Json]]] = [
+        ("attention_project", {"in": 5, "heads": 3, "width": 2}),
+        ("sequence", sequence(("attention_finish", first), ("attention_project", second))),
     ]
     own = ["fc.weight", "attn_l", "attn_r"]
     names = [
@@ -79,8 +82,8 @@ def gat() -> Program:
         steps += [
             Vertex(
                 name=f"AV{layer}",
-                stage="attention_project",
-                config=configs[layer - 1],
+                stage=stages[layer - 1][0],
+                config=stages[layer - 1][1],
                 inputs=("x",) if layer == 1 else ("s1",),
                 outputs=(*outputs, Slot("r2", 12)) if layer == 2 else tuple(outputs),
                 weights=names[layer - 1],
@@ -109,6 +112,69 @@ def gat() -> Program:
     return Program(steps=(*steps, last), features=5, classes=3, num_train=6, dtype="float64")
 
 
+def sequence(*stages: tuple[str, Json]) -> dict[str, Json]:
+    return {"stages": [{"stage": name, "config": config} for name, config in stages]}
+
+
+def dropping() -> Program:
+    """GraphConv(5, 4), LayerNorm, relu; GATConv(4, 3, 2 heads), elu, flat; GraphConv(6, 3); all drop."""
+    dense: dict[str, Json] = {"in": 5, "out": 4, "bias": True}
+    norm: Json = {"width": 4, "eps": 1e-5, "scale": True, "bias": True, "activation": RELU}
+    finish: dict[str, Json] = {"heads": 2, "width": 3, "bias": True, "merge": "flatten", "activation": ELU}
+    steps: list[Step] = [
+        Drop(name="DR1", source="x", output=Slot("d1", 5), probability=0.3, call=0),
+        Gather(name="GA1", source="d1", output=Slot("a1", 5), edges="fixed:0"),
+        Vertex(
+            name="AV1",
+            stage="sequence",
+            config=sequence(("dense", dense), ("layer_norm", norm)),
+            inputs=("a1",),
+            outputs=(Slot("h1", 4),),
+            weights=("1.weight", "1.bias", "norm.weight", "norm.bias"),
+        ),
+        Drop(name="DR2", source="h1", output=Slot("d2", 4), probability=0.5, call=1),
+        Vertex(
+            name="AV2",
+            stage="attention_project",
+            config={"in": 4, "heads": 2, "width": 3},
+            inputs=("d2",),
+            outputs=(Slot("z2", 6), Slot("el2", 2), Slot("er2", 2)),
+            weights=("2.fc.weight", "2.attn_l", "2.attn_r"),
+        ),
+        Scatter(name="SC1", slots=("z2", "el2")),
+        Edge(
+            name="AE1",
+            stage="attention_edges",
+            config={"heads": 2, "slope": 0.2},
+            sources="el2",
+            targets="er2",
+            output=Slot("att2", 2),
+        ),
+        Drop(name="DR3", source="att2", output=Slot("d3", 2), probability=0.4, call=2),
+        Gather(name="GA2", source="z2", output=Slot("s2", 6), edges="d3"),
+        Vertex(
+            name="AV3",
+            stage="attention_finish",
+            config=finish,
+            inputs=("s2",),
+            outputs=(Slot("h3", 6),),
+            weights=("2.bias",),
+        ),
+        Drop(name="DR4", source="h3", output=Slot("d4", 6), probability=0.5, call=3),
+        Scatter(name="SC2", slots=("d4",)),
+        Gather(name="GA3", source="d4", output=Slot("a4", 6), edges="fixed:0"),
+        Vertex(
+            name="AV4",
+            stage="dense",
+            config={"in": 6, "out": 3, "bias": True},
+            inputs=("a4",),
+            outputs=(Slot("h4", 3),),
+            weights=("3.weight", "3.bias"),
+        ),
+    ]
+    return Program(steps=tuple(steps), features=5, classes=3, num_train=6, dtype="float64")
+
+
 def before(layer: int) -> str:
     return "x" if layer == 1 else f"h{layer - 1}"
 
@@ -126,6 +192,7 @@ class PlainRun:
         bounds: (K + 1,) first node of each interval, and N.
         fused: Whether the last step is fused.
         rematerialise: As in TaskOptions.
+        epoch: Keys the dropout masks; the seed is 0.
     """
 
     def __init__(
@@ -141,7 +208,9 @@ class PlainRun:
         bounds: list[int],
         fused: bool = True,
         rematerialise: bool = True,
+        epoch: int = 0,
     ) -> None:
+        self.epoch = epoch
         self.program, self.weights, self.fixed = program, weights, fixed
         self.indptr, self.sources, self.labels, self.bounds = indptr, sources, labels, bounds
         self.targets = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
@@ -168,6 +237,8 @@ class PlainRun:
             out = np.zeros((len(self.labels), step.output.width))
             np.add.at(out, self.targets, self._spread(step) * self.rows[step.source][self.sources])
             self.rows[step.output.name] = out
+        elif isinstance(step, Drop):
+            self.rows[step.output.name] = self._dropped(step, self.rows[step.source])
         elif not isinstance(step, Scatter):
             self._task(index, Direction.FORWARD)
 
@@ -186,8 +257,23 @@ class PlainRun:
             logits = self._task(index, Direction.BACKWARD)
             self._add(step.sources, self.sources, logits)
             self._add(step.targets, self.targets, logits)
+        elif isinstance(step, Drop) and step.source in trained:
+            slope = self._dropped(step, self.row_gradients[step.output.name])
+            self._add(step.source, np.arange(len(slope)), slope)
         elif isinstance(step, Vertex):
             self._task(index, Direction.BACKWARD)
+
+    def _dropped(self, step: Drop, rows: Array) -> Array:
+        draws = DropDraws(
+            seed=0,
+            number=self.epoch,
+            nodes=torch.arange(len(rows)),
+            runs=(Columns(first=0, last=rows.shape[1], width=rows.shape[1]),),
+        )
+        dropped: Array = drop_entries(
+            torch.from_numpy(rows), step.probability, draws, MODULES + step.call
+        ).numpy()
+        return dropped
 
     def _spread(self, step: Gather) -> Array:
         """(E, width or 1): what each edge weighs, by column."""

@@ -31,9 +31,9 @@ from dglx_dist.serverless.stages.base import (
 from dglx_dist.serverless.tasks import Direction, Work, add_gradients
 from tests.helpers.schema import check_every_field
 
-from .programs import PlainRun, gat, gcn, sage
+from .programs import PlainRun, dropping, gat, gcn, sage
 
-PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "one layer": lambda: gcn((5, 3))}
+PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "dropping": dropping, "one layer": lambda: gcn((5, 3))}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -172,17 +172,37 @@ def test_edges_are_checked_too() -> None:
         replace(program, steps=(*program.steps[:3], odd))
 
 
+def test_drops_are_checked_too() -> None:
+    program = dropping()
+    assert program.edge_slots == {"att2", "d3"}
+    assert program.trained == set(program.slots) - {"x", "d1", "a1"}
+    first, rest = program.steps[0], program.steps[1:]
+    for change, message in (
+        ({"source": "h1"}, "no earlier step makes for nodes"),
+        ({"output": Slot("d1", 4)}, "makes 4 columns from 5"),
+        ({"probability": 1.5}, "probability 1.5"),
+        ({"output": Slot("x", 5)}, "already exists"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            replace(program, steps=(replace(first, **change), *rest))
+    with pytest.raises(ConfigError, match="put a Scatter of it before"):
+        replace(program, steps=(*program.steps[:11], *program.steps[12:]))
+    with pytest.raises(ConfigError, match="no earlier step makes for nodes"):
+        replace(program, steps=(*program.steps[:8], replace(program.steps[9], inputs=("d3",))))
+
+
 def as_json() -> dict[str, Any]:
     return json.loads(gat().to_json())
 
 
 def test_every_field_of_the_text_is_checked_or_kept() -> None:
-    check_every_field(
-        as_json(),
-        lambda text: json.loads(Program.from_json(json.dumps(text)).to_json()),
-        ConfigError,
-        ".",
-    )
+    for program in (gat(), dropping()):
+        check_every_field(
+            json.loads(program.to_json()),
+            lambda text: json.loads(Program.from_json(json.dumps(text)).to_json()),
+            ConfigError,
+            ".",
+        )
 
 
 @pytest.mark.parametrize(

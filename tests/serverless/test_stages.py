@@ -24,6 +24,8 @@ from dglx_dist.serverless.stages.base import (
     vertex_stage,
 )
 
+from .programs import sequence
+
 F64 = 1e-12
 Model = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
 ACTIVATIONS: dict[str, tuple[Mapping[str, Json], Callable[[Tensor], Tensor]]] = {
@@ -98,23 +100,51 @@ def cases() -> dict[str, tuple[str, dict[str, Json], Model]]:
             {"in": 5, "heads": 2, "width": 3},
             lambda w, x: torch_project(x[0], *w),
         ),
-        "project behind flat heads": (
-            "attention_project",
-            {"in": 6, "heads": 3, "width": 2, "before": heads_config("flatten"), "residual": "identity"},
+        "finish flat and project": (
+            "sequence",
+            sequence(
+                ("attention_finish", heads_config("flatten")),
+                ("attention_project", {"in": 6, "heads": 3, "width": 2, "residual": "identity"}),
+            ),
             lambda w, x: with_own(torch_heads(x[0], 2, w[0], "flatten", None), w[1:4], None, None),
         ),
-        "project behind mean heads and a residual": (
-            "attention_project",
-            {
-                **{
-                    "in": 3,
-                    "heads": 2,
-                    "width": 4,
-                    "before": heads_config("mean", bias=False, residual=True),
-                },
-                **{"residual": "linear", "residual_bias": True},
-            },
+        "finish with a residual and project": (
+            "sequence",
+            sequence(
+                ("attention_finish", heads_config("mean", bias=False, residual=True)),
+                (
+                    "attention_project",
+                    {"in": 3, "heads": 2, "width": 4, "residual": "linear", "residual_bias": True},
+                ),
+            ),
             lambda w, x: with_own(torch_heads(x[0], 2, None, "mean", x[1]), w[:3], w[3], w[4]),
+        ),
+        "norm": (
+            "layer_norm",
+            {"width": 4, "eps": 1e-5, "scale": True, "bias": True, "activation": ELU},
+            lambda w, x: (functional.elu(functional.layer_norm(x[0], (4,), w[0], w[1], 1e-5)),),
+        ),
+        "norm without weights": (
+            "layer_norm",
+            {"width": 4, "eps": 0.1, "scale": False, "bias": False},
+            lambda w, x: (functional.layer_norm(x[0], (4,), eps=0.1),),
+        ),
+        "sage, norm, dense": (
+            "sequence",
+            sequence(
+                ("sage", {**relu, "activation": None}),
+                ("layer_norm", {"width": 3, "eps": 1e-5, "scale": True, "bias": False, "activation": RELU}),
+                ("dense", {"in": 3, "out": 2, "bias": True}),
+            ),
+            lambda w, x: (
+                functional.relu(
+                    functional.layer_norm(
+                        functional.linear(x[1], w[0]) + functional.linear(x[0], w[1]), (3,), w[2]
+                    )
+                )
+                @ w[3]
+                + w[4],
+            ),
         ),
         "finish flat": (
             "attention_finish",
@@ -282,7 +312,7 @@ def test_attention_of_no_edges_and_of_large_logits() -> None:
 
 def test_gradients_are_central_differences() -> None:
     """Without torch: a stage's gradients are the slopes of its own forward."""
-    name, config, _ = cases()["project behind mean heads and a residual"]
+    name, config, _ = cases()["finish with a residual and project"]
     stage = vertex_stage(name, config)
     weights, inputs, gradients = draw(stage, 3)
     backward = stage.backward(weights, inputs, gradients)
@@ -299,10 +329,13 @@ def test_gradients_are_central_differences() -> None:
         assert (sides[0] - sides[1]) / 2e-6 == pytest.approx(slope[place], rel=1e-6, abs=1e-8)
 
 
+STAGES_OF_ONE: list[Json] = [{"stage": "rows", "config": {"width": 3, "bias": True}}]
 GOOD: dict[str, dict[str, Json]] = {
     "dense": {"in": 4, "out": 3, "bias": True},
     "rows": {"width": 4, "bias": True},
     "sage": {"in": 4, "out": 3, "bias": True},
+    "layer_norm": {"width": 4, "eps": 1e-5, "scale": True, "bias": True},
+    "sequence": {"stages": 2 * STAGES_OF_ONE},
     "attention_project": {"in": 4, "heads": 2, "width": 3},
     "attention_finish": {"heads": 2, "width": 3, "bias": True, "merge": "mean"},
     "attention_edges": {"heads": 2, "slope": 0.2},
@@ -321,10 +354,15 @@ BAD: dict[str, list[dict[str, Json]]] = {
         *({"heads": bad} for bad in (0, 1 << 30, 2.5)),
         *({"residual": bad} for bad in ("yes", True, "identity")),
         {"residual_bias": True},
-        {"before": {"heads": 2, "width": 3, "bias": True, "merge": "mean"}},
-        {"before": {"heads": 2, "width": 2, "bias": True, "merge": "sum"}},
-        {"before": {"heads": 2, "width": 2, "bias": True, "merge": "flatten", "more": 1}},
-        {"before": 7},
+    ],
+    "layer_norm": [{"width": 0}, {"eps": -1}, {"eps": 2.0}, {"scale": 1}, {"bias": None}, {"elementwise": 1}],
+    "sequence": [
+        *({"stages": bad} for bad in (None, [], STAGES_OF_ONE, 17 * STAGES_OF_ONE, [7, 7], [{}, {}])),
+        *({"stages": [*STAGES_OF_ONE, {"stage": "dense", "config": bad}]} for bad in ({}, 7, {"in": 4})),
+        {"stages": [*STAGES_OF_ONE, {"stage": "rows", "config": {"width": 4, "bias": True}}]},
+        {"stages": [*STAGES_OF_ONE, {"stage": "sequence", "config": {"stages": 2 * STAGES_OF_ONE}}]},
+        {"stages": [*STAGES_OF_ONE, {"stage": "sage", "config": {"in": 3, "out": 3, "bias": True}}]},
+        {"more": 1},
     ],
     "attention_finish": [{"merge": "max"}, {"width": 0}, {"bias": "no"}, {"after": {"name": "?"}}, {"in": 4}],
     "attention_edges": [

@@ -16,7 +16,7 @@ from typing import final
 import dglx_dist
 from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.json_fields import write_json
-from dglx_dist.serverless.program import Edge, Step, Vertex
+from dglx_dist.serverless.program import Step, stage_names
 from dglx_dist.serverless.stages.base import STAGES
 from dglx_dist.serverless.worker import STAGES_FILE
 
@@ -102,7 +102,7 @@ def _version(name: str) -> str:
 
 def stages_of(steps: Iterable[Step]) -> dict[str, str]:
     """Return the user's own stages in ``steps``: name to ``module:Class``."""
-    names = sorted({step.stage for step in steps if isinstance(step, Vertex | Edge)})
+    names = sorted({name for step in steps for name in stage_names(step)})
     found = {name: STAGES.get(name) for name in names}
     return {
         name: f"{stage.__module__}:{stage.__qualname__}"

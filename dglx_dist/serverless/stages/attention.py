@@ -93,11 +93,10 @@ class AttentionFinish(VertexStage):
     Args:
         config: ``heads`` K, ``width`` H: columns of one head; ``bias``, ``residual``: flags; ``merge``:
             ``flatten`` or ``mean``; ``activation``; ``after``: the activation after the merge.
-        where: What is configured, for messages.
     """
 
-    def __init__(self, config: object, where: str = "stage attention_finish") -> None:
-        fields = Fields(config, where)
+    def __init__(self, config: Config) -> None:
+        fields = Fields(config, "stage attention_finish")
         self._num_heads, width = fields.whole("heads", 1, MAX_HEADS), read_width(fields, "width")
         self._width, columns = width, self._num_heads * width
         self._bias, self._residual = fields.flag("bias"), fields.maybe("residual", fields.flag, False)
@@ -150,37 +149,41 @@ class AttentionFinish(VertexStage):
 class AttentionProject(VertexStage):
     """The start of ``dgl.nn.GATConv``: z = h W^T, el = <z, attn_l>, er = <z, attn_r> per head.
 
-    With ``before``, the stage first finishes the previous attention layer to get h; otherwise its input is h.
-    If this layer has a residual, the output r is the projected or unchanged h.
+    If the layer has a residual, the output r is the projected or unchanged h.
 
-    Weights: ``before.bias`` (previous columns,), ``fc.weight`` (K x H, in), ``attn_l`` and ``attn_r``
-    (1, K, H), ``res_fc.weight`` (K x H, in), ``res_fc.bias`` (K x H,); biases and residuals as configured.
-    Inputs: h (n, in), or the sums, and residual, of the previous layer. Outputs: z (n, K x H), el (n, K),
+    Weights: ``fc.weight`` (K x H, in), ``attn_l`` and ``attn_r`` (1, K, H), ``res_fc.weight`` (K x H, in),
+    ``res_fc.bias`` (K x H,); residuals as configured. Inputs: h (n, in). Outputs: z (n, K x H), el (n, K),
     er (n, K), and r (n, K x H) with a residual. Saved: z.
 
     Args:
-        config: ``in``, ``heads`` K, ``width`` H; ``before``: the config of AttentionFinish, or null;
-            ``residual``: none (default), identity or linear; ``residual_bias``: flag, false by default.
+        config: ``in``, ``heads`` K, ``width`` H; ``residual``: none (default), identity or linear;
+            ``residual_bias``: flag, false by default.
     """
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage attention_project")
-        self._in, self._heads = read_width(fields, "in"), fields.whole("heads", 1, MAX_HEADS)
+        num_in, self._heads = read_width(fields, "in"), fields.whole("heads", 1, MAX_HEADS)
         self._width = read_width(fields, "width")
-        self._columns = self._heads * self._width
-        self._before = fields.maybe(
-            "before", lambda name: AttentionFinish(fields.any(name), f"{fields.where} {name!r}"), None
-        )
+        self._columns = columns = self._heads * self._width
         kind = fields.maybe("residual", lambda name: fields.choice(name, _RESIDUALS), "none")
         self._has_residual, self._projects_residual = kind != "none", kind == "linear"
         self._residual_bias = fields.maybe("residual_bias", fields.flag, False)
         fields.end()
-        self._check(fields)
-        self.shapes = self._make_shapes()
+        if self._has_residual and not self._projects_residual and num_in != columns:
+            fields.refuse("residual", f"'linear': the input has {num_in} columns, not {columns}")
+        if self._residual_bias and not self._projects_residual:
+            fields.refuse("residual_bias", "false: only a linear residual has a bias")
+        matrix, vector = (columns, num_in), (1, self._heads, self._width)
+        weights: Shapes = {"fc.weight": matrix, "attn_l": vector, "attn_r": vector}
+        if self._projects_residual:
+            weights["res_fc.weight"] = matrix
+        if self._residual_bias:
+            weights["res_fc.bias"] = (columns,)
+        outputs = (columns, self._heads, self._heads, *((columns,) if self._has_residual else ()))
+        self.shapes = StageShapes(weights, (num_in,), outputs, saved=(columns,))
 
     def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
-        bias, (matrix, left, right), residual = self._split(weights)
-        h = self._finished(bias, inputs)
+        (matrix, left, right), residual, (h,) = weights[:3], weights[3:], inputs
         z = h @ matrix.T
         logits = z @ self._logit_weights(left, right)
         outputs = (z, _part(logits, 0, self._heads), _part(logits, self._heads, None))
@@ -200,8 +203,7 @@ class AttentionProject(VertexStage):
         saved: Sequence[Array] | None = None,
         wanted: Sequence[bool] | None = None,
     ) -> Backward:
-        bias, (matrix, left, right), residual = self._split(weights)
-        h = self._finished(bias, inputs)
+        (matrix, left, right), residual, (h,) = weights[:3], weights[3:], inputs
         z = h @ matrix.T if saved is None else saved[0]
         d_logits = np.concatenate(gradients[1:3], axis=1)
         dz = d_logits @ self._logit_weights(left, right).T
@@ -211,50 +213,12 @@ class AttentionProject(VertexStage):
             d_weights.append(gradients[3].T @ h)
         if self._residual_bias:
             d_weights.append(column_sums(gradients[3]))
-        if self._before is None:
-            dh = self._back_to_h(dz, gradients, matrix, residual) if is_wanted(wanted, 0) else None
-            return Backward((dh,), tuple(d_weights))
-        dh = self._back_to_h(dz, gradients, matrix, residual)
-        first = self._before.backward(bias, inputs, (dh,), wanted=wanted)
-        return Backward(first.inputs, (*first.weights, *d_weights))
-
-    def _make_shapes(self) -> StageShapes:
-        matrix, vector = (self._columns, self._in), (1, self._heads, self._width)
-        before = {} if self._before is None else self._before.weight_shapes
-        weights: Shapes = {f"before.{name}": shape for name, shape in before.items()}
-        weights |= {"fc.weight": matrix, "attn_l": vector, "attn_r": vector}
-        if self._projects_residual:
-            weights["res_fc.weight"] = matrix
-        if self._residual_bias:
-            weights["res_fc.bias"] = (self._columns,)
-        inputs = (self._in,) if self._before is None else self._before.input_widths
-        residual = (self._columns,) if self._has_residual else ()
-        outputs = (self._columns, self._heads, self._heads, *residual)
-        return StageShapes(weights, inputs, outputs, saved=(self._columns,))
-
-    def _check(self, fields: Fields) -> None:
-        if self._before is not None and self._before.output_widths != (self._in,):
-            fields.refuse("in", f"{self._before.output_widths[0]}, the columns of the previous layer")
-        if self._has_residual and not self._projects_residual and self._in != self._columns:
-            fields.refuse("residual", f"'linear': the input has {self._in} columns, not {self._columns}")
-        if self._residual_bias and not self._projects_residual:
-            fields.refuse("residual_bias", "false: only a linear residual has a bias")
-
-    def _split(self, weights: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array], Sequence[Array]]:
-        # Weights of the previous layer, of the projection, and of the residual.
-        first = 0 if self._before is None else len(self._before.weight_shapes)
-        return weights[:first], weights[first : first + 3], weights[first + 3 :]
-
-    def _finished(self, bias: Sequence[Array], inputs: Sequence[Array]) -> Array:
-        return inputs[0] if self._before is None else self._before.forward(bias, inputs).outputs[0]
-
-    def _back_to_h(
-        self, dz: Array, gradients: Sequence[Array], matrix: Array, residual: Sequence[Array]
-    ) -> Array:
+        if not is_wanted(wanted, 0):
+            return Backward((None,), tuple(d_weights))
         dh: Array = dz @ matrix
         if self._has_residual:
             dh += gradients[3] @ residual[0] if self._projects_residual else gradients[3]
-        return dh
+        return Backward((dh,), tuple(d_weights))
 
     def _logit_weights(self, left: Array, right: Array) -> Array:
         # (K x H, 2K): z times this matrix gives el and er side by side, in one product.

@@ -457,8 +457,10 @@ STAGES: Registry[Stage] = Registry(
         "attention_finish": "dglx_dist.serverless.stages.attention:AttentionFinish",
         "attention_project": "dglx_dist.serverless.stages.attention:AttentionProject",
         "dense": "dglx_dist.serverless.stages.conv:Dense",
+        "layer_norm": "dglx_dist.serverless.stages.conv:LayerNorm",
         "rows": "dglx_dist.serverless.stages.conv:Rows",
         "sage": "dglx_dist.serverless.stages.conv:Sage",
+        "sequence": "dglx_dist.serverless.stages.conv:StageSequence",
     },
     group="dglx_dist.stages",
 )

@@ -1,9 +1,13 @@
-"""Vertex stages of graph convolutions: dense, bias-only and SAGE."""
+"""Vertex stages: dense, bias-only, SAGE, LayerNorm, and sequences of stages."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import final
+
+import numpy as np
 
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Fields
@@ -18,7 +22,11 @@ from dglx_dist.serverless.stages.base import (
     is_wanted,
     read_activation,
     read_width,
+    vertex_stage,
 )
+
+MAX_STAGES = 16
+"""Most stages of a sequence."""
 
 
 class _Affine(VertexStage):
@@ -140,3 +148,147 @@ class Sage(_Affine):
         widths = num_in, num_out = read_width(fields, "in"), read_width(fields, "out")
         matrices = dict.fromkeys(("fc_self.weight", "fc_neigh.weight"), (num_out, num_in))
         super().__init__(fields, dict(matrices), widths, (1, 0), True)
+
+
+@final
+class LayerNorm(VertexStage):
+    """h = activation(y weight + bias) with y = (x - mean) / sqrt(variance + eps) by row: ``nn.LayerNorm``.
+
+    Weights: ``weight``, ``bias`` (width,), both as configured. Inputs: x (n, width). Outputs: h (n, width).
+    Saved: none.
+
+    Args:
+        config: ``width``: columns; ``eps``; ``scale``, ``bias``: flags; ``activation``: see read_activation.
+    """
+
+    def __init__(self, config: Config) -> None:
+        fields = Fields(config, "stage layer_norm")
+        width, self._eps = read_width(fields, "width"), fields.number("eps", 0, 1)
+        self._scale, self._bias = fields.flag("scale"), fields.flag("bias")
+        self._activation = read_activation(fields)
+        fields.end()
+        names = [*(["weight"] if self._scale else []), *(["bias"] if self._bias else [])]
+        self.shapes = StageShapes(dict.fromkeys(names, (width,)), (width,), (width,))
+
+    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+        return Forward((self._activation.apply(self._scaled(weights, self._normalised(inputs[0])[0])),), ())
+
+    def backward(
+        self,
+        weights: Sequence[Array],
+        inputs: Sequence[Array],
+        gradients: Sequence[Array],
+        *,
+        saved: Sequence[Array] | None = None,
+        wanted: Sequence[bool] | None = None,
+    ) -> Backward:
+        y, deviations = self._normalised(inputs[0])
+        dz = self._activation.pull_back(self._scaled(weights, y), gradients[0])
+        of_weights = [
+            *([column_sums(dz * y)] if self._scale else []),
+            *([column_sums(dz)] if self._bias else []),
+        ]
+        if not is_wanted(wanted, 0):
+            return Backward((None,), tuple(of_weights))
+        dy = dz * weights[0] if self._scale else dz
+        dx = dy - dy.mean(axis=1, keepdims=True)
+        dx -= y * (dy * y).mean(axis=1, keepdims=True)
+        dx /= deviations
+        return Backward((dx,), tuple(of_weights))
+
+    def _normalised(self, x: Array) -> tuple[Array, Array]:
+        # y (n, width), and the deviations (n, 1) by which it was divided.
+        y = x - x.mean(axis=1, keepdims=True)
+        deviations = np.sqrt(np.square(y).mean(axis=1, keepdims=True) + x.dtype.type(self._eps))
+        y /= deviations
+        return y, deviations
+
+    def _scaled(self, weights: Sequence[Array], y: Array) -> Array:
+        z = y * weights[0] if self._scale else y
+        return z + weights[-1] if self._bias else z
+
+
+@final
+class StageSequence(VertexStage):
+    """Stages one after another in one task; each but the first reads the only output of the one before it.
+
+    Weights: those of all stages, by their number: ``0.weight``. Inputs: those of the first stage. Outputs,
+    saved: those of the last stage; backward computes the stages before it again.
+
+    Args:
+        config: ``stages``: 2 to 16 objects of ``stage``, a name, and its ``config``.
+    """
+
+    def __init__(self, config: Config) -> None:
+        fields = Fields(config, "stage sequence")
+        self._stages = [
+            _stage_of(Fields(one, f"stage {at} of a sequence"))
+            for at, one in enumerate(fields.items("stages", MAX_STAGES))
+        ]
+        fields.end()
+        if len(self._stages) < 2:
+            fields.refuse("stages", "at least two")
+        for at, (one, following) in enumerate(pairwise(self._stages)):
+            if len(one.output_widths) != 1 or one.output_widths != following.input_widths:
+                found, wanted = one.output_widths, following.input_widths
+                fields.refuse(
+                    "stages", f"a stage {at + 1} of the columns {found} of stage {at}, not {wanted}"
+                )
+        weights: Shapes = {
+            f"{at}.{name}": shape
+            for at, stage in enumerate(self._stages)
+            for name, shape in stage.weight_shapes.items()
+        }
+        first, last = self._stages[0], self._stages[-1]
+        self.shapes = StageShapes(weights, first.input_widths, last.output_widths, last.saved_widths)
+
+    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+        rows, _ = self._before_last(weights, inputs)[-1]
+        return self._stages[-1].forward(self._split(weights)[-1], rows)
+
+    def backward(
+        self,
+        weights: Sequence[Array],
+        inputs: Sequence[Array],
+        gradients: Sequence[Array],
+        *,
+        saved: Sequence[Array] | None = None,
+        wanted: Sequence[bool] | None = None,
+    ) -> Backward:
+        passes = self._before_last(weights, inputs)
+        passes[-1] = passes[-1][0], saved
+        of_weights: list[Array] = []
+        of_inputs: Sequence[Array | None] = gradients
+        own = self._split(weights)
+        for at in reversed(range(len(self._stages))):
+            rows, kept = passes[at]
+            slopes = [one for one in of_inputs if one is not None]
+            found = self._stages[at].backward(
+                own[at], rows, slopes, saved=kept, wanted=wanted if at == 0 else None
+            )
+            of_weights[:0], of_inputs = found.weights, found.inputs
+        return Backward(tuple(of_inputs), tuple(of_weights))
+
+    def _before_last(
+        self, weights: Sequence[Array], inputs: Sequence[Array]
+    ) -> list[tuple[Sequence[Array], Sequence[Array] | None]]:
+        # Of each stage its inputs, and of all but the last what it saved.
+        found: list[tuple[Sequence[Array], Sequence[Array] | None]] = []
+        rows = inputs
+        for stage, own in zip(self._stages[:-1], self._split(weights), strict=False):
+            forward = stage.forward(own, rows)
+            found.append((rows, forward.saved))
+            rows = forward.outputs
+        return [*found, (rows, None)]
+
+    def _split(self, weights: Sequence[Array]) -> list[Sequence[Array]]:
+        ends = list(itertools.accumulate(len(stage.weight_shapes) for stage in self._stages))
+        return [weights[first:end] for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def _stage_of(fields: Fields) -> VertexStage:
+    name, config = fields.text("stage", 512), fields.any("config")
+    fields.end()
+    if name == "sequence" or not isinstance(config, dict):
+        fields.refuse("stage", "a stage other than 'sequence', with an object as its config")
+    return vertex_stage(name, config)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import logging
-import os
-import shutil
-import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, final
 
 import numpy as np
@@ -31,8 +25,8 @@ from dglx_dist.comm.collectives import (
 )
 from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session, SessionField
-from dglx_dist.data.storage.columns import CACHE, FileInfo, numpy_dtype, safe_name
-from dglx_dist.data.storage.files import damaged, partial_folder, publish, replace_folder, seal, unseal
+from dglx_dist.data.storage.arrays import ArrayFolder, ArrayStream, ArrayWriter
+from dglx_dist.data.storage.columns import numpy_dtype, safe_name
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.writer import CHUNK_BYTES
 from dglx_dist.dataloading.row_buffers import Precision, RowMemory
@@ -59,7 +53,7 @@ if TYPE_CHECKING:
 PHASE = "columns"
 """Ledger phase of all bytes that this module moves."""
 
-VALUES = "values.npy"
+VALUES = "values"
 PROGRESS_BYTES = 1 << 28
 """Larger transfers show their progress."""
 
@@ -81,123 +75,34 @@ Moments: TypeAlias = tuple[Tensor, Tensor]
 log = logging.getLogger(__name__)
 
 
-def slice_folder(dataset: StoredDataset, ntype: str, name: str, columns: Columns) -> Path:
+def slice_folder(dataset: StoredDataset, ntype: str, name: str, columns: Columns) -> ArrayFolder:
     """Return the folder of ``columns`` of the node feature ``name``, whether it exists or not."""
-    base = dataset.folder / CACHE / f"columns-{dataset.manifest.checksum}"
-    return base / safe_name(ntype) / safe_name(name) / f"{columns.first}-{columns.last}"
+    name = f"{safe_name(ntype)}/{safe_name(name)}/{columns.first}-{columns.last}"
+    return dataset.cache.entry("columns", name)
 
 
-def read_slice(folder: Path, info: ColumnInfo, num_rows: int) -> Array | None:
+def read_slice(folder: ArrayFolder, info: ColumnInfo, num_rows: int) -> Array | None:
     """Map the (N, F_p) values of one folder, read-only; bfloat16 as its bits in uint16.
-
-    The file is read once, to compare its checksum.
 
     Returns:
         None when there is no file, or it is damaged or of something else, which is logged.
     """
-    if not folder.exists():
-        return None
-    try:
-        return _mapped(folder, info, num_rows)
-    except StorageError as problem:
-        log.warning("%s", problem)
-        return None
-
-
-def _mapped(folder: Path, info: ColumnInfo, num_rows: int) -> Array:
-    expected = _header(info, num_rows)
-    if (found := unseal(folder)) != expected:
-        raise damaged(folder, f"it is {found} instead of {expected}")
-    try:
-        return np.asarray(np.load(folder / VALUES, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError) as problem:
-        raise damaged(folder, problem) from problem
+    found = folder.find(_header(info, num_rows))
+    return found[1][VALUES] if found is not None else None
 
 
 def _header(info: ColumnInfo, num_rows: int) -> dict[str, object]:
     return {"dtype": info.dtype, "shape": [num_rows, *info.row_shape]}
 
 
-@final
-class SliceWriter:
-    """Writes the rows of one slice, in order, to an existing folder that other processes do not use yet.
-
-    Raises:
-        OSError: the folder cannot be written, or the disk has too little space for all rows.
-    """
-
-    def __init__(self, folder: Path, info: ColumnInfo, num_rows: int) -> None:
-        self._folder, self._info, self._num_rows = folder, info, num_rows
-        self._dtype, self._checksum = numpy_dtype(info.dtype), 0
-        needed = num_rows * info.row_shape[0] * self._dtype.itemsize
-        if shutil.disk_usage(folder).free < needed:
-            # Checked before a byte has moved.
-            raise OSError(errno.ENOSPC, f"no room for {needed} bytes", str(folder))
-        head = io.BytesIO()
-        shape = (num_rows, *info.row_shape)
-        np.lib.format.write_array_header_2_0(
-            head, {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
-        )
-        self._file = (folder / VALUES).open("x+b", buffering=0)
-        self.num_rows = 0
-        """Rows in the file."""
-        self._first_byte = self._put(head.getbuffer())
-
-    def append(self, rows: Array) -> None:
-        """Write the next (k, F_p) rows.
-
-        Raises:
-            OSError: they cannot be written; those before them are still there.
-        """
-        self._put(np.ascontiguousarray(rows, self._dtype).reshape(-1).view(np.uint8).data)
-        self.num_rows += len(rows)
-
-    def written(self) -> Array:
-        """Return the rows in the file, (k, F_p), in memory."""
-        rows = np.empty((self.num_rows, *self._info.row_shape), self._dtype)
-        data, done = rows.reshape(-1).view(np.uint8).data, 0
-        while done < len(data):
-            # From the open file: it may have another name by now, or none.
-            count = os.preadv(self._file.fileno(), [data[done:]], self._first_byte + done)
-            if not count:
-                raise StorageError(f"{self._folder / VALUES} was cut short while it was written; try again")
-            done += count
-        return rows
-
-    def finish(self) -> None:
-        """Flush to disk and write the stamp of a complete file.
-
-        Raises:
-            OSError: the disk refuses.
-        """
-        os.fsync(self._file.fileno())
-        known = FileInfo(num_bytes=self._file.tell(), checksum=f"{self._checksum:08x}")
-        seal(self._folder, _header(self._info, self._num_rows), {VALUES: known})
-
-    def close(self) -> None:
-        """Close the file. May be called twice."""
-        self._file.close()
-
-    def _put(self, data: memoryview) -> int:
-        done = 0
-        while done < len(data):
-            done += self._file.write(data[done:]) or 0
-        self._checksum = zlib.crc32(data, self._checksum)
-        return done
+def begin_slice(writer: ArrayWriter, info: ColumnInfo, num_rows: int) -> ArrayStream:
+    """Begin the file of one slice; raises OSError as :class:`ArrayStream`."""
+    return writer.stream(VALUES, numpy_dtype(info.dtype), (num_rows, *info.row_shape))
 
 
-def publish_slice(partial: Path, target: Path, info: ColumnInfo, num_rows: int) -> None:
-    """Rename a finished folder to ``target``, unless an intact one is there already.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
-    if publish(partial, target):
-        return
-    try:
-        _mapped(target, info, num_rows)
-    except StorageError:
-        replace_folder(partial, target)
+def publish_slice(writer: ArrayWriter, info: ColumnInfo, num_rows: int) -> None:
+    """Put the complete slice in its place, unless an intact one is there already; may raise OSError."""
+    writer.publish(_header(info, num_rows))
 
 
 def write_slices(dataset: StoredDataset, num_parts: int) -> None:
@@ -236,20 +141,17 @@ def _write_feature(dataset: StoredDataset, ntype: str, name: str, info: ColumnIn
         ExitStack() as stack,
         progress(f"Columns of {name}", num_rows, enabled=num_rows * row_bytes > PROGRESS_BYTES) as advance,
     ):
-        folders = [stack.enter_context(partial_folder(target)) for target in targets]
-        writers = [SliceWriter(*slice_, num_rows) for slice_ in zip(folders, infos, strict=True)]
-        for writer in writers:
-            stack.callback(writer.close)
+        writers = [stack.enter_context(target.writing()) for target in targets]
+        streams = [begin_slice(*slice_, num_rows) for slice_ in zip(writers, infos, strict=True)]
         for part in range(dataset.manifest.num_parts):
             rows = dataset.part(part).node_data(ntype, name)
             for first in range(0, len(rows), step):
                 chunk = rows[first : first + step]
-                for writer, columns in zip(writers, cuts, strict=True):
-                    writer.append(chunk[:, columns.cut])
+                for stream, columns in zip(streams, cuts, strict=True):
+                    stream.append(chunk[:, columns.cut])
                 advance(len(chunk))
-        for writer, folder, target, cut in zip(writers, folders, targets, infos, strict=True):
-            writer.finish()
-            publish_slice(folder, target, cut, num_rows)
+        for writer, info_ in zip(writers, infos, strict=True):
+            publish_slice(writer, info_, num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,8 +165,8 @@ class ColumnRequest:
     info: ColumnInfo
     """Dtype, and (F_p,)."""
     num_rows: int
-    folder: Path | None
-    """Folder of the file, present or not; None: in memory only."""
+    folder: ArrayFolder | None
+    """Present or not; None: in memory only."""
     is_leader: bool
     """Whether no lower rank of this machine needs the same: it makes the file that the others map."""
 
@@ -400,39 +302,37 @@ class _Sink:
         self._wanted = wanted
         self._stack = ExitStack()
         self._rows = np.empty((0, len(wanted.columns)), wanted.dtype)
-        self._partial: Path | None = None
-        self._writer: SliceWriter | None = None
+        self._writer: ArrayWriter | None = None
+        self._stream: ArrayStream | None = None
         self._num_rows, self._problem = 0, ""
         if wanted.folder is None:
             self._rows = np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
             return
         try:
-            self._partial = self._stack.enter_context(partial_folder(wanted.folder))
-            self._writer = SliceWriter(self._partial, wanted.info, wanted.num_rows)
-            self._stack.callback(self._writer.close)
+            self._writer = self._stack.enter_context(wanted.folder.writing())
+            self._stream = begin_slice(self._writer, wanted.info, wanted.num_rows)
         except OSError as problem:
             self._to_memory(problem)
 
     def put(self, rows: Array) -> None:
-        if self._writer is not None:
+        if self._stream is not None:
             try:
-                self._writer.append(rows)
+                self._stream.append(rows)
             except OSError as problem:
                 self._to_memory(problem)
-        if self._writer is None:
+        if self._stream is None:
             self._rows[self._num_rows : self._num_rows + len(rows)] = rows
         self._num_rows += len(rows)
 
     def result(self) -> ColumnSlice:
         wanted = self._wanted
-        if self._writer is not None and self._partial is not None and wanted.folder is not None:
+        if self._stream is not None and self._writer is not None and wanted.folder is not None:
             try:
-                self._writer.finish()
-                publish_slice(self._partial, wanted.folder, wanted.info, wanted.num_rows)
+                publish_slice(self._writer, wanted.info, wanted.num_rows)
                 rows = read_slice(wanted.folder, wanted.info, wanted.num_rows)
                 if rows is not None:
                     return wanted.slice(rows)
-                raise FileNotFoundError(f"{wanted.folder} was removed")
+                raise FileNotFoundError(f"{wanted.folder.path} was removed")
             except OSError as problem:
                 self._to_memory(problem)
         self._rows.flags.writeable = False
@@ -445,11 +345,12 @@ class _Sink:
     def _to_memory(self, problem: OSError) -> None:
         # With the rows that the file has already: nothing is requested twice.
         wanted = self._wanted
-        self._problem = f"{wanted.folder} cannot be written ({problem})"
+        assert wanted.folder is not None
+        self._problem = f"{wanted.folder.path} cannot be written ({problem})"
         self._rows = np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
-        if self._writer is not None:
-            self._rows[: self._writer.num_rows] = self._writer.written()
-        self._writer = None
+        if self._stream is not None:
+            self._rows[: self._stream.num_rows] = self._stream.written()
+        self._stream = None
 
 
 def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequence[Array]:

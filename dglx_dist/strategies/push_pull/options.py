@@ -14,6 +14,7 @@ from torch import Tensor
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.convolutions import Sync
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import check_options
 from dglx_dist.strategies.gradient_sync import BUCKET_BYTES
@@ -86,7 +87,6 @@ Side: TypeAlias = Literal["M", "D"]
 Weights: TypeAlias = Literal["whole", "split"]
 Order: TypeAlias = Literal["forward_first", "backward_first"]
 StructureChoice: TypeAlias = Literal["auto", "push", "resample"]
-Sync: TypeAlias = Literal["columns", "inputs"]
 
 
 @final

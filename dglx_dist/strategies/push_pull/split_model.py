@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from dglx_dist.comm.collectives import gather_int64, gather_json, peers_named
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import SplittableConv, cut_out, join_parts, part_of, stages_of
+from dglx_dist.layers.base import SplittableConv, cut_out, join_parts, part_of
+from dglx_dist.layers.convolutions import Sync, stages_of
 from dglx_dist.layers.dropout import Columns, deal_out_concatenated
+from dglx_dist.layers.tracer import convolutions_in
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 from dglx_dist.strategies.push_pull.input_layers import (
     InputLayout,
@@ -25,7 +27,7 @@ from dglx_dist.strategies.push_pull.input_layers import (
     embeddings_of_all_nodes,
     find_input_modules,
 )
-from dglx_dist.strategies.push_pull.options import Group, Sync
+from dglx_dist.strategies.push_pull.options import Group
 
 PHASE = "weights"
 """Ledger phase of pieces of weights and of optimizer state that are joined."""
@@ -332,9 +334,7 @@ def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, Spl
         ConfigError: there is none, or it cannot be split; the message has the reason.
     """
     reasons = []
-    for name, module in model.named_modules():
-        if not isinstance(module, SplittableConv) and not type(module).__module__.startswith("dgl."):
-            continue
+    for name, module in convolutions_in(model):
         try:
             found = stages_of(module, sync)
         except ConfigError as error:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.convolutions import Sync
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.input_layers import embeddings_of_all_nodes
 from dglx_dist.strategies.push_pull.options import (
     Group,
-    Sync,
     make_group,
     read_push_pull_options,
     smallest_group,

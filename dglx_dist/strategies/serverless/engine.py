@@ -583,6 +583,7 @@ class TrainingRun:
             fused=options.fusion,
             rematerialise=options.rematerialise,
             run=next(_RUN_NUMBERS.of(session)),
+            seed=session.seed,
         )
         try:
             self.engine = Engine(session, server, config, parameters, start_workers)

@@ -53,6 +53,8 @@ class LocalGraph:
     """(E,) int32 own nodes."""
     out_edges: Array
     """(E,) int64 positions in the order of ``sources``."""
+    first_edge: int = 0
+    """Global id of the first edge; the others have the ids after it, in the order of ``sources``."""
 
     @property
     def num_own(self) -> int:
@@ -90,13 +92,16 @@ class LocalGraph:
         return (ids - first).astype(np.int32)
 
 
-def local_graph(rank: int, starts: Sequence[int] | Array, indptr: Array, sources: Array) -> LocalGraph:
+def local_graph(
+    rank: int, starts: Sequence[int] | Array, indptr: Array, sources: Array, first_edge: int = 0
+) -> LocalGraph:
     """Return the local graph of graph server ``rank``.
 
     Args:
         starts: (W + 1,) global id of the first node of each graph server.
         indptr: (n + 1,) in-edges of its n nodes, from 0.
         sources: (E,) global ids.
+        first_edge: Global id of the first edge.
 
     Raises:
         ConfigError: it has more nodes and ghosts than int32 local ids.
@@ -128,6 +133,7 @@ def local_graph(rank: int, starts: Sequence[int] | Array, indptr: Array, sources
         out_indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         out_targets=targets[order],
         out_edges=order.astype(np.int64),
+        first_edge=first_edge,
     )
 
 
@@ -260,7 +266,9 @@ def read_structure(g: DistGraph) -> LocalGraph:
     starts = RowOwners(g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology).starts
     own = np.arange(starts[rank], starts[rank + 1], dtype=np.int64)
     edges = g.structure(g.canonical_etypes[0]).ask("in_edges", own)
-    return local_graph(rank, starts, edges.indptr, edges.sources)
+    first_edge = int(edges.edge_ids[0]) if len(edges.edge_ids) else 0
+    assert (np.diff(edges.edge_ids) == 1).all(), "edges are numbered by their targets"
+    return local_graph(rank, starts, edges.indptr, edges.sources, first_edge)
 
 
 def exchange_boundaries(session: Session, graph: LocalGraph) -> list[Array]:

@@ -24,7 +24,16 @@ from numba import njit
 
 from dglx_dist.graph.row_kernels import read_ahead
 from dglx_dist.records import Array
-from dglx_dist.serverless.program import FEATURES, FIXED, Edge, Gather, Program, Scatter, outputs_of
+from dglx_dist.serverless.program import (
+    FEATURES,
+    FIXED,
+    Edge,
+    Gather,
+    Program,
+    Scatter,
+    drops_features,
+    outputs_of,
+)
 from dglx_dist.strategies.serverless.graph_partition import Part
 
 _AHEAD = 8
@@ -229,10 +238,10 @@ class Stores:
         """(slot, peer) -> (b, width), the last gradient of boundary rows from the peer."""
         for index, step in enumerate(program.steps):
             for slot in outputs_of(step):
-                if isinstance(step, Edge):
+                if slot.name in program.edge_slots:
                     self.values[slot.name] = self._zeros(edges, slot.width)
                 else:
-                    has_ghosts = slot.name in scattered
+                    has_ghosts = slot.name in scattered or drops_features(step)
                     length = graph.num_local if has_ghosts else graph.num_own
                     self.rows[slot.name] = self._zeros(length, slot.width)
             if isinstance(step, Gather) and {step.source, step.output.name} <= program.trained:

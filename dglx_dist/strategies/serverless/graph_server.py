@@ -12,10 +12,12 @@ from enum import Enum
 from typing import NamedTuple, Protocol, final
 
 import numpy as np
+import torch
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.dropout import MODULES, Columns, kept_entries
 from dglx_dist.records import Array
-from dglx_dist.serverless.program import Edge, Gather, Program, Scatter, Vertex
+from dglx_dist.serverless.program import Drop, Edge, Gather, Program, Scatter, Vertex, drops_features
 from dglx_dist.serverless.stages.base import loss_in_halves
 from dglx_dist.serverless.tasks import (
     Direction,
@@ -37,6 +39,8 @@ class TaskKind(Enum):
 
     GATHER = "gather"
     """Sum source rows over in-edges; graph server."""
+    DROP = "drop"
+    """Drop entries of rows or of edge values; graph server."""
     SCATTER = "scatter"
     """Send boundary rows to ghosts; graph server."""
     WORK = "work"
@@ -47,6 +51,8 @@ class TaskKind(Enum):
     """Publish the gradient of a gathered sum to its sources, and compute those of its edges; graph server."""
     SEND_BACK = "send_back"
     """Send the gradients of ghosts to their owners; graph server."""
+    DROP_GRADIENT = "drop_gradient"
+    """Drop the same entries of the gradient; graph server."""
     COLLECT = "collect"
     """Add gradients from out-edges to those of own rows; graph server."""
 
@@ -82,7 +88,9 @@ def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
     forward = [_forward(program, index) for index in range(program.last)]
     if fused:
         last = [
-            ScheduledTask(TaskKind.WORK, program.last, Direction.FUSED, _after_scatter(program, program.last))
+            ScheduledTask(
+                TaskKind.WORK, program.last, Direction.FUSED, _barrier_before(program, program.last)
+            )
         ]
     else:
         last = [
@@ -96,26 +104,27 @@ def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
 
 def _forward(program: Program, index: int) -> ScheduledTask:
     step = program.steps[index]
-    kind = TaskKind.WORK
-    if isinstance(step, Gather):
-        kind = TaskKind.GATHER
-    elif isinstance(step, Scatter):
-        kind = TaskKind.SCATTER
-    return ScheduledTask(kind, index, barrier=_after_scatter(program, index))
+    kinds = {Gather: TaskKind.GATHER, Scatter: TaskKind.SCATTER, Drop: TaskKind.DROP}
+    kind = kinds.get(type(step), TaskKind.WORK)
+    return ScheduledTask(kind, index, barrier=_barrier_before(program, index))
 
 
-def _after_scatter(program: Program, index: int) -> Barrier:
-    # Only a task after a Scatter may read ghosts.
-    follows_scatter = index > 0 and isinstance(program.steps[index - 1], Scatter)
-    return Barrier.GLOBAL if follows_scatter else Barrier.NONE
+def _barrier_before(program: Program, index: int) -> Barrier:
+    before = program.steps[index - 1] if index else None
+    # Ghosts may be read only after a Scatter, or once every interval has dropped its share of their features.
+    if isinstance(before, Scatter):
+        return Barrier.GLOBAL
+    return Barrier.LOCAL if before is not None and drops_features(before) else Barrier.NONE
 
 
 def _backward(program: Program, index: int) -> list[ScheduledTask]:
     """Tasks of one backward step; none if no trained weight gets a gradient from them."""
     step = program.steps[index]
     back = Direction.BACKWARD
-    if isinstance(step, Gather):
-        return [ScheduledTask(TaskKind.PUBLISH, index, back)] if step.output.name in program.trained else []
+    if isinstance(step, Gather | Edge | Drop):
+        kinds = {Gather: TaskKind.PUBLISH, Edge: TaskKind.WORK, Drop: TaskKind.DROP_GRADIENT}
+        task = ScheduledTask(kinds[type(step)], index, back)
+        return [task] if step.output.name in program.trained else []
     if isinstance(step, Scatter):
         if program.trained.isdisjoint(step.slots):
             return []
@@ -123,9 +132,6 @@ def _backward(program: Program, index: int) -> list[ScheduledTask]:
             ScheduledTask(TaskKind.SEND_BACK, index, back, Barrier.LOCAL),
             ScheduledTask(TaskKind.COLLECT, index, back, Barrier.GLOBAL),
         ]
-    if isinstance(step, Edge):
-        return [ScheduledTask(TaskKind.WORK, index, back)] if step.output.name in program.trained else []
-    assert isinstance(step, Vertex)
     is_needed = bool(step.weights) or not program.trained.isdisjoint(step.inputs)
     return [ScheduledTask(TaskKind.WORK, index, back)] if is_needed else []
 
@@ -288,16 +294,24 @@ class GraphServer:
         fused: Whether the last step runs forward and backward in one task.
         rematerialise: See TaskOptions.
         run: Number of the run in its session, equal on all graph servers; part of the task keys.
+        seed: The session's seed, by which dropout masks are keyed.
 
     Raises:
         ConfigError: the part does not fit the program.
     """
 
     def __init__(
-        self, part: Part, program: Program, *, fused: bool = True, rematerialise: bool = True, run: int = 0
+        self,
+        part: Part,
+        program: Program,
+        *,
+        fused: bool = True,
+        rematerialise: bool = True,
+        run: int = 0,
+        seed: int = 0,
     ) -> None:
         part.check(program)
-        self.part, self.program, self.run = part, program, run
+        self.part, self.program, self.run, self._seed = part, program, run, seed
         self.schedule = epoch_schedule(program, fused)
         """The tasks of each epoch."""
         self._stores = Stores(part, program)
@@ -336,6 +350,12 @@ class GraphServer:
                 self._stores.rows[step.output.name].write(self.part.nodes_of(interval), sums)
             case TaskKind.PUBLISH, Gather() as step:
                 self._publish(interval, task.step, step)
+            case TaskKind.DROP, Drop() as step:
+                self._drop(interval, epoch, step)
+            case TaskKind.DROP_GRADIENT, Drop() as step:
+                where, ids = self._rows_of_slot(interval, step.source)
+                gradient = self._take_gradient(interval, step.output.name, where)
+                self._add_gradient(interval, step.source, self._dropped(step, epoch, ids, gradient))
             case TaskKind.COLLECT, Scatter() as step:
                 self._collect(interval, step)
             case TaskKind.LOSS, Vertex() as step:
@@ -487,6 +507,35 @@ class GraphServer:
             self._add_gradient(
                 interval, step.edges, self._edge_operations.products(step, interval, gradients)
             )
+
+    def _drop(self, interval: int, epoch: int, step: Drop) -> None:
+        of_edges, graph = step.source in self.program.edge_slots, self.part.graph
+        stores = self._stores.values if of_edges else self._stores.rows
+        source, output = stores[step.source].array, stores[step.output.name]
+        where, ids = self._rows_of_slot(interval, step.source)
+        # Only this interval writes these rows of the source.
+        output.write(where, self._dropped(step, epoch, ids, source[where]))
+        if drops_features(step):
+            count, number = self.part.num_intervals, graph.num_ghosts
+            share = slice(number * interval // count, number * (interval + 1) // count)
+            ghosts = slice(graph.num_own + share.start, graph.num_own + share.stop)
+            output.write(ghosts, self._dropped(step, epoch, graph.ghosts[share], source[ghosts]))
+
+    def _rows_of_slot(self, interval: int, slot: str) -> tuple[slice, Array]:
+        """Return the positions of an interval's rows of ``slot``, and the ids of its nodes or edges."""
+        of_edges, graph = slot in self.program.edge_slots, self.part.graph
+        where = self.part.edges_of(interval) if of_edges else self.part.nodes_of(interval)
+        first = graph.first_edge if of_edges else int(graph.starts[graph.rank])
+        return where, np.arange(first + where.start, first + where.stop)
+
+    def _dropped(self, step: Drop, epoch: int, ids: Array, rows: Array) -> Array:
+        columns = Columns(first=0, last=rows.shape[1], width=rows.shape[1])
+        stream, p = MODULES + step.call, step.probability
+        kept = kept_entries(self._seed, epoch, stream, torch.from_numpy(ids), (columns,), p).numpy()
+        factors = kept.astype(rows.dtype)
+        factors *= 1 / (1 - p) if p < 1 else 0.0
+        factors *= rows
+        return factors
 
     def _collect(self, interval: int, step: Scatter) -> None:
         nodes = self.part.nodes_of(interval)

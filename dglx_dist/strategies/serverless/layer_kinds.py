@@ -13,10 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.dropout import NodeDropout
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Json
-from dglx_dist.serverless.program import FEATURES, FIXED, Edge, Gather, Scatter, Slot, Step, Vertex
+from dglx_dist.serverless.program import (
+    FEATURES,
+    FIXED,
+    MAX_WEIGHTS,
+    Drop,
+    Edge,
+    Gather,
+    Scatter,
+    Slot,
+    Step,
+    Vertex,
+)
 from dglx_dist.serverless.stages.base import VertexStage, vertex_stage
+from dglx_dist.serverless.stages.conv import MAX_STAGES
 from dglx_dist.strategies.serverless.probe import IDENTITY, DeclaredStage, Declares, RowFunction, probe_block
 
 if TYPE_CHECKING:
@@ -185,14 +198,8 @@ def _compare(name: str, declared: DeclaredStage, what: str, module: Tensor | Non
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PendingAttention:
-    """Output of an attention layer that the next Vertex step finishes: see stage ``attention_finish``."""
-
-    inputs: tuple[str, ...]
-    """Slots of the sums, and of the residual if there is one."""
-    config: Mapping[str, Json]
-    bias: tuple[Tensor, ...]
+_SMALL_STAGES = ("attention_finish", "layer_norm", "rows")
+"""Stages without products of matrices: they run in the task of the Vertex step before or after them."""
 
 
 @final
@@ -207,20 +214,38 @@ class StepsBuilder:
     def __init__(self, names: Mapping[int, str], features: int) -> None:
         self.steps: list[Step] = []
         self.factors: dict[str, EdgeFactor] = {}
-        self.pending_attention: PendingAttention | None = None
         self._names, self._taken = names, set[str]()
         self._output = Slot(FEATURES, features)
         self._with_ghosts = {FEATURES}
         self._counts: dict[str, int] = {}
+        self._num_drops = 0
 
     def rows(self) -> Slot:
-        """Return the output slot of the previous layer; finishes pending attention first."""
-        heads = self.pending_attention
-        if heads is not None:
-            self.pending_attention = None
-            (width,) = vertex_stage("attention_finish", heads.config).output_widths
-            self.vertex("attention_finish", heads.config, heads.inputs, {"h": width}, heads.bias)
+        """Return the output slot of the previous layer."""
         return self._output
+
+    def finish(self) -> int:
+        """End the program with a Vertex step; return the number of classes."""
+        if not isinstance(self.steps[-1], Vertex):
+            width = self._output.width
+            self.vertex("rows", {"width": width, "bias": False}, [self._output.name], {"h": width}, [])
+        return self._output.width
+
+    def drop(self, probability: float) -> None:
+        """Drop entries of the previous layer's rows, as the model's next dropout in a forward pass does."""
+        if probability:
+            self._output = self._drop(self._output, probability)
+
+    def _drop(self, source: Slot, probability: float) -> Slot:
+        name = self._name("DR")
+        output = Slot("d" + name[2:], source.width)
+        self.steps.append(
+            Drop(name=name, source=source.name, output=output, probability=probability, call=self._num_drops)
+        )
+        if source.name == FEATURES:
+            self._with_ghosts.add(output.name)
+        self._num_drops += 1
+        return output
 
     def gather(self, factor: EdgeFactor) -> Slot:
         """Add the sum over in-edges of the previous layer's rows; return the slot of the sums."""
@@ -244,7 +269,15 @@ class StepsBuilder:
         Args:
             widths: Of each output, by what is put before the number to name its slot.
         """
-        name = self._name("AV")
+        names = [self._weight(weight) for weight in weights]
+        before = self._joined_step(stage, inputs, len(names))
+        if before is None:
+            name = self._name("AV")
+        else:
+            self.steps.pop()
+            name, inputs, names = before.name, before.inputs, [*before.weights, *names]
+            config = {"stages": [*_stages_in(before), {"stage": stage, "config": dict(config)}]}
+            stage = "sequence"
         slots = tuple(Slot(kind + name[2:], width) for kind, width in widths.items())
         self._output = slots[0]
         self.steps.append(
@@ -254,18 +287,29 @@ class StepsBuilder:
                 config=dict(config),
                 inputs=tuple(inputs),
                 outputs=slots,
-                weights=tuple(self._weight(weight) for weight in weights),
+                weights=tuple(names),
             )
         )
         return name[2:]
 
-    def attention(self, number: str, widths: Mapping[str, int], slope: float) -> str:
+    def _joined_step(self, stage: str, inputs: Sequence[str], num_weights: int) -> Vertex | None:
+        # The step before, if one task computes both.
+        before = self.steps[-1] if self.steps else None
+        if not isinstance(before, Vertex) or [slot.name for slot in before.outputs] != list(inputs):
+            return None
+        stages = _stages_in(before)
+        is_small = stage in _SMALL_STAGES or stages[-1]["stage"] in _SMALL_STAGES
+        fits = len(stages) < MAX_STAGES and len(before.weights) + num_weights <= MAX_WEIGHTS
+        return before if is_small and fits else None
+
+    def attention(self, number: str, widths: Mapping[str, int], slope: float, dropout: float) -> str:
         """Add attention and weighted sum after a stage ``attention_project``; return the slot of the sums.
 
         Args:
             number: Of that stage.
             widths: Of its outputs ``z``, ``el`` and ``er``.
             slope: Of the leaky ReLU.
+            dropout: Probability with which the attention of an edge and head is dropped.
         """
         self.scatter(f"z{number}", f"el{number}")
         attention = Slot(f"att{number}", widths["el"])
@@ -279,6 +323,8 @@ class StepsBuilder:
                 output=attention,
             )
         )
+        if dropout:
+            attention = self._drop(attention, dropout)
         sums = Slot(f"s{number}", widths["z"])
         self.steps.append(
             Gather(name=self._name("GA"), source=f"z{number}", output=sums, edges=attention.name)
@@ -317,6 +363,13 @@ class StepsBuilder:
         return f"{kind}{self._counts[kind]}"
 
 
+def _stages_in(step: Vertex) -> list[dict[str, Any]]:
+    if step.stage == "sequence":
+        stages: Any = step.config["stages"]
+        return list(stages)
+    return [{"stage": step.stage, "config": dict(step.config)}]
+
+
 Function: TypeAlias = Callable[[Tensor], Tensor]
 
 
@@ -324,21 +377,26 @@ class Layer(ABC):
     """A module of the model that becomes steps.
 
     Args:
-        width: Columns of its input.
-        row_shape: Shape of one row of its result before ``own_function``.
+        width: Columns of its input; None: any.
+        row_shape: Shape of one row of its result before ``own_function``; None: that of its input.
 
     Raises:
         ConfigError: its configuration has no stage.
     """
 
     takes_block = True
+    dropouts: tuple[str, ...] = ()
+    """Dropouts inside the module that become steps, by their names in it."""
     own_function: Function | None = None
     """The activation that the module applies to its result."""
     inputs_first: tuple[Tensor, ...] = ()
     """Weights of shape (inputs, outputs); torch has them the other way round."""
 
-    def __init__(self, name: str, module: Any, width: int, row_shape: tuple[int, ...]) -> None:
+    def __init__(self, name: str, module: Any, width: int | None, row_shape: tuple[int, ...] | None) -> None:
         self.name, self.module, self.width, self.row_shape = name, module, width, row_shape
+        for inner, one in module.named_modules():
+            if is_dropping(one) and inner not in self.dropouts:
+                self.refuse(f"drops in {inner!r} with probability {one.p}, which no stage does; set it to 0")
 
     @abstractmethod
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
@@ -380,7 +438,7 @@ class GraphConvLayer(Layer):
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
         factor = replace(FACTOR_OF_NORM[self.module._norm], column=edge_column)
-        weight, bias, (out,) = self.module.weight, self.module.bias, self.row_shape
+        weight, bias, out = self.module.weight, self.module.bias, int(self.module._out_feats)
         config: dict[str, Json] = {"width": out} if weight is None else {"in": self.width, "out": out}
         config |= {"bias": bias is not None, "activation": then.activation.json()}
         weights = [one for one in (weight, bias) if one is not None]
@@ -391,6 +449,8 @@ class GraphConvLayer(Layer):
 @final
 class SageLayer(Layer):
     """``dgl.nn.SAGEConv`` with the mean aggregator."""
+
+    dropouts = ("feat_drop",)
 
     def __init__(self, name: str, module: Any) -> None:
         super().__init__(name, module, int(module.fc_neigh.in_features), (int(module.fc_neigh.out_features),))
@@ -405,9 +465,10 @@ class SageLayer(Layer):
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
         # GA, AV.
+        builder.drop(self.module.feat_drop.p)
         own, bias = builder.rows(), self.module.fc_self.bias
         around = builder.gather(EdgeFactor(target="whole", column=edge_column))
-        (out,) = self.row_shape
+        out = int(self.module.fc_neigh.out_features)
         config: dict[str, Json] = {"in": self.width, "out": out, "bias": bias is not None}
         config["activation"] = then.activation.json()
         weights = [self.module.fc_self.weight, self.module.fc_neigh.weight]
@@ -419,9 +480,11 @@ class SageLayer(Layer):
 class GatLayer(Layer):
     """``dgl.nn.GATConv``, with every kind of residual."""
 
+    dropouts = ("feat_drop", "attn_drop")
+
     def __init__(self, name: str, module: Any) -> None:
-        shape = (int(module._num_heads), int(module._out_feats))
-        super().__init__(name, module, int(module._in_src_feats), shape)
+        self._shape = (int(module._num_heads), int(module._out_feats))
+        super().__init__(name, module, int(module._in_src_feats), self._shape)
         self._linear = module.res_fc if isinstance(module.res_fc, nn.Linear) else None
         if "fc" not in module._modules:
             self.refuse("has one width for sources and another for destinations; give it one")
@@ -430,40 +493,34 @@ class GatLayer(Layer):
         self._check_parameters(module.fc.weight, module.attn_l, module.attn_r, module.bias, *linear)
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        # AV, SC, AE, GA; the next Vertex step finishes.
+        # AV, SC, AE, GA, AV.
         module, linear = self.module, self._linear
         if edge_column is not None:
             self.refuse("is given edge weights, which attention steps do not support; leave them out")
-        heads, width = self.row_shape
+        (heads, width), bias = self._shape, module.bias
         residual = "none" if module.res_fc is None else "identity" if linear is None else "linear"
         config: dict[str, Json] = {"in": self.width, "heads": heads, "width": width, "residual": residual}
         config["residual_bias"] = linear is not None and linear.bias is not None
-        # A pending attention layer is finished in the same step.
-        before, builder.pending_attention = builder.pending_attention, None
-        inputs = (builder.rows().name,) if before is None else before.inputs
-        config |= {} if before is None else {"before": dict(before.config)}
-        weights = [] if before is None else list(before.bias)
-        weights += [module.fc.weight, module.attn_l, module.attn_r]
+        weights = [module.fc.weight, module.attn_l, module.attn_r]
         weights += [] if linear is None else [linear.weight]
         weights += [] if linear is None or linear.bias is None else [linear.bias]
         widths = {"z": heads * width, "el": heads, "er": heads}
         widths |= {} if module.res_fc is None else {"r": heads * width}
-        number = builder.vertex("attention_project", config, inputs, widths, weights)
-        sums = builder.attention(number, widths, module.leaky_relu.negative_slope)
+        builder.drop(module.feat_drop.p)
+        number = builder.vertex("attention_project", config, [builder.rows().name], widths, weights)
+        sums = builder.attention(number, widths, module.leaky_relu.negative_slope, module.attn_drop.p)
         finish: dict[str, Json] = {
             "heads": heads,
             "width": width,
-            "bias": module.bias is not None,
+            "bias": bias is not None,
             "merge": then.merge,
             "residual": "r" in widths,
             "activation": then.inside.json(),
             "after": then.after.json(),
         }
-        builder.pending_attention = PendingAttention(
-            inputs=(sums, f"r{number}") if "r" in widths else (sums,),
-            config=finish,
-            bias=() if module.bias is None else (module.bias,),
-        )
+        inputs = [sums, f"r{number}"] if "r" in widths else [sums]
+        merged = width if then.merge == "mean" else heads * width
+        builder.vertex("attention_finish", finish, inputs, {"h": merged}, [] if bias is None else [bias])
 
 
 @final
@@ -476,11 +533,49 @@ class LinearLayer(Layer):
         super().__init__(name, module, int(module.in_features), (int(module.out_features),))
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        bias, (out,) = self.module.bias, self.row_shape
+        bias, out = self.module.bias, int(self.module.out_features)
         config: dict[str, Json] = {"in": self.width, "out": out, "bias": bias is not None, "transposed": True}
         config["activation"] = then.activation.json()
         weights = [self.module.weight] if bias is None else [self.module.weight, bias]
         builder.vertex("dense", config, [builder.rows().name], {"h": out}, weights)
+
+
+@final
+class NormLayer(Layer):
+    """``nn.LayerNorm`` over the columns of rows."""
+
+    takes_block = False
+
+    def __init__(self, name: str, module: Any) -> None:
+        super().__init__(name, module, int(module.normalized_shape[-1]), (int(module.normalized_shape[-1]),))
+        if len(module.normalized_shape) != 1:
+            self.refuse(f"is over {len(module.normalized_shape)} dimensions; give it one, the columns")
+
+    def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
+        weight, bias, width = self.module.weight, self.module.bias, builder.rows().width
+        config: dict[str, Json] = {"width": width, "eps": self.module.eps, "scale": weight is not None}
+        config |= {"bias": bias is not None, "activation": then.activation.json()}
+        weights = [one for one in (weight, bias) if one is not None]
+        builder.vertex("layer_norm", config, [builder.rows().name], {"h": width}, weights)
+
+
+@final
+class DropoutLayer(Layer):
+    """``nn.Dropout`` on rows, which may be called several times."""
+
+    takes_block = False
+    dropouts = ("",)
+
+    def __init__(self, name: str, module: Any) -> None:
+        super().__init__(name, module, None, None)
+
+    def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
+        builder.drop(self.module.p)
+        if then.activation != IDENTITY:
+            rows = builder.rows()
+            config: dict[str, Json] = {"width": rows.width, "bias": False}
+            config["activation"] = then.activation.json()
+            builder.vertex("rows", config, [rows.name], {"h": rows.width}, [])
 
 
 @final
@@ -503,7 +598,7 @@ class DeclaredLayer(Layer):
         self._check_parameters(*self._weights)
         # Of a square weight both orientations have the same shape.
         self.inputs_first = tuple(
-            weight for weight in self._weights if weight.shape == (self.width, *self.row_shape)
+            weight for weight in self._weights if weight.shape == (self.width, *stage.output_widths)
         )
         if not declared.depends_on_the_graph:
             check_declared(name, module, declared, stage)
@@ -524,15 +619,25 @@ class DeclaredLayer(Layer):
             factor = replace(FACTOR_OF_NORM[declared.around], column=edge_column)
             inputs.append(builder.gather(factor).name)
         inputs += [own.name] if declared.own else []
-        builder.vertex(declared.stage, config, inputs, {"h": self.row_shape[0]}, self._weights)
+        (width,) = vertex_stage(declared.stage, declared.config).output_widths
+        builder.vertex(declared.stage, config, inputs, {"h": width}, self._weights)
 
 
 _OF_DGL: Mapping[str, Callable[[str, Any], Layer]] = MappingProxyType(
     {"GraphConv": GraphConvLayer, "SAGEConv": SageLayer, "GATConv": GatLayer}
 )
-KNOWN_LAYERS = (
-    f"dgl.nn.{', '.join(_OF_DGL)} (SAGEConv with 'mean'), nn.Linear, and modules with vertex_stage()"
+_OF_TORCH: Mapping[type, Callable[[str, Any], Layer]] = MappingProxyType(
+    {nn.Linear: LinearLayer, nn.LayerNorm: NormLayer}
 )
+KNOWN_LAYERS = (
+    f"dgl.nn.{', '.join(_OF_DGL)} (SAGEConv with 'mean'), nn.Linear, nn.LayerNorm, nn.Dropout, and modules "
+    "with vertex_stage()"
+)
+
+
+def is_dropping(module: nn.Module) -> bool:
+    """True if ``module`` drops entries while it is training, with masks keyed by node or not."""
+    return isinstance(module, NodeDropout | nn.modules.dropout._DropoutNd) and module.p > 0
 
 
 def layer_of(name: str, module: nn.Module) -> Layer | None:
@@ -544,8 +649,20 @@ def layer_of(name: str, module: nn.Module) -> Layer | None:
     if isinstance(module, Declares):
         return DeclaredLayer(name, module)
     kind = type(module)
-    if kind is nn.Linear:
-        return LinearLayer(name, module)
+    if kind in _OF_TORCH:
+        return _OF_TORCH[kind](name, module)
+    if is_dropping(module):
+        if kind not in (nn.Dropout, NodeDropout):
+            raise ConfigError(
+                f"{name!r}, {kind.__name__}, drops with probability {module.p}, and strategy 'lambda' knows "
+                "nn.Dropout only; use it, set the probability to 0, or use strategy='data_parallel'"
+            )
+        return DropoutLayer(name, module)
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        raise ConfigError(
+            f"{name!r}, {kind.__name__}, takes means over all nodes, and workers know the rows of one "
+            "interval; use nn.LayerNorm, or strategy='data_parallel'"
+        )
     if kind.__module__.startswith("dgl.") and kind.__name__ in _OF_DGL:
         return _OF_DGL[kind.__name__](name, module)
     if any(base.__module__.startswith("dgl.nn.") for base in kind.__mro__):

@@ -90,8 +90,9 @@ def function_of(joint: Joint, outside: Sequence[tuple[str, nn.Parameter]]) -> Ro
         )
     if not equal(function(in_training), rows_in_training):
         raise ConfigError(
-            f"{joint.where} the model does something else in training than in evaluation, as dropout does; "
-            "remove it, or use strategy='data_parallel'"
+            f"{joint.where} the model does something else in training than in evaluation, as "
+            "torch.nn.functional.dropout does; use nn.Dropout for it, remove it, or use "
+            "strategy='data_parallel'"
         )
     _check_outside(joint, rows, outside)
     if not same_gradient(z, rows, function, torch.Generator().manual_seed(5)):
@@ -181,8 +182,9 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
     builder = StepsBuilder(names, width)
     for call, joint, function in zip(evaluating.calls, joints, functions, strict=True):
         joint.layer.build(builder, function, call.edge_column)
+    classes = builder.finish()
     return Chain(
-        classes=builder.rows().width,
+        classes=classes,
         steps=tuple(builder.steps),
         features=width,
         dtype=_DTYPES[evaluating.x.dtype],
@@ -196,17 +198,10 @@ def find_layers(model: nn.Module) -> list[Layer]:
     """Return the outermost modules that are layers, in the order of the model's modules.
 
     Raises:
-        ConfigError: a convolution is unknown, there is no layer, or the model has dropout.
+        ConfigError: a convolution, norm or dropout is unknown, or there is no layer.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise ConfigError(
-                f"{name!r} drops with probability {module.p}: a task that runs again, after a worker died or "
-                "because backward recomputes forward, would drop other values. Set it to 0 "
-                "(`dglx train --dropout 0`), or use strategy='data_parallel'"
-            )
     layers = _outermost("", model)
-    if not layers:
+    if all(layer.width is None for layer in layers):
         raise ConfigError(
             f"{type(model).__name__} has no layer that workers know; known are {KNOWN_LAYERS}. Any model "
             "trains under strategy='data_parallel'"
@@ -234,20 +229,22 @@ def _check_parameters(model: nn.Module) -> None:
 
 def _width_of(model: nn.Module, layers: Sequence[Layer], edge_columns: Mapping[str, tuple[int, ...]]) -> int:
     # The columns of x are those of the layer that is called first, which need not be defined first.
-    for width in dict.fromkeys(layer.width for layer in layers):
+    widths = list(dict.fromkeys(layer.width for layer in layers if layer.width is not None))
+    for width in widths:
         try:
             probe(model, layers, width, edge_columns, training=False)
         except ConfigError:
             continue
         return width
-    return layers[0].width
+    return widths[0]
 
 
 def _check_order(layers: Sequence[Layer], seen: Probe) -> None:
-    missing = set(range(len(layers))) - {call.place for call in seen.calls}
+    called = {call.place for call in seen.calls}
+    missing = [layer for at, layer in enumerate(layers) if layer.width is not None and at not in called]
     if missing:
         raise ConfigError(
-            f"layer {layers[min(missing)].name!r} is never called; remove it from the model, or use "
+            f"layer {missing[0].name!r} is never called; remove it from the model, or use "
             "strategy='data_parallel'"
         )
     blocks = [call.block for call in seen.calls if call.block is not None]

@@ -196,9 +196,12 @@ class Probed(Protocol):
     name: str
     module: nn.Module
     takes_block: bool
-    width: int
-    row_shape: tuple[int, ...]
-    """Shape of one row of its result before ``own_function``."""
+    dropouts: tuple[str, ...]
+    """Dropouts inside the module that become steps, by their names in it."""
+    width: int | None
+    """Columns of its input; None, for a dropout: any."""
+    row_shape: tuple[int, ...] | None
+    """Shape of one row of its result before ``own_function``; None: that of its input."""
     own_function: Callable[[Tensor], Tensor] | None
     """The activation that the layer applies to its result."""
 
@@ -310,14 +313,15 @@ class _Recorder:
 
     def _stand_in(self, place: int, layer: Probed) -> Callable[..., Tensor]:
         def call(*given: Any, **named: Any) -> Tensor:
-            if any(one.place == place for one in self.calls):
+            # A dropout has no weights, and is a step for each call.
+            if layer.width is not None and any(one.place == place for one in self.calls):
                 raise ConfigError(
                     f"layer {layer.name!r} is called twice, but its weights can belong to only one step; "
                     "make it two layers, or use strategy='data_parallel'"
                 )
             block, rows, rest = self._read(layer, given, named)
             column = self._column(layer, block, rest)
-            shape = (len(rows), *layer.row_shape)
+            shape = rows.shape if layer.row_shape is None else (len(rows), *layer.row_shape)
             result = (3 * torch.randn(shape, dtype=rows.dtype, generator=self._generator)).requires_grad_()
             self.calls.append(
                 Call(
@@ -353,10 +357,18 @@ class _Recorder:
         rows = given[0] if given else None
         if isinstance(rows, tuple) and len(rows) == 2 and torch.equal(rows[1], rows[0][:NUM_NODES]):
             rows = rows[0]
+            if getattr(getattr(layer.module, "feat_drop", None), "p", 0):
+                raise ConfigError(
+                    f"layer {layer.name!r} is given a pair of rows, and would drop other entries of each; "
+                    "call it as layer(block, h), set feat_drop to 0, or use strategy='data_parallel'"
+                )
         if not isinstance(rows, Tensor) or rows.dim() != 2 or len(rows) != NUM_NODES:
             kind = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
-            raise ConfigError(f"layer {layer.name!r} is given {kind}; it must be (nodes, columns)")
-        if rows.shape[1] != layer.width:
+            raise ConfigError(
+                f"layer {layer.name!r} is given {kind}; it must be (nodes, columns): flatten or average "
+                "heads before it, or use strategy='data_parallel'"
+            )
+        if layer.width is not None and rows.shape[1] != layer.width:
             raise ConfigError(
                 f"layer {layer.name!r} is given {rows.shape[1]} columns but takes {layer.width}; make them "
                 "equal, or use strategy='data_parallel'"

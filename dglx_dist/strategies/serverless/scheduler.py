@@ -220,6 +220,7 @@ _NAMES = {
     TaskKind.WORK: "open {}",
     TaskKind.LOSS: "loss of {}",
     TaskKind.PUBLISH: "publish {}",
+    TaskKind.DROP_GRADIENT: "grad{}",
     TaskKind.SEND_BACK: "grad{}",
     TaskKind.COLLECT: "collect {}",
 }

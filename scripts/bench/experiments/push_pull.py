@@ -406,7 +406,7 @@ def _phases(case: Case, found: Survey) -> dict[str, int]:
     model = build_model(case.model, case.features, case.hidden, classes, len(case.fanouts), 0.0, case.heads)
     return column_bytes(
         found,
-        first_layer(model, model.layers[0], case.heads),
+        first_layer(model, model.layers[0]),
         group_size=int(case.options.get("group_size", 0)),
         pushed=case.options.get("structure") == "push",
     )

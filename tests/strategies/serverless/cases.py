@@ -20,9 +20,9 @@ from dglx_dist.strategies.serverless.graph_partition import (
     routes_of,
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
-from tests.serverless.programs import PlainRun, gat, gcn, sage
+from tests.serverless.programs import PlainRun, dropping, gat, gcn, sage
 
-PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat}
+PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "dropping": dropping}
 LR = 0.05
 
 
@@ -45,7 +45,7 @@ class Case:
         for rank, (first, end) in enumerate(itertools.pairwise(starts)):
             edges = slice(int(self.indptr[first]), int(self.indptr[end]))
             indptr = self.indptr[first : end + 1] - self.indptr[first]
-            found.append(local_graph(rank, starts, indptr, self.sources[edges]))
+            found.append(local_graph(rank, starts, indptr, self.sources[edges], edges.start))
         return found
 
     def part(self, graph: LocalGraph, boundary: Sequence[Array], intervals: int, first_interval: int) -> Part:
@@ -103,7 +103,7 @@ def first_weights(program: Program) -> dict[str, Array]:
     return {name: draw.standard_normal(shape) * 0.5 for name, shape in program.weight_shapes.items()}
 
 
-def plain_run(program: Program, weights: dict[str, Array], graph: Case) -> PlainRun:
+def plain_run(program: Program, weights: dict[str, Array], graph: Case, epoch: int = 0) -> PlainRun:
     return PlainRun(
         program,
         weights,
@@ -113,6 +113,7 @@ def plain_run(program: Program, weights: dict[str, Array], graph: Case) -> Plain
         fixed={"fixed:0": graph.fixed},
         labels=graph.labels,
         bounds=[0, graph.num_nodes],
+        epoch=epoch,
     )
 
 
@@ -121,8 +122,8 @@ def plain_answer(name: str, epochs: int) -> tuple[dict[str, Array], list[tuple[f
     """Weights after ``epochs`` of SGD in one process, without tasks, intervals or servers; loss of each."""
     program, graph = PROGRAMS[name](), case()
     weights, losses = first_weights(program), []
-    for _ in range(epochs):
-        found = plain_run(program, weights, graph)
+    for epoch in range(epochs):
+        found = plain_run(program, weights, graph, epoch)
         losses.append((found.loss_sum, found.correct))
         weights = {key: value - LR * found.gradients[key] for key, value in weights.items()}
     return weights, losses

@@ -43,6 +43,9 @@ def graph() -> Any:
     return made
 
 
+ON_ROWS = (nn.Linear, nn.LayerNorm, nn.Dropout)
+
+
 class Seq(nn.Module):
     """Layers, and what is called behind each."""
 
@@ -54,7 +57,7 @@ class Seq(nn.Module):
     def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
         numbers = iter(range(len(blocks)))
         for layer, after in zip(self.inner["layers"], self._after, strict=True):  # type: ignore[arg-type]
-            h = after(layer(h) if isinstance(layer, nn.Linear) else layer(blocks[next(numbers)], h))
+            h = after(layer(h) if isinstance(layer, ON_ROWS) else layer(blocks[next(numbers)], h))
         return h
 
 
@@ -133,6 +136,20 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
             lambda h: F.elu(h, 1.5).mean(1),
         ],
     ),
+    "norm behind heads": lambda: Seq(
+        [nn.LayerNorm(WIDTH), conv("gat", WIDTH, 2), nn.LayerNorm(4), conv("gat", 4, CLASSES)],
+        [same, lambda h: F.elu(h).flatten(1), torch.relu, lambda h: h.mean(1)],
+    ),
+    "norm behind sums": lambda: Seq(
+        [
+            conv("sage", WIDTH, 4),
+            nn.LayerNorm(4, elementwise_affine=False),
+            conv("both", 4, 4),
+            nn.LayerNorm(4),
+            nn.Linear(4, CLASSES),
+        ],
+        [torch.tanh, F.elu, same, torch.relu, same],
+    ),
     "weighed": Weighed,
     "backwards": Backwards,
 }
@@ -200,6 +217,26 @@ def test_steps_are_those_of_the_paper() -> None:
     assert {step.edges for step in shared.steps if isinstance(step, Gather)} == {"fixed:0"}
 
 
+def names_of(model: nn.Module) -> list[str]:
+    return [step.name for step in chain_of(model).steps]
+
+
+def test_small_stages_join_their_neighbours_and_drops_are_steps() -> None:
+    """No task for a norm, none for a dropout; without dropout the end of attention joins the next start."""
+    normed = Seq(
+        [conv("sage", WIDTH, 4), nn.LayerNorm(4), nn.Dropout(0.5), conv("sage", 4, CLASSES)],
+        [same, torch.relu, same, same],
+    )
+    assert names_of(normed) == ["GA1", "AV1", "DR1", "SC1", "GA2", "AV2"]
+    heads = build_model("gat", WIDTH, 4, CLASSES, heads=2)
+    assert names_of(heads)[3:] == ["GA1", "AV2", "DR1", "AV3", "SC2", "AE2", "GA2", "AV4"]
+    late = Seq([conv("sage", WIDTH, CLASSES), nn.Dropout(0.5)], [same, same])
+    assert names_of(late) == ["GA1", "AV1", "DR1", "AV2"]
+    # A dropout that is never called, as one layer's, and one of probability 0 are no steps.
+    assert names_of(build_model("sage", WIDTH, 4, CLASSES, layers=1)) == ["GA1", "AV1"]
+    assert names_of(pair(nn.Dropout(0.0))) == names_of(pair(same))
+
+
 def test_nothing_of_the_model_changes() -> None:
     model = MODELS["heads"]()
     model.train()
@@ -264,6 +301,17 @@ class Noisy(nn.Module):
         return F.dropout(h, 0.5, training=self.training)
 
 
+class DropsPairs(nn.Module):
+    """Gives its layer rows of sources and of destinations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = conv("sage", WIDTH, CLASSES, feat_drop=0.2)
+
+    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
+        return self.layer(blocks[0], (h, h[: blocks[0].num_dst_nodes()]))  # type: ignore[no-any-return]
+
+
 def modules(*inner: nn.Module) -> nn.Module:
     """A model that has ``inner`` between its layers."""
     model = pair(nn.Sequential(*inner))
@@ -272,16 +320,29 @@ def modules(*inner: nn.Module) -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "dropout": (lambda: build_model("sage", WIDTH, 4, CLASSES), "'dropout' drops with probability 0.5"),
-    "inner dropout": (
-        lambda: Seq([conv("gat", WIDTH, 2, attn_drop=0.3)], [same]),
-        "attn_drop' drops with probability 0.3",
+    "other dropout": (
+        lambda: modules(nn.AlphaDropout(0.3)),
+        "'between.0', AlphaDropout, drops with probability 0.3",
+    ),
+    "dropout in an activation": (
+        lambda: Seq([conv("sage", WIDTH, 4, activation=nn.Sequential(nn.ReLU(), nn.Dropout(0.3)))], [same]),
+        "drops in 'activation.1' with probability 0.3",
+    ),
+    "dropout of a pair": (DropsPairs, "would drop other entries of each"),
+    "dropout of heads": (
+        lambda: Seq([conv("gat", WIDTH, 4), nn.Dropout(0.3)], [same, lambda h: h.mean(1)]),
+        "it must be (nodes, columns)",
     ),
     "functional dropout": (lambda: modules(Noisy()), "something else in training"),
     "features dropped": (lambda: ByMode(drops=True), "does not get the unchanged features"),
     "other order": (lambda: ByMode(drops=False), "calls other layers"),
     "unknown function": (lambda: pair(F.silu), "between the layers 'inner.layers.0' and 'inner.layers.1'"),
-    "norm": (lambda: modules(nn.ReLU(), nn.BatchNorm1d(4)), "BatchNorm1d 'between.1' is called"),
+    "norm": (lambda: modules(nn.ReLU(), nn.BatchNorm1d(4)), "'between.1', BatchNorm1d, takes means over all"),
+    "other norm": (lambda: modules(nn.GroupNorm(2, 4)), "GroupNorm 'between.0' is called"),
+    "norm of heads": (
+        lambda: Seq([conv("gat", WIDTH, 4), nn.LayerNorm((2, 4))], [same, lambda h: h.mean(1)]),
+        "is over 2 dimensions",
+    ),
     "trained": (lambda: modules(nn.PReLU()), "trains the parameter 'between.0.weight'"),
     "trained inside": (
         lambda: Seq([conv("sage", WIDTH, 4, activation=nn.PReLU())], [same]),
@@ -308,7 +369,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "aggregator 'pool'",
     ),
     "unknown layer": (lambda: Seq([dgl.nn.GINConv(nn.Linear(WIDTH, 4))], [same]), "GINConv, is not known to"),
-    "no layer": (lambda: nn.Sequential(nn.BatchNorm1d(WIDTH)), "no layer that workers know"),
+    "no layer": (lambda: nn.Sequential(nn.PReLU(), nn.Dropout(0.2)), "no layer that workers know"),
     "half": (lambda: pair(torch.relu).half(), "parameters are float16"),
 }
 

@@ -112,11 +112,12 @@ def test_async_without_staleness_in_order_is_pipe_to_the_bit(name: str) -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_options_and_modes_change_no_bit() -> None:
+@pytest.mark.parametrize("name", ["gat", "dropping"])
+def test_options_and_modes_change_no_bit(name: str) -> None:
     found = []
     for options in ({}, {"fused": False}, {"rematerialise": False}, {"fused": False, "rematerialise": False}):
         for mode in ("pipe", "no_pipe"):
-            _, parameters = train("gat", 2, 2, StalenessPolicy(mode=mode), seeded(3), epochs=2, **options)
+            _, parameters = train(name, 2, 2, StalenessPolicy(mode=mode), seeded(3), epochs=2, **options)
             found.append([value.tobytes() for value in parameters[0].latest()])
     assert all(one == found[0] for one in found)
 
@@ -316,8 +317,9 @@ def test_the_watch_sees_a_gate_that_is_left_open() -> None:
         schedule.run(8)
 
 
-def test_a_second_attempt_gives_the_same_and_is_dropped() -> None:
-    servers, parameters = cases.servers(cases.gcn(), CUTS[2], 2)
+@pytest.mark.parametrize("name", ["gcn", "dropping"])
+def test_a_second_attempt_gives_the_same_and_is_dropped(name: str) -> None:
+    servers, parameters = cases.servers(cases.PROGRAMS[name](), CUTS[2], 2)
     schedule = SerialScheduler(servers, parameters, StalenessPolicy())
     workers = LocalParameters(parameters)
     twice: list[bool] = []
@@ -343,4 +345,4 @@ def test_a_second_attempt_gives_the_same_and_is_dropped() -> None:
     schedule.run(3)
     assert twice
     assert not any(twice)
-    check_equal_to_plain("gcn", schedule, parameters, 3)
+    check_equal_to_plain(name, schedule, parameters, 3)
