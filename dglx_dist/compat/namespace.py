@@ -50,13 +50,10 @@ def initialize(
     It creates no process group, so that the script may call ``init_process_group`` next. If there is none
     when the graph is opened, one is created then.
 
+    The arguments before ``use_graphbolt`` are ignored. One warning on rank 0 names those that differ from
+    DGL's defaults, and the variables of DGL's launcher.
+
     Args:
-        ip_config: Ignored: torchrun knows the ranks. One warning on rank 0 names this argument and the
-            following ones where they differ from DGL's defaults, and the variables of DGL's launcher.
-        max_queue_size: Ignored; there are no queues.
-        net_type: Ignored.
-        num_worker_threads: Ignored; there are no sampler processes.
-        use_graphbolt: False.
         strategy: Name of a strategy; None: that of ``python -m dglx_dist.run``, else ``data_parallel``.
         timeout: Seconds that a rank may be silent before the others raise an error that names it.
         seed: Of all random numbers.

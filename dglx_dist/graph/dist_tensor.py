@@ -63,10 +63,6 @@ class WantedTensor:
     info: ColumnInfo
     policy: PartitionPolicy
 
-    def facts(self) -> dict[str, object]:
-        bounds = self.policy.bounds.tolist()
-        return {"key": self.key, "shape": list(self.shape), "dtype": self.info.dtype, "bounds": bounds}
-
     def check_attach(self, name: str, column: Column, attach: bool) -> None:
         """Raise ConfigError unless the tensor may attach to the existing ``column``."""
         if not attach:
@@ -83,6 +79,29 @@ class WantedTensor:
                 f"{self.policy.bounds.tolist()}; choose another name"
             )
 
+    def create(self, init: InitRows | None) -> None:
+        """Allocate the rows and add them to the store; collective.
+
+        Raises:
+            ConfigError: on all ranks, when ranks want different tensors, memory is short on one, or
+                ``init`` raised there.
+        """
+        policy, store = self.policy, self.policy.store
+        facts = {
+            "key": self.key,
+            "shape": list(self.shape),
+            "dtype": self.info.dtype,
+            "bounds": policy.bounds.tolist(),
+        }
+        check_equal(store.session, "a tensor", facts, "create it alike on all ranks")
+        file_name = f"{store.label}-tensor-{store.next_number()}"
+        rows = shared_rows(store.session, file_name, policy.get_part_size(), self.info, init)
+        shard = Shard(first=int(policy.bounds[policy.part_id]), rows=rows)
+        store.add_column(
+            Column(name=self.key, info=self.info, bounds=policy.bounds, shards=(shard,), writable=True)
+        )
+        barrier(store.session, f"creating {self.key}")
+
 
 def wanted_tensor(
     shape: Sequence[int], dtype: torch.dtype, name: str, place: PartitionPolicy | OpenedGraph, is_gdata: bool
@@ -92,7 +111,12 @@ def wanted_tensor(
     Raises:
         ConfigError: the shape is invalid, fits no type or several, or the dtype cannot be stored.
     """
-    sizes = _whole_sizes(shape)
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        raise ConfigError(f"shape is {shape!r}; give whole numbers, such as (g.num_nodes(), 16)") from None
+    if not sizes or min(sizes) < 0:
+        raise ConfigError(f"shape is {sizes}; give the number of rows first, and no size below 0")
     policy = place if isinstance(place, PartitionPolicy) else place.policy_of_length(sizes[0])
     if sizes[0] != policy.get_size():
         raise ConfigError(
@@ -103,45 +127,6 @@ def wanted_tensor(
     return WantedTensor(key=key, shape=sizes, info=column_info(dtype, sizes[1:]), policy=policy)
 
 
-def _whole_sizes(shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        sizes = tuple(operator.index(size) for size in shape)
-    except TypeError:
-        raise ConfigError(f"shape is {shape!r}; give whole numbers, such as (g.num_nodes(), 16)") from None
-    if not sizes or min(sizes) < 0:
-        raise ConfigError(f"shape is {sizes}; give the number of rows first, and no size below 0")
-    return sizes
-
-
-def _agreed(session: Session, wanted: WantedTensor | None, problem: str) -> WantedTensor:
-    """Return ``wanted`` (None: this rank has a ``problem``) when all ranks want the same; collective."""
-
-    def found() -> WantedTensor:
-        if wanted is None:
-            raise ConfigError(problem)
-        return wanted
-
-    result = run_on_all_ranks(session, found, ConfigError)
-    check_equal(session, "a tensor", result.facts(), "create it alike on all ranks")
-    return result
-
-
-def create(wanted: WantedTensor, init: InitRows | None) -> None:
-    """Allocate the rows and add them to the store; collective.
-
-    Raises:
-        ConfigError: on all ranks, when memory is short on one, or ``init`` raised there.
-    """
-    policy, store = wanted.policy, wanted.policy.store
-    file_name = f"{store.label}-tensor-{store.next_number()}"
-    rows = shared_rows(store.session, file_name, policy.get_part_size(), wanted.info, init)
-    shard = Shard(first=int(policy.bounds[policy.part_id]), rows=rows)
-    store.add_column(
-        Column(name=wanted.key, info=wanted.info, bounds=policy.bounds, shards=(shard,), writable=True)
-    )
-    barrier(store.session, f"creating {wanted.key}")
-
-
 def _rows_of(column: Column, first: int, last: int) -> Array:
     """Return the rows ``first`` to ``last - 1`` of the local server; a copy only if they span shards."""
     for shard in column.shards:
@@ -150,12 +135,6 @@ def _rows_of(column: Column, first: int, last: int) -> Array:
     out = np.empty((last - first, *column.info.row_shape), numpy_dtype(column.info.dtype))
     column.read(np.arange(first, last), out)
     return out
-
-
-def _only(folder: Path, names: list[str]) -> str:
-    if len(names) != 1:
-        raise StorageError(f"{folder} holds the tensors {', '.join(map(repr, names))}; say which with name=")
-    return names[0]
 
 
 def _check_same(
@@ -228,21 +207,19 @@ class DistTensor(Shared):
         self._name = f"unnamed-{store.next_number()}" if name is None else name
         self.persistent = persistent
         self._device = torch.device("cpu")
-        wanted: WantedTensor | None = None
-        problem = ""
-        try:
+
+        def describe() -> WantedTensor:
             if policy is not part_policy:
                 raise ConfigError(
                     f"part_policy is {part_policy!r}; give what g.get_node_partition_policy gives"
                 )
-            wanted = wanted_tensor(shape, dtype, self._name, policy or graph or opened_graph(), is_gdata)
-        except ConfigError as error:
-            if any(key.endswith(f"~{self._name}") for key in store.names()):
-                raise  # attaching is not collective
-            problem = str(error)
-        if wanted is None or not store.has(wanted.key):
-            wanted = _agreed(store.session, wanted, problem)
-            create(wanted, init_func)
+            return wanted_tensor(shape, dtype, self._name, policy or graph or opened_graph(), is_gdata)
+
+        # Attaching is not collective.
+        may_attach = any(key.endswith(f"~{self._name}") for key in store.names())
+        if not may_attach or not store.has((wanted := describe()).key):
+            wanted = run_on_all_ranks(store.session, describe, ConfigError)
+            wanted.create(init_func)
         else:
             column = store.column(wanted.key)
             wanted.check_attach(self._name, column, attach)
@@ -445,7 +422,10 @@ class DistTensor(Shared):
             column.check_writable()
             self.fence()
             index = read_index(source)
-            saved = index.tensor(name if name is not None else _only(source, list(index.tensors)), source)
+            if name is None and len(index.tensors) != 1:
+                names = ", ".join(map(repr, index.tensors))
+                raise StorageError(f"{source} holds the tensors {names}; say which with name=")
+            saved = index.tensor(name if name is not None else next(iter(index.tensors)), source)
             _check_same(source, saved, index.facts, self.part_policy, column)
             check_rows(source, saved, first, last)
             return source, saved
@@ -532,11 +512,7 @@ class DataView(MutableMapping[str, DistTensor]):
         return DistTensor.existing(self._policy, name, key)
 
     def __setitem__(self, name: str, value: DistTensor) -> None:
-        """Name an existing tensor on this rank; call it on every rank that will look it up.
-
-        Raises:
-            ConfigError: ``value`` is no DistTensor, or has another number of rows.
-        """
+        """Name an existing tensor on this rank; call it on every rank that will look it up."""
         if not isinstance(value, DistTensor):
             raise ConfigError(
                 f"{name!r} would be a {type(value).__name__} of this rank alone; make a DistTensor with "
@@ -575,12 +551,7 @@ class TypeView(Generic[V]):
 
 @final
 class TypedViews(Generic[K, V]):
-    """``g.nodes`` and ``g.edges``.
-
-    Args:
-        view_of: Type to its tensors; raises ConfigError for an unknown one.
-        remedy: What to write for the ids that calling it returns in a DGLGraph.
-    """
+    """``g.nodes`` and ``g.edges``; ``remedy``: what to write for the ids that calling it returns with DGL."""
 
     def __init__(self, view_of: Callable[[K], V], remedy: str) -> None:
         self._view_of, self._remedy = view_of, remedy
@@ -624,11 +595,7 @@ class OpenedGraph(Protocol):
 
 
 def opened_graph() -> OpenedGraph:
-    """Return the graph opened last in the current session.
-
-    Raises:
-        ConfigError: none is open.
-    """
+    """Return the graph opened last in the current session; ConfigError when none is open."""
     found = OPENED.of(current_session())
     if found is None:
         raise ConfigError("no graph is open; open a DistGraph first")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 import psutil
 
@@ -19,7 +19,6 @@ from dglx_dist.graph.structure import CSCShard, PartitionedStructure, Replicated
 from dglx_dist.records import EdgeType
 
 StructureMode: TypeAlias = Literal["auto", "replicated", "partitioned"]
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +47,20 @@ def imported(part_config: Path, session: Session) -> Path:
     """
     folder = part_config.absolute().with_suffix(".dglx")
 
+    def check() -> None:
+        if not part_config.exists():
+            raise StorageError(
+                f"{part_config} does not exist; give the JSON file that DGL's partition_graph wrote"
+            )
+
     def import_if_newer() -> None:
         manifest = folder / MANIFEST
         if not manifest.exists() or manifest.stat().st_mtime < _newest(part_config):
             log.info("importing %s into %s", part_config, folder)
             import_dgl_format(part_config, folder, overwrite=folder.exists())
 
-    if not part_config.exists():
-        run_on_all_ranks(session, lambda: _missing(part_config))
+    # On all ranks, or one that does not see the file would wait for the others.
+    run_on_all_ranks(session, check)
     # Rank 0 goes first: on a shared file system the other machines then find the result.
     run_on_all_ranks(session, lambda: import_if_newer() if session.topology.rank == 0 else None)
     run_on_all_ranks(session, lambda: import_if_newer() if is_first_on_machine(session) else None)
@@ -95,10 +100,6 @@ def open_structures(
 def is_first_on_machine(session: Session) -> bool:
     hosts = session.hosts
     return hosts.index(hosts[session.topology.rank]) == session.topology.rank
-
-
-def _missing(part_config: Path) -> None:
-    raise StorageError(f"{part_config} does not exist; give the JSON file that DGL's partition_graph wrote")
 
 
 def _fits(dataset: StoredDataset) -> bool:

@@ -26,12 +26,7 @@ class RowOwners:
     All ranks of a server can read and overwrite its rows; only the owner makes updates that depend on the old
     value (adding, an optimiser's step), so that none is lost.
 
-    Args:
-        bounds: (S + 1,) int64; server s has the rows ``bounds[s]:bounds[s + 1]``.
-        topology: The ranks of each server.
-
-    Raises:
-        ConfigError: ``bounds`` are not those of as many servers.
+    ``bounds``: (S + 1,) int64; server s has the rows ``bounds[s]:bounds[s + 1]``.
     """
 
     def __init__(self, bounds: Array, topology: Topology) -> None:

@@ -91,16 +91,11 @@ def policy_of_length(policies: Sequence[PartitionPolicy], num_rows: int) -> Part
 def own_policy(name: str, rows: int | Sequence[int], book: PartitionBook, store: KVStore) -> PartitionPolicy:
     """Return a policy for rows that are neither nodes nor edges, such as relations. Not collective.
 
-    Args:
-        name: Part of the names of its tensors.
-        rows: Their number, cut evenly over the S servers (also fewer than servers, or 0); or (S + 1,)
-            bounds: server s has the rows ``rows[s]:rows[s + 1]``.
-        book: Of the graph.
-        store: Of the graph.
+    ``name`` is part of the names of its tensors. ``rows`` is their number, cut evenly over the S servers, or
+    (S + 1,) bounds: server s has the rows ``rows[s]:rows[s + 1]``.
 
     Raises:
-        ConfigError: ``~`` in the name, a negative number, or bounds that do not start at 0, decrease, or are
-            not S + 1.
+        ConfigError: ``~`` in the name, a negative number, or invalid bounds.
     """
     if "~" in name:
         raise ConfigError(f"the policy {name!r} has a '~', which separates it from its tensors' names")

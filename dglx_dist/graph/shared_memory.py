@@ -87,11 +87,8 @@ WriteOwn: TypeAlias = Callable[[Path], Sequence[RowFile]]
 def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
     """Write rows of all ranks as ``target``, which then holds all of them or its former content; collective.
 
-    Args:
-        session: The run.
-        target: Seen by all ranks under this name; rows that were saved there before are replaced.
-        write_own: See :data:`WriteOwn`.
-        facts: Stored in the index; rank 0's.
+    All ranks must see it under this name; rows that were saved there before are replaced. Rank 0's ``facts``
+    are stored in the index.
 
     Raises:
         StorageError: on all ranks, when one cannot write or does not see the folder, or when it holds
