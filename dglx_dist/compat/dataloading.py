@@ -213,7 +213,7 @@ class DistNodeDataLoader(_Loader):
 
     A loader created under ``torch.no_grad()`` is for inference: mini-batches, whatever the strategy.
 
-    ``kwargs``: ``batch_size``, ``shuffle``, ``drop_last``, ``queue_size`` (batches made ahead), and options of
+    ``kwargs``: ``batch_size``, ``shuffle``, ``drop_last``, ``queue_size`` (batches made ahead), options of
     ``dglx_dist.DataLoader``; ``num_workers`` and ``pin_memory`` are warned about.
 
     Raises:

@@ -24,8 +24,14 @@ from dglx_dist.graph.dist_tensor import GRAPH_REMEDY, OPENED, DataView, DistTens
 from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together
-from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
-from dglx_dist.graph.partition_policy import PartitionPolicy, own_policy, policy_of_length
+from dglx_dist.graph.partition_book import (
+    PartitionBook,
+    PartitionPolicy,
+    Placement,
+    canonical_etype,
+    own_policy,
+    policy_of_length,
+)
 from dglx_dist.graph.sampling import UNIFORM, DrawRule, draw_uniform, sampled_graph
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.structure import Structure
@@ -357,10 +363,6 @@ class DistGraph(Shared):
             replace: Whether an edge may be drawn more than once.
             etype_sorted: Accepted for DGL, without effect.
             output_device: Where the result goes; None: the CPU.
-
-        Raises:
-            ConfigError: ``edge_dir`` is not ``in``, or a type or tensor does not exist.
-            IndexError: an id is out of range.
         """
         if edge_dir != "in":
             raise ConfigError(

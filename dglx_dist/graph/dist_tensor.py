@@ -23,8 +23,7 @@ from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.column import Column, Shard
 from dglx_dist.graph.ids import Ids, integer_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import PartitionBook
-from dglx_dist.graph.partition_policy import PartitionPolicy
+from dglx_dist.graph.partition_book import PartitionBook, PartitionPolicy
 from dglx_dist.graph.row_kernels import column_info, numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.shared_memory import InitRows, save_folder, shared_rows
 from dglx_dist.graph.structure import Structure
@@ -67,17 +66,12 @@ class WantedTensor:
         """Raise ConfigError unless the tensor may attach to the existing ``column``."""
         if not attach:
             raise ConfigError(f"there is a tensor {name!r} already; choose another name")
-        shape = (column.num_rows, *column.info.row_shape)
-        if (column.info, shape) != (self.info, self.shape):
-            raise ConfigError(
-                f"the existing tensor {name!r} is {column.info.dtype} of shape {shape}, not "
-                f"{self.info.dtype} of shape {self.shape}; choose another name"
-            )
-        if not np.array_equal(column.bounds, self.policy.bounds):
-            raise ConfigError(
-                f"the existing tensor {name!r} has the server bounds {column.bounds.tolist()}, not "
-                f"{self.policy.bounds.tolist()}; choose another name"
-            )
+        found, wanted = (
+            f"{info.dtype} of shape {(int(bounds[-1]), *info.row_shape)}, server bounds {bounds.tolist()}"
+            for info, bounds in ((column.info, column.bounds), (self.info, self.policy.bounds))
+        )
+        if found != wanted:
+            raise ConfigError(f"the existing tensor {name!r} is {found}, not {wanted}; choose another name")
 
     def create(self, init: InitRows | None) -> None:
         """Allocate the rows and add them to the store; collective.
@@ -106,11 +100,7 @@ class WantedTensor:
 def wanted_tensor(
     shape: Sequence[int], dtype: torch.dtype, name: str, place: PartitionPolicy | OpenedGraph, is_gdata: bool
 ) -> WantedTensor:
-    """Describe a tensor; ``place`` is a policy, or the graph in which to find one of that length.
-
-    Raises:
-        ConfigError: the shape is invalid, fits no type or several, or the dtype cannot be stored.
-    """
+    """Describe a tensor; ``place`` is a policy, or the graph in which to find one of that length."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:

@@ -18,7 +18,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, opened_graph
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_policy import PartitionPolicy
+from dglx_dist.graph.partition_book import PartitionPolicy
 from dglx_dist.graph.row_kernels import number_distinct
 from dglx_dist.graph.shared_memory import InitRows, check_memory
 from dglx_dist.graph.sparse_gradient import RowGradient, summed
@@ -173,10 +173,6 @@ class DistEmbedding(Shared):
 
         Returns:
             (K, d) of :attr:`compute_dtype`.
-
-        Raises:
-            IndexError: an id is out of range; the message has the first one and its position.
-            PeerError: an owner is dead or silent.
         """
         index = as_ids(ids, self.num_embeddings, repr(self.name))
         target = torch.device(device or (ids.device if isinstance(ids, Tensor) else "cpu"))
