@@ -61,16 +61,18 @@ def agreement_facts(strategy: str, options: Mapping[str, object], seed: int, cur
     return {"strategy": strategy, "options": comparable, "seed": seed, "curve": curve}
 
 
+_AGREEMENT = {
+    "strategy": "give the same --strategy on all ranks",
+    "options": "give the strategy the same options on all ranks",
+    "seed": "give the same seed on all ranks",
+    "curve": "set DGLX_CURVE alike on all ranks",
+}
+
+
 def check_agreement(facts: list[Any]) -> None:
-    for one in facts:
-        if one["no_trace"]:
-            raise ConfigError(one["no_trace"])
-    for name, remedy in (
-        ("strategy", "give the same --strategy on all ranks"),
-        ("options", "give the strategy the same options on all ranks"),
-        ("seed", "give the same seed on all ranks"),
-        ("curve", "set DGLX_CURVE alike on all ranks"),
-    ):
+    for problem in [one["no_trace"] for one in facts if one["no_trace"]]:
+        raise ConfigError(problem)
+    for name, remedy in _AGREEMENT.items():
         raise_unless_equal(f"the {name}", [one[name] for one in facts], remedy)
 
 
@@ -121,10 +123,8 @@ class FailureWatch:
 
     While it is open, an uncaught exception is written to the store before Python ends, and SIGTERM (which
     torchrun sends to the survivors of a dead rank) ends the process with status 143 after naming the silent
-    ranks, even while the main thread hangs in a collective. The user's own handler stays in effect, whether
-    installed before or later.
-
-    ``release`` is called before SIGTERM ends the process, to remove what would stay on the machine.
+    ranks and ``release``, even while the main thread hangs in a collective. The user's own handler stays in
+    effect, whether installed before or later.
     """
 
     def __init__(self, store: JobStore, rpc: Rpc, hosts: Sequence[str], release: Callable[[], None]) -> None:
@@ -336,10 +336,9 @@ V = TypeVar("V")
 
 @final
 class SessionField(Generic[V]):
-    """A typed field of every session that the module which declares it owns.
+    """A typed field of every session, owned by the module that declares it.
 
-    Args:
-        make: Makes the value for a session that is first asked for it; collective if it communicates.
+    ``make`` makes the value when it is first asked for, which is collective if it communicates.
     """
 
     def __init__(self, make: Callable[[Session], V]) -> None:
@@ -409,10 +408,8 @@ class Session:
         """End the session. May be called twice.
 
         Keeps serving until the other ranks close theirs too, because they may still read from here; but does
-        not wait when ``failed``, nor for a failed or dead rank.
-
-        Raises:
-            DglxError: outstanding work failed; the session has then ended as a failed one.
+        not wait when ``failed``, nor for a failed or dead rank. DglxError: outstanding work failed, and the
+        session has ended as a failed one.
         """
         if self._closed:
             return

@@ -22,8 +22,8 @@ from typing import Any, final
 
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.topology import Topology
+from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.files import partial_folder, replaced_file
-from dglx_dist.data.storage.manifest import Fields
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 
@@ -119,10 +119,7 @@ class Pass:
 class TraceWriter:
     """Collects one rank's records of one session; call :meth:`write` once at the end.
 
-    Reserves the file in ``folder`` at once, so that a failure is known before the work.
-
-    Raises:
-        ConfigError: the folder cannot be made or written.
+    Reserves the file in ``folder`` at once, so that a failure (ConfigError) is known before the work.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -145,10 +142,7 @@ class TraceWriter:
         self._epochs.append(values | {"loss": record.loss if math.isfinite(record.loss) else None})
 
     def write(self, job: str, topology: Topology, ledger: Ledger, *, failed: bool) -> None:
-        """Write the file; an error is only logged, because the traced work is done.
-
-        ``job`` is unique for the session, and equal on its ranks; ``failed``: whether the session failed.
-        """
+        """Write the file; an error is only logged, because the traced work is done."""
         values = {
             "job": job,
             "rank": self._rank,
@@ -233,11 +227,7 @@ class TraceFile:
 
 
 def check_replaceable(path: Path) -> None:
-    """Check that :func:`write_trace` may write ``path``; makes its folder if needed.
-
-    Raises:
-        StorageError: the folder cannot be made or written, or something other than a trace is at ``path``.
-    """
+    """Raise StorageError unless :func:`write_trace` may write ``path``; makes its folder if needed."""
     try:
         if path.is_dir():
             raise StorageError(f"the trace {path} is a folder; name a file, such as {path / 'trace.json'}")
@@ -254,11 +244,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def remove_trace(path: Path) -> None:
-    """Remove ``path`` if it is a trace; anything else stays.
-
-    Raises:
-        StorageError: it cannot be removed.
-    """
+    """Remove ``path`` if it is a trace; anything else stays."""
     try:
         if path.is_file() and _is_trace(path):
             path.unlink()
@@ -281,11 +267,7 @@ def write_trace(path: Path, trace: TraceFile) -> None:
 
 
 def read_trace(path: str | Path) -> TraceFile:
-    """Read what :func:`write_trace` wrote.
-
-    Raises:
-        StorageError: there is no such file, it is no trace of ours, or damaged.
-    """
+    """Read what :func:`write_trace` wrote; StorageError if it is missing, damaged or no trace of ours."""
     try:
         fields = Fields(json.loads(Path(path).read_text(encoding="utf-8")), str(path))
     except FileNotFoundError as error:

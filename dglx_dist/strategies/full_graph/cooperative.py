@@ -286,9 +286,8 @@ def _common_steps(g: DistGraph, cache: PlanCache | None, num_batches: int) -> se
 class MemoryChoice:
     """Chooses the number of cooperative batches by a memory limit. Every rank must construct it.
 
-    Args:
-        spec: Its ``num_batches`` is ignored.
-        memory_bytes: Limit of a rank for training, beyond its present use.
+    ``memory_bytes`` is the limit of a rank for training, beyond its present use; ``num_batches`` of ``spec``
+    is ignored.
     """
 
     def __init__(
@@ -303,17 +302,11 @@ class MemoryChoice:
         self._request, self._memory_bytes = request, memory_bytes
 
     def choose(self, model: nn.Module) -> tuple[int, MemoryEstimate]:
-        """Return the fewest cooperative batches with which ``model`` fits into memory; collective.
+        """Return the fewest batches with which ``model`` fits into memory, and the largest one's estimate.
 
-        Rank 0 prints the estimate of the largest batch. From now on freed memory is returned to the system,
-        because the allocator would otherwise retain half as much again.
-
-        Returns:
-            The number, equal on all ranks, and the estimate of the largest batch on this rank.
-
-        Raises:
-            ConfigError: on all ranks: the model cannot be traced, or even the smallest batch does not fit.
-            PeerError: a rank did not take part.
+        Collective; the number is equal on all ranks. Rank 0 prints the estimate. From now on freed memory is
+        returned to the system, because the allocator would otherwise retain half as much again. ConfigError,
+        on all ranks: the model cannot be traced, or even the smallest batch does not fit.
         """
         return_memory()
         row = run_on_all_ranks(self._g.session, lambda: self._feature_row(), ConfigError)

@@ -104,13 +104,9 @@ class RankPlan:
 
 @final
 class RowIndex:
-    """Hash index from ids to row positions.
+    """Hash index from (n,) int64 distinct ids in [0, ``num_ids``) to their positions.
 
     Takes 4 bytes for each of ``num_ids`` ids, or 24 to 48 bytes per row if that is less.
-
-    Args:
-        ids: (n,) int64 distinct ids in [0, ``num_ids``), any order; ``ids[p]`` has position p.
-        num_ids: Size of the id range.
     """
 
     def __init__(self, ids: Array, num_ids: int) -> None:
@@ -143,11 +139,7 @@ class PlanSource(ABC):
 
     @abstractmethod
     def plan(self, epoch: int, step: int) -> RankPlan:
-        """Return the plan of a step; the same object again if the plan is unchanged.
-
-        Raises:
-            PeerError: a rank that takes part is dead, or did not finish its part within the time-out.
-        """
+        """Return the plan of a step; the same object again if it is unchanged. Raises PeerError."""
 
     @abstractmethod
     def share(self, epoch: int, step: int) -> StepShare:
@@ -161,23 +153,6 @@ class PlanSource(ABC):
     def close(self) -> None:
         """Finish pending plans. No requests follow. May be called twice."""
         return
-
-
-@final
-class OnePlan(PlanSource):
-    """A source with one step per epoch and a fixed plan."""
-
-    def __init__(self, plan: RankPlan, share: StepShare) -> None:
-        self._plan, self._share = plan, share
-
-    def __len__(self) -> int:
-        return 1
-
-    def plan(self, epoch: int, step: int) -> RankPlan:
-        return self._plan
-
-    def share(self, epoch: int, step: int) -> StepShare:
-        return self._share
 
 
 VERSION = 3
@@ -248,12 +223,9 @@ def _layer(header: Mapping[str, Any], pieces: Iterator[Array]) -> HaloLayer:
 
 @final
 class PlanCache:
-    """The plans of one rank on disk. Not collective, not thread-safe.
+    """The plans of one rank on disk, in the dataset's ``cache``. Not collective, not thread-safe.
 
-    Args:
-        cache: Of the dataset.
-        facts: All other inputs of the plans as JSON values, equal on all ranks.
-        rank: The rank.
+    ``facts`` are all other inputs of the plans as JSON values, equal on all ranks.
     """
 
     def __init__(self, cache: ArrayCache, facts: Mapping[str, Any], rank: int) -> None:
@@ -280,9 +252,6 @@ class PlanCache:
         The first failure is logged, and later calls do not try again. An existing plan is replaced even if it
         is undamaged: it may stem from an earlier run whose plans other ranks have lost, and only plans made
         together fit together.
-
-        Raises:
-            StorageError: writing fails for another reason than permissions or space.
         """
         self._can_write = self._can_write and write_plan(self._folder_of(step), plan)
         return self._can_write
@@ -303,10 +272,7 @@ class RowFiles:
         self._can_write = True
 
     def takes(self, column: Column, ids: Array) -> bool:
-        """Return whether the rows of the (K,) int64 ``ids`` are worth storing.
-
-        They are if the column is read-only and some rows belong to other servers.
-        """
+        """Return whether to store the rows of ``ids``: read-only, and some from other servers."""
         first, last = column.bounds[self._server : self._server + 2]
         has_foreign = bool(((ids < first) | (ids >= last)).any())
         return has_foreign and not column.writable and column.row_bytes > 0
