@@ -169,13 +169,9 @@ class _Loader(_Epochs):
         return -(-num_local // self._batch_size)
 
     @property
-    def _is_wrapped(self) -> bool:
-        return WRAPPED.of(self._g.session)
-
-    @property
     def _ends_early(self) -> bool:
         """Whether this rank stops when its items are used up; a wrapped model needs it in every step."""
-        return self._for_inference or not self._is_wrapped
+        return self._for_inference or not WRAPPED.of(self._g.session)
 
     @property
     def expected_idxs(self) -> int:
@@ -186,7 +182,7 @@ class _Loader(_Epochs):
         self._inner.set_epoch(epoch)
 
     def _batches(self) -> Iterator[Any]:
-        if self._needs_wrap and not self._is_wrapped:
+        if self._needs_wrap and not WRAPPED.of(self._g.session):
             raise ConfigError(
                 f"strategy {self._g.session.strategy!r} works inside the model: put model = dglx_dist.wrap("
                 "model, g) in the place of DistributedDataParallel, or use strategy data_parallel"

@@ -28,10 +28,8 @@ from dglx_dist.records import EdgeType
 _BATCH: SessionField[tuple[Callable[[], Any], Mapping[tuple[KVStore, str], Callable[[], Any]]]] = (
     SessionField(lambda _: (lambda: None, {}))
 )
-"""Weak references to the input nodes of the last batch, and to the rows on its first block by store and key.
-
-To the rows, not to the block: copies that a script makes (``block.int()``) hold the same rows.
-"""
+"""Weak references to the input nodes of the last batch, and to the rows on its first block by store and key:
+not to the block, since copies that a script makes (``block.int()``) hold the same rows."""
 
 
 def remember(g: DistGraph, input_nodes: object, blocks: Any) -> None:

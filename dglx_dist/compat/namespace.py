@@ -25,7 +25,7 @@ from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_tensor import OPENED, opened_graph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
-from dglx_dist.strategies.base import Parts, WrappedModel, begin, resolve_strategy
+from dglx_dist.strategies.base import WrappedModel, begin, resolve_strategy
 
 MAX_QUEUE_SIZE = 20 * 2**30
 
@@ -373,13 +373,8 @@ class ScriptModel(WrappedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
 
-    @property
-    def parts(self) -> Parts:
-        return self.inner.parts
-
-    def exchange_seconds(self, *, reset: bool = False) -> float:
-        return self.inner.exchange_seconds(reset=reset)
-
+    parts: Any = Forward(WrappedModel, "parts")
+    exchange_seconds: Any = Forward(WrappedModel, "exchange_seconds")
     whole: Any = Forward(WrappedModel, "whole")
     join_state: Any = Forward(WrappedModel, "join_state")
     cut_state: Any = Forward(WrappedModel, "cut_state")

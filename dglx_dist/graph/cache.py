@@ -76,9 +76,6 @@ def access_probability(
         seeds: Node type to the (T,) int64 distinct ids that the rank trains on.
         fanouts: Edge type to k, one mapping per layer, input-most first as for the samplers; -1: all.
         batch_size: Seeds of all types in one batch.
-
-    Returns:
-        Node type to (N,) float64 in [0, 1].
     """
     total = sum(len(ids) for ids in seeds.values())
     first = {ntype: np.zeros(count) for ntype, count in num_nodes.items()}
@@ -178,11 +175,8 @@ class CachePlan:
 def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> RowCache:
     """Fetch rows of other servers into memory that the ranks of this server share; collective.
 
-    ``file_name`` begins unused names in the session's ``scratch`` and is the same on the ranks of a server;
-    ``ids``: (C,) int64 distinct ids to keep, on the first rank of each server.
-
-    Raises:
-        ConfigError: on all ranks, when memory is short on one of them, or a server does not answer.
+    ``ids``: (C,) int64 distinct ids to keep, on the first rank of each server. ``file_name`` begins unused
+    names of shared memory.
     """
     session = store.session
     leader = session.topology.ranks_of_server(session.topology.server)[0]

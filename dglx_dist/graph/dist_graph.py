@@ -20,18 +20,21 @@ from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.data.storage.reader import StoredDataset, StoredPart, Verify
 from dglx_dist.errors import ConfigError, RemoteError
 from dglx_dist.graph.cache import CachePlan, CacheRequest, Fanouts, cache_rows
-from dglx_dist.graph.dist_tensor import GRAPH_REMEDY, OPENED, DataView, DistTensor, TypedViews, unsupported
+from dglx_dist.graph.dist_tensor import (
+    GRAPH_REMEDY,
+    OPENED,
+    DataView,
+    DistTensor,
+    PartitionPolicy,
+    TypedViews,
+    own_policy,
+    policy_of_length,
+    unsupported,
+)
 from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together
-from dglx_dist.graph.partition_book import (
-    PartitionBook,
-    PartitionPolicy,
-    Placement,
-    canonical_etype,
-    own_policy,
-    policy_of_length,
-)
+from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
 from dglx_dist.graph.sampling import UNIFORM, DrawRule, draw_uniform, sampled_graph
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.structure import Structure

@@ -15,10 +15,9 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, run_on_all_ranks
 from dglx_dist.comm.session import Session, Shared
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, opened_graph
+from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, PartitionPolicy, opened_graph
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import PartitionPolicy
 from dglx_dist.graph.row_kernels import number_distinct
 from dglx_dist.graph.shared_memory import InitRows, check_memory
 from dglx_dist.graph.sparse_gradient import RowGradient, summed

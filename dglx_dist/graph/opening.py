@@ -29,7 +29,6 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
     Raises:
         StorageError: on all ranks, when it cannot be opened on one, or the ranks see different datasets.
         DatasetError: an id is out of range, on the rank that checks; StorageError on the others.
-        ConfigError: ``verify`` is not one of its three values.
     """
     first = is_first_on_machine(session)
     checked = run_on_all_ranks(session, lambda: open_dataset(folder, verify=verify) if first else None)
@@ -40,11 +39,7 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
 
 
 def imported(part_config: Path, session: Session) -> Path:
-    """Return the folder of our dataset beside DGL's files, imported now if any of these is newer. Collective.
-
-    Raises:
-        StorageError: on all ranks, when DGL's files cannot be read.
-    """
+    """Return the folder of our dataset beside DGL's files, imported now if these are newer. Collective."""
     folder = part_config.absolute().with_suffix(".dglx")
 
     def check() -> None:
@@ -76,12 +71,7 @@ def _newest(part_config: Path) -> float:
 def open_structures(
     dataset: StoredDataset, session: Session, placement: Placement, label: str, mode: StructureMode
 ) -> dict[EdgeType, Structure]:
-    """Open the structure of every edge type, replicated or partitioned. Collective.
-
-    Raises:
-        ConfigError: ``mode`` is none of the three.
-        StorageError: on all ranks, when a file is damaged or the structure cannot be assembled on one.
-    """
+    """Open the structure of every edge type, replicated or partitioned. Collective."""
     if mode not in ("auto", "replicated", "partitioned"):
         raise ConfigError(f"structure is {mode!r}; choose 'auto', 'replicated' or 'partitioned'")
     manifest = dataset.manifest

@@ -1,11 +1,11 @@
-"""Ownership of ids: partition books and policies over contiguous ranges, row owners, parts on servers."""
+"""Ownership of ids: the partition book over contiguous ranges, row owners, and parts on servers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, Literal, TypeAlias, TypeVar, final
+from typing import Generic, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
@@ -17,9 +17,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.row_kernels import check_ids, plan_remote, spread_rows
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
-
-if TYPE_CHECKING:
-    from dglx_dist.graph.kvstore import KVStore
 
 
 @final
@@ -72,8 +69,7 @@ class PartitionBook:
     Answers are (K,) int64 tensors in the order of the (K,) ids asked for.
 
     Args:
-        node_bounds: node type -> (Q + 1,) int64; partition q owns the ids ``[q]:[q + 1]``.
-        edge_bounds: edge type -> (Q + 1,) int64, likewise.
+        node_bounds, edge_bounds: Type -> (Q + 1,) int64; partition q owns the ids ``[q]:[q + 1]``.
         partid: The partition of this rank.
         num_trainers: Trainers that ``trainer_id`` numbers; None: the graph was not cut for trainers.
     """
@@ -122,15 +118,12 @@ class PartitionBook:
         return self._edges.total(None if etype is None else self.to_canonical_etype(etype))
 
     def to_canonical_etype(self, etype: str | EdgeType) -> EdgeType:
-        """Return the triple of an edge type, see :func:`canonical_etype`."""
         return canonical_etype(etype, self._edges.types)
 
     def node_bounds(self, ntype: str = NODE_TYPE) -> Array:
-        """Return the (Q + 1,) int64 bounds of the partitions of ``ntype``."""
         return self._nodes.bounds(ntype)
 
     def edge_bounds(self, etype: str | EdgeType = EDGE_TYPE) -> Array:
-        """Return the (Q + 1,) int64 bounds of the partitions of ``etype``."""
         return self._edges.bounds(self.to_canonical_etype(etype))
 
     def nid2partid(self, nids: Ids, ntype: str = NODE_TYPE) -> Tensor:
@@ -153,7 +146,6 @@ class PartitionBook:
         return self._nodes.local(nids, partid, ntype)
 
     def eid2localeid(self, eids: Ids, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        """Return the ids relative to the first edge of ``partid``; IndexError when it does not own them."""
         return self._edges.local(eids, partid, self.to_canonical_etype(etype))
 
     def map_to_per_ntype(self, ids: Ids) -> tuple[Tensor, Tensor]:
@@ -172,11 +164,7 @@ class PartitionBook:
 
 
 def canonical_etype(etype: str | EdgeType | None, known: Sequence[EdgeType]) -> EdgeType:
-    """Return the triple of ``etype``, given as one or by its relation; of None: the only one.
-
-    Raises:
-        ConfigError: there is no such type, or several with this relation, or None is ambiguous.
-    """
+    """Return the triple of ``etype``, given as one or by its relation; of None: the only one."""
     found = [triple for triple in known if etype is None or etype in (triple, triple[1])]
     if len(found) == 1:
         return found[0]
@@ -249,109 +237,9 @@ class _Ranges(Generic[K]):
             raise ConfigError(f"there is no partition {partition}; they are 0 to {self.num_partitions - 1}")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PartitionPolicy:
-    """Distribution of rows that belong to nodes or edges of one type (as DGL's policies), or to neither."""
-
-    kind: Literal["node", "edge", "own"]
-    type_name: str | EdgeType
-    """Of nodes or edges; of an own policy the user's name."""
-    bounds: Array
-    """(S + 1,) int64; server s owns the rows ``bounds[s]:bounds[s + 1]``."""
-    partition_book: PartitionBook
-    store: KVStore
-    dataset: str = ""
-    """Checksum of the dataset that numbers the rows; "" for rows that no dataset numbers."""
-
-    @cached_property
-    def policy_str(self) -> str:
-        """``node~<type>`` or ``edge~<source>:<relation>:<destination>``, as in DGL; ``own~<name>``."""
-        return f"{self.kind}~{type_text(self.type_name)}"
-
-    @property
-    def part_id(self) -> int:
-        return self.partition_book.partid
-
-    @property
-    def owned_range(self) -> tuple[int, int]:
-        """The first row that this rank owns (see :class:`RowOwners`), and the one after its last."""
-        topology = self.store.placement.topology
-        return RowOwners(self.bounds, topology).range_of(topology.rank)
-
-    def get_size(self) -> int:
-        return int(self.bounds[-1])
-
-    def get_part_size(self) -> int:
-        return int(self.bounds[self.part_id + 1] - self.bounds[self.part_id])
-
-    def to_partid(self, ids: Ids) -> Tensor:
-        """Return the partition of each row; IndexError when an id is out of range."""
-        rows = as_ids(ids, self.get_size(), self.policy_str)
-        return torch.from_numpy(np.searchsorted(self.bounds, rows, side="right") - 1)
-
-    def to_local(self, ids: Tensor) -> Tensor:
-        """Return the ids relative to the first row of the local server, which must own them."""
-        return ids - int(self.bounds[self.part_id])
-
-    def key(self, name: str) -> str:
-        """Return the store's name of the tensor that users call ``name``."""
-        return f"{self.policy_str}~{name}"
-
-    def hidden_key(self, name: str) -> str:
-        """Return a name in the store that ``g.nodes[...].data`` does not show."""
-        return f"hidden~{self.policy_str}~{name}"
-
-
-def type_text(type_name: str | EdgeType) -> str:
-    return type_name if isinstance(type_name, str) else ":".join(type_name)
-
-
-def policy_of_length(policies: Sequence[PartitionPolicy], num_rows: int) -> PartitionPolicy:
-    """Return the one of ``policies`` that has ``num_rows``; ConfigError when none or several have."""
-    found = [policy for policy in policies if policy.get_size() == num_rows]
-    if len(found) == 1:
-        return found[0]
-    sizes = ", ".join(f"{policy.policy_str}: {policy.get_size()}" for policy in policies)
-    problem = "several types have" if found else "no type has"
-    raise ConfigError(
-        f"{problem} {num_rows} rows ({sizes}); say which with part_policy=, or give rows that are neither "
-        f"nodes nor edges part_policy=g.new_policy(name, {num_rows})"
-    )
-
-
-def own_policy(name: str, rows: int | Sequence[int], book: PartitionBook, store: KVStore) -> PartitionPolicy:
-    """Return a policy for rows that are neither nodes nor edges, such as relations. Not collective.
-
-    ``name`` is part of the names of its tensors. ``rows`` is their number, cut evenly over the S servers, or
-    (S + 1,) bounds: server s has the rows ``rows[s]:rows[s + 1]``.
-
-    Raises:
-        ConfigError: ``~`` in the name, a negative number, or invalid bounds.
-    """
-    if "~" in name:
-        raise ConfigError(f"the policy {name!r} has a '~', which separates it from its tensors' names")
-    servers = store.placement.topology.num_servers
-    if isinstance(rows, int | np.integer):
-        if rows < 0:
-            raise ConfigError(f"the policy {name!r} was given {rows} rows; give 0 or more")
-        bounds = np.arange(servers + 1, dtype=np.int64) * int(rows) // servers
-    else:
-        bounds = np.array(rows, dtype=np.int64)
-        if bounds.shape != (servers + 1,) or bounds[0] != 0 or (np.diff(bounds) < 0).any():
-            raise ConfigError(
-                f"the policy {name!r} was given the bounds {list(rows)} for {servers} server(s); give "
-                f"{servers + 1} ascending numbers from 0 on, or the number of rows alone"
-            )
-    return PartitionPolicy(kind="own", type_name=name, bounds=bounds, partition_book=book, store=store)
-
-
 @dataclass(frozen=True)
 class Placement:
-    """Assignment of a dataset's parts to servers in contiguous blocks, as even as possible.
-
-    Raises:
-        ConfigError: there are fewer parts than servers; the message has the command that repartitions.
-    """
+    """Assignment of a dataset's parts to servers in contiguous blocks, as even as possible."""
 
     num_parts: int
     topology: Topology
@@ -423,15 +311,8 @@ def submit_to_owners(
 ) -> Answered:
     """Ask ``op`` of the servers that own ``ids``, and return at once.
 
-    Sends 8 bytes per distinct remote id and receives 8 per answer. Not collective.
-
-    Args:
-        session: The run.
-        placement: The rank that serves each server.
-        op: Registered on every rank, which answers its ids with ``compute``.
-        ids: (K,) int64, each in [0, ``bounds[-1]``), any order, repeats allowed.
-        bounds: (S + 1,) int64 id ranges of the servers.
-        compute: For the ids of the local server.
+    Sends 8 bytes per distinct remote id and receives 8 per answer. Not collective. Every rank has registered
+    ``op``, which answers its ids with ``compute``; ``bounds``: (S + 1,) int64 id ranges of the servers.
 
     Returns:
         A function that waits for as many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.

@@ -150,11 +150,7 @@ def by_type(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) 
 
 
 def fanout_by_type(fanout: int | Mapping[Any, int], etypes: Collection[EdgeType]) -> dict[EdgeType, int]:
-    """Return the fan-out of every edge type; one number stands for all.
-
-    Raises:
-        ConfigError: a dict names an unknown type, or leaves one out.
-    """
+    """Return the fan-out of every edge type; one number stands for all, a dict must name every one."""
     if not isinstance(fanout, Mapping):
         return dict.fromkeys(etypes, int(fanout))
     fanouts = {_known(key, etypes, "edge"): int(size) for key, size in fanout.items()}

@@ -83,16 +83,10 @@ def count_rows(ids: Array, first: int, slot_of: Array) -> int:
 def split_rows(
     gradient: RowSum, first: int, slot_of: Array, touched: Array, sums: Array, count: int
 ) -> tuple[Array, Array, int]:
-    """Separate the rows that no other rank has; add the others to sums in slots.
+    """Separate the rows that no other rank has; add the others to ``sums``, (capacity, d), in slots.
 
-    Args:
-        gradient: Of one rank.
-        first: Id of row 0.
-        slot_of: (n,) int32, from :func:`count_rows` of all ranks' ids; the first occurrence of a repeated row
-            gets the next slot, 0 or more.
-        touched: (capacity,) int64, the row of each slot; changed.
-        sums: (capacity, d); changed.
-        count: Slots in use.
+    ``slot_of`` is from :func:`count_rows` of all ranks' ids; the first occurrence of a repeated row gets the
+    next slot, ``count``, and is noted in ``touched``.
 
     Returns:
         (m,) int64 rows that are not repeated, the (m,) places of their gradients, and the slots in use now.
@@ -211,9 +205,6 @@ def weight_of(share: StepShare | None, reduction: Reduction, world_size: int) ->
 
     n_local / n_global for a mean, 1 for a sum; 0 on a rank without targets, whatever its loss is (the
     gradient rule, docs/design/contracts.md).
-
-    Raises:
-        ConfigError: the loss is a mean, there are several ranks, and the number of targets is unknown.
     """
     if share is not None and share.num_local == 0:
         return 0.0

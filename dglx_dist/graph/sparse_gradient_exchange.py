@@ -123,12 +123,7 @@ class Exchange(ABC):
     def step(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> None:
         """Have a step applied: of each parameter this rank's weighted gradient, and whether it was used.
 
-        ``problem``: why this rank cannot take the step.
-
-        Raises:
-            ConfigError: another rank has a problem.
-            PeerError: a rank is dead, silent or in another collective.
-            RemoteError: an owner cannot apply it.
+        ``problem``: why this rank cannot take the step. ConfigError: another rank has one.
         """
 
     @abstractmethod

@@ -168,11 +168,7 @@ class Structure(ABC):
         self._local_out_degrees: Array | None = None
 
     def serve(self, op: str, draw: Draw) -> None:
-        """Let :meth:`submit` answer ``op`` with ``draw``. All ranks must call it, with the same function.
-
-        Raises:
-            ConfigError: ``op`` is taken.
-        """
+        """Let :meth:`submit` answer ``op`` with ``draw``. All ranks must call it, with the same function."""
         if op in self._draws:
             raise ConfigError(f"{op!r} is served already; choose another name")
         self._draws[op] = draw
@@ -201,9 +197,6 @@ class Structure(ABC):
             parameters: Passed to the draw function.
             exclude: (X,) int64 ascending ids of edges that the draw function leaves out.
             layer, phase: For the ledger.
-
-        Raises:
-            ConfigError: ``op`` is not served.
         """
         draw = self._draw_of(op)
         remote = self._submit_remote(op, nodes, parameters, exclude, layer=layer, phase=phase)
