@@ -8,7 +8,7 @@ backward starts, per module and not per forward call; and its forward exchanges 
 cannot evaluate by itself. Here only backward communicates, and only new gradients. The price:
 on 2 gloo ranks sharing a busy 2-core machine, five dense layers (470,063 parameters, 1000 rows) had medians
 of 100 and 86 ms a step in two runs, DDP 104 and 85, which is noise; but the best rounds were 85 and 74 ms
-against DDP's 80 and 70, so hooks in Python probably cost some 5 % (``scripts/bench/micro/gradients.py``).
+against DDP's 80 and 70, so hooks in Python probably cost some 5 % (docs/performance.md).
 """
 
 from __future__ import annotations

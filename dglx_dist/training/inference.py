@@ -76,41 +76,27 @@ class FullBlocks:
         types = (block.srctypes, block.dsttypes)
         whole = _FullBlock(block._graph, types, block.etypes, block._node_frames, block._edge_frames)
         whole.graph = self._g
-        if len(whole.canonical_etypes) == 1:
-            whole.count_globally()
         return whole
 
 
 class _FullBlock(DGLBlock):
-    """A block whose slices by edge type have the out-degrees of the graph."""
+    """A block that has the out-degrees of the graph, as have its slices by edge type."""
 
     graph: DistGraph | None = None
     """Set after construction, since DGL constructs slices and copies with the same class."""
 
     def __getitem__(self, key: Any) -> Any:
         part = super().__getitem__(key)
-        if self.graph is not None:
-            part.graph = self.graph
-            part.count_globally()
+        part.graph = self.graph
         return part
 
-    def count_globally(self) -> None:
-        """Replace ``out_degrees`` of a block of one edge type."""
+    def out_degrees(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
+        """Return the degrees, which are read only when a convolution asks for them."""
         assert self.graph is not None
-        (etype,) = self.canonical_etypes
-        self.out_degrees = _GlobalOutDegrees(self.graph, etype, self.srcdata[dgl.NID])
-
-
-class _GlobalOutDegrees:
-    """Replaces a block's ``out_degrees``; reads the graph only when a convolution calls it."""
-
-    def __init__(self, g: DistGraph, etype: EdgeType, ids: Tensor) -> None:
-        self._g, self._etype = g, etype
-        self._ids = ids
-
-    def __call__(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
-        ids = self._ids if isinstance(u, str) else self._ids[u]
-        return self._g.out_degrees(ids, self._etype).to(ids.device)
+        etype = self.canonical_etypes[0] if etype is None else self.to_canonical_etype(etype)
+        ids = self.srcnodes[etype[0]].data[dgl.NID]
+        ids = ids if isinstance(u, str) else ids[u]
+        return self.graph.out_degrees(ids, etype).to(ids.device)
 
 
 def layers_of(

@@ -18,7 +18,7 @@ from dglx_dist.layers.base import cut_out
 from dglx_dist.layers.dropout import deal_out_concatenated
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import STRATEGIES, Parts, WrappedModel
-from dglx_dist.strategies.push_pull.options import make_group
+from dglx_dist.strategies.push_pull.exchange import make_group
 from dglx_dist.strategies.push_pull.split_model import Cut, CutState
 from dglx_dist.training import checkpoint
 from tests.helpers import wide
