@@ -22,7 +22,7 @@ from dglx_dist.dataloading.sampler import TypedDraws
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
-from dglx_dist.records import FEATURE, LABEL, SPLITS, Array, EdgeType
+from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named
 from dglx_dist.training.models import InferenceLayer
 
