@@ -33,6 +33,12 @@ class StageInput:
     draws: DropDraws | None = None
     """Keys of the dropout before *sync*, so that the parts drop what one process would; None: a single part,
     which draws as torch does."""
+    runs: tuple[Columns, ...] = ()
+    """This part's columns of the uncut input, in order; empty: all of them."""
+
+    def columns_of(self, values: Tensor) -> Tensor:
+        """Return this part's columns of (E1, F) values of edges, as wide as the uncut input."""
+        return cut_out(values, self.runs, 1) if self.runs else values
 
 
 @dataclass(frozen=True, kw_only=True)
