@@ -228,14 +228,16 @@ class SplittableConv(nn.Module, ABC):
         Raises:
             ConfigError: the layer is split, and ``given`` has no keys for the parts.
         """
-        self._check_draws(given, probability)
-        return dropped(given.x, probability, self.training, given.draws)
+        if not self._drops(given, probability):
+            return given.x
+        return dropped(given.x, probability, given.draws)
 
     def drop_edges(self, given: StageInput, attention: Tensor, probability: float) -> Tensor:
         """Return ``attention`` ((E1, K, 1)) with entries dropped, while training; raises as above."""
-        self._check_draws(given, probability)
-        if given.draws is None or not self.training:
-            return dropped(attention, probability, self.training, None)
+        if not self._drops(given, probability):
+            return attention
+        if given.draws is None:
+            return dropped(attention, probability)
         return drop_attention(given.block, attention, probability, given.draws)
 
     def check_in_edges(self, block: DGLBlock) -> None:
@@ -247,13 +249,16 @@ class SplittableConv(nn.Module, ABC):
                 "convolution."
             )
 
-    def _check_draws(self, given: StageInput, probability: float) -> None:
-        if probability > 0 and self.training and self.run_parts is not None and given.draws is None:
+    def _drops(self, given: StageInput, probability: float) -> bool:
+        if probability == 0 or not self.training:
+            return False
+        if self.run_parts is not None and given.draws is None:
             raise ConfigError(
                 f"{type(self).__name__} drops with probability {probability} before its sum, but the "
                 "strategy has no keys for the masks of all parts; set it to 0 in the first layer, or use "
                 "strategy='data_parallel'"
             )
+        return True
 
     def _sources(self, block: DGLBlock, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         if isinstance(x, Tensor):

@@ -37,7 +37,6 @@ from dglx_dist.layers.base import (
     narrows_first,
     sum_in_edges,
 )
-from dglx_dist.layers.dropout import dropped
 
 Sync: TypeAlias = Literal["columns", "inputs"]
 """What is summed over the parts: sums over in-edges, or projected source rows where a layer needs it."""
@@ -121,7 +120,8 @@ class GatStages(SplittableConv):
             self.check_in_edges(given.block)
             rows = out.view(-1, self.heads, self._width)
             attention = self._attention(given.block, self._logits(given.block, rows))
-            attention = dropped(attention, self._attn_drop, self.training, None)
+            # Not by keys: only this rank computes it.
+            attention = functional.dropout(attention, self._attn_drop, self.training)
             out = self._summed(given, rows, attention, residual)
         bias = self.bias if self.res_fc is None else self.res_fc.bias
         return _then(self.activation, out if bias is None else out + bias.view(1, self.heads, self._width))

@@ -134,10 +134,8 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     return attention * scaled.unsqueeze(-1)
 
 
-def dropped(x: Tensor, probability: float, training: bool, draws: DropDraws | None) -> Tensor:
-    """Return ``x`` with entries dropped by ``draws``, or by torch if None; unchanged when not training."""
-    if not training or probability == 0:
-        return x
+def dropped(x: Tensor, probability: float, draws: DropDraws | None = None) -> Tensor:
+    """Return ``x`` with entries dropped by ``draws``, or by torch if None."""
     return functional.dropout(x, probability) if draws is None else drop_entries(x, probability, draws)
 
 
