@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from fractions import Fraction
@@ -135,31 +135,32 @@ def _servers() -> dict[str, float]:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Resources that functions used; usages of several ranks or executors can be added."""
+class Counts:
+    """What a controller did and its functions used; those of several ranks can be added."""
 
     invocations: int = 0
-    gb_seconds: float = 0.0
-    """Memory x duration, each duration rounded up to a step of the price table."""
-    unknown: int = 0
-    """Invocations of unknown duration, which ``gb_seconds`` does not include."""
+    """Attempts sent."""
+    cold: int = 0
+    """Finished invocations for which a worker had to start."""
+    warm: int = 0
+    """Finished invocations on a running worker."""
+    relaunched: int = 0
+    lost: int = 0
+    """Relaunches because of a dead worker, not a late one."""
+    refused: int = 0
+    """Duplicate results."""
+    billed_s: float = 0.0
+    """Seconds of the finished invocations, not rounded."""
+    gb_s: float = 0.0
+    """Their GB-seconds (memory x duration), each duration rounded up to a step of the price table."""
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            invocations=self.invocations + other.invocations,
-            gb_seconds=self.gb_seconds + other.gb_seconds,
-            unknown=self.unknown + other.unknown,
-        )
+    @property
+    def unbilled(self) -> int:
+        """Invocations of unknown duration: still running, killed, or not reported by the provider."""
+        return self.invocations - self.cold - self.warm
 
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Servers:
-    """Servers of one instance type, and how long they ran."""
-
-    kind: str
-    number: int
-    seconds: float
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 @final
@@ -213,23 +214,23 @@ def billed_gb_seconds(duration_s: float, memory_mb: int, prices: PriceTable) -> 
     return float(steps * step) * memory_mb / 1024
 
 
-def bill(functions: Usage, servers: Iterable[Servers], prices: PriceTable, *, simulated: bool) -> Bill:
-    """Return the dollars of a run.
+def bill(
+    functions: Counts, server_seconds: Mapping[str, float], prices: PriceTable, *, simulated: bool
+) -> Bill:
+    """Return the dollars of a run; ConfigError if the table lacks a server's instance type.
 
     Args:
-        functions: What the workers used; ``Usage()`` without functions.
+        functions: What the workers used; ``Counts()`` without functions.
+        server_seconds: Of all servers of each instance type.
         simulated: Whether the functions ran elsewhere than at the provider.
-
-    Raises:
-        ConfigError: the table lacks a server's instance type.
     """
     return Bill(
         requests=functions.invocations * prices.per_request,
-        compute=functions.gb_seconds * prices.per_gb_second,
-        servers=math.fsum(one.number * one.seconds / 3600 * prices.server(one.kind) for one in servers),
+        compute=functions.gb_s * prices.per_gb_second,
+        servers=math.fsum(seconds / 3600 * prices.server(kind) for kind, seconds in server_seconds.items()),
         simulated=simulated,
         prices=f"{prices.name} of {prices.date}",
-        unknown=functions.unknown,
+        unknown=functions.unbilled,
     )
 
 

@@ -316,63 +316,25 @@ class ParameterClient:
     """A rank's connection to all parameter servers; receives notices until :meth:`close`. Thread-safe.
 
     Args:
-        timeout_s: Time limit of :meth:`wait_for`; None: the session's.
-        on_update: Called with the new :attr:`updates` when every server has made another update, and once
-            when a server stops; on any thread; must return quickly.
+        on_update: Called with the number of updates that every server has made when it grows, and once when
+            a server stops; on any thread; must return quickly.
     """
 
     def __init__(
-        self,
-        rpc: Rpc,
-        plan: ParameterPlan,
-        places: Places,
-        *,
-        timeout_s: float | None = None,
-        on_update: Callable[[int], None] | None = None,
+        self, rpc: Rpc, plan: ParameterPlan, places: Places, on_update: Callable[[int], None]
     ) -> None:
         self._rpc, self._plan, self._places = rpc, plan, places
-        self._timeout_s = rpc.timeout_s if timeout_s is None else timeout_s
         self._on_update = on_update
         self._updates = [plan.first_epoch] * plan.num_servers
         self._failure = ""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         rpc.register(UPDATED, self._take_update)
         rpc.register(STOPPED, self._take_stop)
-
-    @property
-    def updates(self) -> int:
-        """Number of updates that every server has made; the lowest epoch that may run."""
-        with self._changed:
-            return min(self._updates)
 
     def raise_if_stopped(self) -> None:
         """Raise PeerError if a parameter server has reported that it stopped."""
         if self._failure:
             raise PeerError(self._failure)
-
-    def wait_for(self, updates: int) -> None:
-        """Wait until every server has made ``updates`` updates.
-
-        Raises:
-            PeerError: a server stopped, is dead or late; the message names it and what it waits for.
-        """
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            wait_s = min(_POLL_S, max(deadline - time.monotonic(), 0.0))
-            with self._changed:
-                ended = self._changed.wait_for(lambda: self._failure or min(self._updates) >= updates, wait_s)
-                behind = [server for server, made in enumerate(self._updates) if made < updates]
-            self.raise_if_stopped()
-            if not behind:
-                return
-            if not ended:
-                raise_for_silent(self._rpc, self._places, behind, f"waiting for update {updates}")
-            if time.monotonic() >= deadline:
-                raise PeerError(
-                    f"update {updates} was not made within {self._timeout_s:g} s: "
-                    f"{what_misses(self._rpc, self._places, behind)}; check the workers, or raise "
-                    "timeout_s (DGLX_TIMEOUT)"
-                )
 
     def rank_of(self, interval: int) -> int:
         return self._places.parameter_servers[int(self._plan.server_of_interval[interval])]
@@ -390,7 +352,7 @@ class ParameterClient:
     def latest(self) -> dict[str, Array]:
         """Fetch the latest weights by name from this rank's server or another one.
 
-        All servers have the same weights once :meth:`wait_for` has returned and nothing is in flight.
+        All servers have the same weights once all have made the same updates and nothing is in flight.
         """
         (vector,) = self._rpc.call(self._nearest(), LATEST, "", [], phase=READ)
         if vector.shape != (self._plan.size,) or vector.dtype != self._plan.dtype:
@@ -416,19 +378,17 @@ class ParameterClient:
         updates, server = parse_pair(name)
         if server >= len(self._updates):
             raise ConfigError(f"there is no parameter server {server} of {len(self._updates)}")
-        with self._changed:
+        with self._lock:
             before = min(self._updates)
             self._updates[server] = max(self._updates[server], updates)
             after = min(self._updates)
-            self._changed.notify_all()
-        if after > before and self._on_update is not None:
+        if after > before:
             self._on_update(after)
         return []
 
     def _take_stop(self, reason: str, _arrays: Sequence[Array]) -> list[Array]:
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or reason
-            self._changed.notify_all()
-        if self._on_update is not None:
-            self._on_update(self.updates)
+            updates = min(self._updates)
+        self._on_update(updates)
         return []

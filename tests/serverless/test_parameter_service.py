@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -69,22 +70,32 @@ def plan_of(num_servers: int, staleness: int = 0) -> ParameterPlan:
 
 @contextmanager
 def served(
-    rpc: Rpc, plan: ParameterPlan, places: Places, timeout_s: float | None = None
+    rpc: Rpc, plan: ParameterPlan, places: Places
 ) -> Iterator[tuple[ParameterService | None, ParameterClient]]:
     service = None
     if rpc.rank in places.parameter_servers:
         index = places.parameter_servers.index(rpc.rank)
         update = Update("Adam", GROUPS, list(SHAPES))
-        service = ParameterService(
-            rpc, ParameterServer(plan, index, first_weights(), update), places, timeout_s
-        )
-    client = ParameterClient(rpc, plan, places, timeout_s=timeout_s)
+        service = ParameterService(rpc, ParameterServer(plan, index, first_weights(), update), places)
+    client = ParameterClient(rpc, plan, places, ignored)
     try:
         yield service, client
     finally:
         if service is not None:
             service.close()
         client.close()
+
+
+def ignored(_updates: int) -> None: ...
+
+
+def wait_for(client: ParameterClient, updates: int, within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while min(client._updates) < updates:
+        client.raise_if_stopped()
+        if time.monotonic() > deadline:
+            raise PeerError(ops.what_misses(client._rpc, client._places, [0]))
+        time.sleep(0.001)
 
 
 def key_of(interval: int, epoch: int, step: int, direction: Direction = Direction.BACKWARD) -> TaskKey:
@@ -120,7 +131,7 @@ def train(session: Session, num_servers: int, *, as_worker: bool) -> dict[str, A
         for epoch in range(EPOCHS):
             for interval in range(rpc.rank, len(SIZES), len(ranks)):
                 train_interval(rpc, client, interval, epoch, as_worker=as_worker)
-            client.wait_for(epoch + 1)
+            wait_for(client, epoch + 1)
         found = {"latest": client.latest(), "state": client.state()}
         barrier(session, "all read")
         if service is not None:
@@ -190,7 +201,7 @@ def train_until_death(session: Session, client: ParameterClient) -> None:
             os._exit(3)
         for interval in np.flatnonzero(assign(SIZES, 2) == session.topology.rank):
             train_interval(session.rpc, client, int(interval), epoch, as_worker=False)
-        client.wait_for(epoch + 1)
+        wait_for(client, epoch + 1)
 
 
 def die_in_the_second_epoch() -> str:
@@ -220,14 +231,14 @@ ALONE = Places(parameter_servers=(0,), graph_servers=(0,))
 
 
 def test_who_waits_too_long_is_told_for_what() -> None:
-    with served(alone(), plan_of(1), ALONE, timeout_s=0.01) as (_, client):
+    with served(alone(), plan_of(1), ALONE) as (_, client):
         for interval in range(len(SIZES)):
             for step in STEPS:
                 if (interval, step) not in ((2, 0), (4, 0), (4, 2)):
                     arrays = [np.zeros(SHAPES[name]) for name in STEPS[step]]
                     client.gradients(key_of(interval, 0, step), arrays)
         with pytest.raises(PeerError) as caught:
-            client.wait_for(1)
+            wait_for(client, 1, within_s=0.01)
     text = "epoch 0, step 0: gradients of intervals 2, 4; epoch 0, step 2: gradients of intervals 4"
     assert text in str(caught.value)
     assert "parameter server 0 on rank 0" in str(caught.value)
@@ -262,7 +273,7 @@ def test_an_update_that_fails_ends_the_waiting_and_the_service() -> None:
             for step, names in STEPS.items():
                 client.gradients(key_of(interval, 0, step), [np.zeros(SHAPES[name]) for name in names])
         with pytest.raises(PeerError, match="parameter server 0 on rank 0 stopped: ValueError: no room"):
-            client.wait_for(1)
+            wait_for(client, 1)
         with pytest.raises(RemoteError, match="no room"):
             client.weights(key_of(0, 0, 0))
         with pytest.raises(PeerError, match="no room"):
@@ -299,13 +310,13 @@ def test_sums_that_do_not_come_are_named(dead: list[int], says: str, monkeypatch
     monkeypatch.setattr(rpc, "silent", lambda ranks, _: [rank for rank in ranks if rank in dead])
     plan, places = plan_of(2), Places(parameter_servers=(0, 1), graph_servers=(0,))
     server = ParameterServer(plan, 0, first_weights(), Update("Adam", GROUPS, list(SHAPES)))
-    client = ParameterClient(rpc, plan, places)
+    client = ParameterClient(rpc, plan, places, ignored)
     service = ParameterService(rpc, server, places, timeout_s=0.02)
     for interval in plan.intervals_of(0):
         for step, names in STEPS.items():
             client.gradients(key_of(interval, 0, step), [np.zeros(SHAPES[name]) for name in names])
     with pytest.raises(PeerError, match=says):
-        client.wait_for(1)
+        wait_for(client, 1)
     service.close()
     client.close()
 
@@ -324,13 +335,13 @@ def test_listeners_hear_of_each_update_once() -> None:
 
     plan = plan_of(1, staleness=1)
     server = ParameterServer(plan, 0, first_weights(), Update("Adam", GROUPS, list(SHAPES)))
-    client = ParameterClient(rpc, plan, ALONE, on_update=listen)
+    client = ParameterClient(rpc, plan, ALONE, listen)
     service = ParameterService(rpc, server, ALONE)
     for epoch in (1, 0):
         for interval in range(len(SIZES)):
             for step, names in STEPS.items():
                 client.gradients(key_of(interval, epoch, step), [np.ones(SHAPES[name]) for name in names])
-    client.wait_for(2)
+    wait_for(client, 2)
     assert all_heard.wait(20)
     assert heard == [1, 2]
     service.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -124,6 +124,21 @@ def explained(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {error}") from error
     except (boto.BotoCoreError, ValueError) as error:
         raise ConfigError(f"{what}: {error}") from error
+
+
+Found: TypeAlias = Mapping[str, Any]
+"""AWS's description of a resource, as boto3 returns it."""
+
+
+def found_or_none(
+    what: str, missing: type[Exception], call: Callable[..., Found], **given: object
+) -> Found | None:
+    """Return ``call(**given)``; None if it raises ``missing``; other errors as in :func:`explained`."""
+    with explained(what):
+        try:
+            return call(**given)
+        except missing:
+            return None
 
 
 @final

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
 from types import TracebackType
 from typing import Any, TypeAlias, final
@@ -26,8 +26,8 @@ from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.records import Array
 from dglx_dist.serverless.aws.package import stages_of
-from dglx_dist.serverless.controller import Controller, ControllerOptions, Counts, RelaunchRule, TunerLimits
-from dglx_dist.serverless.cost import Bill, Servers, Usage, bill, dollars
+from dglx_dist.serverless.controller import Controller, ControllerOptions, most_workers
+from dglx_dist.serverless.cost import Bill, Counts, bill, dollars
 from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
 from dglx_dist.serverless.json_fields import printable
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
@@ -72,15 +72,13 @@ class Account:
     """Seconds that graph servers trained, summed over the ranks."""
 
     def __add__(self, other: Account) -> Account:
-        names = [one.name for one in fields(Counts)]
-        counts = {name: getattr(self.counts, name) + getattr(other.counts, name) for name in names}
-        return Account(counts=Counts(**counts), server_seconds=self.server_seconds + other.server_seconds)
+        seconds = self.server_seconds + other.server_seconds
+        return Account(counts=self.counts + other.counts, server_seconds=seconds)
 
     def bill(self, settings: LambdaSettings, *, simulated: bool) -> Bill:
         """Return the bill by the settings' prices."""
-        servers = [Servers(kind=settings.server, number=1, seconds=self.server_seconds)]
-        used = Usage() if settings.servers_only else self.counts.usage
-        return bill(used, servers, settings.prices, simulated=simulated)
+        used = Counts() if settings.servers_only else self.counts
+        return bill(used, {settings.server: self.server_seconds}, settings.prices, simulated=simulated)
 
     def describe(self, settings: LambdaSettings, *, simulated: bool) -> dict[str, object]:
         """Return counts, dollars and labels as JSON values."""
@@ -210,10 +208,10 @@ class WorkerPool:
 def _controller_options(settings: LambdaSettings, host: str) -> ControllerOptions:
     options = settings.options
     return ControllerOptions(
-        limits=TunerLimits(intervals=options.intervals, link_bytes_per_s=link_speed(host)),
+        most=most_workers(options.intervals, link_speed(host)),
         workers=options.workers or None,
         batch=options.batch,
-        relaunch=RelaunchRule(retries=options.retries),
+        retries=options.retries,
         prices=settings.prices,
     )
 
