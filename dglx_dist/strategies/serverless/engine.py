@@ -31,7 +31,7 @@ from dglx_dist.serverless.cost import Bill, Counts, bill, dollars
 from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
 from dglx_dist.serverless.json_fields import printable
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
-from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, Places, what_misses
+from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, what_misses
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import (
     MAX_TIMEOUT_S,
@@ -130,11 +130,10 @@ class WorkerPool:
         session: Session,
         program: Program,
         plan: ParameterPlan,
-        places: Places,
         settings: LambdaSettings,
         handlers: Mapping[str, Handler],
     ) -> None:
-        self._plan, self._places, self._rank = plan, places, session.topology.rank
+        self._plan, self._rank = plan, session.topology.rank
         self._digest, options = program.digest, settings.options
         self._task_options = TaskOptions(streaming=options.streaming, rematerialise=options.rematerialise)
         self._timeout_s = min(session.timeout_s, MAX_TIMEOUT_S)
@@ -185,7 +184,7 @@ class WorkerPool:
             rows=rows,
             program=self._digest,
             graph_server=self._addresses[self._rank],
-            parameter_server=self._addresses[self._places.parameter_servers[server]],
+            parameter_server=self._addresses[server],
             secrets=self._secrets,
             timeout_s=self._timeout_s,
             options=self._task_options,
@@ -328,18 +327,6 @@ StartWorkers: TypeAlias = Callable[[Mapping[str, Handler]], Workers]
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EngineConfig:
-    """Engine configuration; equal on all ranks except ``threads``."""
-
-    plan: ParameterPlan
-    places: Places
-    policy: StalenessPolicy
-    threads: int = 1
-    """Compute threads of this rank."""
-
-
-@final
 @dataclass(frozen=True, kw_only=True)
 class EpochTotals:
     """Totals of one epoch over all ranks; equal on all."""
@@ -360,19 +347,25 @@ class Engine:
     Every rank must construct, run and close it collectively.
 
     Args:
+        plan, policy: Equal on all ranks.
+        parameters: This rank's parameter server, if it has one.
         start_workers: Called once; when it raises, the engine is closed before the error is passed on.
+        threads: Compute threads of this rank.
     """
 
     def __init__(
         self,
         session: Session,
         server: GraphServer,
-        config: EngineConfig,
+        plan: ParameterPlan,
+        policy: StalenessPolicy,
         parameters: ParameterServer | None,
         start_workers: StartWorkers,
+        *,
+        threads: int = 1,
     ) -> None:
-        self._session, self._server, self._config = session, server, config
-        policy, rank = config.policy, session.topology.rank
+        self._session, self._server, self._policy = session, server, policy
+        rank, self._num_servers = session.topology.rank, plan.num_servers
         self._peers = [peer for peer in range(session.topology.world_size) if peer != rank]
         progress = Progress(server.schedule, server.part.num_intervals, policy, self._peers)
         self._updated_at = {policy.first_epoch: time.perf_counter()}
@@ -389,13 +382,13 @@ class Engine:
             on_position=lambda peer, position: self.scheduler.peer_reached(peer, position),
             on_correct=lambda peer, epoch, correct: self.scheduler.peer_counted(peer, epoch, correct),
         )
-        self.parameters = ParameterClient(session.rpc, config.plan, config.places, on_update=self._updated)
+        self.parameters = ParameterClient(session.rpc, plan, self._updated)
         """The latest weights and the optimizer's state, between runs."""
         self._parameter_service = (
             None
             if parameters is None
             else ParameterService(
-                session.rpc, parameters, config.places, timeline=session.timeline, run=server.run
+                session.rpc, parameters, session.topology.world_size, session.timeline, server.run
             )
         )
         try:
@@ -408,7 +401,7 @@ class Engine:
             progress,
             workers,
             self._exchange,
-            threads=config.threads,
+            threads=threads,
             timeline=session.timeline,
             early=policy.mode != "no_pipe",
         )
@@ -424,7 +417,7 @@ class Engine:
     @property
     def synchronous_from(self) -> int | None:
         """The epoch from which asynchronous training is synchronous; None: not known yet."""
-        return self._config.policy.synchronous_from
+        return self._policy.synchronous_from
 
     def run(self, epochs: int) -> list[EpochTotals]:
         """Train ``epochs`` more epochs; no rank has work in flight afterwards. Collective.
@@ -499,8 +492,7 @@ class Engine:
     def _stall_message(self, quiet_s: float) -> str:
         open_tasks = [str(key) for key in self._server.task_table.keys[:5]]
         tasks = f"no worker gave rows for {', '.join(open_tasks)}; " if open_tasks else ""
-        servers = range(self._config.plan.num_servers)
-        misses = what_misses(self._session.rpc, self._config.places, servers)
+        misses = what_misses(self._session.rpc, range(self._num_servers))
         return (
             f"graph server {self._server.rank} made no progress for {quiet_s:.0f} s: {tasks}{misses}; look "
             "at the output of the workers, or raise timeout_s (DGLX_TIMEOUT)"
@@ -552,13 +544,10 @@ class TrainingRun:
             staleness=options.staleness,
             first_epoch=start.epoch,
         )
-        places = Places(
-            parameter_servers=tuple(range(num_servers)), graph_servers=tuple(range(topology.world_size))
-        )
         pools: list[WorkerPool] = []
 
         def start_workers(handlers: Mapping[str, Handler]) -> Workers:
-            pools.append(WorkerPool(session, program, plan, places, settings, handlers))
+            pools.append(WorkerPool(session, program, plan, settings, handlers))
             return pools[0]
 
         parameters = (
@@ -566,15 +555,11 @@ class TrainingRun:
             if topology.rank < num_servers
             else None
         )
-        config = EngineConfig(
-            plan=plan,
-            places=places,
-            policy=replace(
-                options.staleness_policy(start.epoch, program.num_train),
-                synchronous_from=start.epoch if start.is_synchronous else None,
-            ),
-            threads=num_threads(session, options.threads),
+        policy = replace(
+            options.staleness_policy(start.epoch, program.num_train),
+            synchronous_from=start.epoch if start.is_synchronous else None,
         )
+        threads = num_threads(session, options.threads)
         server = GraphServer(
             part,
             program,
@@ -584,7 +569,7 @@ class TrainingRun:
             seed=session.seed,
         )
         try:
-            self.engine = Engine(session, server, config, parameters, start_workers)
+            self.engine = Engine(session, server, plan, policy, parameters, start_workers, threads=threads)
         except BaseException:
             for pool in pools:
                 pool.close()

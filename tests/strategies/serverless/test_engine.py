@@ -23,7 +23,6 @@ from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Array
 from dglx_dist.serverless.controller import Counts
-from dglx_dist.serverless.parameter_service import Places
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import (
     Direction,
@@ -38,7 +37,6 @@ from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
 from dglx_dist.strategies.serverless.engine import (
     Account,
     Engine,
-    EngineConfig,
     EpochTotals,
     LiveProgress,
     account_of_ranks,
@@ -147,8 +145,6 @@ def engine_of(
     boundary = exchange_boundaries(session, graph)
     part = cases.case().part(graph, boundary, INTERVALS, rank * INTERVALS)
     plan = cases.plan_of(program, parts_of(world), num_servers, policy.staleness)
-    places = Places(parameter_servers=tuple(range(num_servers)), graph_servers=tuple(range(world)))
-    config = EngineConfig(plan=plan, places=places, policy=policy, **settings)
     started: list[ThreadWorkers] = []
 
     def start_workers(handlers: Mapping[str, Handler]) -> ThreadWorkers:
@@ -156,7 +152,8 @@ def engine_of(
         return started[0]
 
     parameters = cases.parameter_server(program, plan, rank) if rank < num_servers else None
-    return Engine(session, GraphServer(part, program), config, parameters, start_workers), started[0]
+    server = GraphServer(part, program)
+    return Engine(session, server, plan, policy, parameters, start_workers, **settings), started[0]
 
 
 def parts_of(world: int) -> list[Part]:
