@@ -33,27 +33,19 @@ _JOIN_TIMEOUT_S = 5.0
 
 
 def most_workers(intervals: int, link_bytes_per_s: float | None = None) -> int:
-    """Return the largest useful number of workers of a graph server, in [1, 100].
-
-    Args:
-        intervals: Of the graph server.
-        link_bytes_per_s: Rate of its network; None: no bound.
-    """
+    """Return the largest useful number of workers, in [1, 100], on a network of this rate."""
     network = math.inf if link_bytes_per_s is None else link_bytes_per_s / WORKER_BYTES_PER_S
     return int(max(1, min(intervals, MOST_WORKERS, network)))
 
 
 @final
 class Autotuner:
-    """Adapts the number of workers to the trend of the graph server's task queue.
+    """Adapts the number of workers to the trend of the graph server's task queue; it starts at ``most``.
 
     A growing queue means that workers produce more than the server's cores process: fewer workers. An empty
     or quickly shrinking queue means that cores wait: more workers. The number is halved or doubled at first.
     Each change of direction takes the root of the factor and three steps in one direction square it, so the
     number settles where both sides keep up, and still follows a change.
-
-    Args:
-        most: Upper bound, at which the number starts.
     """
 
     def __init__(self, most: int) -> None:
@@ -284,10 +276,7 @@ class Controller:
 
     Call :meth:`launch` when the preceding task *starts*, so that a worker is up when the rows are ready, and
     :meth:`ready` when they are. The executor belongs to the caller, whose ``notice`` may call :meth:`wake`.
-
-    Args:
-        clock: Monotonic time in seconds.
-        observer: Called with each finished task, on the thread that calls :meth:`finished`.
+    ``observer`` is called with each finished task, on the thread that calls :meth:`finished`.
     """
 
     def __init__(
@@ -325,24 +314,13 @@ class Controller:
         self._queue = queue
 
     def launch(self, task: Task, *, ready: bool = False) -> None:
-        """Send ``task`` as soon as a worker is free.
-
-        Args:
-            ready: Whether its rows are ready.
-
-        Raises:
-            ConfigError: its key was already launched, or the executor rejects the task.
-            PeerError: the executor has failed.
-        """
+        """Send ``task`` as soon as a worker is free; DglxError if the executor rejects it."""
         with self._lock:
             self._pending.add(task, self._clock(), ready=ready)
         self._send()
 
     def ready(self, key: TaskKey) -> None:
-        """Note that the rows of ``key`` are ready, which starts its time-out.
-
-        Does nothing for a task that is done, unknown or already ready. Raises like :meth:`launch`.
-        """
+        """Note that the rows of ``key`` are ready, which starts its time-out; ignores tasks that are done."""
         with self._lock:
             work = self._pending.get(key)
             if work is None or work.ready is not None:
@@ -351,11 +329,7 @@ class Controller:
         self._send()
 
     def finished(self, key: TaskKey, attempt: int) -> bool:
-        """Note that all rows of one attempt at ``key`` have arrived.
-
-        Returns:
-            Whether they are the first; False for duplicates and tasks that were never launched.
-        """
+        """Note that all rows of one attempt have arrived; return False for duplicates and unknown tasks."""
         now = self._clock()
         with self._lock:
             work = self._pending.get(key)
@@ -377,9 +351,7 @@ class Controller:
     def tick(self) -> None:
         """Relaunch lost and late tasks, count finished invocations, tune the number of workers, send tasks.
 
-        Raises:
-            PeerError: a task has used up its retries, or the executor has failed.
-            ConfigError: the executor rejects a task.
+        Raises PeerError if a task has used up its retries; other errors are the executor's.
         """
         # One thread at a time: the executor reports each event once.
         with self._ticking:

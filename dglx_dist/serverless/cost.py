@@ -26,11 +26,7 @@ _Step: TypeAlias = Annotated[float, Within(1e-6, 3600)]
 @final
 @dataclass(frozen=True, kw_only=True)
 class PriceTable:
-    """Dollars for functions and servers at one date.
-
-    Raises:
-        ConfigError: a price is negative or not a number, the date is invalid, or there is no server.
-    """
+    """Dollars for functions and servers at one date."""
 
     name: Annotated[str, Within(1, 80)]
     source: Annotated[str, Within(1, 400)]
@@ -73,11 +69,7 @@ class PriceTable:
 
 
 def prices(name: str = DEFAULT_PRICES) -> PriceTable:
-    """Return the table ``name``: "aws", "dorylus" (the paper's), or a JSON file with the same fields.
-
-    Raises:
-        ConfigError: there is no such table or file, or it is invalid.
-    """
+    """Return the table ``name``: "aws", "dorylus" (the paper's), or a JSON file with the same fields."""
     known = {table.name: table for table in _tables()}
     if name in known:
         return known[name]
@@ -199,11 +191,7 @@ class Bill:
 
 
 def billed_gb_seconds(duration_s: float, memory_mb: int, prices: PriceTable) -> float:
-    """Return the GB-seconds of one invocation, its duration rounded up to whole steps of ``prices``.
-
-    Raises:
-        ConfigError: the duration is negative or not finite, or the memory is below 1 MB.
-    """
+    """Return the GB-seconds of one invocation, its duration rounded up to whole steps of ``prices``."""
     if not duration_s >= 0 or math.isinf(duration_s):
         raise ConfigError(f"an invocation took {duration_s} s; give seconds of at least 0")
     if memory_mb < 1:
@@ -217,13 +205,7 @@ def billed_gb_seconds(duration_s: float, memory_mb: int, prices: PriceTable) -> 
 def bill(
     functions: Counts, server_seconds: Mapping[str, float], prices: PriceTable, *, simulated: bool
 ) -> Bill:
-    """Return the dollars of a run; ConfigError if the table lacks a server's instance type.
-
-    Args:
-        functions: What the workers used; ``Counts()`` without functions.
-        server_seconds: Of all servers of each instance type.
-        simulated: Whether the functions ran elsewhere than at the provider.
-    """
+    """Return the dollars of a run, given the seconds of all servers of each instance type."""
     return Bill(
         requests=functions.invocations * prices.per_request,
         compute=functions.gb_s * prices.per_gb_second,

@@ -329,10 +329,7 @@ class ParameterClient:
         self._rpc.call(rank, GRADIENTS_OF_RANK, str(key), arrays, phase=UP, layer=key.step)
 
     def latest(self) -> dict[str, Array]:
-        """Fetch the latest weights by name from this rank's server or another one.
-
-        All servers have the same weights once all have made the same updates and nothing is in flight.
-        """
+        """Fetch the latest weights by name; all servers have the same while nothing is in flight."""
         (vector,) = self._rpc.call(self._nearest(), LATEST, "", [], phase=READ)
         if vector.shape != (self._plan.size,) or vector.dtype != self._plan.dtype:
             raise ConfigError(

@@ -106,12 +106,7 @@ def carry_out(steps: Sequence[Step], say: Callable[[str], None]) -> None:
 
 @final
 class Role:
-    """The execution role of one function: the given one, or one created for the function.
-
-    Raises:
-        ConfigError: the given role does not exist, or the name of the created one is taken.
-        PeerError: AWS is unreachable.
-    """
+    """The execution role of one function: the given one, or one created for the function."""
 
     def __init__(self, deployment: Deployment) -> None:
         given = deployment.role
@@ -240,11 +235,7 @@ def compiled_of(package: Path) -> Compiled:
 def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
     """Return the requested runtime of ``deployment``, or by default its package's.
 
-    Args:
-        on_aws: Whether it will run on AWS itself, whose C libraries are known.
-
-    Raises:
-        ConfigError: that runtime cannot load the package's libraries.
+    ConfigError if it cannot load the package's libraries, or, ``on_aws``, if AWS's C library is too old.
     """
     compiled = compiled_of(deployment.package)
     minor = sys.version_info.minor if compiled.python is None else compiled.python
@@ -278,12 +269,7 @@ def what_aws_lacks(package: Path) -> str:
 
 @final
 class Function:
-    """One function, and the steps from its present state to a deployment.
-
-    Raises:
-        ConfigError: AWS rejects the query, or the name belongs to a function that dglx did not create.
-        PeerError: AWS is unreachable.
-    """
+    """One function, and the steps from its present state to a deployment."""
 
     def __init__(self, deployment: Deployment, pause: Callable[[float], None] = time.sleep) -> None:
         self._deployment, self._pause = deployment, pause
@@ -492,18 +478,16 @@ class TrialResult:
 def try_function(
     name: str, place: Place, say: Callable[[str], None], *, address: str | None = None, times: int = 2
 ) -> list[TrialResult]:
-    """Invoke the function ``name`` with a small task and check its results.
+    """Invoke the function ``name`` with small tasks, the second in a warm container, and check their results.
 
     Args:
         say: Called with a message that has the address at which this process serves.
         address: Numeric address of this machine that the function can reach; None: the one by which this
             machine reaches AWS.
-        times: Number of tasks; the second one finds a warm container.
 
     Raises:
         ConfigError: the function does not exist, permission is missing, or its results are wrong.
         RemoteError: the function failed; the message ends with its log.
-        PeerError: AWS is unreachable.
     """
     # The invocation is synchronous, so the client waits for the longest time-out of a function.
     client = place.client("lambda", timeout_s=MAX_TIMEOUT_S + 10)

@@ -48,10 +48,7 @@ class Report:
 
 
 def read_report(line: str) -> Report | None:
-    """Read a log line; None if it is not a REPORT.
-
-    The duration is the billed one, which includes the start of a container if AWS bills that.
-    """
+    """Read a log line; None if it is not a REPORT. If AWS bills the start of a container, so does it."""
     found = _REPORT.search(line)
     if found is None:
         return None

@@ -119,11 +119,7 @@ def progress_line(now: Snapshot, counts: Counts, workers: int, bill_now: Bill) -
 
 @final
 class WorkerPool:
-    """:class:`Workers` of this rank, behind a controller, from construction until :meth:`close`.
-
-    Raises:
-        ConfigError: the executor rejects its options, or its workers cannot reach this rank.
-    """
+    """:class:`Workers` of this rank, behind a controller, from construction until :meth:`close`."""
 
     def __init__(
         self,
@@ -216,12 +212,7 @@ def _controller_options(settings: LambdaSettings, host: str) -> ControllerOption
 
 
 def check_reachable(host: str, *, paid: bool) -> None:
-    """Raise ConfigError if cloud functions would have to call a loopback address.
-
-    Args:
-        host: Numeric address at which this rank answers workers.
-        paid: Whether a cloud provider runs the workers.
-    """
+    """Raise ConfigError if functions of a paid cloud would have to call ``host``, a loopback address."""
     if paid and ip_address(host).is_loopback:
         raise ConfigError(
             f"workers run in a cloud, but this rank answers at {host}, which only this machine can reach; "
@@ -342,15 +333,12 @@ class EpochTotals:
 
 @final
 class Engine:
-    """Runs epochs on this rank together with all others.
-
-    Every rank must construct, run and close it collectively.
+    """Runs epochs on this rank together with all others. All methods are collective.
 
     Args:
         plan, policy: Equal on all ranks.
         parameters: This rank's parameter server, if it has one.
         start_workers: Called once; when it raises, the engine is closed before the error is passed on.
-        threads: Compute threads of this rank.
     """
 
     def __init__(
@@ -422,9 +410,8 @@ class Engine:
     def run(self, epochs: int) -> list[EpochTotals]:
         """Train ``epochs`` more epochs; no rank has work in flight afterwards. Collective.
 
-        Raises:
-            PeerError: a rank is dead or silent, or the run made no progress for the session's timeout (the
-                message names who is missing); or a task failed in all allowed attempts.
+        Raises PeerError, naming who is missing, if a rank is dead or there was no progress for the session's
+        time-out; or if a task failed in all allowed attempts.
         """
         first, end = self.epoch, self.epoch + epochs
         self._updated_at = {first: time.perf_counter()}
@@ -517,14 +504,7 @@ class Start:
 
 @final
 class TrainingRun:
-    """Engine and workers from construction until :meth:`close`; both are collective.
-
-    Args:
-        interval_sizes: (K,) nodes of every interval of all ranks.
-
-    Raises:
-        ConfigError: there are more parameter servers than intervals, or the executor rejects its options.
-    """
+    """Engine and workers from construction until :meth:`close`; both are collective."""
 
     def __init__(
         self,
@@ -594,12 +574,7 @@ _PROGRESS_INTERVAL_S = 0.5
 
 @final
 class LiveProgress:
-    """Thread that shows a progress line every half a second inside a ``with`` block.
-
-    Args:
-        past: Earlier work that the bill includes.
-        show: Called with each line; None: no thread is started.
-    """
+    """Thread that shows a progress line, with the bill since ``past``, every half a second."""
 
     def __init__(
         self,
