@@ -33,7 +33,14 @@ from dglx_dist.compat.namespace import ScriptModel
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST
-from dglx_dist.data.storage.files import named_failures, partial_folder, remove_abandoned
+from dglx_dist.data.storage.files import (
+    named_failures,
+    partial_folder,
+    publish,
+    remove_abandoned,
+    replace_folder,
+)
+from dglx_dist.data.storage.manifest import check_target
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.storage.writer import FeatureDtype
 from dglx_dist.dataloading.edge_loader import samples_edges
@@ -77,29 +84,29 @@ def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
         StorageError: the cache cannot be written; raised before the partitioning.
     """
     folder = (cache / f"{Path(graph.name).name}-{content_key(graph, plan)}").absolute()
-    if (folder / MANIFEST).is_file() and _is_intact(folder):
+    if not (folder / MANIFEST).is_file():
+        check_target(folder, overwrite=False)
+    elif not (damage := _damage(folder)):
         return folder
-    with named_failures(cache), partial_folder(folder):
+    else:
+        log.warning("%s is partitioned again: %s", folder, damage)
+    with named_failures(cache), partial_folder(folder) as aside:
         remove_abandoned(folder.parent, below=False)
-    try:
-        partition_to_disk(graph, folder, plan)
-    except StorageError:
-        if not (folder / MANIFEST).is_file():
-            raise
+        made = aside / "dataset"
+        partition_to_disk(graph, made, plan)
+        # Another run may have put an intact one there meanwhile, and trains on it.
+        if not publish(made, folder) and _damage(folder):
+            replace_folder(made, folder)
     return folder
 
 
-def _is_intact(folder: Path) -> bool:
-    """Whether the cached partitions are undamaged; damaged ones are removed."""
+def _damage(folder: Path) -> str:
     try:
         # verify="full" costs little here: the key of the folder has read every byte of the graph, too.
         open_dataset(folder, verify="full")
     except (DatasetError, StorageError) as problem:
-        log.warning("%s is partitioned again: %s", folder, problem)
-        with named_failures(folder), partial_folder(folder) as aside:
-            folder.rename(aside)
-        return False
-    return True
+        return str(problem)
+    return ""
 
 
 OriginalIds: TypeAlias = Tensor | dict[Any, Tensor]

@@ -24,7 +24,7 @@ from dglx_dist.options import check_ranges
 from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, choosable, enumerate_candidates, schemes_of
 from dglx_dist.planner.choose import Constraints, choose
 from dglx_dist.planner.dry_run import DryRunConfig, live_run
-from dglx_dist.planner.model_shape import ModelShape, layers_in, shape_of_module
+from dglx_dist.planner.model_shape import ModelShape, shape_of_module
 from dglx_dist.planner.profile import probe
 from dglx_dist.planner.records import Candidate, Choice, Cluster, Outcome
 from dglx_dist.planner.workload import TRAIN_MASK, Draws, check_plannable, check_train_nodes
@@ -86,7 +86,6 @@ class Training:
     """None: the number of fan-outs, or of the model's convolutions."""
     kind: str | None = None
     """Of a ready-made model; None: derived from its convolutions."""
-    heads: int = 4
     hidden: int | None = None
     own_loop: bool = False
     """Whether the user's loop takes the steps, which strategy ``lambda`` does not support."""
@@ -372,17 +371,13 @@ def _candidates(
 def _shape(model: nn.Module, g: DistGraph, training: Training) -> ModelShape:
     # A user's loop may have targets that are no labels; the width of the last layer is then unknown.
     features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
-    found = layers_in(model)
-    layers = training.num_layers or (len(training.fanouts) if training.fanouts else found.count) or 2
-    heads = found.heads if training.kind is None else training.heads
     return shape_of_module(
         model,
-        training.kind or found.kind,
         features,
-        training.hidden or found.hidden,
         classes,
-        layers,
-        heads,
+        training.num_layers or len(training.fanouts or ()),
+        kind=training.kind or "",
+        hidden=training.hidden or 0,
         guessed=training.kind is None,
     )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
+from torch import nn
 
 from dglx_dist.api import init
 from dglx_dist.auto import DEFAULT_STRATEGY, NO_BATCHES, draws_of, is_deep, steps_of
@@ -24,7 +25,7 @@ from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, enumerate_can
 from dglx_dist.planner.choose import Constraints, Regions, choose, find_regions
 from dglx_dist.planner.cost_model import PROGRAM_BYTES, Measured, MemoryModel
 from dglx_dist.planner.dry_run import DryRunConfig, dry_run
-from dglx_dist.planner.model_shape import shape_of_kind, shape_of_module
+from dglx_dist.planner.model_shape import ModelShape, shape_of_module
 from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import Candidate, Choice, Cluster, Rate
 from dglx_dist.planner.workload import (
@@ -91,7 +92,7 @@ def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, 
 def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
     figures = Figures(method=plan.partitioner, **common_fields(plan, Figures))
     graph, cluster = stats_of_figures(figures, plan.servers), cluster_of(plan)
-    shape = shape_of_kind(plan.model, graph.features, plan.hidden, graph.classes, plan.layers, plan.heads)
+    shape = _shape(plan, graph.features, plan.hidden, graph.classes)
     memory = MemoryModel(
         graph=graph, shape=shape, cluster=cluster, program_bytes=PROGRAM_BYTES, replicated=True
     )
@@ -157,7 +158,7 @@ def _measured_on(
 ) -> tuple[Measured, tuple[Candidate, ...]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(NODE_TYPE)
     module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
-    shape = shape_of_module(module, plan.model, features, plan.hidden, classes, plan.layers, plan.heads)
+    shape = _shape_of(module, plan, features, plan.hidden, classes)
     seeds = len(marked_ids(g.ndata[TRAIN_MASK], g.num_nodes()))
     check_train_nodes(seeds, str(plan.data))
     draws = _draws_of(plan)
@@ -251,6 +252,16 @@ def _is_partitioned(plan: PlanConfig, structure_bytes: int) -> bool:
     return plan.servers > 1 and structure_bytes > machine // 2
 
 
+def _shape(plan: PlanConfig, features: int, hidden: int, classes: int) -> ModelShape:
+    with torch.random.fork_rng(devices=[]):
+        module = build_model(plan.model, features, hidden, classes, plan.layers, 0.5, plan.heads)
+    return _shape_of(module, plan, features, hidden, classes)
+
+
+def _shape_of(module: nn.Module, plan: PlanConfig, features: int, hidden: int, classes: int) -> ModelShape:
+    return shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=hidden)
+
+
 def make_map(plan: PlanConfig, notify: Notify | None = None) -> tuple[Choice, Regions]:
     """Return the plan, and the winners at other hidden widths and bandwidths; see :func:`make_plan`.
 
@@ -261,10 +272,9 @@ def make_map(plan: PlanConfig, notify: Notify | None = None) -> tuple[Choice, Re
     graph, heads = known.graph, plan.heads if plan.model == "gat" else 1
     # Widths are multiples of the attention heads.
     widths = {plan.hidden, *(-(-hidden // heads) * heads for hidden in MAP_WIDTHS)}
-    shapes = {
-        hidden: shape_of_kind(plan.model, graph.features, hidden, graph.classes, plan.layers, plan.heads)
-        for hidden in sorted(widths)
-    } | {plan.hidden: known.shape}
+    shapes = {hidden: _shape(plan, graph.features, hidden, graph.classes) for hidden in sorted(widths)} | {
+        plan.hidden: known.shape
+    }
     rates = [_PAYLOAD / 8 * bits for bits in np.geomspace(*MAP_BITS_PER_S, MAP_STEPS)]
     found = find_regions(known, candidates, constraints_of(plan), shapes, [float(rate) for rate in rates])
     return choose(candidates, known, constraints_of(plan)), found

@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from dglx_dist.comm.rendezvous import serve_store
+from dglx_dist.data.storage.files import replaced_file
 
 _PR_SET_PDEATHSIG = 1
 _BACKEND = "dglx-static"
@@ -145,9 +146,8 @@ def write_failure(file: Path, rank: int, failure: ProcessFailure) -> None:
         "lost_a_peer": _lost_a_peer(failure),
         "second": failure.timestamp,
     }
-    unfinished = file.with_suffix(".part")
-    unfinished.write_text(json.dumps(record))
-    unfinished.replace(file)
+    with replaced_file(file) as partial:
+        partial.write_text(json.dumps(record))
 
 
 def _failure_file(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:

@@ -20,8 +20,7 @@ from typing import final
 
 import zmq
 from zmq.utils import z85
-
-from dglx_dist.comm.wire import read_event
+from zmq.utils.monitor import recv_monitor_message
 
 _DOMAIN = b"dglx"
 _USER = b"rank"
@@ -85,10 +84,7 @@ def make_credentials_keys() -> tuple[bytes, bytes]:
 class ZapAuthenticator:
     """Answers ZeroMQ's authentication requests (ZAP, RFC 27) for all sockets of ``context``.
 
-    Args:
-        context: Of the guarded socket; may have one authenticator.
-        credentials: Accepts connections.
-        guarded: The socket whose connections are monitored, not yet bound.
+    A context may have one. The ``guarded`` socket, whose connections are monitored, must not be bound yet.
     """
 
     def __init__(
@@ -149,11 +145,11 @@ class ZapAuthenticator:
         self._requests.send_multipart([version, request, b"400", b"not of this job", b"", b""])
 
     def _note_event(self) -> None:
-        event = read_event(self._events)
-        handle = int(event.value)
-        if event.number == zmq.EVENT_ACCEPTED:
+        event = recv_monitor_message(self._events)
+        handle = int(event["value"])
+        if event["event"] == zmq.EVENT_ACCEPTED:
             self._names[handle] = _peer_name(handle)
-        elif event.number == zmq.EVENT_DISCONNECTED:
+        elif event["event"] == zmq.EVENT_DISCONNECTED:
             name = self._names.pop(handle, "")
             # A message proves the handshake, and no rank connects without sending one.
             if handle in self._accepted:

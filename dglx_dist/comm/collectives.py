@@ -34,18 +34,10 @@ CONTROL = "control"
 def sum_over_ranks(
     tensor: Tensor, session: Session, *, phase: str, layer: int = 0, in_place: bool = False
 ) -> Tensor:
-    """Sum ``tensor`` over all ranks; every rank gets the same bits.
+    """Sum ``tensor``, of equal shape and dtype on all ranks; every rank gets the same bits, without gradient.
 
-    Counted as a ring all-reduce, 2 (W - 1) / W of its bytes per rank, to the next rank.
-
-    Args:
-        tensor: Any shape and dtype, the same on all ranks; the result carries no gradient.
-        session: The run.
-        phase, layer: For the ledger.
-        in_place: Overwrite ``tensor``, which must be contiguous.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
+    Counted as a ring all-reduce, 2 (W - 1) / W of its bytes per rank, to the next rank. ``in_place``:
+    overwrite ``tensor``, which must be contiguous. Raises PeerError when a rank is dead or silent.
     """
     total = tensor.detach() if in_place else tensor.detach().clone(memory_format=torch.contiguous_format)
     topology = session.topology
@@ -65,14 +57,7 @@ def count_all_reduce(session: Session, phase: str, num_bytes: int, layer: int = 
 
 
 def gather_int64(values: Sequence[int] | Array, session: Session) -> Array:
-    """Collect (K,) whole numbers from every rank, with the same K.
-
-    Returns:
-        (W, K) int64, row r from rank r, on every rank.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
-    """
+    """Return (W, K) int64, row r from rank r; all ranks give the same number K of values."""
     local = np.ascontiguousarray(values, dtype=np.int64).reshape(-1)
     if session.topology.world_size == 1 or not len(local):
         return np.broadcast_to(local, (session.topology.world_size, len(local))).copy()
@@ -80,12 +65,7 @@ def gather_int64(values: Sequence[int] | Array, session: Session) -> Array:
 
 
 def gather_json(value: object, session: Session) -> list[object]:
-    """Collect a JSON value from every rank; (W,) by rank, on every rank.
-
-    Raises:
-        TypeError: ``value`` is no JSON value.
-        PeerError: a rank is dead or did not take part within the time-out.
-    """
+    """Return the JSON values of all ranks, by rank; TypeError if ``value`` is none."""
     raw = json.dumps(value).encode()
     if session.topology.world_size == 1:
         return [json.loads(raw)]
@@ -97,12 +77,7 @@ def gather_json(value: object, session: Session) -> list[object]:
 
 
 def broadcast_json(value: object, session: Session, source: int = 0) -> object:
-    """Send the JSON value of rank ``source`` to every rank; the others' values are ignored.
-
-    Raises:
-        TypeError: ``value`` of ``source`` is no JSON value.
-        PeerError: a rank is dead or did not take part within the time-out.
-    """
+    """Return the JSON value of rank ``source``; the others' values are ignored."""
     topology = session.topology
     is_source = topology.rank == source
     raw = json.dumps(value).encode() if is_source or topology.world_size == 1 else b""
@@ -120,11 +95,7 @@ def broadcast_json(value: object, session: Session, source: int = 0) -> object:
 
 
 def barrier(session: Session, what: str) -> None:
-    """Wait until every rank calls it; ``what`` is for messages.
-
-    Raises:
-        PeerError: ranks are missing after the time-out, or dead; the message names them.
-    """
+    """Wait until every rank calls it; PeerError names missing or dead ranks. ``what`` is for messages."""
     if session.store is not None:
         with _doing(session, what):
             session.store.barrier(what, check=lambda missing: session.raise_for_dead(missing, what))
@@ -185,9 +156,6 @@ def measure_clock(session: Session) -> Clock:
 
     The fastest of 20 round trips counts: rank 0 read its clock within it, so the middle is wrong by at most
     half of it. Clocks of machines then drift apart, usually by less than 10 us a second.
-
-    Raises:
-        PeerError: a rank is dead or did not take part within the time-out.
     """
     if session.topology.world_size == 1:
         return Clock(offset_s=0.0, error_s=0.0)
@@ -218,14 +186,9 @@ def _clock_by_round_trips(session: Session) -> Clock:
 def raise_for_missing(
     session: Session, missing: Sequence[int], what: str, *, advice: str, late: bool
 ) -> None:
-    """Raise PeerError if one of the ranks ``missing`` failed or is dead, or if time is up.
+    """Raise PeerError if one of the ranks ``missing``, that should have sent ``what``, failed or is dead.
 
-    Args:
-        session: The run.
-        missing: Ranks that are waited for; at least one.
-        what: What they should have sent.
-        advice: The remedy.
-        late: Whether time is up.
+    If time is up (``late``), raise for all of them, with ``advice`` as the remedy.
     """
     failure = session.store.first_failure() if session.store is not None else None
     if failure is not None and failure[0] in missing:
@@ -248,13 +211,8 @@ def check_equal(
 ) -> None:
     """Raise ``error`` on all ranks unless all call it with the same ``value``; collective.
 
-    Args:
-        session: The run.
-        what: Name of the value, for the message.
-        value: JSON and scalars of NumPy or torch; anything else counts by its ``repr``. Of a dictionary or
-            a list the message shows the first item that differs.
-        remedy: For the message.
-        error: What is raised.
+    ``value`` is JSON and scalars of NumPy or torch; anything else counts by its ``repr``. Of a dictionary or
+    a list the message shows the first item that differs.
     """
     plain = json.loads(
         json.dumps(value, default=lambda one: one.item() if hasattr(one, "item") else repr(one))
@@ -263,14 +221,9 @@ def check_equal(
 
 
 def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:
-    """Return what ``action`` returns; when it raises on one rank, all raise.
+    """Return what ``action``, which calls no collective, returns; when it raises on one rank, all raise.
 
-    Collective.
-
-    Args:
-        session: The run.
-        action: Calls no collective.
-        error: What the other ranks raise, with the failed rank and its message.
+    Collective. The other ranks raise ``error`` with the failed rank and its message.
     """
     problem, result = "", None
     mine: Exception | None = None

@@ -48,11 +48,7 @@ _CHECK_EVERY_S = 1.0
 
 @final
 class Streams:
-    """The connections of one rank.
-
-    Args:
-        sockets: By rank; connected, non-blocking.
-    """
+    """The connections of one rank: by rank, connected, non-blocking."""
 
     def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
         self._sockets = dict(sockets)
@@ -72,8 +68,7 @@ class Streams:
 def open_streams(session: Session) -> Streams:
     """Return the connections of this rank; the first call is collective, later ones return the same.
 
-    Raises:
-        PeerError: a rank is dead or did not connect within the time-out; the message names it.
+    PeerError names a rank that is dead or did not connect within the time-out.
     """
     return _STREAMS.of(session)
 
@@ -126,25 +121,18 @@ def _connect(session: Session, peer: int) -> socket.socket:
     rank = session.topology.rank
     where, port, secret = session.rpc.call(peer, _OFFER, str(rank), [], phase="control")
     address = where.tobytes().decode()
-    try:
-        connection = socket.create_connection((address, int(port[0])), timeout=session.timeout_s)
-    except OSError as error:
-        raise PeerError(_unreachable(session, peer, f"{address}:{port[0]}", error)) from error
     with ExitStack() as undo:
-        undo.enter_context(connection)
         try:
-            show(connection, rank, secret.tobytes())
+            connection = socket.create_connection((address, int(port[0])), timeout=session.timeout_s)
+            show(undo.enter_context(connection), rank, secret.tobytes())
         except OSError as error:
-            raise PeerError(_unreachable(session, peer, f"{address}:{port[0]}", error)) from error
+            raise PeerError(
+                f"rank {rank} cannot connect to rank {peer} on {session.hosts[peer]} at {address}:{port[0]} "
+                f"({error}); every rank must reach every other one: is a firewall between them, or that rank "
+                "dead?"
+            ) from error
         undo.pop_all()
     return connection
-
-
-def _unreachable(session: Session, peer: int, where: str, error: OSError) -> str:
-    return (
-        f"rank {session.topology.rank} cannot connect to rank {peer} on {session.hosts[peer]} at {where} "
-        f"({error}); every rank must reach every other one: is a firewall between them, or that rank dead?"
-    )
 
 
 def _accept(
@@ -175,11 +163,7 @@ def _accept(
 
 
 def show(connection: socket.socket, rank: int, secret: bytes) -> None:
-    """Prove to the listening end that this is ``rank``, and check that the other end knows ``secret``.
-
-    Raises:
-        OSError: the other end does not know it, or is closed.
-    """
+    """Prove to the listening end that this is ``rank``; OSError if the other end does not know ``secret``."""
     local = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_HELLO.pack(_MAGIC, rank, local))
     answer = _read(connection, _NONCE_BYTES + _PROOF_BYTES)
@@ -190,11 +174,7 @@ def show(connection: socket.socket, rank: int, secret: bytes) -> None:
 
 
 def admit(connection: socket.socket, offers: Mapping[int, bytes]) -> int:
-    """Authenticate the other end as one of the ranks in ``offers``, and return it.
-
-    Raises:
-        OSError: it is none of them, or sent nothing in time.
-    """
+    """Authenticate the other end as one of the ranks in ``offers``, and return it; OSError if it is none."""
     magic, rank, remote = _HELLO.unpack(_read(connection, _HELLO.size))
     if magic != _MAGIC or rank not in offers:
         raise ConnectionRefusedError("it does not speak this job's protocol")
@@ -235,14 +215,8 @@ class ClientAccess:
 def open_client_access(session: Session, interface: str = "") -> ClientAccess:
     """Return the access for external clients; the first call is collective, later ones return the same.
 
-    Args:
-        session: The run.
-        interface: Network interface on which a session of one rank listens; "": clients are on this machine.
-            Several ranks listen where they listen to each other.
-
-    Raises:
-        ConfigError: there is no such interface.
-        PeerError: a rank did not take part.
+    A session of one rank listens on ``interface`` (ConfigError if there is none; "": clients are on this
+    machine), several ranks where they listen to each other.
     """
     kept = _CLIENT_ACCESS.of(session)
     if kept is not None:

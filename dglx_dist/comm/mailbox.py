@@ -27,11 +27,8 @@ class RoundEnded(DglxError):
 class Mailbox(Generic[M]):
     """Received messages; any thread may put them, and any number of threads may wait.
 
-    Rounds are numbered upwards. Messages of a round that has ended are dropped.
-
-    Args:
-        session: The run.
-        advice: The remedy when a rank sends nothing.
+    Rounds are numbered upwards. Messages of a round that has ended are dropped. ``advice`` is the remedy when
+    a rank sends nothing.
     """
 
     def __init__(self, session: Session, advice: str) -> None:
@@ -74,12 +71,8 @@ class Mailbox(Generic[M]):
     ) -> dict[int, M]:
         """Wait for a message of each of the ranks ``senders``, and return them by rank.
 
-        Args:
-            round_number: The round.
-            step: The step of the round.
-            senders: Ranks.
-            what: Name of the messages, for errors.
-            is_busy: Tells of a rank that is late whether it works on the round; it is then given more time.
+        ``what`` names the messages in errors; ``is_busy`` tells of a rank that is late whether it works on
+        the round: it is then given more time.
 
         Raises:
             PeerError: a rank failed, is dead, or sent nothing within the session's time-out; it is named.
@@ -127,11 +120,8 @@ class Mailbox(Generic[M]):
 class OneSidedExchange:
     """Arrays of any number and size, on any thread. All ranks must construct it before one posts.
 
-    Args:
-        session: The run.
-        op: Name of the remote call, equal on all ranks and used by nothing else.
-        advice: As for :class:`Mailbox`.
-        check: Called with received arrays; the sender gets its error.
+    ``op`` is the name of the remote call, equal on all ranks and used by nothing else; ``check`` is called
+    with received arrays, and the sender gets its error.
     """
 
     def __init__(
@@ -163,9 +153,7 @@ class OneSidedExchange:
     ) -> None:
         """Deliver to each rank its ``arrays`` of a round; :meth:`Mailbox.take` waits for those of others.
 
-        Raises:
-            PeerError: a rank is dead or silent.
-            RemoteError: a rank rejects the arrays.
+        PeerError: a rank is dead or silent; RemoteError: it rejects the arrays.
         """
         topology = self._session.topology
         name = f"{round_number} {topology.rank} {step}"

@@ -26,9 +26,7 @@ _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: float) -> Store:
     """Connect to the store of the job, or host it on rank 0 if the launcher does not.
 
-    Raises:
-        ConfigError: the host is unknown.
-        PeerError: it did not answer within ``timeout_s``.
+    ConfigError: the host is unknown; PeerError: it did not answer within ``timeout_s``.
     """
     host, port = rendezvous.host, rendezvous.port
     hosts_it = rank == 0 and not rendezvous.hosted_by_agent
@@ -59,10 +57,8 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
 def serve_store(host: str, port: int, world_size: int, timeout: timedelta) -> TCPStore:
     """Serve a store on the address of ``host`` alone (port 0: any free one), without waiting for its clients.
 
-    A TCPStore that binds by itself listens on every interface.
-
-    Raises:
-        OSError: the port is taken, or ``host`` is no address of this machine.
+    A TCPStore that binds by itself listens on every interface. OSError: the port is taken, or no such
+    address.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server((str(address[0]), int(address[1])), family=family)
@@ -140,11 +136,7 @@ class JobStore:
         self._barriers = 0
 
     def exchange(self, what: str, value: object) -> list[object]:
-        """Send ``value`` (JSON) to every rank and return all of them by rank; each rank must call it once.
-
-        Raises:
-            PeerError: ranks are missing after the time-out; the message lists them.
-        """
+        """Send ``value`` (JSON) to every rank and return all of them by rank; each rank must call it once."""
         self.raw.set(f"{what}/{self.rank}", json.dumps(value))
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
         self.wait_for(keys, what)
@@ -155,13 +147,8 @@ class JobStore:
     ) -> None:
         """Return when every rank has called it; all must call their barriers in the same order.
 
-        Args:
-            what: For messages.
-            timeout_s: None: the session's.
-            check: Called periodically with the missing ranks; may raise.
-
-        Raises:
-            PeerError: ranks are missing after the time-out, or at another barrier; the message names them.
+        ``check`` is called periodically with the missing ranks and may raise. PeerError names ranks that are
+        missing after ``timeout_s`` (None: the session's), or at another barrier.
         """
         self._barriers += 1
         keys = [f"barrier/{self._barriers}/{rank}" for rank in range(self.world_size)]
@@ -182,11 +169,7 @@ class JobStore:
         timeout_s: float | None = None,
         check: Callable[[list[int]], None] | None = None,
     ) -> None:
-        """Wait until all of ``keys`` (one per rank) are set.
-
-        Raises:
-            PeerError: some are missing after the time-out, the store is gone, or another rank failed.
-        """
+        """Wait until all of ``keys`` (one per rank) are set; PeerError as for :meth:`barrier`."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
         next_check_s = _CHECK_EVERY_S

@@ -17,6 +17,7 @@ from typing import TypeAlias, final
 
 import numpy as np
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from dglx_dist.comm.auth import Credentials, ZapAuthenticator
 from dglx_dist.comm.ledger import Ledger
@@ -33,7 +34,6 @@ from dglx_dist.comm.wire import (
     WireError,
     frames_of,
     payload_bytes,
-    read_event,
     send_frames,
 )
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
@@ -262,11 +262,7 @@ class Call:
         self._started = time.monotonic()
 
     def arrived(self) -> bool:
-        """Whether the reply has arrived, or the connection is broken; reads received messages, does not wait.
-
-        Raises:
-            PeerError: this rank closed its session.
-        """
+        """Whether the reply has arrived or the connection is broken; never waits."""
         link = self._link
         while self._request not in link.replies and link.pump(0):
             pass
@@ -275,9 +271,8 @@ class Call:
     def wait(self, timeout_s: float) -> list[Array]:
         """Wait for the reply.
 
-        Raises:
-            PeerError: the peer is dead, or silent for ``timeout_s`` since the call; the session is closed.
-            RemoteError: the handler raised.
+        PeerError: the peer is dead, or silent for ``timeout_s`` since the call, or the session is closed;
+        RemoteError: the handler raised.
         """
         link = self._link
         while self._request not in link.replies:
@@ -349,11 +344,7 @@ class Link:
         self.replies.pop(request, None)
 
     def pump(self, timeout_ms: int) -> bool:
-        """Wait at most ``timeout_ms`` for a message and store it; return whether there was one.
-
-        Raises:
-            PeerError: this rank closed its session.
-        """
+        """Wait at most ``timeout_ms`` for a message and store it; return whether there was one."""
         with self._in_use:
             self._raise_if_closed()
             if timeout_ms != self._receive_timeout_ms:
@@ -395,7 +386,7 @@ class Link:
             self._notice()
 
     def _notice(self) -> None:
-        event = read_event(self._monitor).number
+        event = recv_monitor_message(self._monitor)["event"]
         if event == zmq.EVENT_CONNECTED:
             self._retries = 0
         elif event == zmq.EVENT_DISCONNECTED:
@@ -480,19 +471,13 @@ class Pending:
         self._phase, self._layer = phase, layer
 
     def ready(self) -> bool:
-        """Whether :meth:`result` would return, or raise, without waiting; on the thread that submitted.
-
-        Raises:
-            PeerError: this rank closed its session.
-        """
+        """Whether :meth:`result` would return, or raise, without waiting; on the thread that submitted."""
         return self._answer.arrived() if isinstance(self._answer, Call) else True
 
     def result(self, timeout_s: float | None = None) -> list[Array]:
         """Wait for the answer, at most ``timeout_s`` since the call (None: the session's time-out).
 
-        Raises:
-            PeerError: the rank is dead or silent; the message names it.
-            RemoteError: the handler there raised.
+        PeerError names a rank that is dead or silent; RemoteError: the handler there raised.
         """
         if isinstance(self._answer, Call):
             arrays = self._answer.wait(self._rpc.timeout_s if timeout_s is None else timeout_s)
@@ -503,14 +488,7 @@ class Pending:
 
 @final
 class Rpc:
-    """Serves and makes one-sided calls.
-
-    Args:
-        rank: This rank.
-        ledger: Counts the calls.
-        timeout_s: How long an answer may take.
-        config: Chunk size, workers, heartbeat.
-    """
+    """Serves and makes one-sided calls, which ``ledger`` counts; an answer may take ``timeout_s``."""
 
     def __init__(
         self, rank: int, ledger: Ledger, timeout_s: float, config: ServeConfig | None = None
@@ -547,10 +525,7 @@ class Rpc:
         self._client = Client(self._context, peers, self.credentials, self._config)
 
     def listen_to_clients(self, address: str, credentials: Credentials) -> str:
-        """Serve external clients at another port of ``address``; return the endpoint.
-
-        Only what was registered for clients is answered there.
-        """
+        """Serve what is registered for clients at another port of ``address``; return the endpoint."""
         # Another context: ZeroMQ has one authenticator for all sockets of a context.
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         server = Server(context, address, credentials, self._client_handlers, self._config)
@@ -561,10 +536,7 @@ class Rpc:
         """Answer calls of ``op`` with ``handler``, called from any thread, several at a time.
 
         The arrays it returns are sent without a copy and must not be changed afterwards. External clients may
-        call it only if ``for_clients``.
-
-        Raises:
-            ConfigError: ``op`` is taken.
+        call it only if ``for_clients``. ConfigError: ``op`` is taken.
         """
         if op in self._handlers:
             raise ConfigError(f"the operation {op!r} is registered already; choose another name")
@@ -582,11 +554,8 @@ class Rpc:
     ) -> Pending:
         """Call ``rank`` and return at once; any thread. ``arrays`` must not change until the result arrives.
 
-        A call to the own rank runs the handler at once, without socket or bytes.
-
-        Raises:
-            RemoteError: the call was to the own rank and the handler raised.
-            PeerError: there is no such rank, or the session is closed.
+        A call to the own rank runs the handler at once, without socket or bytes. RemoteError: that handler
+        raised; PeerError: there is no such rank, or the session is closed.
         """
         if rank == self.rank:
             return Pending(self, rank, self._call_locally(op, name, arrays), phase, layer)
@@ -606,10 +575,7 @@ class Rpc:
         return [rank for rank, status in self.peer_status(ranks, timeout_s).items() if status is None]
 
     def peer_status(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str | None]:
-        """Return the collective that each of ``ranks`` waits in ("" for none), None for a silent rank.
-
-        All are asked at once; a rank counts as silent after ``timeout_s``.
-        """
+        """Return the collective that each of ``ranks`` waits in; "" for none, None for a silent rank."""
         pings: dict[int, Pending] = {}
         found: dict[int, str | None] = dict.fromkeys(sorted(ranks))
         for rank in found:

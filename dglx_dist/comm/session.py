@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -47,6 +46,7 @@ from dglx_dist.comm.topology import (
     with_nodes,
 )
 from dglx_dist.comm.trace import Timeline, TraceWriter, open_trace
+from dglx_dist.data.storage.files import hold, locked
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.records import StepShare
 
@@ -61,16 +61,18 @@ def agreement_facts(strategy: str, options: Mapping[str, object], seed: int, cur
     return {"strategy": strategy, "options": comparable, "seed": seed, "curve": curve}
 
 
+_AGREEMENT = {
+    "strategy": "give the same --strategy on all ranks",
+    "options": "give the strategy the same options on all ranks",
+    "seed": "give the same seed on all ranks",
+    "curve": "set DGLX_CURVE alike on all ranks",
+}
+
+
 def check_agreement(facts: list[Any]) -> None:
-    for one in facts:
-        if one["no_trace"]:
-            raise ConfigError(one["no_trace"])
-    for name, remedy in (
-        ("strategy", "give the same --strategy on all ranks"),
-        ("options", "give the strategy the same options on all ranks"),
-        ("seed", "give the same seed on all ranks"),
-        ("curve", "set DGLX_CURVE alike on all ranks"),
-    ):
+    for problem in [one["no_trace"] for one in facts if one["no_trace"]]:
+        raise ConfigError(problem)
+    for name, remedy in _AGREEMENT.items():
         raise_unless_equal(f"the {name}", [one[name] for one in facts], remedy)
 
 
@@ -121,10 +123,8 @@ class FailureWatch:
 
     While it is open, an uncaught exception is written to the store before Python ends, and SIGTERM (which
     torchrun sends to the survivors of a dead rank) ends the process with status 143 after naming the silent
-    ranks, even while the main thread hangs in a collective. The user's own handler stays in effect, whether
-    installed before or later.
-
-    ``release`` is called before SIGTERM ends the process, to remove what would stay on the machine.
+    ranks and ``release``, even while the main thread hangs in a collective. The user's own handler stays in
+    effect, whether installed before or later.
     """
 
     def __init__(self, store: JobStore, rpc: Rpc, hosts: Sequence[str], release: Callable[[], None]) -> None:
@@ -266,52 +266,23 @@ class Scratch:
     def __init__(self, job: str, server: int) -> None:
         base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
-        _remove_abandoned(base, self.path)
-        self._lock = _lock_folder(self.path)
+        _remove_abandoned(base)
+        self._lock = hold(self.path / _LOCK, mode=0o700)
 
     def close(self) -> None:
         """Release the folder; the last rank removes it, and abandoned ones. May be called twice."""
         if self._lock < 0:
             return
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
         self._lock = -1
-        _remove_abandoned(self.path.parent, self.path)
+        _remove_abandoned(self.path.parent)
 
 
-def _lock_folder(path: Path) -> int:
-    """Make the folder if needed, and return the descriptor whose shared lock keeps it."""
-    while True:
-        path.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            # Before it was locked, the folder looked abandoned: another job may have removed it.
-            if _is_at(lock, path / _LOCK):
-                return lock
-            os.close(lock)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _remove_abandoned(base: Path, keep: Path) -> None:
+def _remove_abandoned(base: Path) -> None:
     for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
-        if folder == keep:
-            continue
-        with contextlib.suppress(OSError):
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError), locked(folder / _LOCK) as is_free:
+            if is_free:
                 shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
 
 
 def if_alive(method: Callable[[], None]) -> Callable[[], None]:
@@ -365,10 +336,9 @@ V = TypeVar("V")
 
 @final
 class SessionField(Generic[V]):
-    """A typed field of every session that the module which declares it owns.
+    """A typed field of every session, owned by the module that declares it.
 
-    Args:
-        make: Makes the value for a session that is first asked for it; collective if it communicates.
+    ``make`` makes the value when it is first asked for, which is collective if it communicates.
     """
 
     def __init__(self, make: Callable[[Session], V]) -> None:
@@ -438,10 +408,8 @@ class Session:
         """End the session. May be called twice.
 
         Keeps serving until the other ranks close theirs too, because they may still read from here; but does
-        not wait when ``failed``, nor for a failed or dead rank.
-
-        Raises:
-            DglxError: outstanding work failed; the session has then ended as a failed one.
+        not wait when ``failed``, nor for a failed or dead rank. DglxError: outstanding work failed, and the
+        session has ended as a failed one.
         """
         if self._closed:
             return

@@ -43,8 +43,8 @@ def keep_memory() -> bool:
 def return_memory() -> bool:
     """Make glibc return freed memory of this process to the system; False with another C library.
 
-    The opposite of :func:`keep_memory`. Kept memory is fragmented: full-graph training of GraphSAGE held 1.4
-    to 1.6 times the memory that it used at any time.
+    Kept memory is fragmented: full-graph training of GraphSAGE held 1.4 to 1.6 times the memory that it used
+    at any time.
     """
     try:
         library = ctypes.CDLL(None)
@@ -90,11 +90,7 @@ def find(pattern: str) -> list[Path]:
 
 
 def remove(folder: Path) -> None:
-    """Remove a group whose processes have been killed, if it exists.
-
-    Raises:
-        LabError: it still has processes after 10 s.
-    """
+    """Remove a group whose processes have been killed, if it exists; LabError if it has some after 10 s."""
     deadline = time.monotonic() + _REMOVE_S
     while True:
         try:

@@ -8,10 +8,11 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from dglx_dist.errors import ConfigError
 
@@ -19,6 +20,8 @@ _DGL_VARIABLES = (
     *("DGL_ROLE", "DGL_DIST_MODE", "DGL_IP_CONFIG", "DGL_NUM_SERVER", "DGL_NUM_CLIENT", "DGL_NUM_SAMPLER"),
     *("DGL_SERVER_ID", "DGL_GROUP_ID", "DGL_GRAPH_FORMAT", "DGL_KEEP_ALIVE", "DGL_DIST_MAX_TRY_TIMES"),
 )
+
+T = TypeVar("T")
 
 _LOOPBACK = "lo"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
@@ -113,22 +116,17 @@ class Settings:
     """DGLX_TRACE: folder to which every session writes its trace, see comm/trace.py."""
 
 
-def launched_by_torchrun(environment: Mapping[str, str] | None = None) -> bool:
-    variables = os.environ if environment is None else environment
+def launched_by_torchrun(variables: Mapping[str, str] = os.environ) -> bool:
     return "RANK" in variables and "WORLD_SIZE" in variables
 
 
-def read_topology(environment: Mapping[str, str] | None = None) -> Topology:
-    """Read this process's topology; without torchrun it is the only rank.
+def read_topology(variables: Mapping[str, str] = os.environ) -> Topology:
+    """Read this process's topology; without torchrun it is the only rank. ConfigError names a wrong variable.
 
     Assumes equally many ranks per machine; :func:`with_nodes` corrects that when the ranks know each other.
     ``DGLX_RANKS_PER_SERVER`` cuts each machine into virtual servers of that many ranks, the last of which may
     be smaller.
-
-    Raises:
-        ConfigError: a variable is missing, is not a number or is out of range.
     """
-    variables = os.environ if environment is None else environment
     if not launched_by_torchrun(variables):
         return Topology(0, 1, (0,))
     world_size = _integer(variables, "WORLD_SIZE", minimum=1)
@@ -139,10 +137,9 @@ def read_topology(environment: Mapping[str, str] | None = None) -> Topology:
 
 
 def with_nodes(
-    topology: Topology, node_of_rank: tuple[int, ...], environment: Mapping[str, str] | None = None
+    topology: Topology, node_of_rank: tuple[int, ...], variables: Mapping[str, str] = os.environ
 ) -> Topology:
     """Return ``topology`` with servers made from the real machine of each rank ((W,), contiguous)."""
-    variables = os.environ if environment is None else environment
     per_server = read_settings(variables).ranks_per_server
     groups: list[tuple[int, int]] = []
     for rank, node in enumerate(node_of_rank):
@@ -152,13 +149,8 @@ def with_nodes(
     return replace(topology, server_of_rank=tuple(order[group] for group in groups))
 
 
-def read_rendezvous(environment: Mapping[str, str] | None = None) -> Rendezvous:
-    """Read the rendezvous; only meaningful when :func:`launched_by_torchrun`.
-
-    Raises:
-        ConfigError: a variable is missing, is not a number or is out of range.
-    """
-    variables = os.environ if environment is None else environment
+def read_rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
+    """Read the rendezvous; only meaningful when :func:`launched_by_torchrun`. ConfigError as above."""
     if "MASTER_ADDR" not in variables:
         raise ConfigError(
             "RANK and WORLD_SIZE are set but MASTER_ADDR is not; start the script with torchrun, "
@@ -181,18 +173,16 @@ def read_rendezvous(environment: Mapping[str, str] | None = None) -> Rendezvous:
     )
 
 
-def read_launch(environment: Mapping[str, str] | None = None) -> tuple[str, int]:
+def read_launch(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Return a name of this start of torchrun and its number of restarts; ("", 0) without torchrun."""
-    variables = os.environ if environment is None else environment
     # FOLDER/JOB_RANDOM/attempt_1/0/error.json: the name with random letters is the same after a restart.
     parents = Path(variables.get("TORCHELASTIC_ERROR_FILE", "")).parents
     attempt = _integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0)
     return (parents[2].name, attempt) if len(parents) > 2 else ("", 0)
 
 
-def read_settings(environment: Mapping[str, str] | None = None) -> Settings:
+def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
     """Read the DGLX_ variables; ConfigError, which names the variable, for an invalid value."""
-    variables = os.environ if environment is None else environment
     per_server = None
     if "DGLX_RANKS_PER_SERVER" in variables:
         per_server = _integer(variables, "DGLX_RANKS_PER_SERVER", minimum=1)
@@ -242,58 +232,51 @@ def _integer(
     below: int | None = None,
     default: int | None = None,
 ) -> int:
-    text = variables.get(name)
-    if text is None:
+    if name not in variables:
         if default is not None:
             return default
         raise ConfigError(
             f"{name} is not set; start the script with torchrun, or unset RANK to run one process"
         )
-    wanted = f"a whole number of at least {minimum}" + ("" if below is None else f" and below {below}")
-    try:
+
+    def parsed(text: str) -> int | None:
         value = int(text)
-    except ValueError:
-        raise ConfigError(f"{name}={text!r} must be {wanted}; correct or unset it") from None
-    if value < minimum or (below is not None and value >= below):
-        raise ConfigError(f"{name}={text!r} must be {wanted}; correct or unset it")
-    return value
+        return value if minimum <= value and (below is None or value < below) else None
+
+    wanted = f"a whole number of at least {minimum}" + ("" if below is None else f" and below {below}")
+    return _parsed(variables, name, parsed, wanted)
 
 
 def _object(variables: Mapping[str, str], name: str) -> dict[str, object]:
-    text = variables.get(name)
-    if not text:
-        return {}
-    try:
+    def parsed(text: str) -> dict[str, object] | None:
         value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(f'{name}={text!r} must be a JSON object, like {{"depth": 2}}; correct or unset it')
-    return value
+        return value if isinstance(value, dict) else None
+
+    return _parsed(variables, name, parsed, 'a JSON object, like {"depth": 2}') if variables.get(name) else {}
 
 
 def _seconds(variables: Mapping[str, str], name: str) -> float | None:
-    text = variables.get(name)
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{name}={text!r} must be a number of seconds above 0; correct or unset it")
-    return value
+    def parsed(text: str) -> float | None:
+        return value if 0 < (value := float(text)) < float("inf") else None
+
+    return _parsed(variables, name, parsed, "a number of seconds above 0") if variables.get(name) else None
 
 
 def _flag(variables: Mapping[str, str], name: str) -> bool:
-    text = variables.get(name, "").strip().lower()
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ConfigError(
-        f"{name}={text!r} must be one of 1, true, yes, on, 0, false, no, off; correct or unset it"
-    )
+    known = dict.fromkeys(_TRUE, True) | dict.fromkeys(_FALSE, False)
+    wanted = "one of 1, true, yes, on, 0, false, no, off"
+    return _parsed(variables, name, lambda text: known.get(text.strip().lower()), wanted)
+
+
+def _parsed(variables: Mapping[str, str], name: str, parse: Callable[[str], T | None], wanted: str) -> T:
+    text = variables.get(name, "")
+    try:
+        value = parse(text)
+    except ValueError:
+        value = None
+    if value is None:
+        raise ConfigError(f"{name}={text!r} must be {wanted}; correct or unset it")
+    return value
 
 
 _RANK_DEFAULTS = {
@@ -311,18 +294,11 @@ _RANK_DEFAULTS = {
 def rank_environment(
     num_ranks: int, *, ranks_per_server: int | None = None, environment: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the whole environment for ``num_ranks`` ranks on this machine.
+    """Return the whole environment for ``num_ranks`` ranks on this machine; ConfigError for numbers below 1.
 
     Sets glibc's allocator to keep its memory and the threads of each rank to its share of the cores, and
-    silences torch's profiler; keeps the user's own settings.
-
-    Args:
-        num_ranks: Ranks on this machine, at least 1.
-        ranks_per_server: Size of the virtual servers; None: from the environment.
-        environment: To extend; None: this process's own.
-
-    Raises:
-        ConfigError: a number is below 1.
+    silences torch's profiler; keeps the user's own settings. ``environment`` is extended (None: this
+    process's own), ``ranks_per_server`` taken from it if None.
     """
     if num_ranks < 1 or (ranks_per_server is not None and ranks_per_server < 1):
         raise ConfigError(f"{num_ranks} ranks, {ranks_per_server} per server: both must be at least 1")
@@ -340,8 +316,7 @@ _SIOCGIFADDR = 0x8915
 def listening_address(rendezvous: Rendezvous) -> str:
     """Return the numeric local address of the interface that ``GLOO_SOCKET_IFNAME`` or the rendezvous picks.
 
-    Raises:
-        ConfigError: there is no such interface, or only loopback although there are several machines.
+    ConfigError: there is no such interface, or only loopback although there are several machines.
     """
     if rendezvous.interface:
         return interface_address(rendezvous.interface)
@@ -355,8 +330,7 @@ def listening_address(rendezvous: Rendezvous) -> str:
 def interface_address(name: str, said_by: str = "GLOO_SOCKET_IFNAME") -> str:
     """Return the IPv4 address of the interface ``name``, or else its IPv6 address.
 
-    Raises:
-        ConfigError: it does not exist or has no address; the message names ``said_by``, the user's setting.
+    ConfigError: it does not exist or has no address; the message names ``said_by``, the user's setting.
     """
     known = [interface for _, interface in socket.if_nameindex()]
     if name not in known:

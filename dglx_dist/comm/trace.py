@@ -22,6 +22,7 @@ from typing import Any, final
 
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.topology import Topology
+from dglx_dist.data.storage.files import partial_folder, replaced_file
 from dglx_dist.data.storage.manifest import Fields
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
@@ -118,10 +119,7 @@ class Pass:
 class TraceWriter:
     """Collects one rank's records of one session; call :meth:`write` once at the end.
 
-    Reserves the file in ``folder`` at once, so that a failure is known before the work.
-
-    Raises:
-        ConfigError: the folder cannot be made or written.
+    Reserves the file in ``folder`` at once, so that a failure (ConfigError) is known before the work.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -144,10 +142,7 @@ class TraceWriter:
         self._epochs.append(values | {"loss": record.loss if math.isfinite(record.loss) else None})
 
     def write(self, job: str, topology: Topology, ledger: Ledger, *, failed: bool) -> None:
-        """Write the file; an error is only logged, because the traced work is done.
-
-        ``job`` is unique for the session, and equal on its ranks; ``failed``: whether the session failed.
-        """
+        """Write the file; an error is only logged, because the traced work is done."""
         values = {
             "job": job,
             "rank": self._rank,
@@ -232,11 +227,7 @@ class TraceFile:
 
 
 def check_replaceable(path: Path) -> None:
-    """Check that :func:`write_trace` may write ``path``; makes its folder if needed.
-
-    Raises:
-        StorageError: the folder cannot be made or written, or something other than a trace is at ``path``.
-    """
+    """Raise StorageError unless :func:`write_trace` may write ``path``; makes its folder if needed."""
     try:
         if path.is_dir():
             raise StorageError(f"the trace {path} is a folder; name a file, such as {path / 'trace.json'}")
@@ -246,19 +237,14 @@ def check_replaceable(path: Path) -> None:
                 "remove it yourself"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        probe = _partial(path)
-        probe.touch()
-        probe.unlink()
+        with partial_folder(path):
+            pass  # to see whether it can be made
     except OSError as error:
         raise StorageError(f"cannot write the trace {path}: {error}; choose another place") from error
 
 
 def remove_trace(path: Path) -> None:
-    """Remove ``path`` if it is a trace; anything else stays.
-
-    Raises:
-        StorageError: it cannot be removed.
-    """
+    """Remove ``path`` if it is a trace; anything else stays."""
     try:
         if path.is_file() and _is_trace(path):
             path.unlink()
@@ -269,26 +255,19 @@ def remove_trace(path: Path) -> None:
 def write_trace(path: Path, trace: TraceFile) -> None:
     """Write ``path`` atomically, replacing an earlier trace; StorageError if that fails."""
     zero = min((span.begin_s for rank in trace.ranks for span in rank.spans), default=0.0)
-    partial = _partial(path)
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with replaced_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             # The head first, which identifies a trace without reading all of it.
             file.write(_HEAD + ", " + json.dumps(_facts(trace), default=str)[1:])
             file.write(', "displayTimeUnit": "ms", "traceEvents": [\n')
             file.write(",\n".join(json.dumps(event) for one in trace.ranks for event in _events(one, zero)))
             file.write("\n]}\n")
-        partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise StorageError(f"cannot write the trace {path}: {error}; free some space") from error
 
 
 def read_trace(path: str | Path) -> TraceFile:
-    """Read what :func:`write_trace` wrote.
-
-    Raises:
-        StorageError: there is no such file, it is no trace of ours, or damaged.
-    """
+    """Read what :func:`write_trace` wrote; StorageError if it is missing, damaged or no trace of ours."""
     try:
         fields = Fields(json.loads(Path(path).read_text(encoding="utf-8")), str(path))
     except FileNotFoundError as error:
@@ -310,10 +289,6 @@ def read_trace(path: str | Path) -> TraceFile:
 def _is_trace(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(len(_HEAD)) == _HEAD.encode()
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def _facts(trace: TraceFile) -> dict[str, Any]:

@@ -96,8 +96,7 @@ class Head(NamedTuple):
 def spec_of(array: Array, chunk_bytes: int) -> ArraySpec:
     """Describe ``array``; it is cut if it is larger than ``chunk_bytes`` and not inline.
 
-    Raises:
-        WireError: the format does not support its dtype or number of dimensions.
+    WireError: the format does not support its dtype or number of dimensions.
     """
     dtype = array.dtype if array.dtype in _CODES else array.dtype.newbyteorder("<")
     if dtype not in _CODES:
@@ -110,11 +109,7 @@ def spec_of(array: Array, chunk_bytes: int) -> ArraySpec:
 
 
 def encode(head: Head, arrays: Sequence[ArraySpec] | None = None, inline: Sequence[memoryview] = ()) -> bytes:
-    """Return the bytes of ``head`` with ``arrays`` (None: its own) and the bytes of the inline ones.
-
-    Raises:
-        WireError: a name is too long or there are too many arrays.
-    """
+    """Return the bytes of ``head`` with ``arrays`` (None: its own) and the bytes of the inline ones."""
     # An error text may be invalid UTF-8 and must arrive nevertheless.
     op, name = head.op.encode(errors="replace"), head.name.encode(errors="replace")
     if max(len(op), len(name)) > MAX_NAME_BYTES:
@@ -157,11 +152,7 @@ def decode(frame: Buffer) -> Head:
 
 
 def array_from(spec: ArraySpec, buffer: Buffer) -> Array:
-    """View ``buffer``, whose size must have been checked, as the array that ``spec`` describes.
-
-    Raises:
-        WireError: NumPy has no such shape.
-    """
+    """View ``buffer``, whose size must have been checked, as the array that ``spec`` describes."""
     try:
         return np.frombuffer(buffer, dtype=spec.dtype).reshape(spec.shape)
     except ValueError as error:
@@ -260,7 +251,7 @@ class Message(NamedTuple):
 def frames_of(head: Head, arrays: Sequence[Array], chunk_bytes: int) -> list[Frames]:
     """Return the ZeroMQ messages for ``head`` and ``arrays``; large arrays follow in chunks.
 
-    The frames are views of ``arrays``, which must not change until they are sent; raises as :func:`spec_of`.
+    The frames are views of ``arrays``, which must not change until they are sent.
     """
     specs: list[ArraySpec] = []
     first: Frames = []
@@ -298,9 +289,8 @@ def send_frames(socket: zmq.Socket[bytes], frames: Frames, *, copy_bytes: int = 
 class Assembler:
     """Assembles the messages of one peer, on one thread; reads chunks directly into arrays of checked size.
 
-    Args:
-        on_first: Called with the file descriptor of the connection at its first message.
-        admits: Whether to read a message with such a head; None: all.
+    ``on_first`` is called with the file descriptor of the connection at its first message; ``admits`` tells
+    whether to read a message with such a head.
     """
 
     def __init__(
@@ -412,20 +402,3 @@ def _require_frame(socket: zmq.Socket[bytes]) -> None:
 
 
 _NBYTES = attrgetter("nbytes")
-
-_EVENT = struct.Struct("=Hi")
-
-
-class Event(NamedTuple):
-    """One event of a monitored socket."""
-
-    number: int
-    """One of ``zmq.EVENT_...``."""
-    value: int
-    """Depends on the event: mostly a file descriptor or an error number."""
-
-
-def read_event(monitor: zmq.Socket[Any]) -> Event:
-    """Wait for the next event of a ``get_monitor_socket`` socket; zmq.Again after the socket's time-out."""
-    head, _endpoint = monitor.recv_multipart()
-    return Event(*_EVENT.unpack(head))

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from os import PathLike, fsdecode
+from os import PathLike
 from typing import Any, final
 
 from dglx_dist.compat.dist_tensor import DistEmbedding
-from dglx_dist.graph.optim import SparseOptimizer, UpdateOptions
-from dglx_dist.graph.sparse_state import SparseState
+from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.graph.sparse_update import AdagradRule, AdamRule, UpdateRule
 
 __all__ = ["SparseAdagrad", "SparseAdam"]
 
 
 class _Optimizer(SparseOptimizer):
-    """A sparse optimizer with DGL's arguments."""
+    """A sparse optimizer with DGL's arguments.
+
+    :meth:`save` writes embeddings and state to a folder on a shared disk, where DGL writes one pickle per
+    rank, with the state alone; every rank must call it, and :meth:`load`, on any number of ranks.
+    """
 
     def __init__(self, params: Sequence[DistEmbedding], rule: Callable[[], UpdateRule]) -> None:
         inner: Any = [param.inner if isinstance(param, DistEmbedding) else param for param in params]
-        super().__init__(inner, lambda: (rule(), UpdateOptions()))
+        super().__init__(inner, rule)
 
     def load_local_state_dict(self, local_state_dict: Mapping[str, Any]) -> None:
-        """Load the result of :meth:`local_state_dict` of any rank; call a barrier afterwards."""
         super().load_local_state_dict(local_state_dict)
 
     def save(self, f: str | bytes | PathLike[str]) -> None:
-        """Write embeddings and state to the folder ``f`` on a shared disk; every rank must call it.
-
-        DGL writes one pickle per rank, with the state alone.
-        """
-        super().save(fsdecode(f))
+        super().save(f)
 
     def load(self, f: str | bytes | PathLike[str]) -> None:
-        """Load what :meth:`save` wrote, on any number of ranks; every rank must call it."""
-        super().load(fsdecode(f))
+        super().load(f)
+
+    @property
+    def inner(self) -> SparseOptimizer:
+        """Itself, which is our optimizer."""
+        return self
 
 
 @final
@@ -50,6 +51,8 @@ class SparseAdagrad(_Optimizer):
 class SparseAdam(_Optimizer):
     """Adam on the rows used in a step, with one step count per embedding; ``eps`` as in DGL."""
 
+    saved_as = "AdamAsDgl"  # states of dglx_dist.optim.SparseAdam, which has another eps, must not load here
+
     def __init__(
         self,
         params: Sequence[DistEmbedding],
@@ -58,8 +61,3 @@ class SparseAdam(_Optimizer):
         eps: float = 1e-8,
     ) -> None:
         super().__init__(params, lambda: AdamRule(lr, betas, eps, corrected=True))
-
-    @property
-    def saved_state(self) -> SparseState:
-        # Its eps is not that of dglx_dist.optim.SparseAdam, whose states must not load here.
-        return replace(super().saved_state, kind="AdamAsDgl")

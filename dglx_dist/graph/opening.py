@@ -34,9 +34,7 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
     """
     first = is_first_on_machine(session)
     checked = run_on_all_ranks(session, lambda: open_dataset(folder, verify=verify) if first else None)
-    # After the check of this machine the other ranks need not read all files again.
-    again: Verify = "never" if verify == "full" else verify
-    dataset = run_on_all_ranks(session, lambda: checked or open_dataset(folder, verify=again))
+    dataset = run_on_all_ranks(session, lambda: checked or open_dataset(folder, verify=verify, checked=True))
     checksum = dataset.manifest.checksum
     check_equal(session, f"the dataset in {folder}", checksum, "copy it again", StorageError)
     return dataset

@@ -6,19 +6,21 @@ Their formulas are torch's: in mode "sync" the rows equal, step by step, those o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike, fsdecode
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, ClassVar, Literal, TypeAlias, cast, final
 
 import torch
 
-from dglx_dist.comm.collectives import barrier, check_equal, run_on_all_ranks
+from dglx_dist.comm.collectives import barrier, check_equal, gather_int64, run_on_all_ranks
 from dglx_dist.comm.session import Session, current_session
-from dglx_dist.errors import ConfigError, DglxError
+from dglx_dist.data.storage.row_files import RowFile, check_rows, read_index, read_rows, write_rows
+from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
-from dglx_dist.graph.shared_memory import check_memory
+from dglx_dist.graph.row_kernels import column_info, numpy_view
+from dglx_dist.graph.shared_memory import check_memory, fill_folder, save_folder
 from dglx_dist.graph.sparse_gradient import Reduction, RowSum, weighted_sum
 from dglx_dist.graph.sparse_gradient_exchange import (
     MAX_PARAMETERS,
@@ -27,34 +29,10 @@ from dglx_dist.graph.sparse_gradient_exchange import (
     StalenessReport,
     SyncExchange,
 )
-from dglx_dist.graph.sparse_state import SparseState, check_state, read_state, save_state
 from dglx_dist.graph.sparse_update import AdagradRule, AdamRule, OwnedRows, SgdRule, UpdateRule
+from dglx_dist.records import Array
 
 Mode: TypeAlias = Literal["sync", "async"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpdateOptions:
-    """Combination of the gradients of all ranks.
-
-    Raises:
-        ConfigError: a value is invalid.
-    """
-
-    mode: Mode = "sync"
-    """"sync": every step equals that of one process. "async": owners apply gradients as they arrive."""
-    staleness: int = 1
-    """Only for "async": most own steps that may not be applied yet when ``step()`` returns."""
-    reduction: Reduction = "mean"
-    """Of the loss over a rank's own targets."""
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("sync", "async"):
-            raise ConfigError(f"mode={self.mode!r} must be 'sync' or 'async'")
-        if self.reduction not in ("mean", "sum"):
-            raise ConfigError(f"reduction={self.reduction!r} must be 'mean' or 'sum'")
-        if self.staleness < 0:
-            raise ConfigError(f"staleness={self.staleness} must be at least 0")
 
 
 class SparseOptimizer:
@@ -67,22 +45,38 @@ class SparseOptimizer:
 
     Args:
         params: The embeddings.
-        configure: Returns the formula and the options; called where an error is raised on all ranks.
+        rule: Returns the formula; called where an error is raised on all ranks.
+        mode: "sync": every step equals that of one process. "async": owners apply gradients on arrival.
+        staleness: Only for "async": most own steps that may not be applied yet when ``step()`` returns.
+        reduction: Of the loss over a rank's own targets, ``mean`` or ``sum``.
 
     Raises:
-        ConfigError: on all ranks: ``params`` are no distinct DistEmbeddings of one graph, the ranks differ,
-            or memory for the state is short.
+        ConfigError: on all ranks: ``params`` are no distinct DistEmbeddings of one graph, an option is
+            invalid, the ranks differ, or memory for the state is short.
     """
 
+    saved_as: ClassVar[str] = ""
+    """Kind of optimiser in saved states; "": the name of the class."""
+
     def __init__(
-        self, params: Sequence[DistEmbedding], configure: Callable[[], tuple[UpdateRule, UpdateOptions]]
+        self,
+        params: Sequence[DistEmbedding],
+        rule: Callable[[], UpdateRule],
+        mode: Mode = "sync",
+        staleness: int = 1,
+        reduction: Reduction = "mean",
     ) -> None:
         self.session = _session_of(params)
-        self.params, (self._rule, self.options) = run_on_all_ranks(
-            self.session, lambda: (_checked(params), configure()), ConfigError
-        )
+        self._reduction = reduction
+
+        def checked() -> tuple[tuple[DistEmbedding, ...], UpdateRule]:
+            _check_options(mode, staleness, reduction)
+            return _checked(params), rule()
+
+        self.params, self._rule = run_on_all_ranks(self.session, checked, ConfigError)
+        alike = [type(self).__name__, self.lr, self.settings, [mode, staleness, reduction], self._facts()]
+        check_equal(self.session, "a sparse optimiser", alike, "build it alike on all ranks")
         store = self.params[0].kvstore
-        self._check_equal()
         number = store.next_number()
         for param in self.params:
             check_memory(
@@ -97,8 +91,8 @@ class SparseOptimizer:
         op = f"{store.label}.sparse-{number}"
         self._exchange: Exchange = (
             SyncExchange(self.session, op, self.tables)
-            if self.options.mode == "sync"
-            else AsyncExchange(self.session, op, self.tables, self.options.staleness)
+            if mode == "sync"
+            else AsyncExchange(self.session, op, self.tables, staleness)
         )
         barrier(self.session, f"making {type(self).__name__}")
 
@@ -134,7 +128,7 @@ class SparseOptimizer:
         sums: list[RowSum | None] = []
         problem: DglxError | None = None
         try:
-            sums = [weighted_sum(gradients, self.options.reduction, world_size) for gradients in taken]
+            sums = [weighted_sum(gradients, self._reduction, world_size) for gradients in taken]
         except ConfigError as error:
             problem = error
         self._exchange.step(sums, used, str(problem or ""))
@@ -202,30 +196,21 @@ class SparseOptimizer:
             tables[name].steps = int(entry["steps"])
         self.lr = float(state["params"]["lr"])
 
-    @property
-    def saved_state(self) -> SparseState:
-        return SparseState(
-            kind=type(self).__name__,
-            lr=self.lr,
-            settings=self.settings,
-            dataset=self.params[0].dataset,
-            tables=self.tables,
-        )
-
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | bytes | PathLike[str]) -> None:
         """Write the embeddings and the optimiser's state as ``folder``; collective.
 
         Each rank writes the rows it owns. All ranks must see the folder; it replaces an earlier one whole or
         not at all.
 
         Raises:
-            StorageError: on all ranks, when one cannot write.
+            StorageError: on all ranks, when one cannot write, or ``folder`` holds something other than saved
+                rows; its former content is unchanged.
         """
         self.flush()
-        target = run_on_all_ranks(self.session, lambda: Path(folder))
-        save_state(self.saved_state, target, self.session)
+        target = run_on_all_ranks(self.session, lambda: Path(fsdecode(folder)))
+        save_folder(self.session, target, self._write_own, self._saved_facts())
 
-    def load(self, folder: str | Path) -> None:
+    def load(self, folder: str | bytes | PathLike[str]) -> None:
         """Load what :meth:`save` wrote on any number of ranks and servers; collective.
 
         Raises:
@@ -233,9 +218,60 @@ class SparseOptimizer:
                 or embeddings; nothing has changed.
         """
         self.flush()
-        state = self.saved_state
-        run_on_all_ranks(self.session, lambda: check_state(state, Path(folder)))
-        self.lr = read_state(state, Path(folder), self.session)
+        run_on_all_ranks(self.session, lambda: self.check_saved(Path(fsdecode(folder))))
+        self.read_saved(Path(fsdecode(folder)))
+
+    def write_into(self, folder: Path) -> None:
+        """Write what :meth:`save` writes into an empty folder that all ranks see; collective."""
+        self.flush()
+        fill_folder(self.session, folder, self._write_own, self._saved_facts())
+
+    def check_saved(self, folder: Path) -> None:
+        """Raise StorageError unless ``folder`` holds this optimiser's tensors, with this rank's rows intact.
+
+        The message names the first difference, or the missing or damaged file.
+        """
+        index = read_index(folder)
+        facts = index.facts
+        for what, value in self._identity().items():
+            if facts.get(what) != value:
+                remedy = "use the dataset and the optimiser that it was saved with"
+                if what == "dataset":
+                    remedy = "use the dataset that it was saved with (dx.distribute cuts another one for "
+                    remedy += "another number of servers, unless parts= is given)"
+                raise StorageError(
+                    f"{folder} was saved with {what} {facts.get(what)!r}, this run has {value!r}; {remedy}"
+                )
+        if facts.get("embeddings") != self._facts():
+            raise StorageError(
+                f"{folder} holds the embeddings {facts.get('embeddings')}, this optimiser has "
+                f"{self._facts()}; make them as they were, with name= and in the same order"
+            )
+        steps, lr = facts.get("steps"), facts.get("lr")
+        if not isinstance(lr, int | float) or not isinstance(steps, list) or len(steps) != len(self.tables):
+            raise StorageError(f"{folder} is damaged: lr is {lr!r} and steps {steps!r}; use another copy")
+        if not all(isinstance(count, int) and count >= 0 for count in steps):
+            raise StorageError(f"{folder} is damaged: steps is {steps!r}; use another copy")
+        for name, table, _ in self._tensors():
+            check_rows(folder, index.tensor(name, folder), table.first, table.last)
+
+    def read_saved(self, folder: Path) -> None:
+        """Overwrite this rank's rows and the settings by those of ``folder``, after :meth:`check_saved`.
+
+        Collective. StorageError: a file cannot be read any more.
+        """
+
+        def read_own() -> Mapping[str, object]:
+            index = read_index(folder)
+            for name, table, tensor in self._tensors():
+                read_rows(folder, index.tensor(name, folder), table.first, table.last, _owned(table, tensor))
+            return index.facts
+
+        facts = cast("dict[str, Any]", run_on_all_ranks(self.session, read_own))
+        for table, steps in zip(self.tables, facts["steps"], strict=True):
+            table.steps = int(steps)
+        self.lr = float(facts["lr"])
+        barrier(self.session, f"loading {folder}")
 
     def close(self) -> None:
         """Free the state and stop serving; collective. The embeddings stay."""
@@ -246,15 +282,40 @@ class SparseOptimizer:
             for state in table.states:
                 state.delete()
 
-    def _check_equal(self) -> None:
-        local = [
-            type(self).__name__,
-            self.lr,
-            self._rule.settings(),
-            [self.options.mode, self.options.staleness, self.options.reduction],
-            [[param.name, list(param.weight.shape), str(param.weight.dtype)] for param in self.params],
+    def _facts(self) -> list[dict[str, Any]]:
+        """Return what must be equal on all ranks, and when the rows are read, by embedding."""
+        weights = [param.weight for param in self.params]
+        return [{"name": w.name, "shape": list(w.shape), "dtype": str(w.dtype)} for w in weights]
+
+    def _identity(self) -> dict[str, object]:
+        """Return what else must be equal when a state is read; the dataset's ids are those of the rows."""
+        kind, dataset = self.saved_as or type(self).__name__, self.params[0].dataset
+        return {"kind": kind, "dataset": dataset, "settings": dict(self.settings)}
+
+    def _saved_facts(self) -> dict[str, object]:
+        """Return the content of the index; collective, as ``steps`` differ between ranks in mode "async"."""
+        steps = gather_int64([table.steps for table in self.tables], self.session).max(axis=0)
+        facts = {"lr": self.lr, "embeddings": self._facts(), "steps": steps.tolist()}
+        return {**self._identity(), **facts}
+
+    def _tensors(self) -> Iterator[tuple[str, OwnedRows, DistTensor]]:
+        """Yield (name in the folder, owned rows, tensor)."""
+        for number, table in enumerate(self.tables):
+            yield f"{number}.weight", table, table.embedding.weight
+            for name, state in zip(table.rule.state_names, table.states, strict=True):
+                yield f"{number}.{name}", table, state
+
+    def _write_own(self, folder: Path) -> list[RowFile]:
+        return [
+            write_rows(
+                folder,
+                name,
+                table.first,
+                _owned(table, tensor),
+                info=column_info(tensor.dtype, tensor.shape[1:]),
+            )
+            for name, table, tensor in self._tensors()
         ]
-        check_equal(self.session, "a sparse optimiser", local, "build it alike on all ranks")
 
     def _table(self, param: DistEmbedding, number: int) -> OwnedRows:
         states = tuple(
@@ -274,6 +335,20 @@ class SparseOptimizer:
 def _is_taken(param: DistEmbedding, name: str) -> bool:
     policy = param.part_policy
     return policy.store.has(policy.hidden_key(f"{param.name}_{name}"))
+
+
+def _owned(table: OwnedRows, tensor: DistTensor) -> Array:
+    start = tensor.local_range[0]
+    return numpy_view(tensor.local_rows()[table.first - start : table.last - start])
+
+
+def _check_options(mode: str, staleness: int, reduction: str) -> None:
+    if mode not in ("sync", "async"):
+        raise ConfigError(f"mode={mode!r} must be 'sync' or 'async'")
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
+    if staleness < 0:
+        raise ConfigError(f"staleness={staleness} must be at least 0")
 
 
 def _session_of(params: object) -> Session:
@@ -307,8 +382,8 @@ def _checked(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
 class SparseSGD(SparseOptimizer):
     """``torch.optim.SGD`` without momentum, for embeddings.
 
-    ``mode``, ``staleness`` and ``reduction`` are explained at :class:`~dglx_dist.graph.optim.UpdateOptions`,
-    errors at :class:`~dglx_dist.graph.optim.SparseOptimizer`.
+    ``mode``, ``staleness``, ``reduction`` and errors are explained at
+    :class:`~dglx_dist.graph.optim.SparseOptimizer`.
     """
 
     def __init__(
@@ -320,9 +395,7 @@ class SparseSGD(SparseOptimizer):
         staleness: int = 1,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(
-            params, lambda: (SgdRule(lr), UpdateOptions(mode=mode, staleness=staleness, reduction=reduction))
-        )
+        super().__init__(params, lambda: SgdRule(lr), mode, staleness, reduction)
 
 
 @final
@@ -342,13 +415,7 @@ class SparseAdagrad(SparseOptimizer):
         staleness: int = 1,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(
-            params,
-            lambda: (
-                AdagradRule(lr, eps),
-                UpdateOptions(mode=mode, staleness=staleness, reduction=reduction),
-            ),
-        )
+        super().__init__(params, lambda: AdagradRule(lr, eps), mode, staleness, reduction)
 
 
 @final
@@ -372,10 +439,4 @@ class SparseAdam(SparseOptimizer):
         staleness: int = 1,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(
-            params,
-            lambda: (
-                AdamRule(lr, betas, eps),
-                UpdateOptions(mode=mode, staleness=staleness, reduction=reduction),
-            ),
-        )
+        super().__init__(params, lambda: AdamRule(lr, betas, eps), mode, staleness, reduction)

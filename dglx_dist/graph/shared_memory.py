@@ -6,7 +6,8 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -16,10 +17,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import barrier, broadcast_json, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
-from dglx_dist.data.storage.columns import PARTIAL_SUFFIX, numpy_dtype
-from dglx_dist.data.storage.files import named_failures, publish, replace_folder
+from dglx_dist.data.storage.columns import numpy_dtype
+from dglx_dist.data.storage.files import named_failures, partial_folder, publish_over, remove_abandoned
 from dglx_dist.data.storage.row_files import RowFile, check_replaceable, write_index
 from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.graph.row_kernels import numpy_view, torch_dtype
@@ -47,6 +48,38 @@ def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, rem
     run_on_all_ranks(session, check, ConfigError)
 
 
+@contextmanager
+def shared_partial_folder(session: Session, target: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``target`` for all ranks to fill and rank 0 to rename; collective.
+
+    It is removed if it is left, and so is what killed runs left beside ``target``.
+
+    Raises:
+        StorageError: on all ranks, when rank 0 cannot make it, or another rank does not see it.
+    """
+    rank = session.topology.rank
+    with ExitStack() as stack:
+
+        def make() -> str:
+            if rank != 0:
+                return ""
+            with named_failures(target):
+                remove_abandoned(target.parent, below=False)
+                return str(stack.enter_context(partial_folder(target)))
+
+        partial = Path(str(broadcast_json(run_on_all_ranks(session, make), session)))
+
+        def check() -> None:
+            if not partial.is_dir():
+                raise StorageError(
+                    f"{target.parent} is not the same folder on {session.hosts[rank]} as on "
+                    f"{session.hosts[0]}; choose one that all machines share"
+                )
+
+        run_on_all_ranks(session, check)
+        yield partial
+
+
 WriteOwn: TypeAlias = Callable[[Path], Sequence[RowFile]]
 """Writes this rank's rows into a folder; calls no collective."""
 
@@ -65,47 +98,27 @@ def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapp
             something other than saved rows; its content is unchanged.
     """
     is_first = session.topology.rank == 0
-    temporary = target.with_name(f".{target.name}.writing{PARTIAL_SUFFIX}")
-
-    def make() -> None:
-        with named_failures(target):
-            check_replaceable(target)
-            # A save that was killed may have left it.
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
 
     def finish() -> None:
         with named_failures(target):
             # Checked again, since files may have been added meanwhile.
             check_replaceable(target)
-            if not publish(temporary, target):
-                replace_folder(temporary, target)
+            publish_over(partial, target)
 
-    try:
-        run_on_all_ranks(session, lambda: make() if is_first else None)
-        fill_folder(session, temporary, write_own, facts)
+    run_on_all_ranks(session, lambda: check_replaceable(target) if is_first else None)
+    with shared_partial_folder(session, target) as partial:
+        fill_folder(session, partial, write_own, facts)
         run_on_all_ranks(session, lambda: finish() if is_first else None)
-    except DglxError:
-        if is_first:
-            # An incomplete copy would keep a full disk full.
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def fill_folder(session: Session, folder: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
-    """Write the rows of every rank into an empty folder, then the index on rank 0; collective.
+    """Write the rows of every rank into an empty folder that all see, then the index on rank 0; collective.
 
     Raises:
-        StorageError: on all ranks, when one cannot write or does not see the folder.
+        StorageError: on all ranks, when one cannot write.
     """
-    rank = session.topology.rank
 
     def write() -> list[dict[str, Any]]:
-        if not folder.is_dir():
-            raise StorageError(
-                f"{folder.parent} is not the same folder on {session.hosts[rank]} as on {session.hosts[0]}; "
-                "choose one that all machines share"
-            )
         with named_failures(folder):
             return [asdict(file) for file in write_own(folder)]
 
@@ -119,7 +132,7 @@ def fill_folder(session: Session, folder: Path, write_own: WriteOwn, facts: Mapp
             write_index(folder, files, facts)
 
     lines = gather_json(run_on_all_ranks(session, write), session)
-    run_on_all_ranks(session, lambda: finish(lines) if rank == 0 else None)
+    run_on_all_ranks(session, lambda: finish(lines) if session.topology.rank == 0 else None)
 
 
 InitRows: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]

@@ -20,14 +20,26 @@ AHEAD = 4
 """Rows between the prefetched one and the updated one."""
 
 
-class Gradient(NamedTuple):
-    """The gradient of k rows: ``weight * rows[places]``."""
+class RowSum(NamedTuple):
+    """The gradient of k rows of an embedding: ``weight * rows[places]``."""
 
+    ids: Array
+    """(k,) int64, distinct; in the kernels that update rows: counted from the first row of the owner."""
     rows: Array
-    """(n, d)."""
+    """(n, d) float32 or float64."""
     places: Array
-    """(k,) int64 in [0, n)."""
-    weight: float
+    """(k,) int64 in [0, n): the row of each id."""
+    weight: float = 1.0
+
+    def for_sending(self) -> RowSum:
+        """Return the same with one row for each id, in order, and weight 1."""
+        rows = np.empty((len(self.ids), self.rows.shape[1]), dtype=self.rows.dtype)
+        take_weighted(self.rows, self.weight, self.places, rows)
+        return one_row_each(self.ids, rows)
+
+
+def one_row_each(ids: Array, rows: Array, weight: float = 1.0) -> RowSum:
+    return RowSum(ids, rows, np.arange(len(ids)), weight)
 
 
 @njit(cache=True, nogil=True)
@@ -100,14 +112,13 @@ def count_rows(ids: Array, first: int, slot_of: Array) -> int:
 
 @njit(cache=True, nogil=True)
 def split_rows(
-    ids: Array, first: int, gradient: Gradient, slot_of: Array, touched: Array, sums: Array, count: int
+    gradient: RowSum, first: int, slot_of: Array, touched: Array, sums: Array, count: int
 ) -> tuple[Array, Array, int]:
     """Separate the rows that no other rank has; add the others to sums in slots.
 
     Args:
-        ids: (k,) int64 distinct.
+        gradient: Of one rank.
         first: Id of row 0.
-        gradient: Of ``ids``.
         slot_of: (n,) int32, from :func:`count_rows` of all ranks' ids; the first occurrence of a repeated row
             gets the next slot, 0 or more.
         touched: (capacity,) int64, the row of each slot; changed.
@@ -117,8 +128,8 @@ def split_rows(
     Returns:
         (m,) int64 rows that are not repeated, the (m,) places of their gradients, and the slots in use now.
     """
+    ids, num_single = gradient.ids, 0
     rows, places = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
-    num_single = 0
     factor = sums.dtype.type(gradient.weight)
     for k in range(len(ids)):
         row, place = ids[k] - first, gradient.places[k]
@@ -146,15 +157,8 @@ def forget_rows(ids: Array, first: int, slot_of: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def update_sgd(weight: Array, at: Array, gradient: Gradient, rate: float) -> None:
-    """``w -= rate * g``.
-
-    Args:
-        weight: (n, d); changed.
-        at: (k,) int64 distinct, the row of ``weight`` for each place of ``gradient``.
-        gradient: k rows.
-        rate: The learning rate.
-    """
+def update_sgd(weight: Array, at: Array, gradient: RowSum, rate: float) -> None:
+    """``w -= rate * g``; ``at``: (k,) int64 distinct rows of the (n, d) ``weight``, one for each gradient."""
     kind = weight.dtype.type
     step, factor = kind(rate), kind(gradient.weight)
     for k in range(len(at)):
@@ -166,11 +170,9 @@ def update_sgd(weight: Array, at: Array, gradient: Gradient, rate: float) -> Non
 
 # Without this error model every division is checked for 0 and none is vectorised; each divisor includes eps.
 @njit(cache=True, nogil=True, error_model="numpy")
-def update_adagrad(
-    weight: Array, at: Array, total: Array, touched: Array, gradient: Gradient, rate: float, eps: float
-) -> None:
-    """``s += g^2; w -= rate * g / (sqrt(s) + eps)``; as :func:`update_sgd`, ``s`` is row ``touched[k]``."""
-    kind = weight.dtype.type
+def update_adagrad(weight: Array, at: Array, total: Array, gradient: RowSum, rate: float, eps: float) -> None:
+    """``s += g^2; w -= rate * g / (sqrt(s) + eps)``; as :func:`update_sgd`, ``s``: rows ``gradient.ids``."""
+    kind, touched = weight.dtype.type, gradient.ids
     step, small, factor = kind(rate), kind(eps), kind(gradient.weight)
     last = len(at) - 1
     for k in range(len(at)):
@@ -192,16 +194,15 @@ def update_adam(
     at: Array,
     mean: Array,
     square: Array,
-    touched: Array,
-    gradient: Gradient,
+    gradient: RowSum,
     constants: tuple[float, float, float, float],
 ) -> None:
     """``m += a (g - m); v += b (g^2 - v); w -= rate * m / (sqrt(v) + eps)``.
 
-    As :func:`update_sgd`; ``m`` and ``v`` are rows ``touched[k]``. ``constants`` are rate, a, b and eps; the
-    rate holds the correction of both moments for their start at 0.
+    As :func:`update_sgd`; ``m`` and ``v`` are rows ``gradient.ids[k]``. ``constants`` are rate, a, b and eps;
+    the rate holds the correction of both moments for their start at 0.
     """
-    kind = weight.dtype.type
+    kind, touched = weight.dtype.type, gradient.ids
     step, gain_mean = kind(constants[0]), kind(constants[1])
     gain_square, small = kind(constants[2]), kind(constants[3])
     factor, last = kind(gradient.weight), len(at) - 1
@@ -234,30 +235,6 @@ class RowGradient:
     """(k, d) float32 or float64. Read-only: autograd may share the memory with another tensor."""
     share: StepShare | None
     """Of the step, at the time of the call."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RowSum:
-    """One rank's contribution to a parameter's gradient in a step: ``weight * rows``."""
-
-    ids: Array
-    """(k,) int64, distinct."""
-    rows: Array
-    """(k, d) float32 or float64."""
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Parcel:
-    """The part of a :class:`RowSum` for one owner: ``weight * rows[places]``."""
-
-    ids: Array
-    """(k,) int64, distinct."""
-    rows: Array
-    """(n, d) float32 or float64."""
-    places: Array
-    """(k,) int64 in [0, n): the row of each id."""
-    weight: float = 1.0
 
 
 def weight_of(share: StepShare | None, reduction: Reduction, world_size: int) -> float:
@@ -304,7 +281,7 @@ def summed(weighted: Sequence[tuple[RowGradient, float]]) -> RowSum | None:
         return None
     if len(weighted) == 1:
         gradient, weight = weighted[0]
-        return RowSum(ids=gradient.ids, rows=gradient.rows, weight=weight)
+        return one_row_each(gradient.ids, gradient.rows, weight)
     ids, places = np.unique(np.concatenate([gradient.ids for gradient, _ in weighted]), return_inverse=True)
     rows = np.zeros((len(ids), weighted[0][0].rows.shape[1]), dtype=weighted[0][0].rows.dtype)
     first = 0
@@ -312,11 +289,4 @@ def summed(weighted: Sequence[tuple[RowGradient, float]]) -> RowSum | None:
         last = first + len(gradient.ids)
         add_rows(gradient.rows, weight, places.reshape(-1)[first:last], rows)
         first = last
-    return RowSum(ids=ids, rows=rows)
-
-
-def weighted_copy(parcel: Parcel) -> Parcel:
-    """Return the same with one row for each id, in order, and weight 1: the form that is sent."""
-    rows = np.empty((len(parcel.ids), parcel.rows.shape[1]), dtype=parcel.rows.dtype)
-    take_weighted(parcel.rows, parcel.weight, parcel.places, rows)
-    return Parcel(ids=parcel.ids, rows=rows, places=np.arange(len(rows)))
+    return one_row_each(ids, rows)

@@ -11,14 +11,12 @@ from functools import partial
 from itertools import pairwise
 from typing import final
 
-import numpy as np
-
 from dglx_dist.comm.collectives import barrier, gather_int64, peers_named
 from dglx_dist.comm.mailbox import Mailbox
 from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.sparse_gradient import Parcel, RowSum, group_by_owner, weighted_copy
+from dglx_dist.graph.sparse_gradient import RowSum, group_by_owner, one_row_each
 from dglx_dist.graph.sparse_update import OwnedRows
 from dglx_dist.records import Array
 
@@ -36,9 +34,8 @@ class StepMessage:
     """1, 2, ..."""
     used: tuple[bool, ...]
     """Of each parameter, whether it is part of the sender's backward passes, with any rows or none."""
-    parcels: tuple[Parcel, ...]
-    """Of each parameter; empty when there is a problem. A parcel that is sent has one row for each id, in
-    order, and weight 1; the rank's own may refer to any rows."""
+    gradients: tuple[RowSum, ...]
+    """Of each parameter; empty when there is a problem."""
     problem: str = ""
     """Why the sender cannot take this step, reported to all ranks."""
 
@@ -48,7 +45,7 @@ class StepMessage:
         return f"{self.sender} {self.step} {used} {self.problem[:_MAX_PROBLEM]}"
 
     def arrays(self) -> list[Array]:
-        return [array for parcel in self.parcels for array in (parcel.ids, parcel.rows)]
+        return [array for one in self.gradients for array in (one.ids, one.rows)]
 
 
 def read_message(name: str, arrays: Sequence[Array], num_parameters: int) -> StepMessage:
@@ -60,15 +57,11 @@ def read_message(name: str, arrays: Sequence[Array], num_parameters: int) -> Ste
             f"rank {sender} sent gradients of {len(used)} embeddings in {len(arrays)} arrays to an optimiser "
             f"of {num_parameters}; build the optimisers alike on all ranks"
         )
-    parcels = tuple(
-        Parcel(ids=ids, rows=rows, places=np.arange(len(ids)))
-        for ids, rows in zip(arrays[::2], arrays[1::2], strict=True)
-    )
     return StepMessage(
         sender=int(sender),
         step=int(step),
         used=tuple(mark == "1" for mark in used),
-        parcels=parcels,
+        gradients=tuple(map(one_row_each, arrays[::2], arrays[1::2])),
         problem=problem,
     )
 
@@ -113,7 +106,7 @@ class Exchange(ABC):
                 sender=topology.rank,
                 step=self._step,
                 used=tuple(used),
-                parcels=tuple(share[rank] for share in shares if share),
+                gradients=tuple(share[rank] for share in shares if share),
                 problem=problem,
             )
             for rank in range(topology.world_size)
@@ -158,26 +151,22 @@ class Exchange(ABC):
     def close(self) -> None:
         self._session.rpc.unregister(self._op)
 
-    def _cut(self, number: int, total: RowSum | None) -> tuple[Parcel, ...]:
+    def _cut(self, number: int, total: RowSum | None) -> tuple[RowSum, ...]:
         """Return the share of each owner: a weighted copy for the others, a view for this rank."""
         table = self._tables[number]
         total = total or table.no_rows
-        places, first = group_by_owner(total.ids, table.owners.starts)
-        parcels = []
+        positions, first = group_by_owner(total.ids, table.owners.starts)
+        shares = []
         for rank, (start, end) in enumerate(pairwise(first.tolist())):
-            parcel = Parcel(
-                ids=total.ids[places[start:end]],
-                rows=total.rows,
-                places=places[start:end],
-                weight=total.weight,
-            )
-            parcels.append(parcel if rank == self._session.topology.rank else weighted_copy(parcel))
-        return tuple(parcels)
+            chosen = positions[start:end]
+            share = RowSum(total.ids[chosen], total.rows, total.places[chosen], total.weight)
+            shares.append(share if rank == self._session.topology.rank else share.for_sending())
+        return tuple(shares)
 
     def _receive(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         message = read_message(name, arrays, len(self._tables))
-        for table, parcel in zip(self._tables, message.parcels, strict=not message.problem):
-            table.check(parcel)
+        for table, gradient in zip(self._tables, message.gradients, strict=not message.problem):
+            table.check(gradient)
         self.accept(message)
         return []
 
@@ -207,7 +196,7 @@ class SyncExchange(Exchange):
             return
         for number, table in enumerate(self._tables):
             if any(message.used[number] for message in messages):
-                table.apply([message.parcels[number] for message in messages])
+                table.apply([message.gradients[number] for message in messages])
         gather_int64([self._step], self._session)
 
     def flush(self) -> None:
@@ -265,9 +254,9 @@ class AsyncExchange(Exchange):
         )
 
     def accept(self, message: StepMessage) -> None:
-        for table, used, parcel in zip(self._tables, message.used, message.parcels, strict=True):
+        for table, used, gradient in zip(self._tables, message.used, message.gradients, strict=True):
             if used:
-                table.apply([parcel])
+                table.apply([gradient])
 
     def _finish_oldest(self) -> None:
         with peers_named(self._session, f"pushes of {self._op}"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import numpy as np
@@ -18,33 +17,16 @@ from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.row_kernels import numpy_view
 from dglx_dist.graph.sparse_gradient import (
     NEVER,
-    Gradient,
-    Parcel,
     RowSum,
     count_rows,
     forget_rows,
+    one_row_each,
     split_rows,
     update_adagrad,
     update_adam,
     update_sgd,
 )
 from dglx_dist.records import Array
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Touched:
-    """Rows to be updated, their states and gradients."""
-
-    weight: Array
-    """(n, d) of the compute dtype; changed."""
-    at: Array
-    """(k,) int64 distinct rows of ``weight``."""
-    states: tuple[Array, ...]
-    """(m, d) each, same dtype; changed."""
-    touched: Array
-    """(k,) int64 distinct rows of ``states``."""
-    gradient: Gradient
-    """Of k rows, same dtype."""
 
 
 class UpdateRule(ABC):
@@ -78,11 +60,14 @@ class UpdateRule(ABC):
         """Return all settings but ``lr`` by name."""
 
     @abstractmethod
-    def update(self, rows: Touched, step: int) -> None:
-        """Update ``rows`` in place.
+    def update(self, weight: Array, at: Array, states: Sequence[Array], gradient: RowSum, step: int) -> None:
+        """Update rows and their states in place.
 
         Args:
-            rows: The rows, with their gradient.
+            weight: (n, d) of the compute dtype.
+            at: (k,) int64 distinct rows of ``weight``.
+            states: (m, d) each, same dtype; rows ``gradient.ids`` go with ``at``.
+            gradient: Of k rows, same dtype.
             step: 1, 2, ...: steps of the whole parameter so far, this one included.
         """
 
@@ -96,8 +81,8 @@ class SgdRule(UpdateRule):
     def settings(self) -> dict[str, float]:
         return {}
 
-    def update(self, rows: Touched, step: int) -> None:
-        update_sgd(rows.weight, rows.at, rows.gradient, self.lr)
+    def update(self, weight: Array, at: Array, states: Sequence[Array], gradient: RowSum, step: int) -> None:
+        update_sgd(weight, at, gradient, self.lr)
 
 
 @final
@@ -113,9 +98,8 @@ class AdagradRule(UpdateRule):
     def settings(self) -> dict[str, float]:
         return {"eps": self._eps}
 
-    def update(self, rows: Touched, step: int) -> None:
-        (total,) = rows.states
-        update_adagrad(rows.weight, rows.at, total, rows.touched, rows.gradient, self.lr, self._eps)
+    def update(self, weight: Array, at: Array, states: Sequence[Array], gradient: RowSum, step: int) -> None:
+        update_adagrad(weight, at, states[0], gradient, self.lr, self._eps)
 
 
 @final
@@ -147,14 +131,14 @@ class AdamRule(UpdateRule):
     def settings(self) -> dict[str, float]:
         return {"beta1": self._betas[0], "beta2": self._betas[1], "eps": self._eps}
 
-    def update(self, rows: Touched, step: int) -> None:
-        mean, square = rows.states
+    def update(self, weight: Array, at: Array, states: Sequence[Array], gradient: RowSum, step: int) -> None:
+        mean, square = states
         beta1, beta2 = self._betas
         correction = math.sqrt(1.0 - beta2**step)
         rate = self.lr * correction / (1.0 - beta1**step)
         eps = self._eps * correction if self._corrected else self._eps
         constants = (rate, 1.0 - beta1, 1.0 - beta2, eps)
-        update_adam(rows.weight, rows.at, mean, square, rows.touched, rows.gradient, constants)
+        update_adam(weight, at, mean, square, gradient, constants)
 
 
 def _positive(eps: float) -> float:
@@ -186,17 +170,15 @@ class OwnedRows:
         owned = slice(self.first - start, self.last - start)
         self._rows = embedding.weight.local_rows()[owned]
         self._state_rows = tuple(numpy_view(state.local_rows()[owned]) for state in states)
-        self._accumulator = _RowAccumulator(self.first, self.last, embedding)
-        self.no_rows = RowSum(
-            ids=np.empty(0, np.int64),
-            rows=np.empty((0, embedding.embedding_dim), dtype=self._accumulator.dtype),
-        )
+        self._dtype = np.dtype(str(embedding.compute_dtype).removeprefix("torch."))
+        nothing = np.empty((0, embedding.embedding_dim), self._dtype)
+        self.no_rows = one_row_each(np.empty(0, np.int64), nothing)
         """The gradient of a rank that touched no row."""
+        self._slot_of = np.empty(0, np.int32)
 
-    def check(self, parcel: Parcel) -> None:
-        """Raise ConfigError unless ``parcel``, from another rank, is for rows of this one."""
-        ids, rows = parcel.ids, parcel.rows
-        dtype = self._accumulator.dtype
+    def check(self, gradient: RowSum) -> None:
+        """Raise ConfigError unless ``gradient``, from another rank, is for rows of this one."""
+        ids, rows, dtype = gradient.ids, gradient.rows, self._dtype
         if ids.dtype != np.int64 or ids.ndim != 1 or rows.dtype != dtype:
             raise ConfigError(f"gradients must be int64 ids and {dtype} rows, not {ids.dtype}, {rows.dtype}")
         if rows.shape != (len(ids), self.embedding.embedding_dim):
@@ -207,54 +189,37 @@ class OwnedRows:
                 f"{ids.min()} to {ids.max()}; build the optimisers alike on all ranks"
             )
 
-    def apply(self, parcels: Sequence[Parcel]) -> None:
-        """Sum ``parcels`` in their order and update each row they touch once; any thread."""
+    def apply(self, gradients: Sequence[RowSum]) -> None:
+        """Sum ``gradients`` in their order and update each row they touch once; any thread."""
         with self.lock:
             self.steps += 1
-            for rows, gradient in self._accumulator.sum([parcel for parcel in parcels if len(parcel.ids)]):
-                self._update(rows, gradient)
+            for gradient in self._summed([one for one in gradients if len(one.ids)]):
+                self._update(gradient)
 
-    def _update(self, touched: Array, gradient: Gradient) -> None:
-        rows, wide = self._rows, self.embedding.compute_dtype
+    def _update(self, gradient: RowSum) -> None:
+        rows, wide, touched = self._rows, self.embedding.compute_dtype, gradient.ids
         if rows.dtype == wide:
-            at, weight = touched, numpy_view(rows)
-        else:
-            index = torch.from_numpy(touched)
-            at, weight = np.arange(len(touched)), rows[index].to(wide).numpy()
-        self.rule.update(
-            Touched(weight=weight, at=at, states=self._state_rows, touched=touched, gradient=gradient),
-            self.steps,
-        )
-        if rows.dtype != wide:
-            rows[index] = torch.from_numpy(weight).to(rows.dtype)
+            self.rule.update(numpy_view(rows), touched, self._state_rows, gradient, self.steps)
+            return
+        index = torch.from_numpy(touched)
+        weight = rows[index].to(wide).numpy()
+        self.rule.update(weight, np.arange(len(touched)), self._state_rows, gradient, self.steps)
+        rows[index] = torch.from_numpy(weight).to(rows.dtype)
 
-
-@final
-class _RowAccumulator:
-    """Sums of rows by id; rows that are in only one parcel are not copied."""
-
-    def __init__(self, first: int, last: int, embedding: DistEmbedding) -> None:
-        self._first, self._count = first, last - first
-        self._slot_of = np.full(0, NEVER, dtype=np.int32)
-        self._dim = embedding.embedding_dim
-        self.dtype = np.dtype(str(embedding.compute_dtype).removeprefix("torch."))
-
-    def sum(self, parcels: Sequence[Parcel]) -> list[tuple[Array, Gradient]]:
-        """Return ((k,) int64 rows relative to the first, their gradient), each row once."""
-        first = self._first
-        gradients = [Gradient(parcel.rows, parcel.places, parcel.weight) for parcel in parcels]
-        if len(parcels) < 2:
-            return [(parcel.ids - first, own) for parcel, own in zip(parcels, gradients, strict=True)]
-        if len(self._slot_of) < self._count:
-            self._slot_of = np.full(self._count, NEVER, dtype=np.int32)
-        slot_of, ids = self._slot_of, [parcel.ids for parcel in parcels]
-        repeated = sum(count_rows(some, first, slot_of) for some in ids)
+    def _summed(self, gradients: Sequence[RowSum]) -> list[RowSum]:
+        """Return gradients with ids counted from the first row and each row once; copy only repeated rows."""
+        first = self.first
+        if len(gradients) < 2:
+            return [one._replace(ids=one.ids - first) for one in gradients]
+        if len(self._slot_of) < self.last - first:
+            self._slot_of = np.full(self.last - first, NEVER, dtype=np.int32)
+        repeated = sum(count_rows(one.ids, first, self._slot_of) for one in gradients)
         touched = np.empty(repeated, dtype=np.int64)
-        sums = np.empty((repeated, self._dim), dtype=self.dtype)
+        sums = np.empty((repeated, self.embedding.embedding_dim), dtype=self._dtype)
         found, count = [], 0
-        for some, own in zip(ids, gradients, strict=True):
-            single, places, count = split_rows(some, first, own, slot_of, touched, sums, count)
-            found.append((single, Gradient(own.rows, places, own.weight)))
-        for some in ids:
-            forget_rows(some, first, slot_of)
-        return [*found, (touched, Gradient(sums, np.arange(count), 1.0))]
+        for one in gradients:
+            single, places, count = split_rows(one, first, self._slot_of, touched, sums, count)
+            found.append(RowSum(single, one.rows, places, one.weight))
+        for one in gradients:
+            forget_rows(one.ids, first, self._slot_of)
+        return [*found, one_row_each(touched, sums)]

@@ -1,13 +1,11 @@
-"""Graph convolutions as stages that can be split by input columns (P3, P-TAGS), and their registry."""
+"""The contract of a convolution that splits by input columns (P3, P-TAGS), and sums over in-edges."""
 
 from __future__ import annotations
 
 import copy
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import dgl.function as fn
@@ -35,6 +33,22 @@ class StageInput:
     draws: DropDraws | None = None
     """Keys of the dropout before *sync*, so that the parts drop what one process would; None: a single part,
     which draws as torch does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWork:
+    """Widths of a layer, and the work of its forward pass."""
+
+    inputs: int
+    """Columns of a source's row, which ranks exchange before the layer."""
+    outputs: int
+    """Columns of its result, of all heads."""
+    summed: int
+    """Columns that are summed along an edge."""
+    per_source: int
+    """Multiply-adds for each input row."""
+    per_target: int
+    """Multiply-adds for each output row."""
 
 
 RunParts: TypeAlias = Callable[["SplittableConv", StageInput], PartialSums]
@@ -70,12 +84,30 @@ class SplittableConv(nn.Module, ABC):
     """Names of the per-edge arguments of :meth:`forward`."""
     edges_after_sync: bool = False
     """Whether only :meth:`apply_edges` uses the per-edge values, which then stay with the owner."""
+    heads: int = 0
+    """Attention heads, each with a logit per edge; 0: no attention."""
+    allow_zero_in_degree: bool = True
+    """False: :meth:`check_in_edges` raises, as DGL's convolutions do by default."""
 
     @property
     def width(self) -> int:
         """Input columns of the layer, or of this part of it."""
         name, dimension = next(iter(self.cut.items()))
         return int(self.get_parameter(name).shape[dimension])
+
+    def work(self) -> LayerWork:
+        """Return the work of the uncut layer, whose first weight in :attr:`cut` projects the sources."""
+        first, *others = (self.get_parameter(name).numel() for name in self.cut)
+        columns, outputs = self.width, first // self.width
+        # Logits need projected rows; the logits, the softmax and the weighted sum each process every edge.
+        early = self.heads > 0 or columns > outputs
+        return LayerWork(
+            inputs=columns,
+            outputs=outputs,
+            summed=(outputs if early else columns) + 6 * self.heads,
+            per_source=first if early else 0,
+            per_target=sum(others) + (0 if early else first),
+        )
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
         """Return per-edge values, (E1, ...) each, that depend on the whole block; none by default.
@@ -102,9 +134,9 @@ class SplittableConv(nn.Module, ABC):
             scattered: The results of :meth:`scatter`, summed over the parts.
         """
 
-    @abstractmethod
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         """Return the layer's output from the results of :meth:`gather`, summed over the parts."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither apply_nodes nor apply_edges")
 
     def apply_edges(self, given: StageInput, gathered: PartialSums) -> Tensor:
         """As :meth:`apply_nodes`, for layers that need edges and their values here.
@@ -132,8 +164,8 @@ class SplittableConv(nn.Module, ABC):
         Raises:
             ConfigError: an argument is unknown, or the pair has other rows.
         """
-        values = {**self.own_edges(block), **self.edges_by_name(edges, named)}
-        given = StageInput(block=block, x=self.sources(block, x), edges=values)
+        values = {**self.own_edges(block), **self._edges_by_name(edges, named)}
+        given = StageInput(block=block, x=self._sources(block, x), edges=values)
         sums = self.sync(replace(given, edges={}) if self.edges_after_sync else given)
         return self.apply_edges(given, sums)
 
@@ -154,15 +186,20 @@ class SplittableConv(nn.Module, ABC):
         return dropped(given.x, probability, self.training, given.draws)
 
     def drop_edges(self, given: StageInput, attention: Tensor, probability: float) -> Tensor:
-        """Return ``attention`` ((E1, K, 1)) with entries dropped, while training.
-
-        Raises:
-            ConfigError: as for :meth:`drop_inputs`.
-        """
+        """Return ``attention`` ((E1, K, 1)) with entries dropped, while training; raises as above."""
         self._check_draws(given, probability)
         if given.draws is None or not self.training:
             return dropped(attention, probability, self.training, None)
         return drop_attention(given.block, attention, probability, given.draws)
+
+    def check_in_edges(self, block: DGLBlock) -> None:
+        """Raise DGLError, as DGL's convolutions do, if a destination must have in-edges and has none."""
+        if not self.allow_zero_in_degree and (block.in_degrees() == 0).any():
+            raise DGLError(
+                "There are 0-in-degree nodes in the graph, whose output would be invalid. Add self-loops "
+                "with dgl.add_self_loop(g) before partitioning, or set allow_zero_in_degree=True in the "
+                "convolution."
+            )
 
     def _check_draws(self, given: StageInput, probability: float) -> None:
         if probability > 0 and self.training and self.run_parts is not None and given.draws is None:
@@ -172,8 +209,7 @@ class SplittableConv(nn.Module, ABC):
                 "strategy='data_parallel'"
             )
 
-    def sources(self, block: DGLBlock, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """Return the inputs of the sources from either form that DGL's convolutions take."""
+    def _sources(self, block: DGLBlock, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         if isinstance(x, Tensor):
             return x
         sources, targets = x
@@ -185,10 +221,9 @@ class SplittableConv(nn.Module, ABC):
             )
         return sources
 
-    def edges_by_name(
+    def _edges_by_name(
         self, positional: Sequence[Tensor | None], named: Mapping[str, Tensor | None]
     ) -> dict[str, Tensor]:
-        """Return the given per-edge arguments by name."""
         unknown = sorted(named.keys() - set(self.edge_arguments))
         if unknown or len(positional) > len(self.edge_arguments):
             raise ConfigError(
@@ -197,72 +232,6 @@ class SplittableConv(nn.Module, ABC):
             )
         found = dict(zip(self.edge_arguments, positional, strict=False)) | dict(named)
         return {name: values for name, values in found.items() if values is not None}
-
-
-Sync: TypeAlias = Literal["columns", "inputs"]
-"""What is summed over the parts: sums over in-edges, or projected source rows where a layer needs it."""
-
-_ADAPTERS: Mapping[str, str] = MappingProxyType(
-    {
-        "SAGEConv": "dglx_dist.layers.convolutions:SageStages",
-        "GraphConv": "dglx_dist.layers.convolutions:GraphConvStages",
-        "SGConv": "dglx_dist.layers.convolutions:SgcStages",
-        "GINConv": "dglx_dist.layers.convolutions:GinStages",
-        "GATConv": "dglx_dist.layers.convolutions:GatStages",
-        "RelGraphConv": "dglx_dist.layers.convolutions:RelationalStages",
-    }
-)
-"""Class of ``dgl.nn`` to "module:Class" of its stages."""
-
-_BY_ROWS: Mapping[str, str] = MappingProxyType(
-    {
-        "SAGEConv": "dglx_dist.layers.convolutions:sage_of_rows",
-        "GATConv": "dglx_dist.layers.convolutions:GatRowStages",
-        "GATv2Conv": "dglx_dist.layers.convolutions:GatV2Stages",
-        "EdgeConv": "dglx_dist.layers.convolutions:EdgeConvStages",
-    }
-)
-"""Overrides of :data:`_ADAPTERS` under ``sync="inputs"``."""
-
-_REASONS_AGAINST: Mapping[str, str] = MappingProxyType(
-    {
-        "GATv2Conv": "its logits are nonlinear in the sum of both ends, so an edge needs all columns of both",
-        "EdgeConv": "it takes the largest of its messages, and the largest of sums is no sum of the largest",
-        "PNAConv": "it takes the largest, the smallest and the spread of messages of whole rows",
-        "DGNConv": "it takes the largest, the smallest and the spread of messages of whole rows",
-        "DotGatConv": "its logits are products of whole rows",
-        "AGNNConv": "its logits are angles between whole rows",
-        "GatedGraphConv": "it passes whole rows through a gated unit",
-    }
-)
-
-
-def stages_of(module: nn.Module, sync: Sync = "columns") -> SplittableConv:
-    """Return ``module`` as stages; its parameters are shared, not copied.
-
-    Args:
-        module: A convolution.
-        sync: "columns": sums over in-edges are summed over the parts. "inputs": also layers that only begin
-            with a linear map of each source row; those rows, (L0, width), are summed over the parts.
-
-    Raises:
-        ConfigError: it cannot be split; the message has the reason and a remedy.
-    """
-    if isinstance(module, SplittableConv):
-        return module
-    kind = type(module)
-    known = {**_ADAPTERS, **_BY_ROWS} if sync == "inputs" else _ADAPTERS
-    if kind.__module__.startswith("dgl.") and kind.__name__ in known:
-        path, name = known[kind.__name__].split(":")
-        stages: SplittableConv = getattr(importlib.import_module(path), name)(module)
-        return stages
-    reason = _REASONS_AGAINST.get(kind.__name__, "its stages are not defined")
-    other = "With sync='inputs' its projected rows are sent. " if kind.__name__ in _BY_ROWS else ""
-    raise ConfigError(
-        f"{kind.__name__} cannot be cut by input columns: {reason}. {other}These can be cut: "
-        f"{', '.join(known)}, and subclasses of dglx_dist.layers.base.SplittableConv; any module trains "
-        "under strategy='data_parallel'"
-    )
 
 
 def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -278,20 +247,6 @@ def mean_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None) -
 def max_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None) -> Tensor:
     """As :func:`sum_in_edges`, but the largest; zeros where there are no in-edges."""
     return _reduce(block, rows, weight, "max")
-
-
-def narrows_first(block: DGLBlock, columns: int, width: int) -> bool:
-    """Whether projecting ``columns`` to ``width`` before the sum over in-edges is cheaper than after it.
-
-    The count covers forward and backward; an element sent over an edge counts as four multiplications.
-    Projecting first multiplies every source row, twice, and sums rows back over the edges in the backward
-    pass; summing first does neither, as the inputs need no gradient. Parts may decide differently: their sums
-    are the same.
-    """
-    sources, targets, edges = block.num_src_nodes(), block.num_dst_nodes(), block.num_edges()
-    first = 2 * sources * columns * width + 2 * 4 * edges * width
-    last = 4 * edges * columns + 2 * targets * columns * width
-    return first < last
 
 
 def _reduce(
@@ -310,13 +265,29 @@ def _reduce(
         return block.dstdata["out"]
 
 
-def refuse_nodes_without_edges(block: DGLBlock) -> None:
-    """Raise DGLError, as DGL's convolutions do, if a destination has no in-edges."""
-    if (block.in_degrees() == 0).any():
-        raise DGLError(
-            "There are 0-in-degree nodes in the graph, whose output would be invalid. Add self-loops with "
-            "dgl.add_self_loop(g) before partitioning, or set allow_zero_in_degree=True in the convolution."
-        )
+def narrows_first(block: DGLBlock, columns: int, width: int) -> bool:
+    """Whether projecting ``columns`` to ``width`` before the sum over in-edges is cheaper than after it.
+
+    The count covers forward and backward; an element sent over an edge counts as four multiplications.
+    Projecting first multiplies every source row, twice, and sums rows back over the edges in the backward
+    pass; summing first does neither, as the inputs need no gradient. Parts may decide differently: their sums
+    are the same.
+    """
+    sources, targets, edges = block.num_src_nodes(), block.num_dst_nodes(), block.num_edges()
+    first = 2 * sources * columns * width + 2 * 4 * edges * width
+    last = 4 * edges * columns + 2 * targets * columns * width
+    return first < last
+
+
+def apply_to_edges(
+    block: DGLBlock, message: Callable[[str, str, str], object], sources: Tensor, targets: Tensor
+) -> Tensor:
+    """Return the (E1, ...) messages of both ends' rows."""
+    with block.local_scope():
+        block.srcdata["end"], block.dstdata["end"] = sources, targets
+        block.apply_edges(message("end", "end", "out"))
+        out: Tensor = block.edata["out"]
+        return out
 
 
 def part_of(layer: SplittableConv, runs: Sequence[Columns]) -> SplittableConv:

@@ -1,29 +1,24 @@
-"""Convolutions of ``dgl.nn`` as stages; each shares the parameters of its convolution, under the same names.
+"""Registry of graph convolutions: how each one of ``dgl.nn`` splits by input columns, and its work.
 
 Most are split by columns. Convolutions that are nonlinear before their sum over edges are split by rows
 (``sync="inputs"``): a part projects its columns of every source row, and the owner sums the parts' rows and
 computes the rest. That is exact, but sends (L0, width) instead of (D1, H), rarely less than the features.
+
+A convolution is one :class:`SplittableConv` here, made from the module whose parameters it shares under the
+same names, and one entry of :data:`CONVOLUTIONS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias, final
 
 import dgl.function as fn
 import torch
 from dgl.heterograph import DGLBlock
-from dgl.nn import (
-    EdgeConv,
-    EdgeWeightNorm,
-    GATConv,
-    GATv2Conv,
-    GINConv,
-    GraphConv,
-    RelGraphConv,
-    SAGEConv,
-    SGConv,
-)
+from dgl.nn import pytorch as dglnn
 from dgl.nn.functional import edge_softmax
 from dgl.ops import gather_mm
 from torch import Tensor, nn
@@ -34,98 +29,167 @@ from dglx_dist.layers.base import (
     PartialSums,
     SplittableConv,
     StageInput,
+    apply_to_edges,
     max_in_edges,
     mean_in_edges,
     narrows_first,
-    refuse_nodes_without_edges,
     sum_in_edges,
 )
+from dglx_dist.layers.dropout import dropped
+
+Sync: TypeAlias = Literal["columns", "inputs"]
+"""What is summed over the parts: sums over in-edges, or projected source rows where a layer needs it."""
+
+
+def _plus(rows: Tensor, bias: Tensor | None) -> Tensor:
+    return rows if bias is None else rows + bias
+
+
+def _then(function: Callable[[Tensor], Tensor] | None, rows: Tensor) -> Tensor:
+    return rows if function is None else function(rows)
+
+
+_TWO_WIDTHS = "separate widths for sources and destinations"
+
+
+def _check_attention(conv: Any, problem: str) -> None:
+    kind = type(conv).__name__
+    if problem:
+        raise ConfigError(
+            f"{kind} with {problem} cannot be the split first layer; build it without, or use "
+            "strategy='data_parallel'"
+        )
+    if conv.res_fc is not None and not isinstance(conv.res_fc, nn.Linear):
+        raise ConfigError(
+            f"{kind} adds its input to its output (residual=True with equal widths): a part would need all "
+            "columns; set residual=False in the first layer, or use strategy='data_parallel'"
+        )
 
 
 class GatStages(SplittableConv):
-    """``GATConv`` by columns.
+    """``GATConv``, by columns or by rows.
 
-    A logit is linear in the input columns, el = <a_l, W x>, so each part has its share of it; the softmax
-    is not, so the shares are summed (*scatter*) and every part computes the same attention. Each part then
-    aggregates its own columns' share of the projected rows with it. A sum of the parts' whole outputs would
-    be wrong, since a softmax is not the sum of the softmaxes of the parts' logits.
+    By columns: a logit is linear in the input columns, el = <a_l, W x>, so each part has its share of it; the
+    softmax is not, so the shares are summed (*scatter*) and every part computes the same attention. Each part
+    then aggregates its own columns' share of the projected rows with it. A sum of the parts' whole outputs
+    would be wrong, since a softmax is not the sum of the softmaxes of the parts' logits.
+
+    By rows only the owner computes attention, from sums of projected rows.
 
     Raises:
         ConfigError: it has separate widths for sources and destinations, or an identity residual.
     """
 
-    shared = ("attn_l", "attn_r")
-
-    def __init__(self, conv: GATConv) -> None:
+    def __init__(self, conv: dglnn.GATConv, *, by_rows: bool = False) -> None:
         super().__init__()
-        check_gat(conv)
+        _check_attention(conv, "" if "fc" in conv._modules else _TWO_WIDTHS)
         self._feat_drop, self._attn_drop = conv.feat_drop.p, conv.attn_drop.p
         self.fc, self.attn_l, self.attn_r = conv.fc, conv.attn_l, conv.attn_r
         self.leaky_relu, self.res_fc, self.bias = conv.leaky_relu, conv.res_fc, conv.bias
         self.activation = conv.activation
-        self._heads, self._width = conv._num_heads, conv._out_feats
-        self._allow_zero_in_degree = conv._allow_zero_in_degree
+        self.heads, self._width = conv._num_heads, conv._out_feats
+        self.allow_zero_in_degree = conv._allow_zero_in_degree
+        self.edges_after_sync, self.shared = by_rows, () if by_rows else ("attn_l", "attn_r")
         self.cut = {"fc.weight": 1} | ({"res_fc.weight": 1} if self.res_fc is not None else {})
 
     def transform(self, given: StageInput) -> tuple[Tensor, Tensor]:
         """Return the projected source rows (L0, K, H), and the destinations' inputs (D1, F_p)."""
         x = self.drop_inputs(given, self._feat_drop)
-        rows = functional.linear(x, self.fc.weight).view(-1, self._heads, self._width)
+        rows = functional.linear(x, self.fc.weight).view(-1, self.heads, self._width)
         return rows, x[: given.block.num_dst_nodes()]
 
     def scatter(self, given: StageInput, transformed: tuple[Tensor, Tensor]) -> PartialSums:
-        """Return this part's logits of sources (L0, K, 1) and destinations (D1, K, 1)."""
-        rows, _ = transformed
-        targets = rows[: given.block.num_dst_nodes()]
-        return (
-            (rows * self.attn_l).sum(-1, keepdim=True),
-            (targets * self.attn_r).sum(-1, keepdim=True),
-        )
+        return () if self.edges_after_sync else self._logits(given.block, transformed[0])
 
     def gather(
         self, given: StageInput, transformed: tuple[Tensor, Tensor], scattered: PartialSums
     ) -> PartialSums:
-        """Return one (D1, K, H): rows weighted by attention, and the residual's share."""
-        if not self._allow_zero_in_degree:
-            refuse_nodes_without_edges(given.block)
+        """By columns one (D1, K, H) with the residual's share; by rows (L0, K H), and the residual apart."""
         rows, own = transformed
-        out = sum_in_edges(given.block, rows, self._attention(given, *scattered))
+        residual = () if self.res_fc is None else (functional.linear(own, self.res_fc.weight),)
+        if self.edges_after_sync:
+            return (rows.flatten(1), *residual)
+        self.check_in_edges(given.block)
+        attention = self.drop_edges(given, self._attention(given.block, scattered), self._attn_drop)
+        return (self._summed(given, rows, attention, residual),)
+
+    def apply_edges(self, given: StageInput, gathered: PartialSums) -> Tensor:
+        out, *residual = gathered
+        if self.edges_after_sync:
+            self.check_in_edges(given.block)
+            rows = out.view(-1, self.heads, self._width)
+            attention = self._attention(given.block, self._logits(given.block, rows))
+            attention = dropped(attention, self._attn_drop, self.training, None)
+            out = self._summed(given, rows, attention, residual)
+        bias = self.bias if self.res_fc is None else self.res_fc.bias
+        return _then(self.activation, out if bias is None else out + bias.view(1, self.heads, self._width))
+
+    def _logits(self, block: DGLBlock, rows: Tensor) -> PartialSums:
+        # (L0, K, 1) of sources and (D1, K, 1) of destinations.
+        targets = rows[: block.num_dst_nodes()]
+        return (rows * self.attn_l).sum(-1, keepdim=True), (targets * self.attn_r).sum(-1, keepdim=True)
+
+    def _attention(self, block: DGLBlock, logits: PartialSums) -> Tensor:
+        # (E1, K, 1), from logits of all parts.
+        attention: Tensor = edge_softmax(block, self.leaky_relu(apply_to_edges(block, fn.u_add_v, *logits)))
+        return attention
+
+    def _summed(
+        self, given: StageInput, rows: Tensor, attention: Tensor, residual: Sequence[Tensor]
+    ) -> Tensor:
+        weight = given.edges.get("edge_weight")
+        attention = attention if weight is None else attention * weight.view(-1, 1, 1)
+        out = sum_in_edges(given.block, rows, attention)
+        return out + residual[0].view_as(out) if residual else out
+
+
+@final
+class GatV2Stages(SplittableConv):
+    """``GATv2Conv`` by rows: both projections are summed over the parts.
+
+    Raises:
+        ConfigError: separate widths, an identity residual, or one weight under two names.
+    """
+
+    edge_arguments = ()
+
+    def __init__(self, conv: dglnn.GATv2Conv) -> None:
+        super().__init__()
+        tied = "share_weights=True (one weight under two names)" if conv.share_weights else ""
+        _check_attention(conv, tied if conv._in_src_feats == conv._in_dst_feats else _TWO_WIDTHS)
+        self._feat_drop, self.attn_drop = conv.feat_drop.p, conv.attn_drop
+        self.fc_src, self.fc_dst, self.attn = conv.fc_src, conv.fc_dst, conv.attn
+        self.leaky_relu, self.res_fc, self.activation = conv.leaky_relu, conv.res_fc, conv.activation
+        self.heads, self._width = conv._num_heads, conv._out_feats
+        self.allow_zero_in_degree = conv._allow_zero_in_degree
+        self.cut = {"fc_src.weight": 1, "fc_dst.weight": 1}
         if self.res_fc is not None:
-            out = out + functional.linear(own, self.res_fc.weight).view_as(out)
-        return (out,)
+            self.cut["res_fc.weight"] = 1
+
+    def transform(self, given: StageInput) -> Tensor:
+        return self.drop_inputs(given, self._feat_drop)
+
+    def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
+        """Return the shares of sources (L0, K H), destinations and residual (D1, K H)."""
+        own = transformed[: given.block.num_dst_nodes()]
+        linears = [self.fc_dst] if self.res_fc is None else [self.fc_dst, self.res_fc]
+        of_targets = [functional.linear(own, linear.weight) for linear in linears]
+        return (functional.linear(transformed, self.fc_src.weight), *of_targets)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        (out,) = gathered
-        bias = self.bias if self.res_fc is None else self.res_fc.bias
-        out = out if bias is None else out + bias.view(1, self._heads, self._width)
-        return self.activation(out) if self.activation else out
-
-    def _attention(self, given: StageInput, sources: Tensor, targets: Tensor) -> Tensor:
-        # (E1, K, 1), from logits that are summed over the parts.
-        block = given.block
-        with block.local_scope():
-            block.srcdata["el"], block.dstdata["er"] = sources, targets
-            block.apply_edges(fn.u_add_v("el", "er", "e"))
-            attention: Tensor = edge_softmax(block, self.leaky_relu(block.edata["e"]))
-        attention = self.drop_edges(given, attention, self._attn_drop)
-        weight = given.edges.get("edge_weight")
-        return attention if weight is None else attention * weight.view(-1, 1, 1)
+        self.check_in_edges(block)
+        sources, targets, *residual = gathered
+        rows = _plus(sources, self.fc_src.bias).view(-1, self.heads, self._width)
+        own = _plus(targets, self.fc_dst.bias).view(-1, self.heads, self._width)
+        edges = self.leaky_relu(apply_to_edges(block, fn.u_add_v, rows, own))
+        logits = (edges * self.attn).sum(-1, keepdim=True)
+        out = sum_in_edges(block, rows, self.attn_drop(edge_softmax(block, logits)))
+        if residual:
+            out = out + _plus(residual[0], self.res_fc.bias).view_as(out)
+        return _then(self.activation, out)
 
 
-def check_gat(conv: GATConv) -> None:
-    """Raise ConfigError if the layer needs whole input rows under either ``sync``."""
-    if not isinstance(conv.fc if "fc" in conv._modules else None, nn.Linear):
-        raise ConfigError(
-            "GATConv with separate widths for sources and destinations cannot be the split first layer; give "
-            "it one width, or use strategy='data_parallel'"
-        )
-    if conv.res_fc is not None and not isinstance(conv.res_fc, nn.Linear):
-        raise ConfigError(
-            "GATConv adds its input to its output (residual=True with equal widths): a part would need all "
-            "columns; set residual=False in the first layer, or use strategy='data_parallel'"
-        )
-
-
+@final
 class GinStages(SplittableConv):
     """``GINConv`` by columns: the first Linear of ``apply_func`` is split, the rest is applied to the sums.
 
@@ -133,7 +197,7 @@ class GinStages(SplittableConv):
         ConfigError: its aggregator is max, or ``apply_func`` does not begin with a Linear.
     """
 
-    def __init__(self, conv: GINConv) -> None:
+    def __init__(self, conv: dglnn.GINConv) -> None:
         super().__init__()
         if conv._aggregator_type == "max":
             raise ConfigError(
@@ -175,16 +239,16 @@ class GinStages(SplittableConv):
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         around, *own = gathered
         out = around + (1 + self.eps) * own[0] if own else around
-        bias = self._first[0].bias
-        out = out if bias is None else out + bias
+        out = _plus(out, self._first[0].bias)
         if isinstance(self.apply_func, nn.Sequential):
             out = self.apply_func[1:](out)
-        return out if self.activation is None else self.activation(out)
+        return _then(self.activation, out)
 
 
 _POWER = {"both": -0.5, "left": -1.0, "right": -1.0}
 
 
+@final
 class GraphConvStages(SplittableConv):
     """``GraphConv`` by columns.
 
@@ -192,7 +256,7 @@ class GraphConvStages(SplittableConv):
         ConfigError: it has no weight, so its output is not a sum over columns.
     """
 
-    def __init__(self, conv: GraphConv) -> None:
+    def __init__(self, conv: dglnn.GraphConv) -> None:
         super().__init__()
         if conv.weight is None:
             raise ConfigError(
@@ -202,7 +266,7 @@ class GraphConvStages(SplittableConv):
         self.weight, self.bias = conv.weight, conv.bias
         self.cut = {"weight": 0}
         self._norm, self._activation = conv._norm, conv._activation
-        self._allow_zero_in_degree = conv._allow_zero_in_degree
+        self.allow_zero_in_degree = conv._allow_zero_in_degree
 
     def transform(self, given: StageInput) -> Tensor:
         rows = given.x
@@ -212,8 +276,7 @@ class GraphConvStages(SplittableConv):
         return rows @ self.weight if narrows_first(given.block, *self.weight.shape) else rows
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        if not self._allow_zero_in_degree:
-            refuse_nodes_without_edges(given.block)
+        self.check_in_edges(given.block)
         total = sum_in_edges(given.block, transformed, given.edges.get("edge_weight"))
         return (total if narrows_first(given.block, *self.weight.shape) else total @ self.weight,)
 
@@ -222,10 +285,10 @@ class GraphConvStages(SplittableConv):
         if self._norm in ("right", "both"):
             degrees = block.in_degrees().to(out).clamp(min=1)
             out = out * degrees.pow(_POWER[self._norm]).unsqueeze(-1)
-        out = out if self.bias is None else out + self.bias
-        return out if self._activation is None else self._activation(out)
+        return _then(self._activation, _plus(out, self.bias))
 
 
+@final
 class RelationalStages(SplittableConv):
     """``RelGraphConv`` by columns.
 
@@ -235,7 +298,7 @@ class RelationalStages(SplittableConv):
 
     edge_arguments = ("etypes", "norm")
 
-    def __init__(self, conv: RelGraphConv) -> None:
+    def __init__(self, conv: dglnn.RelGraphConv) -> None:
         super().__init__()
         if conv.linear_r.regularizer == "bdd":
             raise ConfigError(
@@ -268,8 +331,7 @@ class RelationalStages(SplittableConv):
         out = self.layer_norm_weight(out) if self._norm else out
         out = out + self.h_bias if self._bias else out
         out = out + own[0] if own else out
-        out = self.activation(out) if self.activation else out
-        return self.dropout(out)
+        return self.dropout(_then(self.activation, out))
 
     def _messages(self, given: StageInput, rows: Tensor) -> Tensor:
         linear = self.linear_r
@@ -292,6 +354,7 @@ class RelationalStages(SplittableConv):
 _SPLIT = ("mean", "gcn")
 
 
+@final
 class SageStages(SplittableConv):
     """``SAGEConv`` with aggregator mean or gcn, by columns.
 
@@ -299,11 +362,16 @@ class SageStages(SplittableConv):
         ConfigError: its aggregator is not a sum of columns.
     """
 
-    def __init__(self, conv: SAGEConv) -> None:
+    def __init__(self, conv: dglnn.SAGEConv) -> None:
         super().__init__()
         self._aggregator = conv._aggre_type
         if self._aggregator not in _SPLIT:
-            raise ConfigError(_reason(self._aggregator))
+            other = "sync='inputs', which sends its projected rows, " if self._aggregator == "pool" else ""
+            raise ConfigError(
+                f"SAGEConv with aggregator {self._aggregator!r} has a nonlinear step before its sum, so it "
+                f"cannot be split by input columns; use {' or '.join(_SPLIT)}, {other}or "
+                "strategy='data_parallel'"
+            )
         self._feat_drop = conv.feat_drop.p
         self.fc_neigh = conv.fc_neigh
         self.activation, self.norm = conv.activation, conv.norm
@@ -333,9 +401,7 @@ class SageStages(SplittableConv):
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         (out,) = gathered
         bias = self.fc_self.bias if self._aggregator == "mean" else self.bias
-        out = out if bias is None else out + bias
-        out = out if self.activation is None else self.activation(out)
-        return out if self.norm is None else self.norm(out)
+        return _then(self.norm, _then(self.activation, _plus(out, bias)))
 
     def _projected(self, given: StageInput, rows: Tensor) -> Tensor:
         return rows if self._narrows_first(given) else functional.linear(rows, self.fc_neigh.weight)
@@ -345,26 +411,13 @@ class SageStages(SplittableConv):
         return narrows_first(given.block, columns, width)
 
 
-def _reason(aggregator: str) -> str:
-    other = "sync='inputs', which sends its projected rows, " if aggregator == "pool" else ""
-    return (
-        f"SAGEConv with aggregator {aggregator!r} has a nonlinear step before its sum, so it cannot be split "
-        f"by input columns; use {' or '.join(_SPLIT)}, {other}or strategy='data_parallel'"
-    )
-
-
-def sage_of_rows(conv: SAGEConv) -> SplittableConv:
-    """Return stages of a ``SAGEConv``: by rows for aggregator pool, else by columns."""
-    return PoolStages(conv) if conv._aggre_type == "pool" else SageStages(conv)
-
-
 @final
 class PoolStages(SplittableConv):
     """``SAGEConv`` with aggregator pool, by rows: ``fc_pool``'s are summed, the owner takes the max."""
 
     edges_after_sync = True
 
-    def __init__(self, conv: SAGEConv) -> None:
+    def __init__(self, conv: dglnn.SAGEConv) -> None:
         super().__init__()
         self._feat_drop = conv.feat_drop.p
         self.fc_pool, self.fc_neigh, self.fc_self = conv.fc_pool, conv.fc_neigh, conv.fc_self
@@ -385,108 +438,7 @@ class PoolStages(SplittableConv):
         rows = functional.relu(_plus(rows, self.fc_pool.bias))
         largest = max_in_edges(given.block, rows, given.edges.get("edge_weight"))
         out = _plus(own, self.fc_self.bias) + self.fc_neigh(largest)
-        out = out if self.activation is None else self.activation(out)
-        return out if self.norm is None else self.norm(out)
-
-    def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        return self.apply_edges(StageInput(block=block, x=gathered[0], edges={}), gathered)
-
-
-@final
-class GatRowStages(SplittableConv):
-    """``GATConv`` by rows: only the owner computes attention. For comparison with :class:`GatStages`.
-
-    Raises:
-        ConfigError: as for :class:`GatStages`.
-    """
-
-    edges_after_sync = True
-
-    def __init__(self, conv: GATConv) -> None:
-        super().__init__()
-        check_gat(conv)
-        self._feat_drop, self.attn_drop = conv.feat_drop.p, conv.attn_drop
-        self.fc, self.attn_l, self.attn_r = conv.fc, conv.attn_l, conv.attn_r
-        self.leaky_relu, self.res_fc, self.bias = conv.leaky_relu, conv.res_fc, conv.bias
-        self.activation = conv.activation
-        self._heads, self._width = conv._num_heads, conv._out_feats
-        self._allow_zero_in_degree = conv._allow_zero_in_degree
-        self.cut = {"fc.weight": 1} | ({"res_fc.weight": 1} if self.res_fc is not None else {})
-
-    def transform(self, given: StageInput) -> Tensor:
-        return self.drop_inputs(given, self._feat_drop)
-
-    def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return the shares of the projected sources (L0, K H) and of the residual (D1, K H)."""
-        rows = functional.linear(transformed, self.fc.weight)
-        own = transformed[: given.block.num_dst_nodes()]
-        return (rows,) if self.res_fc is None else (rows, functional.linear(own, self.res_fc.weight))
-
-    def apply_edges(self, given: StageInput, gathered: PartialSums) -> Tensor:
-        block = given.block
-        if not self._allow_zero_in_degree:
-            refuse_nodes_without_edges(block)
-        rows = gathered[0].view(-1, self._heads, self._width)
-        sources = (rows * self.attn_l).sum(-1, keepdim=True)
-        targets = (rows[: block.num_dst_nodes()] * self.attn_r).sum(-1, keepdim=True)
-        logits = self.leaky_relu(_on_edges(block, fn.u_add_v, sources, targets))
-        attention = self.attn_drop(edge_softmax(block, logits))
-        weight = given.edges.get("edge_weight")
-        attention = attention if weight is None else attention * weight.view(-1, 1, 1)
-        out = sum_in_edges(block, rows, attention)
-        out = out if self.res_fc is None else out + gathered[1].view_as(out)
-        bias = self.bias if self.res_fc is None else self.res_fc.bias
-        out = out if bias is None else out + bias.view(1, self._heads, self._width)
-        return self.activation(out) if self.activation else out
-
-    def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        return self.apply_edges(StageInput(block=block, x=gathered[0], edges={}), gathered)
-
-
-@final
-class GatV2Stages(SplittableConv):
-    """``GATv2Conv`` by rows: both projections are summed over the parts.
-
-    Raises:
-        ConfigError: separate widths, an identity residual, or one weight under two names.
-    """
-
-    edge_arguments = ()
-
-    def __init__(self, conv: GATv2Conv) -> None:
-        super().__init__()
-        _check_gatv2(conv)
-        self._feat_drop, self.attn_drop = conv.feat_drop.p, conv.attn_drop
-        self.fc_src, self.fc_dst, self.attn = conv.fc_src, conv.fc_dst, conv.attn
-        self.leaky_relu, self.res_fc, self.activation = conv.leaky_relu, conv.res_fc, conv.activation
-        self._heads, self._width = conv._num_heads, conv._out_feats
-        self._allow_zero_in_degree = conv._allow_zero_in_degree
-        self.cut = {"fc_src.weight": 1, "fc_dst.weight": 1}
-        if self.res_fc is not None:
-            self.cut["res_fc.weight"] = 1
-
-    def transform(self, given: StageInput) -> Tensor:
-        return self.drop_inputs(given, self._feat_drop)
-
-    def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return the shares of sources (L0, K H), destinations and residual (D1, K H)."""
-        own = transformed[: given.block.num_dst_nodes()]
-        rows = functional.linear(transformed, self.fc_src.weight)
-        shares = (rows, functional.linear(own, self.fc_dst.weight))
-        return shares if self.res_fc is None else (*shares, functional.linear(own, self.res_fc.weight))
-
-    def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        if not self._allow_zero_in_degree:
-            refuse_nodes_without_edges(block)
-        sources, targets, *residual = gathered
-        rows = _plus(sources, self.fc_src.bias).view(-1, self._heads, self._width)
-        own = _plus(targets, self.fc_dst.bias).view(-1, self._heads, self._width)
-        edges = self.leaky_relu(_on_edges(block, fn.u_add_v, rows, own))
-        logits = (edges * self.attn).sum(-1, keepdim=True)
-        out = sum_in_edges(block, rows, self.attn_drop(edge_softmax(block, logits)))
-        if residual:
-            out = out + _plus(residual[0], self.res_fc.bias).view_as(out)
-        return self.activation(out) if self.activation else out
+        return _then(self.norm, _then(self.activation, out))
 
 
 @final
@@ -495,10 +447,10 @@ class EdgeConvStages(SplittableConv):
 
     edge_arguments = ()
 
-    def __init__(self, conv: EdgeConv) -> None:
+    def __init__(self, conv: dglnn.EdgeConv) -> None:
         super().__init__()
         self.theta, self.phi = conv.theta, conv.phi
-        self._allow_zero_in_degree, self._batch_norm = conv._allow_zero_in_degree, conv.batch_norm
+        self.allow_zero_in_degree, self._batch_norm = conv._allow_zero_in_degree, conv.batch_norm
         if conv.batch_norm:
             self.bn = conv.bn
         self.cut = {"theta.weight": 1, "phi.weight": 1}
@@ -511,44 +463,15 @@ class EdgeConvStages(SplittableConv):
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         # The largest of theta (x_v - x_u) + phi x_v over in-edges.
-        if not self._allow_zero_in_degree:
-            refuse_nodes_without_edges(block)
+        self.check_in_edges(block)
         rows, own = gathered
         targets = _plus(_plus(rows[: block.num_dst_nodes()] + own, self.theta.bias), self.phi.bias)
-        messages = _on_edges(block, fn.v_sub_u, rows, targets)
+        messages = apply_to_edges(block, fn.v_sub_u, rows, targets)
         messages = self.bn(messages) if self._batch_norm else messages
         with block.local_scope():
             block.edata["message"] = messages
             block.update_all(fn.copy_e("message", "m"), fn.max("m", "out"))
             return block.dstdata["out"]
-
-
-def _plus(rows: Tensor, bias: Tensor | None) -> Tensor:
-    return rows if bias is None else rows + bias
-
-
-def _on_edges(
-    block: DGLBlock, message: Callable[[str, str, str], object], sources: Tensor, targets: Tensor
-) -> Tensor:
-    with block.local_scope():
-        block.srcdata["end"], block.dstdata["end"] = sources, targets
-        block.apply_edges(message("end", "end", "out"))
-        out: Tensor = block.edata["out"]
-        return out
-
-
-def _check_gatv2(conv: GATv2Conv) -> None:
-    if conv._in_src_feats != conv._in_dst_feats or conv.share_weights:
-        raise ConfigError(
-            "GATv2Conv with separate widths, or with share_weights=True (one weight under two names), cannot "
-            "be the split first layer; give it one width and share_weights=False, or use "
-            "strategy='data_parallel'"
-        )
-    if conv.res_fc is not None and not isinstance(conv.res_fc, nn.Linear):
-        raise ConfigError(
-            "GATv2Conv adds its input to its output (residual=True with equal widths): a part would need all "
-            "columns; set residual=False in the first layer, or use strategy='data_parallel'"
-        )
 
 
 @final
@@ -564,12 +487,23 @@ class SgcStages(SplittableConv):
         ConfigError: it has several hops, a norm before its weights, or caches its first result.
     """
 
-    def __init__(self, conv: SGConv) -> None:
+    def __init__(self, conv: dglnn.SGConv) -> None:
         super().__init__()
-        _check_sgc(conv)
+        if conv._k != 1:
+            raise ConfigError(
+                f"SGConv(k={conv._k}) has {conv._k} hops, but a block has one: use k=1 in the first layer "
+                "and GraphConv(weight=False) for each further hop. DGL's SGConv does not support blocks, so "
+                "it does not train under strategy='data_parallel' either"
+            )
+        if conv._cached or conv.norm is not None:
+            raise ConfigError(
+                f"SGConv(cached={conv._cached}, norm={conv.norm}) caches the first batch's result or "
+                "normalizes whole rows before its weights; use cached=False and norm=None, or normalize the "
+                "features with torch.nn.LayerNorm, or use strategy='data_parallel' with another convolution"
+            )
         self.fc = conv.fc
         self.cut = {"fc.weight": 1}
-        self._allow_zero_in_degree = conv._allow_zero_in_degree
+        self.allow_zero_in_degree = conv._allow_zero_in_degree
 
     def transform(self, given: StageInput) -> Tensor:
         rows = given.x
@@ -580,35 +514,115 @@ class SgcStages(SplittableConv):
         return functional.linear(rows, self.fc.weight) if self._narrows_first(given.block) else rows
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        if not self._allow_zero_in_degree:
-            refuse_nodes_without_edges(given.block)
+        self.check_in_edges(given.block)
         weight = given.edges.get("edge_weight")
         if weight is not None:
-            total = sum_in_edges(given.block, transformed, EdgeWeightNorm("both")(given.block, weight))
+            total = sum_in_edges(given.block, transformed, dglnn.EdgeWeightNorm("both")(given.block, weight))
         else:
             degrees = given.block.in_degrees().to(transformed).clamp(min=1)
             total = sum_in_edges(given.block, transformed) * degrees.rsqrt().unsqueeze(-1)
         return (total if self._narrows_first(given.block) else functional.linear(total, self.fc.weight),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        (out,) = gathered
-        return out if self.fc.bias is None else out + self.fc.bias
+        return _plus(gathered[0], self.fc.bias)
 
     def _narrows_first(self, block: DGLBlock) -> bool:
         width, columns = self.fc.weight.shape
         return narrows_first(block, columns, width)
 
 
-def _check_sgc(conv: SGConv) -> None:
-    if conv._k != 1:
-        raise ConfigError(
-            f"SGConv(k={conv._k}) has {conv._k} hops, but a block has one: use k=1 in the first layer and "
-            "GraphConv(weight=False) for each further hop. DGL's SGConv does not support blocks, so it does "
-            "not train under strategy='data_parallel' either"
-        )
-    if conv._cached or conv.norm is not None:
-        raise ConfigError(
-            f"SGConv(cached={conv._cached}, norm={conv.norm}) caches the first batch's result or normalizes "
-            "whole rows before its weights; use cached=False and norm=None, or normalize the features with "
-            "torch.nn.LayerNorm, or use strategy='data_parallel' with another convolution"
-        )
+@final
+@dataclass(frozen=True, kw_only=True)
+class Convolution:
+    """What is known of a class of ``dgl.nn``."""
+
+    columns: Callable[[Any], SplittableConv] | None = None
+    """Its stages by columns."""
+    rows: Callable[[Any], SplittableConv] | None = None
+    """Its stages by rows, under ``sync="inputs"``; None: those by columns."""
+    against: str = ""
+    """The reason where it cannot be split by columns."""
+    on_blocks: bool = True
+    """Whether DGL supports it on blocks, and not on whole graphs only."""
+    like: str = "gcn"
+    """The ready-made model of ``training.models`` that has it, or one alike."""
+
+
+_SPREAD = "it takes the largest, the smallest and the spread of messages of whole rows"
+
+CONVOLUTIONS: Mapping[type[nn.Module], Convolution] = MappingProxyType(
+    {
+        dglnn.SAGEConv: Convolution(
+            columns=SageStages,
+            rows=lambda conv: PoolStages(conv) if conv._aggre_type == "pool" else SageStages(conv),
+            like="sage",
+        ),
+        dglnn.GraphConv: Convolution(columns=GraphConvStages),
+        dglnn.SGConv: Convolution(columns=SgcStages, on_blocks=False, like="sgc"),
+        dglnn.GINConv: Convolution(columns=GinStages),
+        dglnn.GATConv: Convolution(
+            columns=GatStages, rows=lambda conv: GatStages(conv, by_rows=True), like="gat"
+        ),
+        dglnn.RelGraphConv: Convolution(columns=RelationalStages),
+        dglnn.GATv2Conv: Convolution(
+            rows=GatV2Stages,
+            against="its logits are nonlinear in the sum of both ends, so an edge needs all columns of both",
+            like="gat",
+        ),
+        dglnn.EdgeConv: Convolution(
+            rows=EdgeConvStages,
+            against="it takes the largest of its messages, and the largest of sums is no sum of the largest",
+        ),
+        dglnn.PNAConv: Convolution(against=_SPREAD, on_blocks=False),
+        dglnn.DGNConv: Convolution(against=_SPREAD, on_blocks=False),
+        dglnn.DotGatConv: Convolution(against="its logits are products of whole rows", like="gat"),
+        dglnn.AGNNConv: Convolution(against="its logits are angles between whole rows", like="gat"),
+        dglnn.GatedGraphConv: Convolution(
+            against="it passes whole rows through a gated unit", on_blocks=False
+        ),
+        **dict.fromkeys(
+            (
+                dglnn.APPNPConv,
+                dglnn.AtomicConv,
+                dglnn.ChebConv,
+                dglnn.EGNNConv,
+                dglnn.GCN2Conv,
+                dglnn.GroupRevRes,
+                dglnn.TAGConv,
+                dglnn.TWIRLSConv,
+                dglnn.TWIRLSUnfoldingAndAttention,
+            ),
+            Convolution(on_blocks=False),
+        ),
+    }
+)
+"""By exact class: a subclass may compute something else."""
+
+
+def stages_of(module: nn.Module, sync: Sync = "columns") -> SplittableConv:
+    """Return ``module`` as stages; its parameters are shared, not copied.
+
+    Args:
+        module: A convolution.
+        sync: "columns": sums over in-edges are summed over the parts. "inputs": also layers that only begin
+            with a linear map of each source row; those rows, (L0, width), are summed over the parts.
+
+    Raises:
+        ConfigError: it cannot be split; the message has the reason and a remedy.
+    """
+    if isinstance(module, SplittableConv):
+        return module
+    known = CONVOLUTIONS.get(type(module), Convolution())
+    make = known.rows or known.columns if sync == "inputs" else known.columns
+    if make is not None:
+        return make(module)
+    other = "With sync='inputs' its projected rows are sent. " if known.rows is not None else ""
+    can = [
+        kind.__name__ for kind, one in CONVOLUTIONS.items() if one.columns or (one.rows and sync == "inputs")
+    ]
+    raise ConfigError(
+        f"{type(module).__name__} cannot be cut by input columns: "
+        f"{known.against or 'its stages are not defined'}. {other}These can be cut: {', '.join(can)}, and "
+        "subclasses of dglx_dist.layers.base.SplittableConv; any module trains under "
+        "strategy='data_parallel'"
+    )

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import torch
 from numba import njit
-from torch import nn
+from torch import Tensor, nn
 
 from dglx_dist.comm.ledger import ring_bytes
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import StoredDataset, open_structure
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Placement, RowOwners
-from dglx_dist.layers.base import stages_of
+from dglx_dist.layers.base import LayerWork, SplittableConv
+from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of
+from dglx_dist.layers.tracer import MODEL_ERRORS, convolutions_in, random_block, stand_ins, trace_calls
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
+from dglx_dist.strategies.full_graph.model import check_rows_stay_apart
+from dglx_dist.strategies.push_pull.split_model import find_first_layer
+from dglx_dist.strategies.serverless.model_to_program import chain_of
+from dglx_dist.strategies.serverless.probe import Declares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,30 +45,22 @@ class FirstLayer:
     """Of all others, as their gradients are sent: those of the owner side with a flag of one element each."""
 
 
-def first_layer(model: nn.Module, convolution: nn.Module, heads: int) -> FirstLayer:
+def first_layer(model: nn.Module, convolution: nn.Module) -> FirstLayer:
     """Return the sizes of ``model`` split at ``convolution``.
-
-    Args:
-        model: All of it.
-        convolution: The layer that takes the features.
-        heads: Of its attention.
 
     Raises:
         ConfigError: the layer cannot be split; the message has the reason.
     """
     stages = stages_of(convolution)
     cut = [stages.get_parameter(name) for name in stages.cut]
-    name, dimension = next(iter(stages.cut.items()))
-    weight = stages.get_parameter(name)
     split = {id(parameter) for parameter in cut}
     others = [parameter for parameter in model.parameters() if id(parameter) not in split]
     # Parameters used before the sum have a gradient on every rank, and need no flag.
     unflagged = {id(stages.get_parameter(name)) for name in stages.shared}
-    attends = any("attn" in shared for shared in stages.shared)
     return FirstLayer(
-        sum_width=weight.numel() // weight.shape[dimension],
-        logit_width=heads if attends else 0,
-        itemsize=weight.element_size(),
+        sum_width=cut[0].numel() // stages.width,
+        logit_width=stages.heads,
+        itemsize=cut[0].element_size(),
         cut_bytes=sum(parameter.numel() * parameter.element_size() for parameter in cut),
         replicated_bytes=sum(
             (other.numel() + (id(other) not in unflagged)) * other.element_size() for other in others
@@ -212,27 +213,11 @@ _SUM_AND_BACK, _SUM_ONLY = 2, 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """Size of one convolution."""
-
-    inputs: int
-    outputs: int
-    summed: int
-    """Columns that are summed along an edge."""
-    per_source: int
-    """Forward multiply-adds for each input row."""
-    per_target: int
-    """Forward multiply-adds for each output row."""
-    exchanged: int
-    """Columns of a row that ranks exchange before this layer."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of all layers, input-most first, and of the parameters."""
 
     kind: str
-    layers: tuple[LayerShape, ...]
+    layers: tuple[LayerWork, ...]
     features: int
     hidden: int
     classes: int
@@ -265,8 +250,8 @@ class ModelShape:
     def widths(self) -> Widths:
         rest = self.layers[1:] or self.layers
         return Widths(
-            first=self.layers[0].exchanged,
-            hidden=rest[0].exchanged,
+            first=self.layers[0].inputs,
+            hidden=rest[0].inputs,
             first_learns=self.first_learns,
             gradient_bytes=self.gradient_bytes,
             itemsize=self.itemsize,
@@ -291,109 +276,49 @@ class ModelShape:
         return summed, multiplied
 
 
-def layers_of_kind(
-    kind: str, features: int, hidden: int, classes: int, num_layers: int, heads: int = 4
-) -> tuple[LayerShape, ...]:
-    """Return the layers of a ready-made model (``training.models.build_model``) without building it."""
-    if kind == "resgcn":
-        return _residual(features, hidden, classes, num_layers)
-    if kind == "sgc":
-        pairs = [(features, classes), *[(classes, classes)] * (num_layers - 1)]
-        return tuple(
-            LayerShape(
-                inputs=a,
-                outputs=b,
-                summed=min(a, b),
-                per_source=a * b if place == 0 and a > b else 0,
-                per_target=a * b if place == 0 and a <= b else 0,
-                exchanged=a,
-            )
-            for place, (a, b) in enumerate(pairs)
-        )
-    pairs = list(pairwise([features, *[hidden] * (num_layers - 1), classes]))
-    return tuple(
-        _layer(kind, a, b, heads, last=place == num_layers - 1) for place, (a, b) in enumerate(pairs)
-    )
-
-
-def _layer(kind: str, a: int, b: int, heads: int, *, last: bool) -> LayerShape:
-    if kind == "gat":
-        wide = b * heads if last else b
-        # Logits, softmax and the weighted sum each process every edge.
-        return LayerShape(
-            inputs=a, outputs=wide, summed=wide + 6 * heads, per_source=a * wide, per_target=0, exchanged=a
-        )
-    if kind == "mlp":
-        return LayerShape(inputs=a, outputs=b, summed=0, per_source=0, per_target=a * b, exchanged=a)
-    # dgl.nn multiplies first if that makes rows narrower; SAGE has one more product, of the own row.
-    own = a * b if kind == "sage" else 0
-    first = a > b
-    return LayerShape(
-        inputs=a,
-        outputs=b,
-        summed=min(a, b),
-        per_source=a * b if first else 0,
-        per_target=own + (0 if first else a * b),
-        exchanged=a,
-    )
-
-
-def _residual(features: int, hidden: int, classes: int, num_layers: int) -> tuple[LayerShape, ...]:
-    def layer(place: int) -> LayerShape:
-        encode = features * hidden if place == 0 else 0
-        decode = hidden * classes if place == num_layers - 1 else 0
-        return LayerShape(
-            inputs=features if place == 0 else hidden,
-            outputs=hidden,
-            summed=hidden,
-            per_source=encode,
-            per_target=2 * hidden * hidden + decode,
-            exchanged=hidden,
-        )
-
-    return tuple(layer(place) for place in range(num_layers))
-
-
 def shape_of_module(
     module: nn.Module,
-    kind: str,
     features: int,
-    hidden: int,
     classes: int,
-    num_layers: int,
-    heads: int = 4,
+    num_layers: int = 0,
     *,
+    kind: str = "",
+    hidden: int = 0,
     guessed: bool = False,
 ) -> ModelShape:
-    """Return the shape of a model: parameters and first layer from the module, layers by kind.
+    """Return the shape of a model, traced in a call as ``module(blocks, x)``.
+
+    Layers of a model that cannot be called so are those that it has registered; unknown ones count as those
+    of GraphSAGE.
 
     Args:
-        module: A ready-made model, or the user's.
-        kind: Of the ready-made model, or of the most similar one.
+        module: A ready-made model, or the user's; it does not change.
         features: F.
-        hidden: Width between layers.
         classes: C.
-        num_layers: L.
-        heads: Of attention.
-        guessed: Whether ``kind`` is that of another model.
+        num_layers: L; 0: the number of its convolutions, or 2.
+        kind: Of the ready-made model; "": that of the first convolution.
+        hidden: Width between layers; 0: that of the first convolution.
+        guessed: Whether the model is not a ready-made one.
     """
-    # Imported here because they import DGL.
-    from dglx_dist.strategies.full_graph.model import check_rows_stay_apart
-    from dglx_dist.strategies.serverless.model_to_program import chain_of
-
-    found, why = _first_layer_of(module, features, heads)
+    known = [one for _, one in convolutions_in(module) if _kind_of(one)]
+    num_layers = num_layers or len(known) or 2
+    try:
+        layers, first_learns = _traced(module, features, num_layers)
+    except MODEL_ERRORS:
+        layers, first_learns = _registered(known, features, hidden, classes, num_layers), False
+    found, why = _first_layer_of(module, features)
     parameters = [one for one in module.parameters() if one.requires_grad]
     return ModelShape(
-        kind=kind,
-        layers=layers_of_kind(kind, features, hidden, classes, num_layers, heads),
+        kind=kind or (_kind_of(known[0]) if known else "mlp" if not layers[0].summed else "sage"),
+        layers=layers,
         features=features,
-        hidden=hidden,
+        hidden=hidden or layers[0].outputs,
         classes=classes,
         parameters=sum(one.numel() for one in parameters),
         tensors=len(parameters),
         first=found,
         why_not_split=why,
-        first_learns=kind == "resgcn",
+        first_learns=first_learns,
         itemsize=parameters[0].element_size() if parameters else 4,
         why_not_whole=_refusal(check_rows_stay_apart, module),
         why_not_chained=_refusal(chain_of, module),
@@ -401,50 +326,94 @@ def shape_of_module(
     )
 
 
-def shape_of_kind(
-    kind: str, features: int, hidden: int, classes: int, num_layers: int, heads: int = 4
-) -> ModelShape:
-    """Return the shape of a ready-made model that is not built; parameters without some biases."""
-    layers = layers_of_kind(kind, features, hidden, classes, num_layers, heads)
-    weights = [layer.per_source + layer.per_target for layer in layers]
-    # Attention has two vectors besides the bias.
-    each = {"mlp": 0, "gat": 3}.get(kind, 1)
-    biases = [each * layer.outputs for layer in layers]
-    tensors = {"sage": 3, "gat": 4, "resgcn": 5}.get(kind, 2) * num_layers
-    first = layers[0]
-    cut = (first.per_source + first.per_target) * 4
-    split = kind in ("sage", "gcn", "gat", "sgc")
-    total = sum(weights) + sum(biases)
-    return ModelShape(
-        kind=kind,
-        layers=layers,
-        features=features,
-        hidden=hidden,
-        classes=classes,
-        parameters=total,
-        tensors=tensors,
-        first=FirstLayer(
-            sum_width=first.outputs,
-            logit_width=heads if kind == "gat" else 0,
-            itemsize=4,
-            cut_bytes=cut,
-            replicated_bytes=(total + tensors) * 4 - cut,
+_USUAL_WIDTH = 64
+
+
+def _kind_of(module: nn.Module) -> str:
+    if isinstance(module, SplittableConv):
+        return "gcn"
+    known = CONVOLUTIONS.get(type(module))
+    return "" if known is None else known.like
+
+
+def _work_of(module: nn.Module, inputs: int, outputs: int) -> LayerWork:
+    """Return the work of a module that is called with a block, but for linear layers in an unknown one."""
+    try:
+        return stages_of(module, "inputs").work()
+    except ConfigError:
+        uses_edges = not isinstance(module, Declares) or module.vertex_stage().around is not None
+        summed = min(inputs, outputs) if uses_edges else 0
+        return LayerWork(inputs=inputs, outputs=outputs, summed=summed, per_source=0, per_target=0)
+
+
+def _traced(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[LayerWork, ...], bool]:
+    """Return the layers as ``module`` calls them, and whether what comes before the first one is trained.
+
+    Raises:
+        MODEL_ERRORS: it cannot be called with ``num_layers`` blocks, or does not use them one after another.
+    """
+    # Levels of different sizes, so that the number of rows tells the level.
+    sizes = [8 + 5 * (num_layers - level) for level in range(num_layers + 1)]
+    generator = torch.Generator().manual_seed(0)
+    like = next(one for one in module.parameters() if one.is_floating_point())
+    blocks = [
+        random_block(targets, sources, 4 * targets, generator).to(like.device)
+        for sources, targets in pairwise(sizes)
+    ]
+    x = torch.randn(sizes[0], features, generator=generator).to(like)
+    # Layers that read the distributed graph would ask other ranks.
+    reading = [one for one in module.modules() if isinstance(one, SplittableConv)]
+    with stand_ins({one: partial(_zeros, one.work().outputs) for one in reading}):
+        calls = trace_calls(module, blocks, x)
+    layers = [one for one in calls if one.block is not None and one.inside is None]
+    if [one.block for one in layers] != list(range(num_layers)):
+        raise ValueError(f"{len(layers)} calls with {num_layers} blocks")
+    shapes = [_work_of(one.module, one.rows.shape[1], one.result[0].numel()) for one in layers]
+    counted = {n for n, one in enumerate(shapes) if one.per_source or one.per_target}
+    for one in calls:
+        if type(one.module) is nn.Linear and one.inside not in counted and len(one.rows) in sizes:
+            level, products = sizes.index(len(one.rows)), one.module.weight.numel()
+            before = shapes[max(level - 1, 0)]
+            shapes[max(level - 1, 0)] = (
+                replace(before, per_target=before.per_target + products)
+                if level
+                else replace(before, per_source=before.per_source + products)
+            )
+    return tuple(shapes), layers[0].rows.requires_grad
+
+
+def _zeros(outputs: int, block: Any, x: Any, *_edges: Any) -> Tensor:
+    rows: Tensor = x[0] if isinstance(x, tuple) else x
+    return rows.new_zeros(block.num_dst_nodes(), outputs)
+
+
+def _registered(
+    known: Sequence[nn.Module], features: int, hidden: int, classes: int, num_layers: int
+) -> tuple[LayerWork, ...]:
+    """Return the layers that a model has registered, if it is that many; otherwise those of GraphSAGE."""
+    try:
+        found = tuple(stages_of(one, "inputs").work() for one in known)
+    except ConfigError:
+        found = ()
+    if len(found) == num_layers:
+        return found
+    # A product with the own row, and one with the sum, before it if that makes rows narrower.
+    return tuple(
+        LayerWork(
+            inputs=a,
+            outputs=b,
+            summed=min(a, b),
+            per_source=a * b if a > b else 0,
+            per_target=a * b if a > b else 2 * a * b,
         )
-        if split
-        else None,
-        why_not_split="" if split else f"the first layer of {kind} does not take the features",
-        first_learns=kind == "resgcn",
-        why_not_chained="it is no chain of convolutions" if kind == "resgcn" else "",
+        for a, b in pairwise([features, *[hidden or _USUAL_WIDTH] * (num_layers - 1), classes])
     )
 
 
-def _first_layer_of(module: nn.Module, features: int, heads: int) -> tuple[FirstLayer | None, str]:
-    # Imported here because it imports DGL.
-    from dglx_dist.strategies.push_pull.split_model import find_first_layer
-
+def _first_layer_of(module: nn.Module, features: int) -> tuple[FirstLayer | None, str]:
     try:
         name, _ = find_first_layer(module, features, "columns")
-        return first_layer(module, module.get_submodule(name), heads), ""
+        return first_layer(module, module.get_submodule(name)), ""
     except ConfigError as refused:
         return None, _first_clause(refused)
 
@@ -460,40 +429,3 @@ def _refusal(check: Callable[[nn.Module], object], module: nn.Module) -> str:
 def _first_clause(refused: ConfigError) -> str:
     # Without the reasons and the remedy that follow.
     return re.split(r"[;:] ", str(refused), maxsplit=1)[0]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundLayers:
-    """Kind and sizes of a module's convolutions."""
-
-    kind: str
-    """The most similar ready-made kind."""
-    hidden: int
-    """Output columns of its first convolution."""
-    count: int
-    heads: int = 1
-
-
-def layers_in(module: nn.Module) -> FoundLayers:
-    """Return kind and sizes of the convolutions of ``dgl.nn`` in ``module``; defaults if there are none."""
-    found = [one for one in module.modules() if type(one).__name__ in _KIND_OF]
-    if not found:
-        return FoundLayers(kind="sage", hidden=_USUAL_WIDTH, count=0)
-    kind = _KIND_OF[type(found[0]).__name__]
-    # DGL has no public name for these.
-    heads = int(getattr(found[0], "_num_heads", 1))
-    width = int(getattr(found[0], "_out_feats", _USUAL_WIDTH)) * heads
-    deep = type(module).__name__ == "ResGCN"
-    return FoundLayers(kind="resgcn" if deep else kind, hidden=width, count=len(found), heads=heads)
-
-
-_USUAL_WIDTH = 64
-_KIND_OF = {
-    "SAGEConv": "sage",
-    "GraphConv": "gcn",
-    "SymmetricConv": "gcn",
-    "GATConv": "gat",
-    "GATv2Conv": "gat",
-    "SGConv": "sgc",
-    "OwnRows": "mlp",
-}

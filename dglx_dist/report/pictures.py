@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from dglx_dist.comm.trace import (
     TraceFile,
     assign_tracks,
 )
+from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.choose import Regions
 from dglx_dist.records import EpochRecord
@@ -449,14 +449,9 @@ def draw_regions(
     axes.legend(
         handles=patches, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=2, fontsize=8, frameon=False
     )
-    target = Path(path)
     # An interruption leaves an earlier picture intact.
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
+    with replaced_file(Path(path)) as partial:
         figure.savefig(partial, dpi=110, format="png")
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _draw_gains(axes: Any, bits: Sequence[float], regions: Regions) -> None:

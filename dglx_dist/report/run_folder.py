@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import StorageError
 from dglx_dist.records import EpochRecord
 
@@ -199,6 +199,5 @@ def _plain(value: object) -> object:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    with replaced_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -8,7 +8,7 @@ backward starts, per module and not per forward call; and its forward exchanges 
 cannot evaluate by itself. Here only backward communicates, and only new gradients. The price:
 on 2 gloo ranks sharing a busy 2-core machine, five dense layers (470,063 parameters, 1000 rows) had medians
 of 100 and 86 ms a step in two runs, DDP 104 and 85, which is noise; but the best rounds were 85 and 74 ms
-against DDP's 80 and 70, so hooks in Python probably cost some 5 % (``scripts/bench/micro/gradients.py``).
+against DDP's 80 and 70, so hooks in Python probably cost some 5 % (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -149,12 +149,7 @@ class BufferMeans:
 
 
 def mark_output(output: Any, *exchanges: tuple[GradientExchange, float]) -> Any:
-    """Return a model's output, such that backward through any tensor of it exchanges gradients.
-
-    Args:
-        output: A tensor, or tuples, lists and dicts that hold some.
-        exchanges: The exchanges of gradients, and the weight of this rank's.
-    """
+    """Return (nested) ``output``, such that backward through any tensor in it runs the ``exchanges``."""
     leaves, layout = tree_flatten(output)
     places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
     marked: Sequence[Tensor] = [leaves[place] for place in places]
@@ -206,7 +201,7 @@ class GradientExchange:
     def mark(self, outputs: Sequence[Tensor], weight: float) -> tuple[Tensor, ...]:
         """Return ``outputs``, such that backward through any of them exchanges with ``weight``.
 
-        Every rank whose peers run backward must run it too. Sends nothing itself.
+        Every rank whose peers run backward must run it too.
         """
         anchor = torch.zeros((), requires_grad=True, device=outputs[0].device)
         # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(), whose

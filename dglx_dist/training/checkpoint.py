@@ -7,9 +7,7 @@ complete, so an interrupted save does not affect earlier checkpoints.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,10 +25,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from dglx_dist.comm.collectives import broadcast_json, gather_json, peers_named, run_on_all_ranks
-from dglx_dist.comm.session import current_session
+from dglx_dist.comm.session import Session, current_session
+from dglx_dist.data.storage.files import named_failures, publish_over
 from dglx_dist.errors import CheckpointError, StorageError
-from dglx_dist.graph import sparse_state
 from dglx_dist.graph.optim import SparseOptimizer
+from dglx_dist.graph.shared_memory import shared_partial_folder
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.optimizer_state import (
     check_matches,
@@ -145,11 +144,18 @@ def optimizers_of(sparse: Sparse) -> Sequence[SparseOptimizer]:
 def save_sparse(sparse: Sparse, checkpoint: Path) -> int:
     """Write embeddings and optimiser state below the existing folder ``checkpoint``. Collective.
 
-    Returns the number of optimisers. Raises CheckpointError on all ranks when one cannot write.
+    Returns the number of optimisers. Raises StorageError on all ranks when one cannot write.
     """
     optimizers = optimizers_of(sparse)
     for number, optimizer in enumerate(optimizers):
-        _save_one(optimizer, _sparse_folder(checkpoint, number))
+        folder, session = _sparse_folder(checkpoint, number), optimizer.session
+
+        def make(folder: Path = folder) -> None:
+            with named_failures(folder):
+                folder.mkdir(parents=True)
+
+        run_on_all_ranks(session, lambda: make() if session.topology.rank == 0 else None)  # noqa: B023
+        optimizer.write_into(folder)
     return len(optimizers)
 
 
@@ -172,7 +178,7 @@ def check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
         )
     for number, optimizer in enumerate(optimizers):
         try:
-            sparse_state.check_state(optimizer.saved_state, _sparse_folder(checkpoint, number))
+            optimizer.check_saved(_sparse_folder(checkpoint, number))
         except StorageError as error:
             raise CheckpointError(str(error)) from error
 
@@ -182,25 +188,9 @@ def load_sparse(sparse: Sparse, checkpoint: Path) -> None:
     for number, optimizer in enumerate(optimizers_of(sparse)):
         optimizer.flush()
         try:
-            folder = _sparse_folder(checkpoint, number)
-            optimizer.lr = sparse_state.read_state(optimizer.saved_state, folder, optimizer.session)
+            optimizer.read_saved(_sparse_folder(checkpoint, number))
         except StorageError as error:
             raise CheckpointError(str(error)) from error
-
-
-def _save_one(optimizer: SparseOptimizer, folder: Path) -> None:
-    optimizer.flush()
-    session = optimizer.session
-
-    def make() -> None:
-        with _writing(folder):
-            folder.mkdir(parents=True)
-
-    run_on_all_ranks(session, lambda: make() if session.topology.rank == 0 else None, CheckpointError)
-    try:
-        sparse_state.write_state(optimizer.saved_state, folder, session)
-    except StorageError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _sparse_folder(checkpoint: Path, number: int) -> Path:
@@ -208,7 +198,7 @@ def _sparse_folder(checkpoint: Path, number: int) -> Path:
 
 
 STATE_NAME = "state.json"
-_FOLDER_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.old)?")
+_FOLDER_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.old.*)?")
 
 
 class Positioned(Protocol):
@@ -265,15 +255,12 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     session = current_session()
     rank = session.topology.rank
     final = Path(folder) / f"epoch-{epoch:06d}-step-{step:09d}"
-    temporary = final.with_name(f".{final.name}.writing")
     module = _plain_module(model)
     # First: this completes the steps that a pipeline has in flight, which also change the optimizer's state.
     of_model = model.state_dict()
 
     def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         _check_json({"extra": extra, "dataset": dataset})
-        if rank == 0:
-            _make_folder(temporary)
         return split_state(optimizer, module) if optimizer is not None else ({}, None)
 
     of_optimizer, plain = run_on_all_ranks(session, prepare, CheckpointError)
@@ -283,41 +270,38 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
     tensors |= _random_state(rank)
     try:
+        with shared_partial_folder(session, final) as partial:
+            _save_tensors(tensors, partial, final, session)
+            state = {
+                "version": VERSION,
+                "epoch": epoch,
+                "step": step,
+                "world_size": session.topology.world_size,
+                "optimizer": plain,
+                "sparse": save_sparse(sparse, partial),
+                "loader": gather_json(loader.state_dict() if loader is not None else None, session),
+                "dataset": dict(dataset or {}),
+                "extra": dict(extra or {}),
+            }
+            run_on_all_ranks(session, lambda: _publish(partial, final, state) if rank == 0 else None)
+    except StorageError as error:
+        raise CheckpointError(str(error)) from error
+    return final
+
+
+def _save_tensors(tensors: Mapping[str, Tensor], folder: Path, final: Path, session: Session) -> None:
+    try:
         with _no_process_group_warning(), peers_named(session, "saving a checkpoint"):
             save_tensors(
-                tensors,
-                storage_writer=RawWriter(temporary, rank),
+                dict(tensors),
+                storage_writer=RawWriter(folder, session.topology.rank),
                 planner=DefaultSavePlanner(flatten_state_dict=False),
                 no_dist=session.topology.world_size == 1,
             )
     except CheckpointException as error:
-        if rank == 0:
-            # A partial checkpoint would keep a full disk full.
-            shutil.rmtree(temporary, ignore_errors=True)
         failed, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
         remedy = "; free space, or choose another folder" if isinstance(reason, OSError) else ""
         raise CheckpointError(f"cannot write {final}: rank {failed}: {reason}{remedy}") from error
-    try:
-        num_sparse = save_sparse(sparse, temporary)
-    except CheckpointError:
-        if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    state = {
-        "version": VERSION,
-        "epoch": epoch,
-        "step": step,
-        "world_size": session.topology.world_size,
-        "optimizer": plain,
-        "sparse": num_sparse,
-        "loader": gather_json(loader.state_dict() if loader is not None else None, session),
-        "dataset": dict(dataset or {}),
-        "extra": dict(extra or {}),
-    }
-    run_on_all_ranks(
-        session, lambda: _publish(temporary, final, state) if rank == 0 else None, CheckpointError
-    )
-    return final
 
 
 def load(
@@ -462,37 +446,11 @@ def _check_json(values: Mapping[str, object]) -> None:
             raise CheckpointError(f"{name} cannot be saved ({error}); give JSON values only") from error
 
 
-def _make_folder(temporary: Path) -> None:
-    with _writing(temporary.parent):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-
-def _publish(temporary: Path, final: Path, state: Mapping[str, object]) -> None:
+def _publish(partial: Path, final: Path, state: Mapping[str, object]) -> None:
     """Complete and rename a checkpoint; a complete one that it replaces exists at every moment."""
-    with _writing(final):
-        write_json(temporary / STATE_NAME, state)
-        old = final.with_name(final.name + ".old")
-        if final.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-        temporary.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-        descriptor = os.open(final.parent, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {path}: {error}; free space, or choose another folder"
-        ) from error
+    with named_failures(final):
+        write_json(partial / STATE_NAME, state)
+        publish_over(partial, final)
 
 
 def _plain_module(model: nn.Module) -> nn.Module:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +15,12 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import broadcast_json, gather_json, run_on_all_ranks
-from dglx_dist.data.storage.columns import PARTIAL_SUFFIX, safe_name
+from dglx_dist.comm.collectives import gather_json, run_on_all_ranks
+from dglx_dist.data.storage.columns import safe_name
 from dglx_dist.data.storage.files import named_failures, publish, replace_folder
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.shared_memory import shared_partial_folder
 from dglx_dist.records import Array
 
 if TYPE_CHECKING:
@@ -83,19 +82,13 @@ def write_embeddings(
     # Also the barrier after which the rows of every rank are written.
     target, tables = run_on_all_ranks(session, checked, ConfigError)
     run_on_all_ranks(session, lambda: check_target(target, overwrite) if is_first else None)
-    partial = target.with_name(
-        f"{target.name}.{broadcast_json(secrets.token_hex(6), session)}{PARTIAL_SUFFIX}"
-    )
-    try:
+    with shared_partial_folder(session, target) as partial:
         run_on_all_ranks(session, lambda: _make_folders(partial, tables) if is_first else None)
         local_files = run_on_all_ranks(
             session, lambda: _write_share(tables, g, partial, name, row_group_bytes)
         )
         files = gather_json(local_files, session)
         run_on_all_ranks(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
-    finally:
-        if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
     return Path(folder)
 
 
@@ -175,11 +168,6 @@ def _write_share(
 ) -> list[dict[str, Any]]:
     # Returns the index entries of this rank's files.
     rank = g.session.topology.rank
-    if not partial.is_dir():
-        raise StorageError(
-            f"{partial.parent} on {g.session.hosts[rank]} is not the folder that rank 0 writes to; give "
-            "one on a disk that all ranks share"
-        )
     files = []
     for table in tables:
         first, last = table.rows.part_policy.owned_range

@@ -282,11 +282,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write ``value`` and flush it to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
 
 def read_json(path: Path) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from dglx_dist.cli import run_command_line
@@ -19,7 +18,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.options import names
 
 if TYPE_CHECKING:
-    from scripts.bench.driver import Step
     from scripts.bench.records import BenchPlan, Experiment, Outcome
 
 
@@ -46,9 +44,7 @@ def bench(  # noqa: PLR0913  # one argument per option
     ] = None,
     suite: Annotated[
         str,
-        typer.Option(
-            help="quick: minutes; papers: all published claims; peers: other packages; large: A1's."
-        ),
+        typer.Option(help="quick: minutes; papers: all published claims; peers: others; large: A1's."),
     ] = "quick",
     only: Annotated[
         list[str] | None,
@@ -86,8 +82,8 @@ def bench(  # noqa: PLR0913  # one argument per option
     servers share plain loopback, and no claim about a network is judged. Exit code 1: an experiment failed.
     """
     if list_:
-        show(list_table())
-        show(program_table())
+        for table in list_tables():
+            show(table)
         return
     if report:
         for folder in report:
@@ -107,7 +103,7 @@ def bench(  # noqa: PLR0913  # one argument per option
         repetitions=repetitions,
         seed=seed,
     )
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         outcomes = measure(chosen, plan)
     except KeyboardInterrupt:
@@ -120,11 +116,7 @@ def bench(  # noqa: PLR0913  # one argument per option
 
 
 def choose(suite: str, only: Sequence[str]) -> list[Experiment]:
-    """Return the experiments that are asked for, each once.
-
-    Raises:
-        UnknownNameError: there is no such suite or experiment.
-    """
+    """Return the experiments that are asked for, each once; UnknownNameError for an unknown suite or id."""
     from scripts.bench import suites
 
     of_suite = suites.suite(suite)
@@ -144,12 +136,16 @@ def measure(experiments: Sequence[Experiment], plan: BenchPlan) -> list[Outcome]
     if plan.repetitions < driver.FEWEST:
         warn(driver.QUICK_LOOK)
     outcomes = []
-    with Telling() as tell:
-        for experiment in experiments:
-            outcome = driver.run(experiment, plan, tell.step)
-            tell.line(f"{experiment.id}: {outcome.status}{f' ({outcome.reason})' if outcome.reason else ''}")
-            outcomes.append(outcome)
+    for experiment in experiments:
+        outcome = driver.run(experiment, plan, tell)
+        tell(f"{experiment.id}: {outcome.status}{f' ({outcome.reason})' if outcome.reason else ''}")
+        outcomes.append(outcome)
     return outcomes
+
+
+def tell(line: str) -> None:
+    """Show what happens, on standard error."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def write_pages(folder: Path) -> None:
@@ -157,109 +153,46 @@ def write_pages(folder: Path) -> None:
     from scripts.bench import pages, plots
 
     plots.draw(folder)
-    page = pages.write_page(folder)
-    Console(highlight=False, soft_wrap=True, markup=False).print(f"report: {page}")
+    print(f"report: {pages.write_page(folder)}")
 
 
-class Telling:
-    """Shows each step: as a bar where somebody looks on, else as lines; on standard error."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[left]}"),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=1, left="")
-
-    def __enter__(self) -> Telling:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def step(self, step: Step) -> None:
-        """Show what is done now, how far it is, and how long the rest may take."""
-        left = "" if step.seconds_left is None else f"about {readable_minutes(step.seconds_left)} left"
-        text = f"{step.experiment}: {step.doing}"
-        if not step.total:
-            # Making datasets has a bar of its own, and there can be one at a time.
-            self._bar.stop()
-            self.line(text)
-            return
-        if self._bar.disable:
-            self.line(f"{text} ({step.done} of {step.total} jobs{', ' if left else ''}{left})")
-        self._bar.start()
-        self._bar.update(
-            self._task, description=text, completed=step.done, total=max(step.total, 1), left=left
-        )
-
-    def line(self, text: str) -> None:
-        """Show a line that stays."""
-        self._console.print(text)
-
-
-def readable_minutes(seconds: float) -> str:
-    """Write e.g. 42 -> ``42 s``, 150 -> ``3 min``."""
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-def list_table() -> Table:
-    """Return all experiments: suites, claim, prediction and whether they can run here."""
+def list_tables() -> tuple[Table, Table]:
+    """Return all experiments (suites, claim, prediction, whether they can run here), and all programs."""
     from scripts.bench import suites
 
-    table = Table("id", "suites", "claim", "prediction", "can run", show_lines=True)
+    experiments = Table("id", "suites", "claim", "prediction", "can run", show_lines=True)
     for one in suites.everything():
         reason = suites.why_absent(one)
         claim = f"{one.title}\n{one.claim.paper}: {one.claim.says}"
-        table.add_row(one.id, ", ".join(one.suites), claim, one.prediction, reason or "yes")
-    return table
-
-
-def program_table() -> Table:
-    """Return all programs beside the experiments: name and what they measure."""
-    from scripts.bench import suites
-
-    table = Table("program", "what it measures")
+        experiments.add_row(one.id, ", ".join(one.suites), claim, one.prediction, reason or "yes")
+    programs = Table("program", "what it measures")
     for name, (_, what) in suites.PROGRAMS.items():
         if what:
-            table.add_row(name, what)
-    return table
+            programs.add_row(name, what)
+    return experiments, programs
 
 
 def outcome_table(experiments: Sequence[Experiment], outcomes: Sequence[Outcome]) -> Table:
     """Return one row per ratio of each outcome: what was claimed, predicted and measured."""
-    table = Table("id", "claim", "ratio", "predicted", "measured", "outside, MB", "verdict", show_lines=True)
+    from scripts.bench.figures import figures_of
+    from scripts.bench.pages import spread_in_words
+
+    table = Table("id", "claim", "ratio", "predicted", "measured", "verdict", show_lines=True)
     for experiment, outcome in zip(experiments, outcomes, strict=True):
-        for row in _rows(outcome):
+        ratios = figures_of(experiment, outcome)["ratios"] if outcome.status == "measured" else []
+        label = f"; {outcome.label}" if outcome.label else ""
+        for one in ratios:
+            predicted = "" if one["predicted"] is None else f"{one['predicted']:.2f}"
+            row = (one["name"], predicted, spread_in_words(one["measured"]), f"{one['verdict']}{label}")
             table.add_row(experiment.id, experiment.claim.says, *row)
+        if not ratios:
+            status = ": ".join([outcome.status, *outcome.reason.splitlines()[:1]])
+            table.add_row(experiment.id, experiment.claim.says, "", "", "", status)
     return table
 
 
-def _rows(outcome: Outcome) -> Sequence[tuple[str, ...]]:
-    from scripts.bench.figures import ratio_figures, variant_figures
-    from scripts.bench.pages import judge
-
-    if outcome.status != "measured":
-        return [("", "", "", "", f"{outcome.status}: {outcome.reason.splitlines()[0]}")]
-    outside = {one.variant.name: f"{one.bytes_outside / 1e6:.3g}" for one in variant_figures(outcome)}
-    rows = []
-    for one in ratio_figures(outcome):
-        value = one.value
-        measured = "" if value is None else f"{value.median:.2f} ({value.low:.2f} to {value.high:.2f})"
-        predicted = "" if one.ratio.predicted is None else f"{one.ratio.predicted:.2f}"
-        bytes_outside = f"{outside.get(one.ratio.over, '-')} / {outside.get(one.ratio.under, '-')}"
-        label = f"; {outcome.label}" if outcome.label else ""
-        rows.append((one.ratio.name, predicted, measured, bytes_outside, f"{judge(one)}{label}"))
-    return rows or [("", "", "", "", "measured; it has no ratio")]
-
-
-def _interrupt(*_: object) -> NoReturn:
-    # As Ctrl-C does: what was started is ended on the way out.
+def interrupt(*_: object) -> NoReturn:
+    """End as Ctrl-C does: what was started is ended on the way out."""
     raise KeyboardInterrupt
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import time
 from collections.abc import Mapping
@@ -18,9 +19,11 @@ from dglx_dist.planner.workload import Survey
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.progress import progress
 from dglx_dist.records import RawGraph
+from scripts.bench.pool import do_alone
 from scripts.bench.records import Job
+from scripts.bench.results import write_text
 from scripts.bench.simulate import ComputeCost
-from scripts.bench.worker import do_alone, read_json, write_json
+from scripts.bench.worker import read_json
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +91,8 @@ def _cut(raw: RawGraph, folder: Path, cut: PartitionPlan) -> None:
     begin = time.perf_counter()
     try:
         partition_to_disk(raw, folder, cut)
-        write_json(_cost_path(folder), {"seconds_to_cut_and_write": time.perf_counter() - begin})
+        cost = {"seconds_to_cut_and_write": time.perf_counter() - begin}
+        write_text(_cost_path(folder), json.dumps(cost))
     except StorageError:
         # Another process that made the same one was quicker.
         if not (folder / MANIFEST).is_file():

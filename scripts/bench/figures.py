@@ -1,20 +1,23 @@
-"""Measurements -> the figures of a report: medians with their spread, bytes by phase, closed form, regret."""
+"""Outcome of an experiment -> its figures and verdict, the JSON of docs/results/ID.json.
+
+Medians with their spread, bytes by phase, the closed form of phi, kappa and beta, regret of choices.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from statistics import fmean, median
+from typing import Any, Literal
 
 import numpy as np
 
 from dglx_dist.comm.collectives import CONTROL
+from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import EpochRecord
-from dglx_dist.report.tables import markdown_table
+from dglx_dist.report.tables import readable_percent
 from scripts.bench.records import (
     COUNTED_BYTES,
     KAPPA,
@@ -22,6 +25,7 @@ from scripts.bench.records import (
     PREDICTED_ONCE,
     PREDICTED_SECONDS,
     Cell,
+    Experiment,
     MatchedPhi,
     Measurement,
     Outcome,
@@ -29,57 +33,52 @@ from scripts.bench.records import (
     Variant,
 )
 from scripts.bench.speedup_model import predicted_time
+from scripts.bench.suites import why_absent
 
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """How servers were joined."""
-
-    kind: str
-    """ "namespaces", "loopback", or "" when nothing was noted."""
-    rate: str
-    """Between servers, e.g. "96mbit"; empty: not limited."""
-    phi: float | None
-    """Share of its time that the baseline spends on the network at this rate; None: not calibrated."""
-    missed_phi: float | None
-    """The share that was wanted where no rate gave it; None: none was wanted, or it was reached."""
-    limited: bool
-    """False on plain loopback with more than one server: then no claim about a network can be judged."""
-    missing: str
-    """Why it is plain loopback."""
-
-    @property
-    def words(self) -> str:
-        """Rate and phi as a reader wants them, e.g. "96mbit, phi 0.65"."""
-        if not self.limited:
-            return "not limited (plain loopback)" if self.kind == "loopback" else "not noted"
-        rate = self.rate or "no limit"
-        return rate if self.phi is None else f"{rate}, phi {self.phi:.2f}"
-
-
-def link_of(outcome: Outcome, variant: Variant) -> Link:
-    """Return the link of ``variant`` in ``outcome``."""
-    found: Mapping[str, Any] = outcome.network.get(variant.name) or {}
-    kind = str(found.get("kind", ""))
-    fixed = None if isinstance(variant.rate, MatchedPhi) else variant.rate
-    phi = found.get("phi")
-    calibration: Mapping[str, Any] = found.get("calibration") or {}
-    return Link(
-        kind=kind,
-        rate=str(found.get("external", fixed) or ""),
-        phi=None if phi is None else float(phi),
-        missed_phi=None if calibration.get("within_tolerance", True) else float(calibration["wanted"]),
-        limited=kind == "namespaces" or variant.shape.servers == 1,
-        missing=str(found.get("missing") or ""),
-    )
-
-
+FORMAT, VERSION = "dglx bench figures", 1
 PHASES = ("wait_s", "compute_s", "exchange_s")
 """Of the training loop, one after another."""
 HIDDEN = ("sample_s", "fetch_s")
 """On the loader's threads, beside the training loop."""
 _OF_REPORTS = ("epochs_to_target", "dollars", "value")
 """Quantities that are no field of an epoch."""
+_MOST_NAMES = 60
+_OF_ONE_LAB = {"name", "external", "phi", "calibration"}
+"""Of ``Lab.describe()`` and what the driver adds: not the same for variants that share a shape."""
+Row = dict[str, str]
+"""A line of a table: column -> cell."""
+
+
+def figures_of(experiment: Experiment, outcome: Outcome) -> dict[str, Any]:
+    """Return all that is told of a result: medians, quartiles, verdicts, circumstances; JSON values."""
+    verdict = judge_experiment(experiment, outcome)
+    variants = () if outcome.plan is None else outcome.plan.variants
+    shown = {} if outcome.plan is None else outcome.plan.facts
+    tables = (PREDICTED_BYTES, PREDICTED_ONCE, PREDICTED_SECONDS, COUNTED_BYTES)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "experiment": experiment.id,
+        "verdict": str(verdict),
+        "why": verdict.why,
+        "label": outcome.label,
+        "simulated": sorted({one.simulated for one in variants if one.simulated}),
+        "repetitions": max((len(found) for _, found in _measured(outcome)), default=0),
+        "date": outcome.date,
+        "command": outcome.command,
+        "machine": flat(outcome.machine),
+        "circumstances": [*_servers(outcome), *_calibrations(outcome)],
+        "ratios": [_ratio_row(one) for one in ratio_figures(outcome)],
+        # Every way of every cell is a page of rows that nobody reads.
+        "variants": [] if cells_of(outcome) else variant_rows(outcome),
+        "cells": cell_rows(outcome),
+        "nearness": nearness(outcome)[1],
+        "bytes": phase_rows(outcome),
+        "closed form": closed_form_rows(outcome),
+        "done once": once_rows(outcome),
+        "accuracy": accuracy_in_words(outcome),
+        "facts": fact_lines({name: fact for name, fact in shown.items() if name not in tables}),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,41 +89,104 @@ class Spread:
     low: float
     high: float
 
-    def holds(self, value: float) -> bool:
-        """Say whether ``value`` lies in the interquartile range."""
-        return self.low <= value <= self.high
+    def rounded(self) -> list[float]:
+        """Return the three, to 6 digits."""
+        return [_number(value) for value in (self.median, self.low, self.high)]
 
 
 def spread(values: Sequence[float]) -> Spread:
     """Return median and quartiles (linear interpolation) of at least one value."""
-    low, median, high = (float(value) for value in np.percentile(values, [25, 50, 75]))
-    return Spread(median=median, low=low, high=high)
+    low, middle, high = (float(value) for value in np.percentile(values, [25, 50, 75]))
+    return Spread(median=middle, low=low, high=high)
+
+
+def mean_of(measurement: Measurement, name: str) -> float:
+    """Return the mean over the epochs of a field of their records."""
+    return fmean(float(getattr(epoch, name)) for epoch in measurement.epochs)
+
+
+def _of(name: str, outcome: Outcome) -> list[Measurement]:
+    # A curve has no epochs: it is no measurement of time.
+    return [one for one in outcome.measurements if one.variant == name and one.epochs]
+
+
+def _measured(outcome: Outcome) -> Iterator[tuple[Variant, list[Measurement]]]:
+    for variant in () if outcome.plan is None else outcome.plan.variants:
+        if found := _of(variant.name, outcome):
+            yield variant, found
+
+
+def variant_rows(outcome: Outcome) -> list[dict[str, Any]]:
+    """Return seconds, phases, MB and memory of each variant that has a measurement, in the plan's order.
+
+    Of one epoch; ``seconds`` with their quartiles, the others medians. ``mb_wire`` is what the cards counted
+    between servers (None: no card counted), ``wire_by_ledger`` that by ``mb_outside``.
+    """
+    rows = []
+    for variant, found in _measured(outcome):
+        inside, outside = (
+            median(mean_of(one, f"bytes_{where}") for one in found) for where in ("inside", "outside")
+        )
+        sent = [
+            one.bytes_outside_wire / len(one.epochs) for one in found if one.bytes_outside_wire is not None
+        ]
+        wire = median(sent) if sent else None
+        row = {
+            "name": variant.name,
+            "servers": variant.shape.servers,
+            "ranks_per_server": variant.shape.ranks_per_server,
+            "link": link_of(outcome, variant).words,
+            "seconds": spread([one.seconds for one in found]).rounded(),
+            **{name: _number(median(mean_of(one, name) for one in found)) for name in (*PHASES, *HIDDEN)},
+            "mb_inside": _number(inside / 1e6),
+            "mb_outside": _number(outside / 1e6),
+            "mb_wire": None if wire is None else _number(wire / 1e6),
+            "wire_by_ledger": None if wire is None or not outside else round(wire / outside, 3),
+            "peak_mb": round(max(one.peak_bytes for one in found) / 1e6),
+        }
+        rows.append(row | ({"simulated": True} if variant.simulated else {}))
+    return rows
+
+
+def medians(outcome: Outcome) -> dict[str, float]:
+    """Return the median seconds of an epoch of each variant that has a measurement."""
+    took: dict[str, list[float]] = {}
+    for one in outcome.measurements:
+        if one.epochs:
+            took.setdefault(one.variant, []).append(one.seconds)
+    return {name: median(values) for name, values in took.items()}
+
+
+def _number(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class VariantFigures:
-    """What a variant's repetitions come to; seconds and bytes are of one epoch."""
+class Link:
+    """How servers were joined."""
 
-    variant: Variant
-    link: Link
-    repetitions: int
-    seconds: Spread
-    phases: Mapping[str, Spread]
-    """By the names in PHASES and HIDDEN."""
-    samples_per_second: Spread
-    bytes_inside: float
-    bytes_outside: float
-    bytes_wire: float | None
-    """Outside, by the cards; None where no card counted."""
-    peak_bytes: int
-    """The largest of all repetitions."""
+    words: str
+    """Rate between servers and share of time that the baseline spends on it, e.g. "96mbit, phi 0.65"."""
+    limited: bool
+    """False on plain loopback with more than one server: then no claim about a network can be judged."""
+    missed_phi: str
+    """What phi was wanted where no rate gave it, in words; empty: none was, or it was reached."""
 
-    @property
-    def wire_over_ledger(self) -> float | None:
-        """Bytes by the cards over payload by the ledger; None without either."""
-        if self.bytes_wire is None or self.bytes_outside <= 0:
-            return None
-        return self.bytes_wire / self.bytes_outside
+
+def link_of(outcome: Outcome, variant: Variant) -> Link:
+    """Return the link of ``variant`` in ``outcome``."""
+    found = outcome.network.get(variant.name) or {}
+    kind, phi = found.get("kind", ""), found.get("phi")
+    limited = kind == "namespaces" or variant.shape.servers == 1
+    fixed = None if isinstance(variant.rate, MatchedPhi) else variant.rate
+    words = str(found.get("external", fixed) or "no limit")
+    words += "" if phi is None else f", phi {phi:.2f}"
+    if not limited:
+        words = "not limited (plain loopback)" if kind == "loopback" else "not noted"
+    calibration = found.get("calibration") or {}
+    missed = not calibration.get("within_tolerance", True)
+    told = f"phi is {phi:.2f}, not {calibration['wanted']:g}" if missed and phi is not None else ""
+    return Link(words=words, limited=limited, missed_phi=told)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,20 +199,10 @@ class RatioFigures:
     one is 0. Median: quotient of the two medians.
     Quartiles: of the quotients of single repetitions, which ran one after the other, so that a drift of
     the machine cancels. Of cells: the quotient that counts, and the quartiles of all."""
-    simulated: str
-    """What of its two variants is simulated; empty: nothing."""
-    limited: bool
-    """Whether the links between servers of both variants were limited as asked."""
-    missed_phi: str
-    """What phi was wanted of its variants' links and not reached, in words; empty: none."""
-
-
-def variant_figures(outcome: Outcome) -> tuple[VariantFigures, ...]:
-    """Return the figures of each variant that has a measurement, in the plan's order."""
-    if outcome.plan is None:
-        return ()
-    measured = [(variant, _of(variant.name, outcome)) for variant in outcome.plan.variants]
-    return tuple(_figures(variant, of, link_of(outcome, variant)) for variant, of in measured if of)
+    links: tuple[Link, ...]
+    """Of its variants."""
+    simulated: bool
+    """Whether something of them is."""
 
 
 def ratio_figures(outcome: Outcome) -> tuple[RatioFigures, ...]:
@@ -165,95 +217,23 @@ def ratio_figures(outcome: Outcome) -> tuple[RatioFigures, ...]:
     return tuple(_ratio(ratio, variants, outcome) for ratio in outcome.plan.ratios)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TimeToAccuracy:
-    """When variants came to the same accuracy."""
-
-    accuracy: float
-    """The best that all of them reach, as a fraction."""
-    seconds: Mapping[str, float]
-    """Of training until then, by variant; the median where several curves were drawn."""
-
-
-def medians(outcome: Outcome) -> dict[str, float]:
-    """Return the median seconds of an epoch of each variant that has a measurement."""
-    took: dict[str, list[float]] = {}
-    for one in outcome.measurements:
-        if one.epochs:
-            took.setdefault(one.variant, []).append(one.seconds)
-    return {name: float(np.median(values)) for name, values in took.items()}
-
-
-def time_to_accuracy(outcome: Outcome) -> TimeToAccuracy | None:
-    """Return None unless two variants at least have curves."""
-    curves: dict[str, list[tuple[tuple[float, float], ...]]] = {}
-    for one in outcome.measurements:
-        known = tuple((at, share) for at, share in one.accuracy if not math.isnan(share))
-        if known:
-            curves.setdefault(one.variant, []).append(known)
-    if len(curves) < 2:
-        return None
-    best = min(max(share for _, share in curve) for of in curves.values() for curve in of)
-    seconds = {
-        name: float(np.median([min(at for at, share in curve if share >= best) for curve in of]))
-        for name, of in curves.items()
-    }
-    return TimeToAccuracy(accuracy=best, seconds=seconds)
-
-
-def _of(name: str, outcome: Outcome) -> list[Measurement]:
-    return [one for one in outcome.measurements if one.variant == name and one.epochs]
-
-
-def _figures(variant: Variant, measured: Sequence[Measurement], link: Link) -> VariantFigures:
-    phases = {name: spread([_mean(one, name) for one in measured]) for name in (*PHASES, *HIDDEN)}
-    wire = [
-        one.bytes_outside_wire / len(one.epochs) for one in measured if one.bytes_outside_wire is not None
-    ]
-    return VariantFigures(
-        variant=variant,
-        link=link,
-        repetitions=len(measured),
-        seconds=spread([one.seconds for one in measured]),
-        phases=phases,
-        samples_per_second=spread([_mean(one, "samples_per_second") for one in measured]),
-        bytes_inside=float(np.median([_mean(one, "bytes_inside") for one in measured])),
-        bytes_outside=float(np.median([_mean(one, "bytes_outside") for one in measured])),
-        bytes_wire=float(np.median(wire)) if wire else None,
-        peak_bytes=max(one.peak_bytes for one in measured),
-    )
-
-
-def _mean(measurement: Measurement, name: str) -> float:
-    epochs: Sequence[EpochRecord] = measurement.epochs
-    return sum(float(getattr(epoch, name)) for epoch in epochs) / len(epochs)
-
-
 def _ratio(ratio: Ratio, variants: Mapping[str, Variant], outcome: Outcome) -> RatioFigures:
-    unknown = {ratio.over, ratio.under} - set(variants)
+    names = [name for cell in ratio.cells for name in cell.ways] or [ratio.over, ratio.under]
+    unknown = {ratio.over, ratio.under, *names} - set(variants)
     if unknown:
         raise ConfigError(
             f"{outcome.experiment}: ratio {ratio.name!r} names {sorted(unknown)}; "
             f"the plan's variants are {list(variants)}"
         )
     if ratio.cells:
-        names = [name for cell in ratio.cells for name in cell.ways]
         value = _of_cells(ratio, medians(outcome))
     else:
-        names = [ratio.over, ratio.under]
-        over, under = ({one.repetition: one for one in _of(name, outcome)} for name in names)
-        value = _quotient(_by_repetition(ratio.quantity, over), _by_repetition(ratio.quantity, under))
-    words = [variants[name].simulated for name in names]
-    links = [link_of(outcome, variants[name]) for name in names]
-    missed = [
-        f"phi is {link.phi:.2f}, not {link.missed_phi:g}" for link in links if link.missed_phi is not None
-    ]
+        value = _quotient(*(_by_repetition(ratio.quantity, _of(name, outcome)) for name in names))
     return RatioFigures(
         ratio=ratio,
         value=value,
-        simulated="; ".join(dict.fromkeys(text for text in words if text)),
-        limited=all(link.limited for link in links),
-        missed_phi="; ".join(dict.fromkeys(missed)),
+        links=tuple(link_of(outcome, variants[name]) for name in names),
+        simulated=any(variants[name].simulated for name in names),
     )
 
 
@@ -267,34 +247,138 @@ def _of_cells(ratio: Ratio, took: Mapping[str, float]) -> Spread | None:
     return Spread(median=max(regrets), low=around.low, high=max(regrets))
 
 
-def _by_repetition(quantity: str, measured: Mapping[int, Measurement]) -> dict[int, float]:
+def _by_repetition(quantity: str, measured: Sequence[Measurement]) -> dict[int, float]:
     if quantity not in _OF_REPORTS:
-        return {number: _mean(one, quantity) for number, one in measured.items()}
-    told = {number: one.extra.get(quantity) for number, one in measured.items()}
+        return {one.repetition: mean_of(one, quantity) for one in measured}
+    told = {one.repetition: one.extra.get(quantity) for one in measured}
     # A target that one seed did not reach has no number of epochs, and the median of the others is too small.
-    if None in told.values():
-        return {}
-    return {number: float(value) for number, value in told.items() if value is not None}
+    return {} if None in told.values() else {number: float(value or 0) for number, value in told.items()}
 
 
 def _quotient(over: Mapping[int, float], under: Mapping[int, float]) -> Spread | None:
-    if not over or not under or float(np.median([*under.values()])) <= 0:
+    if not over or not under or median(under.values()) <= 0:
         return None
-    value = float(np.median([*over.values()])) / float(np.median([*under.values()]))
+    value = median(over.values()) / median(under.values())
     both = sorted(set(over) & set(under))
     around = spread([over[number] / under[number] for number in both if under[number] > 0] or [value])
     # The quotient of medians is no quotient of one repetition, so few of these may lie to one side of it.
     return Spread(median=value, low=min(around.low, value), high=max(around.high, value))
 
 
-_BY_PHASE = "bytes_outside_by_phase"
-_DRAWN = ("input_rows", "edges", "input_ids")
-"""What of a measurement tells which blocks it was: counts, and the sum of the ids of all input rows."""
+def _ratio_row(one: RatioFigures) -> dict[str, Any]:
+    ratio, verdict = one.ratio, judge(one)
+    return {
+        "name": ratio.name,
+        "of": f"{ratio.quantity}: {ratio.over} / {ratio.under}",
+        "predicted": None if ratio.predicted is None else _number(ratio.predicted),
+        "measured": None if one.value is None else one.value.rounded(),
+        "bound": "" if verdict.word == "no bound" else bounds_in_words(ratio.low, ratio.high),
+        "verdict": str(verdict),
+    }
 
 
-def predicted_bytes(outcome: Outcome) -> Mapping[str, Mapping[str, int]]:
-    """Return what was predicted, by variant and phase; empty where nothing was."""
-    return {} if outcome.plan is None else outcome.plan.facts.get(PREDICTED_BYTES, {})
+Word = Literal[
+    "reproduced", "not reproduced", "partly reproduced", "no bound", "links not limited", "phi not matched",
+    "absent", "failed", "not measured yet",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A word that a table can show, and the sentence behind it."""
+
+    word: Word
+    why: str
+    simulated: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.word} (simulated)" if self.simulated else self.word
+
+
+def judge(figures: RatioFigures) -> Verdict:
+    """Judge one ratio by its bounds.
+
+    A value inside the bounds is not enough where they claim a difference (all of them above 1, or all
+    below): an interquartile range that holds 1 shows none. Two bounds with 1 between or on them claim none.
+    """
+    word, why = _judged(figures.ratio, figures.value, figures.links)
+    return Verdict(word=word, why=why, simulated=figures.simulated)
+
+
+def _judged(ratio: Ratio, value: Spread | None, links: Sequence[Link]) -> tuple[Word, str]:
+    low, high = ratio.low, ratio.high
+    if value is None:
+        of = "a cell" if ratio.cells else f"{ratio.over} over {ratio.under}"
+        return "not reproduced", (
+            f"{of} could not be formed: one has no measurement or did not come to "
+            "the target in every repetition, or the lower is 0"
+        )
+    if not all(link.limited for link in links):
+        return (
+            "links not limited",
+            "the servers shared plain loopback: nothing can be said about a network",
+        )
+    missed = "; ".join(dict.fromkeys(link.missed_phi for link in links if link.missed_phi))
+    if missed:
+        return "phi not matched", f"no rate was found at which it could be judged: {missed}"
+    if low is None and high is None:
+        return "no bound", "no value of it was named as the claim's"
+    if low is not None and value.median < low:
+        return "not reproduced", f"{value.median:.2f} is below the least that counts as reproduced, {low:g}"
+    if high is not None and value.median > high:
+        return "not reproduced", f"{value.median:.2f} is above the most that counts as reproduced, {high:g}"
+    holds_one = low is not None and high is not None and low <= 1 <= high
+    differs = not holds_one and ((low is not None and low >= 1) or (high is not None and high <= 1))
+    if differs and value.low <= 1.0 <= value.high:
+        around = f"{value.low:.2f} to {value.high:.2f}"
+        return "not reproduced", f"its interquartile range, {around}, holds 1: no difference is shown"
+    return "reproduced", f"{value.median:.2f} is {bounds_in_words(low, high)}"
+
+
+def bounds_in_words(low: float | None, high: float | None) -> str:
+    """Write e.g. "at least 1.5", "at most 1.1", "between 0.9 and 1.1", "without bounds"."""
+    if low is not None and high is not None:
+        return f"between {low:g} and {high:g}"
+    if low is not None:
+        return f"at least {low:g}"
+    return "without bounds" if high is None else f"at most {high:g}"
+
+
+def judge_experiment(experiment: Experiment, outcome: Outcome | None) -> Verdict:
+    """Judge an experiment by all its ratios; without an outcome, say why there is none."""
+    if outcome is None:
+        # What is installed where a page is made says nothing about the experiment.
+        lacking = why_absent(experiment, installed=False)
+        if lacking:
+            return Verdict(word="absent", why=lacking)
+        return Verdict(word="not measured yet", why="there is no result of it")
+    if outcome.status != "measured":
+        return Verdict(word=outcome.status, why=outcome.reason)
+    verdicts = [(figures.ratio.name, judge(figures)) for figures in ratio_figures(outcome)]
+    is_near, words = nearness(outcome)
+    if words:
+        near: Word = "reproduced" if is_near else "not reproduced"
+        why = f"{words}, of at most {100 * ERROR:.0f} % and none"
+        verdicts.append(("predictions", Verdict(word=near, why=why)))
+    return _together(verdicts)
+
+
+def _together(verdicts: Sequence[tuple[str, Verdict]]) -> Verdict:
+    simulated = any(one.simulated for _, one in verdicts)
+    judged = [(name, one) for name, one in verdicts if one.word != "no bound"]
+    if not judged:
+        return Verdict(word="no bound", why="no ratio of it has bounds", simulated=simulated)
+    words = {one.word for _, one in judged}
+    same = {one.why for _, one in judged}
+    why = same.pop() if len(same) == 1 else "; ".join(f"{name}: {one.why}" for name, one in judged)
+    word: Word = judged[0][1].word if len(words) == 1 else "partly reproduced"
+    for unfit in ("phi not matched", "links not limited"):
+        word = unfit if unfit in words else word
+    return Verdict(word=word, why=why, simulated=simulated)
+
+
+_BY_PHASE, _BEFORE, _SECONDS_BEFORE = "bytes_outside_by_phase", "bytes_outside_before", "seconds_before"
+_PRELOAD = "preload"
 
 
 def measured_bytes(outcome: Outcome) -> dict[str, dict[str, float]]:
@@ -312,140 +396,77 @@ def measured_bytes(outcome: Outcome) -> dict[str, dict[str, float]]:
     return found
 
 
-def phase_table(outcome: Outcome) -> str:
-    """Return a table in Markdown, in the plan's order; empty where nothing was predicted or measured."""
-    expected, found = predicted_bytes(outcome), measured_bytes(outcome)
+def phase_rows(outcome: Outcome) -> list[Row]:
+    """Return the bytes of each variant for which some were predicted and measured, in the plan's order."""
+    expected, found = outcome.fact(PREDICTED_BYTES), measured_bytes(outcome)
     names = [name for name in expected if name in found]
     phases = sorted({phase for name in names for phase in (*found[name], *expected[name])})
     rows = []
     for name in names:
         total, predicted = sum(found[name].values()), sum(expected[name].values())
-        each = [f"{found[name].get(phase, 0) / 1e6:.3f}" for phase in phases]
         rows.append(
-            (name, *each, f"{total / 1e6:.3f}", f"{predicted / 1e6:.3f}", _difference(total, predicted))
+            {"MB per epoch": name}
+            | {phase: f"{found[name].get(phase, 0) / 1e6:.3f}" for phase in phases}
+            | {"total": f"{total / 1e6:.3f}", "by the formula": f"{predicted / 1e6:.3f}"}
+            | {"difference, bytes": _difference(total, predicted)}
         )
-    head = ("MB per epoch", *phases, "total", "by the formula", "difference, bytes")
-    return markdown_table(head, rows) if rows else ""
-
-
-def different_blocks(outcome: Outcome) -> list[str]:
-    """Return the variants that drew other blocks than the first one of the same data, seeds and fan-outs."""
-    if outcome.plan is None:
-        return []
-    drawn = {one.variant: _drawn(one) for one in reversed(outcome.measurements) if one.epochs}
-    first: dict[tuple[str, ...], tuple[int, ...]] = {}
-    differ = []
-    for variant in outcome.plan.variants:
-        params, found = variant.job.params, drawn.get(variant.name)
-        if found is None or "fanouts" not in params:
-            continue
-        names = ("data", "fanouts", "batch_size", "max_steps", "seed", "epochs", "warmup")
-        key = tuple(str(params.get(name)) for name in names)
-        if first.setdefault(key, found) != found:
-            differ.append(variant.name)
-    return differ
-
-
-def crossing(points: Sequence[tuple[float, float, float]]) -> float | None:
-    """Return where the second of two measured lines comes to the first.
-
-    Args:
-        points: (x, first, second), x rising; the second is below the first in the beginning.
-
-    Returns:
-        x, between two points by a straight line; None where they do not cross.
-    """
-    for (x, first, second), (next_x, next_first, next_second) in pairwise(points):
-        before, after = first - second, next_first - next_second
-        if before >= 0 > after:
-            return x + (next_x - x) * before / (before - after)
-    return None
-
-
-def _drawn(measurement: Measurement) -> tuple[int, ...]:
-    return tuple(int(measurement.extra.get(name, -1)) for name in _DRAWN)
+    return rows
 
 
 def _difference(measured: float, predicted: float) -> str:
     return f"{measured - predicted:+.0f}" if measured != predicted else "0"
 
 
-_BEFORE, _SECONDS_BEFORE, _PRELOAD = "bytes_outside_before", "seconds_before", "preload"
-
-
-def closed_form_table(outcome: Outcome) -> str:
-    """Return a table in Markdown: phi as reached, kappa, beta, the gain they predict and the one measured.
-
-    Variants at a calibrated rate, in the plan's order; empty where no kappa is known or nothing measured.
-    """
-    kappas = {} if outcome.plan is None else outcome.plan.facts.get(KAPPA, {})
-    figures, sent = {one.variant.name: one for one in variant_figures(outcome)}, measured_bytes(outcome)
+def closed_form_rows(outcome: Outcome) -> list[Row]:
+    """Return the gain of each variant over the baseline of its rate: by phi, kappa and beta, and measured."""
+    kappas, sent, took = outcome.fact(KAPPA), measured_bytes(outcome), medians(outcome)
+    variants = {} if outcome.plan is None else {one.name: one for one in outcome.plan.variants}
     rows = []
     for name, kappa in kappas.items():
-        rate = figures[name].variant.rate if name in figures else None
+        rate = variants[name].rate if name in took else None
         if not isinstance(rate, MatchedPhi) or name not in sent or rate.baseline not in sent:
             continue
         phi = float(outcome.network.get(name, {}).get("phi") or rate.phi)
         beta = sum(sent[name].values()) / sum(sent[rate.baseline].values())
-        gain = figures[rate.baseline].seconds.median / figures[name].seconds.median
-        predicted = 1.0 / predicted_time(phi, kappa, beta)
-        rows.append((name, f"{phi:.2f}", f"{kappa:.2f}", f"{beta:.3f}", f"{predicted:.2f}", f"{gain:.2f}"))
-    head = ("by the baseline", "phi reached", "kappa", "beta", "gain by the formula", "gain measured")
-    return markdown_table(head, rows) if rows else ""
+        rows.append(
+            {
+                "by the baseline": name,
+                "phi reached": f"{phi:.2f}",
+                "kappa": f"{kappa:.2f}",
+                "beta": f"{beta:.3f}",
+                "gain by the formula": f"{1.0 / predicted_time(phi, kappa, beta):.2f}",
+                "gain measured": f"{took[rate.baseline] / took[name]:.2f}",
+            }
+        )
+    return rows
 
 
-def once_table(outcome: Outcome) -> str:
-    """Return a table in Markdown of what variants do once: seconds, and bytes of features beside the formula.
+def once_rows(outcome: Outcome) -> list[Row]:
+    """Return what variants do once: seconds, and bytes of features beside the formula.
 
     Seconds are the median of all that a repetition did before its epochs, preparing ranks included.
     """
-    predicted = {} if outcome.plan is None else outcome.plan.facts.get(PREDICTED_ONCE, {})
-    rows = []
-    for one in variant_figures(outcome) if predicted else ():
-        found = [
-            measurement.extra
-            for measurement in outcome.measurements
-            if measurement.variant == one.variant.name and measurement.epochs and _BEFORE in measurement.extra
-        ]
+    predicted, rows = outcome.fact(PREDICTED_ONCE), []
+    for variant, measured in _measured(outcome) if predicted else ():
+        found = [one.extra for one in measured if _BEFORE in one.extra]
         if not found:
             continue
-        sent, expected = found[0][_BEFORE].get(_PRELOAD, 0), predicted.get(one.variant.name)
+        sent, expected = found[0][_BEFORE].get(_PRELOAD, 0), predicted.get(variant.name)
         seconds = sorted(extra[_SECONDS_BEFORE] for extra in found)[len(found) // 2]
-        formula, difference = ("-", "-") if expected is None else (f"{expected / 1e6:.3f}", sent - expected)
-        rows.append((one.variant.name, f"{seconds:.2f}", f"{sent / 1e6:.3f}", formula, str(difference)))
-    head = ("done once", "s", "MB of features outside", "by the formula", "difference, bytes")
-    return markdown_table(head, rows) if rows else ""
+        rows.append(
+            {
+                "done once": variant.name,
+                "s": f"{seconds:.2f}",
+                "MB of features outside": f"{sent / 1e6:.3f}",
+                "by the formula": "-" if expected is None else f"{expected / 1e6:.3f}",
+                "difference, bytes": "-" if expected is None else str(sent - expected),
+            }
+        )
+    return rows
 
 
 ERROR = 0.25
 """The aim: error of predicted seconds in the median."""
-_CELL_HEAD = ("cell", "chosen", "s predicted", "s measured", "faster", "regret")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Nearness:
-    """How near predictions came, over all variants."""
-
-    variants: int
-    error: float
-    """Of predicted by measured seconds, in the median; 0.1 is 10 %."""
-    counted: int
-    """Variants whose bytes were predicted to the byte."""
-    differ: int
-    """Of these, the ones that moved others in the first measured epoch."""
-
-    @property
-    def is_near(self) -> bool:
-        """Whether it is as near as was aimed at."""
-        return self.error <= ERROR and not self.differ
-
-    @property
-    def in_words(self) -> str:
-        """The figures."""
-        return (
-            f"predicted seconds of {self.variants} ways are {100 * self.error:.0f} % off in the median; of "
-            f"{self.counted} whose bytes were predicted exactly, {self.differ} moved others"
-        )
 
 
 def cells_of(outcome: Outcome) -> tuple[Cell, ...]:
@@ -454,56 +475,151 @@ def cells_of(outcome: Outcome) -> tuple[Cell, ...]:
     return next((ratio.cells for ratio in ratios if ratio.cells), ())
 
 
-def nearness(outcome: Outcome) -> Nearness | None:
-    """Return None where nothing was measured, or nothing predicted."""
-    predicted, took = _fact(outcome, PREDICTED_SECONDS), medians(outcome)
+def nearness(outcome: Outcome) -> tuple[bool, str]:
+    """Return whether predictions came as near as was aimed at, and the figures; "": nothing was predicted."""
+    predicted, took = outcome.fact(PREDICTED_SECONDS), medians(outcome)
     errors = [abs(predicted[name] / took[name] - 1.0) for name in predicted if took.get(name)]
     if not errors:
-        return None
-    counted = _fact(outcome, COUNTED_BYTES)
+        return True, ""
+    counted = outcome.fact(COUNTED_BYTES)
     moved = {
         one.variant: one.epochs[0].bytes_outside + one.epochs[0].bytes_inside
         for one in outcome.measurements
         if one.epochs and one.variant in counted
     }
-    return Nearness(
-        variants=len(errors),
-        error=statistics.median(errors),
-        counted=len(moved),
-        differ=sum(count != counted[name] for name, count in moved.items()),
+    differ, error = sum(count != counted[name] for name, count in moved.items()), median(errors)
+    return error <= ERROR and not differ, (
+        f"predicted seconds of {len(errors)} ways are {100 * error:.0f} % off in the median; of "
+        f"{len(moved)} whose bytes were predicted exactly, {differ} moved others"
     )
 
 
-def regret_tables(outcome: Outcome) -> list[str]:
-    """Return the cells in Markdown, and how near predictions came; nothing where there are no cells."""
-    predicted, took, near = _fact(outcome, PREDICTED_SECONDS), medians(outcome), nearness(outcome)
+def cell_rows(outcome: Outcome) -> list[Row]:
+    """Return the choice in each cell beside the fastest of its ways; nothing where there are no cells."""
+    predicted, took = outcome.fact(PREDICTED_SECONDS), medians(outcome)
     rows = []
-    for cell in cells_of(outcome):
+    for cell in cells_of(outcome) if nearness(outcome)[1] else ():
         known = [name for name in cell.ways if name in took]
         if cell.chosen not in known:
             continue
         best = min(known, key=lambda name: took[name])
+        way = {name: name.removeprefix(f"{cell.name}: ") for name in (cell.chosen, best)}
         rows.append(
-            (
-                cell.name,
-                _way(cell, cell.chosen),
-                f"{predicted[cell.chosen]:.3g}",
-                f"{took[cell.chosen]:.3g}",
-                "" if best == cell.chosen else f"{_way(cell, best)} {took[best]:.3g}",
-                f"{took[cell.chosen] / took[best]:.2f}",
-            )
+            {
+                "cell": cell.name,
+                "chosen": way[cell.chosen],
+                "s predicted": f"{predicted[cell.chosen]:.3g}",
+                "s measured": f"{took[cell.chosen]:.3g}",
+                "faster": "" if best == cell.chosen else f"{way[best]} {took[best]:.3g}",
+                "regret": f"{took[cell.chosen] / took[best]:.2f}",
+            }
         )
-    if not rows or near is None:
-        return []
-    return [
-        markdown_table(_CELL_HEAD, rows),
-        f"{near.in_words[0].upper()}{near.in_words[1:]} (aim: at most {100 * ERROR:.0f} %, and none).",
-    ]
+    return rows
 
 
-def _fact(outcome: Outcome, name: str) -> Mapping[str, float]:
-    return {} if outcome.plan is None else outcome.plan.facts.get(name, {})
+def time_to_accuracy(outcome: Outcome) -> tuple[float, dict[str, float]] | None:
+    """Return the best accuracy that all variants with curves reach, and the seconds of training until then.
+
+    None unless two at least have curves; the median where several were drawn.
+    """
+    curves: dict[str, list[list[tuple[float, float]]]] = {}
+    for one in outcome.measurements:
+        known = [(at, share) for at, share in one.accuracy if not math.isnan(share)]
+        if known:
+            curves.setdefault(one.variant, []).append(known)
+    if len(curves) < 2:
+        return None
+    best = min(max(share for _, share in curve) for of in curves.values() for curve in of)
+    return best, {
+        name: median(min(at for at, share in curve if share >= best) for curve in of)
+        for name, of in curves.items()
+    }
 
 
-def _way(cell: Cell, variant: str) -> str:
-    return variant.removeprefix(f"{cell.name}: ")
+def accuracy_in_words(outcome: Outcome) -> str:
+    """Say when each variant came to the best accuracy that all of them reach; empty without two curves."""
+    times = time_to_accuracy(outcome)
+    if times is None or outcome.plan is None:
+        return ""
+    marks = {one.name: " simulated" if one.simulated else "" for one in outcome.plan.variants}
+    each = (f"{name} {value:.3g} s{marks[name]}" for name, value in times[1].items())
+    reached = readable_percent(times[0])
+    return f"Time to a validation accuracy of {reached}, which all reach: {', '.join(each)}."
+
+
+def _servers(outcome: Outcome) -> list[str]:
+    found: dict[str, list[str]] = {}
+    for name, values in outcome.network.items():
+        # Namespaces' rates stand with each variant; plain loopback's label says why there are none.
+        left_out = _OF_ONE_LAB | ({"label"} if values.get("kind") == "namespaces" else set())
+        known = {key: value for key, value in values.items() if key not in left_out}
+        words = flat({key: value for key, value in known.items() if value not in (None, {}, [], "")})
+        found.setdefault(words, []).append(name)
+    some = {
+        words: ", ".join(names) if len(names) <= _MOST_NAMES else f"all {len(names)} variants"
+        for words, names in found.items()
+    }
+    return [f"Servers ({names}): {words}." for words, names in some.items()]
+
+
+def _calibrations(outcome: Outcome) -> list[str]:
+    took, sentences = medians(outcome), []
+    for values in outcome.network.values():
+        note = values.get("calibration")
+        if not note:
+            continue
+        baseline = note["baseline"]
+        text = (
+            f"Matched phi: at {note['rate']} the network costs {baseline} {note['phi']:.2f} of its "
+            f"time ({note['seconds_at_rate']:.3g} s per epoch, {note['seconds_free']:.3g} s with free links)"
+        )
+        if outcome.network.get(baseline, {}).get("calibration") == note and baseline in took:
+            phi = 1 - note["seconds_free"] / took[baseline]
+            text += f"; by the median of the repetitions {phi:.2f}"
+        if not note.get("within_tolerance", True):
+            text += f"; {note['wanted']:g} was wanted and not reached"
+        sentences.append(f"{text}.")
+    return list(dict.fromkeys(sentences))
+
+
+def flat(values: Mapping[str, Any]) -> str:
+    """Write JSON values in one line: each name before its value, nested ones in brackets."""
+    return "; ".join(_named(name, value) for name, value in values.items())
+
+
+def _named(name: str, value: object) -> str:
+    words = name.replace("_", " ")
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{words.removesuffix(' bytes')} {readable_bytes(value)}"
+    return f"{words} {_plain(value)}"
+
+
+def fact_lines(facts: Mapping[str, Any]) -> list[str]:
+    """Write JSON values as a list; one of names to values gets a line for each name, indented."""
+    lines = []
+    for name, value in facts.items():
+        if isinstance(value, Mapping) and any(isinstance(inner, Mapping) for inner in value.values()):
+            lines.append(f"- {name}:")
+            lines += [f"  - {inner}: {_bare(of)}" for inner, of in value.items()]
+        else:
+            lines.append(f"- {name}: {_bare(value)}")
+    return lines
+
+
+def _bare(value: object) -> str:
+    return _plain(value)[1:-1] if isinstance(value, Mapping) and value else _plain(value)
+
+
+def _plain(value: object) -> str:
+    if value is None or value in ("", [], {}):
+        return "none"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, str | int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, Mapping):
+        within = ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items())
+        return f"({within})"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(_plain(inner) for inner in value) + "]"
+    return json.dumps(value)

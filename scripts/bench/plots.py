@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dglx_dist.report.pictures import HIDDEN, INSIDE, OUTSIDE, PHASES
 from scripts.bench import results
-from scripts.bench.figures import VariantFigures, variant_figures
+from scripts.bench.figures import mean_of, spread, variant_rows
 from scripts.bench.records import Experiment, Outcome
 from scripts.bench.suites import find
 
@@ -23,6 +23,7 @@ _CARD, _LINES = "#444444", ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3
 _LABEL_WIDTH = 16
 _MOST_BARS = 60
 """Of a picture that can be looked at."""
+Rows = Sequence[Mapping[str, Any]]
 
 
 def draw(out: Path) -> tuple[Path, ...]:
@@ -44,20 +45,20 @@ def draw_experiment(experiment: Experiment, outcome: Outcome, folder: Path) -> t
     Raises:
         OSError: a picture cannot be written.
     """
-    variants = variant_figures(outcome)
-    if not 0 < len(variants) <= _MOST_BARS:
+    rows = variant_rows(outcome)
+    if not 0 < len(rows) <= _MOST_BARS:
         return ()
-    titles = _titles(experiment, outcome, variants)
+    names = titles(experiment, outcome, rows)
     painters: dict[str, Callable[[Any], None]] = {
-        "phases": lambda axes: _draw_phases(axes, variants),
-        "bytes": lambda axes: _draw_bytes(axes, variants),
+        "phases": lambda axes: draw_phases(axes, rows),
+        "bytes": lambda axes: draw_bytes(axes, rows),
         "accuracy": lambda axes: _draw_accuracy(axes, outcome),
-        "scaling": lambda axes: _draw_scaling(axes, variants),
+        "scaling": lambda axes: draw_scaling(axes, outcome),
     }
     wanted = {"phases": True, "bytes": True, "scaling": is_scaling(outcome)}
     wanted["accuracy"] = any(one.accuracy for one in outcome.measurements)
     return tuple(
-        _save(folder / f"{experiment.id}-{what}.png", titles, len(variants), painters[what])
+        _save(folder / f"{experiment.id}-{what}.png", names, len(rows), painters[what])
         for what in WHAT
         if wanted[what]
     )
@@ -70,87 +71,80 @@ def is_scaling(outcome: Outcome) -> bool:
     return any(ratio.quantity == "samples_per_second" for ratio in outcome.plan.ratios)
 
 
-def _titles(experiment: Experiment, outcome: Outcome, variants: Sequence[VariantFigures]) -> tuple[str, str]:
-    simulated = " (simulated)" if any(one.variant.simulated for one in variants) else ""
+def titles(experiment: Experiment, outcome: Outcome, rows: Rows) -> tuple[str, str]:
+    """Return title and subtitle: what is simulated, how the links between servers were."""
+    simulated = " (simulated)" if any(row.get("simulated") for row in rows) else ""
     links: dict[str, list[str]] = {}
-    for one in variants:
-        links.setdefault(one.link.words, []).append(one.variant.name)
+    for row in rows:
+        links.setdefault(row["link"], []).append(row["name"])
     each = [f"{words} ({' | '.join(names)})" for words, names in links.items()]
     subtitle = "links between servers: " + ("; ".join(each) if len(links) > 1 else "".join(links))
     label = f" [{outcome.label}]" if outcome.label else ""
     return f"{experiment.id}: {experiment.title}{simulated}{label}", subtitle
 
 
-def _save(path: Path, titles: tuple[str, str], bars: int, painter: Callable[[Any], None]) -> Path:
+def _save(path: Path, names: tuple[str, str], bars: int, painter: Callable[[Any], None]) -> Path:
     width = max(7.5, 1.6 * bars + 3.2)
     figure = Figure(figsize=(width, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
-    title, subtitle = titles
     across = int(width * 12)
-    figure.suptitle(textwrap.fill(title, across), fontsize=11, x=0.01, ha="left")
+    figure.suptitle(textwrap.fill(names[0], across), fontsize=11, x=0.01, ha="left")
     axes = figure.subplots()
     painter(axes)
-    axes.set_title(textwrap.fill(subtitle, across), fontsize=8.5, color="#444444", loc="left")
+    axes.set_title(textwrap.fill(names[1], across), fontsize=8.5, color="#444444", loc="left")
     figure.savefig(path, dpi=110)
     return path
 
 
-def _draw_phases(axes: Any, variants: Sequence[VariantFigures]) -> None:
-    places = range(len(variants))
+def _around(spreads: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return how far quartiles lie below and above their medians, as error bars want it."""
+    return [[middle - low for middle, low, _ in spreads], [high - middle for middle, _, high in spreads]]
+
+
+def draw_phases(axes: Any, rows: Rows) -> None:
+    """Draw a bar of each variant's phases, and beside it what its loader's threads did."""
     for offset, width, kinds, hatch in ((-0.16, 0.42, PHASES, None), (0.26, 0.24, HIDDEN, "//")):
-        bottom = [0.0] * len(variants)
-        at = [place + offset for place in places]
-        for label, field, color in kinds:
-            heights = [one.phases[field].median for one in variants]
-            axes.bar(
-                at, heights, width, bottom=bottom, color=color, label=label, hatch=hatch, edgecolor="white"
-            )
+        bottom = [0.0] * len(rows)
+        at = [place + offset for place in range(len(rows))]
+        style: dict[str, Any] = {"hatch": hatch, "edgecolor": "white"}
+        for label, name, color in kinds:
+            heights = [row[name] for row in rows]
+            axes.bar(at, heights, width, bottom=bottom, color=color, label=label, **style)
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    medians = [one.seconds.median for one in variants]
-    below = [one.seconds.median - one.seconds.low for one in variants]
-    above = [one.seconds.high - one.seconds.median for one in variants]
-    axes.errorbar(
-        [place - 0.16 for place in places], medians, yerr=[below, above],
-        fmt="D", markersize=4, color="black", capsize=6, label="whole epoch, median and IQR",
-    )  # fmt: skip
-    for place, one in zip(places, variants, strict=True):
-        text = f"{one.seconds.median:.3g} s" + (" sim." if one.variant.simulated else "")
-        axes.annotate(text, (place - 0.16, one.seconds.high), (0, 6), textcoords="offset points", ha="center")
+    spreads, at = [row["seconds"] for row in rows], [place - 0.16 for place in range(len(rows))]
+    style = {"fmt": "D", "markersize": 4, "color": "black", "capsize": 6}
+    whole = "whole epoch, median and IQR"
+    axes.errorbar(at, [one[0] for one in spreads], yerr=_around(spreads), label=whole, **style)
+    for place, row in zip(at, rows, strict=True):
+        seconds, _, high = row["seconds"]
+        text = f"{seconds:.3g} s" + (" sim." if row.get("simulated") else "")
+        axes.annotate(text, (place, high), (0, 6), textcoords="offset points", ha="center")
     axes.set(ylabel="seconds per epoch")
     axes.set_xlabel("phases are means over ranks; loader's threads work beside the training loop", fontsize=8)
-    _name_bars(axes, variants)
+    _name_bars(axes, rows)
 
 
-def _draw_bytes(axes: Any, variants: Sequence[VariantFigures]) -> None:
-    payload = [place - 0.16 for place in range(len(variants))]
-    inside = [one.bytes_inside / 1e6 for one in variants]
-    outside = [one.bytes_outside / 1e6 for one in variants]
-    axes.bar(payload, outside, 0.42, color=OUTSIDE, label="payload between servers (ledger)")
-    axes.bar(payload, inside, 0.42, bottom=outside, color=INSIDE, label="payload inside a server (ledger)")
-    counted = [(place, one) for place, one in enumerate(variants) if one.bytes_wire is not None]
+def draw_bytes(axes: Any, rows: Rows) -> None:
+    """Draw a bar of each variant's payload, and beside it what the cards counted."""
+    at = [place - 0.16 for place in range(len(rows))]
+    inside, outside = ([row[name] for row in rows] for name in ("mb_inside", "mb_outside"))
+    axes.bar(at, outside, 0.42, color=OUTSIDE, label="payload between servers (ledger)")
+    axes.bar(at, inside, 0.42, bottom=outside, color=INSIDE, label="payload inside a server (ledger)")
+    counted = {place + 0.42: row["mb_wire"] for place, row in zip(at, rows, strict=True) if row["mb_wire"]}
     if counted:
-        heights = [(one.bytes_wire or 0) / 1e6 for _, one in counted]
-        axes.bar(
-            [place + 0.26 for place, _ in counted],
-            heights,
-            0.24,
-            color=_CARD,
-            label="between servers, by the cards",
-        )
-    for place, one in enumerate(variants):
-        axes.annotate(
-            f"{one.bytes_outside / 1e6:.3g} MB out",
-            (place - 0.16, (one.bytes_inside + one.bytes_outside) / 1e6),
-            (0, 4), textcoords="offset points", ha="center",
-        )  # fmt: skip
+        axes.bar(counted.keys(), counted.values(), 0.24, color=_CARD, label="between servers, by the cards")
+    for place, row in zip(at, rows, strict=True):
+        top = (place, row["mb_inside"] + row["mb_outside"])
+        text = f"{row['mb_outside']:.3g} MB out"
+        axes.annotate(text, top, (0, 4), textcoords="offset points", ha="center")
     axes.set(ylabel="MB per epoch, all ranks")
-    _name_bars(axes, variants)
+    _name_bars(axes, rows)
 
 
-def _name_bars(axes: Any, variants: Sequence[VariantFigures]) -> None:
-    names = [one.variant.name + (" (simulated)" if one.variant.simulated else "") for one in variants]
-    axes.set_xticks(range(len(variants)), [textwrap.fill(name, _LABEL_WIDTH) for name in names])
-    axes.set_xlim(-0.6, len(variants) - 0.4)
+def _name_bars(axes: Any, rows: Rows) -> None:
+    names = [row["name"] + (" (simulated)" if row.get("simulated") else "") for row in rows]
+    axes.set_xticks(range(len(rows)), [textwrap.fill(name, _LABEL_WIDTH) for name in names])
+    axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_ylim(0, 1.12 * axes.get_ylim()[1])
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
@@ -159,43 +153,39 @@ def _name_bars(axes: Any, variants: Sequence[VariantFigures]) -> None:
 
 
 def _draw_accuracy(axes: Any, outcome: Outcome) -> None:
-    plan = outcome.plan
-    assert plan is not None
-    for variant, color in zip(plan.variants, _LINES * len(plan.variants), strict=False):
-        curves = [
-            one.accuracy for one in outcome.measurements if one.variant == variant.name and one.accuracy
-        ]
-        for number, curve in enumerate(curves):
+    variants = () if outcome.plan is None else outcome.plan.variants
+    for variant, color in zip(variants, _LINES * len(variants), strict=False):
+        measured = [one for one in outcome.measurements if one.variant == variant.name and one.accuracy]
+        for number, one in enumerate(measured):
             name = variant.name + (" (simulated seconds)" if variant.simulated else "")
-            seconds, accuracy = zip(*curve, strict=True)
-            axes.plot(
-                seconds, [100 * share for share in accuracy],
-                color=color, marker="o", markersize=3, alpha=1.0 if number == 0 else 0.4,
-                label=name if number == 0 else None,
-            )  # fmt: skip
+            seconds, accuracy = zip(*one.accuracy, strict=True)
+            percent = [100 * share for share in accuracy]
+            shown = {"alpha": 0.4} if number else {"label": name}
+            axes.plot(seconds, percent, color=color, marker="o", markersize=3, **shown)
     axes.set(xlabel="seconds of training, evaluation left out", ylabel="validation accuracy, %")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
 
 
-def _draw_scaling(axes: Any, variants: Sequence[VariantFigures]) -> None:
-    ordered = sorted(variants, key=lambda one: one.variant.shape.servers)
-    servers = [one.variant.shape.servers for one in ordered]
-    medians = [one.samples_per_second.median for one in ordered]
-    below = [one.samples_per_second.median - one.samples_per_second.low for one in ordered]
-    above = [one.samples_per_second.high - one.samples_per_second.median for one in ordered]
-    simulated = " (simulated)" if any(one.variant.simulated for one in ordered) else ""
+def draw_scaling(axes: Any, outcome: Outcome) -> None:
+    """Draw samples per second over servers, beside the ideal."""
+    found: dict[int, list[float]] = {}
+    servers_of = {one.name: one.shape.servers for one in outcome.plan.variants} if outcome.plan else {}
+    for one in outcome.measurements:
+        if one.epochs:
+            found.setdefault(servers_of[one.variant], []).append(mean_of(one, "samples_per_second"))
+    servers = sorted(found)
+    spreads = [spread(found[count]).rounded() for count in servers]
+    medians = [one[0] for one in spreads]
+    simulated = " (simulated)" if outcome.plan and any(one.simulated for one in outcome.plan.variants) else ""
     ideal = [medians[0] * count / servers[0] for count in servers]
-    axes.plot(
-        servers, ideal, linestyle="--", color="#888888", label="ideal: each server adds as much as the first"
-    )
-    axes.errorbar(
-        servers, medians, yerr=[below, above],
-        fmt="o-", color=_LINES[0], capsize=5, label=f"measured{simulated}, median and IQR",
-    )  # fmt: skip
-    for count, median, best in zip(servers, medians, ideal, strict=True):
-        axes.annotate(f"{median / best:.0%}", (count, median), (6, -12), textcoords="offset points")
+    each = "ideal: each server adds as much as the first"
+    axes.plot(servers, ideal, linestyle="--", color="#888888", label=each)
+    style = {"fmt": "o-", "color": _LINES[0], "capsize": 5, "label": f"measured{simulated}, median and IQR"}
+    axes.errorbar(servers, medians, yerr=_around(spreads), **style)
+    for count, middle, best in zip(servers, medians, ideal, strict=True):
+        axes.annotate(f"{middle / best:.0%}", (count, middle), (6, -12), textcoords="offset points")
     axes.set(xlabel="servers", ylabel="samples per second, all ranks")
     axes.set_xlim(0, servers[-1] * 1.15)
     axes.set_ylim(bottom=0)

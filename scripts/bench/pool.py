@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, TypeAlias, final
 
 from dglx_dist.errors import JobError
 from dglx_dist.planner.records import Rate
 from scripts.bench import worker
 from scripts.bench.peers import launch
+from scripts.bench.peers.workload import Launch
 from scripts.bench.records import Job, Shape
+from scripts.bench.results import read_record
 from scripts.bench.worker import Failure
 from scripts.netlab import alive
 from scripts.netlab.alive import scratch_folder
@@ -29,6 +30,7 @@ GRACE_S = 3.0
 """After the first failure: how long to wait for a rank that failed before, and whose report is on its way."""
 LEAVE_S = 5.0
 """How long ranks may take to leave when asked to, before they are ended."""
+JOB_TIMEOUT_S = 900.0
 LOG_LINES = 25
 
 
@@ -58,14 +60,15 @@ class WorkerPool:
     """
 
     def __init__(self, lab: Lab, ranks_per_server: int, folder: Path, *, start: Start | None = None) -> None:
-        self.world_size = len(lab.servers) * ranks_per_server
+        self._ranks = range(len(lab.servers) * ranks_per_server)
         self._ranks_per_server = ranks_per_server
         self._folder = folder
         self._number = 0
         self._broken = ""
-        places = [{"address": server.address, "device": server.device} for server in lab.servers]
+        devices = [server.device for server in lab.servers]
         folder.mkdir(parents=True, exist_ok=True)
-        worker.write_json(folder / worker.POOL, {"places": places, "ranks_per_server": ranks_per_server})
+        told = {"devices": devices, "ranks_per_server": ranks_per_server}
+        (folder / worker.POOL).write_text(json.dumps(told), encoding="utf-8")
         self._held: int | None = alive.hold(folder / worker.DRIVER)
         command = [str(Path(__file__).parent), "worker", str(folder)]
         self._started = (start or start_under_torchrun)(lab, command, ranks_per_server, folder / "launch")
@@ -101,9 +104,7 @@ class WorkerPool:
     def __enter__(self) -> WorkerPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._broken = self._broken or "it was interrupted"
         self.close()
@@ -122,37 +123,37 @@ class WorkerPool:
         reports: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout_s
         looked = time.monotonic()
-        while len(reports) < self.world_size:
+        what = f"job {number} ({job.kind})"
+        while len(reports) < len(self._ranks):
             failures = self._collect(number, reports)
+            missing = [rank for rank in self._ranks if rank not in reports]
             if failures:
                 if all(failure.lost_a_peer for failure in failures):
                     # At once: the launcher soon ends those that are alive now.
-                    self._raise_for_dead(
-                        number, job, [rank for rank in range(self.world_size) if rank not in reports]
-                    )
-                raise self._failed(number, job, self._first(number, failures))
-            missing = [rank for rank in range(self.world_size) if rank not in reports]
+                    self._raise_for_dead(number, what, missing)
+                first = self._first(number, failures)
+                raise JobError(f"rank {first.rank} failed in {what}: {first.text}{self._log_of(first.rank)}")
             now = time.monotonic()
             if missing and now - looked > LOOK_S:
                 looked = now
-                self._raise_for_dead(number, job, missing)
+                self._raise_for_dead(number, what, missing)
             if missing and now > deadline:
+                others = "the others did" if reports else "nobody did"
                 raise JobError(
-                    f"{_ranks(missing)} did not finish job {number} ({job.kind}) in {timeout_s:g} s; "
-                    f"{'the others did' if reports else 'nobody did'}{self._log_of(missing[0])}"
+                    f"{_ranks(missing)} did not finish {what} in {timeout_s:g} s; {others}"
+                    f"{self._log_of(missing[0])}"
                 )
             time.sleep(POLL_S)
-        return [reports[rank] for rank in range(self.world_size)]
+        return [reports[rank] for rank in self._ranks]
 
     def _collect(self, number: int, reports: dict[int, dict[str, Any]]) -> list[Failure]:
         failures = []
-        for rank in range(self.world_size):
-            if rank not in reports:
-                found = worker.read_report(self._folder, number, rank)
-                if isinstance(found, Failure):
-                    failures.append(found)
-                elif found is not None:
-                    reports[rank] = found
+        for rank in self._ranks:
+            found = None if rank in reports else worker.read_report(self._folder, number, rank)
+            if isinstance(found, Failure):
+                failures.append(found)
+            elif found is not None:
+                reports[rank] = found
         return failures
 
     def _first(self, number: int, failures: list[Failure]) -> Failure:
@@ -162,23 +163,19 @@ class WorkerPool:
             failures = self._collect(number, {})
         return min(failures, key=lambda failure: (failure.lost_a_peer, failure.at_ns))
 
-    def _failed(self, number: int, job: Job, first: Failure) -> JobError:
-        head = f"rank {first.rank} failed in job {number} ({job.kind}): {first.text}"
-        return JobError(head + self._log_of(first.rank))
-
-    def _raise_for_dead(self, number: int, job: Job, missing: list[int]) -> None:
+    def _raise_for_dead(self, number: int, what: str, missing: list[int]) -> None:
         code = self._started.poll()
         dead = [rank for rank in missing if alive.has_ended(worker.alive_path(self._folder, rank))]
         # A rank reports before it ends, and may have done both since its report was looked for.
         dead = [rank for rank in dead if worker.read_report(self._folder, number, rank) is None]
         if dead:
             raise JobError(
-                f"{_ranks(dead)} died in job {number} ({job.kind}) without a word; a system that is out of "
-                f"memory ends processes so{self._log_of(dead[0])}"
+                f"{_ranks(dead)} died in {what} without a word; a system that is out of memory ends "
+                f"processes so{self._log_of(dead[0])}"
             )
         if code is not None and not self._collect(number, {}):
             raise JobError(
-                f"the launcher of the pool ended with exit code {code} in job {number} ({job.kind}); "
+                f"the launcher of the pool ended with exit code {code} in {what}; "
                 f"missing: {_ranks(missing)}{self._log_of(missing[0])}"
             )
 
@@ -202,13 +199,34 @@ def _ranks(numbers: list[int]) -> str:
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
-JOB_TIMEOUT_S = 900.0
+def do_alone(job: Job, *, timeout_s: float = 600.0) -> Mapping[str, Any]:
+    """Run ``job`` as the only rank, in a process of its own and on all cores, and return its report.
+
+    Raises:
+        JobError: it failed, died or took longer than ``timeout_s``.
+    """
+    with (
+        scratch_folder() as folder,
+        open_lab(LabSpec(servers=1), force_loopback=True) as lab,
+        WorkerPool(lab, 1, folder / "pool") as pool,
+    ):
+        return pool.do(job, timeout_s)[0]
 
 
-class Stage(ABC):
-    """Where jobs are done; one at a time, so that what waits costs the others nothing."""
+class Stage:
+    """Where jobs are done; one at a time, so that what waits costs the others nothing.
 
-    @abstractmethod
+    Args:
+        labs: That are up, by shape.
+        folder: On a disk that all servers share.
+        closing: Ends the worker pools, which are started when a job first wants one.
+    """
+
+    def __init__(self, labs: Mapping[Shape, Lab], folder: Path, closing: ExitStack) -> None:
+        self._labs, self._folder, self._closing = labs, folder, closing
+        self._pools: dict[Shape, WorkerPool] = {}
+        self._launched = 0
+
     def do(self, shape: Shape, job: Job, rate: Rate | None) -> list[dict[str, Any]]:
         """Do ``job`` on the servers of ``shape`` with ``rate`` between them; return the reports by rank.
 
@@ -220,43 +238,12 @@ class Stage(ABC):
         Raises:
             JobError: a rank failed, died or was silent for long.
         """
-
-    @abstractmethod
-    def describe(self, shape: Shape, rate: Rate | None) -> dict[str, Any]:
-        """Return ``Lab.describe()`` of its servers with ``rate`` between them, which it sets."""
-
-    @abstractmethod
-    def limits(self, shape: Shape) -> bool:
-        """Whether a rate between its servers holds; False on plain loopback."""
-
-
-OpenStage: TypeAlias = Callable[[Sequence[Shape]], AbstractContextManager[Stage]]
-
-
-@final
-class LabStage(Stage):
-    """A lab of real ranks for each shape; :func:`open_stage` makes one.
-
-    Args:
-        labs: That are up.
-        folder: On a disk that all servers share.
-        closing: Ends the worker pools, which are started when a job first wants one.
-    """
-
-    def __init__(self, labs: Mapping[Shape, Lab], folder: Path, closing: ExitStack) -> None:
-        self._labs, self._folder, self._closing = labs, folder, closing
-        self._pools: dict[Shape, WorkerPool] = {}
-        self._launched = 0
-
-    def do(self, shape: Shape, job: Job, rate: Rate | None) -> list[dict[str, Any]]:
         self._limit(shape, rate)
         lab, ranks = self._labs[shape], shape.ranks_per_server
         if job.kind == launch.KIND:
             self._launched += 1
-            folder, told = (
-                self._folder / f"launch-{self._launched:03d}",
-                launch.Launch.from_params(job.params),
-            )
+            folder = self._folder / f"launch-{self._launched:03d}"
+            told = read_record(Launch, job.params)
             return launch.run_once(lab, told, folder, ranks_per_server=ranks, timeout_s=JOB_TIMEOUT_S)
         if shape not in self._pools:
             pool = WorkerPool(lab, ranks, self._folder / f"pool-{len(self._pools)}")
@@ -264,15 +251,20 @@ class LabStage(Stage):
         return self._pools[shape].do(job, JOB_TIMEOUT_S)
 
     def describe(self, shape: Shape, rate: Rate | None) -> dict[str, Any]:
+        """Return ``Lab.describe()`` of its servers with ``rate`` between them, which it sets."""
         self._limit(shape, rate)
         return self._labs[shape].describe()
 
     def limits(self, shape: Shape) -> bool:
+        """Whether a rate between its servers holds; False on plain loopback."""
         return self._labs[shape].kind != "loopback"
 
     def _limit(self, shape: Shape, rate: Rate | None) -> None:
         if self.limits(shape):
             self._labs[shape].set_rates(rate, shape.internal)
+
+
+OpenStage: TypeAlias = Callable[[Sequence[Shape]], AbstractContextManager[Stage]]
 
 
 @contextmanager
@@ -290,4 +282,4 @@ def open_stage(shapes: Sequence[Shape]) -> Iterator[Stage]:
         for shape in shapes:
             spec = LabSpec(servers=shape.servers, external=None, internal=shape.internal, cpus=shape.cpus)
             labs[shape] = closing.enter_context(open_lab(spec))
-        yield LabStage(labs, folder, closing)
+        yield Stage(labs, folder, closing)

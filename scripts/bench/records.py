@@ -72,24 +72,18 @@ class Job:
     turns: tuple[Mapping[str, Any], ...] = ()
     """What of ``params`` is different in repetition 0, 1, ..., as the seed; begins anew after its end."""
 
-    def warmed(self) -> Job:
-        """Return the job that only warms up."""
-        return replace(self, params={**self.params, **self.warm})
-
     def turn(self, repetition: int) -> Job:
         """Return the job of this repetition."""
-        if not self.turns:
-            return self
-        return replace(self, params={**self.params, **self.turns[repetition % len(self.turns)]})
+        changed = self.turns[repetition % len(self.turns)] if self.turns else {}
+        return replace(self, params={**self.params, **changed})
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatchedPhi:
-    """Choose the rate at which ``baseline`` spends the share ``phi`` of its time on the network."""
+    """The rate at which the variant ``baseline`` spends the share ``phi`` of its time on the network."""
 
     phi: float
     baseline: str
-    """Name of a variant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +147,10 @@ class ExperimentPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One experiment; in EXPERIMENTS of a module in ``bench/experiments``."""
+    """One experiment; in EXPERIMENTS of a module in ``bench/experiments``.
+
+    How it is measured and what its result teaches stands in docs/results/notes.md.
+    """
 
     id: str
     """E.g. "D1"."""
@@ -162,14 +159,10 @@ class Experiment:
     claim: Claim
     prediction: str
     """In words and numbers, written before the measurement."""
-    how: str
-    """How it is measured, in words."""
     strategies: tuple[str, ...] = ("data_parallel",)
     """It is absent while the package lacks one of them."""
     build: Callable[[BenchPlan], ExperimentPlan] | None = None
     """Makes or finds its datasets and says what to run; None: not written yet, reported as absent."""
-    note: str = ""
-    """What the result depends on, and what it does not show."""
     needs: tuple[str, ...] = ()
     """Importable modules besides the package's own, "a|b" for either; absent without them."""
 
@@ -205,7 +198,7 @@ class Outcome:
     status: Literal["measured", "absent", "failed"]
     reason: str = ""
     """Why it is absent or failed."""
-    network: Mapping[str, Any] = field(default_factory=dict)
+    network: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """``Lab.describe()`` by variant, and the rates found by calibration with their phi."""
     plan: ExperimentPlan | None = None
     measurements: tuple[Measurement, ...] = ()
@@ -216,3 +209,8 @@ class Outcome:
     """Repeats it."""
     date: str = ""
     """ISO, UTC."""
+
+    def fact(self, name: str) -> Mapping[str, Any]:
+        """Return a fact of the plan by variant; empty where it has none."""
+        found: Mapping[str, Any] = {} if self.plan is None else self.plan.facts.get(name, {})
+        return found

@@ -10,26 +10,25 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from dglx_dist.errors import StorageError
-from dglx_dist.planner.records import Rate
-from dglx_dist.records import EpochRecord
-from scripts.bench.records import (
-    Cell,
-    ExperimentPlan,
-    Job,
-    MatchedPhi,
-    Measurement,
-    Outcome,
-    Ratio,
-    Shape,
-    Variant,
-)
+from scripts.bench.records import Outcome
 
 FORMAT, VERSION = "dglx bench result", 1
+_DAMAGES = (
+    OSError,
+    EOFError,
+    zlib.error,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 def result_path(folder: Path, experiment: str) -> Path:
@@ -47,8 +46,7 @@ def write(folder: Path, outcome: Outcome) -> Path:
     """
     path = result_path(folder, outcome.experiment)
     value = _plain({"format": FORMAT, "version": VERSION, **asdict(outcome)})
-    with _named(path):
-        folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     return write_text(path, json.dumps(value, indent=1) + "\n")
 
 
@@ -104,17 +102,9 @@ def read_one(path: Path) -> Outcome | None:
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             return None
         if value["version"] == VERSION:
-            return _outcome(value)
-    except (
-        OSError,
-        EOFError,
-        zlib.error,
-        ValueError,
-        TypeError,
-        LookupError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+            outcome: Outcome = read_record(Outcome, value)
+            return outcome
+    except _DAMAGES as error:
         raise StorageError(
             f"{path} is damaged ({type(error).__name__}: {error}); remove it, or measure again"
         ) from error
@@ -122,6 +112,37 @@ def read_one(path: Path) -> Outcome | None:
         f"{path} has version {value['version']}, this release reads {VERSION}; measure again, or use the "
         "release that wrote it"
     )
+
+
+def read_record(hint: Any, value: Any, name: str = "") -> Any:
+    """Return JSON values, as ``dataclasses.asdict`` gives them, as the type ``hint``.
+
+    Fields of records that are not there have their default (results of earlier releases lack some), a float
+    that is null was no number when it was written, and of a union the record is taken that has the fields.
+
+    Raises:
+        TypeError: a field without default is missing, or what is to be a record is none.
+    """
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        if value is None:
+            return None
+        kinds = [one for one in inner if one is not NoneType]
+        records = [
+            one for one in kinds if is_dataclass(one) and {*value} <= {each.name for each in fields(one)}
+        ]
+        return read_record((records or kinds)[0], value, name)
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        found = {one.name: read_record(hints[one.name], value[one.name], one.name) for one in fields(hint)
+                 if one.name in value}  # fmt: skip
+        return hint(**found)  # type: ignore[operator]  # the class, no instance of it
+    if kind is tuple:
+        of = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        return tuple(read_record(one, each, name) for one, each in zip(of, value, strict=True))
+    if isinstance(kind, type) and issubclass(kind, Mapping) and not isinstance(value, Mapping):
+        raise TypeError(f"{name} is no record")
+    return math.nan if hint is float and value is None else value
 
 
 @contextmanager
@@ -132,87 +153,6 @@ def _named(path: Path) -> Iterator[None]:
         raise StorageError(
             f"cannot write {path}: {error.strerror}; choose another folder with --out"
         ) from error
-
-
-def _outcome(value: Mapping[str, Any]) -> Outcome:
-    for key in ("machine", "network"):
-        if not isinstance(value.get(key, {}), Mapping):
-            raise TypeError(f"{key} is no record")
-    plan = value["plan"]
-    measurements = tuple(_measurement(one) for one in value["measurements"])
-    return Outcome(
-        **_known(Outcome, value)
-        | {"plan": None if plan is None else _plan(plan), "measurements": measurements}
-    )
-
-
-def _plan(value: Mapping[str, Any]) -> ExperimentPlan:
-    return ExperimentPlan(
-        variants=tuple(_variant(one) for one in value["variants"]),
-        ratios=tuple(_ratio(one) for one in value["ratios"]),
-        facts=value["facts"],
-    )
-
-
-def _ratio(value: Mapping[str, Any]) -> Ratio:
-    # Results of earlier releases have no cells.
-    cells = (Cell(**_known(Cell, one) | {"ways": tuple(one["ways"])}) for one in value.get("cells", ()))
-    return Ratio(**_known(Ratio, value) | {"cells": tuple(cells)})
-
-
-def _variant(value: Mapping[str, Any]) -> Variant:
-    curve, shape = value["curve"], value["shape"]
-    return Variant(
-        **_known(Variant, value)
-        | {
-            "shape": Shape(**_known(Shape, shape) | {"internal": _rate(shape["internal"])}),
-            "job": _job(value["job"]),
-            "curve": None if curve is None else _job(curve),
-            "rate": _rate_or_phi(value["rate"]),
-        }
-    )
-
-
-def _job(value: Mapping[str, Any]) -> Job:
-    # Results of earlier releases have no turns.
-    return Job(**_known(Job, value) | {"turns": tuple(value.get("turns", ()))})
-
-
-def _measurement(value: Mapping[str, Any]) -> Measurement:
-    return Measurement(
-        **_known(Measurement, value)
-        | {
-            "epochs": tuple(read_epoch(one) for one in value["epochs"]),
-            "accuracy": tuple((_number(seconds), _number(share)) for seconds, share in value["accuracy"]),
-        }
-    )
-
-
-def read_epoch(value: Mapping[str, Any]) -> EpochRecord:
-    """Return the record of an epoch from its JSON values, as ``dataclasses.asdict`` gives them.
-
-    Raises:
-        TypeError: a field is missing.
-    """
-    known = _known(EpochRecord, value)
-    # These were no numbers when they were written.
-    return EpochRecord(**known | {name: _number(known[name]) for name in ("loss", "train_accuracy")})
-
-
-def _rate(value: Mapping[str, int] | None) -> Rate | None:
-    return None if value is None else Rate(int(value["bits_per_s"]))
-
-
-def _rate_or_phi(value: Mapping[str, Any] | None) -> Rate | MatchedPhi | None:
-    return MatchedPhi(**value) if value and "phi" in value else _rate(value)
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _known(record: type, value: Mapping[str, Any]) -> dict[str, Any]:
-    return {field.name: value[field.name] for field in fields(record) if field.name in value}
 
 
 def _plain(value: object) -> object:

@@ -1,9 +1,8 @@
-"""The protocol of a worker pool: jobs and reports in files of one folder, and the processes that do the jobs.
+"""The ranks of a worker pool: each does one job after another, told and reported in files of one folder.
 
-``python scripts/bench worker FOLDER`` is a rank that stays and does one job after another; torchrun starts it
-on all servers of a lab. As the processes stay, what is compared shares imports, compiled kernels, caches of
-files and the luck of the launch. Every job opens and closes its own session.
-``python scripts/bench alone FOLDER PARENT`` does one job with one thread and in no lab.
+``python scripts/bench worker FOLDER`` is such a rank; torchrun starts it on all servers of a lab. As the
+processes stay, what is compared shares imports, compiled kernels, caches of files and the luck of the launch.
+Every job opens and closes its own session.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import gc
 import importlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -26,12 +23,12 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from dglx_dist.comm.session import current_session
-from dglx_dist.comm.topology import rank_environment, read_topology
-from dglx_dist.errors import ConfigError, JobError, PeerError, UnknownNameError
+from dglx_dist.comm.topology import read_topology
+from dglx_dist.errors import ConfigError, PeerError, UnknownNameError
 from dglx_dist.registry import did_you_mean
 from scripts.bench.records import Job
+from scripts.bench.results import write_text
 from scripts.netlab import alive
-from scripts.netlab.alive import scratch_folder
 
 POOL, DRIVER = "pool.json", "driver.alive"
 END = "end"
@@ -51,16 +48,6 @@ class Failure:
     """Whether it failed because another rank had."""
 
 
-def job_path(folder: Path, number: int) -> Path:
-    """Where job ``number`` is written."""
-    return folder / f"job-{number:05d}.json"
-
-
-def report_path(folder: Path, number: int, rank: int) -> Path:
-    """Where ``rank`` reports on job ``number``."""
-    return folder / f"job-{number:05d}.rank-{rank}.json"
-
-
 def alive_path(folder: Path, rank: int) -> Path:
     """The sign of life of ``rank``."""
     return folder / f"rank-{rank}.alive"
@@ -74,50 +61,31 @@ def log_path(folder: Path, rank: int) -> Path:
 def write_job(folder: Path, number: int, job: Job, timeout_s: float) -> None:
     """Hand ``job`` to all ranks."""
     value = {"kind": job.kind, "params": dict(job.params), "timeout_s": timeout_s}
-    write_json(job_path(folder, number), value)
+    write_text(folder / f"job-{number:05d}.json", json.dumps(value))
 
 
 def read_job(folder: Path, number: int) -> tuple[Job, float] | None:
     """Return the job and how many seconds it may take; None: it is not there yet."""
-    value = read_json(job_path(folder, number))
+    value = read_json(folder / f"job-{number:05d}.json")
     return None if value is None else (Job(kind=value["kind"], params=value["params"]), value["timeout_s"])
 
 
-def write_result(folder: Path, number: int, rank: int, result: Mapping[str, Any]) -> None:
-    """Report what ``rank`` found.
-
-    Raises:
-        TypeError: it is not made of JSON values.
-    """
-    write_json(report_path(folder, number, rank), {"result": dict(result)})
-
-
-def write_failure(folder: Path, number: int, failure: Failure) -> None:
-    """Report why ``failure.rank`` found nothing."""
-    value = {"text": failure.text, "at_ns": failure.at_ns, "lost_a_peer": failure.lost_a_peer}
-    write_json(report_path(folder, number, failure.rank), {"failure": value})
+def write_report(folder: Path, number: int, rank: int, report: Mapping[str, Any] | Failure) -> None:
+    """Report what ``rank`` found (JSON values, else TypeError), or why it found nothing."""
+    value = {"failure": vars(report)} if isinstance(report, Failure) else {"result": dict(report)}
+    write_text(folder / f"job-{number:05d}.rank-{rank}.json", json.dumps(value))
 
 
 def read_report(folder: Path, number: int, rank: int) -> dict[str, Any] | Failure | None:
     """Return what ``rank`` found, or why it found nothing; None: neither is there yet."""
-    value = read_json(report_path(folder, number, rank))
+    value = read_json(folder / f"job-{number:05d}.rank-{rank}.json")
     if value is None:
         return None
-    if "failure" in value:
-        return Failure(rank=rank, **value["failure"])
-    return dict(value["result"])
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write ``value`` so that ``path`` is whole as soon as it is there."""
-    text = json.dumps(value)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    return Failure(**value["failure"]) if "failure" in value else dict(value["result"])
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read what :func:`write_json` wrote; None: it is not there yet."""
+    """Read a JSON file; None: it is not there yet."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -125,45 +93,20 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """One server of the pool, as its ranks see it."""
-
-    address: str
-    """IPv4, reached by all servers."""
-    device: str | None
-    """Name of its card; None: plain loopback."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class JobContext:
     """Where and as whom a job runs; torchrun's environment is set, and no session is open."""
 
     rank: int
-    world_size: int
-    ranks_per_server: int
-    places: tuple[Place, ...]
-    """(S,) by server; ranks of one server are contiguous."""
+    server: int
+    """Of this rank."""
+    device: str | None
+    """Name of this server's card; None: plain loopback, which has no counters of its own."""
     folder: Path
     """Shared by all ranks and jobs of the pool; gone when the pool is."""
     number: int
     """Of the job in this worker pool, from 0: the same on all ranks."""
     timeout_s: float
     """Seconds after which the pool gives the job up."""
-
-    @property
-    def server(self) -> int:
-        """Server of this rank."""
-        return self.rank // self.ranks_per_server
-
-    @property
-    def local_rank(self) -> int:
-        """Position of this rank on its server."""
-        return self.rank % self.ranks_per_server
-
-    @property
-    def device(self) -> str | None:
-        """Name of this server's card; None: plain loopback, which has no counters of its own."""
-        return self.places[self.server].device
 
     def card_sent(self) -> int | None:
         """Bytes that this server's card has sent so far, headers included; None on plain loopback."""
@@ -186,15 +129,15 @@ and closes its own session, and raises what went wrong."""
 
 KINDS: Mapping[str, str] = MappingProxyType(
     {
-        "calibrate": "scripts.bench.jobs.counts:calibrate_compute",
-        "bounded": "scripts.bench.jobs.bounded:run",
-        "echo": "scripts.bench.jobs.echo:run",
-        "plan": "scripts.bench.jobs.counts:plan",
-        "survey": "scripts.bench.jobs.counts:survey",
-        "train": "scripts.bench.jobs.train:run",
+        "calibrate": "counts:calibrate_compute",
+        "bounded": "bounded:run",
+        "echo": "echo:run",
+        "plan": "counts:plan",
+        "survey": "counts:survey",
+        "train": "train:run",
     }
 )
-"""Kind to "module:function"."""
+"""Kind to "module:function" in ``jobs``."""
 
 
 def find_job(kind: str) -> JobFunction:
@@ -207,7 +150,7 @@ def find_job(kind: str) -> JobFunction:
         hint = did_you_mean(kind, KINDS)
         raise UnknownNameError(f"there is no kind of job {kind!r}{hint} (known: {', '.join(KINDS)})")
     module, _, name = KINDS[kind].partition(":")
-    function: JobFunction = getattr(importlib.import_module(module), name)
+    function: JobFunction = getattr(importlib.import_module(f"scripts.bench.jobs.{module}"), name)
     return function
 
 
@@ -220,8 +163,8 @@ SILENT_S = 3 * 3600.0
 """After so long without a job a rank leaves, although its driver lives."""
 
 
-def serve(folder: Path) -> int:
-    """Do the jobs that appear in ``folder`` until one says that it is the end.
+def serve(argv: list[str]) -> int:
+    """Do the jobs that appear in the folder ``argv[0]`` until one says that it is the end.
 
     Returns:
         The exit code: 0 after the last job; 1 when the driver is gone or silent.
@@ -229,20 +172,19 @@ def serve(folder: Path) -> int:
     Raises:
         SystemExit: a job raised something, which has been reported; no other job could be trusted after it.
     """
-    rank = read_topology().rank
+    folder, rank = Path(argv[0]), read_topology().rank
     _write_to(log_path(folder, rank))
     held = alive.hold(alive_path(folder, rank))
+    number = 0
     try:
-        for number in range(10**9):
-            found = wait_for_job(folder, number)
-            if found is None:
-                sys.stderr.write("the driver of this worker pool is gone or silent; leaving\n")
-                return 1
+        while found := wait_for_job(folder, number):
             job, timeout_s = found
             if job.kind == END:
                 return 0
-            _do(job, _context(folder, rank, number, timeout_s))
-        return 0
+            do(job, _context(folder, rank, number, timeout_s))
+            number += 1
+        sys.stderr.write("the driver of this worker pool is gone or silent; leaving\n")
+        return 1
     finally:
         os.close(held)
 
@@ -262,13 +204,14 @@ def wait_for_job(folder: Path, number: int, *, silent_s: float = SILENT_S) -> tu
         time.sleep(POLL_S if now - start < LOOK_S else IDLE_POLL_S)
 
 
-def _do(job: Job, context: JobContext) -> None:
+def do(job: Job, context: JobContext) -> None:
+    """Do ``job`` and report; SystemExit after what went wrong has been reported."""
     # Who hangs says where, just before the pool gives up and shows the end of its log.
     faulthandler.dump_traceback_later(max(context.timeout_s - 1.0, context.timeout_s / 2))
     try:
         _start_afresh()
-        result = find_job(job.kind)(job.params, context)
-        write_result(context.folder, context.number, context.rank, result)
+        report = find_job(job.kind)(job.params, context)
+        write_report(context.folder, context.number, context.rank, report)
     except BaseException as error:
         # In the log before the report: who reads the one shows the other.
         traceback.print_exc()
@@ -278,7 +221,7 @@ def _do(job: Job, context: JobContext) -> None:
             at_ns=time.monotonic_ns(),
             lost_a_peer=isinstance(error, PeerError),
         )
-        write_failure(context.folder, context.number, failure)
+        write_report(context.folder, context.number, context.rank, failure)
         _leave_session(error)
         raise SystemExit(1) from error
     finally:
@@ -306,15 +249,10 @@ def _context(folder: Path, rank: int, number: int, timeout_s: float) -> JobConte
         raise ConfigError(
             f"{folder} is no folder of a worker pool: it has no {POOL}; `python scripts/bench` makes one"
         )
-    places = tuple(Place(**place) for place in pool["places"])
+    server = rank // pool["ranks_per_server"]
+    device = pool["devices"][server]
     return JobContext(
-        rank=rank,
-        world_size=len(places) * pool["ranks_per_server"],
-        ranks_per_server=pool["ranks_per_server"],
-        places=places,
-        folder=folder,
-        number=number,
-        timeout_s=timeout_s,
+        rank=rank, server=server, device=device, folder=folder, number=number, timeout_s=timeout_s
     )
 
 
@@ -324,73 +262,3 @@ def _write_to(log: Path) -> None:
         stream.flush()
         os.dup2(descriptor, stream.fileno())
     os.close(descriptor)
-
-
-def start_worker(argv: list[str]) -> int:
-    """Be a rank that does the jobs in FOLDER, the one argument."""
-    return serve(Path(argv[0]))
-
-
-_LAST_LINES = 5
-_PR_SET_PDEATHSIG = 1
-
-
-def do_alone(job: Job, *, timeout_s: float = 600.0) -> Mapping[str, Any]:
-    """Run ``job`` in a process of its own and return its report; the process ends with this one in any case.
-
-    Raises:
-        JobError: it failed or took longer than ``timeout_s``; the message has its last lines.
-    """
-    with scratch_folder() as folder:
-        write_job(folder, 0, job, timeout_s)
-        command = [sys.executable, str(Path(__file__).parent), "alone", str(folder), str(os.getpid())]
-        try:
-            subprocess.run(
-                command,
-                env=rank_environment(1) | {"OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                check=True,
-                timeout=timeout_s,
-            )
-        except subprocess.CalledProcessError as error:
-            last = "\n".join(error.stdout.decode(errors="replace").splitlines()[-_LAST_LINES:])
-            raise JobError(f"job {job.kind} in a process of its own failed:\n{last}") from None
-        except subprocess.TimeoutExpired:
-            raise JobError(f"job {job.kind} in a process of its own took over {timeout_s:g} s") from None
-        report = read_report(folder, 0, 0)
-    if not isinstance(report, dict):
-        raise JobError(f"job {job.kind} in a process of its own ended without a report")
-    return report
-
-
-def run_alone(folder: Path) -> int:
-    """Do the job that lies in ``folder`` and report there; what goes wrong is raised."""
-    found = read_job(folder, 0)
-    if found is None:
-        sys.stderr.write(f"there is no job in {folder}\n")
-        return 2
-    job, timeout_s = found
-    context = JobContext(
-        rank=0,
-        world_size=1,
-        ranks_per_server=1,
-        places=(Place(address="127.0.0.1", device=None),),
-        folder=folder,
-        number=0,
-        timeout_s=timeout_s,
-    )
-    write_result(folder, 0, 0, find_job(job.kind)(job.params, context))
-    return 0
-
-
-def _end_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
-
-
-def start_alone(argv: list[str]) -> int:
-    """Be the process that does the job: FOLDER, and the id of the process that waits for it."""
-    _end_with(int(argv[1]))
-    return run_alone(Path(argv[0]))

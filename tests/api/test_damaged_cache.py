@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +16,9 @@ from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.storage.arrays import STAMP
 from dglx_dist.data.storage.columns import CACHE, MANIFEST
-from dglx_dist.data.storage.files import STAMP, partial_folder
+from dglx_dist.data.storage.files import partial_folder
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
@@ -129,16 +131,39 @@ def test_a_cut_with_a_flipped_bit_is_made_again(tmp_path: Path, caplog: pytest.L
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_whoever_finishes_first_counts(tmp_path: Path, instead: Callable[..., None]) -> None:
-    def cut_by_another_run_too(*cut: Path) -> None:
-        partition_to_disk(*cut)  # type: ignore[arg-type]
-        partition_to_disk(*cut)  # type: ignore[arg-type]
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_of_two_runs_that_cut_at_once_the_first_counts(
+    tmp_path: Path, instead: Callable[..., None], is_damaged: bool
+) -> None:
+    def cut(*arguments: Any) -> None:
+        partition_to_disk(*arguments)
+        # Meanwhile another run finishes the same cut, and maps its files.
+        instead(partition_to_disk)
+        others.append(partition_cached(two_triangles(), PLAN, tmp_path))
+        others.append((others[0] / MANIFEST).stat().st_ino)
 
-    instead(cut_by_another_run_too)
-    assert (partition_cached(two_triangles(), PLAN, tmp_path) / MANIFEST).is_file()
+    others: list[Any] = []
+    if is_damaged:
+        flip(partition_cached(two_triangles(), PLAN, tmp_path) / MANIFEST, 50)
+    instead(cut)
+    folder = partition_cached(two_triangles(), PLAN, tmp_path)
+    assert [folder, (folder / MANIFEST).stat().st_ino] == others
+    open_dataset(folder, verify="full")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_cut_that_fails_is_an_error(tmp_path: Path, instead: Callable[..., None]) -> None:
     instead(refuse)
     with pytest.raises(StorageError, match="disk is full"):
-        partition_cached(two_triangles(), PartitionPlan(num_parts=3, method="hash"), tmp_path)
+        partition_cached(two_triangles(), PLAN, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_cut_stays(tmp_path: Path) -> None:
+    folder = partition_cached(two_triangles(), PLAN, tmp_path)
+    (folder / MANIFEST).unlink()
+    with pytest.raises(StorageError, match="exists already"):
+        partition_cached(two_triangles(), PLAN, tmp_path)
 
 
 def test_what_a_killed_run_left_goes(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from scripts.bench.records import (
     Shape,
     Variant,
 )
-from scripts.bench.worker import JobContext, Place
+from scripts.bench.worker import JobContext
 
 SMALL = SyntheticConfig(nodes=600, degree=8, classes=4, features=12, communities=8, train_rate=0.2, seed=3)
 HALVES = PartitionPlan(num_parts=2, method="random")
@@ -40,9 +40,8 @@ def context() -> JobContext:
     topology = read_topology()
     return JobContext(
         rank=topology.rank,
-        world_size=topology.world_size,
-        ranks_per_server=1,
-        places=(Place(address="127.0.0.1", device=None),) * topology.world_size,
+        server=topology.rank,
+        device=None,
         folder=Path("unused"),
         number=0,
         timeout_s=100.0,
@@ -55,7 +54,6 @@ EXPERIMENT = Experiment(
     suites=("papers",),
     claim=Claim(paper="A paper", says="metis is 2.14x faster", setting="4 machines"),
     prediction="1.5 to 2.5x",
-    how="both in turn",
 )
 SLOW, FAST = (2.0, 2.2, 2.1, 2.4, 1.9), (1.0, 1.1, 1.05, 1.2, 0.95)
 
@@ -215,7 +213,6 @@ def experiment_of(plan: ExperimentPlan | None, **fields: Any) -> Experiment:
         suites=("quick",),
         claim=CLAIM,
         prediction="2x",
-        how="by hand",
         build=None if plan is None else lambda _: plan,
         **fields,
     )

@@ -3,39 +3,49 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.data.storage.reader import open_dataset
+from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.errors import ConfigError, JobError, UnknownNameError
+from dglx_dist.prepare import PartitionPlan
 from scripts.bench import driver, suites
 from scripts.bench.peers import launch
-from scripts.bench.peers.data import Written, assignment_of, launch_of, prepare, variant
-from scripts.bench.peers.launch import Launch, run_once
-from scripts.bench.peers.workload import Workload
+from scripts.bench.peers.data import assignment_of, copy_of, launch_of, launched
+from scripts.bench.peers.launch import run_once
+from scripts.bench.peers.workload import Launch, Workload
 from scripts.bench.records import BenchPlan, Shape
+from scripts.bench.results import read_record
 from scripts.netlab.base import LabSpec, LoopbackLab
 from scripts.netlab.labs import open_lab
 
-TINY = Workload(nodes=4000, degree=10, features=8, classes=5, batch_size=100, fanouts=(5, 5))
+GRAPH = SyntheticConfig(nodes=4000, degree=10, features=8, classes=5, train_rate=0.1, seed=0)
+CUT = PartitionPlan(num_parts=2, options=PartitionOptions(balance=("train",)))
+TRAINING = {"batch_size": 100, "fanouts": (5, 5)}
+TINY = Workload(features=8, classes=5, batch_size=100, fanouts=(5, 5))
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    return prepare(TINY, 2, tmp_path_factory.mktemp("work"), dgl=True, arrays=True)
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("work")
 
 
 @pytest.mark.wide
 def test_stock_and_ours_train_the_same_seeds_of_the_same_partition(
-    needs_lab: None, written: Written, tmp_path: Path
+    needs_lab: None, work: Path, tmp_path: Path
 ) -> None:
-    launches = {system: launch_of(system, TINY, written, epochs=1, warmup=0) for system in ("stock", "ours")}
+    launches = {
+        system: launch_of(system, GRAPH, CUT, work, TRAINING, epochs=1, warmup=0)
+        for system in ("stock", "ours")
+    }
     with open_lab(LabSpec(servers=2)) as lab:
         stock, ours = (
-            run_once(lab, Launch.from_params(launch.params()), tmp_path / system, timeout_s=120.0)
-            for system, launch in launches.items()
+            run_once(lab, one, tmp_path / system, timeout_s=120.0) for system, one in launches.items()
         )
     assert len(stock) == len(ours) == 2
     # Ids in both formats are the same, so equal sums of the seeds' ids are equal shares.
@@ -54,51 +64,38 @@ def test_stock_and_ours_train_the_same_seeds_of_the_same_partition(
     assert stock[0]["peak_bytes"] > stock[0]["extra"]["rank_peak_bytes"]
 
 
-def test_stock_needs_emulated_servers(written: Written, tmp_path: Path) -> None:
-    with (
-        LoopbackLab(LabSpec(servers=2), missing="no tool of that name") as lab,
-        pytest.raises(ConfigError, match="no tool of that name"),
-    ):
-        run_once(lab, launch_of("stock", TINY, written), tmp_path / "stock")
-    assert not (tmp_path / "stock").exists()
+def test_stock_needs_emulated_servers_and_all_need_data_before_anything_starts(tmp_path: Path) -> None:
+    with LoopbackLab(LabSpec(servers=2), missing="no tool of that name") as lab:
+        for system, message in (("stock", "no tool of that name"), ("ours", "nothing")):
+            with pytest.raises(ConfigError, match=message):
+                run_once(lab, Launch(system=system, workload=TINY, data="nothing"), tmp_path / system)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.wide
 def test_a_graph_server_that_fails_ends_the_launch_and_is_told(needs_lab: None, tmp_path: Path) -> None:
     config = tmp_path / "empty.json"
     config.write_text("{}")
-    launch = Launch(system="stock", workload=TINY, data=str(config))
     with (
         open_lab(LabSpec(servers=1)) as lab,
         pytest.raises(JobError, match=r"(?s)graph server of server 0 ended.*graph-server-0\.log: .*Error"),
     ):
-        run_once(lab, launch, tmp_path / "stock", timeout_s=60.0)
+        run_once(
+            lab, Launch(system="stock", workload=TINY, data=str(config)), tmp_path / "stock", timeout_s=60.0
+        )
 
 
-def test_data_that_is_not_there_starts_nothing(tmp_path: Path) -> None:
-    launch = Launch(system="ours", workload=TINY, data=str(tmp_path / "nothing"))
-    with LoopbackLab(LabSpec(servers=1)) as lab, pytest.raises(ConfigError, match="nothing"):
-        run_once(lab, launch, tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
-
-
-def test_both_formats_have_the_same_parts(written: Written) -> None:
-    assert written.dgl is not None
-    ours = open_dataset(written.ours)
-    theirs = json.loads(written.dgl.read_text())
-    bounds = [
-        list(pair) for pair in zip(*(ours.manifest.node_offsets["_N"][i:] for i in (0, 1)), strict=False)
-    ]
-    assert theirs["node_map"]["_N"] == bounds
+def test_all_formats_are_of_one_cut_and_what_is_written_is_found_again(work: Path) -> None:
+    paths = {system: copy_of(system, GRAPH, CUT, work) for system in ("ours", "stock", "pyg")}
+    ours, theirs = open_dataset(paths["ours"]), json.loads(paths["stock"].read_text())
+    offsets = ours.manifest.node_offsets["_N"]
+    assert theirs["node_map"]["_N"] == [[int(offsets[part]), int(offsets[part + 1])] for part in (0, 1)]
     part_of = assignment_of(ours).part_of["_N"]
-    assert [int((part_of == part).sum()) for part in (0, 1)] == [last - first for first, last in bounds]
-
-
-def test_what_is_written_is_found_again(written: Written) -> None:
-    marker = written.ours.parent / "marker"
-    before = sorted(path.name for path in written.ours.parent.iterdir() if path != marker)
-    assert prepare(TINY, 2, written.ours.parent, dgl=True, arrays=True) == written
-    assert sorted(path.name for path in written.ours.parent.iterdir()) == before
+    assert [int((part_of == part).sum()) for part in (0, 1)] == [int(offsets[1]), 4000 - int(offsets[1])]
+    assert {path.stem for path in paths["pyg"].iterdir()} == {"edge_index", "feat", "label", "train_mask"}
+    before = sorted(path.name for path in work.iterdir())
+    assert {system: copy_of(system, GRAPH, CUT, work) for system in paths} == paths
+    assert sorted(path.name for path in work.iterdir()) == before
 
 
 def test_parts_become_phases() -> None:
@@ -131,9 +128,13 @@ def test_our_exchange_is_not_counted_as_compute_too() -> None:
 
 
 @pytest.mark.parametrize("system", launch.MAPPINGS)
-def test_a_launch_survives_its_job(system: str) -> None:
-    launch = Launch(system=system, workload=TINY, data="x")
-    assert Launch.from_params(json.loads(json.dumps(launch.params()))) == launch
+def test_a_launch_survives_its_job_and_warms_up_for_one_epoch(system: str) -> None:
+    told = Launch(system=system, workload=TINY, data="x")
+    job = launched("a", told, shape=Shape(servers=2)).job
+    assert job.params == asdict(told)
+    assert read_record(Launch, json.loads(json.dumps(job.params))) == told
+    warm = read_record(Launch, {**job.params, **job.warm})
+    assert (warm.warmup, warm.epochs) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -149,29 +150,13 @@ def test_a_launch_that_makes_no_sense_is_refused(settings: dict[str, object], me
         Launch(**{"system": "ours", "workload": TINY, "data": "x", **settings})  # type: ignore[arg-type]
 
 
-def test_a_workload_of_another_release_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has no depth"):
-        Workload.from_json({"nodes": 5, "depth": 2})
-
-
-def test_a_format_that_was_not_written_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match="pyg is not written"):
-        launch_of("pyg", TINY, Written(ours=Path("x")))
-
-
-def test_the_warm_up_is_one_epoch() -> None:
-    job = variant("a", Launch(system="ours", workload=TINY, data="x"), shape=Shape(servers=2)).job
-    warm = Launch.from_params({**job.params, **job.warm})
-    assert (warm.warmup, warm.epochs) == (0, 1)
-
-
 def test_pyg_that_is_not_installed_is_reported_as_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lacking = ("torch_geometric", "pyg_lib", "torch_sparse")
     monkeypatch.setattr(suites, "find_spec", lambda name: None if name in lacking else find_spec(name))
     plan = BenchPlan(suite="peers", out=tmp_path / "out", work=tmp_path / "work")
-    outcome = driver.run(suites.find("PEER4"), plan, lambda step: None)
+    outcome = driver.run(suites.find("PEER4"), plan, lambda line: None)
     assert outcome.status == "absent"
     assert outcome.reason == "not installed here: torch_geometric, pyg_lib or torch_sparse"
     # One sampler of the two is enough.

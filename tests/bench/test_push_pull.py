@@ -13,12 +13,14 @@ from dglx_dist.planner.workload import Survey
 from dglx_dist.strategies.base import STRATEGIES
 from scripts.bench.driver import check_plan
 from scripts.bench.experiments import push_pull
-from scripts.bench.experiments.push_pull import STOCK, Case, Compared, Size
+from scripts.bench.experiments.push_pull import STOCK, Case, Size
 from scripts.bench.jobs import train
 from scripts.bench.jobs.params import TrainParams, read_params
-from scripts.bench.peers.launch import KIND, Launch
+from scripts.bench.peers.launch import KIND
+from scripts.bench.peers.workload import Launch
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan
-from scripts.bench.suites import FAMILIES
+from scripts.bench.results import read_record
+from scripts.bench.suites import family
 from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks
 
@@ -51,7 +53,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize("name", FAMILIES["push_pull"])
+@pytest.mark.parametrize("name", [one.id for one in family("push_pull")])
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = push_pull.plan_at(name, bench, TINY)
     check_plan(name, plan)
@@ -59,7 +61,7 @@ def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     for variant in plan.variants:
         params = {**variant.job.params, **variant.job.warm}
         if variant.job.kind == KIND:
-            assert Path(Launch.from_params(params).data).is_file()
+            assert Path(params["data"]).is_file()
             continue
         told = read_params(TrainParams, params)
         assert Path(told.data).is_dir()
@@ -72,7 +74,7 @@ def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
 def test_stock_distdgl_trains_on_the_same_cut(bench: BenchPlan) -> None:
     plan = push_pull.plan_at("P1", bench, TINY)
     by_name = {variant.name: variant for variant in plan.variants}
-    stock = Launch.from_params(by_name[STOCK].job.params)
+    stock: Launch = read_record(Launch, by_name[STOCK].job.params)
     ours = read_params(TrainParams, by_name["hash, 16"].job.params)
     assert (stock.workload.hidden, list(stock.workload.fanouts)) == (ours.hidden, list(ours.fanouts))
     assert stock.workload.batch_size == ours.batch_size
@@ -123,8 +125,7 @@ def cases() -> list[Case]:
 
 
 def test_bytes_are_those_that_the_formulas_predict(bench: BenchPlan) -> None:
-    compared = [Compared(over="sage", under="sage")]
-    plan = push_pull.plan_of(bench, TINY, cases(), compared)
+    plan = push_pull.plan_of(bench, TINY, cases(), [])
     jobs = {variant.name: dict(variant.job.params) for variant in plan.variants}
     found = run_ranks(train_all, 2, args=(jobs,), ranks_per_server=1)[0]
     predicted = plan.facts[PREDICTED_BYTES]

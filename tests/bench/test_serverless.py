@@ -12,15 +12,15 @@ import pytest
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.cost_model import ServerlessSetting, serverless_bytes
-from dglx_dist.records import NODE_TYPE, EpochRecord
+from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.serverless.options import read_settings
 from scripts.bench.driver import check_plan
 from scripts.bench.experiments.serverless import Case, Size, plan_at, plan_of, projected
 from scripts.bench.jobs import bounded as job
 from scripts.bench.jobs.params import IntervalParams, read_params
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan
-from scripts.bench.suites import FAMILIES
-from tests.bench.helpers import context
+from scripts.bench.suites import family
+from tests.bench.helpers import context, epoch
 from tests.helpers.ranks import run_ranks
 
 TINY = Size(nodes=600, degree=8, features=12, hidden=8, intervals=2, workers=2, epochs=2, latency_s=0.0)
@@ -32,7 +32,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
     return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
 
 
-@pytest.mark.parametrize("name", FAMILIES["serverless"])
+@pytest.mark.parametrize("name", [one.id for one in family("serverless")])
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = plan_at(name, bench, TINY)
     check_plan(name, plan)
@@ -41,7 +41,7 @@ def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
             told = read_params(IntervalParams, variant.job.turn(turn).params)
             assert Path(told.data).is_dir()
             read_settings(told.options)
-        read_params(IntervalParams, variant.job.warmed().params)
+        read_params(IntervalParams, {**variant.job.params, **variant.job.warm})
     assert plan.ratios
 
 
@@ -124,16 +124,8 @@ def test_what_a_run_moves_is_predicted_to_the_byte(bench: BenchPlan) -> None:
     assert reports["fusion"]["extra"]["invocations"] == 16
 
 
-def record(accuracy: float) -> EpochRecord:
-    zeros = dict.fromkeys(("sample_s", "fetch_s", "wait_s", "compute_s", "exchange_s"), 0.0)
-    return EpochRecord(
-        epoch=0, loss=1.0, train_accuracy=accuracy, val_accuracy=None, seconds=1.0, num_samples=1,
-        bytes_inside=0, bytes_outside=0, **zeros,
-    )  # fmt: skip
-
-
 def test_epochs_are_counted_to_the_first_that_is_good_enough() -> None:
-    records = [record(accuracy) for accuracy in (0.5, 0.7, 0.6, 0.9)]
+    records = [epoch(train_accuracy=accuracy) for accuracy in (0.5, 0.7, 0.6, 0.9)]
     assert [job.epochs_to(records, target) for target in (0.5, 0.7, 0.8, 0.95, None)] == [1, 2, 4, None, None]
 
 

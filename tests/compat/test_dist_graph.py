@@ -133,7 +133,7 @@ def test_state_of_optimizers_goes_out_and_in(g: DistGraph, tmp_path: Path, kind:
         return embedding.weight[torch.arange(15)]
 
     first = step()
-    optimizer.save(tmp_path / "state")
+    optimizer.inner.save(tmp_path / "state")
     told = optimizer.local_state_dict()
     second = step()
     optimizer.load(tmp_path / "state")

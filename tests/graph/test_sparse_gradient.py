@@ -22,16 +22,15 @@ from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.sparse_gradient import (
     NEVER,
-    Gradient,
-    Parcel,
     RowGradient,
+    RowSum,
     add_rows,
     count_rows,
     forget_rows,
     group_by_owner,
+    one_row_each,
     split_rows,
     weight_of,
-    weighted_copy,
     weighted_sum,
 )
 from dglx_dist.graph.sparse_gradient_exchange import StepMessage, read_message
@@ -79,7 +78,7 @@ def test_a_single_gradient_is_neither_copied_nor_changed() -> None:
 
 def test_what_is_sent_is_weighed_and_in_order() -> None:
     rows = np.array([[1.0], [2.0], [4.0]])
-    sent = weighted_copy(Parcel(ids=np.array([9, 5]), rows=rows, places=np.array([2, 0]), weight=0.5))
+    sent = RowSum(np.array([9, 5]), rows, np.array([2, 0]), 0.5).for_sending()
     assert (sent.ids.tolist(), sent.rows.tolist()) == ([9, 5], [[2.0], [0.5]])
     assert (sent.places.tolist(), sent.weight) == ([0, 1], 1.0)
 
@@ -97,11 +96,11 @@ def test_rows_of_one_rank_stay_where_they_are_and_others_are_summed() -> None:
     slot_of, ids = np.full(4, NEVER, np.int32), (np.array([12, 10]), np.array([10, 13]))
     assert [count_rows(some, 10, slot_of) for some in ids] == [0, 1]
     touched, sums = np.empty(1, np.int64), np.full((1, 1), 99.0)
-    first = Gradient(np.array([[2.0], [1.0]]), np.array([1, 0]), 0.5)
-    rows, places, count = split_rows(ids[0], 10, first, slot_of, touched, sums, 0)
+    first = RowSum(ids[0], np.array([[2.0], [1.0]]), np.array([1, 0]), 0.5)
+    rows, places, count = split_rows(first, 10, slot_of, touched, sums, 0)
     assert (rows.tolist(), places.tolist(), count) == ([2], [1], 1)
-    second = Gradient(np.array([[4.0], [8.0]]), np.array([0, 1]), 1.0)
-    rows, places, count = split_rows(ids[1], 10, second, slot_of, touched, sums, count)
+    second = RowSum(ids[1], np.array([[4.0], [8.0]]), np.array([0, 1]), 1.0)
+    rows, places, count = split_rows(second, 10, slot_of, touched, sums, count)
     assert (rows.tolist(), places.tolist(), count) == ([3], [1], 1)
     assert (touched.tolist(), sums.tolist()) == ([0], [[5.0]])
     for some in ids:
@@ -115,27 +114,27 @@ def test_weighed_rows_are_added_where_their_places_say() -> None:
     assert out.tolist() == [[1.0], [2.5]]
 
 
-def parcel(*ids: int) -> Parcel:
-    return Parcel(ids=np.array(ids, np.int64), rows=np.ones((len(ids), 2)), places=np.arange(len(ids)))
+def rows_of(*ids: int) -> RowSum:
+    return one_row_each(np.array(ids, np.int64), np.ones((len(ids), 2)))
 
 
 def test_what_is_read_is_what_was_sent() -> None:
-    sent = StepMessage(sender=3, step=17, used=(True, False), parcels=(parcel(4, 2), parcel()))
+    sent = StepMessage(sender=3, step=17, used=(True, False), gradients=(rows_of(4, 2), rows_of()))
     read = read_message(sent.name(), sent.arrays(), 2)
     assert (read.sender, read.step, read.used, read.problem) == (3, 17, (True, False), "")
-    assert [part.ids.tolist() for part in read.parcels] == [[4, 2], []]
-    assert [part.places.tolist() for part in read.parcels] == [[0, 1], []]
+    assert [part.ids.tolist() for part in read.gradients] == [[4, 2], []]
+    assert [part.places.tolist() for part in read.gradients] == [[0, 1], []]
     assert sum(array.nbytes for array in sent.arrays()) == 2 * (8 + 2 * 8)
 
 
 def test_a_problem_travels_without_rows_and_keeps_its_words() -> None:
-    sent = StepMessage(sender=0, step=1, used=(True,), parcels=(), problem="no  targets: set it")
+    sent = StepMessage(sender=0, step=1, used=(True,), gradients=(), problem="no  targets: set it")
     read = read_message(sent.name(), sent.arrays(), 1)
-    assert (read.problem, read.parcels) == ("no  targets: set it", ())
+    assert (read.problem, read.gradients) == ("no  targets: set it", ())
 
 
 def test_another_number_of_embeddings_is_refused() -> None:
-    sent = StepMessage(sender=1, step=1, used=(True,), parcels=(parcel(1),))
+    sent = StepMessage(sender=1, step=1, used=(True,), gradients=(rows_of(1),))
     with pytest.raises(ConfigError, match=r"rank 1 sent gradients of 1 embeddings .* optimiser of 2"):
         read_message(sent.name(), sent.arrays(), 2)
 

@@ -12,8 +12,8 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
-from dglx_dist.graph.sparse_gradient import Gradient, Parcel
-from dglx_dist.graph.sparse_update import AdagradRule, AdamRule, OwnedRows, SgdRule, Touched, UpdateRule
+from dglx_dist.graph.sparse_gradient import RowSum
+from dglx_dist.graph.sparse_update import AdagradRule, AdamRule, OwnedRows, SgdRule, UpdateRule
 from tests.graph.small import NUM_NODES, zeros
 
 
@@ -105,9 +105,8 @@ def test_a_first_step_of_gradient_2(kind: str) -> None:
     weight = np.ones((3, 1))
     states = tuple(np.zeros((9, 1)) for _ in rule.state_names)
     # Row 2 of the weights goes with row 7 of the states, and its gradient is half of the second row.
-    gradient = Gradient(np.array([[9.0], [4.0]]), np.array([1]), 0.5)
-    at, touched = np.array([2]), np.array([7 if states else 2])
-    rule.update(Touched(weight=weight, at=at, states=states, touched=touched, gradient=gradient), 1)
+    gradient = RowSum(np.array([7]), np.array([[9.0], [4.0]]), np.array([1]), 0.5)
+    rule.update(weight, np.array([2]), states, gradient, 1)
     assert weight[2] == pytest.approx(FIRST[kind])
     assert weight[:2].tolist() == [[1.0], [1.0]]
     assert [np.flatnonzero(state).tolist() for state in states] == [[7]] * len(states)
@@ -128,37 +127,37 @@ def test_settings_that_make_no_sense_are_named() -> None:
         AdamRule(0.5, (0.5, 1.0), 0.0)
 
 
-def parcel(ids: list[int], values: list[float], weight: float = 1.0, dtype: Any = np.float32) -> Parcel:
+def summed(ids: list[int], values: list[float], weight: float = 1.0, dtype: Any = np.float32) -> RowSum:
     """Rows of one column, kept in the opposite order."""
     rows = np.array(values[::-1], dtype=dtype)[:, None]
-    return Parcel(ids=np.array(ids, np.int64), rows=rows, places=np.arange(len(ids))[::-1], weight=weight)
+    return RowSum(np.array(ids, np.int64), rows, np.arange(len(ids))[::-1], weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_several_parcels_are_summed_and_updated_once(graph: DistGraph, dtype: torch.dtype) -> None:
+def test_rows_of_several_ranks_are_summed_and_updated_once(graph: DistGraph, dtype: torch.dtype) -> None:
     embedding = DistEmbedding(NUM_NODES, 1, "e", init_func=zeros, dtype=dtype)
     table = OwnedRows(embedding, [], SgdRule(1.0))
     for _ in range(2):
-        table.apply([parcel([3, 5], [1.0, 2.0], 0.5), parcel([], []), parcel([5, 7, 3], [4.0, 8.0, 16.0])])
+        table.apply([summed([3, 5], [1.0, 2.0], 0.5), summed([], []), summed([5, 7, 3], [4.0, 8.0, 16.0])])
     assert embedding.weight[[3, 5, 7, 4]].tolist() == [[-33.0], [-10.0], [-16.0], [0.0]]
-    table.apply([parcel([7], [1.0], 2.0)])
+    table.apply([summed([7], [1.0], 2.0)])
     table.apply([])
     assert embedding.weight[[7]].tolist() == [[-18.0]]
     assert table.steps == 4
 
 
-def test_a_parcel_that_does_not_fit_is_refused(graph: DistGraph) -> None:
+def test_a_gradient_that_does_not_fit_is_refused(graph: DistGraph) -> None:
     table = OwnedRows(DistEmbedding(NUM_NODES, 1, "e"), [], SgdRule(1.0))
     with pytest.raises(ConfigError, match=r"int64 ids and float32 rows, not int64, float64"):
-        table.check(parcel([3], [1.0], dtype=np.float64))
+        table.check(summed([3], [1.0], dtype=np.float64))
     with pytest.raises(ConfigError, match=r"gradients of 2 ids cannot have shape \(1, 1\)"):
-        table.check(parcel([3, 4], [1.0]))
+        table.check(summed([3, 4], [1.0]))
     with pytest.raises(ConfigError, match="owns the rows 0 to 39 of 'e', not -1 to 40"):
-        table.check(parcel([40, -1], [1.0, 1.0]))
-    table.check(parcel([39], [1.0]))
+        table.check(summed([40, -1], [1.0, 1.0]))
+    table.check(summed([39], [1.0]))
 
 
 def test_all_who_change_rows_by_what_they_were_take_turns(graph: DistGraph) -> None:
     embedding = DistEmbedding(NUM_NODES, 1, "e")
     tables = [OwnedRows(embedding, [], SgdRule(1.0)) for _ in range(2)]
-    assert tables[0].lock is tables[1].lock is graph.kvstore.owner_lock(embedding.weight.kvstore_key)
+    assert tables[0].lock is tables[1].lock is graph.kvstore.column(embedding.weight.kvstore_key).lock

@@ -27,10 +27,9 @@ from dgl.nn import (
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, part_of, stages_of
+from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, part_of
 from dglx_dist.layers.convolutions import (
     EdgeConvStages,
-    GatRowStages,
     GatStages,
     GatV2Stages,
     GinStages,
@@ -39,6 +38,7 @@ from dglx_dist.layers.convolutions import (
     RelationalStages,
     SageStages,
     SgcStages,
+    stages_of,
 )
 from dglx_dist.layers.dropout import deal_out_columns
 
@@ -70,8 +70,8 @@ CONVS: dict[str, tuple[Callable[[int], nn.Module], type[SplittableConv]]] = {
 }
 BY_ROWS: dict[str, tuple[Callable[[int], nn.Module], type[SplittableConv]]] = {
     "pool": (lambda f: SAGEConv(f, H, "pool", activation=torch.tanh, norm=nn.LayerNorm(H)), PoolStages),
-    "gat-rows": (lambda f: GATConv(f, H, 2, activation=torch.tanh), GatRowStages),
-    "gat-rows-residual": (lambda f: GATConv(f, H, 3, residual=True), GatRowStages),
+    "gat-rows": (lambda f: GATConv(f, H, 2, activation=torch.tanh), GatStages),
+    "gat-rows-residual": (lambda f: GATConv(f, H, 3, residual=True), GatStages),
     "gatv2": (lambda f: GATv2Conv(f, H, 2, activation=torch.tanh), GatV2Stages),
     "gatv2-residual": (lambda f: GATv2Conv(f, H, 3, residual=True, bias=False), GatV2Stages),
     "edge": (lambda f: EdgeConv(f, H), EdgeConvStages),

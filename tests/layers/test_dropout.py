@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import StageInput, Sync, part_of, stages_of
+from dglx_dist.layers.base import StageInput, part_of
+from dglx_dist.layers.convolutions import Sync, stages_of
 from dglx_dist.layers.dropout import (
     Columns,
     DropDraws,

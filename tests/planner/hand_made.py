@@ -7,10 +7,11 @@ from typing import Any
 
 from dglx_dist.planner.closures import FullWork
 from dglx_dist.planner.cost_model import Ghosts, Measured, MemoryModel
-from dglx_dist.planner.model_shape import HaloPairs, shape_of_kind
+from dglx_dist.planner.model_shape import HaloPairs, ModelShape, shape_of_module
 from dglx_dist.planner.profile import Rates
 from dglx_dist.planner.records import Cluster, FullGraphScheme, GraphStats
 from dglx_dist.planner.workload import BatchWork, Survey
+from dglx_dist.training.models import build_model
 
 GRAPH = GraphStats(
     name="by hand", nodes=1000, edges=10_000, features=100, feature_bytes=400, classes=10, train_nodes=100,
@@ -43,6 +44,14 @@ WHOLE = FullWork(
     most_external_rows=0,
 )
 RATES = Rates(step_s=0.0, edge_column_s=1e-8, multiply_add_s=0.0, sample_edge_s=0.0, gather_byte_s=0.0)
+
+
+def shape_of_kind(kind: str, features: int, hidden: int, classes: int, layers: int) -> ModelShape:
+    """Return the shape of a ready-made model."""
+    model = build_model(kind, features, hidden, classes, layers, 0.0)
+    return shape_of_module(model, features, classes, layers, kind=kind, hidden=hidden)
+
+
 SHAPE = shape_of_kind("sage", 100, 16, 10, 2)
 
 

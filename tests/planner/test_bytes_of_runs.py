@@ -16,12 +16,12 @@ from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner.candidates import CACHE_SIZES
 from dglx_dist.planner.cost_model import predict
-from dglx_dist.planner.model_shape import shape_of_kind
 from dglx_dist.planner.records import Prediction
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
+from tests.planner.hand_made import shape_of_kind
 
 FEATURES, HIDDEN, CLASSES, BATCH, FANOUTS = 13, 5, 3, 32, (4, 3)
 BESIDE = ("control", "metrics", "weights_read")

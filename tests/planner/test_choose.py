@@ -12,11 +12,10 @@ import pytest
 from dglx_dist.planner.candidates import SearchSpace, enumerate_candidates, schemes_of
 from dglx_dist.planner.choose import Constraints, choose, find_regions
 from dglx_dist.planner.cost_model import predict, ring_split
-from dglx_dist.planner.model_shape import shape_of_kind
 from dglx_dist.planner.records import Candidate, FullGraphScheme, Outcome
 from dglx_dist.records import Array
 from tests.planner import hand_made
-from tests.planner.hand_made import BATCHES, CLUSTER, RATES, SHAPE, SURVEY, known
+from tests.planner.hand_made import BATCHES, CLUSTER, RATES, SHAPE, SURVEY, known, shape_of_kind
 
 ROWS = Candidate(strategy="data_parallel", unit="mini_batch", moves="rows")
 COLUMNS = Candidate(strategy="push_pull", unit="mini_batch", moves="columns", options={"structure": "push"})

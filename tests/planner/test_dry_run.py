@@ -21,13 +21,14 @@ from dglx_dist.planner.closures import (
     worth_counting,
 )
 from dglx_dist.planner.dry_run import count_ghosts
-from dglx_dist.planner.model_shape import count_pairs, shape_of_kind, topology_of
+from dglx_dist.planner.model_shape import count_pairs, topology_of
 from dglx_dist.planner.profile import busy_cores, plan_trials, time_on_plans
 from dglx_dist.planner.records import FullGraphScheme
 from dglx_dist.planner.workload import stats_of_dataset
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.training.models import build_model
 from scripts.bench.speedup_model import exchanging_work, preloading_work
+from tests.planner.hand_made import shape_of_kind
 from tests.strategies import equality
 
 LAYERS = 3

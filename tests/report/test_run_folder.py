@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -98,10 +97,12 @@ def test_a_line_that_a_killed_run_left_half_written_is_dropped(tmp_path: Path) -
     assert read_epochs(tmp_path) == (epoch(0), epoch(1))
 
 
-def test_no_room_for_the_end_of_a_run_costs_no_epoch(tmp_path: Path) -> None:
+def test_no_room_for_the_end_of_a_run_costs_no_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
     append_epoch(start_run(tmp_path, CONFIG), epoch(0))
-    # A folder in the way of the temporary file: root is refused too.
-    (tmp_path / f".metrics.jsonl.{os.getpid()}").mkdir()
+    monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(StorageError, match="cannot write the run"):
         write_run(tmp_path, CONFIG, [epoch(0)], SUMMARY)
     assert read_epochs(tmp_path) == (epoch(0),)

@@ -18,7 +18,7 @@ from dglx_dist.layers.base import cut_out
 from dglx_dist.layers.dropout import deal_out_concatenated
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import STRATEGIES, Parts, WrappedModel
-from dglx_dist.strategies.push_pull.options import make_group
+from dglx_dist.strategies.push_pull.exchange import make_group
 from dglx_dist.strategies.push_pull.split_model import Cut, CutState
 from dglx_dist.training import checkpoint
 from tests.helpers import wide
@@ -258,13 +258,15 @@ def _die_while_saving(folder: str) -> None:
 def test_a_killed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(EOFError):
         _in_a_process(tmp_path)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [".epoch-000002-step-000000000.writing", "epoch-000001-step-000000000"]
+    complete, left = sorted(path.name for path in tmp_path.iterdir())
+    assert complete == "epoch-000001-step-000000000"
+    assert left.startswith("epoch-000002-step-000000000.")
+    assert left.endswith(".partial")
     with start_session():
         assert checkpoint.load(tmp_path, model=net()).epoch == 1
-        # What was left behind does not hinder the next save.
-        checkpoint.save(tmp_path, model=net(), epoch=2)
-        assert checkpoint.latest(tmp_path).name == "epoch-000002-step-000000000"
+        # The next save, of any epoch, removes what was left behind.
+        checkpoint.save(tmp_path, model=net(), epoch=3)
+        assert checkpoint.latest(tmp_path).name == "epoch-000003-step-000000000"
         assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -288,8 +290,9 @@ def test_saving_again_replaces_and_the_newest_wins(tmp_path: Path) -> None:
         ]
         # Killed between the two renames of a replacement: the old one still counts.
         newest = tmp_path / "epoch-000010-step-000000000"
-        newest.rename(newest.with_name(newest.name + ".old"))
-        assert checkpoint.load(tmp_path, model=net()).epoch == 10
+        for suffix in (".old", ".old-0123abcd.partial"):
+            newest = newest.rename(tmp_path / f"epoch-000010-step-000000000{suffix}")
+            assert checkpoint.load(tmp_path, model=net()).epoch == 10
 
 
 def test_a_full_disk_is_one_message_and_leaves_nothing(

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.layers.base import StageInput, part_of, stages_of
+from dglx_dist.layers.base import StageInput, part_of
+from dglx_dist.layers.convolutions import stages_of
 from dglx_dist.layers.dropout import deal_out_columns
 from dglx_dist.training.models import (
     MODEL_KINDS,

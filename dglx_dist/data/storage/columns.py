@@ -249,9 +249,6 @@ def _damaged(name: str, path: Path, problem: Exception) -> StorageError:
 
 MANIFEST = "manifest.json"
 CACHE = "cache"
-PARTIAL_SUFFIX = ".partial"
-"""Suffix of folders that are being written."""
-
 _MAX_NAME = 80
 """Characters of one encoded name: an edge type's folder consists of three, and the system's limit is 255."""
 

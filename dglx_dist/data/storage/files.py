@@ -1,26 +1,23 @@
-"""Atomic folders, checksum stamps, and memory sizes of the process."""
+"""Atomic files and folders, locks, and memory sizes of the process."""
 
 from __future__ import annotations
 
 import ctypes
-import json
+import fcntl
 import mmap
 import os
 import re
 import secrets
 import shutil
 import time
-import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
-from dglx_dist.data.storage.columns import PARTIAL_SUFFIX, FileInfo, checksum
 from dglx_dist.errors import ConfigError, StorageError
 
-STAMP = "stamp.json"
-"""Checksums of the other files of a folder, written by :func:`seal`."""
+PARTIAL_SUFFIX = ".partial"
+"""Suffix of files and folders that are being written."""
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -39,9 +36,8 @@ def partial_folder(target: Path) -> Iterator[Path]:
     for other in target.parent.iterdir():
         is_of_target = other.name.startswith(target.name) and _MAKER.match(other.name, len(target.name))
         if is_of_target and _is_abandoned(other):
-            shutil.rmtree(other, ignore_errors=True)
-    maker = f"{_host()}-{os.getpid()}"
-    folder = target.with_name(f"{target.name}.{maker}-{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+            _remove(other)
+    folder = _partial_name(target)
     folder.mkdir()
     try:
         yield folder
@@ -49,20 +45,49 @@ def partial_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_abandoned(folder: Path, *, below: bool = True) -> None:
-    """Remove the partial folders of killed processes in ``folder``, with ``below`` also in its subfolders.
+@contextmanager
+def replaced_file(target: Path) -> Iterator[Path]:
+    """Yield a file name beside ``target`` to write; at the end it is synchronised and renamed to ``target``.
 
-    A partial folder is abandoned if its process on this machine has ended, or, if it is from another machine,
-    if it is a day old. Folders that cannot be removed stay.
+    An error leaves ``target`` as it was.
+    """
+    partial = _partial_name(target)
+    try:
+        yield partial
+        _sync(partial)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def remove_abandoned(folder: Path, *, below: bool = True) -> None:
+    """Remove the partial files and folders of killed processes, with ``below`` also in subfolders.
+
+    They are abandoned if their process on this machine has ended, or, if it is from another machine, if they
+    are a day old. What cannot be removed stays.
     """
     # os.walk tolerates other ranks and runs that make and remove folders here at the same time.
-    for parent, names, _ in os.walk(folder):
-        for name in [name for name in names if name.endswith(PARTIAL_SUFFIX)]:
-            names.remove(name)
+    for parent, names, files in os.walk(folder):
+        for name in [name for name in (*names, *files) if name.endswith(PARTIAL_SUFFIX)]:
+            if name in names:
+                names.remove(name)
             if _is_abandoned(Path(parent, name)):
-                shutil.rmtree(Path(parent, name), ignore_errors=True)
+                _remove(Path(parent, name))
         if not below:
             return
+
+
+def _partial_name(target: Path) -> Path:
+    maker = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return target.with_name(f"{target.name}.{maker}{PARTIAL_SUFFIX}")
+
+
+def _remove(partial: Path) -> None:
+    if partial.is_dir():
+        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            partial.unlink()
 
 
 def _is_abandoned(partial: Path) -> bool:
@@ -118,6 +143,12 @@ def publish(folder: Path, target: Path) -> bool:
     return True
 
 
+def publish_over(folder: Path, target: Path) -> None:
+    """Rename ``folder`` to ``target``, whose present content is removed after that."""
+    if not publish(folder, target):
+        replace_folder(folder, target)
+
+
 def replace_folder(folder: Path, target: Path) -> None:
     """Replace ``target`` by ``folder``, then remove the old content.
 
@@ -135,45 +166,47 @@ def replace_folder(folder: Path, target: Path) -> None:
     shutil.rmtree(old)
 
 
-def seal(folder: Path, facts: Mapping[str, Any], files: Mapping[str, FileInfo] | None = None) -> None:
-    """Write a stamp with the checksums of the files in ``folder``, for :func:`unseal`.
+def hold(path: Path, mode: int = 0o777) -> int:
+    """Return a descriptor whose shared lock on ``path`` lasts until it is closed or its process ends.
 
-    Args:
-        folder: Has files only.
-        facts: JSON values to store in the stamp.
-        files: Sizes and checksums by file name; None: computed here.
+    The file and its folder, with the permissions ``mode``, are made where they are missing. Both may be
+    removed inside :func:`locked` only.
     """
-    known = {path.name: checksum(path) for path in folder.iterdir()} if files is None else files
-    head = {"told": facts, "files": {name: [one.num_bytes, one.checksum] for name, one in known.items()}}
-    (folder / STAMP).write_text(json.dumps({"crc32": _checksum_of(head), "head": head}))
+    while True:
+        path.parent.mkdir(mode, parents=True, exist_ok=True)
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode & 0o666)
+        except FileNotFoundError:
+            continue  # another process has just removed the folder
+        except PermissionError:
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # another user's
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        # Before it was locked, it looked unused: another process may have removed it.
+        if _is_at(lock, path):
+            return lock
+        os.close(lock)
 
 
-def unseal(folder: Path) -> Any:
-    """Compare every file with its checksum and return the facts of :func:`seal`.
-
-    Raises:
-        StorageError: a file or the stamp is missing or damaged.
-    """
+@contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Yield whether no process holds the existing file ``path``; if so, none can until the end."""
+    lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        stamp = json.loads((folder / STAMP).read_bytes())
-        if not isinstance(stamp, dict) or stamp.get("crc32") != _checksum_of(stamp.get("head")):
-            raise ValueError(f"{STAMP} does not match its checksum")
-        for name, (num_bytes, crc32) in stamp["head"]["files"].items():
-            if checksum(folder / name) != FileInfo(num_bytes=num_bytes, checksum=crc32):
-                raise ValueError(f"{name} does not match its checksum")
-    except (OSError, ValueError, RecursionError) as problem:
-        raise damaged(folder, problem) from problem
-    return stamp["head"]["told"]
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = _is_at(lock, path)
+        except OSError:  # held, or a file system without locks
+            is_free = False
+        yield is_free
+    finally:
+        os.close(lock)
 
 
-def damaged(folder: Path, problem: object) -> StorageError:
-    """Return the error that the cached content of ``folder`` cannot be used."""
-    return StorageError(f"{folder} is damaged ({problem}); a run that opens it writes it again")
-
-
-def _checksum_of(head: object) -> int:
-    # Of the values, not of the text, so that formatting does not matter.
-    return zlib.crc32(json.dumps(head, sort_keys=True).encode())
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _exchange(one: Path, other: Path) -> bool:

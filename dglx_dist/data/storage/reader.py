@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +12,10 @@ from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import numpy as np
 
+from dglx_dist.data.storage.arrays import ArrayCache, ArrayFolder
 from dglx_dist.data.storage.columns import (
     CACHE,
     IDS,
-    PARTIAL_SUFFIX,
     FileInfo,
     checksum,
     data_path,
@@ -27,9 +25,8 @@ from dglx_dist.data.storage.columns import (
     part_files,
     read_column,
     read_strings,
-    write_column,
 )
-from dglx_dist.data.storage.files import partial_folder, publish, replace_folder, seal, unseal
+from dglx_dist.data.storage.files import PARTIAL_SUFFIX, replaced_file
 from dglx_dist.data.storage.manifest import Manifest, read_manifest
 from dglx_dist.errors import ConfigError, DatasetError, StorageError
 from dglx_dist.progress import progress
@@ -187,11 +184,10 @@ def _read_stamps(folder: Path) -> Stamps:
 
 def _write_stamps(folder: Path, stamps: Stamps) -> None:
     target = _stamp_file(folder)
-    partial = target.with_name(f"{target.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         target.parent.mkdir(exist_ok=True)
-        partial.write_text(json.dumps(stamps))
-        partial.replace(target)
+        with replaced_file(target) as partial:
+            partial.write_text(json.dumps(stamps))
     except OSError as problem:
         _LOG.warning(
             "%s cannot be written (%s), so every opening of this dataset reads all its files; "
@@ -204,15 +200,15 @@ def _write_stamps(folder: Path, stamps: Stamps) -> None:
 K = TypeVar("K")
 
 
-def open_dataset(folder: str | Path, *, verify: Verify = "auto") -> StoredDataset:
-    """Open a partitioned dataset; not collective.
+def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool = False) -> StoredDataset:
+    """Open a partitioned dataset, and clean its cache; not collective.
 
-    Verification (see :func:`verify_files`) reads every file at the first opening; if one process of each
-    machine opens the dataset first, the others need not read it.
+    Verification (see :func:`verify_files`) reads every file at the first opening.
 
     Args:
         folder: Output of ``write_dataset``.
-        verify: ``auto``, ``full`` (read everything now) or ``never``.
+        verify: ``auto``, ``full`` (read everything now) or ``never``, which also trusts the cache.
+        checked: Whether another process of this machine has just opened it with the same ``verify``.
 
     Raises:
         StorageError: it is missing, half-written, damaged, or of a newer format version.
@@ -225,17 +221,21 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto") -> StoredDatase
     if folder.name.endswith(PARTIAL_SUFFIX):
         raise StorageError(f"{folder} was left behind by a write that was killed; delete it")
     manifest = read_manifest(folder)
-    verify_files(folder, manifest, verify)
-    return StoredDataset(folder, manifest)
+    cache = ArrayCache(folder / CACHE, manifest.checksum, trusted=verify == "never")
+    if not checked:
+        cache.clean()
+    verify_files(folder, manifest, "never" if checked and verify == "full" else verify)
+    return StoredDataset(folder, manifest, cache)
 
 
 @final
 class StoredDataset:
     """The parts of a dataset; this machine may have only some of them."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, cache: ArrayCache) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.cache = cache
         self._parts: dict[int, StoredPart] = {}
 
     def has_part(self, part: int) -> bool:
@@ -407,7 +407,6 @@ def _by_source(part: StoredPart, etype: EdgeType, rows: Array) -> Array:
     return ordered
 
 
-_INDPTR_FILE, _INDICES_FILE = "indptr.arrow", "indices.arrow"
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -424,10 +423,9 @@ class CSC:
 def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     """Return the whole graph's in-edges of one type, memory-mapped.
 
-    With several parts, the first process writes a copy under ``<folder>/cache``, which later ones use as long
-    as the manifest is the same. Its checksums are compared each time; a damaged copy is logged and rewritten.
-    Processes may race: each writes under its own name and the first to finish wins. If the folder cannot be
-    written, the copy is made in memory and a warning is logged.
+    With several parts, the first process writes a copy into the cache, which later ones use as long as the
+    manifest is the same. A damaged copy is logged and rewritten. Processes may race: the first to finish
+    wins. If the folder cannot be written, the copy is made in memory and a warning is logged.
 
     Raises:
         ConfigError: the edge type does not exist.
@@ -439,54 +437,38 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     if manifest.num_parts == 1:
         part = dataset.part(0)
         return CSC(indptr=part.indptr(etype), indices=part.indices(etype))
-    target = dataset.folder / CACHE / f"structure-{manifest.checksum}" / edge_type_name(etype)
-    if damage := _damage(target):
-        if target.exists():
-            _LOG.warning("%s", damage)
+    copy = dataset.cache.entry("structure", edge_type_name(etype))
+    found = copy.find()
+    if found is None:
         try:
-            _build(dataset, etype, target)
+            found = _build(dataset, etype, copy)
         except OSError as problem:
             if problem.errno in _READ_ONLY:
-                _LOG.warning("%s cannot be written (%s): the structure is copied to memory", target, problem)
+                _LOG.warning(
+                    "%s cannot be written (%s): the structure is copied to memory", copy.path, problem
+                )
                 return _in_memory(dataset, etype)
-            raise StorageError(f"{target} cannot be written ({problem}); make room for it") from problem
-    return CSC(
-        indptr=read_column(target / _INDPTR_FILE, "indptr", IDS, manifest.num_nodes(etype[2]) + 1),
-        indices=read_column(target / _INDICES_FILE, "indices", None, manifest.num_edges(etype)),
-    )
+            raise StorageError(f"{copy.path} cannot be written ({problem}); make room for it") from problem
+    return CSC(**found[1])
 
 
-def _damage(target: Path) -> str:
-    # "" if the copy is intact.
-    try:
-        unseal(target)
-    except StorageError as problem:
-        return str(problem)
-    return ""
-
-
-def _build(dataset: StoredDataset, etype: EdgeType, target: Path) -> None:
+def _build(dataset: StoredDataset, etype: EdgeType, copy: ArrayFolder) -> tuple[Any, dict[str, Array]]:
     manifest = dataset.manifest
     num_edges = manifest.num_edges(etype)
     with (
-        partial_folder(target) as partial,
+        copy.writing() as writer,
         progress("Assembling the structure", num_edges, enabled=num_edges > 1 << 24) as advance,
     ):
-        num_rows = manifest.num_nodes(etype[2]) + 1
-        indptr = write_column(partial / _INDPTR_FILE, IDS, num_rows, _indptr_pieces(dataset, etype))
-        info = ColumnInfo(dtype=dataset.part(0).indices(etype).dtype.name, row_shape=())
-
-        def pieces() -> Iterator[Array]:
-            for part in range(manifest.num_parts):
-                indices = dataset.part(part).indices(etype)
-                yield indices
-                advance(len(indices))
-
-        indices = write_column(partial / _INDICES_FILE, info, num_edges, pieces())
-        seal(partial, {}, {_INDPTR_FILE: indptr, _INDICES_FILE: indices})
-        if not publish(partial, target) and _damage(target):
-            # Another process has published a damaged copy.
-            replace_folder(partial, target)
+        indptr = writer.stream("indptr", np.dtype(np.int64), (manifest.num_nodes(etype[2]) + 1,))
+        for piece in _indptr_pieces(dataset, etype):
+            indptr.append(piece)
+        indices = writer.stream("indices", dataset.part(0).indices(etype).dtype, (num_edges,))
+        for part in range(manifest.num_parts):
+            piece = dataset.part(part).indices(etype)
+            indices.append(piece)
+            advance(len(piece))
+        writer.publish({})
+    return copy.read()
 
 
 def _indptr_pieces(dataset: StoredDataset, etype: EdgeType) -> Iterator[Array]:

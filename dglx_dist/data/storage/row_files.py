@@ -7,7 +7,6 @@ from the number of writers. Callers write into a partial folder, see :mod:`dglx_
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,7 @@ from dglx_dist.data.storage.columns import (
     safe_name,
     write_column,
 )
+from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import StorageError
 from dglx_dist.records import Array, ColumnInfo
 
@@ -145,12 +145,8 @@ def write_index(
     lines = [asdict(file) for tensor in index.tensors.values() for file in tensor.files]
     body = {"version": VERSION, "facts": dict(index.facts), "files": lines}
     text = json.dumps({"checksum": _checksum(body), **body}, indent=1)
-    temporary = folder / f"{INDEX}.{os.getpid()}.writing"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / INDEX)
+    with replaced_file(folder / INDEX) as partial:
+        partial.write_text(text, encoding="utf-8")
     return index
 
 

@@ -160,7 +160,7 @@ class CooperativePlans(PlanSource):
         self._cache = _open_cache(g, planner.seeds, spec) if keep and spec.is_fixed else None
         self._row_files: RowFiles | None = None
         if self._cache is not None and len(self) > 1:
-            self._row_files = RowFiles(self._cache.rows_folder, g.session.topology.server)
+            self._row_files = self._cache.rows(g.session.topology.server)
         # Ranks make plans together: a plan that one rank lacks on disk is made again by all ranks.
         self._on_disk = _common_steps(g, self._cache, spec.num_batches)
         self._held: dict[_Key, RankPlan] = {}
@@ -271,7 +271,7 @@ def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: CooperativeSpec) -> Plan
         "seeds": [seeds.digest, *seeds.counts],
         "edges": list(g.canonical_etypes[0]),
     }
-    return PlanCache(g.dataset, facts, g.session.topology.rank)
+    return PlanCache(g.dataset.cache, facts, g.session.topology.rank)
 
 
 def _common_steps(g: DistGraph, cache: PlanCache | None, num_batches: int) -> set[int]:
@@ -286,9 +286,8 @@ def _common_steps(g: DistGraph, cache: PlanCache | None, num_batches: int) -> se
 class MemoryChoice:
     """Chooses the number of cooperative batches by a memory limit. Every rank must construct it.
 
-    Args:
-        spec: Its ``num_batches`` is ignored.
-        memory_bytes: Limit of a rank for training, beyond its present use.
+    ``memory_bytes`` is the limit of a rank for training, beyond its present use; ``num_batches`` of ``spec``
+    is ignored.
     """
 
     def __init__(
@@ -303,17 +302,11 @@ class MemoryChoice:
         self._request, self._memory_bytes = request, memory_bytes
 
     def choose(self, model: nn.Module) -> tuple[int, MemoryEstimate]:
-        """Return the fewest cooperative batches with which ``model`` fits into memory; collective.
+        """Return the fewest batches with which ``model`` fits into memory, and the largest one's estimate.
 
-        Rank 0 prints the estimate of the largest batch. From now on freed memory is returned to the system,
-        because the allocator would otherwise retain half as much again.
-
-        Returns:
-            The number, equal on all ranks, and the estimate of the largest batch on this rank.
-
-        Raises:
-            ConfigError: on all ranks: the model cannot be traced, or even the smallest batch does not fit.
-            PeerError: a rank did not take part.
+        Collective; the number is equal on all ranks. Rank 0 prints the estimate. From now on freed memory is
+        returned to the system, because the allocator would otherwise retain half as much again. ConfigError,
+        on all ranks: the model cannot be traced, or even the smallest batch does not fit.
         """
         return_memory()
         row = run_on_all_ranks(self._g.session, lambda: self._feature_row(), ConfigError)

@@ -90,10 +90,8 @@ class KHopNeighborhood:
 class NeighborhoodExpander:
     """Builds a :class:`KHopNeighborhood` level by level. Not thread-safe, not collective.
 
-    Args:
-        structure: The in-edges.
-        seeds: (K,) ascending distinct int64 ids: R^L.
-        allowed: (n,) ascending int64 ids; edges from other nodes are dropped. None: all edges.
+    R^L are the ``seeds``, (K,) ascending distinct int64 ids. Edges from nodes other than the (n,) ascending
+    int64 ``allowed`` are dropped.
     """
 
     def __init__(self, structure: Structure, seeds: Array, allowed: Array | None = None) -> None:
@@ -103,14 +101,7 @@ class NeighborhoodExpander:
         self._edges: list[InEdges] = []
 
     def sources(self) -> Array:
-        """Fetch the in-edges of the rows that were added last; return their sources.
-
-        Returns:
-            (n,) ascending distinct int64 ids, including known rows.
-
-        Raises:
-            PeerError: an owner is dead or silent.
-        """
+        """Fetch the in-edges of the rows added last; return their (n,) ascending distinct int64 sources."""
         found = [np.empty(0, np.int64)]
         for edges in in_edges_of(self._structure, self._levels[-1]):
             kept = edges if self._allowed is None else only_from(edges, self._allowed)
@@ -192,21 +183,12 @@ def compose(
     draw: int = 0,
     clusters: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Split the seeds into cooperative batches whose sizes differ by at most 1.
+    """Split the (n,) int64 ascending distinct seeds of this server into cooperative batches, each ascending.
 
-    Deterministic on every rank of the server: random numbers are keyed by (seed, draw, node).
-
-    Args:
-        seeds: (n,) int64 ascending distinct ids of this server.
-        num_batches: R, at least 1; if larger than n, some batches are empty.
-        composition: The rule.
-        seed: Of the run.
-        draw: :func:`draw_of` of the epoch.
-        clusters: (n,) int64 for ``ordered``, which groups seeds by cluster; None: by id, which groups the ids
-            of one part of the dataset.
-
-    Returns:
-        R arrays (n_r,) int64, each ascending.
+    Deterministic on every rank of the server: random numbers are keyed by (seed, draw, node). Sizes differ by
+    at most 1; with more batches than seeds, some are empty. ``draw`` is :func:`draw_of` of the epoch.
+    ``clusters``, (n,) int64, are for ``ordered``, which groups seeds by cluster; None: by id, which groups
+    the ids of one part of the dataset.
     """
     if composition == "ordered":
         order = np.arange(len(seeds)) if clusters is None else np.argsort(clusters, kind="stable")
@@ -218,20 +200,11 @@ def compose(
 def cluster_seeds(
     structure: Structure, nodes: Array, seeds: Array, num_clusters: int, *, seed: int, method: str = "metis"
 ) -> Array:
-    """Cluster the seeds by shared neighbours, with about the same number of seeds per cluster.
+    """Return the (s,) int64 cluster of each seed: by shared neighbours, of about equal numbers of seeds.
 
-    Partitions the subgraph of the server's own nodes. Sends nothing.
-
-    Args:
-        structure: Holds the in-edges of ``nodes`` in this server's memory.
-        nodes: (n,) int64 ascending own nodes of the server.
-        seeds: (s,) int64 ascending, a subset of ``nodes``.
-        num_clusters: At least 1.
-        seed: Of the partitioner.
-        method: Name of a partitioner that balances several weights.
-
-    Returns:
-        (s,) int64 in [0, ``num_clusters``).
+    Partitions the subgraph of the server's own ``nodes``, (n,) int64 ascending, of which the (s,) ``seeds``
+    are a subset, by a partitioner that balances several weights. ``structure`` holds their in-edges in this
+    server's memory, so it sends nothing.
     """
     if num_clusters == 1 or not len(seeds):
         return np.zeros(len(seeds), np.int64)
@@ -358,10 +331,7 @@ _EXTERNAL_DEGREES: SessionField[dict[str, ExternalDegrees]] = SessionField(lambd
 
 
 def external_degrees(g: DistGraph, structure: Structure) -> ExternalDegrees:
-    """Return the graph's instance, constructed at the first call, until the graph closes.
-
-    Every rank must call it, with a barrier before its use.
-    """
+    """Return the graph's instance, made at the first call by every rank; use it after a barrier."""
     label = f"{g.kvstore.label}.outside.{':'.join(structure.etype)}"
     known = _EXTERNAL_DEGREES.of(g.session)
     if label in known:
@@ -393,10 +363,9 @@ class ExternalDegrees:
                 g.session.rpc.register(self._op(server), partial(self._answer, server))
 
     def of(self, nodes: Array, *, whole: bool = False) -> Array:
-        """Return (K,) int64 in-degrees of ``nodes`` from outside this rank's server.
+        """Return (K,) int64 in-degrees of ``nodes`` from outside this server, or from anywhere if ``whole``.
 
-        Counts all in-edges if ``whole`` is set. Sends and receives 8 bytes per distinct node of another
-        server.
+        Sends and receives 8 bytes per distinct node of another server.
         """
         if whole:
             return self._structure.in_degrees(nodes)
@@ -447,11 +416,7 @@ _EAS_STREAM = 1 << 20
 @final
 @dataclass(frozen=True, kw_only=True)
 class EasOptions:
-    """Options of expansion-aware sampling.
-
-    Raises:
-        ConfigError: a value is invalid.
-    """
+    """Options of expansion-aware sampling; ConfigError if a value is invalid."""
 
     hops: int = 1
     """m: rounds of expansion; 0 drops every edge from another server."""
@@ -499,10 +464,8 @@ def read_eas_options(
 ) -> EasOptions | None:
     """Return the user's options; None if no option of external nodes is given.
 
-    The default of hops is 1, that of the fan-out with a policy is 15, as in the paper.
-
-    Raises:
-        ConfigError: hops without a fan-out, ``resample_every`` alone, or an invalid value.
+    The default of hops is 1, that of the fan-out with a policy is 15, as in the paper. ConfigError: hops
+    without a fan-out, ``resample_every`` alone, or an invalid value.
     """
     if external_fanout is None and external_hops:
         raise ConfigError(
@@ -526,14 +489,10 @@ def read_eas_options(
 
 @final
 class EasSelector:
-    """Selects external nodes by one-sided requests to the servers that own them.
+    """Selects external nodes by one-sided requests to the servers that own them, until the graph closes.
 
     All ranks must construct one, because each answers requests, and need a barrier before the first call of
-    :meth:`select`, which is not collective.
-
-    Args:
-        g: The graph; requests are answered until it closes.
-        etype: The edge type to follow; it joins nodes of one type.
+    :meth:`select`, which is not collective. ``etype`` joins nodes of one type.
     """
 
     def __init__(self, g: DistGraph, etype: EdgeType | None = None) -> None:
@@ -541,25 +500,14 @@ class EasSelector:
         self._external_degrees = external_degrees(g, self._structure)
 
     def select(self, inner: Array, options: EasOptions, *, seed: int, draw: int = 0) -> Array:
-        """Return the (s,) int64 ascending nodes that ``inner`` expands to, Sel.
+        """Return the (s,) int64 ascending nodes Sel to which the (n,) int64 ascending ``inner`` expand.
 
-        See docs/strategies/shared_preload.md, "Expansion-aware sampling".
-
-        The result does not depend on the rank: random numbers are keyed by (seed, draw, node). For one seed,
-        Sel grows with m, and with k for m up to 2 (beyond that, a larger k may reach a node earlier, when
-        fewer of its neighbours are selected).
+        See docs/strategies/shared_preload.md, "Expansion-aware sampling". The result does not depend on the
+        rank: random numbers are keyed by (seed, draw, node). For one seed, Sel grows with m, and with k for m
+        up to 2 (beyond that, a larger k may reach a node earlier, when fewer of its neighbours are selected).
 
         Sends, per round, 8 bytes for each frontier node of another server and receives 24 for each of its
         in-edges; ``degree`` also sends and receives 8 bytes for each external candidate.
-
-        Args:
-            inner: (n,) int64 ascending distinct ids that are always kept.
-            options: Of the sampling.
-            seed: Of the run.
-            draw: :meth:`EasOptions.draw` of the epoch.
-
-        Raises:
-            PeerError: a server is dead or silent.
         """
         selected = frontier = inner
         for number in range(options.hops):
@@ -635,11 +583,7 @@ class HeldNeighborhood:
 
 
 def write_held(folder: Path, held: HeldNeighborhood) -> None:
-    """Write ``held`` into the new ``folder``.
-
-    Raises:
-        StorageError: the folder cannot be written; partial files are removed.
-    """
+    """Write ``held`` into the new ``folder``; StorageError if that fails, and partial files are removed."""
     arrays = {field.name: getattr(held.closure, field.name) for field in fields(KHopNeighborhood)}
     arrays[_HOLDERS] = held.holders
     try:
@@ -681,31 +625,16 @@ TOLERANCE = 0.1
 
 
 def check_split(method: str) -> str:
-    """Return the partitioner name of ``method``: METIS for ``auto``.
-
-    Raises:
-        UnknownNameError: there is no such partitioner.
-    """
+    """Return the partitioner name of ``method``: METIS for ``auto``; UnknownNameError if there is none."""
     return PARTITIONERS.resolve("metis" if method == AUTO else method)
 
 
 def split_rows(closure: KHopNeighborhood, num_ranks: int, method: str, seed: int) -> Array:
-    """Assign every row of a server to one of its ranks. Not collective.
+    """Return the (n,) int32 rank, in [0, G), of every row of a server; a rank may get none. Not collective.
 
     Ranks wait for each other at every layer. So a partitioner with several weights balances each group of
-    layers; one with a single weight balances the sum over the layers.
-
-    Args:
-        closure: With hops above 0, so that all its sources are rows.
-        num_ranks: G, at least 1.
-        method: Name of a partitioner, or ``auto``.
-        seed: Of the partitioner.
-
-    Returns:
-        (n,) int32 in [0, G); a rank may get no rows.
-
-    Raises:
-        ConfigError: the partitioner is not installed, or does not support it.
+    layers; one with a single weight balances the sum over the layers. All sources must be rows: hops above 0.
+    ConfigError: the partitioner is not installed, or does not support it.
     """
     num_rows = len(closure.nodes)
     if num_ranks == 1 or num_rows == 0:

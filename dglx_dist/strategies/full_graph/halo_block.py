@@ -190,19 +190,12 @@ def tie_gradient(output: Any, rows: Tensor) -> Any:
 
 
 def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Tensor]:
-    """Return the columns of a user-defined reduction without messages: zeros, as DGL fills in.
+    """Return the (targets, ...) columns of a user-defined reduction without messages: zeros.
 
     DGL skips user-defined reductions on a graph without edges and sets no column, so code that reads the
     result would fail on such a rank only. Column names and shapes come from a block with one artificial edge.
     Its message function reads the same source columns as on other ranks, so the same columns are exchanged.
-
-    Args:
-        block: Of one edge type, without edges; not changed.
-        message: As for ``update_all``.
-        reduce: A function of nodes with a mailbox.
-
-    Returns:
-        (targets, ...) per column, connected to the columns that were read.
+    The result is connected to the columns that were read.
     """
     read: dict[str, Tensor] = {}
 
@@ -305,9 +298,8 @@ class Exchange(Protocol):
 class Halo:
     """Halo state of a block, shared by copies of the block.
 
-    Args:
-        nodes: (num_sources,) int64 global ids of all sources of the block.
-        out_degrees: Returns the (num_sources,) out-degrees of ``nodes`` in the whole graph; None: unknown.
+    ``nodes`` are the (num_sources,) int64 global ids of its sources; ``out_degrees`` returns theirs in the
+    whole graph (None: unknown).
     """
 
     def __init__(
@@ -349,7 +341,7 @@ class HaloBlock(DGLBlock):
 
     Not supported: functions of the reversed block (sums over the out-edges of a source, such as
     ``edge_softmax(norm_by="src")`` and ``EdgeWeightNorm("both")``), several node or edge types, and layers
-    that DGL cannot run on blocks (``model.NO_BLOCKS``; use :func:`dglx_dist.local_graph`).
+    that DGL cannot run on blocks (``layers.convolutions``; use :func:`dglx_dist.local_graph`).
 
     Constructed by :func:`halo_block`.
     """
@@ -378,15 +370,11 @@ class HaloBlock(DGLBlock):
         return block
 
     def all_rows(self, h: Tensor, *, kept: Tensor | None = None) -> Tensor:
-        """Return the rows of all sources; collective for the ranks that share halo rows at this layer.
+        """Return the (num_src_nodes, ...) rows of all sources; collective for ranks that share halo rows.
 
-        Args:
-            h: (own_rows, ...), which is exchanged, or (num_src_nodes, ...), which is returned. kept:
-            (num_src_nodes - own_rows, ...) halo rows that an earlier call returned for the same ``h``. Then
-                only gradients are sent.
-
-        Returns:
-            (num_src_nodes, ...).
+        ``h`` is (own_rows, ...), which is exchanged, or (num_src_nodes, ...), which is returned. With
+        ``kept``, (num_src_nodes - own_rows, ...) halo rows that an earlier call returned for the same ``h``,
+        only gradients are sent.
 
         Raises:
             ConfigError: ``h`` has neither number of rows.
@@ -480,18 +468,12 @@ def halo_block(
     etype: EdgeType = EDGE_TYPE,
     out_degrees: Callable[[Tensor], Tensor] | None = None,
 ) -> HaloBlock:
-    """Build the block of ``layer``; sends nothing. ``HaloBlock.fresh`` shares the structure.
+    """Build the block of ``layer``, on the CPU; sends nothing. ``HaloBlock.fresh`` shares the structure.
 
-    Args:
-        layer: The plan of the layer on this rank.
-        nodes: (n,) int64 global ids; the first ``layer.own_rows`` are those of the own rows.
-        exchange: The exchange of the layer.
-        etype: Canonical edge type of the graph.
-        out_degrees: Maps (K,) int64 ids to (K,) out-degrees in the whole graph; called on demand, not
-            collective. None: those of the block.
-
-    Returns:
-        The block on the CPU, with ``dgl.NID`` on both sides (of all sources) and ``dgl.EID`` on the edges.
+    It has ``dgl.NID`` on both sides (of all sources) and ``dgl.EID`` on the edges. The first
+    ``layer.own_rows`` of the (n,) int64 ``nodes`` are the global ids of the own rows. ``out_degrees`` maps
+    (K,) int64 ids to (K,) out-degrees in the whole graph, on demand, not collective; None: those of the
+    block.
     """
     sources = _all_sources(layer, nodes)
     edges = _tensor(layer.indices), sources, _tensor(layer.edge_ids)

@@ -36,10 +36,8 @@ def is_on_host(tensor: Tensor) -> bool:
 def gathered(h: Tensor, rows: Tensor, out: Tensor) -> Iterator[Tensor]:
     """Copy ``h[rows]`` into ``out`` and yield it, piece by piece.
 
-    Args:
-        h: (n, ...), on any device.
-        rows: (k,) int64 in [0, n), on the same device.
-        out: (k, ...) contiguous, on the same device or in host memory; of the dtype of ``h``.
+    ``h`` is (n, ...) on any device, ``rows`` (k,) int64 there; ``out`` is (k, ...) contiguous, there or in
+    host memory, of the dtype of ``h``.
     """
     if h.device != out.device:
         out.copy_(h.index_select(0, rows))
@@ -59,14 +57,10 @@ def copied(source: Tensor, target: Tensor) -> Iterator[bool]:
 
 
 def added(total: Tensor, rows: Sequence[Tensor], incoming: Sequence[Incoming]) -> Iterator[bool]:
-    """Add received rows in pieces; yields False while the next piece has not arrived.
+    """Add received rows to the (n, ...) ``total`` in pieces; yields False while the next one has not arrived.
 
-    Pieces are added round-robin over the peers, independent of their arrival, so sums are bit-reproducible.
-
-    Args:
-        total: (n, ...), on any device.
-        rows: By peer, (k,) distinct int64 in [0, n), on the same device.
-        incoming: By peer, (k, ...).
+    ``rows`` are the (k,) distinct int64 rows of each peer's part. Pieces are added round-robin over the
+    peers, independent of their arrival, so sums are bit-reproducible.
     """
     per_peer = [
         _add_from_peer(total, some, part)
@@ -118,17 +112,10 @@ _SUMMED_WIDER = (torch.float16, torch.bfloat16)
 
 @final
 class HaloExchange:
-    """Exchange of the halo rows of one layer. Ranks must exchange the same layers in the same order.
+    """Exchange of the halo rows of layer ``number`` of 1..L. All ranks exchange them in the same order.
 
     The first one of a session opens connections, so every rank must construct one, even without peers.
-
-    Args:
-        session: The run.
-        layer: The rows that are sent and received.
-        number: The layer, l of 1..L, for the ledger and messages.
-
-    Raises:
-        PeerError: a rank is dead or did not connect within the time-out; it is named.
+    PeerError names a rank that is dead or did not connect within the time-out.
     """
 
     def __init__(self, session: Session, layer: HaloLayer, number: int) -> None:
@@ -158,11 +145,11 @@ class HaloExchange:
         """Append the halo rows to this rank's own rows; the layer's peers must call it too.
 
         Backward adds the gradients of the peers in a fixed order, 16-bit ones in float32, so the bits do not
-        depend on timing. Every peer must run backward. Twice differentiable.
+        depend on timing. Every peer must run backward. Twice differentiable. Tensors on accelerators are sent
+        by NCCL if every rank has its own device, else through host memory.
 
         Args:
-            h: (own_rows, ...), any dtype; the trailing shape is the same on all ranks. Tensors on
-                accelerators are sent by NCCL if every rank has its own device, else through host memory.
+            h: (own_rows, ...), any dtype; the trailing shape is the same on all ranks.
             kept: (n_halo, ...) halo that an earlier call returned for the same ``h``. Forward then sends
                 nothing; pass it on all ranks or on none.
 
@@ -181,19 +168,9 @@ class HaloExchange:
         return cast("Tensor", _Append.apply(self, h, kept))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def fetch(self, rows: Tensor, out: Tensor | None = None, *, phase: str) -> Tensor:
-        """Return only the halo rows, without gradient; for rows that are fetched once and kept.
+        """Return only the (n_halo, ...) halo rows, without gradient; for rows that are fetched once and kept.
 
-        Args:
-            rows: (own_rows, ...), any dtype.
-            out: (n_halo, ...) contiguous output, otherwise like ``rows``; None: a new tensor.
-            phase: For the ledger, at most 18 characters.
-
-        Returns:
-            (n_halo, ...) on the device of ``rows``.
-
-        Raises:
-            ConfigError: ``rows`` has another number of rows.
-            PeerError: a peer is dead, silent, or at another exchange; it is named.
+        ``out`` is their contiguous memory (None: new). Raises as :meth:`exchange`.
         """
         self._check_rows(rows, self.own_rows, "the own rows")
         halo = rows.new_empty((self.num_halo, *rows.shape[1:])) if out is None else out
@@ -214,11 +191,7 @@ class HaloExchange:
     def return_gradients(self, gradient: Tensor) -> Tensor:
         """Run the adjoint of :meth:`append`, always into new memory.
 
-        Args:
-            gradient: (own_rows + n_halo, ...).
-
-        Returns:
-            (own_rows, ...): the own rows of ``gradient`` plus the gradients that the peers send for them.
+        Returns the own rows of the (own_rows + n_halo, ...) ``gradient`` plus what the peers send for them.
         """
         gradient = gradient.detach()
         own, halo = gradient[: self.own_rows], gradient[self.own_rows :]

@@ -1,45 +1,26 @@
 """Plans of full-graph steps: records, sources of plans, and their files beside the dataset.
 
-A plan on disk is a folder with one array file and one JSON header. The array is memory-mapped. A folder is
-written under a temporary name and renamed; see :mod:`dglx_dist.data.storage.files`.
+A plan on disk is a folder of one array, see :mod:`dglx_dist.data.storage.arrays`.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeAlias, final
 
 import numpy as np
 from numba import njit
 from torch import Tensor
 
-from dglx_dist.data.storage.columns import CACHE
-from dglx_dist.data.storage.files import (
-    damaged,
-    partial_folder,
-    publish,
-    remove_abandoned,
-    replace_folder,
-    seal,
-    unseal,
-)
-from dglx_dist.data.storage.reader import StoredDataset
-from dglx_dist.errors import StorageError
+from dglx_dist.data.storage.arrays import ArrayCache, ArrayFolder
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.row_kernels import SlotTable, fill_table, numpy_view, slot_of, table_sizes, tensor_view
 from dglx_dist.records import Array, StepShare
-
-_LOG = logging.getLogger(__name__)
-# None: NumPy raises an OSError without errno when the disk fills up in the middle of an array.
-_CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, None)
 
 Received: TypeAlias = tuple[tuple[int, int], ...]
 """(rank, rows received from it), ascending by rank, without ranks that send nothing."""
@@ -123,13 +104,9 @@ class RankPlan:
 
 @final
 class RowIndex:
-    """Hash index from ids to row positions.
+    """Hash index from (n,) int64 distinct ids in [0, ``num_ids``) to their positions.
 
     Takes 4 bytes for each of ``num_ids`` ids, or 24 to 48 bytes per row if that is less.
-
-    Args:
-        ids: (n,) int64 distinct ids in [0, ``num_ids``), any order; ``ids[p]`` has position p.
-        num_ids: Size of the id range.
     """
 
     def __init__(self, ids: Array, num_ids: int) -> None:
@@ -162,11 +139,7 @@ class PlanSource(ABC):
 
     @abstractmethod
     def plan(self, epoch: int, step: int) -> RankPlan:
-        """Return the plan of a step; the same object again if the plan is unchanged.
-
-        Raises:
-            PeerError: a rank that takes part is dead, or did not finish its part within the time-out.
-        """
+        """Return the plan of a step; the same object again if it is unchanged. Raises PeerError."""
 
     @abstractmethod
     def share(self, epoch: int, step: int) -> StepShare:
@@ -182,35 +155,16 @@ class PlanSource(ABC):
         return
 
 
-@final
-class OnePlan(PlanSource):
-    """A source with one step per epoch and a fixed plan."""
-
-    def __init__(self, plan: RankPlan, share: StepShare) -> None:
-        self._plan, self._share = plan, share
-
-    def __len__(self) -> int:
-        return 1
-
-    def plan(self, epoch: int, step: int) -> RankPlan:
-        return self._plan
-
-    def share(self, epoch: int, step: int) -> StepShare:
-        return self._share
-
-
 VERSION = 3
-NUMBERS = "numbers.npy"
+NUMBERS = "numbers"
 
 _ARRAYS = ("indptr", "indices", "edge_ids", "halo_nodes")
 _COUNTS = ("own_rows", "targets")
 
 
-def write_plan(folder: Path, plan: RankPlan) -> None:
-    """Write ``plan``, whose arrays are int64, into the existing empty ``folder``; may raise OSError."""
+def write_plan(folder: ArrayFolder, plan: RankPlan) -> bool:
+    """Replace ``folder`` by ``plan``, whose arrays are int64; see :meth:`ArrayFolder.keep`."""
     arrays = [np.ascontiguousarray(array, np.int64) for array in _arrays(plan)]
-    flat = np.concatenate(arrays)
-    np.save(folder / NUMBERS, flat, allow_pickle=False)
     head = {
         "lengths": [len(array) for array in arrays],
         "scalars": {name: getattr(plan, name) for name in _scalars()},
@@ -221,22 +175,15 @@ def write_plan(folder: Path, plan: RankPlan) -> None:
         ],
         "same_as_before": [bool(n) and layer is plan.layers[n - 1] for n, layer in enumerate(plan.layers)],
     }
-    seal(folder, head)
+    return folder.keep({NUMBERS: np.concatenate(arrays)}, head, "the plan")
 
 
-def read_plan(folder: Path) -> RankPlan:
-    """Return the plan in ``folder`` with copy-on-write mapped arrays, after a check of their checksum.
-
-    Raises:
-        StorageError: the plan is missing or damaged.
-    """
-    head = unseal(folder)
-    try:
-        flat = np.load(folder / NUMBERS, mmap_mode="c", allow_pickle=False)
-    except (OSError, ValueError) as problem:
-        raise damaged(folder, problem) from problem
+def read_plan(folder: ArrayFolder) -> RankPlan:
+    """Return the plan in ``folder``, mapped copy-on-write; raises as :meth:`ArrayFolder.read`."""
+    head, arrays = folder.read("c")
+    flat = arrays[NUMBERS]
     ends = np.cumsum([0, *head["lengths"]])
-    pieces = iter([np.asarray(flat[first:last]) for first, last in pairwise(ends)])
+    pieces = iter([flat[first:last] for first, last in pairwise(ends)])
     nodes = next(pieces)
     distinct = iter([_layer(header, pieces) for header in head["layers"]])
     layers: list[HaloLayer] = []
@@ -276,38 +223,24 @@ def _layer(header: Mapping[str, Any], pieces: Iterator[Array]) -> HaloLayer:
 
 @final
 class PlanCache:
-    """The plans of one rank on disk. Not collective, not thread-safe.
+    """The plans of one rank on disk, in the dataset's ``cache``. Not collective, not thread-safe.
 
-    The constructor removes partial writes of killed ranks, for all plans of the dataset.
-
-    Args:
-        dataset: The dataset; plans are stored in its cache folder.
-        facts: All other inputs of the plans as JSON values, equal on all ranks.
-        rank: The rank.
+    ``facts`` are all other inputs of the plans as JSON values, equal on all ranks.
     """
 
-    def __init__(self, dataset: StoredDataset, facts: Mapping[str, Any], rank: int) -> None:
+    def __init__(self, cache: ArrayCache, facts: Mapping[str, Any], rank: int) -> None:
         text = json.dumps({**facts, "version": VERSION}, sort_keys=True)
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        self.folder = dataset.folder / CACHE / f"cobatches-{dataset.manifest.checksum}" / key
+        self._entry = cache.entry("cobatches", key)
         self._rank, self._can_write = rank, True
-        remove_abandoned(self.folder.parent)
 
-    @property
-    def rows_folder(self) -> Path:
-        return self.folder / f"rows-{self._rank}"
+    def rows(self, server: int) -> RowFiles:
+        """Return the fetched rows of the plans."""
+        return RowFiles(self._entry.below(f"rows-{self._rank}"), server)
 
     def holds(self, step: int) -> bool:
         """Return whether the plan of ``step`` exists and is undamaged; damage is logged."""
-        target = self._folder_of(step)
-        if not target.exists():
-            return False
-        try:
-            read_plan(target)
-        except StorageError as problem:
-            _LOG.warning("%s", problem)
-            return False
-        return True
+        return self._folder_of(step).find() is not None
 
     def read(self, step: int) -> RankPlan:
         """Return the mapped plan of ``step``; raise StorageError if it is missing or damaged."""
@@ -319,35 +252,27 @@ class PlanCache:
         The first failure is logged, and later calls do not try again. An existing plan is replaced even if it
         is undamaged: it may stem from an earlier run whose plans other ranks have lost, and only plans made
         together fit together.
-
-        Raises:
-            StorageError: writing fails for another reason than permissions or space.
         """
-        self._can_write = self._can_write and write_folder_if_possible(
-            self._folder_of(step), lambda partial: write_plan(partial, plan), "the plan"
-        )
+        self._can_write = self._can_write and write_plan(self._folder_of(step), plan)
         return self._can_write
 
-    def _folder_of(self, step: int) -> Path:
-        return self.folder / f"{step}-{self._rank}"
+    def _folder_of(self, step: int) -> ArrayFolder:
+        return self._entry.below(f"{step}-{self._rank}")
 
 
-ROWS = "rows.npy"
+ROWS = "rows"
 
 
 @final
 class RowFiles:
     """Fetched column rows of one rank on disk. Not collective, not thread-safe."""
 
-    def __init__(self, folder: Path, server: int) -> None:
+    def __init__(self, folder: ArrayFolder, server: int) -> None:
         self._folder, self._server = folder, server
         self._can_write = True
 
     def takes(self, column: Column, ids: Array) -> bool:
-        """Return whether the rows of the (K,) int64 ``ids`` are worth storing.
-
-        They are if the column is read-only and some rows belong to other servers.
-        """
+        """Return whether to store the rows of ``ids``: read-only, and some from other servers."""
         first, last = column.bounds[self._server : self._server + 2]
         has_foreign = bool(((ids < first) | (ids >= last)).any())
         return has_foreign and not column.writable and column.row_bytes > 0
@@ -357,47 +282,18 @@ class RowFiles:
 
         The checksum is verified, so the rows are in the page cache when they are used.
         """
-        target = self._folder_of(column, ids)
-        if not target.exists():
-            return None
-        try:
-            unseal(target)
-            rows = np.load(target / ROWS, mmap_mode="c", allow_pickle=False)
-        except (StorageError, OSError, ValueError) as problem:
-            _LOG.warning("%s", problem)
-            return None
-        return tensor_view(np.asarray(rows), column.info)
+        found = self._folder_of(column, ids).find(mode="c")
+        return tensor_view(found[1][ROWS], column.info) if found is not None else None
 
     def write(self, column: Column, ids: Array, rows: Tensor) -> bool:
         """Store ``rows`` (K, *row) in the stored dtype; return whether they were written."""
-        values = np.ascontiguousarray(numpy_view(rows))
-
-        def fill(partial: Path) -> None:
-            np.save(partial / ROWS, values, allow_pickle=False)
-            seal(partial, {})
-
         what = f"the fetched rows of {column.name!r}"
-        self._can_write = self._can_write and write_folder_if_possible(
-            self._folder_of(column, ids), fill, what
+        self._can_write = self._can_write and self._folder_of(column, ids).keep(
+            {ROWS: np.ascontiguousarray(numpy_view(rows))}, {}, what
         )
         return self._can_write
 
-    def _folder_of(self, column: Column, ids: Array) -> Path:
+    def _folder_of(self, column: Column, ids: Array) -> ArrayFolder:
         digest = hashlib.blake2b(np.ascontiguousarray(ids, np.int64).data, digest_size=16)
         digest.update(json.dumps([column.name, column.info.dtype, *column.info.row_shape]).encode())
-        return self._folder / digest.hexdigest()
-
-
-def write_folder_if_possible(target: Path, fill: Callable[[Path], None], what: str) -> bool:
-    """Replace ``target`` atomically by what ``fill`` writes; log and return False if there is no space."""
-    try:
-        with partial_folder(target) as partial:
-            fill(partial)
-            if not publish(partial, target):
-                replace_folder(partial, target)
-    except OSError as problem:
-        if problem.errno in _CANNOT_WRITE:
-            _LOG.warning("%s cannot be written (%s): %s is not kept on disk", target, problem, what)
-            return False
-        raise StorageError(f"{target} cannot be written ({problem}); check the disk") from problem
-    return True
+        return self._folder.below(digest.hexdigest())

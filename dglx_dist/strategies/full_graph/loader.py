@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, final
@@ -46,18 +46,14 @@ class PlanColumns:
     """(rows, *row): the feature rows of this rank, or those of all sources of layer 1."""
     targets: Mapping[str, Tensor] = field(default_factory=dict)
     """(seeds, *row)."""
-    edges: Sequence[Mapping[str, Tensor]] = ()
-    """(E, *row) by layer, input layer first, each a prefix of layer 1's; () without edge columns."""
+    edges: Mapping[str, Tensor] = field(default_factory=dict)
+    """(E, *row) of layer 1; those of every layer are a prefix."""
 
     def to(self, device: torch.device) -> PlanColumns:
-        """Return the columns on ``device``; edge columns are moved once for all layers."""
-
         def moved(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: values.to(device) for name, values in rows.items()}
 
-        first = moved(self.edges[0]) if self.edges else {}
-        edges = [{name: first[name][: len(values)] for name, values in rows.items()} for rows in self.edges]
-        return PlanColumns(inputs=moved(self.inputs), targets=moved(self.targets), edges=edges)
+        return PlanColumns(inputs=moved(self.inputs), targets=moved(self.targets), edges=moved(self.edges))
 
 
 @final
@@ -72,21 +68,15 @@ class ColumnReader:
         """Return the columns of ``plan``.
 
         Sends 8 bytes for each feature row of another server and receives the row, once per server, because
-        its ranks hold different rows. Edge values likewise, once for all layers. Rows on
-        disk are mapped, and nothing is sent for them.
-
-        Args:
-            plan: The plan.
-            fetch: Fetches the halo of layer 1 in the stored type, which may be half as wide as the compute
-                type; then this call is collective. None: inputs are the own rows.
-
-        Raises:
-            PeerError: an owner of rows is dead or silent.
+        its ranks hold different rows. Edge values likewise, once for all layers. Rows on disk are mapped, and
+        nothing is sent for them. ``fetch`` fetches the halo of layer 1 in the stored type, which may be half
+        as wide as the compute type; then this call is collective. None: inputs are the own rows.
         """
+        edges = self._rows(_only(self._columns.edges), plan.layers[0].edge_ids, PHASE, 1)
         return PlanColumns(
             inputs=self._converted(self._inputs(plan, fetch)),
             targets=self._rows(_only(self._columns.targets), plan.rows(len(plan.layers)), LABEL_PHASE),
-            edges=self._edges(plan),
+            edges=self._converted(edges),
         )
 
     def _inputs(self, plan: RankPlan, fetch: FetchHalo | None) -> dict[str, Tensor]:
@@ -103,39 +93,25 @@ class ColumnReader:
             found[name] = rows
         return found
 
-    def _edges(self, plan: RankPlan) -> list[dict[str, Tensor]]:
-        keys = _only(self._columns.edges)
-        if not keys:
-            return []
-        # The edges of every layer are a prefix of those of layer 1.
-        rows = self._converted(self._rows(keys, plan.layers[0].edge_ids, PHASE, 1))
-        return [
-            {name: values[: len(layer.edge_ids)] for name, values in rows.items()} for layer in plan.layers
-        ]
-
     def _rows(self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0) -> dict[str, Tensor]:
         found, pulls = {}, {}
+        columns = {key: self._store.column(key) for key in keys.values()}
+        files = {
+            key: self._files
+            for key, column in columns.items()
+            if self._files is not None and self._files.takes(column, ids)
+        }
         for name, key in keys.items():
-            stored = self._read_stored(key, ids)
+            stored = files[key].read(columns[key], ids) if key in files else None
             if stored is None:
                 pulls[name] = self._store.submit_pull(key, ids, distinct=True, phase=phase, layer=layer)
             else:
                 found[name] = stored
         for name, pull in pulls.items():
             found[name] = pull.result()
-            self._store_rows(keys[name], ids, found[name])
+            if keys[name] in files:
+                files[keys[name]].write(columns[keys[name]], ids, found[name])
         return found
-
-    def _read_stored(self, key: str, ids: Array) -> Tensor | None:
-        column = self._store.column(key)
-        if self._files is None or not self._files.takes(column, ids):
-            return None
-        return self._files.read(column, ids)
-
-    def _store_rows(self, key: str, ids: Array, rows: Tensor) -> None:
-        column = self._store.column(key)
-        if self._files is not None and self._files.takes(column, ids):
-            self._files.write(column, ids, rows)
 
     def _converted(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._columns.precision.converted(values) for name, values in rows.items()}
@@ -149,16 +125,10 @@ def _only(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
 
 @final
 class HaloBatch:
-    """The blocks and columns of one plan on one rank.
+    """The blocks and columns of one plan on one rank, read by one-sided calls, on any thread.
 
-    The constructor reads the columns by one-sided calls, on any thread.
-
-    Args:
-        filled: Whether the model's input has the rows of all sources of layer 1, including the halo; then the
-            constructor is collective. Else it has the own rows, and the first layer exchanges their halo.
-
-    Raises:
-        PeerError: an owner of rows is dead or silent.
+    With ``filled``, the model's input has the rows of all sources of layer 1, including the halo, and the
+    constructor is collective. Else it has the own rows, and the first layer exchanges their halo.
     """
 
     def __init__(
@@ -205,8 +175,8 @@ class HaloBatch:
             else:
                 first.set_own(name, rows)
         last.dstdata.update(columns.targets)
-        for block, edges in zip(self._blocks, columns.edges, strict=bool(columns.edges)):
-            block.edata.update(edges)
+        for block, layer in zip(self._blocks, self.plan.layers, strict=True):
+            block.edata.update({name: rows[: len(layer.edge_ids)] for name, rows in columns.edges.items()})
 
 
 Batch: TypeAlias = tuple[Tensor, Tensor, list[HaloBlock]]
@@ -219,18 +189,9 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
 
     The seeds of a batch are those of all ranks, and each is computed by one of them. So ``output_nodes``
     differ from the indices given by this rank: take labels from ``blocks[-1].dstdata``, or by
-    ``output_nodes``. With one step per epoch, structure and columns are kept from epoch to epoch. With
-    several, those of the next step are read during a step, from disk if the source stores them.
-
-    Args:
-        g: A graph of one node and one edge type.
-        source: The plans.
-        request: Columns and device of the blocks.
-        use_pp: Whether to keep the halo features of layer 1 if an epoch has one step; fetching them is
-            collective.
-
-    Raises:
-        PeerError: a rank did not take part.
+    ``output_nodes``. With one step per epoch, structure and columns are kept from epoch to epoch, with
+    ``use_pp`` also the halo features of layer 1. With several, those of the next step are read during a step,
+    from disk if the source stores them.
     """
 
     def __init__(self, g: DistGraph, source: PlanSource, request: LoaderRequest, *, use_pp: bool) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import dgl
 import torch
-from dgl.nn import pytorch as dglnn
 from dgl.nn.pytorch import glob
 from dgl.nn.pytorch.conv.graphconv import EdgeWeightNorm
 from dgl.nn.pytorch.conv.hgtconv import HGTConv
@@ -21,7 +20,9 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.layers.dropout import install_node_dropouts
+from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import Parts, Reduction, WrappedModel, find_share, gradient_weight
 from dglx_dist.strategies.data_parallel import broadcast_state, check_frozen, check_same_model
@@ -34,36 +35,17 @@ from dglx_dist.strategies.full_graph.halo_block import (
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
 from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange, mark_output
 
-NO_BLOCKS: tuple[type[nn.Module], ...] = (
-    dglnn.APPNPConv,
-    dglnn.AtomicConv,
-    dglnn.ChebConv,
-    dglnn.DGNConv,
-    dglnn.EGNNConv,
-    dglnn.GatedGraphConv,
-    dglnn.GCN2Conv,
-    dglnn.GroupRevRes,
-    dglnn.PNAConv,
-    dglnn.SGConv,
-    dglnn.TAGConv,
-    dglnn.TWIRLSConv,
-    dglnn.TWIRLSUnfoldingAndAttention,
-)
-"""DGL layers that run on whole graphs, but not on blocks."""
-
-_OF_EDGES = ("efeat", "efeats", "e", "w")
+_NO_BLOCKS = tuple(kind for kind, known in CONVOLUTIONS.items() if not known.on_blocks)
 
 
 def install(model: nn.Module) -> None:
     """Install hooks that exchange halo rows before modules called with a ``HaloBlock`` and node rows.
 
-    The rows are the argument after the block, or else the one before it: a tensor of two or more dimensions,
-    or a pair of sources and destinations. They are exchanged once, in the outermost module that receives
-    them, with the width of that module's input. Tensors with a row for each source are not
-    exchanged. Other tensors of own rows, also one-dimensional ones, are exchanged when they are set on the
-    block's sources. Arguments named "edge...", "efeat", "efeats", "e" or "w" are never taken for node rows.
-    Edge data must not be passed under other names: it would be exchanged if there are as many edges as own
-    rows.
+    :func:`dglx_dist.layers.tracer.read_call` tells which argument the rows are. They are exchanged once, in
+    the outermost module that receives them, with the width of that module's input. Tensors with a row for
+    each source are not exchanged. Other tensors of own rows, also one-dimensional ones, are exchanged when
+    they are set on the block's sources. Edge data must not be passed under other names than those of edges:
+    it would be exchanged if there are as many edges as own rows.
 
     Modules called without such a block are unaffected. Copies of the model keep the hooks. Modules that
     already have them are skipped.
@@ -79,40 +61,25 @@ def install(model: nn.Module) -> None:
         module.register_forward_hook(_leave_empty_partition, with_kwargs=True, always_call=True)
 
 
-class _RowsArgument(NamedTuple):
-    """The block and the node rows among the arguments of a call."""
-
-    block: HaloBlock
-    key: int | str
-    """Position or name of the rows argument."""
-    rows: Any
-    """The rows of sources, or a pair that begins with them."""
-
-    @property
-    def sources(self) -> Tensor:
-        found: Tensor = self.rows if torch.is_tensor(self.rows) else self.rows[0]
-        return found
-
-
 def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(module, EdgeWeightNorm):
         _check_norm(module, args, kwargs)
     if not _has_block(args, kwargs):
         return None
-    if isinstance(module, NO_BLOCKS):
+    if isinstance(module, _NO_BLOCKS):
         raise ConfigError(
             f"{type(module).__name__} got a block, but DGL supports it on whole graphs only (it writes rows "
             "where it reads them, as layers of several hops do); call the model as model(g, x) with "
             "g = dx.local_graph(...)"
         )
     place = _find_rows(module, args, kwargs)
-    if place is not None and len(place.sources) == place.block.own_rows:
-        whole = place.block.all_rows(place.sources)
+    if place is not None and len(place.sources) == place.graph.own_rows:
+        whole = place.graph.all_rows(place.sources)
         given = whole if torch.is_tensor(place.rows) else (whole, place.rows[1])
         args, kwargs = _replace_argument(args, kwargs, place.key, given)
-        for key, name, value in _named_arguments(module.forward, args, kwargs):
-            if name == "ntype" and isinstance(module, HGTConv) and len(value) == place.block.own_rows:
-                args, kwargs = _replace_argument(args, kwargs, key, place.block.all_rows(value))
+        for key, name, value in named_arguments(module.forward, args, kwargs):
+            if name == "ntype" and isinstance(module, HGTConv) and len(value) == place.graph.own_rows:
+                args, kwargs = _replace_argument(args, kwargs, key, place.graph.all_rows(value))
     if _has_no_targets(args, kwargs):
         EmptyPartition(module).turn_on()
     return args, kwargs
@@ -138,38 +105,18 @@ def _leave_empty_partition(
 def _tie_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     # A rank without edges must still reach its exchange in backward.
     place = _find_rows(module, args, kwargs) if _has_block(args, kwargs) else None
-    if place is None or place.block.num_edges():
+    if place is None or place.graph.num_edges():
         return None
     return tie_gradient(output, place.sources)
 
 
-def _find_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _RowsArgument | None:
-    # Must not depend on the number of rows of this rank: all ranks must agree.
-    named = _named_arguments(module.forward, args, kwargs)
-    at = next(n for n, (_, _, value) in enumerate(named) if isinstance(value, HaloBlock))
-    block = named[at][2]
-    for key, name, value in (*named[at + 1 : at + 2], *(named[at - 1 : at] if at else ())):
-        if isinstance(value, dict):
-            raise ConfigError(
-                f"{type(module).__name__} got a dict of rows for a block of one node type; full-graph "
-                "strategies train on graphs of one node and one edge type: use strategy='data_parallel'"
-            )
-        if not name.startswith("edge") and name not in _OF_EDGES and _is_rows(value):
-            return _RowsArgument(block, key, value)
-    return None
-
-
-def _named_arguments(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[int | str, str, Any]]:
-    """Return (position or name, name, value) of the arguments in the order of the parameters."""
-    names = list(inspect.signature(forward).parameters)
-    found: list[tuple[int | str, str, Any]] = [
-        (n, names[n] if n < len(names) else "", value) for n, value in enumerate(args)
-    ]
-    order = {name: n for n, name in enumerate(names)}
-    for name in sorted(kwargs, key=lambda name: order.get(name, len(order))):
-        found.append((name, name, kwargs[name]))
+def _find_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GraphCall | None:
+    found = read_call(module, args, kwargs, HaloBlock)
+    if found is not None and isinstance(found.rows, dict):
+        raise ConfigError(
+            f"{type(module).__name__} got a dict of rows for a block of one node type; full-graph "
+            "strategies train on graphs of one node and one edge type: use strategy='data_parallel'"
+        )
     return found
 
 
@@ -180,14 +127,6 @@ def _has_no_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _has_block(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(value, HaloBlock) for value in (*args, *kwargs.values()))
-
-
-def _is_rows(value: Any) -> bool:
-    if torch.is_tensor(value):
-        return value.dim() > 1
-    # As in DGL's convolutions, a pair is a tuple; a list is not.
-    pair = isinstance(value, tuple) and len(value) == 2
-    return pair and all(torch.is_tensor(one) and one.dim() for one in value)
 
 
 def _check_norm(module: EdgeWeightNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

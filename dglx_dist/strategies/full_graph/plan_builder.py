@@ -61,13 +61,9 @@ class FailedOnAnotherRankError(RemoteError):
 
 @final
 class PlanExchange:
-    """Steps in which ranks exchange arrays, grouped into numbered jobs.
+    """Steps in which ranks exchange arrays, grouped into numbered jobs: sequential, with every rank in each.
 
-    All ranks must construct it before one sends. Jobs are sequential, and every rank takes part in each.
-
-    Args:
-        session: The run.
-        label: Prefix of the RPC operations; unique, and the same on all ranks.
+    All ranks must construct it before one sends. ``label`` prefixes the RPC operations.
     """
 
     def __init__(self, session: Session, label: str) -> None:
@@ -117,16 +113,9 @@ class PlanExchange:
         among: Collection[int],
         empty: Sequence[Array] = (),
     ) -> dict[int, list[Array]]:
-        """Send arrays to each rank of ``among`` and wait for theirs; all of ``among`` must call it.
+        """Send arrays to each rank of ``among``, and return theirs by ascending rank; all of them call it.
 
-        Args:
-            step: Name for messages, unique within a job.
-            outgoing: Arrays by rank; the local rank receives its own without a copy.
-            among: Ranks that take part.
-            empty: Arrays for the ranks of ``among`` that are not in ``outgoing``.
-
-        Returns:
-            By rank, in ascending order, the arrays that each of ``among`` sent.
+        ``step`` is unique within a job; ranks that are not in ``outgoing`` get ``empty``.
 
         Raises:
             RemoteError: another rank failed in this job; the error has its text.
@@ -194,16 +183,9 @@ def grow_levels(
     """Return the rows that this server computes; all leaders must call it in a job of ``exchange``.
 
     At level ``hops`` and above, a server computes its own nodes that any server reads, so servers exchange
-    the ids that they read from each other. Below, a server computes whatever its rows read.
-
-    Args:
-        structure: In-edges of the only edge type.
-        seeds: (K,) ascending distinct int64 ids, the output rows of this server.
-        depth: (L, hops).
-        leaders: This rank must be one of them.
-        exchange: Between the ranks.
-        eas: Selects the nodes that the server may use; only with hops equal to L.
-        advance: Called with 1 after each level.
+    the ids that they read from each other. Below, a server computes whatever its rows read. ``seeds`` are its
+    (K,) ascending distinct int64 output rows, ``depth`` is (L, hops). ``eas`` selects the nodes that the
+    server may use, only with hops equal to L. ``advance`` is called with 1 after each level.
     """
     num_layers, hops = depth
     allowed = None if eas is None else np.union1d(eas(structure, leaders.own, seeds), seeds)
@@ -276,17 +258,10 @@ def own_rows(held: HeldNeighborhood, rank: int) -> RankRows:
 def read_layers(
     own: RankRows, held: HeldNeighborhood, hops: int, inner: tuple[int, int], rank: int, holders_of: HoldersOf
 ) -> list[HaloLayer]:
-    """Return the L layers of ``rank``, input layer first, with empty ``send`` lists.
+    """Return the L layers of ``rank``, input layer first, without ``send`` lists; equal ones are one object.
 
-    Equal layers are one object.
-
-    Args:
-        own: The rows of the rank.
-        held: The rows of its server.
-        hops: Layers up to this one read only rows of the own server.
-        inner: Half-open node range of the server.
-        rank: The rank.
-        holders_of: Called once, for sources of the layers above ``hops``.
+    ``own`` are the rows of the rank, ``held`` those of its server, whose half-open node range is ``inner``;
+    layers up to ``hops`` read only rows of the own server. ``holders_of`` is called once, for sources above.
     """
     num_layers = len(own.counts) - 1
     inside = (own.sources >= inner[0]) & (own.sources < inner[1])
@@ -360,14 +335,10 @@ _SAME_AS_BEFORE = -1
 def finish_layers(
     own: RankRows, layers: Sequence[HaloLayer], exchange: PlanExchange, world_size: int
 ) -> list[HaloLayer]:
-    """Exchange halo requests, and return ``layers`` with their ``send`` lists.
+    """Exchange halo requests, and return ``layers`` with their ``send`` lists; collective in a job.
 
-    All ranks must call it in a job of ``exchange``. Sends 8 bytes per layer and rank, and 8 bytes per halo
-    row of each layer that differs from the previous one.
-
-    Raises:
-        PeerError: a rank is dead or silent.
-        RemoteError: another rank failed.
+    Sends 8 bytes per layer and rank, and 8 bytes per halo row of each layer that differs from the previous
+    one.
     """
     ranks = range(world_size)
     requests = {rank: encode_requested_rows(layers, rank) for rank in ranks}
@@ -451,13 +422,9 @@ class PlanRequest:
 
 @final
 class Planner:
-    """Makes plans for one graph. Every rank must construct it; it answers requests as long as it lives.
+    """Makes plans for ``g``, of one node and edge type. Every rank must construct it, and answers with it.
 
-    Args:
-        g: A graph of one node and one edge type.
-
-    Raises:
-        ConfigError: several types, a server without nodes, or more ranks than nodes.
+    ConfigError: several types, a server without nodes, or more ranks than nodes.
     """
 
     def __init__(self, g: DistGraph) -> None:
@@ -481,13 +448,8 @@ class Planner:
         """Return this rank's plan; all ranks must call it with the same requests in the same order.
 
         One call at a time, from any thread: it uses one-sided messages only. The ledger counts fetched
-        in-edges under ``preload_structure`` and exchanged ids under ``plan``.
-
-        Raises:
-            ConfigError: the request is invalid, or differs between ranks.
-            IndexError: a seed is no node.
-            RemoteError: another rank failed.
-            PeerError: a rank is dead or silent; it is named.
+        in-edges under ``preload_structure`` and exchanged ids under ``plan``. ConfigError: the request is
+        invalid, or differs between ranks; IndexError: a seed is no node; RemoteError: another rank failed.
         """
         with self._exchange.job() as job:
             check_request(request)
@@ -687,25 +649,24 @@ def _holders(held: HeldNeighborhood, requests: dict[int, Array]) -> dict[int, li
 
 
 @final
-class SampledPlans(PlanSource):
-    """Plans on the graph induced by a server's nodes and its sampled external nodes; collective.
+class WholeGraphPlans(PlanSource):
+    """One step per epoch, on all nodes or on a sample of the external ones; construction is collective.
 
-    The sample of an epoch is reproducible, for example after a restart from a checkpoint.
-
-    Args:
-        g: A graph of one node and one edge type.
-        request: The plan, without ``eas``.
-        options: Of the sampling.
-        seed: Of the sampling.
+    With ``options`` of the sampling, the plans are those of the graph induced by a server's nodes and its
+    sample, which is reproducible by ``seed``, for example after a restart. ``request`` has no ``eas``.
     """
 
-    def __init__(self, g: DistGraph, request: PlanRequest, options: EasOptions, *, seed: int) -> None:
+    def __init__(
+        self, g: DistGraph, request: PlanRequest, options: EasOptions | None = None, *, seed: int = 0
+    ) -> None:
         self._request, self._options, self._seed = request, options, seed
-        self._planner, self._selector = Planner(g), EasSelector(g)
-        # No rank may send requests before all answer.
-        barrier(g.session, "choosing external nodes")
-        self._draw = options.draw(0)
-        self._plan = self._planned(self._draw)
+        self._planner = Planner(g)
+        if options is not None:
+            self._selector = EasSelector(g)
+            # No rank may send requests before all answer.
+            barrier(g.session, "choosing external nodes")
+        self._draw = -1
+        self._plan: RankPlan = self.plan(0, 0)
         # All samples have the same seeds in total, though distributed differently over the ranks.
         self._num_global = int(gather_int64([self._plan.seeds], g.session).sum())
 
@@ -713,19 +674,19 @@ class SampledPlans(PlanSource):
         return 1
 
     def plan(self, epoch: int, step: int) -> RankPlan:
-        draw = self._options.draw(epoch)
+        draw = 0 if self._options is None else self._options.draw(epoch)
         if draw != self._draw:
-            self._plan = self._planned(draw)
+            request = self._request
+            if self._options is not None:
+                rule = self._selector.rule(self._options, seed=self._seed, draw=draw)
+                request = replace(request, eas=rule)
+            self._plan = self._planner.plan(request)
             # Set only after success: a failed plan must be made again at the next request.
             self._draw = draw
         return self._plan
 
     def share(self, epoch: int, step: int) -> StepShare:
         return StepShare(num_local=self._plan.seeds, num_global=self._num_global)
-
-    def _planned(self, draw: int) -> RankPlan:
-        rule = self._selector.rule(self._options, seed=self._seed, draw=draw)
-        return self._planner.plan(replace(self._request, eas=rule))
 
 
 @final
@@ -747,13 +708,9 @@ class ServerSeeds:
 
 
 def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
-    """Gather the seeds of all ranks and return those of this server; every rank must call it.
+    """Gather the existing ids ``seeds`` of all ranks and return those of this server. Collective.
 
     Each rank temporarily holds the seeds of all ranks, 8 bytes each.
-
-    Args:
-        g: A graph of one node type.
-        seeds: (K,) int64 existing ids given by this rank; may overlap with those of other ranks.
     """
     most = int(gather_int64([len(seeds)], g.session).max())
     padded = np.full(most, -1, np.int64)

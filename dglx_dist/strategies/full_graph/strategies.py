@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.full_graph.cooperative import (
     CooperativePlanner,
@@ -21,7 +20,6 @@ from dglx_dist.strategies.full_graph.cooperative import (
     CooperativeSpec,
     MemoryChoice,
 )
-from dglx_dist.strategies.full_graph.halo_plan import OnePlan, PlanSource
 from dglx_dist.strategies.full_graph.loader import Batch, FullGraphLoader
 from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate
 from dglx_dist.strategies.full_graph.model import HaloModel
@@ -38,10 +36,9 @@ from dglx_dist.strategies.full_graph.options import (
 )
 from dglx_dist.strategies.full_graph.plan_builder import (
     PlanRequest,
-    SampledPlans,
+    WholeGraphPlans,
     check_one_type,
     gather_seeds,
-    make_plans,
 )
 
 if TYPE_CHECKING:
@@ -141,17 +138,11 @@ def _open_loader(
     check_equal(g.session, f"an option of {strategy}", asdict(options))
     request = read_request(strategy, g, indices, sampler, loader_options)
     hops = run_on_all_ranks(g.session, lambda: hops_of(options, request.num_layers), ConfigError)
-    return FullGraphLoader(g, _source(g, request, hops, options), request, use_pp=options.use_pp)
-
-
-def _source(g: DistGraph, request: LoaderRequest, hops: int, options: FullGraphOptions) -> PlanSource:
-    seeds, num_layers, split = request.seeds, request.num_layers, options.split
-    if options.eas is not None:
-        plan_request = PlanRequest(seeds=seeds, num_layers=num_layers, hops=hops, split=split)
-        return SampledPlans(g, plan_request, options.eas, seed=request.seed)
-    plan = make_plans(g, seeds, num_layers, hops, split=split)
-    counts = gather_int64([plan.seeds], g.session)
-    return OnePlan(plan, StepShare(num_local=plan.seeds, num_global=int(counts.sum())))
+    plan_request = PlanRequest(
+        seeds=request.seeds, num_layers=request.num_layers, hops=hops, split=options.split
+    )
+    source = WholeGraphPlans(g, plan_request, options.eas, seed=request.seed)
+    return FullGraphLoader(g, source, request, use_pp=options.use_pp)
 
 
 def _wrap_model(

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import logging
-import os
-import shutil
-import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, final
 
 import numpy as np
@@ -31,8 +25,8 @@ from dglx_dist.comm.collectives import (
 )
 from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session, SessionField
-from dglx_dist.data.storage.columns import CACHE, FileInfo, numpy_dtype, safe_name
-from dglx_dist.data.storage.files import damaged, partial_folder, publish, replace_folder, seal, unseal
+from dglx_dist.data.storage.arrays import ArrayFolder, ArrayStream, ArrayWriter
+from dglx_dist.data.storage.columns import numpy_dtype, safe_name
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.writer import CHUNK_BYTES
 from dglx_dist.dataloading.row_buffers import Precision, RowMemory
@@ -50,7 +44,7 @@ from dglx_dist.graph.row_kernels import (
 from dglx_dist.layers.dropout import Columns, deal_out_columns
 from dglx_dist.progress import progress
 from dglx_dist.records import LABEL, Array, ColumnInfo
-from dglx_dist.strategies.push_pull.options import Group
+from dglx_dist.strategies.push_pull.exchange import Group
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -59,7 +53,7 @@ if TYPE_CHECKING:
 PHASE = "columns"
 """Ledger phase of all bytes that this module moves."""
 
-VALUES = "values.npy"
+VALUES = "values"
 PROGRESS_BYTES = 1 << 28
 """Larger transfers show their progress."""
 
@@ -81,131 +75,37 @@ Moments: TypeAlias = tuple[Tensor, Tensor]
 log = logging.getLogger(__name__)
 
 
-def slice_folder(dataset: StoredDataset, ntype: str, name: str, columns: Columns) -> Path:
+def slice_folder(dataset: StoredDataset, ntype: str, name: str, columns: Columns) -> ArrayFolder:
     """Return the folder of ``columns`` of the node feature ``name``, whether it exists or not."""
-    base = dataset.folder / CACHE / f"columns-{dataset.manifest.checksum}"
-    return base / safe_name(ntype) / safe_name(name) / f"{columns.first}-{columns.last}"
+    name = f"{safe_name(ntype)}/{safe_name(name)}/{columns.first}-{columns.last}"
+    return dataset.cache.entry("columns", name)
 
 
-def read_slice(folder: Path, info: ColumnInfo, num_rows: int) -> Array | None:
-    """Map the (N, F_p) values of one folder, read-only; bfloat16 as its bits in uint16.
-
-    The file is read once, to compare its checksum.
-
-    Returns:
-        None when there is no file, or it is damaged or of something else, which is logged.
-    """
-    if not folder.exists():
-        return None
-    try:
-        return _mapped(folder, info, num_rows)
-    except StorageError as problem:
-        log.warning("%s", problem)
-        return None
-
-
-def _mapped(folder: Path, info: ColumnInfo, num_rows: int) -> Array:
-    expected = _header(info, num_rows)
-    if (found := unseal(folder)) != expected:
-        raise damaged(folder, f"it is {found} instead of {expected}")
-    try:
-        return np.asarray(np.load(folder / VALUES, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError) as problem:
-        raise damaged(folder, problem) from problem
+def read_slice(folder: ArrayFolder, info: ColumnInfo, num_rows: int) -> Array | None:
+    """Map the (N, F_p) values of a folder; None without an intact file of these, which is logged."""
+    found = folder.find(_header(info, num_rows))
+    return found[1][VALUES] if found is not None else None
 
 
 def _header(info: ColumnInfo, num_rows: int) -> dict[str, object]:
     return {"dtype": info.dtype, "shape": [num_rows, *info.row_shape]}
 
 
-@final
-class SliceWriter:
-    """Writes the rows of one slice, in order, to an existing folder that other processes do not use yet.
-
-    Raises:
-        OSError: the folder cannot be written, or the disk has too little space for all rows.
-    """
-
-    def __init__(self, folder: Path, info: ColumnInfo, num_rows: int) -> None:
-        self._folder, self._info, self._num_rows = folder, info, num_rows
-        self._dtype, self._checksum = numpy_dtype(info.dtype), 0
-        needed = num_rows * info.row_shape[0] * self._dtype.itemsize
-        if shutil.disk_usage(folder).free < needed:
-            # Checked before a byte has moved.
-            raise OSError(errno.ENOSPC, f"no room for {needed} bytes", str(folder))
-        head = io.BytesIO()
-        shape = (num_rows, *info.row_shape)
-        np.lib.format.write_array_header_2_0(
-            head, {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
-        )
-        self._file = (folder / VALUES).open("x+b", buffering=0)
-        self.num_rows = 0
-        """Rows in the file."""
-        self._first_byte = self._put(head.getbuffer())
-
-    def append(self, rows: Array) -> None:
-        """Write the next (k, F_p) rows.
-
-        Raises:
-            OSError: they cannot be written; those before them are still there.
-        """
-        self._put(np.ascontiguousarray(rows, self._dtype).reshape(-1).view(np.uint8).data)
-        self.num_rows += len(rows)
-
-    def written(self) -> Array:
-        """Return the rows in the file, (k, F_p), in memory."""
-        rows = np.empty((self.num_rows, *self._info.row_shape), self._dtype)
-        data, done = rows.reshape(-1).view(np.uint8).data, 0
-        while done < len(data):
-            # From the open file: it may have another name by now, or none.
-            count = os.preadv(self._file.fileno(), [data[done:]], self._first_byte + done)
-            if not count:
-                raise StorageError(f"{self._folder / VALUES} was cut short while it was written; try again")
-            done += count
-        return rows
-
-    def finish(self) -> None:
-        """Flush to disk and write the stamp of a complete file.
-
-        Raises:
-            OSError: the disk refuses.
-        """
-        os.fsync(self._file.fileno())
-        known = FileInfo(num_bytes=self._file.tell(), checksum=f"{self._checksum:08x}")
-        seal(self._folder, _header(self._info, self._num_rows), {VALUES: known})
-
-    def close(self) -> None:
-        """Close the file. May be called twice."""
-        self._file.close()
-
-    def _put(self, data: memoryview) -> int:
-        done = 0
-        while done < len(data):
-            done += self._file.write(data[done:]) or 0
-        self._checksum = zlib.crc32(data, self._checksum)
-        return done
+def begin_slice(writer: ArrayWriter, info: ColumnInfo, num_rows: int) -> ArrayStream:
+    """Begin the file of one slice; raises OSError as :class:`ArrayStream`."""
+    return writer.stream(VALUES, numpy_dtype(info.dtype), (num_rows, *info.row_shape))
 
 
-def publish_slice(partial: Path, target: Path, info: ColumnInfo, num_rows: int) -> None:
-    """Rename a finished folder to ``target``, unless an intact one is there already.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
-    if publish(partial, target):
-        return
-    try:
-        _mapped(target, info, num_rows)
-    except StorageError:
-        replace_folder(partial, target)
+def publish_slice(writer: ArrayWriter, info: ColumnInfo, num_rows: int) -> None:
+    """Put the complete slice in its place, unless an intact one is there already; may raise OSError."""
+    writer.publish(_header(info, num_rows))
 
 
 def write_slices(dataset: StoredDataset, num_parts: int) -> None:
     """Write the columns that each of ``num_parts`` ranks holds, of every matrix of node features.
 
-    Reads the dataset once, a chunk at a time; doubles the disk space of those features. One process calls
-    it. Does nothing for graphs of several node types, whose columns no strategy cuts, and for one part of one
-    rank, which maps the rows as they are.
+    One process calls it; it reads the dataset once, a chunk at a time. Nothing is written for graphs of
+    several node types, whose columns no strategy cuts, and for one part of one rank, which maps the rows.
 
     Raises:
         StorageError: the folder cannot be written, or a part is damaged.
@@ -236,20 +136,17 @@ def _write_feature(dataset: StoredDataset, ntype: str, name: str, info: ColumnIn
         ExitStack() as stack,
         progress(f"Columns of {name}", num_rows, enabled=num_rows * row_bytes > PROGRESS_BYTES) as advance,
     ):
-        folders = [stack.enter_context(partial_folder(target)) for target in targets]
-        writers = [SliceWriter(*slice_, num_rows) for slice_ in zip(folders, infos, strict=True)]
-        for writer in writers:
-            stack.callback(writer.close)
+        writers = [stack.enter_context(target.writing()) for target in targets]
+        streams = [begin_slice(*slice_, num_rows) for slice_ in zip(writers, infos, strict=True)]
         for part in range(dataset.manifest.num_parts):
             rows = dataset.part(part).node_data(ntype, name)
             for first in range(0, len(rows), step):
                 chunk = rows[first : first + step]
-                for writer, columns in zip(writers, cuts, strict=True):
-                    writer.append(chunk[:, columns.cut])
+                for stream, columns in zip(streams, cuts, strict=True):
+                    stream.append(chunk[:, columns.cut])
                 advance(len(chunk))
-        for writer, folder, target, cut in zip(writers, folders, targets, infos, strict=True):
-            writer.finish()
-            publish_slice(folder, target, cut, num_rows)
+        for writer, info_ in zip(writers, infos, strict=True):
+            publish_slice(writer, info_, num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,10 +158,10 @@ class ColumnRequest:
     """The KVStore's name of the tensor."""
     columns: Columns
     info: ColumnInfo
-    """Dtype, and (F_p,)."""
+    """Stored dtype, and (F_p,)."""
     num_rows: int
-    folder: Path | None
-    """Folder of the file, present or not; None: in memory only."""
+    folder: ArrayFolder | None
+    """Present or not; None: in memory only."""
     is_leader: bool
     """Whether no lower rank of this machine needs the same: it makes the file that the others map."""
 
@@ -276,17 +173,12 @@ class ColumnRequest:
     def row_bytes(self) -> int:
         return len(self.columns) * self.dtype.itemsize
 
-    def slice(self, rows: Array, problem: str = "") -> ColumnSlice:
-        return ColumnSlice(columns=self.columns, info=self.info, rows=rows, problem=problem)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSlice:
     """The own columns of one feature."""
 
-    columns: Columns
-    info: ColumnInfo
-    """Stored dtype, and (F_p,)."""
+    of: ColumnRequest
     rows: Array
     """(V, F_p) by id, C-contiguous and read-only; bfloat16 as its bits in uint16."""
     problem: str = ""
@@ -305,19 +197,16 @@ def load_columns(store: KVStore, wanted: Sequence[ColumnRequest], session: Sessi
     """
     found: dict[str, ColumnSlice] = {}
     for is_last_turn in (False, True):
-        for name, rows in run_on_all_ranks(session, lambda: _local_columns(store, wanted)).items():
-            found.setdefault(name, rows)
+        local = run_on_all_ranks(session, lambda: [_local_rows(store, one) for one in wanted])
+        for one, rows in zip(wanted, local, strict=True):
+            if rows is not None:
+                found.setdefault(one.name, ColumnSlice(of=one, rows=rows))
         missing = [one for one in wanted if one.name not in found and (one.is_leader or is_last_turn)]
         if gather_int64([len(missing)], session).any():
             _stream(store, missing, session, found)
         if not gather_int64([len(wanted) - len(found)], session).any():
             break
     return found
-
-
-def _local_columns(store: KVStore, wanted: Sequence[ColumnRequest]) -> dict[str, ColumnSlice]:
-    found = {one.name: (one, _local_rows(store, one)) for one in wanted}
-    return {name: one.slice(rows) for name, (one, rows) in found.items() if rows is not None}
 
 
 def _local_rows(store: KVStore, wanted: ColumnRequest) -> Array | None:
@@ -400,43 +289,41 @@ class _Sink:
         self._wanted = wanted
         self._stack = ExitStack()
         self._rows = np.empty((0, len(wanted.columns)), wanted.dtype)
-        self._partial: Path | None = None
-        self._writer: SliceWriter | None = None
+        self._writer: ArrayWriter | None = None
+        self._stream: ArrayStream | None = None
         self._num_rows, self._problem = 0, ""
         if wanted.folder is None:
             self._rows = np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
             return
         try:
-            self._partial = self._stack.enter_context(partial_folder(wanted.folder))
-            self._writer = SliceWriter(self._partial, wanted.info, wanted.num_rows)
-            self._stack.callback(self._writer.close)
+            self._writer = self._stack.enter_context(wanted.folder.writing())
+            self._stream = begin_slice(self._writer, wanted.info, wanted.num_rows)
         except OSError as problem:
             self._to_memory(problem)
 
     def put(self, rows: Array) -> None:
-        if self._writer is not None:
+        if self._stream is not None:
             try:
-                self._writer.append(rows)
+                self._stream.append(rows)
             except OSError as problem:
                 self._to_memory(problem)
-        if self._writer is None:
+        if self._stream is None:
             self._rows[self._num_rows : self._num_rows + len(rows)] = rows
         self._num_rows += len(rows)
 
     def result(self) -> ColumnSlice:
         wanted = self._wanted
-        if self._writer is not None and self._partial is not None and wanted.folder is not None:
+        if self._stream is not None and self._writer is not None and wanted.folder is not None:
             try:
-                self._writer.finish()
-                publish_slice(self._partial, wanted.folder, wanted.info, wanted.num_rows)
+                publish_slice(self._writer, wanted.info, wanted.num_rows)
                 rows = read_slice(wanted.folder, wanted.info, wanted.num_rows)
                 if rows is not None:
-                    return wanted.slice(rows)
-                raise FileNotFoundError(f"{wanted.folder} was removed")
+                    return ColumnSlice(of=wanted, rows=rows)
+                raise FileNotFoundError(f"{wanted.folder.path} was removed")
             except OSError as problem:
                 self._to_memory(problem)
         self._rows.flags.writeable = False
-        return wanted.slice(self._rows, self._problem)
+        return ColumnSlice(of=wanted, rows=self._rows, problem=self._problem)
 
     def close(self) -> None:
         # Removes a folder that was not renamed to its place.
@@ -445,11 +332,12 @@ class _Sink:
     def _to_memory(self, problem: OSError) -> None:
         # With the rows that the file has already: nothing is requested twice.
         wanted = self._wanted
-        self._problem = f"{wanted.folder} cannot be written ({problem})"
+        assert wanted.folder is not None
+        self._problem = f"{wanted.folder.path} cannot be written ({problem})"
         self._rows = np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
-        if self._writer is not None:
-            self._rows[: self._writer.num_rows] = self._writer.written()
-        self._writer = None
+        if self._stream is not None:
+            self._rows[: self._stream.num_rows] = self._stream.written()
+        self._stream = None
 
 
 def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -464,7 +352,7 @@ def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequenc
 
 
 def moments_of_rows(
-    slices: Sequence[tuple[Array, ColumnInfo]], num_rows: int, width: int, session: Session, phase: str
+    slices: Sequence[tuple[Array, ColumnInfo]], num_rows: int, width: int, session: Session
 ) -> Moments:
     """Return mean and variance of every row, in two passes: sums first, then squared differences.
 
@@ -475,12 +363,11 @@ def moments_of_rows(
         num_rows: V.
         width: Columns of all ranks together, at least 1.
         session: The run.
-        phase: For the ledger.
     """
     mean = _row_sums(slices, num_rows, lambda values, _: values)
-    sum_over_ranks(mean, session, phase=phase, in_place=True).div_(width)
+    sum_over_ranks(mean, session, phase=PHASE, in_place=True).div_(width)
     variance = _row_sums(slices, num_rows, lambda values, rows: (values - mean[rows, None]).square_())
-    sum_over_ranks(variance, session, phase=phase, in_place=True).div_(width)
+    sum_over_ranks(variance, session, phase=PHASE, in_place=True).div_(width)
     return mean, variance
 
 
@@ -513,19 +400,15 @@ class ColumnStore:
     @property
     def widths(self) -> Mapping[str, int]:
         """Feature name to F, its columns on all parts together."""
-        return {name: one.columns.width for name, one in self._slices.items()}
+        return {name: one.of.columns.width for name, one in self._slices.items()}
 
     def cut(self, name: str) -> Columns:
-        """Return the columns of the feature that this rank holds.
-
-        Raises:
-            ConfigError: the feature was not opened; the message lists those that were.
-        """
-        return self._slice(name).columns
+        """Return the columns of the feature that this rank holds; ConfigError if it was not opened."""
+        return self._slice(name).of.columns
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of :meth:`rows`; raises as :meth:`cut`."""
-        return Precision().target(torch_dtype(self._slice(name).info.dtype))
+        return Precision().target(torch_dtype(self._slice(name).of.info.dtype))
 
     def rows(self, name: str, nodes: Tensor, memory: RowMemory | None = None) -> Tensor:
         """Return the own columns of nodes; any thread may call it, and nothing is sent.
@@ -543,42 +426,35 @@ class ColumnStore:
             ConfigError: the feature was not opened, or ``nodes`` are no ids.
             IndexError: an id is out of range.
         """
-        one = self._slice(name)
+        one, info = self._slice(name), self._slice(name).of.info
         if nodes.dtype != torch.int64 or nodes.dim() != 1:
             raise ConfigError(f"nodes are {nodes.dtype} of shape {tuple(nodes.shape)}; give (K,) int64 ids")
         ids = nodes.numpy()
         check_ids(ids, len(one.rows), repr(name))
         dtype = self.dtype(name)
         if memory is None:
-            return tensor_view(take_rows(one.rows, ids), one.info).to(dtype)
-        found = memory.rows(name, len(ids), one.info)
+            return tensor_view(take_rows(one.rows, ids), info).to(dtype)
+        found = memory.rows(name, len(ids), info)
         take_rows(one.rows, ids, numpy_view(found))
         if found.dtype == dtype:
             return found
-        return memory.rows(name, len(ids), column_info(dtype, one.info.row_shape)).copy_(found)
+        return memory.rows(name, len(ids), column_info(dtype, info.row_shape)).copy_(found)
 
     def moments(self, names: Sequence[str]) -> Moments:
         """Return mean and variance of each node's row of all columns of ``names``, concatenated.
 
         Every rank must call it; the first call sums twice over the ranks, 8 bytes per node each, under the
-        phase ``columns``, and its result is kept.
-
-        Returns:
-            (mean, variance): (V,) float64 each; the variance is biased, as in LayerNorm.
-
-        Raises:
-            ConfigError: as :meth:`cut`.
-            PeerError: a rank is dead or did not take part within the time-out.
+        phase ``columns``, and its result is kept. The variance is biased, as in LayerNorm.
         """
         key = tuple(names)
         if key not in self._moments:
             parts = [self._slice(name) for name in key]
             # Other groups hold the same columns: they add zeros, and get the same bits.
             counted = parts if min(self._group.replicas) == self._group.rank else []
-            width = sum(one.columns.width for one in parts)
+            width = sum(one.of.columns.width for one in parts)
             num_rows = len(parts[0].rows) if parts else 0
             self._moments[key] = moments_of_rows(
-                [(one.rows, one.info) for one in counted], num_rows, width, self._session, PHASE
+                [(one.rows, one.of.info) for one in counted], num_rows, width, self._session
             )
         return self._moments[key]
 
@@ -599,22 +475,10 @@ class ColumnStore:
 def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: bool = True) -> ColumnStore:
     """Return this rank's columns of node features for all nodes; every rank must call it, for the same ones.
 
-    Rank ``p`` of a group of N_f holds the p-th of N_f runs of columns of equal size, give or take one; with
-    more ranks than columns the last ones hold (V, 0). Columns that are not in a file yet move once, under
-    the phase ``columns``: the own columns of the rows of other servers, and 32 bytes per request of 8 MiB.
-    They are streamed into a file beside the dataset, or into memory, with a few such messages in memory at a
-    time. The file is mapped; later openings with the same number of parts, also of other jobs, move nothing.
-    ``dglx partition --method feature`` writes files for as many ranks as parts.
-
-    A dataset stores sparse features dense, so their columns are dense too. Tensors that the program made
-    (``g.ndata["x"] = DistTensor(...)``) are copied as they are now, into memory. Where no file can be made
-    columns stay in memory, and rank 0 logs why.
-
-    Args:
-        g: A graph of one node type.
-        names: Of matrices, (V, F) with F of 1 or more; none where the input is an embedding.
-        group: The ranks that hold all columns together.
-        cache: False: in memory, without looking for files.
+    Columns that are not in a file yet move once, under the phase ``columns``: the own columns of the rows of
+    other servers, and 32 bytes per request of 8 MiB. They are streamed into a file beside the dataset, which
+    is mapped, or into memory without ``cache``, for tensors that the program made, and where no file can be
+    made, which rank 0 logs. Later openings with the same number of parts, also of other jobs, move nothing.
 
     Returns:
         The same object for the same request, until ``g.close()``.

@@ -12,26 +12,30 @@ from types import MappingProxyType
 from typing import TypeVar, final
 
 import torch
+from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import cut_out
+from dglx_dist.layers.base import SplittableConv, StageInput, cut_out
 from dglx_dist.layers.dropout import MODULES, Columns, DropDraws, drop_entries
-from dglx_dist.strategies.push_pull.options import GroupBatch, PartInput
+from dglx_dist.strategies.push_pull.exchange import GroupBatch, PartInput
 
 
 class Origin(ABC):
     """Computes a part's input rows of any owner; equal to another if it does the same."""
 
+    origin: Origin
+    """What the rows are made from, if it is another one."""
+
     @property
-    @abstractmethod
     def runs(self) -> tuple[Columns, ...]:
         """The part's columns of the uncut tensor, in order; keys of dropout."""
+        return self.origin.runs
 
     @property
     def is_raw(self) -> bool:
-        """Whether the rows are those of the store, but for their dtype; False unless overridden."""
+        """Whether the rows are those of the store, but for their dtype."""
         return False
 
     @abstractmethod
@@ -80,20 +84,20 @@ class Converted(Origin):
     dtype: torch.dtype
 
     @property
-    def runs(self) -> tuple[Columns, ...]:
-        return self.origin.runs
-
-    @property
     def is_raw(self) -> bool:
         return self.origin.is_raw
 
     def rows(self, owners: PartInput) -> Tensor:
-        rows = self.origin.rows(owners)
-        trained = rows.is_leaf and rows.requires_grad
-        return rows.detach().to(self.dtype).requires_grad_() if trained else rows.to(self.dtype)
+        return _map_rows(self.origin.rows(owners), lambda rows: rows.to(self.dtype))
 
     def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
         self.origin.accumulate(gradients)
+
+
+def _map_rows(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    # Rows that are trained themselves stay a leaf.
+    trained = rows.is_leaf and rows.requires_grad
+    return function(rows.detach()).requires_grad_() if trained else function(rows)
 
 
 @final
@@ -105,18 +109,13 @@ class InputProvenance:
     """
 
     def __init__(self) -> None:
-        self._group_batch: GroupBatch | None = None
-        self._part = 0
+        self.own: PartInput | None = None
+        """The own part of the batch that the model computes; None outside of a batch."""
         self._known: list[tuple[Tensor, Origin]] = []
 
     def begin(self, group_batch: GroupBatch | None, part: int) -> None:
         """Forget the last batch; ``group_batch`` is the one that the model computes now, if any."""
-        self._group_batch, self._part, self._known = group_batch, part, []
-
-    @property
-    def own(self) -> PartInput | None:
-        """The own part of the batch that the model computes; None outside of a batch."""
-        return None if self._group_batch is None else self._group_batch.inputs[self._part]
+        self.own, self._known = None if group_batch is None else group_batch.inputs[part], []
 
     def add(self, rows: Tensor, origin: Origin) -> None:
         """Record that ``rows`` of the own batch came from ``origin``; keeps them until the next batch."""
@@ -186,15 +185,8 @@ class Dropped(Origin):
     stream: int
     """Of the draws; one for each dropout module."""
 
-    @property
-    def runs(self) -> tuple[Columns, ...]:
-        return self.origin.runs
-
     def rows(self, owners: PartInput) -> Tensor:
-        rows = self.origin.rows(owners)
-        if rows.is_leaf and rows.requires_grad:
-            return self.drop(rows.detach(), owners).requires_grad_()
-        return self.drop(rows, owners)
+        return _map_rows(self.origin.rows(owners), lambda rows: self.drop(rows, owners))
 
     def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
         self.origin.accumulate(
@@ -211,10 +203,7 @@ class Dropped(Origin):
 
 @final
 class ColumnDropout(InputModule):
-    """Replaces ``nn.Dropout``: keyed draws on the input, torch's own on anything else.
-
-    ``index`` counts the model's dropouts; equal on all ranks.
-    """
+    """Replaces ``nn.Dropout``, the ``index``-th of the model: keyed draws on the input, else torch's own."""
 
     def __init__(self, dropout: nn.Dropout, seed: int, index: int) -> None:
         super().__init__()
@@ -273,7 +262,6 @@ class ColumnEmbedding(InputModule):
         self.train(embedding.training)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the own columns of the rows of the batch's sources, (L0, D_p); ``ids`` must be those."""
         own = self.provenance.own
         if own is None or ids.shape != own.nodes.shape or not torch.equal(ids.long(), own.nodes):
             raise ConfigError(
@@ -374,7 +362,6 @@ class ColumnLayerNorm(InputModule):
 
     @property
     def width(self) -> int:
-        """Columns of the uncut rows."""
         return self.runs[0].width
 
     def normalized(self, x: Tensor, nodes: Tensor) -> Tensor:
@@ -398,12 +385,73 @@ class Normalized(Origin):
     origin: Origin
     norm: ColumnLayerNorm
 
-    @property
-    def runs(self) -> tuple[Columns, ...]:
-        return self.origin.runs
-
     def rows(self, owners: PartInput) -> Tensor:
         return self.norm.normalized(self.origin.rows(owners), owners.nodes)
+
+
+def possible_inputs(names: tuple[str, ...], runs: tuple[Columns, ...]) -> list[Features]:
+    """Return each feature by itself, and the concatenation of all."""
+    single = [Features(names=(name,), pieces=(run,)) for name, run in zip(names, runs, strict=bool(names))]
+    return single if len(names) < 2 else [*single, Features(names=names, pieces=runs)]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class InputSpec:
+    """The sources of the first layer's arguments."""
+
+    origin: Origin
+    """Of the input rows."""
+    keys: Mapping[str, str | None]
+    """Edge argument to the name of the block's edge data; None: computed by the model."""
+
+    def edges(self, layer: SplittableConv, block: DGLBlock) -> dict[str, Tensor]:
+        """Return the per-edge values of a block before the model is called on it."""
+        if layer.edges_after_sync:
+            return {}
+        for name, key in self.keys.items():
+            if key is None:
+                raise ConfigError(
+                    f"the model computes {name!r} of its first layer itself, so no batch can begin before "
+                    "the model is called; use depth=1, or store the values as edge data and let the sampler "
+                    "prefetch them (prefetch_edge_feats), or give the layer own_edges()"
+                )
+        found = {name: block.edata[key] for name, key in self.keys.items()}
+        return {**layer.own_edges(block), **found}
+
+
+def read_input_spec(layer: SplittableConv, given: StageInput, provenance: InputProvenance) -> InputSpec:
+    """Return the sources of ``given``.
+
+    Raises:
+        ConfigError: parts cannot compute such input rows for other owners, or an edge argument is trained.
+    """
+    origin = provenance.find(given.x)
+    if origin is None:
+        raise ConfigError(
+            f"the first layer ({type(layer).__name__}) was given rows of shape {tuple(given.x.shape)} that "
+            "are not the loader's features as they came, so the other ranks cannot do the same with their "
+            "columns. Between the features and the first layer may stand torch.nn.LayerNorm, "
+            "torch.nn.Dropout, or torch.nn.Embedding of the node ids in their place; anything else trains "
+            "under strategy='data_parallel'"
+        )
+    own = layer.own_edges(given.block).keys()
+    for name, values in given.edges.items():
+        if values.requires_grad:
+            raise ConfigError(
+                f"the first layer's {name!r} is trained, and its gradient would need every part's rows; "
+                "use strategy='data_parallel'"
+            )
+    keys = {name: _key_of(values, given.block) for name, values in given.edges.items() if name not in own}
+    return InputSpec(origin=origin, keys=keys)
+
+
+def _key_of(values: Tensor, block: DGLBlock) -> str | None:
+    for key, stored in block.edata.items():
+        same = stored.shape == values.shape and stored.dtype == values.dtype
+        if same and stored.data_ptr() == values.data_ptr():
+            return str(key)
+    return None
 
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -433,18 +481,13 @@ def find_input_modules(
     layout: InputLayout,
     moments: Callable[[Sequence[str]], tuple[Tensor, Tensor]],
 ) -> dict[str, InputModule]:
-    """Return replacements of the modules that may work on the input; every rank must call it.
+    """Return replacements of the modules that may work on the input, by all their names; collective.
 
     Dropout is replaced everywhere, as one ``nn.Dropout`` usually serves all layers; on anything but the input
     it works as before. A norm over the layer's width, and an embedding of all nodes of that width, are cut; a
     norm is taken for one of the input if it is registered before the first layer, or if no other parameter of
-    the model is that wide.
-
-    ``moments`` maps feature names to (mean, variance) of each node's concatenated row, (V,) float64; it is
-    collective and called only if there is a norm.
-
-    Returns:
-        Names of ``named_modules``, all names of a module that has several, to their replacements.
+    the model is that wide. ``moments`` maps feature names to (mean, variance) of each node's concatenated
+    row, (V,) float64; it is collective and called only if there is a norm.
 
     Raises:
         ConfigError: something before the first layer cannot work on columns; the message has the reason.
@@ -517,7 +560,6 @@ def _refuse_batch_norms(model: nn.Module, first_name: str, width: int) -> None:
 
 
 def _is_before(model: nn.Module, name: str, first_name: str, width: int) -> bool:
-    """Whether a norm over ``width`` columns is one of the input, as far as registration tells."""
     if _is_inside(name, first_name):
         return False
     names = [other for other, _ in model.named_modules()]

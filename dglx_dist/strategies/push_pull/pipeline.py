@@ -7,50 +7,261 @@ docs/strategies/push_pull.md, "What a step does".
 
 from __future__ import annotations
 
+import inspect
+import logging
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, cast, final
+from typing import Any, Literal, TypeAlias, cast, final
 
 import torch
 import torch.distributed as dist
-from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from dglx_dist.comm.collectives import peers_named, sum_over_ranks
 from dglx_dist.comm.ledger import ring_bytes
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import COMPUTE, WAIT
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput
-from dglx_dist.layers.dropout import Columns, DropDraws
+from dglx_dist.layers.dropout import DropDraws
 from dglx_dist.strategies.gradient_sync import PHASE, BufferMeans, GradientExchange
-from dglx_dist.strategies.push_pull.activation_exchange import (
+from dglx_dist.strategies.push_pull.exchange import (
     BACKWARD,
     FORWARD,
     AsyncExchange,
+    Group,
+    GroupBatch,
+    PartInput,
     Transfer,
     add_in_order,
     send_to_parts,
     share_edge_values,
     sum_to_owner,
 )
-from dglx_dist.strategies.push_pull.input_layers import Features, InputProvenance, Origin
-from dglx_dist.strategies.push_pull.options import (
-    PIPELINES,
-    Group,
-    GroupBatch,
-    PartInput,
-    PushPullOptions,
-    Side,
+from dglx_dist.strategies.push_pull.input_layers import (
+    InputProvenance,
+    InputSpec,
+    Origin,
+    possible_inputs,
+    read_input_spec,
 )
+from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.push_pull.split_model import SplitModel
-from dglx_dist.strategies.push_pull.weight_versions import OptimizerHooks, VersionLog
+
+PIPELINES: SessionField[list[weakref.ref[Pipeline]]] = SessionField(lambda _: [])
+"""Pipelines that loaders drain at the end of an epoch."""
+
+Side: TypeAlias = Literal["M", "D"]
+"""P3's names: the part side (layer 1 up to the sum) and the owner side (everything after it)."""
 
 Leaves: TypeAlias = dict[str, Tensor]
 """Parameter name to a leaf with the values of some moment."""
+
+log = logging.getLogger(__name__)
+
+
+_WHOLE_TENSORS = frozenset(
+    {"Adafactor", "DistributedShampoo", "GaLoreAdamW", "LBFGS", "Muon", "Shampoo", "SM3", "SOAP"}
+    | {"Lamb", "LAMB", "Lars", "LARS"}
+)
+"""Classes that use more of a parameter than the element they step: its norm, its rows, its factors."""
+
+_ELEMENTWISE = (
+    "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD and SparseAdam"
+)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError if ``optimizer`` must not step parameters of which each rank has some columns.
+
+    It may if it steps each element by that element's gradients alone, as nearly all do. Exceptions are known
+    by class name, with their subclasses; unknown classes pass.
+    """
+    kind = type(optimizer)
+    remedy = f"take one that steps each element by itself ({_ELEMENTWISE}), or strategy='data_parallel'"
+    known = sorted(_WHOLE_TENSORS.intersection(base.__name__ for base in kind.__mro__))
+    if known:
+        raise ConfigError(
+            f"{kind.__name__} looks at whole parameters, of which this rank holds some columns only, so its "
+            f"steps would differ from those of one process; {remedy}"
+        )
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{kind.__name__} calls the model again within a step (its step() needs a closure), which a "
+            f"pipeline cannot follow; {remedy}"
+        )
+
+
+_KEPT = 1 << 16
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """The step of one batch on one side."""
+
+    batch: int
+    side: Side
+    read: int
+    """Steps that had been taken when the batch read its weights."""
+    written: int
+    """Steps that had been taken before its own; the lag is ``written - read``."""
+
+
+@final
+class VersionLog:
+    """Counts the optimizer's steps on both sides and records the versions of each batch."""
+
+    def __init__(self) -> None:
+        self.steps: dict[Side, int] = {"M": 0, "D": 0}
+        self.done: deque[Version] = deque(maxlen=_KEPT)
+        """The latest, oldest first."""
+        self._pending: list[tuple[int, Side, int]] = []
+
+    def waits(self, side: Side) -> bool:
+        """Whether gradients of ``side`` wait for a step."""
+        return any(one[1] == side for one in self._pending)
+
+    def computed(self, batch: int, side: Side, read: int) -> None:
+        """Record that the gradients of ``batch`` on one side wait for a step."""
+        self._pending.append((batch, side, read))
+
+    @contextmanager
+    def put_aside(self) -> Iterator[None]:
+        """Ignore the gradients that wait, inside the block."""
+        pending, self._pending = self._pending, []
+        yield
+        self._pending = pending + self._pending
+
+    def stepped(self, sides: tuple[Side, ...]) -> None:
+        """Record an optimizer's step that writes ``sides``; it counts where a gradient waited."""
+        # A batch on which the model was called twice has one gradient, their sum.
+        taken = list(dict.fromkeys(one for one in self._pending if one[1] in sides))
+        self._pending = [one for one in self._pending if one[1] not in sides]
+        for batch, side, read in taken:
+            self.done.append(Version(batch=batch, side=side, read=read, written=self.steps[side]))
+        for side in {side for _, side, _ in taken}:
+            self.steps[side] += 1
+
+
+@final
+class OptimizerHooks:
+    """Records every step of an optimizer that has parameters of the pipeline.
+
+    torch calls global hooks at every optimizer's steps, so the user's loop does not have to register its own.
+    """
+
+    def __init__(self, part: Iterable[nn.Parameter], owner: Iterable[nn.Parameter], log: VersionLog) -> None:
+        self._side: dict[int, Side] = {id(parameter): "M" for parameter in part}
+        self._side |= {id(parameter): "D" for parameter in owner}
+        self._log = log
+        self._known: list[weakref.ref[Optimizer]] = []
+        self._held_back: tuple[Side, ...] = ()
+        self._stepped_without_part: set[int] = set()
+        """Optimizers that have stepped since the part side's gradients wait."""
+        self._warned = False
+        handles = [
+            register_optimizer_step_pre_hook(_weak_hook(weakref.WeakMethod(self._before))),
+            register_optimizer_step_post_hook(_weak_hook(weakref.WeakMethod(self._after))),
+        ]
+        for handle in handles:
+            weakref.finalize(self, handle.remove)
+
+    def hold_back(self, sides: tuple[Side, ...]) -> None:
+        """Set the sides that have no gradient in the coming step, as all their batches are still in flight.
+
+        Zeros that the user's ``zero_grad(set_to_none=False)`` left would count as one: to Adam, momentum and
+        weight decay a step without a batch. So gradients of nothing but zeros are removed.
+        """
+        self._held_back = sides
+
+    @contextmanager
+    def own_step(self) -> Iterator[None]:
+        """Step the known optimizers with the gradients that the block leaves, and no others.
+
+        Gradients from before are restored afterwards.
+        """
+        optimizers = [found for ref in self._known if (found := ref()) is not None]
+        parameters = [parameter for one in optimizers for parameter in _parameters(one)]
+        before = [parameter.grad for parameter in parameters]
+        held_back, self._held_back = self._held_back, ()
+        for parameter in parameters:
+            parameter.grad = None
+        with self._log.put_aside():
+            yield
+            for one in optimizers:
+                one.step()
+        self._held_back = held_back
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+    def _before(self, optimizer: Optimizer) -> None:
+        for parameter in _parameters(optimizer) if self._held_back else ():
+            if self._side.get(id(parameter)) in self._held_back and _is_zero(parameter.grad):
+                parameter.grad = None
+        stepped = self._stepped_by(optimizer)
+        if not stepped:
+            return
+        if not any(ref() is optimizer for ref in self._known):
+            check_optimizer(optimizer)
+            self._known.append(weakref.ref(optimizer))
+        # A parameter's optimizer is the last one that stepped it: a replaced one may still exist.
+        self._known = [
+            ref
+            for ref in self._known
+            if (other := ref()) is optimizer or (other is not None and not stepped & self._stepped_by(other))
+        ]
+
+    def _after(self, optimizer: Optimizer) -> None:
+        if sides := tuple(sorted({self._side[one] for one in self._stepped_by(optimizer)})):
+            self._log.stepped(sides)
+            self._warn_if_part_is_left_out(optimizer)
+
+    def _warn_if_part_is_left_out(self, optimizer: Optimizer) -> None:
+        # The part side's gradients wait while another optimizer steps for the second time.
+        if not self._log.waits("M"):
+            self._stepped_without_part = set()
+        elif id(optimizer) not in self._stepped_without_part:
+            self._stepped_without_part.add(id(optimizer))
+        elif not self._warned:
+            self._warned = True
+            log.warning(
+                "no optimizer steps the first layer's weights, which push_pull cut by columns: was the "
+                "optimizer built before wrap()? Build it from the parameters of what wrap() returned"
+            )
+
+    def _stepped_by(self, optimizer: Optimizer) -> set[int]:
+        return {id(parameter) for parameter in _parameters(optimizer)} & self._side.keys()
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_zero(gradient: Tensor | None) -> bool:
+    if gradient is None:
+        return False
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return not bool(values.any())
+
+
+def _weak_hook(method: weakref.WeakMethod[Any]) -> Any:
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        call = method()
+        if call is not None:
+            call(optimizer)
+
+    return hook
 
 
 @final
@@ -62,7 +273,9 @@ class PartSide:
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        self._places = {name: _owner_of(model, name) for name in names}
+        self._places = {
+            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names
+        }
         self.parameters: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in names}
 
     def leaves(self, *, copied: bool) -> Leaves:
@@ -113,11 +326,6 @@ class OwnerSide:
         self._live = None
 
 
-def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    owner, _, attribute = name.rpartition(".")
-    return model.get_submodule(owner), attribute
-
-
 @final
 @dataclass(kw_only=True)
 class InFlightBatch:
@@ -142,6 +350,10 @@ class InFlightBatch:
     """The owner's sums, by gathered tensor."""
     pushes: list[Transfer] = field(default_factory=list)
     """The owners' gradients of those sums."""
+    gradients: Sequence[Tensor | None] = ()
+    """Of the trained parameters over all owners: the cut ones, then the shared ones (bM)."""
+    of_rows: Mapping[int, Tensor | None] = field(default_factory=dict)
+    """Owner to the gradient of its input rows, where they are trained (bM)."""
     weight: float = 1.0
     """Of this rank's gradient in the step (the gradient rule, docs/design/contracts.md)."""
 
@@ -177,8 +389,7 @@ def compute_shares(
 ) -> list[list[Tensor]]:
     """Compute this part's stages up to the sum for every owner (fM); collective where the layer scatters.
 
-    Returns:
-        By gathered tensor, then by owner.
+    Returns shares by gathered tensor, then by owner.
     """
     transformed = [layer.transform(one) for one in given]
     shares = [layer.scatter(one, rows) for one, rows in zip(given, transformed, strict=True)]
@@ -191,18 +402,6 @@ def compute_shares(
         layer.gather(one, rows, sums) for one, rows, sums in zip(given, transformed, scattered, strict=True)
     ]
     return [list(of_owners) for of_owners in zip(*gathered, strict=True)]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class BatchGradients:
-    """Gradients of one batch on this part, over all owners."""
-
-    batch: InFlightBatch
-    gradients: Sequence[Tensor | None]
-    """Of the trained parameters: the cut ones, then the shared ones."""
-    of_rows: Mapping[int, Tensor | None]
-    """Owner to the gradient of its input rows, where they are trained."""
 
 
 @final
@@ -222,36 +421,28 @@ class PartGradients:
         self._names = [*self._cut, *self._shared]
         self._replicas = _replicas_group(session, group)
 
-    def compute(self, batch: InFlightBatch) -> BatchGradients:
+    def compute(self, batch: InFlightBatch) -> None:
         """Run the backward of a batch through this part (bM); collective where the layer scatters."""
         rows = [number for number, rows in enumerate(batch.rows) if rows.requires_grad]
         # Parameters that the user has frozen meanwhile have none.
         trained = [name for name in self._names if batch.leaves[name].requires_grad]
-        found = batch.backward(
-            [
-                *(batch.leaves[name] for name in trained),
-                *(batch.rows[number] for number in rows),
-            ]
-        )
-        of_rows = dict(zip(rows, found[len(trained) :], strict=True))
+        leaves = [*(batch.leaves[name] for name in trained), *(batch.rows[number] for number in rows)]
+        found = batch.backward(leaves)
         by_name = dict(zip(trained, found, strict=False))
-        return BatchGradients(
-            batch=batch,
-            gradients=[by_name.get(name) for name in self._names],
-            of_rows=of_rows,
-        )
+        batch.gradients = [by_name.get(name) for name in self._names]
+        batch.of_rows = dict(zip(rows, found[len(trained) :], strict=True))
 
-    def add(self, computed: BatchGradients) -> None:
+    def add(self, batch: InFlightBatch) -> None:
         """Add to ``.grad``; collective where something is shared or replicated."""
-        batch, split = computed.batch, len(self._cut)
+        split = len(self._cut)
         like = [batch.leaves[name] for name in self._names]
-        cut = self._over_replicas(computed.gradients[:split], like[:split])
-        shared = self._over_all(computed.gradients[split:], like[split:])
+        cut = self._over_replicas(batch.gradients[:split], like[:split])
+        shared = self._over_all(batch.gradients[split:], like[split:])
         for name, gradient in zip(self._names, [*cut, *shared], strict=True):
             if batch.leaves[name].requires_grad and gradient is not None:
                 parameter, new = self._part.parameters[name], gradient.detach()
                 parameter.grad = new if parameter.grad is None else parameter.grad + new
-        of_rows = [(batch.inputs[number], gradient) for number, gradient in computed.of_rows.items()]
+        of_rows = [(batch.inputs[number], gradient) for number, gradient in batch.of_rows.items()]
         if of_rows:
             batch.origin.accumulate(self._of_all_replicas(of_rows, batch.rows))
 
@@ -345,69 +536,6 @@ def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class InputSpec:
-    """The sources of the first layer's arguments."""
-
-    origin: Origin
-    """Of the input rows."""
-    keys: Mapping[str, str | None]
-    """Edge argument to the name of the block's edge data; None: computed by the model."""
-
-    def edges(self, layer: SplittableConv, block: DGLBlock) -> dict[str, Tensor]:
-        """Return the per-edge values of a block before the model is called on it.
-
-        Raises:
-            ConfigError: one of them is no edge data.
-        """
-        if layer.edges_after_sync:
-            return {}
-        for name, key in self.keys.items():
-            if key is None:
-                raise ConfigError(
-                    f"the model computes {name!r} of its first layer itself, so no batch can begin before "
-                    "the model is called; use depth=1, or store the values as edge data and let the sampler "
-                    "prefetch them (prefetch_edge_feats), or give the layer own_edges()"
-                )
-        found = {name: block.edata[key] for name, key in self.keys.items()}
-        return {**layer.own_edges(block), **found}
-
-
-def read_input_spec(layer: SplittableConv, given: StageInput, provenance: InputProvenance) -> InputSpec:
-    """Return the sources of ``given``.
-
-    Raises:
-        ConfigError: parts cannot compute such input rows for other owners, or an edge argument is trained.
-    """
-    origin = provenance.find(given.x)
-    if origin is None:
-        raise ConfigError(
-            f"the first layer ({type(layer).__name__}) was given rows of shape {tuple(given.x.shape)} that "
-            "are not the loader's features as they came, so the other ranks cannot do the same with their "
-            "columns. Between the features and the first layer may stand torch.nn.LayerNorm, "
-            "torch.nn.Dropout, or torch.nn.Embedding of the node ids in their place; anything else trains "
-            "under strategy='data_parallel'"
-        )
-    own = layer.own_edges(given.block).keys()
-    for name, values in given.edges.items():
-        if values.requires_grad:
-            raise ConfigError(
-                f"the first layer's {name!r} is trained, and its gradient would need every part's rows; "
-                "use strategy='data_parallel'"
-            )
-    keys = {name: _key_of(values, given.block) for name, values in given.edges.items() if name not in own}
-    return InputSpec(origin=origin, keys=keys)
-
-
-def _key_of(values: Tensor, block: DGLBlock) -> str | None:
-    for key, stored in block.edata.items():
-        same = stored.shape == values.shape and stored.dtype == values.dtype
-        if same and stored.data_ptr() == values.data_ptr():
-            return str(key)
-    return None
-
-
-@final
 class Pipeline:
     """Runs batches through the first layer of one model, in lock-step with the other ranks.
 
@@ -424,8 +552,8 @@ class Pipeline:
         provenance: InputProvenance,
         buffers: BufferMeans,
     ) -> None:
-        self._session, self._group, self._options, self._provenance = session, group, options, provenance
-        self._buffers, self._features = buffers, _possible_inputs(tuple(names), split.runs)
+        self._session, self._group, self._provenance = session, group, provenance
+        self._buffers, self._features = buffers, possible_inputs(tuple(names), split.runs)
         local = {*split.cuts, *split.shared}
         trained = [
             (name, parameter)
@@ -437,7 +565,7 @@ class Pipeline:
         self._owner = owner = OwnerSide([parameter for _, parameter in trained])
         self.exchange = GradientExchange(trained, session, options.bucket_bytes)
         self._activations = AsyncExchange(session, group)
-        self._looks_ahead = options.in_flight > 1
+        self._depth, self._delay, self._looks_ahead = options.depth, options.delay, options.in_flight > 1
         self._whole = options.weights == "whole" and self._looks_ahead
         self.exchange.set_delay(options.delay if self._whole else 0)
         self.exchange.after_backward(self._after_backward)
@@ -449,7 +577,7 @@ class Pipeline:
         """Begun and not yet reached by the user's loop, by number."""
         self._pushed: list[InFlightBatch] = []
         """The gradients of their sums were pushed; bM is still to come."""
-        self._ready: list[BatchGradients] = []
+        self._ready: list[InFlightBatch] = []
         """Results of bM in the backward that is running."""
         self._current: InFlightBatch | None = None
         self._last_called: Callable[[], GroupBatch | None] = lambda: None
@@ -546,14 +674,14 @@ class Pipeline:
             )
         batch.push_gradients(gradients, self._activations)
         self._pushed.append(batch)
-        while len(self._pushed) > self._options.delay:
+        while len(self._pushed) > self._delay:
             self._ready.append(self._backward_part(self._pushed.pop(0)))
 
     def _check_first_call(self, group_batch: GroupBatch) -> None:
         # The second call would replace the weights of the first before its backward.
         if self._last_called() is group_batch:
             raise ConfigError(
-                f"the model was called twice for one batch, and with depth={self._options.depth} every batch "
+                f"the model was called twice for one batch, and with depth={self._depth} every batch "
                 "has the weights that it began with; call it once for each batch, or use depth=1"
             )
         self._last_called = weakref.ref(group_batch)
@@ -572,7 +700,7 @@ class Pipeline:
         return batch
 
     def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec) -> None:
-        following = group_batch.following()
+        following = group_batch.following
         if following is None:
             return
         begun = self._in_flight.get(following.number)
@@ -615,17 +743,17 @@ class Pipeline:
     def _draws(self, one: PartInput, origin: Origin) -> DropDraws:
         return DropDraws(seed=self._session.seed, number=one.number, nodes=one.nodes, runs=origin.runs)
 
-    def _backward_part(self, batch: InFlightBatch) -> BatchGradients:
+    def _backward_part(self, batch: InFlightBatch) -> InFlightBatch:
         for push in batch.pushes:
             self._timed(push.result, f"{WAIT} for the push", batch.number)
         with self._session.timeline.span("backward M", COMPUTE, batch.number):
-            return self._gradients.compute(batch)
+            self._gradients.compute(batch)
+        return batch
 
-    def _add(self, computed: BatchGradients) -> None:
-        self._gradients.add(computed)
-        batch = computed.batch
+    def _add(self, batch: InFlightBatch) -> None:
+        self._gradients.add(batch)
         # A frozen side is never stepped.
-        if computed.of_rows or any(leaf.requires_grad for leaf in batch.leaves.values()):
+        if batch.of_rows or any(leaf.requires_grad for leaf in batch.leaves.values()):
             self.log.computed(batch.number, "M", batch.read["M"])
         if self._whole:
             self.log.computed(batch.number, "D", batch.read["D"])
@@ -648,12 +776,6 @@ class Pipeline:
             found = wait()
         self._waited_s += time.perf_counter() - begun
         return found
-
-
-def _possible_inputs(names: tuple[str, ...], runs: tuple[Columns, ...]) -> list[Features]:
-    """Return each feature by itself, and the concatenation of all."""
-    single = [Features(names=(name,), pieces=(run,)) for name, run in zip(names, runs, strict=bool(names))]
-    return single if len(names) < 2 else [*single, Features(names=names, pieces=runs)]
 
 
 class PullBackward(torch.autograd.Function):

@@ -11,17 +11,13 @@ from torch import Tensor, nn
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.convolutions import Sync
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.push_pull.exchange import Group, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.input_layers import embeddings_of_all_nodes
-from dglx_dist.strategies.push_pull.options import (
-    Group,
-    Sync,
-    make_group,
-    read_push_pull_options,
-    smallest_group,
-)
+from dglx_dist.strategies.push_pull.options import read_push_pull_options, smallest_group
 from dglx_dist.strategies.push_pull.split_model import find_first_layer
 
 if TYPE_CHECKING:
@@ -65,12 +61,6 @@ class PushPull(Strategy):
         return self._open_loader(DistEdgeDataLoader, g, eids, sampler, loader_options)
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
-        """Return ``model`` with its first layer split; every rank must call it.
-
-        Raises:
-            ConfigError: the first layer, or a module before it, cannot be split; the message has the reason.
-                Or as under data_parallel.
-        """
         from dglx_dist.strategies.push_pull.wrapped_model import PushPullModel
 
         store, group = self._opened(g)

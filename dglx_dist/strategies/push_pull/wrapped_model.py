@@ -15,12 +15,12 @@ from dglx_dist.layers.base import SplittableConv
 from dglx_dist.strategies.base import Parts, Reduction, WrappedModel, find_share, gradient_weight
 from dglx_dist.strategies.data_parallel import broadcast_state, check_frozen, check_same_model
 from dglx_dist.strategies.gradient_sync import BufferMeans, mark_output
+from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 from dglx_dist.strategies.push_pull.input_layers import InputModule, InputProvenance
-from dglx_dist.strategies.push_pull.options import Group, GroupBatch, PushPullOptions
-from dglx_dist.strategies.push_pull.pipeline import Pipeline
+from dglx_dist.strategies.push_pull.options import PushPullOptions
+from dglx_dist.strategies.push_pull.pipeline import Pipeline, VersionLog
 from dglx_dist.strategies.push_pull.split_model import CutState, split_model
-from dglx_dist.strategies.push_pull.weight_versions import VersionLog
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -163,12 +163,7 @@ class PushPullModel(WrappedModel):
         self._pipeline.drain()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module on blocks of the strategy's loader.
-
-        Raises:
-            ConfigError: the blocks are others, or the model's computation before its first layer does not
-                work on columns.
-        """
+        """Call the user's module on blocks of the strategy's loader; on others ConfigError."""
         self._pipeline.begin(_group_batch_of((*args, *kwargs.values())))
         if not torch.is_grad_enabled():
             output = self._computed(args, kwargs)

@@ -11,6 +11,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
+from scripts.bench.pool import do_alone
 from scripts.bench.records import (
     COUNTED_BYTES,
     PREDICTED_SECONDS,
@@ -24,7 +25,6 @@ from scripts.bench.records import (
     Shape,
     Variant,
 )
-from scripts.bench.worker import do_alone
 
 SHAPE = Shape(servers=2, ranks_per_server=1)
 MEDIAN, WORST = 1.15, 1.5
@@ -235,19 +235,7 @@ EXPERIMENTS = (
             "the median of all cells and 1.5 in the worst. Predicted seconds within 25 % in the median, "
             "bytes exactly."
         ),
-        how=(
-            "2 servers of one rank, each with half of this machine's cores. Cells: mini-batches of 2 "
-            "layers, whole graphs of 2 layers and of 14; hidden widths 8 and 256 (16 and 64 of 14 layers); "
-            "random and METIS cut; 100 Mbit/s, 1 and 10 Gbit/s. For each graph, model and cut a dry run in "
-            "a process of its own counts and times what `dglx plan` does; every exact way that fits is then "
-            "trained at every bandwidth: an epoch to warm up, two that are measured."
-        ),
         strategies=("data_parallel", "push_pull", "full_graph", "shared_preload", "cooperative"),
         build=lambda plan: plan_of(plan, grid_of(SIZES.get(plan.suite, SIZES["papers"]))),
-        note=(
-            "Strategy `lambda` is left out, whose workers would share the cores of their servers; so are "
-            "caches, of which jobs of the bench know nothing. The result of 2026-11-22 is of the grid of "
-            "`--suite large`, with three repetitions."
-        ),
     ),
 )

@@ -11,7 +11,8 @@ from dglx_dist.planner.model_shape import Widths
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
-from scripts.bench.peers.data import stock_launch, variant
+from scripts.bench.experiments.common import GIGABIT, clustered, quotient, trained
+from scripts.bench.peers.data import launch_of, launched
 from scripts.bench.records import (
     KAPPA,
     PREDICTED_BYTES,
@@ -20,7 +21,6 @@ from scripts.bench.records import (
     Claim,
     Experiment,
     ExperimentPlan,
-    Job,
     MatchedPhi,
     Ratio,
     Shape,
@@ -30,7 +30,6 @@ from scripts.bench.speedup_model import Counted, count, predicted_time
 
 SERVERS, RANKS_PER_SERVER = 2, 2
 SHAPE = Shape(servers=SERVERS, ranks_per_server=RANKS_PER_SERVER)
-GIGABIT = Rate.parse("1gbit")
 RAW = (GIGABIT, Rate.parse("10gbit"))
 """Rates that are not chosen for phi."""
 BASE, BASE_PP = "full_graph", "full_graph + pp"
@@ -43,21 +42,6 @@ LEARNING = (BASE_PP, PRELOAD_PP, EAS, COOPERATIVE)
 """Whose accuracy is drawn: without pp the same numbers come later."""
 EVERY = 5
 """Epochs from one evaluation to the next."""
-HOW = (
-    "2 servers of 2 ranks, each server with half of this machine's cores; the link between servers is "
-    "limited, the one inside is not. One clustered graph, one step an epoch. full_graph exchanges the "
-    "border's rows in every layer; with pp the features of the border are sent once, its cheap "
-    "optimisation, which shared_preload has too between the ranks of a server. EAS takes 1 hop of at most"
-    " 15 foreign in-neighbours; cooperative has 2 co-batches an epoch, whose features are fetched once and "
-    "kept on disk. The rate is chosen so that full_graph without pp spends the share phi of its time on the "
-    "network, and is the same for all; the two with pp again at 1 and 10 Gbit/s, where it says so. What is "
-    "done once is left out of the epochs and told beside them."
-)
-NOTE = (
-    "All ranks share this machine's cores, so replicated work is paid in full, and phi is reached at a "
-    "lower rate than on a cluster. EAS trains on another graph than the others: its accuracy stands "
-    "beside its time."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +83,8 @@ class Setting:
     """Measured ones of a repetition; None: as the size says."""
     raw: tuple[Rate, ...] = RAW
     """Rates at which the two with pp are measured, too."""
+    bounded: bool = True
+    """Whether the claim's bounds are of it."""
     label: str = ""
     """What the names of its variants end with; empty where an experiment has one setting only."""
 
@@ -107,9 +93,9 @@ class Setting:
         return f"{name}, {self.label}" if self.label else name
 
     @property
-    def title(self) -> str:
-        """What the facts of a report call it."""
-        return self.label or self.cut
+    def matched(self) -> MatchedPhi:
+        """Return the rate at which the baseline has phi."""
+        return MatchedPhi(phi=self.phi, baseline=self.named(BASE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,17 +124,6 @@ SCHEMES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """What a claim says of two schemes: the least ratio of their times with which it is reproduced."""
-
-    over: str
-    under: str
-    low: float | None = None
-    only: str = ""
-    """Label of the one setting that it is said of; empty: of all."""
-
-
 def _settings(name: str, size: Size) -> list[Setting]:
     if name == "G4":
         # The paper does not say phi of deep models; that of its arxiv and products lies on both sides.
@@ -157,7 +132,7 @@ def _settings(name: str, size: Size) -> list[Setting]:
             curve=False, raw=(GIGABIT,), epochs=1, label=f"{size.deep_layers} layers",
         )  # fmt: skip
         # What deep ones cost differs by their bytes and work alone, and each takes long on two cores.
-        return [replace(deep, layers=3, curve=True, raw=(), label="3 layers"), deep]
+        return [replace(deep, layers=3, curve=True, raw=(), bounded=False, label="3 layers"), deep]
     if name == "G5":
         one = Setting(phi=0.87, features=100, layers=3, raw=(), curve=False)
         return [replace(one, cut=cut, label=cut) for cut in ("random", "metis")]
@@ -180,45 +155,39 @@ _BOUNDS: Mapping[str, tuple[tuple[str, str, float | None], ...]] = {
            (BASE_PP, COOPERATIVE, None)),
     "G5": ((BASE, EAS, 1.65), (BASE, PRELOAD, None), (BASE_PP, PRELOAD_PP, None)),
 }  # fmt: skip
-"""Id -> schemes over and under the line, and the least ratio of the claim; of G4 that of the deep model."""
+"""Id -> schemes over and under the line, and the least ratio of the claim."""
 
 
 def plan_at(name: str, plan: BenchPlan, size: Size) -> ExperimentPlan:
     """Return the experiment ``name`` at ``size``; makes datasets and counts bytes, which takes seconds."""
     settings = _settings(name, size)
-    only = settings[-1].label if name == "G4" else ""
-    bounds = [Bound(over=over, under=under, low=low, only=only) for over, under, low in _BOUNDS[name]]
-    made = plan_of(plan, size, settings, bounds)
+    made = plan_of(
+        plan, size, settings, [Ratio(name="", over=a, under=b, low=low) for a, b, low in _BOUNDS[name]]
+    )
     if name != "G2":
         return made
-    beside = Ratio(name=f"{STOCK} / {EAS}", over=STOCK, under=EAS)
-    return replace(
-        made, variants=(*made.variants, _stock(plan, size, settings[0])), ratios=(*made.ratios, beside)
-    )
-
-
-def _stock(plan: BenchPlan, size: Size, setting: Setting) -> Variant:
-    launch = stock_launch(
+    (setting,) = settings
+    launch = launch_of(
+        "stock",
         _graph_of(plan, size, setting),
         PartitionPlan(num_parts=SERVERS, method=setting.cut),
         plan.work,
+        {"hidden": setting.hidden, "fanouts": (15, 10), "batch_size": 128, "lr": 0.01},
         epochs=size.epochs,
-        hidden=setting.hidden,
-        fanouts=(15, 10),
-        batch_size=128,
-        lr=0.01,
     )
-    made = variant(setting.named(STOCK), launch, shape=SHAPE, rate=_matched(setting))
     # An epoch has many steps, so fewer of them reach an accuracy.
-    drawn = {"warmup": 0, "epochs": max(size.curve_epochs // EVERY, 1), "options": {"accuracy_every": 1}}
-    return replace(made, curve=Job(kind=made.job.kind, params={**made.job.params, **drawn}))
+    drawn = {"epochs": max(size.curve_epochs // EVERY, 1), "options": {"accuracy_every": 1}}
+    stock = launched(STOCK, launch, shape=SHAPE, rate=setting.matched, curve=drawn)
+    return replace(
+        made, variants=(*made.variants, stock), ratios=(*made.ratios, quotient(over=STOCK, under=EAS))
+    )
 
 
 def plan_of(
     plan: BenchPlan,
     size: Size,
     settings: Sequence[Setting],
-    bounds: Sequence[Bound],
+    bounds: Sequence[Ratio],
     schemes: Sequence[Scheme] = SCHEMES,
 ) -> ExperimentPlan:
     """Return the experiment that compares ``schemes`` in each setting; makes datasets and counts bytes.
@@ -227,7 +196,7 @@ def plan_of(
         plan: Of the bench.
         size: How large.
         settings: With different labels.
-        bounds: Compared in every setting.
+        bounds: Ratios of schemes, compared in every setting.
         schemes: What is compared; the baseline among them.
     """
     counted = {one.label: count_setting(plan, size, one) for one in settings}
@@ -237,15 +206,32 @@ def plan_of(
         return {one.named(scheme.name): value(scheme, counted[one.label]) for one, scheme in pairs}
 
     def facts_of(value: Callable[[Counted], Any]) -> dict[str, Any]:
-        return {one.title: value(counted[one.label]) for one in settings}
+        return {one.label or one.cut: value(counted[one.label]) for one in settings}
 
     phases, kappas, once = of_all(_phases), of_all(_kappa), of_all(_once)
     variants = [_variant(plan, size, one, scheme, counted[one.label]) for one, scheme in pairs]
     fast = [scheme for scheme in schemes if scheme.name in (BASE_PP, PRELOAD_PP)]
+    ratios: list[Ratio] = []
     for one in settings:
+        base = sum(phases[one.named(BASE)].values())
+        took = {
+            scheme.name: predicted_time(one.phi, kappas[name], sum(phases[name].values()) / base)
+            for scheme in schemes
+            if (name := one.named(scheme.name))
+        }
+        ratios += [
+            quotient(
+                over=one.named(bound.over),
+                under=one.named(bound.under),
+                predicted=took[bound.over] / took[bound.under],
+                low=bound.low if one.bounded else None,
+            )
+            for bound in bounds
+        ]
         for rate in one.raw:
             variants += [_variant(plan, size, one, scheme, counted[one.label], rate) for scheme in fast]
-    ratios = [ratio for one in settings for ratio in _ratios(one, bounds, phases, kappas, fast)]
+            names = [f"{one.named(scheme.name)}, {rate}" for scheme in fast]
+            ratios += [quotient(over=names[0], under=names[1])] if len(names) > 1 else []
     return ExperimentPlan(
         variants=tuple(variants),
         ratios=tuple(ratios),
@@ -276,15 +262,9 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
 
 
 def _graph_of(plan: BenchPlan, size: Size, setting: Setting) -> SyntheticConfig:
-    return SyntheticConfig(
-        nodes=int(size.nodes * setting.scale),
-        degree=setting.degree,
-        features=setting.features,
-        homophily=0.95,
-        locality=0.98,
-        train_rate=size.train_rate,
-        seed=plan.seed + 1,
-    )
+    nodes = int(size.nodes * setting.scale)
+    graph = {"nodes": nodes, "degree": setting.degree, "features": setting.features}
+    return clustered(plan, **graph, train_rate=size.train_rate)
 
 
 def _widths(setting: Setting, classes: int) -> Widths:
@@ -319,15 +299,10 @@ def _kappa(scheme: Scheme, counted: Counted) -> float:
     return round({**found, COOPERATIVE: counted.kappa_of_batches}.get(scheme.name, 1.0), 3)
 
 
-def _matched(setting: Setting) -> MatchedPhi:
-    return MatchedPhi(phi=setting.phi, baseline=setting.named(BASE))
-
-
 def _variant(
     plan: BenchPlan, size: Size, setting: Setting, scheme: Scheme, counted: Counted, rate: Rate | None = None
 ) -> Variant:
     params = {
-        "data": str(counted.folder),
         "strategy": scheme.strategy,
         "options": dict(scheme.options),
         "model": setting.model,
@@ -337,49 +312,23 @@ def _variant(
         "epochs": setting.epochs or size.epochs,
         "seed": plan.seed,
     }
-    name = setting.named(scheme.name)
-    drawn = {"warmup": 0, "epochs": size.curve_epochs, "accuracy": True, "accuracy_every": EVERY}
     has_curve = setting.curve and rate is None and scheme.name in LEARNING
-    return Variant(
-        name=name if rate is None else f"{name}, {rate}",
+    drawn = {"warmup": 0, "epochs": size.curve_epochs, "accuracy_every": EVERY}
+    return trained(
+        setting.named(scheme.name) + ("" if rate is None else f", {rate}"),
+        counted.folder,
+        params,
         shape=SHAPE,
-        job=Job(kind="train", params=params, warm={"warmup": 0, "epochs": 1}),
-        rate=_matched(setting) if rate is None else rate,
-        curve=Job(kind="train", params=params | drawn) if has_curve else None,
+        rate=rate or setting.matched,
+        curve=drawn if has_curve else None,
     )
-
-
-def _ratios(
-    setting: Setting,
-    bounds: Sequence[Bound],
-    phases: Mapping[str, Mapping[str, int]],
-    kappas: Mapping[str, float],
-    fast: Sequence[Scheme],
-) -> list[Ratio]:
-    base = sum(phases[setting.named(BASE)].values())
-
-    def time_of(name: str) -> float:
-        return predicted_time(setting.phi, kappas[name], sum(phases[name].values()) / base)
-
-    made = []
-    for bound in bounds:
-        over, under = setting.named(bound.over), setting.named(bound.under)
-        low = bound.low if bound.only in ("", setting.label) else None
-        predicted = time_of(over) / time_of(under)
-        made.append(Ratio(name=f"{over} / {under}", over=over, under=under, predicted=predicted, low=low))
-    for rate in setting.raw if len(fast) > 1 else ():
-        names = [f"{setting.named(scheme.name)}, {rate}" for scheme in fast]
-        made.append(Ratio(name=f"{names[0]} / {names[1]}", over=names[0], under=names[1]))
-    return made
 
 
 _ARTIFACT = ("GraNNDis (PACT 2024), README of its artifact", "2 servers of 4 A6000, 10 Gbit/s Ethernet")
 _PREPRINT = "GraNNDis, preprint"
 
 
-def _experiment(
-    name: str, title: str, claim: tuple[str, str], says: str, prediction: str, how: str
-) -> Experiment:
+def _experiment(name: str, title: str, claim: tuple[str, str], says: str, prediction: str) -> Experiment:
     paper, setting = claim
     return Experiment(
         id=name,
@@ -387,10 +336,8 @@ def _experiment(
         suites=("papers",),
         claim=Claim(paper=paper, says=says, setting=setting),
         prediction=prediction,
-        how=f"{HOW} {how}",
         strategies=("full_graph", "shared_preload", "cooperative"),
         build=lambda plan: plan_at(name, plan, SIZES.get(plan.suite, SIZES["papers"])),
-        note=NOTE,
     )
 
 
@@ -404,8 +351,6 @@ EXPERIMENTS = (
         "3 to 5x at phi 0.94 over the plain baseline; over the baseline with cached layer-0 rows 1.15x, and"
         " 2.2x with that cache on both sides at the same rate. No activations cross between servers; a "
         "nearly free link inside bounds the ratio by 11.8x.",
-        "GraphSAGE of 2 convolutions, mean degree 50, 602 features, hidden width 64: what the paper's 2 "
-        "convolutions and a linear layer send.",
     ),
     _experiment(
         "G2",
@@ -414,10 +359,6 @@ EXPERIMENTS = (
         "products, 100 epochs: 79.7 s full-graph, 20.0 s with preloading (3.98x), 18.2 s with "
         "expansion-aware sampling (4.37x)",
         "2.5 to 4x at phi 0.87 with 1.30 times the compute; 2.9x with cached layer-0 rows on both sides.",
-        "GraphSAGE of 2 convolutions, mean degree 25, 100 features, hidden width 64. Stock DistDGL (DGL "
-        "1.1.3) trains the same model in mini-batches of 128 seeds a rank, fan-out 15 at the input and "
-        "10 at the seeds, on the same cut at the same rate, launched anew for every repetition. An epoch "
-        "of it has many steps, so what compares is the time to an accuracy.",
     ),
     _experiment(
         "G3",
@@ -427,7 +368,6 @@ EXPERIMENTS = (
         "aware sampling (1.32x)",
         "1.6 to 1.8x and 1.3 to 1.6x at phi 0.64 with 1.12 times the compute; 1.4x with cached layer-0 rows"
         " on both sides. A loss where phi is below 1 - 1 / 1.12.",
-        "GraphSAGE of 2 convolutions, mean degree 14, 128 features, hidden width 64.",
     ),
     _experiment(
         "G4",
@@ -438,8 +378,6 @@ EXPERIMENTS = (
         "arxiv 1.64x, 1.84x, 1.89x, products 1.63x, 1.23x, 1.23x, reddit 1.66x, 1.95x, 1.59x",
         "2 to 3x: full-graph bytes grow about linearly in the layers, preloading's stay (deep models in the"
         " later paper: 2.91x).",
-        "ResGCN+ of width 64 with 3 and 28 layers, mean degree 10, each at its own rate. Behind its "
-        "encoder the rows of layer 1 are as wide as all others.",
     ),
     _experiment(
         "G5",
@@ -449,7 +387,5 @@ EXPERIMENTS = (
         "56 layers",
         "The boundary between servers grows, which is measured, and full-graph training's bytes with it: "
         "1.65 to 2.85x.",
-        "GraphSAGE of 3 convolutions, 100 features, hidden width 64, on servers that are cut at "
-        "random and by METIS.",
     ),
 )

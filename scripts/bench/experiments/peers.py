@@ -6,32 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dglx_dist.planner.records import Rate
-from scripts.bench.peers.data import facts_of, launch_of, prepare, variant
-from scripts.bench.peers.workload import Workload
+from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.synthetic import SyntheticConfig
+from dglx_dist.prepare import PartitionPlan
+from scripts.bench.experiments.common import GIGABIT
+from scripts.bench.peers.data import copy_of, facts_of, launch_of, launched
 from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio, Shape
 
-GIGABIT = Rate.parse("1gbit")
 TWO_SERVERS = Shape(servers=2, cpus=1.0)
 ONE_SERVER = Shape(servers=1, ranks_per_server=2, cpus=2.0)
-HOW = (
-    "Both systems are launched anew for every repetition, with processes of their own, on the same emulated "
-    "servers: same model on unchanged dgl.nn, same initial weights, fan-outs, batch size and optimiser; each "
-    "rank has the same training nodes in every epoch. One epoch warms up and two are measured, between "
-    "barriers. One thread for each process, and one core for each trainer and what else its server runs. "
-    "Bytes of peers are the cards'; memory is that of a server's processes together, shared pages once, "
-    "divided by its ranks."
-)
-_LARGE = Workload(nodes=200_000, hidden=256, fanouts=(15, 10, 5))
 _DGL = "our own, beside DistDGL (IA3 2020) as released in DGL 1.1.3"
+_LARGE = {"hidden": 256, "fanouts": (15, 10, 5)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What one experiment launches."""
 
-    workload: Workload
-    systems: tuple[str, ...]
+    nodes: int
+    features: int = 100
+    training: Mapping[str, Any]
+    """More of ``peers.workload.Workload``."""
     variants: tuple[tuple[str, str, Mapping[str, Any]], ...]
     """Name, system and settings of its launch, and ``rate`` where the link is limited."""
     ratios: tuple[Ratio, ...]
@@ -60,8 +55,8 @@ _CACHED_AT_GIGABIT = "time at 1 Gbit/s with a halo cache over stock"
 _CACHED = "ours, halo cache, 1 Gbit/s"
 COMPARISONS: Mapping[str, Comparison] = {
     "PEER1": Comparison(
-        workload=Workload(nodes=1_000_000),
-        systems=("stock", "ours"),
+        nodes=1_000_000,
+        training={},
         variants=(
             ("stock", "stock", {}),
             ("ours", "ours", {}),
@@ -79,8 +74,8 @@ COMPARISONS: Mapping[str, Comparison] = {
         ),
     ),
     "PEER2": Comparison(
-        workload=_LARGE,
-        systems=("stock", "ours"),
+        nodes=200_000,
+        training=_LARGE,
         variants=(
             ("stock", "stock", {}),
             ("ours", "ours", {}),
@@ -99,8 +94,9 @@ COMPARISONS: Mapping[str, Comparison] = {
         ),
     ),
     "PEER3": Comparison(
-        workload=Workload(nodes=200_000, features=4, embedding=64, hidden=64, fanouts=(10, 5)),
-        systems=("stock", "ours", "dense"),
+        nodes=200_000,
+        features=4,
+        training={"embedding": 64, "hidden": 64, "fanouts": (10, 5)},
         variants=(
             ("stock", "stock", {}),
             ("ours", "ours", {}),
@@ -116,8 +112,8 @@ COMPARISONS: Mapping[str, Comparison] = {
         ),
     ),
     "PEER4": Comparison(
-        workload=_LARGE,
-        systems=("pyg", "ours"),
+        nodes=200_000,
+        training=_LARGE,
         variants=(
             ("PyG", "pyg", {}),
             ("PyG, 1 worker", "pyg", {"options": {"workers": 1}}),
@@ -135,31 +131,35 @@ COMPARISONS: Mapping[str, Comparison] = {
 }
 
 
-def plan_of(comparison: Comparison, plan: BenchPlan) -> ExperimentPlan:
+def plan_of(one: Comparison, plan: BenchPlan) -> ExperimentPlan:
     """Cut the graph and write it in the format of each system; launch each variant anew for a repetition."""
-    one, systems = comparison, comparison.systems
-    written = prepare(
-        one.workload, one.shape.servers, plan.work, dgl="stock" in systems, arrays="pyg" in systems
+    graph = SyntheticConfig(
+        nodes=one.nodes, degree=25, features=one.features, classes=47, train_rate=0.1, seed=0
     )
+    options = PartitionOptions(balance=("train",))
+    cut = PartitionPlan(num_parts=one.shape.servers, seed=0, options=options)
     variants = []
     for name, system, settings in one.variants:
         told = dict(settings)
         rate = told.pop("rate", None)
-        launch = launch_of(system, one.workload, written, **told)
-        variants.append(variant(name, launch, shape=one.shape, rate=rate))
-    return ExperimentPlan(variants=tuple(variants), ratios=one.ratios, facts=facts_of(written, systems))
+        launch = launch_of(system, graph, cut, plan.work, one.training, **told)
+        variants.append(launched(name, launch, shape=one.shape, rate=rate))
+    systems = dict.fromkeys(system for _, system, _ in one.variants)
+    facts = facts_of(copy_of("ours", graph, cut, plan.work), systems)
+    return ExperimentPlan(variants=tuple(variants), ratios=one.ratios, facts=facts)
 
 
-def _experiment(name: str, title: str, claim: Claim, prediction: str, how: str, **more: Any) -> Experiment:
+def _experiment(
+    name: str, title: str, paper: str, says: str, setting: str, prediction: str, *needs: str
+) -> Experiment:
     return Experiment(
         id=name,
         title=title,
         suites=("peers",),
-        claim=claim,
+        claim=Claim(paper=paper, says=says, setting=setting),
         prediction=prediction,
-        how=how,
         build=lambda plan: plan_of(COMPARISONS[name], plan),
-        **more,
+        needs=needs,
     )
 
 
@@ -168,73 +168,47 @@ EXPERIMENTS = (
     _experiment(
         "PEER1",
         "stock DistDGL beside data_parallel: small model",
-        Claim(
-            paper=_DGL,
-            says=_LESS_TIME,
-            setting="GraphSAGE 2 x 16, fan-out 25,10, on 1 M nodes and 25 M edges; 2 servers of one core",
-        ),
+        _DGL,
+        _LESS_TIME,
+        "GraphSAGE 2 x 16, fan-out 25,10, on 1 M nodes and 25 M edges; 2 servers of one core",
         "0.53 of stock DistDGL's time an epoch, as once measured by hand, for the loader runs ahead of "
         "training and samples twice as fast, while the arithmetic of the model is the same; 0.47 when the "
         "rows of the 1-hop halo are kept, and 0.32 with them at 1 Gbit/s. Without a cache at 1 Gbit/s about "
         "0.55: 750 MB each way take 6 s however they are asked for. Bytes 0.94.",
-        f"{HOW} Stock DistDGL has no cache; the variants with one are shown apart, with the memory they "
-        "take.",
     ),
     _experiment(
         "PEER2",
         "stock DistDGL beside data_parallel: large model",
-        Claim(
-            paper=_DGL,
-            says=_LESS_TIME,
-            setting=(
-                "GraphSAGE 3 x 256, fan-out 15,10,5, on 200,000 nodes and 5 M edges; 2 servers of one core"
-            ),
-        ),
+        _DGL,
+        _LESS_TIME,
+        "GraphSAGE 3 x 256, fan-out 15,10,5, on 200,000 nodes and 5 M edges; 2 servers of one core",
         "0.64 of stock DistDGL's time an epoch, as once measured by hand, when each is as its user finds it: "
         "ours then keeps freed memory, which by itself saves up to a third of forward and backward. With the "
         "allocator of both told to keep memory about 0.85, for most of what is left is arithmetic that both "
         "share.",
-        f'{HOW} "tuned" gives both systems the allocator settings of `dglx train`; the others have none set. '
-        "Stock DistDGL has no cache of remote rows; the variant with one is shown apart.",
     ),
     _experiment(
         "PEER3",
         "stock DistDGL beside data_parallel: trainable embeddings",
-        Claim(
-            paper=_DGL,
-            says="training rows takes less time than with stock DistEmbedding, and than with a dense table",
-            setting="200,000 rows of 64, Adagrad, GraphSAGE 2 x 64, fan-out 10,5; 2 servers of one core",
-        ),
+        _DGL,
+        "training rows takes less time than with stock DistEmbedding, and than with a dense table",
+        "200,000 rows of 64, Adagrad, GraphSAGE 2 x 64, fan-out 10,5; 2 servers of one core",
         "0.41 of stock DistEmbedding's time and 0.31 of a dense nn.Embedding's under "
         "DistributedDataParallel, as once measured by hand. The paper's 70x, on ogbn-products, is not "
         "expected: a fifth of all rows is touched in every step here, and a dense gradient's time grows with "
         "all rows, so that the ratio is the graph's size.",
-        f"{HOW} Rows and their Adagrad are each system's own; the time of sparse updates, with what they "
-        "send, stands under exchange. The dense table takes its batches from our loader.",
     ),
     _experiment(
         "PEER4",
         "PyG's NeighborLoader and DistributedDataParallel beside data_parallel",
-        Claim(
-            paper="our own, beside PyG's examples of several ranks; its package for servers is deprecated",
-            says="the same training takes less time an epoch than PyG's loader under DDP, and less memory",
-            setting=(
-                "GraphSAGE 3 x 256, fan-out 15,10,5, on 200,000 nodes and 5 M edges; 2 ranks of one server"
-            ),
-        ),
+        "our own, beside PyG's examples of several ranks; its package for servers is deprecated",
+        "the same training takes less time an epoch than PyG's loader under DDP, and less memory",
+        "GraphSAGE 3 x 256, fan-out 15,10,5, on 200,000 nodes and 5 M edges; 2 ranks of one server",
         "Estimated, not measured before: 0.7 of PyG's time as its users find it, 0.8 with the allocator of "
         "both told to keep memory, for the loader runs ahead of training and the arithmetic is the same. "
         "Memory: PyG's ranks each hold graph, features and the sampler's columns; ours map one copy for all "
         "ranks.",
-        "Both systems are launched anew for every repetition, on one server with a core for each of its 2 "
-        "ranks. PyG reads the same graph whole from NumPy arrays and cuts its training nodes itself; same "
-        "widths, fan-outs, batch size and optimiser, but PyG's own layers and first weights. It draws a "
-        "node's neighbours once for a batch and uses them in every layer, where DGL draws for each layer, so "
-        "that its batches have fewer edges (counted in the result), and it cuts layers to the nodes that "
-        "they still need where its sampler tells them (trim_to_layer, with pyg-lib). It is shown without and "
-        "with a worker process that samples ahead. One epoch warms up and two are measured, between "
-        "barriers. Memory is that of the server's processes together, shared pages once, divided by its "
-        "ranks.",
-        needs=("torch_geometric", "pyg_lib|torch_sparse"),
+        "torch_geometric",
+        "pyg_lib|torch_sparse",
     ),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.planner.cost_model import break_even_width, column_bytes, row_bytes
@@ -18,14 +18,14 @@ from dglx_dist.planner.workload import Survey
 from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
 from scripts.bench.data import survey
-from scripts.bench.peers.data import stock_launch, variant
+from scripts.bench.experiments.common import GIGABIT, clustered, quotient, trained
+from scripts.bench.peers.data import launch_of, launched
 from scripts.bench.records import (
     PREDICTED_BYTES,
     BenchPlan,
     Claim,
     Experiment,
     ExperimentPlan,
-    Job,
     MatchedPhi,
     Ratio,
     Shape,
@@ -35,23 +35,9 @@ from scripts.bench.records import (
 PHI = 0.8
 """Of hashed data parallelism: the share of its time that P3's baseline spent on the network."""
 SERVERS = 4
-GIGABIT = Rate.parse("1gbit")
 WIDTHS = (16, 32, 64, 100)
 """Hidden widths of P1."""
 STOCK = "stock DistDGL, hash, 16"
-HOW = (
-    "4 servers of one rank, each with a quarter of this machine's cores. One clustered graph of mean "
-    "in-degree 25, cut by hash and by METIS, its structure on every server; GraphSAGE of 2 layers, fan-out "
-    "10 at the input and 25 at the seeds, so that a batch has about 7 input rows for each row of layer 1. "
-    "All variants have the same weights at the start; on the same cut they train on the same seeds and the "
-    "same sampled blocks. The rate is chosen so that data parallelism on the hash cut spends the share 0.8 "
-    "of its time waiting for the network."
-)
-NOTE = (
-    "Data parallelism pulls its rows ahead, beside computing, so that at phi 0.8 its bytes alone take most "
-    "of its time; the closed form adds the two. Servers have a fraction of a core each, and what push-pull "
-    "adds to computing, a small block for each server in place of one large one, is paid at that pace."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +50,6 @@ class Size:
     steps: int = 8
     """Of an epoch."""
     epochs: int = 1
-
-    def longer(self, factor: float) -> Size:
-        """Return the size with ``factor`` times the steps of an epoch, at least one."""
-        return replace(self, steps=max(int(factor * self.steps), 1))
 
 
 SIZES: Mapping[str, Size] = {"quick": Size(steps=4), "papers": Size()}
@@ -95,30 +77,20 @@ class Case:
     strategy: str = "data_parallel"
     options: Mapping[str, Any] = field(default_factory=dict)
     """The strategy's own."""
-    moves: Literal["rows", "columns"] = "rows"
-    """Which formula predicts its bytes: rows of features that are pulled, or sums of columns."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Of the job, as far as the case tells them."""
+        names = ("strategy", "options", "model", "hidden", "heads", "fanouts", "structure")
+        return {name: getattr(self, name) for name in names} | {"fanouts": list(self.fanouts)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """A quotient of two cases, with the bounds of the claim; what is predicted follows from bytes."""
-
-    over: str
-    under: str
-    quantity: Any = "seconds"
-    low: float | None = None
-    high: float | None = None
-    name: str = ""
-    """Empty: "over / under"."""
-
-
-Table: TypeAlias = tuple[list[Case], list[Compared]]
+Table: TypeAlias = tuple[list[Case], list[Ratio]]
 
 
 def push_pull(depth: int = 1, *, structure: str = "push", **more: Any) -> dict[str, Any]:
     """Return what makes a case one of push-pull: strategy and options, the structure's way stated."""
-    options = {"depth": depth, "structure": structure, **more}
-    return {"strategy": "push_pull", "options": options, "moves": "columns"}
+    return {"strategy": "push_pull", "options": {"depth": depth, "structure": structure, **more}}
 
 
 def matched(name: str) -> MatchedPhi:
@@ -126,23 +98,23 @@ def matched(name: str) -> MatchedPhi:
     return MatchedPhi(phi=PHI, baseline=name)
 
 
-def _bytes(over: str, under: str, name: str = "", **bounds: float) -> Compared:
+def _bytes(over: str, under: str, name: str = "", **bounds: float) -> Ratio:
     name = name or f"bytes, {over} / {under}"
-    return Compared(over=over, under=under, quantity="bytes_outside", name=name, **bounds)
+    return quotient(over=over, under=under, name=name, quantity="bytes_outside", **bounds)
 
 
 def _p1(size: Size) -> Table:
     # Of the ratio of times at each width: 2.4 to 3.0, 1.8 to 2.1, 1.2 to 1.4 and 0.9 are predicted.
     bounds = {16: (2.4, None), 32: (1.8, None), 64: (1.2, None), 100: (None, 1.0)}
     cases: list[Case] = []
-    compared: list[Compared] = []
+    compared: list[Ratio] = []
     for width, (low, high) in bounds.items():
         hashed, ours = f"hash, {width}", f"push_pull, {width}"
         cases += _pair(hashed, ours, width)
-        compared += [Compared(over=hashed, under=ours, low=low, high=high), _bytes(ours, hashed)]
+        compared += [quotient(over=hashed, under=ours, low=low, high=high), _bytes(ours, hashed)]
     resampled = "push_pull, 16, resampled"
     cases.append(Case(name=resampled, rate=matched("hash, 16"), **push_pull(structure="resample")))
-    compared.append(Compared(over="hash, 16", under=resampled))
+    compared.append(quotient(over="hash, 16", under=resampled))
     more: tuple[tuple[int, str, dict[str, Any]], ...] = (
         *((width, str(GIGABIT), {"rate": GIGABIT}) for width in (WIDTHS[0], WIDTHS[-1])),
         (16, "structure apart", {"structure": "partitioned"}),
@@ -151,7 +123,7 @@ def _p1(size: Size) -> Table:
     for width, what, fields in more:
         hashed, ours = f"hash, {width}, {what}", f"push_pull, {width}, {what}"
         cases += _pair(hashed, ours, width, **fields)
-        compared.append(Compared(over=hashed, under=ours))
+        compared.append(quotient(over=hashed, under=ours))
     return cases, compared
 
 
@@ -162,7 +134,7 @@ def _pair(hashed: str, ours: str, width: int, **fields: Any) -> list[Case]:
 
 def _p2(size: Size) -> Table:
     cases: list[Case] = []
-    compared: list[Compared] = []
+    compared: list[Ratio] = []
     # First where push-pull itself waits half its time: there is most to hide.
     for width, own in ((16, True), (16, False), (64, False)):
         after = f"{width}, own phi 0.5" if own else str(width)
@@ -175,10 +147,10 @@ def _p2(size: Size) -> Table:
             Case(name=three, rate=rate, hidden=width, **push_pull(3)),
             Case(name=split, rate=rate, hidden=width, **push_pull(3, weights="split")),
         ]
-        compared += [Compared(over=one, under=name, low=1.25) for name in (three, split)]
+        compared += [quotient(over=one, under=name, low=1.25) for name in (three, split)]
         if not own:
             what = f"bytes, depth 3 / depth 1, {width}"
-            compared += [Compared(over=hashed, under=three), _bytes(three, one, what, low=0.999, high=1.001)]
+            compared += [quotient(over=hashed, under=three), _bytes(three, one, what, low=0.999, high=1.001)]
     return cases, compared
 
 
@@ -187,15 +159,15 @@ def _p4(size: Size) -> Table:
     # The columns at which the baseline has phi 0.8; the rate is the same for all.
     rate = matched("hash, F 128")
     cases: list[Case] = []
-    compared: list[Compared] = []
+    compared: list[Ratio] = []
     for number in columns:
         hashed, ours = f"hash, F {number}", f"push_pull, F {number}"
         cases += _pair(hashed, ours, 32, rate=rate, features=number)
-        compared.append(Compared(over=hashed, under=ours, low=2.0 if number == 512 else None))
+        compared.append(quotient(over=hashed, under=ours, low=2.0 if number == 512 else None))
     most, least = "push_pull, F 512", "push_pull, F 16"
     compared += [
-        Compared(over=most, under=least, high=2.0),
-        Compared(over="hash, F 512", under="hash, F 16"),
+        quotient(over=most, under=least, high=2.0),
+        quotient(over="hash, F 512", under="hash, F 16"),
         _bytes(most, least, "bytes, push_pull, F 512 / F 16", high=1.001),
     ]
     return cases, compared
@@ -206,10 +178,10 @@ def _p5(size: Size) -> Table:
     cases = [Case(name="hash", rate=rate)]
     cases += [Case(name=f"groups of {one}", rate=rate, **push_pull(group_size=one)) for one in (4, 2, 1)]
     compared = [
-        Compared(over="groups of 4", under="groups of 2", low=1.3),
-        Compared(over="groups of 4", under="groups of 1"),
-        Compared(over="hash", under="groups of 4"),
-        Compared(over="hash", under="groups of 2"),
+        quotient(over="groups of 4", under="groups of 2", low=1.3),
+        quotient(over="groups of 4", under="groups of 1"),
+        quotient(over="hash", under="groups of 4"),
+        quotient(over="hash", under="groups of 2"),
         _bytes("groups of 2", "groups of 4", "bytes, groups of 2 / 4"),
     ]
     return cases, compared
@@ -217,7 +189,7 @@ def _p5(size: Size) -> Table:
 
 def _p6(size: Size) -> Table:
     cases: list[Case] = []
-    compared: list[Compared] = []
+    compared: list[Ratio] = []
     for width in (16, 32):
         hashed, metis = f"hash, {width}", f"metis, {width}"
         depth_1, depth_3 = f"push_pull, {width}", f"push_pull, depth 3, {width}"
@@ -229,9 +201,9 @@ def _p6(size: Size) -> Table:
             Case(name=depth_3, rate=rate, hidden=width, **push_pull(3)),
         ]
         compared += [
-            Compared(over=metis, under=depth_1, low=1.0 if width == 16 else None),
-            Compared(over=metis, under=depth_3),
-            Compared(over=hashed, under=metis),
+            quotient(over=metis, under=depth_1, low=1.0 if width == 16 else None),
+            quotient(over=metis, under=depth_3),
+            quotient(over=hashed, under=metis),
             _bytes(depth_1, metis),
         ]
     return cases, compared
@@ -245,7 +217,7 @@ def trios(named: Mapping[str, Mapping[str, Any]]) -> Table:
             reproduces the claim.
     """
     cases: list[Case] = []
-    compared: list[Compared] = []
+    compared: list[Ratio] = []
     for name, fields in named.items():
         shared = dict(fields)
         low = shared.pop("low", None)
@@ -255,8 +227,8 @@ def trios(named: Mapping[str, Mapping[str, Any]]) -> Table:
             Case(name=deep, rate=matched(hashed), hidden=32, **push_pull(3), **shared),
         ]
         compared += [
-            Compared(over=hashed, under=ours, low=low),
-            Compared(over=hashed, under=deep),
+            quotient(over=hashed, under=ours, low=low),
+            quotient(over=hashed, under=deep),
             _bytes(ours, hashed),
         ]
     return cases, compared
@@ -295,32 +267,25 @@ _TABLES: Mapping[str, tuple[Callable[[Size], Table], float]] = {
 
 def plan_at(name: str, plan: BenchPlan, size: Size) -> ExperimentPlan:
     """Return the experiment ``name`` at ``size``; makes datasets and counts bytes, which takes seconds."""
-    table, steps = _TABLES[name]
-    size = size.longer(steps)
+    table, longer = _TABLES[name]
+    size = replace(size, steps=max(int(longer * size.steps), 1))
     made = plan_of(plan, size, *table(size))
     if name != "P1":
         return made
-    beside = Ratio(name="stock DistDGL, hash, 16 / push_pull, 16", over=STOCK, under="push_pull, 16")
-    return replace(made, variants=(*made.variants, _stock(plan, size)), ratios=(*made.ratios, beside))
-
-
-def _stock(plan: BenchPlan, size: Size) -> Variant:
-    case = Case(name=STOCK, rate=matched("hash, 16"))
-    launch = stock_launch(
-        graph_of(size, case.features, plan.seed),
-        PartitionPlan(num_parts=SERVERS, method=case.cut),
+    launch = launch_of(
+        "stock",
+        graph_of(plan, size, 100),
+        PartitionPlan(num_parts=SERVERS, method="hash"),
         plan.work,
+        {"hidden": 16, "fanouts": (10, 25), "batch_size": size.batch_size},
         epochs=size.epochs,
-        hidden=case.hidden,
-        fanouts=case.fanouts,
-        batch_size=size.batch_size,
     )
-    return variant(STOCK, launch, shape=Shape(servers=SERVERS), rate=case.rate)
+    stock = launched(STOCK, launch, shape=Shape(servers=SERVERS), rate=matched("hash, 16"))
+    beside = Ratio(name="stock DistDGL, hash, 16 / push_pull, 16", over=STOCK, under="push_pull, 16")
+    return replace(made, variants=(*made.variants, stock), ratios=(*made.ratios, beside))
 
 
-def plan_of(
-    plan: BenchPlan, size: Size, cases: Sequence[Case], compared: Sequence[Compared]
-) -> ExperimentPlan:
+def plan_of(plan: BenchPlan, size: Size, cases: Sequence[Case], compared: Sequence[Ratio]) -> ExperimentPlan:
     """Return the experiment that compares ``cases``; makes datasets and counts bytes, which takes seconds.
 
     Raises:
@@ -328,41 +293,49 @@ def plan_of(
         JobError: the process that counts failed.
     """
     folders = _folders(plan, size, cases)
-    params = {case.name: _params(case, size, plan.seed, folders) for case in cases}
+    variants = {case.name: _variant(plan, size, case, folders) for case in cases}
     # Counted from the draws of data parallelism: push-pull trains on the same blocks.
+    params = {name: one.job.params for name, one in variants.items()}
     found = survey(params, {case.name: case.servers for case in cases})
     phases = {case.name: _phases(case, found[case.name]) for case in cases}
     by_name = {case.name: case for case in cases}
+    first = {(case.cut, case.servers): found[case.name] for case in reversed(cases) if case.model == "sage"}
+
+    def by_blocks(value: Callable[[Survey], float]) -> dict[str, float]:
+        return {
+            f"{one.cut}, fan-out {','.join(map(str, one.fanouts))}, {one.servers} servers": round(
+                value(found[one.name]), 3
+            )
+            for one in cases
+        }
+
     return ExperimentPlan(
-        variants=tuple(_variant(case, params[case.name]) for case in cases),
-        ratios=tuple(_ratio(one, by_name, phases) for one in compared),
+        variants=tuple(variants.values()),
+        ratios=tuple(_predicted(one, by_name, phases) for one in compared),
         facts={
             "datasets": {
                 f"{cut}, {width} columns": data.facts(one) for (cut, width, _), one in folders.items()
             },
-            "input rows for each row of layer 1": _by_blocks(
-                cases, found, lambda one: one.input_rows / max(one.first_targets, 1)
+            "input rows for each row of layer 1": by_blocks(
+                lambda one: one.input_rows / max(one.first_targets, 1)
             ),
-            "remote share of input rows": _by_blocks(
-                cases, found, lambda one: one.remote_rows / max(one.input_rows, 1)
-            ),
-            "break-even width, by the formula": _break_even(cases, found),
+            "remote share of input rows": by_blocks(lambda one: one.remote_rows / max(one.input_rows, 1)),
+            "break-even width, by the formula": {
+                f"{cut}, {servers} servers": {
+                    "structure pushed": round(break_even_width(one), 1),
+                    "no structure": round(break_even_width(one, pushed=False), 1),
+                }
+                for (cut, servers), one in first.items()
+            },
             PREDICTED_BYTES: phases,
         },
     )
 
 
-def graph_of(size: Size, features: int, seed: int) -> SyntheticConfig:
+def graph_of(plan: BenchPlan, size: Size, features: int) -> SyntheticConfig:
     """Return the graph of all experiments with push-pull, with this many columns of features."""
-    return SyntheticConfig(
-        nodes=size.nodes,
-        degree=size.degree,
-        features=features,
-        homophily=0.95,
-        locality=0.98,
-        train_rate=SERVERS * size.steps * size.batch_size / size.nodes,
-        seed=seed + 1,
-    )
+    rate = SERVERS * size.steps * size.batch_size / size.nodes
+    return clustered(plan, nodes=size.nodes, degree=size.degree, features=features, train_rate=rate)
 
 
 def _folders(plan: BenchPlan, size: Size, cases: Sequence[Case]) -> dict[tuple[str, int, int], Path]:
@@ -370,33 +343,28 @@ def _folders(plan: BenchPlan, size: Size, cases: Sequence[Case]) -> dict[tuple[s
     for features in dict.fromkeys(case.features for case in cases):
         wanted = sorted({(case.cut, case.servers) for case in cases if case.features == features})
         cuts = {f"{cut} {parts}": PartitionPlan(num_parts=parts, method=cut) for cut, parts in wanted}
-        made = data.prepare(graph_of(size, features, plan.seed), cuts, plan.work)
+        made = data.prepare(graph_of(plan, size, features), cuts, plan.work)
         found |= {(cut, features, parts): made[f"{cut} {parts}"] for cut, parts in wanted}
     return found
 
 
-def _params(
-    case: Case, size: Size, seed: int, folders: Mapping[tuple[str, int, int], Path]
-) -> dict[str, Any]:
-    return {
-        "data": str(folders[case.cut, case.features, case.servers]),
-        "strategy": case.strategy,
-        "options": dict(case.options),
-        "model": case.model,
-        "hidden": case.hidden,
-        "heads": case.heads,
+def _variant(
+    plan: BenchPlan, size: Size, case: Case, folders: Mapping[tuple[str, int, int], Path]
+) -> Variant:
+    params = {
+        **case.params,
         "norm": "block",
-        "fanouts": list(case.fanouts),
         "batch_size": case.batch_size or size.batch_size,
         "epochs": size.epochs,
         "max_steps": size.steps,
-        "seed": seed,
-        "structure": case.structure,
+        "seed": plan.seed,
     }
+    folder = folders[case.cut, case.features, case.servers]
+    return trained(case.name, folder, params, shape=Shape(servers=case.servers), rate=case.rate)
 
 
 def _phases(case: Case, found: Survey) -> dict[str, int]:
-    if case.moves == "rows":
+    if case.strategy != "push_pull":
         return row_bytes(found)
     # Only here: models need DGL, which takes seconds to import, also where experiments are only listed.
     from dglx_dist.planner.model_shape import first_layer
@@ -406,36 +374,22 @@ def _phases(case: Case, found: Survey) -> dict[str, int]:
     model = build_model(case.model, case.features, case.hidden, classes, len(case.fanouts), 0.0, case.heads)
     return column_bytes(
         found,
-        first_layer(model, model.layers[0], case.heads),
+        first_layer(model, model.layers[0]),
         group_size=int(case.options.get("group_size", 0)),
         pushed=case.options.get("structure") == "push",
     )
 
 
-def _variant(case: Case, params: Mapping[str, Any]) -> Variant:
-    job = Job(kind="train", params=params, warm={"warmup": 0, "epochs": 1})
-    return Variant(name=case.name, shape=Shape(servers=case.servers), job=job, rate=case.rate)
-
-
-def _ratio(one: Compared, cases: Mapping[str, Case], phases: Mapping[str, Mapping[str, int]]) -> Ratio:
-    predicted: float | None
-    if one.quantity == "bytes_outside":
-        predicted = sum(phases[one.over].values()) / sum(phases[one.under].values())
-    else:
-        over, under = (_predicted_time(cases[name], phases) for name in (one.over, one.under))
-        predicted = over / under if over and under else None
-    return Ratio(
-        name=one.name or f"{one.over} / {one.under}",
-        over=one.over,
-        under=one.under,
-        quantity=one.quantity,
-        predicted=predicted,
-        low=one.low,
-        high=one.high,
+def _predicted(one: Ratio, cases: Mapping[str, Case], phases: Mapping[str, Mapping[str, int]]) -> Ratio:
+    total = {name: sum(phases[name].values()) for name in phases}
+    over, under = (
+        float(total[name]) if one.quantity == "bytes_outside" else _predicted_time(cases[name], total)
+        for name in (one.over, one.under)
     )
+    return replace(one, predicted=over / under if over and under else None)
 
 
-def _predicted_time(case: Case, phases: Mapping[str, Mapping[str, int]]) -> float:
+def _predicted_time(case: Case, total: Mapping[str, int]) -> float:
     """Return its time by that of the baseline of its rate, for equal computing; 0 without a prediction.
 
     (1 - phi) + phi beta with beta its bytes by the baseline's, and the larger of the two terms where
@@ -443,44 +397,22 @@ def _predicted_time(case: Case, phases: Mapping[str, Mapping[str, int]]) -> floa
     """
     if not isinstance(case.rate, MatchedPhi):
         return 0.0
-    network = PHI * sum(phases[case.name].values()) / sum(phases[case.rate.baseline].values())
+    network = PHI * total[case.name] / total[case.rate.baseline]
     return max(1.0 - PHI, network) if int(case.options.get("depth", 1)) > 1 else 1.0 - PHI + network
 
 
-def _break_even(cases: Sequence[Case], found: Mapping[str, Survey]) -> dict[str, dict[str, float]]:
-    first = {(case.cut, case.servers): found[case.name] for case in reversed(cases) if case.model == "sage"}
-    return {
-        f"{cut}, {servers} servers": {
-            "structure pushed": round(break_even_width(one), 1),
-            "no structure": round(break_even_width(one, pushed=False), 1),
-        }
-        for (cut, servers), one in first.items()
-    }
+_SETTING = "4 servers of 4 P100, 10 Gbit/s"
 
 
-def _by_blocks(
-    cases: Sequence[Case], found: Mapping[str, Survey], value: Callable[[Survey], float]
-) -> dict[str, float]:
-    return {
-        f"{case.cut}, fan-out {','.join(map(str, case.fanouts))}, {case.servers} servers": round(
-            value(found[case.name]), 3
-        )
-        for case in cases
-    }
-
-
-def _experiment(name: str, title: str, says: str, prediction: str, how: str, **more: str) -> Experiment:
-    setting = more.get("setting", "{}").format("4 servers of 4 P100, 10 Gbit/s")
+def _experiment(name: str, title: str, says: str, prediction: str, setting: str = _SETTING) -> Experiment:
     return Experiment(
         id=name,
         title=title,
         suites=("papers",),
         claim=Claim(paper="P3 (OSDI 2021)", says=says, setting=setting),
         prediction=prediction,
-        how=f"{HOW} {how}",
         strategies=("data_parallel", "push_pull"),
         build=lambda plan: plan_at(name, plan, SIZES.get(plan.suite, SIZES["papers"])),
-        note=NOTE + more.get("note", ""),
     )
 
 
@@ -493,11 +425,7 @@ EXPERIMENTS = (
         "Bytes 0.17, 0.34, 0.67 and 1.05 of the baseline's at hidden widths 16, 32, 64 and 100 (+0.10 for "
         "int32 structure). Time at phi 0.8: 2.4 to 3.0x, 1.8 to 2.1x, 1.2 to 1.4x, 0.9x; the sign changes "
         "near a width of 86 to 95.",
-        "Hidden widths 16, 32, 64 and 100, each at its own rate; 16 also with every part drawing all "
-        "blocks itself in place of being sent their structure, with the graph's structure kept where the "
-        "nodes are, and on 2 servers; 16 and 100 also at 1 Gbit/s. Stock DistDGL (DGL 1.1.3) is launched "
-        "anew for every repetition, on the same hash cut at the rate of width 16.",
-        setting="{}, 5 graphs, 4 models",
+        f"{_SETTING}, 5 graphs, 4 models",
     ),
     _experiment(
         "P2",
@@ -505,11 +433,6 @@ EXPERIMENTS = (
         "pipelining gains 30 to 50 %",
         "Over hashed data parallelism at phi 0.8 at most 4.7 to 5x, 2.9 to 3.7x, 1.6 to 1.9x and 1.1x at "
         "hidden widths 16, 32, 64 and 100: 1.3 to 1.5x on top of P1.",
-        "Depth 3 with both sides of a batch on one version of the weights, and split, at widths 16 and "
-        "64; three times the steps an epoch, for a pipeline is filled and emptied in each. Depths are "
-        "compared, too, at the rate at which depth 1 itself has phi 0.5.",
-        note=" At depth 1 structure already travels beside computing, and servers compute while others "
-        "send: the link is busy for 0.8 of the time and more, so that nothing hides more than the last 0.2.",
     ),
     _experiment(
         "P4",
@@ -517,7 +440,6 @@ EXPERIMENTS = (
         "P3's epoch only doubles from 16 to 512 features; its gain grows to 4.77x",
         "The baseline's feature bytes grow 32 times, push-pull's stay; its epoch at most doubles while the "
         "baseline's grows many times over.",
-        "Width 32; 16, 64, 128 and 512 columns at the rate that gives phi 0.8 at 128, half as many steps.",
     ),
     _experiment(
         "P5",
@@ -525,7 +447,6 @@ EXPERIMENTS = (
         "caching gains up to 1.7x (3.6x to 5.23x over DGL)",
         "Bytes of the exchange (2 - 1) / (4 - 1) = 0.33 of P1's, 1.3 to 1.7x faster than P1, for twice the "
         "memory.",
-        "Width 16; all columns within groups of 4, 2 and 1 servers.",
     ),
     _experiment(
         "P6",
@@ -533,40 +454,35 @@ EXPERIMENTS = (
         "1.7x faster than DGL on METIS (3.85x than on hash)",
         "1.0 to 1.7x, by the measured share rho of remote input rows; slower where rho is below 0.15 at "
         "hidden width 16.",
-        "Widths 16 and 32; push-pull on the hash cut, at depths 1 and 3.",
-        setting="GraphSAGE, {}",
+        f"GraphSAGE, {_SETTING}",
     ),
     _experiment(
         "P7",
         "push-pull with 2, 3 and 4 layers",
         "the gain grows with the layers, up to 6.07x",
-        "Bytes and times by the formulas of docs/strategies/push_pull.md from counted blocks: the "
-        "deeper, the nearer come the input rows to the rows of layer 1 on a graph this small, so that "
-        "here the gain shrinks with the layers, where on graphs that a batch never covers it grows.",
-        "Width 32. Fan-outs 10,25; 10,5,5; 10,5,3,2, input-most first, so that a batch reaches about as far.",
-        setting="{}, hidden width 32",
+        "Bytes and times by the formulas of docs/strategies/push_pull.md from counted blocks: the deeper, "
+        "the nearer come the input rows to the rows of layer 1 on a graph this small, so that here the gain "
+        "shrinks with the layers, where on graphs that a batch never covers it grows.",
+        f"{_SETTING}, hidden width 32",
     ),
     _experiment(
         "P8",
         "push-pull without sampling",
         "6.45 to 7.69x faster than DGL with hash partitioning where all neighbours are taken, 2.08 to "
         "5.43x with sampling",
-        "With all neighbours a batch has many more input rows for each row of layer 1 (in the report), "
-        "and the gain is larger than with sampling: at phi 0.8 at most 5x, for computing stays; 1 / ((1 - "
-        "phi) + phi beta) from counted bytes.",
-        "Width 32; with fan-out 10,25, and with all neighbours and an eighth of the seeds.",
-        setting="{}, 5 graphs, 4 models",
+        "With all neighbours a batch has many more input rows for each row of layer 1 (in the report), and "
+        "the gain is larger than with sampling: at phi 0.8 at most 5x, for computing stays; 1 / ((1 - phi) + "
+        "phi beta) from counted bytes.",
+        f"{_SETTING}, 5 graphs, 4 models",
     ),
     _experiment(
         "P9",
         "push-pull by model: GraphSAGE, GCN, SGC and GAT",
         "2.08 to 5.43x faster than DGL with hash partitioning and sampling, over GraphSAGE, GCN, SGC and GAT",
         "GCN moves what GraphSAGE does. SGC maps to the classes before it aggregates, so its sums are as "
-        "narrow as these and its gain is larger. GAT adds 2 (L0 + D1) K logits each way: with 8 heads "
-        "more than the 32 columns of its sums, so that it moves more than data parallelism and loses "
-        "(formulas of docs/strategies/push_pull.md, in the report).",
-        "Width 32; GCN takes the mean over the drawn neighbours, GAT has 8 heads of 4 columns, and again "
-        "2 of 16.",
-        setting="{}, hidden width 32, GAT of 8 heads",
+        "narrow as these and its gain is larger. GAT adds 2 (L0 + D1) K logits each way: with 8 heads more "
+        "than the 32 columns of its sums, so that it moves more than data parallelism and loses (formulas of "
+        "docs/strategies/push_pull.md, in the report).",
+        f"{_SETTING}, hidden width 32, GAT of 8 heads",
     ),
 )

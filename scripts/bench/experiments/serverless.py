@@ -18,6 +18,7 @@ from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array, NodeColumn, RawGraph, SparseRows
 from dglx_dist.serverless.cost import prices
 from scripts.bench import data
+from scripts.bench.experiments.common import clustered, quotient
 from scripts.bench.records import (
     PREDICTED_BYTES,
     BenchPlan,
@@ -40,15 +41,6 @@ EMULATED = "workers are processes of this machine, their latency is slept"
 MEGABIT = 1e6 / 8
 LAMBDA_BYTES_PER_S = 200 * MEGABIT
 """Of a function, when there are 100 of them (Dorylus, section 6)."""
-SETTING = (
-    "2 graph servers, each with half of this machine's cores and one of them the parameter server too, a "
-    "graph cut by METIS, GCN of 2 layers and Adam, all nodes in every epoch."
-)
-HOW = SETTING + (
-    " Workers are processes of this machine, on the cores of their graph server. Their work is small beside "
-    "what slows them down, which is real waiting: a pause of each task, and connections of 200 Mbit/s each "
-    "way, through which all rows and weights pass."
-)
 _PIPE = {"mode": "pipe"}
 _ASYNC = {
     "async, S=0": {"mode": "async", "staleness": 0},
@@ -125,7 +117,7 @@ _SEEDS = 5
 
 
 def _y1(plan: BenchPlan, size: Size) -> ExperimentPlan:
-    folders = {"built-in": data.prepare(graph_of(size, plan.seed), {"metis": CUT}, plan.work)["metis"]}
+    folders = {"built-in": data.prepare(graph_of(plan, size), {"metis": CUT}, plan.work)["metis"]}
     if (plan.work / COAUTHORS).is_file():
         folders["coauthor_physics"] = cut_coauthors(plan.work, size.features)
     turns = tuple({"seed": plan.seed + number} for number in range(max(_SEEDS, plan.repetitions)))
@@ -137,10 +129,10 @@ def _y1(plan: BenchPlan, size: Size) -> ExperimentPlan:
         for mode in _MODES
     ]
     ratios = [
-        Ratio(
-            name=f"R, {graph}, {mode}",
+        quotient(
             over=f"{graph}, {mode}",
             under=f"{graph}, pipe",
+            name=f"R, {graph}, {mode}",
             quantity="epochs_to_target",
             low=1.0,
             high=high,
@@ -166,17 +158,12 @@ def _counting(graph: str, mode: str, size: Size, turns: tuple[dict[str, Any], ..
 def _y2(plan: BenchPlan, size: Size) -> ExperimentPlan:
     cases, ratios = [], []
     for sigma, words in ((size.latency_sigma, "jitter"), (0.0, "no jitter")):
-        slow = slow_workers(replace(size, latency_sigma=sigma))
-        cases += [Case(name=f"{mode}, {words}", options={**slow, **of}) for mode, of in _MODES.items()]
-        ratios += [
-            Ratio(
-                name=f"{mode} / pipe, {words}",
-                over=f"{mode}, {words}",
-                under=f"pipe, {words}",
-                high=0.9 if sigma else None,
-            )
-            for mode in _ASYNC
-        ]
+        slow, high = slow_workers(replace(size, latency_sigma=sigma)), 0.9 if sigma else None
+        names = {mode: f"{mode}, {words}" for mode in _MODES}
+        cases += [Case(name=names[mode], options={**slow, **of}) for mode, of in _MODES.items()]
+        for mode in _ASYNC:
+            name = f"{mode} / pipe, {words}"
+            ratios.append(quotient(over=names[mode], under=names["pipe"], name=name, high=high))
     return plan_of(plan, size, cases, ratios)
 
 
@@ -186,10 +173,9 @@ def _y3(plan: BenchPlan, size: Size) -> ExperimentPlan:
         Case(name=name, options={**slow, "mode": mode}, params=params)
         for name, mode in (("no-pipe", "no_pipe"), ("pipe", "pipe"))
     ]
-    over, under = "no-pipe", "pipe"
     ratios = [
-        Ratio(name="no-pipe / pipe", over=over, under=under, low=1.5),
-        _bytes("bytes, no-pipe / pipe", over, under, 1.0, 0.001),
+        quotient(over="no-pipe", under="pipe", low=1.5),
+        _bytes("no-pipe", "pipe", 1.0, 0.001),
     ]
     return plan_of(plan, size, cases, ratios)
 
@@ -203,26 +189,20 @@ def _y4(plan: BenchPlan, size: Size) -> ExperimentPlan:
     named["all off"] = {name: False for off in named.values() for name in off}
     options: dict[str, dict[str, bool]] = {ON: {}, **named}
     cases = [Case(name=name, options={**slow_workers(size), **off}) for name, off in options.items()]
-    ratios = [
-        Ratio(name=f"{name} / on", over=name, under=ON, low=1.1 if name == "all off" else None)
-        for name in named
-    ]
+    low = {"all off": 1.1}
+    ratios = [quotient(over=name, under=ON, name=f"{name} / on", low=low.get(name)) for name in named]
     made = plan_of(plan, size, cases, ratios)
     total = {name: sum(of.values()) for name, of in made.facts[PREDICTED_BYTES].items()}
     # The ratio must be the formula's; what ranks tell each other to agree is in it.
-    of_bytes = [_bytes(f"bytes, {name} / on", name, ON, total[name] / total[ON], 0.002) for name in named]
+    of_bytes = [_bytes(name, ON, total[name] / total[ON], 0.002, "on") for name in named]
     return replace(made, ratios=(*made.ratios, *of_bytes))
 
 
-def _bytes(name: str, over: str, under: str, predicted: float, tolerance: float) -> Ratio:
-    return Ratio(
-        name=name,
-        over=over,
-        under=under,
-        quantity="bytes_outside",
-        predicted=predicted,
-        low=(1 - tolerance) * predicted,
-        high=(1 + tolerance) * predicted,
+def _bytes(over: str, under: str, predicted: float, tolerance: float, short: str = "") -> Ratio:
+    around = {"low": (1 - tolerance) * predicted, "high": (1 + tolerance) * predicted}
+    name = f"bytes, {over} / {short or under}"
+    return quotient(
+        over=over, under=under, name=name, quantity="bytes_outside", predicted=predicted, **around
     )
 
 
@@ -286,7 +266,7 @@ def plan_of(
     Raises:
         ConfigError: the graph cannot be made or cut so.
     """
-    graph = graph_of(size, plan.seed)
+    graph = graph_of(plan, size)
     folder = data.prepare(graph, {"metis": CUT}, plan.work)["metis"]
     counted = [case for case in cases if case.counted]
     return ExperimentPlan(
@@ -300,18 +280,11 @@ def plan_of(
     )
 
 
-def graph_of(size: Size, seed: int) -> SyntheticConfig:
+def graph_of(plan: BenchPlan, size: Size) -> SyntheticConfig:
     """Return the built-in graph of these experiments: communities, half of the nodes to train on."""
-    return SyntheticConfig(
-        nodes=size.nodes,
-        degree=size.degree,
-        classes=size.classes,
-        features=size.features,
-        seed=seed + 1,
-        train_rate=0.5,
-        homophily=0.9,
-        locality=0.95,
-    )
+    names = ("nodes", "degree", "classes", "features")
+    told = {name: getattr(size, name) for name in names}
+    return clustered(plan, **told, train_rate=0.5, homophily=0.9, locality=0.95)
 
 
 def variant_of(case: Case, folder: Path, size: Size, seed: int) -> Variant:
@@ -392,8 +365,8 @@ def _unit_rows(features: NodeColumn, rows: Array) -> Array:
     return found.astype(np.float32) / np.maximum(norms, 1e-12)
 
 
-def _experiment(name: str, title: str, says: str, setting: str, prediction: str, **texts: Any) -> Experiment:
-    changed = _PLANS[name][1]
+def _experiment(name: str, title: str, says: str, setting: str, prediction: str) -> Experiment:
+    build, changed = _PLANS[name]
     return Experiment(
         id=name,
         title=title,
@@ -401,8 +374,7 @@ def _experiment(name: str, title: str, says: str, setting: str, prediction: str,
         claim=Claim(paper="Dorylus (OSDI 2021)", says=says, setting=setting),
         prediction=prediction,
         strategies=("lambda",),
-        build=lambda plan: plan_at(name, plan, replace(SIZES.get(plan.suite, SIZES["papers"]), **changed)),
-        **texts,
+        build=lambda plan: build(plan, replace(SIZES.get(plan.suite, SIZES["papers"]), **changed)),
     )
 
 
@@ -414,16 +386,6 @@ EXPERIMENTS = (
         "reddit-small, amazon, reddit-large on AWS Lambda",
         "1.0 to 1.15 at staleness 0, 1.0 to 1.6 at staleness 1; the same bytes per epoch. Independent of "
         "the hardware.",
-        how=SETTING
-        + " 8 intervals for each graph server; workers are its threads, with a log-normal pause of each "
-        "task. Each repetition has another seed of the first weights, equal for all modes. Epochs are "
-        "counted to a training accuracy, as the forward passes of the epoch had it, which the synchronous "
-        f"runs come to in about half of the epochs: {_GOALS['built-in'].target:g} on the built-in graph, "
-        f"{_GOALS['coauthor_physics'].target:g} on coauthor_physics, there with 64 random projections of "
-        "its features and a random 66 % of the nodes to train on. Where a seed does not come there, there "
-        "is no R.",
-        note="The training accuracy of an asynchronous epoch is that of values partly one epoch old. Which "
-        "values are old depends on pauses and threads, so an R is known to an epoch or two.",
     ),
     _experiment(
         "Y2",
@@ -431,12 +393,6 @@ EXPERIMENTS = (
         "async epochs are about 15 % shorter than those of the pipeline with a barrier",
         "AWS Lambda",
         "0.80 to 0.90 of the pipeline's time; the gain vanishes without jitter of the workers.",
-        how=HOW
-        + " 8 intervals and 8 workers for each graph server, so that all tasks of a phase can be under way "
-        "at once; pauses with a median of 60 ms. All three modes with log-normal pauses of sigma 0.5, drawn "
-        "by the task and so equal in all modes, and again with all pauses alike.",
-        note="What a barrier costs goes with the slowest of the tasks before it, so it grows with the number "
-        "of intervals that are under way at once.",
     ),
     _experiment(
         "Y3",
@@ -444,14 +400,6 @@ EXPERIMENTS = (
         "without the pipeline 1.9x slower",
         "amazon on AWS Lambda",
         "1.5 to 1.9x: the overlap is real on few cores too, since waiting for workers costs none.",
-        how=HOW + f" Mean in-degree {_BALANCED['degree']:g}, widths {_BALANCED['features']} and "
-        f"{_BALANCED['hidden']}, {_BALANCED['intervals']} intervals, {_BALANCED['workers']} worker at a time "
-        f"for each graph server, all pauses {1e3 * _BALANCED['latency_s']:g} ms: a graph server computes "
-        "about as long in a phase as its worker waits, most of it for rows at 200 Mbit/s.",
-        note="The gain is largest where graph servers and workers take equally long, 2x but for the filling "
-        "of the pipeline and for what workers compute: that is on the cores of their graph server here, "
-        "where functions have their own, and overlaps with nothing. Other sizes gave less or scattered more: "
-        "two workers 1.36x, 14 000 nodes of degree 1700 1.24x and 1.55x.",
     ),
     _experiment(
         "Y4",
@@ -459,11 +407,6 @@ EXPERIMENTS = (
         "both save traffic between graph servers and workers; no figure is quoted here",
         "AWS Lambda",
         "1.1 to 1.4x; rematerialisation halves what the vertex task sends up, fusion saves one round trip.",
-        how=HOW
-        + " Each of fusion, rematerialisation and streaming off, none and all, at hidden width 64 with 8 "
-        "intervals and 4 workers for each graph server and log-normal pauses with a median of 40 ms.",
-        note="Bytes by phase are compared to the byte; the ratios of bytes hold, beside them, what ranks "
-        "tell each other to agree. A task that is launched again pulls its rows again.",
     ),
     _experiment(
         "Y5",
@@ -472,10 +415,5 @@ EXPERIMENTS = (
         "13.8 $ against 1991 s for 15.3 $",
         "graph servers and Lambda on AWS, table 4",
         "1.1 to 2.8x the value, by simulation from a price table only; to be labelled simulated cost.",
-        how=HOW
-        + " 8 intervals and 8 workers for each graph server, log-normal pauses with a median of 40 ms. "
-        "Seconds are measured, calls and their durations counted, dollars those of a table of prices.",
-        note="Simulated cost. Servers alone compute on all cores that functions share with them here, where "
-        "in a cloud functions bring cores of their own; so the time is no cloud's, and neither is the value.",
     ),
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import dgl
@@ -15,14 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from dglx_dist.api import DataLoader, init, wrap
-from dglx_dist.comm.ledger import LedgerRow
-from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.records import FEATURE, NODE_TYPE, EpochRecord
 from dglx_dist.serverless.parameter_service import READ
-from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel
+from dglx_dist.strategies.base import EpochTrainer, Objective
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
 from scripts.bench.jobs.params import IntervalParams, read_params
@@ -55,25 +53,12 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
         return report
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Measured:
-    """What the measured epochs left."""
-
-    records: Sequence[EpochRecord]
-    moved: Sequence[LedgerRow]
-    account: Mapping[str, Any]
-    """What of the account is of them."""
-    label: str
-    """How to read its dollars."""
-
-
 def _trained(g: DistGraph, told: IntervalParams) -> dict[str, Any]:
     session = g.session
     torch.manual_seed(told.seed)
     classes = int(g.num_classes(NODE_TYPE) or 0)
-    model = build_model(
-        told.model, g.ndata[FEATURE].shape[1], told.hidden, classes, told.layers, 0.0, graph=g
-    )
+    width = g.ndata[FEATURE].shape[1]
+    model = build_model(told.model, width, told.hidden, classes, told.layers, 0.0, graph=g)
     nodes = node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=True)
     loader = DataLoader(g, nodes, dgl.dataloading.MultiLayerFullNeighborSampler(told.layers))
     wrapped = wrap(model, g)
@@ -82,18 +67,29 @@ def _trained(g: DistGraph, told: IntervalParams) -> dict[str, Any]:
     if trainer is None:
         raise ConfigError(f"strategy {told.strategy!r} trains in a loop; use the job 'train' for it")
     with _closed(trainer):
-        measured = _measured(trainer, told, session)
+        if told.warmup:
+            trainer.run(0, told.warmup)
+        before: Mapping[str, Any] = trainer.account()
+        counted = session.ledger.snapshot()
+        records = trainer.run(told.warmup, told.epochs)
+        moved = session.ledger.since(counted)
+        after: Mapping[str, Any] = trainer.account()
+    spent = {name: (after[name] - before[name]) / told.epochs for name in _COUNTED if name in before}
+    worth = spent["dollars"] * sum(record.seconds for record in records) / told.epochs
+    accuracy = {"test_accuracy": evaluate(wrapped, g, ["test_mask"])["test_mask"]} if told.accuracy else {}
     return {
-        "epochs": [asdict(record) for record in measured.records],
+        "epochs": [asdict(record) for record in records],
         "bytes_outside_wire": None,
         "extra": {
             # What brings the weights to the user's model, once at the end, is of no epoch.
-            "bytes_outside_by_phase": bytes_by_phase(measured.moved, session, without=frozenset({READ})),
-            "epochs_to_target": epochs_to(measured.records, told.target),
-            "losses": [record.loss for record in measured.records],
-            "train_accuracy": [record.train_accuracy for record in measured.records],
-            **_accuracy(wrapped, g, told),
-            **_money(measured),
+            "bytes_outside_by_phase": bytes_by_phase(moved, session, without=frozenset({READ})),
+            "epochs_to_target": epochs_to(records, told.target),
+            "losses": [record.loss for record in records],
+            "train_accuracy": [record.train_accuracy for record in records],
+            **accuracy,
+            **spent,
+            "value": 1 / worth if worth > 0 else None,
+            "dollars_are": str(after["label"]),
         },
     }
 
@@ -108,35 +104,9 @@ def _closed(trainer: EpochTrainer) -> Iterator[None]:
         trainer.close(failed=failed)
 
 
-def _measured(trainer: EpochTrainer, told: IntervalParams, session: Session) -> _Measured:
-    if told.warmup:
-        trainer.run(0, told.warmup)
-    before = trainer.account()
-    counted = session.ledger.snapshot()
-    records = trainer.run(told.warmup, told.epochs)
-    moved = session.ledger.since(counted)
-    after: Mapping[str, Any] = trainer.account()
-    spent = {name: after[name] - before[name] for name in _COUNTED if name in before}
-    return _Measured(records=records, moved=moved, account=spent, label=str(after["label"]))
-
-
 def epochs_to(records: Sequence[EpochRecord], target: float | None) -> int | None:
     """Return after how many of these epochs the training accuracy was ``target``; None: it never was."""
     if target is None:
         return None
     reached = (number for number, one in enumerate(records, start=1) if one.train_accuracy >= target)
     return next(reached, None)
-
-
-def _accuracy(model: WrappedModel, g: DistGraph, told: IntervalParams) -> dict[str, float]:
-    if not told.accuracy:
-        return {}
-    return {"test_accuracy": evaluate(model, g, ["test_mask"])["test_mask"]}
-
-
-def _money(measured: _Measured) -> dict[str, Any]:
-    number = len(measured.records)
-    each = {name: total / number for name, total in measured.account.items()}
-    seconds = sum(record.seconds for record in measured.records) / number
-    worth = each["dollars"] * seconds
-    return {**each, "value": 1 / worth if worth > 0 else None, "dollars_are": measured.label}

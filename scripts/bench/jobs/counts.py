@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-import dgl
 import numpy as np
 
 from dglx_dist.api import DataLoader, init
@@ -20,8 +19,8 @@ from dglx_dist.planner.choose import choose
 from dglx_dist.planner.records import Candidate, Choice, Rate
 from dglx_dist.planner.workload import Draws, Survey, count_rank, summed
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE
-from dglx_dist.training.models import build_model
 from scripts.bench.jobs.params import TrainParams, read_params
+from scripts.bench.jobs.train import model_of, sampler_of
 from scripts.bench.simulate import calibrate
 from scripts.bench.worker import JobContext
 
@@ -45,21 +44,13 @@ def calibrate_compute(params: Mapping[str, Any], context: JobContext) -> dict[st
     told = read_params(TrainParams, params)
     with init(timeout=context.timeout_s, seed=told.seed) as session:
         g = DistGraph(told.data, session=session)
-        seeds = node_split(g.ndata["train_mask"], g.get_partition_book())
-        sampler = dgl.dataloading.NeighborSampler(
-            list(told.fanouts), prefetch_node_feats=[FEATURE], prefetch_labels=[LABEL]
-        )
+        seeds, sampler = node_split(g.ndata["train_mask"], g.get_partition_book()), sampler_of(told)
         batches = []
         for part in _PARTS_OF_A_BATCH:
             size = max(told.batch_size // part, 1)
             loader = DataLoader(g, seeds[: size * _BATCHES], sampler, batch_size=size, num_threads=0)
             batches += [blocks for _, _, blocks in loader]
-        classes, width = int(g.num_classes(NODE_TYPE) or 0), g.ndata[FEATURE].shape[1]
-        graph = g if told.norm == "graph" else None
-        model = build_model(
-            told.model, width, told.hidden, classes, len(told.fanouts), told.dropout, told.heads, graph=graph
-        )
-        cost = calibrate(model, batches)
+        cost = calibrate(model_of(told, g), batches)
         g.close()
     return cost.to_json()
 
@@ -97,7 +88,10 @@ def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
         found = summed(
             [count_rank(g, draws, seeds, (topology, bounds)) for topology in ranks],
             row_bytes={name: _row_bytes(g, name) for name in (FEATURE, LABEL)},
-            parameter_bytes=_parameter_bytes(told, g),
+            # With each tensor goes a flag of one element, that somebody has its gradient.
+            parameter_bytes=sum(
+                (one.numel() + 1) * one.element_size() for one in model_of(told, g).parameters()
+            ),
             partitioned=told.structure == "partitioned",
         )
         g.close()
@@ -107,16 +101,6 @@ def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
 def _row_bytes(g: DistGraph, name: str) -> int:
     column = g.ndata[name]
     return int(np.prod(column.shape[1:], dtype=np.int64)) * column.dtype.itemsize
-
-
-def _parameter_bytes(told: TrainParams, g: DistGraph) -> int:
-    classes, width = int(g.num_classes(NODE_TYPE) or 0), g.ndata[FEATURE].shape[1]
-    graph = g if told.norm == "graph" else None
-    model = build_model(
-        told.model, width, told.hidden, classes, len(told.fanouts), heads=told.heads, graph=graph
-    )
-    # With each tensor goes a flag of one element, that somebody has its gradient.
-    return sum((parameter.numel() + 1) * parameter.element_size() for parameter in model.parameters())
 
 
 def plan(params: Mapping[str, Any], _context: JobContext) -> dict[str, Any]:

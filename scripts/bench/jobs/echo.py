@@ -33,7 +33,6 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
         "params": dict(params),
         "rank": context.rank,
         "server": context.server,
-        "local_rank": context.local_rank,
         "process": os.getpid(),
         "number": context.number,
     }

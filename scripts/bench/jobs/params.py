@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.registry import did_you_mean
 from dglx_dist.training.models import MODEL_KINDS, check_kind
 from scripts.bench.simulate import ComputeCost
-
-Check: TypeAlias = tuple[str, bool, str]
-"""Name of a field, whether its value is wrong, and what is allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,18 +43,14 @@ class ModelParams:
 
     def __post_init__(self) -> None:
         check_kind(self.model, MODEL_KINDS)
-        for name, wrong, allowed in self.checks():
-            if wrong:
-                raise ConfigError(f"{name}={getattr(self, name)!r} of a {self.what} job must be {allowed}")
+        self._demand("hidden", self.hidden >= 1, "at least 1")
+        self._demand("epochs", self.epochs >= 1, "at least 1")
+        self._demand("warmup", self.warmup >= 0, "at least 0")
+        self._demand("lr", 0 < self.lr < math.inf, "above 0")
 
-    def checks(self) -> list[Check]:
-        """Return what is asked of the fields."""
-        return [
-            ("hidden", self.hidden < 1, "at least 1"),
-            ("epochs", self.epochs < 1, "at least 1"),
-            ("warmup", self.warmup < 0, "at least 0"),
-            ("lr", not 0 < self.lr < math.inf, "above 0"),
-        ]
+    def _demand(self, name: str, right: bool, allowed: str) -> None:
+        if not right:
+            raise ConfigError(f"{name}={getattr(self, name)!r} of a {self.what} job must be {allowed}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,19 +83,17 @@ class TrainParams(ModelParams):
     simulated: Mapping[str, Any] | None = None
     """``ComputeCost.to_json()``: sleep so long in place of computing; None: compute."""
 
-    def checks(self) -> list[Check]:
-        """Return what is asked of the fields."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
         learns_nothing = self.accuracy and self.simulated is not None
-        return [
-            *super().checks(),
-            ("fanouts", not self.fanouts, "one number for each layer, at least one"),
-            ("batch_size", self.batch_size < 1, "at least 1"),
-            ("accuracy_every", self.accuracy_every < 1, "at least 1"),
-            ("max_steps", self.max_steps is not None and self.max_steps < 1, "at least 1, or left out"),
-            ("norm", self.norm not in ("graph", "block"), "graph or block"),
-            ("seeds", self.seeds not in ("even", "own"), "even or own"),
-            ("accuracy", learns_nothing, "left out with simulated compute, which learns nothing"),
-        ]
+        steps = self.max_steps
+        self._demand("fanouts", bool(self.fanouts), "one number for each layer, at least one")
+        self._demand("batch_size", self.batch_size >= 1, "at least 1")
+        self._demand("accuracy_every", self.accuracy_every >= 1, "at least 1")
+        self._demand("max_steps", steps is None or steps >= 1, "at least 1, or left out")
+        self._demand("norm", self.norm in ("graph", "block"), "graph or block")
+        self._demand("seeds", self.seeds in ("even", "own"), "even or own")
+        self._demand("accuracy", not learns_nothing, "left out with simulated compute, which learns nothing")
 
     @property
     def max_seeds(self) -> int | None:
@@ -111,11 +102,7 @@ class TrainParams(ModelParams):
 
     @property
     def cost(self) -> ComputeCost | None:
-        """What is slept; None: nothing.
-
-        Raises:
-            ConfigError: ``simulated`` is no cost.
-        """
+        """What is slept; None: nothing. ConfigError if ``simulated`` is no cost."""
         return None if self.simulated is None else ComputeCost.from_json(self.simulated)
 
 
@@ -133,14 +120,10 @@ class IntervalParams(ModelParams):
     target: float | None = None
     """Training accuracy, as a fraction, to which epochs are counted; None: they are not."""
 
-    def checks(self) -> list[Check]:
-        """Return what is asked of the fields."""
-        no_fraction = self.target is not None and not 0 < self.target <= 1
-        return [
-            *super().checks(),
-            ("layers", self.layers < 1, "at least 1"),
-            ("target", no_fraction, "a fraction, or left out"),
-        ]
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._demand("layers", self.layers >= 1, "at least 1")
+        self._demand("target", self.target is None or 0 < self.target <= 1, "a fraction, or left out")
 
 
 Params = TypeVar("Params", bound=ModelParams)

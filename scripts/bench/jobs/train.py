@@ -14,11 +14,11 @@ from typing import Any, final
 
 import dgl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dglx_dist.api import DataLoader, init, wrap
 from dglx_dist.comm.collectives import gather_int64, gather_json
-from dglx_dist.comm.ledger import LedgerRow, Snapshot
+from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.graph.dist_graph import DistGraph
@@ -67,33 +67,30 @@ class _Training:
     step: Step
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Before:
-    """Where the counters stood before the measured epochs."""
+def model_of(told: TrainParams, g: DistGraph) -> nn.Module:
+    """Return the model that ``told`` asks for on ``g``, never simulated."""
+    classes, width = int(g.num_classes(NODE_TYPE) or 0), g.ndata[FEATURE].shape[1]
+    graph = g if told.norm == "graph" else None
+    model: nn.Module = build_model(
+        told.model, width, told.hidden, classes, len(told.fanouts), told.dropout, told.heads, graph=graph
+    )
+    return model
 
-    card: int | None
-    ledger: Snapshot
-    payload: list[LedgerRow]
-    """Of all that was before."""
-    seconds: float
-    """Since the job began, without the epochs that warmed up: what is done once."""
+
+def sampler_of(told: TrainParams) -> dgl.dataloading.NeighborSampler:
+    """Return the sampler that ``told`` asks for."""
+    return dgl.dataloading.NeighborSampler(
+        list(told.fanouts), prefetch_node_feats=[FEATURE], prefetch_labels=[LABEL]
+    )
 
 
 def _make(told: TrainParams, g: DistGraph) -> _Training:
-    classes = int(g.num_classes(NODE_TYPE) or 0)
     nodes = node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=told.seeds == "even")
-    nodes = nodes[: told.max_seeds]
-    sampler = dgl.dataloading.NeighborSampler(
-        list(told.fanouts), prefetch_node_feats=[FEATURE], prefetch_labels=[LABEL]
-    )
+    sampler, nodes = sampler_of(told), nodes[: told.max_seeds]
     loader = DataLoader(g, nodes, sampler, batch_size=told.batch_size, shuffle=True, **dict(told.loader))
-    width = g.ndata[FEATURE].shape[1]
-    graph = g if told.norm == "graph" else None
-    model: torch.nn.Module = build_model(
-        told.model, width, told.hidden, classes, len(told.fanouts), told.dropout, told.heads, graph=graph
-    )
+    model = model_of(told, g)
     if told.cost is not None:
-        model = SleepingModel(model, told.cost, classes)
+        model = SleepingModel(model, told.cost, int(g.num_classes(NODE_TYPE) or 0))
     wrapped = wrap(model, g)
     optimizer = torch.optim.Adam(wrapped.parameters(), lr=told.lr)
     bounds = g.get_node_partition_policy(NODE_TYPE).bounds
@@ -107,44 +104,49 @@ def _make(told: TrainParams, g: DistGraph) -> _Training:
 
 def _measured(training: _Training, told: TrainParams, context: JobContext, began: float) -> dict[str, Any]:
     session, g = training.g.session, training.g
-    curve = _Curve(training, told)
+    curve: list[tuple[float, float]] = []
     trained_s = 0.0
     for epoch in range(told.warmup):
-        record = _epoch(training, told, epoch)
-        trained_s += record.seconds
-        curve.follow(record)
+        trained_s += _epoch(training, told, epoch).seconds
+        _follow(curve, training, told, epoch, trained_s)
     training.loader.reset()
     g.barrier()
-    before = _Before(
-        card=context.card_sent(),
-        ledger=session.ledger.snapshot(),
-        payload=session.ledger.rows(),
-        seconds=time.perf_counter() - began - trained_s,
-    )
+    # What is done once: all since the job began, without the epochs that warmed up.
+    once_s, once = time.perf_counter() - began - trained_s, session.ledger.rows()
+    card, ledger = context.card_sent(), session.ledger.snapshot()
     g.barrier()
-    wire: int | None = 0
     records = []
     for epoch in range(told.warmup, told.warmup + told.epochs):
         records.append(_epoch(training, told, epoch))
-        if told.accuracy:
-            # What evaluation sends is not of the epochs.
-            wire = None
-            curve.follow(records[-1])
+        trained_s += records[-1].seconds
+        _follow(curve, training, told, epoch, trained_s)
     g.barrier()
-    sent = session.ledger.since(before.ledger)
-    wire = None if wire is None else _sent_by_cards(before.card, context, session)
+    sent = session.ledger.since(ledger)
     return {
         "epochs": [_json(record) for record in records],
-        "bytes_outside_wire": wire,
+        # What evaluation sends is not of the epochs.
+        "bytes_outside_wire": None if told.accuracy else _sent_by_cards(card, context, session),
         "peak_bytes": context.peak_bytes(),
-        "accuracy": curve.points,
+        "accuracy": curve,
         "extra": {
             **_facts(training, session),
             "bytes_outside_by_phase": bytes_by_phase(sent, session),
-            "seconds_before": int(gather_int64([int(1e6 * before.seconds)], session).max()) / 1e6,
-            "bytes_outside_before": bytes_by_phase(before.payload, session),
+            "seconds_before": int(gather_int64([int(1e6 * once_s)], session).max()) / 1e6,
+            "bytes_outside_before": bytes_by_phase(once, session),
         },
     }
+
+
+def _follow(
+    curve: list[tuple[float, float]], training: _Training, told: TrainParams, epoch: int, seconds: float
+) -> None:
+    # Collective. Adds (seconds of training so far, validation accuracy) after epochs for which it is asked.
+    is_due = (epoch + 1) % told.accuracy_every == 0 or epoch + 1 == told.warmup + told.epochs
+    if told.accuracy and is_due:
+        # Each rank's nodes at once: what several batches of them need is then pulled once, not by each.
+        g = training.g
+        found = evaluate(training.step.model, g, [_VALIDATION], batch_size=g.num_nodes())
+        curve.append((seconds, found[_VALIDATION]))
 
 
 def _epoch(training: _Training, told: TrainParams, epoch: int) -> EpochRecord:
@@ -161,33 +163,6 @@ def _json(record: EpochRecord) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(record).items()
     }
-
-
-@final
-class _Curve:
-    """(Seconds of training so far, validation accuracy), of the epochs for which it is asked.
-
-    Args:
-        training: Whose model.
-        told: Whether, and after which epochs.
-    """
-
-    def __init__(self, training: _Training, told: TrainParams) -> None:
-        self._training, self._told = training, told
-        self._seconds, self._epochs = 0.0, 0
-        self.points: list[tuple[float, float]] = []
-
-    def follow(self, record: EpochRecord) -> None:
-        """Take an epoch into account; collective."""
-        told, g = self._told, self._training.g
-        self._seconds += record.seconds
-        self._epochs += 1
-        is_due = self._epochs % told.accuracy_every == 0 or self._epochs == told.warmup + told.epochs
-        if not told.accuracy or not is_due:
-            return
-        # Each rank's nodes at once: what several batches of them need is then pulled once, not by each.
-        found = evaluate(self._training.step.model, g, [_VALIDATION], batch_size=g.num_nodes())
-        self.points.append((self._seconds, found[_VALIDATION]))
 
 
 def _sent_by_cards(before: int | None, context: JobContext, session: Session) -> int | None:

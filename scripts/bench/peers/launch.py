@@ -6,10 +6,10 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any, final
@@ -17,25 +17,17 @@ from typing import Any, final
 import psutil
 
 from dglx_dist.comm.topology import inherited_environment, rank_environment
-from dglx_dist.errors import ConfigError, JobError, UnknownNameError
+from dglx_dist.errors import ConfigError, JobError
 from dglx_dist.records import EpochRecord
-from dglx_dist.registry import did_you_mean
-from scripts.bench.peers.workload import Workload
+from scripts.bench.peers.workload import TRAINERS, Launch
+from scripts.bench.suites import installed
 from scripts.netlab.base import Lab
 from scripts.netlab.launch import Launcher, server_environment, start, with_changes
-
-PACKAGES = ("torch", "dgl", "torch_geometric", "pyg_lib", "torch_sparse")
 
 
 def versions() -> dict[str, str]:
     """Return name to version of the packages that the peers are made of, as far as they are installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return installed(("torch", "dgl", "torch_geometric", "pyg_lib", "torch_sparse"))
 
 
 Parts = Mapping[str, tuple[str, ...]]
@@ -85,22 +77,20 @@ def as_record(system: str, rows: Sequence[Mapping[str, Any]], wire: int | None) 
     # A model's exchange is within its backward: what is told apart is not counted twice.
     for row, found in zip(rows, times, strict=True):
         found["compute_s"] = max(found["compute_s"] - row["parts"].get("exchange", 0.0), 0.0)
-    mean = {name: fmean(found[name] for found in times) for name in _TIMES}
-    counts = {name: sum(row["counts"].get(name, 0.0) for row in rows) for name in _names(rows)}
-    targets = max(counts.get("targets", 0.0), 1.0)
+    counts: Counter[str] = Counter()
+    for row in rows:
+        counts.update(row["counts"])
+    targets = max(counts["targets"], 1)
+    means: Any = {name: fmean(found[name] for found in times) for name in _TIMES}
     return EpochRecord(
         epoch=int(rows[0]["epoch"]),
-        loss=counts.get("loss_sum", 0.0) / targets,
-        train_accuracy=counts.get("correct", 0.0) / targets,
+        loss=counts["loss_sum"] / targets,
+        train_accuracy=counts["correct"] / targets,
         val_accuracy=None,
         seconds=max(row["seconds"] for row in rows),
-        num_samples=int(counts.get("targets", 0.0)),
-        sample_s=mean["sample_s"],
-        fetch_s=mean["fetch_s"],
-        wait_s=mean["wait_s"],
-        compute_s=mean["compute_s"],
-        exchange_s=mean["exchange_s"],
-        bytes_inside=int(counts.get("ledger inside", 0.0)),
+        num_samples=int(counts["targets"]),
+        **means,
+        bytes_inside=int(counts["ledger inside"]),
         bytes_outside=int(counts["ledger outside"]) if "ledger outside" in counts else wire or 0,
     )
 
@@ -119,10 +109,6 @@ def _times(system: str, parts: Mapping[str, float]) -> dict[str, float]:
         for name in MAPPINGS[system][part]:
             found[name] += seconds
     return found
-
-
-def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return sorted({name for row in rows for name in row["counts"]})
 
 
 _EVERY_S = 1.0
@@ -171,62 +157,10 @@ KIND = "program"
 """Kind of the jobs that are done by :func:`run_once` in place of a worker pool."""
 
 PROGRAMS = Path(__file__).parent / "programs"
-_TRAINERS = {
-    "stock": "stock_trainer.py",
-    "ours": "ours.py",
-    "dense": "dense_rows.py",
-    "pyg": "pyg_trainer.py",
-}
 _SERVER_PORT = 30050
 _POLL_S, _LOG_LINES = 0.1, 15
 # Settings of the person who runs the bench that would change one of the systems.
 _PEER_VARIABLES = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD", "DGL", "OMP_", "MKL_")
-
-ALLOCATORS = ("unset", "glibc", "tuned")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """What one launch is told; the params of a job of the kind "program"."""
-
-    system: str
-    """stock, ours, dense or pyg."""
-    workload: Workload
-    data: str
-    """The partition in the system's own format."""
-    epochs: int = 2
-    """Measured ones."""
-    warmup: int = 1
-    """Epochs before those."""
-    allocator: str = "unset"
-    """unset: as a user of torchrun finds it (ours then keeps freed memory by itself); glibc: the C library's
-    defaults for both; tuned: the settings of ``dglx train`` for both."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """For the system's program alone, JSON values."""
-
-    def __post_init__(self) -> None:
-        if self.system not in _TRAINERS:
-            hint = did_you_mean(self.system, _TRAINERS)
-            raise UnknownNameError(
-                f"there is no system {self.system!r}{hint} (known: {', '.join(_TRAINERS)})"
-            )
-        if self.allocator not in ALLOCATORS:
-            raise ConfigError(f"allocator={self.allocator!r} must be one of {', '.join(ALLOCATORS)}")
-        if self.epochs < 1 or self.warmup < 0:
-            raise ConfigError(f"epochs={self.epochs}, warmup={self.warmup}: measure at least one epoch")
-
-    @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> Launch:
-        """Return what :meth:`params` told.
-
-        Raises:
-            ConfigError: a value makes no sense.
-        """
-        return cls(**{**params, "workload": Workload.from_json(params["workload"])})
-
-    def params(self) -> dict[str, Any]:
-        """Return JSON values for a Job."""
-        return {**asdict(self), "workload": self.workload.to_json(), "options": dict(self.options)}
 
 
 def run_once(
@@ -257,7 +191,7 @@ def run_once(
             f"loopback: {lab.missing or 'asked for'}"
         )
     if not Path(launch.data).exists():
-        raise ConfigError(f"{launch.data} does not exist; make it with bench.peers.data.prepare")
+        raise ConfigError(f"{launch.data} does not exist; make it with bench.peers.data.copy_of")
     folder.mkdir(parents=True)
     world_size = len(lab.servers) * ranks_per_server
     watch = MemoryWatch()
@@ -269,7 +203,7 @@ def run_once(
         started = stack.enter_context(
             start(
                 lab,
-                [str(PROGRAMS / _TRAINERS[launch.system]), *_arguments(lab, launch, folder)],
+                [str(PROGRAMS / TRAINERS[launch.system]), *_arguments(lab, launch, folder)],
                 ranks_per_server=ranks_per_server,
                 environment=shared,
                 log_folder=folder,
@@ -296,7 +230,7 @@ def run_once(
 def _arguments(lab: Lab, launch: Launch, folder: Path) -> list[str]:
     device = lab.servers[0].device
     return [
-        *("--workload", json.dumps(launch.workload.to_json())),
+        *("--workload", json.dumps(asdict(launch.workload))),
         *("--data", launch.data),
         *("--epochs", str(launch.warmup + launch.epochs)),
         *("--out", str(folder)),

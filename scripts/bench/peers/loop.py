@@ -25,7 +25,7 @@ from scripts.netlab.servers import read_card
 def read_arguments() -> argparse.Namespace:
     """Read what the launch told this rank; ``workload`` is a Workload, ``options`` a dict."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--workload", required=True, type=lambda text: Workload.from_json(json.loads(text)))
+    parser.add_argument("--workload", required=True, type=lambda text: Workload(**json.loads(text)))
     parser.add_argument(
         "--data", required=True, help="folder or file of the partition, in the system's format"
     )

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.registry import did_you_mean
+
+TRAINERS: Mapping[str, str] = {
+    "stock": "stock_trainer.py",
+    "ours": "ours.py",
+    "dense": "dense_rows.py",
+    "pyg": "pyg_trainer.py",
+}
+"""System -> its program."""
+ALLOCATORS = ("unset", "glibc", "tuned")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One comparison; the same for all systems."""
+    """Model and batches of one comparison; the same for all systems."""
 
-    nodes: int
-    degree: int = 25
-    features: int = 100
-    classes: int = 47
-    train_rate: float = 0.1
+    features: int
+    classes: int
     hidden: int = 16
     fanouts: tuple[int, ...] = (25, 10)
     """As DGL has them: the last is the hop at the seeds."""
@@ -27,28 +33,32 @@ class Workload:
     embedding: int = 0
     """Width of trainable rows that take the place of the features; 0: none."""
     lr: float = 0.003
-    seed: int = 0
-    """Of the graph and of its partition."""
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Workload:
-        """Return what :meth:`to_json` told.
 
-        Raises:
-            ConfigError: a name is none of the fields.
-        """
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
-        if unknown:
-            raise ConfigError(
-                f"workload has no {', '.join(unknown)}; it has {', '.join(f.name for f in fields(cls))}"
-            )
-        return cls(**{**values, "fanouts": tuple(values.get("fanouts", cls.fanouts))})
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What one launch is told; the params of a job of the kind "program"."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return json.loads(json.dumps(asdict(self)))
+    system: str
+    """One of TRAINERS."""
+    workload: Workload
+    data: str
+    """The partition in the system's own format."""
+    epochs: int = 2
+    """Measured ones."""
+    warmup: int = 1
+    """Epochs before those."""
+    allocator: str = "unset"
+    """unset: as a user of torchrun finds it (ours then keeps freed memory by itself); glibc: the C library's
+    defaults for both; tuned: the settings of ``dglx train`` for both."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """For the system's program alone, JSON values."""
 
-    def graph_key(self) -> dict[str, Any]:
-        """Return what the graph and its partition depend on, JSON values."""
-        names = ("nodes", "degree", "features", "classes", "train_rate", "seed")
-        return {name: getattr(self, name) for name in names}
+    def __post_init__(self) -> None:
+        if self.system not in TRAINERS:
+            hint = did_you_mean(self.system, TRAINERS)
+            raise UnknownNameError(f"there is no system {self.system!r}{hint} (known: {', '.join(TRAINERS)})")
+        if self.allocator not in ALLOCATORS:
+            raise ConfigError(f"allocator={self.allocator!r} must be one of {', '.join(ALLOCATORS)}")
+        if self.epochs < 1 or self.warmup < 0:
+            raise ConfigError(f"epochs={self.epochs}, warmup={self.warmup}: measure at least one epoch")

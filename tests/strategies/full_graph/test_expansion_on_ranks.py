@@ -17,7 +17,7 @@ from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.expansion import EasOptions, EasSelector, read_eas_options
-from dglx_dist.strategies.full_graph.plan_builder import PlanRequest, SampledPlans, make_plans
+from dglx_dist.strategies.full_graph.plan_builder import PlanRequest, WholeGraphPlans, make_plans
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -333,7 +333,7 @@ def test_a_choice_that_failed_is_not_taken_for_the_one_before(tmp_path: Path) ->
     with start_session():
         request = PlanRequest(seeds=[1, 2], num_layers=2, hops=2)
         g = DistGraph(str(equality.write_parts(tmp_path)))
-        plans = SampledPlans(g, request, EasOptions(resample_every=2), seed=0)
+        plans = WholeGraphPlans(g, request, EasOptions(resample_every=2), seed=0)
         before = plans.plan(1, 0)
         with (
             mock.patch.object(plans._planner, "plan", side_effect=PeerError("gone")),

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
-import os
-import resource
-import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dglx_dist.data.storage.files import STAMP
-from dglx_dist.errors import StorageError
-from dglx_dist.strategies.full_graph import halo_plan
+from dglx_dist.data.storage.arrays import ArrayCache, ArrayFolder, ArrayWriter
 from dglx_dist.strategies.full_graph.halo_plan import (
     NUMBERS,
     HaloLayer,
@@ -32,7 +25,6 @@ from dglx_dist.strategies.full_graph.plan_builder import (
     decode_requested_rows,
     encode_requested_rows,
 )
-from tests.data.storage.graphs import flip, flipped_bits
 
 
 def test_rows_of_a_level_are_the_first_ones() -> None:
@@ -170,50 +162,28 @@ def same(one: Any, other: Any) -> bool:
 
 
 def test_a_plan_comes_back(tmp_path: Path) -> None:
-    write_plan(tmp_path, a_plan())
-    assert same(a_plan(), read_plan(tmp_path))
+    write_plan(ArrayFolder(tmp_path / "plan"), a_plan())
+    assert same(a_plan(), read_plan(ArrayFolder(tmp_path / "plan")))
 
 
 def test_layers_that_are_one_stay_one(tmp_path: Path) -> None:
     """Those of deep models on a closure that is the whole graph."""
     layer, last = replace(a_plan().layers[0], own_rows=2), a_plan().layers[1]
     deep = replace(a_plan(), layers=(layer, layer, layer, last))
-    write_plan(tmp_path, deep)
-    found = read_plan(tmp_path)
+    write_plan(ArrayFolder(tmp_path / "plan"), deep)
+    found = read_plan(ArrayFolder(tmp_path / "plan"))
     assert same(found, deep)
     assert found.layers[0] is found.layers[1] is found.layers[2]
 
 
 def test_what_is_written_to_it_does_not_reach_the_file(tmp_path: Path) -> None:
-    write_plan(tmp_path, a_plan())
-    read_plan(tmp_path).nodes[0] = 1
-    assert same(a_plan(), read_plan(tmp_path))
-
-
-def test_damage_is_told(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="damaged"):
-        read_plan(tmp_path)
-    write_plan(tmp_path, a_plan())
-    whole = (tmp_path / NUMBERS).read_bytes()
-    for half in (whole[:-8], b""):
-        (tmp_path / NUMBERS).write_bytes(half)
-        with pytest.raises(StorageError, match="damaged"):
-            read_plan(tmp_path)
-
-
-@pytest.mark.parametrize("name", [NUMBERS, STAMP])
-def test_a_flipped_bit_is_told(tmp_path: Path, name: str) -> None:
-    write_plan(tmp_path, a_plan())
-    for at in flipped_bits(tmp_path / name, every=3):
-        with pytest.raises(StorageError, match="damaged"):
-            read_plan(tmp_path)
-        flip(tmp_path / name, at, at % 8)
-    assert same(read_plan(tmp_path), a_plan())
+    write_plan(ArrayFolder(tmp_path / "plan"), a_plan())
+    read_plan(ArrayFolder(tmp_path / "plan")).nodes[0] = 1
+    assert same(a_plan(), read_plan(ArrayFolder(tmp_path / "plan")))
 
 
 def cache_at(folder: Path, rank: int = 0, checksum: str = "abc", **facts: Any) -> PlanCache:
-    dataset: Any = SimpleNamespace(folder=folder, manifest=SimpleNamespace(checksum=checksum))
-    return PlanCache(dataset, {"batches": 2, **facts}, rank)
+    return PlanCache(ArrayCache(folder, checksum), {"batches": 2, **facts}, rank)
 
 
 def test_plans_are_found_again_by_all_that_they_depend_on(tmp_path: Path) -> None:
@@ -231,7 +201,8 @@ def test_plans_are_found_again_by_all_that_they_depend_on(tmp_path: Path) -> Non
 def test_a_damaged_plan_is_replaced(tmp_path: Path) -> None:
     cache = cache_at(tmp_path)
     cache.write(0, a_plan())
-    (cache.folder / "0-0" / NUMBERS).write_bytes(b"nothing")
+    (path,) = tmp_path.rglob(f"0-0/{NUMBERS}.npy")
+    path.write_bytes(b"nothing")
     assert not cache.holds(0)
     assert cache.write(0, a_plan(2))
     assert cache.read(0).seeds == 2
@@ -259,57 +230,14 @@ def test_another_dataset_or_version_does_not_find_them(
     assert not cache_at(tmp_path).holds(0)
 
 
-def _killed_while_writing(folder: Path, after: str) -> None:
-    """Write a plan, in a process of its own that is killed once file ``after`` is there."""
-
-    def killed(*_: Any, **__: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if after == NUMBERS:
-        halo_plan.seal = killed
-    else:
-        halo_plan.publish = killed
-    cache_at(folder).write(0, a_plan())
-
-
-@pytest.mark.parametrize("after", [NUMBERS, STAMP])
-def test_who_is_killed_while_writing_leaves_nothing_half_written(tmp_path: Path, after: str) -> None:
-    writer = multiprocessing.get_context("fork").Process(target=_killed_while_writing, args=(tmp_path, after))
-    writer.start()
-    writer.join(60)
-    assert writer.exitcode == -signal.SIGKILL
-    assert list(tmp_path.rglob("*.partial"))
-    # Who opens plans of other seeds removes it, too.
-    cache_at(tmp_path, seeds=7)
-    assert not list(tmp_path.rglob("*.partial"))
-    cache = cache_at(tmp_path)
-    assert not cache.holds(0)
-    assert cache.write(0, a_plan())
-    assert same(cache.read(0), a_plan())
-
-
 def test_a_disk_without_room_is_survived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(halo_plan, "write_plan", full)
+    monkeypatch.setattr(ArrayWriter, "put", full)
     cache = cache_at(tmp_path)
     assert not cache.write(0, a_plan())
     assert not cache.write(1, a_plan())
     assert caplog.text.count("the plan is not kept on disk") == 1
-    assert not list(cache_at(tmp_path).folder.iterdir())
-
-
-def test_room_that_ends_within_an_array_is_survived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What numpy raises then does not say that the disk is full."""
-    plan = replace(a_plan(), nodes=np.arange(1 << 17))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
-    try:
-        assert not cache_at(tmp_path).write(0, plan)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "the plan is not kept on disk" in caplog.text
-    assert not list(tmp_path.rglob("*.partial"))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.data.storage.files import STAMP
+from dglx_dist.data.storage.arrays import ArrayFolder, ArrayWriter
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.dataloading.feature_fetch import Columns
 from dglx_dist.errors import CheckpointError
@@ -23,11 +23,9 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.row_kernels import column_info
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.full_graph import halo_plan
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock
-from dglx_dist.strategies.full_graph.halo_plan import ROWS, RowFiles
+from dglx_dist.strategies.full_graph.halo_plan import RowFiles
 from dglx_dist.strategies.full_graph.loader import ColumnReader, PlanColumns
-from tests.data.storage.graphs import flip, flipped_bits
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import plan_cases, runs
@@ -175,18 +173,14 @@ def preload_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_values_of_edges_are_moved_once() -> None:
-    whole = torch.zeros(5, 2)
+def test_columns_are_moved() -> None:
     columns = PlanColumns(
         inputs={"feat": torch.zeros(4, 1)},
         targets={"label": torch.zeros(2)},
-        edges=[{"weight": whole}, {"weight": whole[:3]}, {"weight": whole[:3]}],
-    )
-    moved = columns.to(torch.device("meta"))
-    assert moved.inputs["feat"].device.type == moved.targets["label"].device.type == "meta"
-    assert [len(rows["weight"]) for rows in moved.edges] == [5, 3, 3]
-    assert all(rows["weight"]._base is moved.edges[0]["weight"]._base for rows in moved.edges)
-    assert PlanColumns().to(torch.device("cpu")).edges == []
+        edges={"weight": torch.zeros(5, 2)},
+    ).to(torch.device("meta"))
+    for rows in (columns.inputs["feat"], columns.targets["label"], columns.edges["weight"]):
+        assert rows.device.type == "meta"
 
 
 def preload_on_rank(preload_folder: str, strategy: str) -> int:
@@ -238,10 +232,10 @@ def column(dtype: torch.dtype = torch.float32, name: str = "feat", writable: boo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
 def test_rows_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
-    files, rows = RowFiles(tmp_path, 0), torch.tensor([[0, 1], [1, 0], [3, 4]]).to(dtype)
+    files, rows = RowFiles(ArrayFolder(tmp_path), 0), torch.tensor([[0, 1], [1, 0], [3, 4]]).to(dtype)
     assert files.read(column(dtype), IDS) is None
     assert files.write(column(dtype), IDS, rows)
-    found = RowFiles(tmp_path, 0).read(column(dtype), IDS)
+    found = RowFiles(ArrayFolder(tmp_path), 0).read(column(dtype), IDS)
     assert found is not None
     assert found.dtype == dtype
     assert torch.equal(found, rows)
@@ -252,7 +246,7 @@ def test_rows_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_others_are_not_found(tmp_path: Path) -> None:
-    files = RowFiles(tmp_path, 0)
+    files = RowFiles(ArrayFolder(tmp_path), 0)
     files.write(column(), IDS, torch.zeros(3, 2))
     assert files.read(column(), IDS[[1, 0, 2]]) is None
     assert files.read(column(), IDS[:2]) is None
@@ -261,39 +255,12 @@ def test_others_are_not_found(tmp_path: Path) -> None:
 
 
 def test_only_what_comes_from_elsewhere_and_stays_is_worth_it(tmp_path: Path) -> None:
-    files = RowFiles(tmp_path, 0)
+    files = RowFiles(ArrayFolder(tmp_path), 0)
     assert files.takes(column(), IDS)
     assert not files.takes(column(), IDS[:2])
     assert not files.takes(column(), IDS[:0])
-    assert RowFiles(tmp_path, 1).takes(column(), IDS)
+    assert RowFiles(ArrayFolder(tmp_path), 1).takes(column(), IDS)
     assert not files.takes(column(writable=True), IDS)
-
-
-def test_a_damaged_file_is_told_and_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    files = RowFiles(tmp_path, 0)
-    files.write(column(), IDS, torch.ones(3, 2))
-    (kept,) = tmp_path.glob(f"*/{ROWS}")
-    content = bytearray(kept.read_bytes())
-    content[-1] ^= 1
-    for damaged in (bytes(content), bytes(content[:-8]), b""):
-        kept.write_bytes(damaged)
-        assert files.read(column(), IDS) is None
-        assert "damaged" in caplog.text
-        caplog.clear()
-    assert files.write(column(), IDS, torch.ones(3, 2))
-    assert files.read(column(), IDS) is not None
-
-
-@pytest.mark.parametrize("name", [ROWS, STAMP])
-def test_a_flipped_bit_is_told(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    files = RowFiles(tmp_path, 0)
-    files.write(column(), IDS, torch.ones(3, 2))
-    (kept,) = tmp_path.glob(f"*/{name}")
-    for times, at in enumerate(flipped_bits(kept, every=3), 1):
-        assert files.read(column(), IDS) is None
-        assert caplog.text.count("damaged") == times
-        flip(kept, at, at % 8)
-    assert files.read(column(), IDS) is not None
 
 
 class Store:
@@ -319,12 +286,12 @@ def columns_of(store: Store, files: RowFiles | None) -> list[Tensor]:
         edges={EDGE_TYPE: {"w": "weight"}},
     )
     read = ColumnReader(graph, columns, files).read(a_plan())
-    return [read.inputs["x"], read.targets["y"], *(edges["w"] for edges in read.edges)]
+    return [read.inputs["x"], read.targets["y"], read.edges["w"]]
 
 
 def test_a_plans_columns_are_fetched_once_where_some_rows_are_foreign(tmp_path: Path) -> None:
     """Nodes 5, 2, 9 and the one seed are server 0's own; edges 10, 11 and 17 of layer 1 are not."""
-    store, files = Store(), RowFiles(tmp_path, 0)
+    store, files = Store(), RowFiles(ArrayFolder(tmp_path), 0)
     first = columns_of(store, files)
     local = [("feat", [5, 2, 9]), ("label", [5])]
     assert sorted(store.pulled) == sorted([*local, ("weight", [10, 11, 17])])
@@ -333,7 +300,7 @@ def test_a_plans_columns_are_fetched_once_where_some_rows_are_foreign(tmp_path: 
         assert torch.equal(one, other)
     assert sorted(store.pulled) == sorted(local)
     # For server 1 the nodes are foreign, and they are kept too.
-    elsewhere = RowFiles(tmp_path / "other", 1)
+    elsewhere = RowFiles(ArrayFolder(tmp_path / "other"), 1)
     columns_of(store, elsewhere)
     store.pulled.clear()
     columns_of(store, elsewhere)
@@ -346,8 +313,8 @@ def test_without_room_rows_are_fetched_each_time(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(halo_plan.np, "save", full)
-    store, files = Store(), RowFiles(tmp_path, 0)
+    monkeypatch.setattr(ArrayWriter, "put", full)
+    store, files = Store(), RowFiles(ArrayFolder(tmp_path), 0)
     for _ in range(2):
         columns_of(store, files)
     assert store.pulled.count(("weight", [10, 11, 17])) == 2

@@ -11,17 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph import loader as loader_module
-from dglx_dist.strategies.full_graph.halo_plan import OnePlan
 from dglx_dist.strategies.full_graph.loader import FullGraphLoader
 from dglx_dist.strategies.full_graph.model import install
 from dglx_dist.strategies.full_graph.options import read_request
-from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, make_plans
+from dglx_dist.strategies.full_graph.plan_builder import PlanRequest, WholeGraphPlans, make_plans
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
@@ -104,13 +101,11 @@ def counting_replicas(g: DistGraph) -> list[Any]:
     is_training = g.ndata["train_mask"][:]
     held = make_plans(g, g.local_nodes(), 1, 1).nodes
     seeds = torch.from_numpy(held)[is_training[held]]
-    planner = Planner(g)
-    plan = planner.plan(PlanRequest(seeds=seeds.numpy(), num_layers=2, hops=2, seeds_stay=True))
-    counts = gather_int64([plan.seeds], g.session)
-    share = StepShare(num_local=plan.seeds, num_global=int(counts.sum()))
-    assert share.num_global > int(is_training.sum())
+    plan_request = PlanRequest(seeds=seeds.numpy(), num_layers=2, hops=2, seeds_stay=True)
+    plans = WholeGraphPlans(g, plan_request)
+    assert plans.share(0, 0).num_global > int(is_training.sum())
     request = read_request("full_graph", g, seeds, runs.sampler(), {})
-    loader = FullGraphLoader(g, OnePlan(plan, share), request, use_pp=True)
+    loader = FullGraphLoader(g, plans, request, use_pp=True)
     return steps_on(loader, runs.first_model("sage"), lambda model: right_strategy(g).wrap(model, g))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.strategies.push_pull.options import Side
+from dglx_dist.strategies.push_pull.pipeline import Side
 
 LossOf = Callable[[nn.Module, int], Tensor]
 """A model and the number of a batch to the mean loss over all targets of all ranks."""

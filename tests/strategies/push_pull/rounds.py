@@ -16,9 +16,10 @@ from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, PartInput, make_group
 from dglx_dist.strategies.push_pull.feature_columns import open_columns
 from dglx_dist.strategies.push_pull.loader import PushPullLoader, open_loader
-from dglx_dist.strategies.push_pull.options import Group, GroupBatch, PartInput, PushPullOptions, make_group
+from dglx_dist.strategies.push_pull.options import PushPullOptions
 
 NUM_NODES, HALF, WIDTH = 80, 320, 5
 FANOUTS = [3, 2]

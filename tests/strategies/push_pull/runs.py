@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.layers.base import stages_of
+from dglx_dist.layers.convolutions import stages_of
 from dglx_dist.strategies.base import STRATEGIES
 from tests.strategies import equality
 from tests.strategies.push_pull.delayed import Logged, delayed_sgd, logged

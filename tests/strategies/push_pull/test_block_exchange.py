@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dglx_dist.dataloading.minibatch import BlockBuilder
-from dglx_dist.strategies.push_pull.block_exchange import (
+from dglx_dist.strategies.push_pull.loader import (
     OwnerBlock,
     pack_block,
     unpack_block,

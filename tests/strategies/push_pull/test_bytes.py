@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.push_pull.activation_exchange import BACKWARD, FORWARD
-from dglx_dist.strategies.push_pull.block_exchange import STRUCTURE
+from dglx_dist.strategies.push_pull.exchange import BACKWARD, FORWARD, STRUCTURE
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality

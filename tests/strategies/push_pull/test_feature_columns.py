@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import resource
 import shutil
-import threading
 import tracemalloc
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from dglx_dist.comm.session import Session, start_session
-from dglx_dist.data.storage.files import STAMP, partial_folder
+from dglx_dist.data.storage.arrays import STAMP, ArrayFolder
 from dglx_dist.data.storage.reader import StoredDataset, open_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.dataloading.row_buffers import RowMemory
@@ -32,13 +31,14 @@ from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull import feature_columns as column_files
 from dglx_dist.strategies.push_pull import feature_columns as column_loading
 from dglx_dist.strategies.push_pull import feature_columns as moments
+from dglx_dist.strategies.push_pull.exchange import Group, make_group
 from dglx_dist.strategies.push_pull.feature_columns import (
     OPENED,
     PHASE,
     VALUES,
     ColumnRequest,
     ColumnStore,
-    SliceWriter,
+    begin_slice,
     load_columns,
     moments_of_rows,
     open_columns,
@@ -47,12 +47,12 @@ from dglx_dist.strategies.push_pull.feature_columns import (
     slice_folder,
     write_slices,
 )
-from dglx_dist.strategies.push_pull.options import Group, make_group
-from tests.data.storage.graphs import flipped_bits, random_heterogeneous, random_homogeneous, random_owners
+from tests.data.storage.graphs import random_heterogeneous, random_homogeneous, random_owners
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 NUM_NODES, NUM_PARTS = 60, 4
+FILE = f"{VALUES}.npy"
 WIDTHS = {"one": 1, "three": 3, "hundred": 100, "odd": 101}
 DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 NAMES = (*WIDTHS, *DTYPES, "sparse")
@@ -305,103 +305,19 @@ INFO = ColumnInfo(dtype="float32", row_shape=(3,))
 ROWS = np.arange(30, dtype=np.float32).reshape(10, 3)
 
 
-def write_column_dataset(target: Path, rows: Array = ROWS) -> None:
-    with partial_folder(target) as partial:
-        writer = SliceWriter(partial, INFO, len(rows))
-        writer.append(rows[:4])
-        assert np.array_equal(writer.written(), rows[:4])
-        writer.append(rows[4:4])
-        writer.append(rows[4:])
-        writer.finish()
-        writer.close()
-        publish_slice(partial, target, INFO, len(rows))
-
-
-def test_what_is_written_is_mapped(tmp_path: Path) -> None:
-    target = tmp_path / "a" / "b"
-    assert read_slice(target, INFO, 10) is None
-    write_column_dataset(target)
-    found = read_slice(target, INFO, 10)
-    assert found is not None
-    assert np.array_equal(found, ROWS)
-    assert (found.flags.writeable, found.flags.owndata, found.flags.c_contiguous) == (False, False, True)
-    assert [path.name for path in target.parent.iterdir()] == ["b"]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_file_of_something_else_is_not_taken(tmp_path: Path, dtype: str) -> None:
-    write_column_dataset(tmp_path / "x")
-    rows = 11 if dtype == "float32" else 10
-    assert read_slice(tmp_path / "x", ColumnInfo(dtype=dtype, row_shape=(3,)), rows) is None
-
-
-@pytest.mark.parametrize("damage", ["flip", "shorten", "no values", "stamp", "other stamp", "empty stamp"])
-def test_damage_is_seen_and_mended(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    target = tmp_path / "x"
-    write_column_dataset(target)
-    values, stamp = target / VALUES, target / STAMP
-    raw = bytearray(values.read_bytes())
-    if damage == "flip":
-        raw[-5] ^= 1
-        values.write_bytes(raw)
-    elif damage == "shorten":
-        values.write_bytes(raw[:-4])
-    elif damage == "no values":
-        values.unlink()
+@pytest.mark.parametrize(("dtype", "num_rows"), [("float32", 10), ("float32", 11), ("bfloat16", 10)])
+def test_only_a_file_of_the_same_columns_is_taken(tmp_path: Path, dtype: str, num_rows: int) -> None:
+    folder = ArrayFolder(tmp_path / "x")
+    with folder.writing() as writer:
+        begin_slice(writer, INFO, 10).append(ROWS)
+        publish_slice(writer, INFO, 10)
+    found = read_slice(folder, ColumnInfo(dtype=dtype, row_shape=(3,)), num_rows)
+    if (dtype, num_rows) == ("float32", 10):
+        assert found is not None
+        assert np.array_equal(found, ROWS)
+        assert (found.flags.writeable, found.flags.owndata, found.flags.c_contiguous) == (False, False, True)
     else:
-        stamp.write_text({"stamp": "{", "other stamp": "[1]", "empty stamp": "{}"}[damage])
-    with caplog.at_level(logging.WARNING):
-        assert read_slice(target, INFO, 10) is None
-    assert "is damaged" in caplog.text
-    write_column_dataset(target)
-    assert np.array_equal(read_slice(target, INFO, 10), ROWS)  # type: ignore[arg-type]  # there again
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-
-
-@pytest.mark.parametrize("name", [VALUES, STAMP])
-def test_a_flipped_bit_is_told_once_and_mended(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_column_dataset(tmp_path / "x")
-    for _ in flipped_bits(tmp_path / "x" / name, every=5):
-        caplog.clear()
-        assert read_slice(tmp_path / "x", INFO, 10) is None
-        write_column_dataset(tmp_path / "x")
-        assert caplog.text.count("damaged") == 1
-    assert np.array_equal(read_slice(tmp_path / "x", INFO, 10), ROWS)  # type: ignore[arg-type]  # there again
-
-
-def test_a_full_disk_is_seen_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = namedtuple("usage", ["free"])
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(119))
-    with pytest.raises(OSError, match="no room for 120 bytes"):
-        SliceWriter(tmp_path, INFO, 10)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_of_several_at_once_the_first_wins(tmp_path: Path, damaged: bool) -> None:
-    target = tmp_path / "x"
-    if damaged:
-        write_column_dataset(target)
-        (target / VALUES).write_bytes(b"nothing")
-    start, found = threading.Barrier(4), []
-
-    def one() -> None:
-        start.wait(10)
-        write_column_dataset(target)
-        found.append(read_slice(target, INFO, 10))
-
-    threads = [threading.Thread(target=one) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(found) == 4
-    assert all(rows is not None and np.array_equal(rows, ROWS) for rows in found)
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+        assert found is None
 
 
 def whole(dataset: StoredDataset, name: str) -> Array:
@@ -421,15 +337,15 @@ def test_feature_partitioning_writes_the_columns_of_each_part(
     dataset = open_dataset(tmp_path / "d")
     for columns in deal_out_columns(width, 3):
         folder = slice_folder(dataset, NODE_TYPE, "feat", columns)
-        assert folder.exists() is (len(columns) > 0)
-        if folder.exists():
+        assert folder.path.exists() is (len(columns) > 0)
+        if folder.path.exists():
             info = ColumnInfo(dtype="float32", row_shape=(len(columns),))
             found = read_slice(folder, info, 40)
             assert found is not None
             assert np.array_equal(found, whole(dataset, "feat")[:, columns.cut])
     base = tmp_path / "d" / "cache" / f"columns-{dataset.manifest.checksum}" / NODE_TYPE
     assert [path.name for path in base.iterdir()] == ["feat"]
-    assert len(list((base / "feat").iterdir())) == min(width, 3)
+    assert len(list(base.rglob(FILE))) == min(width, 3)
 
 
 def test_other_partitions_have_no_columns(tmp_path: Path) -> None:
@@ -447,10 +363,10 @@ def test_a_dataset_whose_columns_find_no_room_is_whole(
     partition_to_disk(random_homogeneous(0), tmp_path / "d", PartitionPlan(num_parts=2, method="feature"))
     assert "the dataset is whole without them" in caplog.text
     dataset = open_dataset(tmp_path / "d", verify="full")
-    assert not [path for path in (tmp_path / "d").rglob("*") if path.name.endswith((".partial", VALUES))]
+    assert not [path for path in (tmp_path / "d").rglob("*") if path.name.endswith((".partial", FILE))]
     monkeypatch.undo()
     write_slices(dataset, 2)
-    assert len(list((tmp_path / "d").rglob(VALUES))) == 2
+    assert len(list((tmp_path / "d").rglob(FILE))) == 2
 
 
 LOADED_NODES, WIDTH = 4000, 6
@@ -488,7 +404,7 @@ def check(g: DistGraph, store: ColumnStore) -> None:
 
 
 def files_of(folder: str) -> list[Path]:
-    return sorted(Path(folder).rglob(VALUES))
+    return sorted(Path(folder).rglob(FILE))
 
 
 def with_faults(folder: str, ready: str) -> list[str]:
@@ -562,7 +478,7 @@ def test_ranks_help_each_other_whatever_their_files_are(tmp_path: Path) -> None:
 
 def test_one_part_of_one_rank_is_mapped_as_it_is(tmp_path: Path, session: Session) -> None:
     Counted(session, str(write_large(tmp_path / "d", num_parts=1)))
-    assert not list((tmp_path / "d").rglob(VALUES))
+    assert not list((tmp_path / "d").rglob(FILE))
 
 
 def test_where_no_file_can_be_made_columns_stay_in_memory(
@@ -637,7 +553,7 @@ def test_by_hand(session: Session) -> None:
         (one, ColumnInfo(dtype="float32", row_shape=(2,))),
         (bits, ColumnInfo(dtype="bfloat16", row_shape=(1,))),
     ]
-    mean, variance = moments_of_rows(slices, 2, 3, session, "columns")
+    mean, variance = moments_of_rows(slices, 2, 3, session)
     assert mean.tolist() == [2.0, 5.0]
     assert variance.tolist() == [2 / 3, 0.0]
 
@@ -645,16 +561,14 @@ def test_by_hand(session: Session) -> None:
 def test_a_large_mean_hides_no_variance(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moments, "CHUNK_VALUES", 8)
     rows = 1e9 + np.tile(np.array([-1.0, 1.0]), (7, 4))
-    mean, variance = moments_of_rows(
-        [(rows, ColumnInfo(dtype="float64", row_shape=(8,)))], 7, 8, session, "columns"
-    )
+    mean, variance = moments_of_rows([(rows, ColumnInfo(dtype="float64", row_shape=(8,)))], 7, 8, session)
     assert mean.tolist() == [1e9] * 7
     assert variance.tolist() == [1.0] * 7
 
 
 def test_no_rows_and_no_columns(session: Session) -> None:
     none = (np.empty((2, 0), np.float32), ColumnInfo(dtype="float32", row_shape=(0,)))
-    mean, variance = moments_of_rows([none], 2, 4, session, "columns")
+    mean, variance = moments_of_rows([none], 2, 4, session)
     assert mean.dtype == variance.dtype == torch.float64
     assert mean.tolist() == variance.tolist() == [0.0, 0.0]
-    assert moments_of_rows([], 0, 4, session, "columns")[0].shape == (0,)
+    assert moments_of_rows([], 0, 4, session)[0].shape == (0,)

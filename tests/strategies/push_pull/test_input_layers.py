@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.dropout import Columns, deal_out_columns, deal_out_concatenated
+from dglx_dist.strategies.push_pull.exchange import GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.input_layers import (
     ColumnEmbedding,
     Converted,
@@ -23,7 +24,6 @@ from dglx_dist.strategies.push_pull.input_layers import (
     Origin,
     find_input_modules,
 )
-from dglx_dist.strategies.push_pull.options import GroupBatch, PartInput
 
 V, F, H = 12, 7, 4
 TABLE = torch.randn(V, F, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -42,22 +42,12 @@ class Model(nn.Module):
         self.conv = dgl.nn.SAGEConv(F, H, "mean")
 
 
-class AtHand(GroupBatch):
-    """A batch without a loader."""
-
-    def __init__(self, inputs: Sequence[PartInput], number: int) -> None:
-        self.inputs, self.number = tuple(inputs), number
-
-    def following(self) -> GroupBatch | None:
-        return None
-
-
 @dataclass(kw_only=True)
 class Part:
     """One part of a model in this process, and the batch that it computes as the first owner."""
 
     modules: dict[str, InputModule]
-    group_batch: AtHand
+    group_batch: GroupBatch
     x: Tensor
     provenance: InputProvenance
 
@@ -86,7 +76,7 @@ def make_parts(make: Callable[[], nn.Module], parts: int, number: int = 0, owner
             PartInput(block=block, nodes=nodes, columns={"feat": TABLE[nodes][:, columns.cut]}, number=number)
             for nodes in OWNERS
         ]
-        provenance, group_batch = InputProvenance(), AtHand(inputs, number)
+        provenance, group_batch = InputProvenance(), GroupBatch(number, tuple(inputs))
         for module in modules.values():
             module.provenance = provenance
         provenance.begin(group_batch, owner)

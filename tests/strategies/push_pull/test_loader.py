@@ -25,7 +25,8 @@ from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.analysis import reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.dropout import deal_out_columns
-from dglx_dist.strategies.push_pull.options import PIPELINES, make_group
+from dglx_dist.strategies.push_pull.exchange import make_group
+from dglx_dist.strategies.push_pull.pipeline import PIPELINES
 from tests.dataloading import bonds
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies.push_pull import rounds
@@ -229,7 +230,7 @@ def on_four(folder: str) -> dict[str, Any]:
         found["drained"] = [pipeline.drained]
         found["left"] = leave_early(pushed)
         found["drained"].append(pipeline.drained)
-        found["waiting"] = len(pushed._structure._source._exchange.mailbox._arrived)  # type: ignore[attr-defined]
+        found["waiting"] = len(pushed._structure._pushes.mailbox._arrived)
         found["share"] = session.step_share
         automatic = nodes_of(g, group=group, structure="auto")
         ways = [automatic._structure.decision]
@@ -258,10 +259,10 @@ def compare(session: Any, pushed: Any, plain: Any) -> dict[str, Any]:
         assert pushed.state_dict() == state
         assert pushed.epoch == epoch
         group_batch = group_batch_of(batch)
-        kept.append((group_batch, group_batch.following()))
+        kept.append((group_batch, group_batch.following))
         result["group"] = len(group_batch.inputs)
     result["linked"] = all(a[1] is b[0] for a, b in pairwise(kept)) and kept[-1][1] is None
-    result["forgotten"] = all(group_batch.following() is None for group_batch, _ in kept)
+    result["forgotten"] = all(group_batch.following is None for group_batch, _ in kept)
     assert pushed.state_dict() == plain.state_dict()
     return result
 

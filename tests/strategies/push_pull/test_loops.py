@@ -84,7 +84,7 @@ def left_out(g: DistGraph) -> dict[str, Any]:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("dglx_dist.strategies.push_pull.weight_versions")
+    logger = logging.getLogger("dglx_dist.strategies.push_pull.pipeline")
     logger.addHandler(handler)
     trained = Trained(g)
     trained.epoch()

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.session import Session, Shared, start_session
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import cut_out, part_of, stages_of
+from dglx_dist.layers.base import cut_out, part_of
+from dglx_dist.layers.convolutions import stages_of
 from dglx_dist.layers.dropout import deal_out_concatenated
-from dglx_dist.strategies.push_pull.options import make_group
+from dglx_dist.strategies.push_pull.exchange import make_group
 from dglx_dist.strategies.push_pull.split_model import PHASE, Cut, CutState, without_weights
 from tests.helpers.ranks import run_ranks
 

@@ -20,7 +20,7 @@ from torch import nn
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.strategies.push_pull.weight_versions import check_optimizer
+from dglx_dist.strategies.push_pull.pipeline import check_optimizer
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.push_pull import runs

@@ -1,4 +1,4 @@
-"""Asynchronous exchange of partial activations and their gradients between parts and owners.
+"""Groups of ranks that hold all columns together, and the exchange of partial activations between them.
 
 Every rank is at once a part (it holds its columns and its rows of the layer-1 weights) and an owner (of its
 own batches). All members of a group must post the same transfers in the same order.
@@ -7,6 +7,7 @@ own batches). All members of a group must post the same transfers in the same or
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast, final
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from dglx_dist.comm.exchange import GlooExchange, Handle, Incoming, Outgoing
 from dglx_dist.comm.session import Session
-from dglx_dist.strategies.push_pull.block_exchange import STRUCTURE
-from dglx_dist.strategies.push_pull.options import Group, PartInput
+from dglx_dist.errors import ConfigError
 
 FORWARD, BACKWARD = "activations", "activation_gradients"
 """Ledger phases (forward pull, backward push)."""
+
+STRUCTURE = "structure"
+"""Ledger phase: (N_f - 1) 4 [(D1 + 1) + E1 + L0] bytes per owner and batch; docs/strategies/push_pull.md."""
 
 _SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
@@ -27,19 +30,101 @@ Received: TypeAlias = list[Tensor]
 """(N_f,) tensors of all members, the own one among them, in the order of the parts."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The ranks that push and pull among each other.
+
+    The world is cut into groups of consecutive ranks, each of which holds every column once. Pushing and
+    pulling stay inside the own group; a part's gradients are summed with its replicas in the other groups.
+    """
+
+    rank: int
+    """The own rank."""
+    members: tuple[int, ...]
+    """(N_f,) ranks by part, the own one among them."""
+    replicas: tuple[int, ...]
+    """(W / N_f,) ranks that hold the own columns, one for each group, in their order."""
+
+    @property
+    def part(self) -> int:
+        """The own rank's position among the parts, and among the owners, of the group."""
+        return self.members.index(self.rank)
+
+    @property
+    def size(self) -> int:
+        """N_f, the number of parts."""
+        return len(self.members)
+
+    @property
+    def place(self) -> int:
+        """The own position among the replicas."""
+        return self.replicas.index(self.rank)
+
+    @property
+    def next_replica(self) -> int:
+        """The replica to which a ring sends; the own rank if there is no other."""
+        return self.replicas[(self.place + 1) % len(self.replicas)]
+
+    @property
+    def others(self) -> tuple[tuple[int, int], ...]:
+        """(part, rank) of the other members."""
+        return tuple((part, rank) for part, rank in enumerate(self.members) if rank != self.rank)
+
+
+def make_group(session: Session, size: int) -> Group:
+    """Return the own group of ``size`` ranks; ConfigError if that does not divide the number of ranks."""
+    rank, world_size = session.topology.rank, session.topology.world_size
+    if size < 1 or world_size % size:
+        divisors = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ConfigError(
+            f"group_size={size} does not divide the {world_size} ranks; choose one of {', '.join(divisors)}"
+        )
+    first = rank // size * size
+    return Group(
+        rank=rank,
+        members=tuple(range(first, first + size)),
+        replicas=tuple(range(rank % size, world_size, size)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartInput:
+    """One owner's batch as this part sees it."""
+
+    block: DGLBlock
+    """The owner's layer-1 block; blocks of other owners have no data."""
+    nodes: Tensor
+    """(L0,) int64 global ids of its sources, the destinations first."""
+    columns: Mapping[str, Tensor]
+    """Feature name to (L0, F_p), this part's columns of the sources' rows."""
+    number: int
+    """Of the batch, equal on all ranks: steps since the loader's first epoch."""
+
+
+@final
+@dataclass(eq=False)
+class GroupBatch:
+    """One mini-batch of every owner; the loader sets it as ``blocks[0].push_pull``."""
+
+    number: int
+    """Steps since the loader's first epoch, equal on all ranks."""
+    inputs: tuple[PartInput, ...]
+    """(N_f,) by owner, in the order of the group's members; the own block is a view of the user's, without
+    data that is set on that later."""
+    following: GroupBatch | None = None
+    """The next batch of the epoch, of which only layer 1 may be computed yet, while the user has this one;
+    None after the last one, and always when the loader does not look ahead."""
+
+
 @final
 class Transfer:
-    """A pending exchange with all members; :meth:`result` waits for it."""
+    """A pending exchange with all members."""
 
     def __init__(self, handle: Handle | None, received: Received, device: torch.device) -> None:
         self._handle, self._received, self._device = handle, received, device
 
     def result(self) -> Received:
-        """Return what all members sent.
-
-        Raises:
-            PeerError: a rank is dead or did not take part within the time-out.
-        """
+        """Wait and return what all members sent; PeerError if a rank is dead or late."""
         if self._handle is not None:
             self._handle.wait()
             self._handle = None
@@ -124,17 +209,13 @@ def share_edge_values(
     by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
     for name, own in values.items():
         like = [own.new_empty((one.block.num_edges(), *own.shape[1:])) for one in inputs]
-        pushed = exchange.push(_in_csc_order(own, inputs[group.part].block), like, STRUCTURE)
+        # Other parts number the edges by their position in the CSC.
+        *_, edge_ids = inputs[group.part].block.adj_tensors("csc")
+        pushed = exchange.push(own[edge_ids.long()] if len(edge_ids) else own, like, STRUCTURE)
         for of_owner, received in zip(by_owner, pushed.result(), strict=True):
             of_owner[name] = received
         by_owner[group.part][name] = own
     return by_owner
-
-
-def _in_csc_order(values: Tensor, block: DGLBlock) -> Tensor:
-    # Other parts number the edges by their position in the CSC.
-    *_, edge_ids = block.adj_tensors("csc")
-    return values[edge_ids.long()] if len(edge_ids) else values
 
 
 def sum_to_owner(shares: Sequence[Tensor], exchange: AsyncExchange) -> Tensor:

@@ -13,14 +13,14 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.push_pull.activation_exchange import (
+from dglx_dist.strategies.push_pull.exchange import (
     BACKWARD,
     FORWARD,
     AsyncExchange,
+    make_group,
     send_to_parts,
     sum_to_owner,
 )
-from dglx_dist.strategies.push_pull.options import make_group
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.push_pull import runs

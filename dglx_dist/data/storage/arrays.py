@@ -1,0 +1,357 @@
+"""Folders of arrays that are complete or absent, and the bounded cache of them beside a dataset.
+
+A folder has a ``.npy`` file for each array and a stamp with their checksums. It is written under a temporary
+name and renamed, see :mod:`dglx_dist.data.storage.files`.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import logging
+import math
+import os
+import shutil
+import time
+import weakref
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy as np
+
+from dglx_dist.data.storage.columns import FileInfo, checksum
+from dglx_dist.data.storage.files import (
+    hold,
+    locked,
+    partial_folder,
+    publish,
+    read_size,
+    readable_bytes,
+    remove_abandoned,
+    replace_folder,
+)
+from dglx_dist.data.storage.manifest import Fields
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.records import Array
+
+STAMP = "stamp.json"
+"""Checksums of the other files of an array folder, and the facts of its writer."""
+
+LIMITS = "limits.json"
+"""The user's limits of a cache."""
+
+CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a folder without permission or space, where a run goes on without the cache."""
+
+_MAX_AGE_S = 30 * 86400.0
+_SHARE_OF_DISK = 4
+_LOG = logging.getLogger(__name__)
+
+
+@final
+class ArrayStream:
+    """Writes the rows of one array, in order.
+
+    Raises:
+        OSError: the file cannot be written, or the disk has too little space for all rows.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._path, self._dtype, self._row_shape = path, dtype, shape[1:]
+        needed = math.prod(shape) * dtype.itemsize
+        if shutil.disk_usage(path.parent).free < needed:
+            # Checked before a byte has moved.
+            raise OSError(errno.ENOSPC, f"no room for {needed} bytes", str(path.parent))
+        head = io.BytesIO()
+        np.lib.format.write_array_header_2_0(
+            head, {"descr": dtype.str, "fortran_order": False, "shape": shape}
+        )
+        self._file = path.open("x+b", buffering=0)
+        self._checksum, self.num_rows = 0, 0
+        """Rows in the file."""
+        self._first_byte = self._put(head.getbuffer())
+
+    def append(self, rows: Array) -> None:
+        """Write the next (k, *row) rows; after an OSError those of earlier calls are still there."""
+        self._put(np.ascontiguousarray(rows, self._dtype).reshape(-1).view(np.uint8).data)
+        self.num_rows += len(rows)
+
+    def written(self) -> Array:
+        """Return the rows in the file, (k, *row), in memory."""
+        rows = np.empty((self.num_rows, *self._row_shape), self._dtype)
+        data, done = rows.reshape(-1).view(np.uint8).data, 0
+        while done < len(data):
+            # From the open file: it may have another name by now, or none.
+            count = os.preadv(self._file.fileno(), [data[done:]], self._first_byte + done)
+            if not count:
+                raise StorageError(f"{self._path} was cut short while it was written; try again")
+            done += count
+        return rows
+
+    def finish(self) -> FileInfo:
+        """Flush to disk and return the size and checksum of the file."""
+        os.fsync(self._file.fileno())
+        return FileInfo(num_bytes=self._file.tell(), checksum=f"{self._checksum:08x}")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _put(self, data: memoryview) -> int:
+        done = 0
+        while done < len(data):
+            done += self._file.write(data[done:]) or 0
+        self._checksum = zlib.crc32(data, self._checksum)
+        return done
+
+
+@final
+class ArrayWriter:
+    """Writes the arrays of one folder under a temporary name; made by :meth:`ArrayFolder.writing`."""
+
+    def __init__(self, folder: ArrayFolder, partial: Path, stack: ExitStack) -> None:
+        self._folder, self._partial, self._stack = folder, partial, stack
+        self._streams: dict[str, ArrayStream] = {}
+
+    def stream(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> ArrayStream:
+        """Begin an array whose rows arrive in pieces."""
+        stream = self._streams[name] = ArrayStream(self._partial / f"{name}.npy", dtype, shape)
+        self._stack.callback(stream.close)
+        return stream
+
+    def put(self, name: str, array: Array) -> None:
+        self.stream(name, array.dtype, array.shape).append(array)
+
+    def publish(self, facts: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        """Complete the folder and rename it to its place, unless an intact one of the same facts is there.
+
+        Args:
+            facts: JSON values for the stamp.
+            overwrite: Replace an intact one, too.
+        """
+        files = {f"{name}.npy": stream.finish() for name, stream in self._streams.items()}
+        head = {
+            "told": facts,
+            "files": {name: [file.num_bytes, file.checksum] for name, file in files.items()},
+        }
+        (self._partial / STAMP).write_text(json.dumps({"crc32": _checksum_of(head), "head": head}))
+        path = self._folder.path
+        if not publish(self._partial, path) and (overwrite or not self._folder.has(facts)):
+            replace_folder(self._partial, path)
+
+
+@final
+class ArrayFolder:
+    """Arrays that are written and read together.
+
+    Args:
+        path: The folder, present or not.
+        trusted: Whether sizes are compared when it is read, and not the bytes.
+    """
+
+    def __init__(self, path: Path, *, trusted: bool = False) -> None:
+        self.path, self._trusted = path, trusted
+
+    def below(self, name: str) -> ArrayFolder:
+        return ArrayFolder(self.path / name, trusted=self._trusted)
+
+    def read(self, mode: Literal["r", "c"] = "r") -> tuple[Any, dict[str, Array]]:
+        """Compare all files with the stamp; return its facts and the arrays, mapped (c: copy-on-write).
+
+        Raises:
+            StorageError: a file is missing or damaged.
+        """
+        try:
+            stamp = json.loads((self.path / STAMP).read_bytes())
+            if not isinstance(stamp, dict) or stamp.get("crc32") != _checksum_of(stamp.get("head")):
+                raise ValueError(f"{STAMP} does not match its checksum")
+            arrays = {}
+            for name, (num_bytes, crc32) in stamp["head"]["files"].items():
+                path, expected = self.path / name, FileInfo(num_bytes=num_bytes, checksum=crc32)
+                size = path.stat().st_size
+                found = replace(expected, num_bytes=size) if self._trusted else checksum(path)
+                if found != expected:
+                    raise ValueError(f"{name} does not match its checksum")
+                arrays[path.stem] = np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
+        except (OSError, ValueError, RecursionError) as problem:
+            raise self._damaged(problem) from problem
+        return stamp["head"]["told"], arrays
+
+    def find(
+        self, facts: Mapping[str, Any] | None = None, mode: Literal["r", "c"] = "r"
+    ) -> tuple[Any, dict[str, Array]] | None:
+        """Return :meth:`read`; None if the folder is missing, or (logged) damaged or of other facts."""
+        if not self.path.exists():
+            return None
+        try:
+            return self._matching(facts, mode)
+        except StorageError as problem:
+            _LOG.warning("%s", problem)
+            return None
+
+    def has(self, facts: Mapping[str, Any]) -> bool:
+        """Return whether an intact folder of these facts is there."""
+        try:
+            self._matching(facts, "r")
+        except StorageError:
+            return False
+        return True
+
+    @contextmanager
+    def writing(self) -> Iterator[ArrayWriter]:
+        """Yield a writer of a new folder, which is removed unless it is published; may raise OSError."""
+        with partial_folder(self.path) as partial, ExitStack() as stack:
+            yield ArrayWriter(self, partial, stack)
+
+    def keep(self, arrays: Mapping[str, Array], facts: Mapping[str, Any], what: str) -> bool:
+        """Replace the folder; log and return False if there is no space or permission.
+
+        Raises:
+            StorageError: writing fails for another reason.
+        """
+        try:
+            with self.writing() as writer:
+                for name, array in arrays.items():
+                    writer.put(name, array)
+                writer.publish(facts, overwrite=True)
+        except OSError as problem:
+            if problem.errno in CANNOT_WRITE:
+                _LOG.warning("%s cannot be written (%s): %s is not kept on disk", self.path, problem, what)
+                return False
+            raise StorageError(f"{self.path} cannot be written ({problem}); check the disk") from problem
+        return True
+
+    def _matching(
+        self, facts: Mapping[str, Any] | None, mode: Literal["r", "c"]
+    ) -> tuple[Any, dict[str, Array]]:
+        found, arrays = self.read(mode)
+        if facts is not None and found != facts:
+            raise self._damaged(f"it is {found} instead of {facts}")
+        return found, arrays
+
+    def _damaged(self, problem: object) -> StorageError:
+        return StorageError(f"{self.path} is damaged ({problem}); a run that opens it writes it again")
+
+
+def _checksum_of(head: object) -> int:
+    # Of the values, not of the text, so that formatting does not matter.
+    return zlib.crc32(json.dumps(head, sort_keys=True).encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    path: Path
+    used_s: float
+    num_bytes: int
+
+
+@final
+class ArrayCache:
+    """The array folders beside a dataset; what is missing is made again. Not collective.
+
+    An entry is one array folder, or a folder of them. Beside it lies a lock file, on which processes that use
+    the entry hold a shared lock, and whose time is that of the last opening.
+
+    Args:
+        folder: Of all entries, present or not.
+        content: Of the dataset, as part of the entries' names.
+        trusted: See :class:`ArrayFolder`.
+    """
+
+    def __init__(self, folder: Path, content: str, *, trusted: bool = False) -> None:
+        self._folder, self._content, self._trusted = folder, content, trusted
+        self._locks: dict[Path, int] = {}
+        weakref.finalize(self, _release, self._locks)
+
+    def entry(self, kind: str, name: str) -> ArrayFolder:
+        """Return an entry, present or not; no process evicts it while this object lives."""
+        path = self._folder / f"{kind}-{self._content}" / name
+        if path not in self._locks:
+            # Where nothing can be locked nothing can be evicted either.
+            with suppress(OSError):
+                self._locks[path] = lock = hold(_lock_of(path))
+                os.utime(lock)
+        return ArrayFolder(path, trusted=self._trusted)
+
+    def clean(self) -> None:
+        """Remove what killed processes left, and evict entries that no process uses.
+
+        Evicted are those not opened for 30 days, and, the least recently opened ones first, as many as take
+        more than a quarter of the disk space that would be free without a cache. ``limits.json`` in the
+        folder may set ``max_age_days``, and ``max_size`` such as ``"64GB"``.
+
+        Raises:
+            StorageError: ``limits.json`` is damaged.
+        """
+        if not self._folder.is_dir():
+            return
+        remove_abandoned(self._folder)
+        max_bytes, max_age_s = _read_limits(self._folder / LIMITS)
+        entries = sorted(_entries(self._folder), key=lambda entry: entry.used_s)
+        total, now = sum(entry.num_bytes for entry in entries), time.time()
+        if max_bytes is None:
+            max_bytes = (total + shutil.disk_usage(self._folder).free) // _SHARE_OF_DISK
+        for entry in entries:
+            age_s = now - entry.used_s
+            if (total > max_bytes or age_s > max_age_s or not entry.num_bytes) and _evict(entry.path):
+                total -= entry.num_bytes
+                if entry.num_bytes:
+                    size, days = readable_bytes(entry.num_bytes), age_s / 86400
+                    _LOG.info("%s (%s, unused for %.1f days) was evicted", entry.path, size, days)
+
+
+def _entries(folder: Path) -> Iterator[_Entry]:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(_LOCK):
+                path = Path(parent, name.removesuffix(_LOCK))
+                # Another process may evict it at the same time.
+                with suppress(OSError):
+                    yield _Entry(path=path, used_s=_lock_of(path).stat().st_mtime, num_bytes=_size(path))
+
+
+def _size(folder: Path) -> int:
+    files = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
+    return sum(file.stat().st_size for file in files)
+
+
+def _evict(path: Path) -> bool:
+    with suppress(OSError), partial_folder(path) as aside:
+        with locked(_lock_of(path)) as is_free:
+            if not is_free:
+                return False
+            if path.exists():
+                path.rename(aside)
+            _lock_of(path).unlink()
+        return True
+    return False
+
+
+_LOCK = ".lock"
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + _LOCK)
+
+
+def _release(locks: Mapping[Path, int]) -> None:
+    for lock in locks.values():
+        os.close(lock)
+
+
+def _read_limits(path: Path) -> tuple[int | None, float]:
+    # (bytes, or None for a share of the disk; seconds)
+    if not path.exists():
+        return None, _MAX_AGE_S
+    try:
+        limits = Fields(json.loads(path.read_bytes()), str(path))
+        max_bytes = read_size(limits.text("max_size")) if "max_size" in limits.keys() else None  # noqa: SIM118
+        days = limits.integer("max_age_days", at_least=0) if "max_age_days" in limits.keys() else 30  # noqa: SIM118
+        limits.finish()
+    except (OSError, ValueError, RecursionError, ConfigError) as problem:
+        raise StorageError(f"{path} cannot be used ({problem}); mend or remove it") from problem
+    return max_bytes, 86400.0 * days

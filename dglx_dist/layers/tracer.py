@@ -1,0 +1,188 @@
+"""Tracing of models: their convolutions, and which module is called with which block and rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import dgl
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.layers.base import SplittableConv
+
+MODEL_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    dgl.DGLError,
+)
+"""Errors of a model that does not support the call."""
+
+_OF_EDGES = ("efeat", "efeats", "e", "w")
+
+
+def convolutions_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of DGL and the splittable ones, by name, in the order of their registration."""
+    for name, module in model.named_modules():
+        if isinstance(module, SplittableConv) or type(module).__module__.startswith("dgl."):
+            yield name, module
+
+
+class GraphCall(NamedTuple):
+    """The graph and the node rows among the arguments of a call."""
+
+    graph: Any
+    key: int | str
+    """Position or name of the rows argument."""
+    rows: Any
+    """The rows of sources, or a pair that begins with them, or a dictionary."""
+
+    @property
+    def sources(self) -> Tensor:
+        found: Tensor = self.rows if torch.is_tensor(self.rows) else self.rows[0]
+        return found
+
+
+def read_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], graph: type = dgl.DGLGraph
+) -> GraphCall | None:
+    """Return the graph of type ``graph`` and the rows that ``module`` is called with; None without them.
+
+    The rows are the argument after the graph, or else the one before it: a tensor of two or more dimensions,
+    a pair of tensors, or a dictionary. Arguments named "edge...", "efeat", "efeats", "e" or "w" are of edges.
+    """
+    named = named_arguments(module.forward, args, kwargs)
+    at = next((n for n, (_, _, value) in enumerate(named) if isinstance(value, graph)), None)
+    if at is None:
+        return None
+    # Must not depend on the number of rows of this rank: all ranks must agree.
+    for key, name, value in (*named[at + 1 : at + 2], *(named[at - 1 : at] if at else ())):
+        of_nodes = not name.startswith("edge") and name not in _OF_EDGES
+        if isinstance(value, dict) or (of_nodes and _is_rows(value)):
+            return GraphCall(named[at][2], key, value)
+    return None
+
+
+def named_arguments(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[tuple[int | str, str, Any]]:
+    """Return (position or name, name, value) of the arguments in the order of the parameters."""
+    names = list(inspect.signature(forward).parameters)
+    found: list[tuple[int | str, str, Any]] = [
+        (n, names[n] if n < len(names) else "", value) for n, value in enumerate(args)
+    ]
+    order = {name: n for n, name in enumerate(names)}
+    for name in sorted(kwargs, key=lambda name: order.get(name, len(order))):
+        found.append((name, name, kwargs[name]))
+    return found
+
+
+def _is_rows(value: Any) -> bool:
+    if torch.is_tensor(value):
+        return value.dim() > 1
+    # As in DGL's convolutions, a pair is a tuple; a list is not.
+    pair = isinstance(value, tuple) and len(value) == 2
+    return pair and all(torch.is_tensor(one) and one.dim() for one in value)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Call of a module, as the tracer saw it."""
+
+    name: str
+    module: nn.Module
+    block: int | None
+    """Position among the blocks, if it was called with one."""
+    rows: Tensor
+    """(n, F) node rows that it got."""
+    result: Any
+    inside: int | None
+    """Position of the block with which a module around it was called."""
+
+
+def trace_calls(model: nn.Module, blocks: Sequence[Any], x: Tensor) -> list[Call]:
+    """Return the calls of modules with node rows in ``model(blocks, x)``, in the order of their ends.
+
+    The model runs in evaluation mode and is not changed. Raises what it raises.
+    """
+    calls: list[Call] = []
+    entered: list[int | None] = []
+
+    def index_of(graph: Any) -> int | None:
+        return next((n for n, block in enumerate(blocks) if block is graph), None)
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = read_call(module, args, kwargs)
+        entered.append(None if call is None else index_of(call.graph))
+
+    def leave(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+            block, call = entered.pop(), read_call(module, args, kwargs)
+            rows = args[0] if call is None and args else None if call is None else call.rows
+            rows = rows[0] if isinstance(rows, tuple) else rows
+            if torch.is_tensor(rows) and rows.dim() > 1:
+                around = next((one for one in entered if one is not None), None)
+                calls.append(
+                    Call(name=name, module=module, block=block, rows=rows, result=result, inside=around)
+                )
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave(name), with_kwargs=True).remove)
+        stack.enter_context(restored(model, training=False))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        model(blocks, x)
+    return calls
+
+
+@contextmanager
+def stand_ins(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace ``forward`` of modules inside the block."""
+    kept = {module: module.__dict__.get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, before in kept.items():
+            del module.__dict__["forward"]
+            if before is not None:
+                module.__dict__["forward"] = before
+
+
+@contextmanager
+def restored(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Set the mode inside the block; modes and running averages are as before after it."""
+    modes = {module: module.training for module in model.modules()}
+    norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._NormBase)]
+    means = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for buffer, before in means:
+            buffer.copy_(before)
+
+
+def random_block(targets: int, sources: int, num_edges: int, generator: torch.Generator) -> Any:
+    """Return a block with that many random edges, and one from each destination to itself."""
+    # Some convolutions require an in-edge of every node.
+    loops = torch.arange(targets)
+    u = torch.randint(sources, (num_edges,), generator=generator)
+    v = torch.randint(targets, (num_edges,), generator=generator)
+    block = dgl.create_block((torch.cat([loops, u]), torch.cat([loops, v])), sources, targets)
+    block.srcdata[dgl.NID], block.dstdata[dgl.NID] = torch.arange(sources), loops
+    return block

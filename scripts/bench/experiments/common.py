@@ -1,0 +1,55 @@
+"""What families of experiments share: the built-in graph, and variants that train on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dglx_dist.data.synthetic import SyntheticConfig
+from dglx_dist.planner.records import Rate
+from scripts.bench.records import BenchPlan, Job, MatchedPhi, Ratio, Shape, Variant
+
+GIGABIT = Rate.parse("1gbit")
+
+
+def clustered(plan: BenchPlan, **more: Any) -> SyntheticConfig:
+    """Return the built-in graph with communities that METIS finds; ``more``: nodes, degree, ..."""
+    return SyntheticConfig(**{"homophily": 0.95, "locality": 0.98, "seed": plan.seed + 1, **more})
+
+
+def trained(
+    name: str,
+    folder: Path,
+    params: Mapping[str, Any],
+    *,
+    shape: Shape,
+    rate: Rate | MatchedPhi | None,
+    curve: Mapping[str, Any] | None = None,
+    simulated: str = "",
+) -> Variant:
+    """Return a variant of the job "train" on the dataset in ``folder``; one epoch of it warms up.
+
+    Args:
+        name: Of the variant.
+        folder: Of its dataset.
+        params: Of the job, see ``jobs.params.TrainParams``.
+        shape: Its servers.
+        rate: Between them.
+        curve: What of ``params`` is different in the run whose accuracy is drawn; None: none is.
+        simulated: What of it is.
+    """
+    told = {"data": str(folder), **params}
+    return Variant(
+        name=name,
+        shape=shape,
+        job=Job(kind="train", params=told, warm={"warmup": 0, "epochs": 1}),
+        rate=rate,
+        curve=None if curve is None else Job(kind="train", params={**told, "accuracy": True, **curve}),
+        simulated=simulated,
+    )
+
+
+def quotient(*, over: str, under: str, name: str = "", **more: Any) -> Ratio:
+    """Return the ratio of two variants; ``name``: in place of "OVER / UNDER"."""
+    return Ratio(name=name or f"{over} / {under}", over=over, under=under, **more)

@@ -1,0 +1,331 @@
+"""Array folders and their cache: damage, concurrent writers, killed processes, full disks, eviction."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dglx_dist.data.storage.arrays import LIMITS, STAMP, ArrayCache, ArrayFolder, ArrayWriter
+from dglx_dist.data.storage.reader import open_dataset
+from dglx_dist.errors import StorageError
+from tests.data.storage.graphs import ODD_ONES_OUT, TWO_TRIANGLES, flip, flipped_bits, store
+
+FACTS = {"dtype": "float32", "layers": [{"send": [1]}], "none": None}
+ROWS = np.arange(30, dtype=np.float32).reshape(10, 3)
+
+
+def write(folder: ArrayFolder, rows: Any = ROWS) -> None:
+    with folder.writing() as writer:
+        stream = writer.stream("rows", rows.dtype, rows.shape)
+        stream.append(rows[:4])
+        assert np.array_equal(stream.written(), rows[:4])
+        stream.append(rows[4:4])
+        stream.append(rows[4:])
+        writer.put("flags", np.array([True, False]))
+        writer.publish(FACTS)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("mode", ["r", "c"])
+def test_what_is_written_is_mapped(tmp_path: Path, mode: Any) -> None:
+    folder = ArrayFolder(tmp_path / "a").below("b")
+    assert folder.find() is None
+    write(folder)
+    facts, arrays = folder.read(mode)
+    assert facts == FACTS
+    assert np.array_equal(arrays["rows"], ROWS)
+    assert arrays["flags"].tolist() == [True, False]
+    assert (arrays["rows"].flags.writeable, arrays["rows"].flags.owndata) == (mode == "c", False)
+    assert names(tmp_path / "a") == ["b"]
+    assert names(tmp_path / "a/b") == ["flags.npy", "rows.npy", STAMP]
+
+
+def test_empty_arrays(tmp_path: Path) -> None:
+    folder = ArrayFolder(tmp_path / "a")
+    assert folder.keep({"x": np.empty((0, 3), np.float16), "y": np.empty(0, np.int64)}, {}, "it")
+    assert {name: array.shape for name, array in folder.read()[1].items()} == {"x": (0, 3), "y": (0,)}
+
+
+@pytest.mark.parametrize("name", ["rows.npy", STAMP])
+def test_every_flipped_bit_is_found_and_repaired(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = ArrayFolder(tmp_path / "a")
+    write(folder)
+    for at in flipped_bits(tmp_path / "a" / name, every=5):
+        with pytest.raises(StorageError, match=f"{tmp_path / 'a'} is damaged .*writes it again"):
+            folder.read()
+        flip(tmp_path / "a" / name, at, at % 8)
+        folder.read()
+    flip(tmp_path / "a" / name, 9)
+    assert folder.find() is None
+    assert caplog.text.count("damaged") == 1
+    write(folder)
+    assert np.array_equal(folder.read()[1]["rows"], ROWS)
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("stamp", ["", "[]", "{}", "1", '{"crc32": 1, "head": {}}', "[" * 100_000])
+def test_another_stamp_is_damage(tmp_path: Path, stamp: str) -> None:
+    write(ArrayFolder(tmp_path / "a"))
+    (tmp_path / "a" / STAMP).write_text(stamp)
+    assert ArrayFolder(tmp_path / "a").find() is None
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_trusted_folders_are_not_read_but_sizes_and_stamps_are_compared(
+    tmp_path: Path, trusted: bool
+) -> None:
+    folder, rows = ArrayFolder(tmp_path / "a", trusted=trusted), tmp_path / "a" / "rows.npy"
+    write(folder)
+    flip(rows, rows.stat().st_size - 1)
+    assert (folder.find() is not None) is trusted
+    rows.write_bytes(rows.read_bytes()[:-4])
+    assert folder.find() is None
+    rows.unlink()
+    assert folder.find() is None
+
+
+def test_an_intact_folder_stays_unless_it_has_other_facts(tmp_path: Path) -> None:
+    folder = ArrayFolder(tmp_path / "a")
+    write(folder)
+    write(folder, ROWS + 1)
+    assert np.array_equal(folder.read()[1]["rows"], ROWS)
+    mapped = folder.read()[1]["rows"]
+    assert folder.find({"dtype": "other"}) is None
+    with folder.writing() as writer:
+        writer.put("rows", ROWS + 2)
+        writer.publish({"dtype": "other"})
+    assert folder.read()[0] == {"dtype": "other"}
+    # A process that has it open continues to read what it was.
+    assert np.array_equal(mapped, ROWS)
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_of_several_writers_the_first_wins(tmp_path: Path, is_damaged: bool) -> None:
+    folder = ArrayFolder(tmp_path / "x")
+    if is_damaged:
+        write(folder)
+        (tmp_path / "x" / "rows.npy").write_bytes(b"nothing")
+    start, found = threading.Barrier(4), []
+
+    def one() -> None:
+        start.wait(10)
+        write(folder)
+        found.append(folder.read()[1]["rows"])
+
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [np.array_equal(rows, ROWS) for rows in found] == [True] * 4
+    assert names(tmp_path) == ["x"]
+
+
+def test_a_full_disk_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", ["free"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(119))
+    with pytest.raises(OSError, match="no room for 120 bytes"):
+        write(ArrayFolder(tmp_path / "x"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
+    try:
+        assert not ArrayFolder(tmp_path / "x").keep({"x": np.arange(1 << 17)}, {}, "the plan")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "the plan is not kept on disk" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_failure_of_the_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(ArrayWriter, "put", broken)
+    with pytest.raises(StorageError, match="check the disk"):
+        ArrayFolder(tmp_path / "x").keep({"x": ROWS}, {}, "the plan")
+
+
+def in_another_process(act: Callable[..., None], *args: object) -> int | None:
+    process = multiprocessing.get_context("fork").Process(target=act, args=args)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def killed(folder: Path, when: str) -> None:
+    if when == "published":
+        ArrayWriter.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    with ArrayCache(folder, "abc").entry("columns", "_N/feat/0-3").writing() as writer:
+        writer.put("rows", ROWS)
+        if when == "written":
+            os.kill(os.getpid(), signal.SIGKILL)
+        writer.publish({})
+
+
+@pytest.mark.parametrize("when", ["written", "published"])
+def test_the_next_opening_removes_what_a_killed_write_left(tmp_path: Path, when: str) -> None:
+    store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    cache = tmp_path / "d" / "cache"
+    assert in_another_process(killed, cache, when) == -signal.SIGKILL
+    assert [path.suffix for path in (cache / "columns-abc/_N/feat").iterdir() if path.is_dir()] == [
+        ".partial"
+    ]
+    open_dataset(tmp_path / "d")
+    assert not list(cache.rglob("*0-3*"))
+
+
+def used(cache: Path, name: str, days_ago: float, num_bytes: int = 8000) -> Path:
+    """Make an entry that is of no use to this process any more."""
+    entry = ArrayCache(cache, "abc").entry("columns", name)
+    write(entry, np.zeros((num_bytes // 8, 1)))
+    lock = entry.path.with_name(f"{name}.lock")
+    os.utime(lock, (time.time() - 86400 * days_ago,) * 2)
+    return entry.path
+
+
+def kept(cache: Path) -> list[str]:
+    return sorted(path.name for path in (cache / "columns-abc").iterdir() if path.suffix != ".lock")
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (None, ["days", "now"]),
+        ('{"max_age_days": 40}', ["days", "month", "now"]),
+        ('{"max_age_days": 2}', ["now"]),
+        ('{"max_size": "20KB"}', ["days", "now"]),
+        ('{"max_size": "10KB", "max_age_days": 99}', ["now"]),
+        ('{"max_size": "1"}', []),
+    ],
+)
+def test_entries_are_evicted_by_age_and_size(
+    tmp_path: Path, limits: str | None, expected: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, days_ago in (("days", 3), ("now", 0), ("month", 31)):
+        used(tmp_path, name, days_ago)
+    if limits is not None:
+        (tmp_path / LIMITS).write_text(limits)
+    with caplog.at_level(logging.INFO):
+        ArrayCache(tmp_path, "def").clean()
+    assert kept(tmp_path) == expected
+    assert caplog.text.count("was evicted") == 3 - len(expected)
+    assert len(list(tmp_path.rglob("*.lock"))) == len(expected)
+
+
+def test_without_limits_a_quarter_of_the_disk_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, days_ago in (("old", 2), ("new", 1)):
+        used(tmp_path, name, days_ago)
+    usage = namedtuple("usage", ["free"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(60_000))
+    ArrayCache(tmp_path, "abc").clean()
+    assert kept(tmp_path) == ["new", "old"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(20_000))
+    ArrayCache(tmp_path, "abc").clean()
+    assert kept(tmp_path) == ["new"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[", "[]", '{"max_size": "much"}', '{"max_age_days": -1}', '{"size": "1GB"}']
+)
+def test_wrong_limits_are_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / LIMITS).write_text(text)
+    with pytest.raises(StorageError, match=r"limits\.json"):
+        ArrayCache(tmp_path, "abc").clean()
+
+
+def hold_until_told(folder: Path, ready: Any, end: Any) -> None:
+    cache = ArrayCache(folder, "abc")
+    cache.entry("columns", "mine")
+    ready.set()
+    end.wait(60)
+
+
+def test_what_a_live_process_uses_is_not_evicted(tmp_path: Path) -> None:
+    (tmp_path / LIMITS).write_text('{"max_size": "1", "max_age_days": 0}')
+    path = used(tmp_path, "mine", 99)
+    context = multiprocessing.get_context("fork")
+    ready, end = context.Event(), context.Event()
+    other = context.Process(target=hold_until_told, args=(tmp_path, ready, end))
+    other.start()
+    assert ready.wait(60)
+    os.utime(path.with_name("mine.lock"), (0, 0))
+    ArrayCache(tmp_path, "abc").clean()
+    assert kept(tmp_path) == ["mine"]
+    end.set()
+    other.join(60)
+    # Nor what this process uses, until it drops its cache.
+    own = ArrayCache(tmp_path, "abc")
+    own.entry("columns", "mine")
+    own.clean()
+    assert kept(tmp_path) == ["mine"]
+    del own
+    ArrayCache(tmp_path, "abc").clean()
+    assert kept(tmp_path) == []
+
+
+def open_and_write(folder: Path) -> None:
+    for turn in range(20):
+        cache = ArrayCache(folder, "abc")
+        cache.clean()
+        entry = cache.entry("columns", f"{turn % 3}")
+        write(entry)
+        assert np.array_equal(entry.read()[1]["rows"], ROWS)
+        del cache
+
+
+def test_processes_that_evict_and_write_at_once(tmp_path: Path) -> None:
+    (tmp_path / LIMITS).write_text('{"max_size": "1"}')
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=open_and_write, args=(tmp_path,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    ArrayCache(tmp_path, "abc").clean()
+    assert kept(tmp_path) == []
+
+
+def test_a_cache_that_cannot_be_written_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = used(tmp_path, "mine", 99)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EROFS, "Read-only file system")
+
+    for name in ("mkdir", "rename", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    monkeypatch.setattr(os, "open", refuse)
+    cache = ArrayCache(tmp_path, "abc")
+    cache.clean()
+    monkeypatch.undo()
+    assert cache.entry("columns", "mine").find() is not None
+    assert path.exists()
