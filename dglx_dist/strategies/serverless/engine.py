@@ -7,16 +7,16 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
 from types import TracebackType
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 
-from dglx_dist.comm.collectives import barrier, gather_json, raise_for_missing
+from dglx_dist.comm.collectives import barrier, gather_int64, raise_for_missing
 from dglx_dist.comm.endpoints import open_client_access
 from dglx_dist.comm.ledger import WORKER
 from dglx_dist.comm.rpc import Handler, PeerAddress, Rpc
@@ -95,12 +95,22 @@ class Account:
         }
 
 
-def account_of_ranks(ranks: Iterable[Mapping[str, Any]]) -> Account:
-    """Return the sum of the accounts of all ranks, each given as ``asdict`` returns it."""
-    accounts = (
-        Account(counts=Counts(**one["counts"]), server_seconds=one["server_seconds"]) for one in ranks
-    )
-    return sum(accounts, Account())
+def gather_numbers(values: Sequence[float] | Array, session: Session) -> Array:
+    """Collect (K,) numbers from every rank: (W, K) float64. Collective.
+
+    As their bits: as text, their length, and the bytes that are counted, would differ between runs.
+    """
+    own = np.ascontiguousarray(values, dtype=np.float64).reshape(-1)
+    return gather_int64(own.view(np.int64), session).view(np.float64)
+
+
+def account_of_ranks(own: Account, session: Session) -> Account:
+    """Return the sum of the accounts of all ranks. Collective."""
+    counts = vars(own.counts)
+    rows = gather_numbers([*counts.values(), own.server_seconds], session)
+    *sums, seconds = (math.fsum(column) for column in rows.T)
+    added = {name: type(counts[name])(one) for name, one in zip(counts, sums, strict=True)}
+    return Account(counts=Counts(**added), server_seconds=seconds)
 
 
 def progress_line(now: Snapshot, counts: Counts, workers: int, bill_now: Bill) -> str:
@@ -441,8 +451,7 @@ class Engine:
             loss_sum, correct = self._server.statistics(epoch)
             seconds = self._updated_at[epoch + 1] - self._updated_at[epoch]
             local.append([loss_sum, correct, seconds])
-        gathered: Array = np.array(gather_json(local, self._session), dtype=np.float64)
-        per_rank = gathered.reshape(-1, end - first, 3)
+        per_rank = gather_numbers(np.array(local), self._session).reshape(-1, end - first, 3)
         return [
             EpochTotals(
                 epoch=epoch,

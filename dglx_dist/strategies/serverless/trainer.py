@@ -8,7 +8,6 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast, final
 
 import numpy as np
@@ -354,8 +353,7 @@ class LambdaTrainer(EpochTrainer):
         if self._running is not None:
             now += Account(counts=self._running.pool.counts)
             simulated = self._running.pool.simulated
-        rows = gather_json(asdict(now), self._session)
-        total = account_of_ranks([row for row in rows if isinstance(row, dict)])
+        total = account_of_ranks(now, self._session)
         found = total.describe(self._settings, simulated=simulated)
         if self._settings.options.switch_at:
             found["synchronous_from"] = self._synchronous_from
