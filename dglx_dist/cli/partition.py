@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class IngestCommand:
 
 
 @command(IngestCommand)
-def ingest(config: IngestCommand, _given: Set[str]) -> None:
+def ingest(config: IngestCommand) -> None:
     """Build a dataset from CSV and Parquet tables larger than memory; ids may be strings.
 
     It has one part, ready for `dglx train`; `dglx partition` makes more.
@@ -89,8 +89,8 @@ class PartitionCommand:
     num_parts: int = option(2, "Number of parts; independent of ranks and servers.", flag="--parts")
     method: str | None = option(
         None,
-        "random, hash, contiguous, metis, kaminpar, ldg, fennel, hierarchical, feature, file, or "
-        "one of another package. Without it: kaminpar for one balance weight, metis for more.",
+        "How to place nodes; a wrong name lists all methods. Without it: kaminpar for one balance weight, "
+        "metis for more.",
     )
     out: Path = option(
         Path("data/partitioned"), "Folder to write; must not hold anything yet.", metavar="DIR"
@@ -142,7 +142,7 @@ class PartitionCommand:
 
 
 @command(PartitionCommand)
-def partition(config: PartitionCommand, _given: Set[str]) -> None:
+def partition(config: PartitionCommand) -> None:
     """Partition a graph into a folder that every strategy trains on.
 
     Example: `dglx partition ogb:ogbn-arxiv --parts 4 --method metis --balance train,degree --out data/arxiv`

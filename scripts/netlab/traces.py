@@ -27,7 +27,7 @@ from typing import Literal
 
 from dglx_dist.comm.ledger import WORKER, LedgerRow
 from dglx_dist.comm.trace import UNFINISHED, Pass
-from dglx_dist.data.storage.manifest import Fields
+from dglx_dist.data.json_fields import Fields
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 from scripts.netlab.base import Card, Lab, label
