@@ -19,8 +19,8 @@ from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.peers.launch import KIND
 from scripts.bench.peers.workload import Launch
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan
-from scripts.bench.results import read_record
 from scripts.bench.suites import family
+from scripts.json_records import read_record
 from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.planner.model_shape import Widths
+from dglx_dist.graph.partition_book import Placement
+from dglx_dist.planner.model_shape import Widths, count_pairs, gradient_bytes, outside_bytes, topology_of
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE
+from dglx_dist.strategies.full_graph.expansion import compose
 from scripts.bench import data
 from scripts.bench.experiments.common import GIGABIT, clustered, quotient, trained
 from scripts.bench.peers.data import launch_of, launched
@@ -26,7 +33,7 @@ from scripts.bench.records import (
     Shape,
     Variant,
 )
-from scripts.bench.speedup_model import Counted, count, predicted_time
+from scripts.bench.speedup_model import ServerWork, exchanging_work, predicted_time, preloading_work
 
 SERVERS, RANKS_PER_SERVER = 2, 2
 SHAPE = Shape(servers=SERVERS, ranks_per_server=RANKS_PER_SERVER)
@@ -40,6 +47,7 @@ BATCHES = 2
 """Cooperative batches of an epoch."""
 LEARNING = (BASE_PP, PRELOAD_PP, EAS, COOPERATIVE)
 """Whose accuracy is drawn: without pp the same numbers come later."""
+_ID_BYTES = 8
 EVERY = 5
 """Epochs from one evaluation to the next."""
 
@@ -105,22 +113,19 @@ class Scheme:
     name: str
     strategy: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    preloaded: bool = False
-    """Whether servers hold their neighbourhood, so that no activation crosses."""
 
 
 SCHEMES = (
     Scheme(name=BASE, strategy="full_graph", options={"use_pp": False}),
     Scheme(name=BASE_PP, strategy="full_graph", options={"use_pp": True}),
-    Scheme(name=PRELOAD, strategy="shared_preload", options={"use_pp": False}, preloaded=True),
-    Scheme(name=PRELOAD_PP, strategy="shared_preload", options={"use_pp": True}, preloaded=True),
+    Scheme(name=PRELOAD, strategy="shared_preload", options={"use_pp": False}),
+    Scheme(name=PRELOAD_PP, strategy="shared_preload", options={"use_pp": True}),
     Scheme(
         name=EAS,
         strategy="shared_preload",
         options={"external_hops": 1, "external_fanout": 15},
-        preloaded=True,
     ),
-    Scheme(name=COOPERATIVE, strategy="cooperative", options={"batches": BATCHES}, preloaded=True),
+    Scheme(name=COOPERATIVE, strategy="cooperative", options={"batches": BATCHES}),
 )
 
 
@@ -202,13 +207,15 @@ def plan_of(
     counted = {one.label: count_setting(plan, size, one) for one in settings}
     pairs = [(one, scheme) for one in settings for scheme in schemes]
 
-    def of_all(value: Callable[[Scheme, Counted], Any]) -> dict[str, Any]:
-        return {one.named(scheme.name): value(scheme, counted[one.label]) for one, scheme in pairs}
+    def of_all(value: Callable[[str, Counted], Any]) -> dict[str, Any]:
+        return {one.named(scheme.name): value(scheme.name, counted[one.label]) for one, scheme in pairs}
 
     def facts_of(value: Callable[[Counted], Any]) -> dict[str, Any]:
         return {one.label or one.cut: value(counted[one.label]) for one in settings}
 
-    phases, kappas, once = of_all(_phases), of_all(_kappa), of_all(_once)
+    phases = of_all(lambda name, found: dict(found.phases[name]))
+    kappas = of_all(lambda name, found: round(found.work[name].kappa(found.work[BASE]), 3))
+    once = of_all(lambda name, found: found.once.get(name))
     variants = [_variant(plan, size, one, scheme, counted[one.label]) for one, scheme in pairs]
     fast = [scheme for scheme in schemes if scheme.name in (BASE_PP, PRELOAD_PP)]
     ratios: list[Ratio] = []
@@ -237,7 +244,7 @@ def plan_of(
         ratios=tuple(ratios),
         facts={
             "datasets": facts_of(lambda one: data.facts(one.folder)),
-            "halo pairs between servers, by layer": facts_of(lambda one: list(one.pairs.outside)),
+            "halo pairs between servers, by layer": facts_of(lambda one: list(one.pairs)),
             "expansion factor of the servers": facts_of(lambda one: one.expansion),
             KAPPA: kappas,
             PREDICTED_BYTES: phases,
@@ -246,18 +253,72 @@ def plan_of(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What one setting's graph, partition and model come to, by scheme."""
+
+    folder: Path
+    """Of the dataset."""
+    pairs: tuple[int, ...]
+    """By layer, halo rows between servers."""
+    expansion: list[float]
+    """(S,) feature rows that a server holds after preloading, relative to its own nodes: D_i."""
+    work: Mapping[str, ServerWork]
+    """Of EAS an upper bound: with all foreign in-neighbours within 1 hop."""
+    phases: Mapping[str, Mapping[str, int]]
+    """Bytes of an epoch by ledger phase; of co-batches when they are on disk."""
+    once: Mapping[str, int]
+    """Bytes of features that are sent once, ids included, where they are known."""
+    co_batch_features: int
+    """The same of all co-batches."""
+
+
 def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
-    """Make the dataset of a setting and count work and bytes on it."""
-    graph = _graph_of(plan, size, setting)
+    """Make the dataset of a setting and count work and bytes on it; seconds per million edges."""
+    config = _graph_of(plan, size, setting)
     cut = PartitionPlan(num_parts=SERVERS, method=setting.cut)
-    return count(
-        data.prepare(graph, {setting.cut: cut}, plan.work)[setting.cut],
-        servers=SERVERS,
-        ranks_per_server=RANKS_PER_SERVER,
-        layers=setting.layers,
-        num_batches=BATCHES,
-        seed=plan.seed,
-        widths=_widths(setting, graph.classes),
+    folder = data.prepare(config, {setting.cut: cut}, plan.work)[setting.cut]
+    dataset, topology, layers = open_dataset(folder), topology_of(SERVERS, RANKS_PER_SERVER), setting.layers
+    manifest, widths = dataset.manifest, _widths(setting, config.classes)
+    bounds = Placement(manifest.num_parts, topology).server_offsets(manifest.node_offsets[NODE_TYPE])
+    masks = [dataset.part(part).node_data(NODE_TYPE, "train_mask") for part in range(manifest.num_parts)]
+    seeds = np.flatnonzero(np.concatenate(masks))
+    own = np.split(seeds, np.searchsorted(seeds, bounds[1:-1]))
+    csc, whole = open_structure(dataset, EDGE_TYPE), [[mine] for mine in own]
+    graph = (csc.indptr, csc.indices, bounds)
+    pairs = count_pairs(dataset, topology, layers)
+    exchanging, preloading = exchanging_work(*graph, seeds, layers), preloading_work(*graph, whole, layers)
+    pieces = [compose(mine, BATCHES, "random", seed=plan.seed) for mine in own]
+    batches = preloading_work(*graph, pieces, layers)
+    row = setting.features * widths.itemsize
+    preloaded = sum(preloading.foreign) * (_ID_BYTES + row)
+    gradients = BATCHES * gradient_bytes(widths, topology)
+
+    def epoch(*, preloaded: bool, use_pp: bool) -> Mapping[str, int]:
+        return outside_bytes(pairs, widths, topology, preloaded=preloaded, use_pp=use_pp)
+
+    without = epoch(preloaded=True, use_pp=True)
+    return Counted(
+        folder=folder,
+        pairs=tuple(pairs.outside),
+        expansion=np.round(
+            (np.diff(bounds) + preloading.foreign) / np.maximum(np.diff(bounds), 1), 3
+        ).tolist(),
+        work={
+            **dict.fromkeys((BASE, BASE_PP), exchanging),
+            **dict.fromkeys((PRELOAD, PRELOAD_PP), preloading),
+            EAS: preloading_work(*graph, whole, layers, hops=1),
+            COOPERATIVE: batches,
+        },
+        phases={
+            BASE: epoch(preloaded=False, use_pp=False),
+            BASE_PP: epoch(preloaded=False, use_pp=True),
+            PRELOAD: epoch(preloaded=True, use_pp=False),
+            **dict.fromkeys((PRELOAD_PP, EAS), without),
+            COOPERATIVE: {"gradients": gradients} if gradients else {},
+        },
+        once={BASE: 0, BASE_PP: pairs.outside[0] * row, **dict.fromkeys((PRELOAD, PRELOAD_PP), preloaded)},
+        co_batch_features=sum(batches.foreign) * (_ID_BYTES + row),
     )
 
 
@@ -279,24 +340,6 @@ def _widths(setting: Setting, classes: int) -> Widths:
         first_learns=encodes,
         gradient_bytes=sum((one.numel() + 1) * one.element_size() for one in model.parameters()),
     )
-
-
-def _phases(scheme: Scheme, counted: Counted) -> dict[str, int]:
-    if scheme.name == COOPERATIVE:
-        return dict(counted.co_batch_bytes())
-    use_pp = bool(scheme.options.get("use_pp", True))
-    return dict(counted.epoch_bytes(preloaded=scheme.preloaded, use_pp=use_pp))
-
-
-def _once(scheme: Scheme, counted: Counted) -> int | None:
-    preloaded = counted.preloaded_features
-    exact = {BASE: 0, BASE_PP: counted.halo_features, PRELOAD: preloaded, PRELOAD_PP: preloaded}
-    return exact.get(scheme.name)
-
-
-def _kappa(scheme: Scheme, counted: Counted) -> float:
-    found = {PRELOAD: counted.kappa, PRELOAD_PP: counted.kappa, EAS: counted.kappa_of_sample}
-    return round({**found, COOPERATIVE: counted.kappa_of_batches}.get(scheme.name, 1.0), 3)
 
 
 def _variant(
