@@ -42,11 +42,7 @@ def everything() -> list[Experiment]:
 
 
 def suite(name: str) -> list[Experiment]:
-    """Return the experiments of a suite.
-
-    Raises:
-        UnknownNameError: there is no such suite.
-    """
+    """Return the experiments of a suite (UnknownNameError: there is no such suite)."""
     known = get_args(Suite)
     if name not in known:
         raise UnknownNameError(

@@ -9,7 +9,6 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, final
 
 from dglx_dist.errors import ConfigError
@@ -116,9 +115,7 @@ class Lab(ABC):
     def __enter__(self) -> Lab:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -244,11 +241,7 @@ class LoopbackLab(Lab):
         )
 
     def set_rates(self, external: Rate | None, internal: Rate | None) -> None:
-        """Do nothing for no rates.
-
-        Raises:
-            ConfigError: a rate is given.
-        """
+        """Do nothing for no rates (ConfigError: a rate is given)."""
         for name, rate in (("external", external), ("internal", internal)):
             if rate is not None:
                 raise ConfigError(

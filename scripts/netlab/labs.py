@@ -147,11 +147,7 @@ class NamespaceLab(Lab):
         self._noted, self.spec = noted, noted.spec
 
     def cards(self) -> tuple[Card, ...]:
-        """Read the (S,) cards.
-
-        Raises:
-            LabError: the lab is down.
-        """
+        """Read the (S,) cards (LabError: the lab is down)."""
         return tuple(server.card() for server in self.servers)
 
     def close(self) -> None:

@@ -52,11 +52,7 @@ def command_line(pid: int) -> str:
 
 
 def find_process(pid: int) -> Process:
-    """Return the process that now has number ``pid``.
-
-    Raises:
-        ProcessLookupError: there is none, or it has ended.
-    """
+    """Return the process that now has number ``pid`` (ProcessLookupError: there is none, or it has ended)."""
     started = _start_time(pid)
     if started is None:
         raise ProcessLookupError(f"no process {pid}")
@@ -122,11 +118,7 @@ class Holder:
             raise
 
     def stay(self) -> None:
-        """Let it outlive this process; only killing ``init`` ends it then.
-
-        Raises:
-            LabError: it has ended.
-        """
+        """Let it outlive this process; only killing ``init`` ends it then (LabError: it has ended)."""
         if self._pipe.stdin is None or self._pipe.stdout is None:
             raise LabError("a holder without pipes cannot be told to stay")
         try:
@@ -183,11 +175,7 @@ class _Forget:
 
 
 def wait_until_ended(processes: Sequence[Process]) -> None:
-    """Wait until all have ended.
-
-    Raises:
-        LabError: some have not within 10 s; the message names them.
-    """
+    """Wait until all have ended (LabError: some have not within 10 s; the message names them)."""
     deadline = time.monotonic() + _END_S
     while left := [process.pid for process in processes if process.alive()]:
         if time.monotonic() > deadline:
@@ -412,11 +400,7 @@ class NamespaceServer(Server):
         return [*enter, self.facts.cgroup or "", str(self.facts.init.pid), *command]
 
     def card(self) -> Card:
-        """Read its card.
-
-        Raises:
-            LabError: the server is down.
-        """
+        """Read its card (LabError: the server is down)."""
         self._check_alive()
         return read_card(CARD, pid=self.facts.init.pid)
 
