@@ -216,8 +216,7 @@ class LogFile:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Not buffered: each line is one call of the system, which keeps lines of several threads apart.
-        self._file = path.open("ab", buffering=0)
-        self._file.truncate(0)
+        self._file = path.open("wb", buffering=0)
 
     def write(self, line: bytes) -> None:
         """Write ``line`` at once; when the disk is full it is lost, so that no rank waits for its output."""
