@@ -30,7 +30,6 @@ from scripts.bench.experiments.full_graph import (
 from scripts.bench.jobs import train
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.records import PREDICTED_BYTES, PREDICTED_ONCE, BenchPlan, MatchedPhi
-from scripts.bench.suites import family
 from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -45,7 +44,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
     return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
 
 
-@pytest.mark.parametrize("name", [one.id for one in family("full_graph")])
+@pytest.mark.parametrize("name", full_graph.BUILDS)
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = full_graph.plan_at(name, bench, TINY)
     check_plan(name, plan)

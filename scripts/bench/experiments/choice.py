@@ -19,8 +19,6 @@ from scripts.bench.records import (
     PREDICTED_SECONDS,
     BenchPlan,
     Cell,
-    Claim,
-    Experiment,
     ExperimentPlan,
     Job,
     Ratio,
@@ -191,23 +189,4 @@ def _params(family: Family, asked: Mapping[str, Any], way: Mapping[str, Any]) ->
     }
 
 
-EXPERIMENTS = (
-    Experiment(
-        id="A1",
-        title="the automatic choice beside the fastest of all ways, over a grid",
-        suites=("papers", "large"),
-        claim=Claim(
-            paper="this package",
-            says="what `dglx plan` chooses takes at most 1.15 x the fastest way in the median, "
-            "1.5 x at worst",
-            setting="no published system chooses among all these ways to train",
-        ),
-        prediction=(
-            "Regret, seconds of the chosen way by those of the fastest that was measured: at most 1.15 in "
-            "the median of all cells and 1.5 in the worst. Predicted seconds within 25 % in the median, "
-            "bytes exactly."
-        ),
-        strategies=("data_parallel", "push_pull", "full_graph", "shared_preload", "cooperative"),
-        build=lambda plan: plan_of(plan, families_of(SIZES.get(plan.suite, SIZES["papers"]))),
-    ),
-)
+BUILDS = {"A1": lambda plan: plan_of(plan, families_of(SIZES.get(plan.suite, SIZES["papers"])))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,6 @@ from scripts.bench.records import (
     PREDICTED_BYTES,
     PREDICTED_ONCE,
     BenchPlan,
-    Claim,
-    Experiment,
     ExperimentPlan,
     MatchedPhi,
     Ratio,
@@ -367,68 +366,8 @@ def _variant(
     )
 
 
-_ARTIFACT = ("GraNNDis (PACT 2024), README of its artifact", "2 servers of 4 A6000, 10 Gbit/s Ethernet")
-_PREPRINT = "GraNNDis, preprint"
+def _build(name: str, plan: BenchPlan) -> ExperimentPlan:
+    return plan_at(name, plan, SIZES.get(plan.suite, SIZES["papers"]))
 
 
-def _experiment(name: str, title: str, claim: tuple[str, str], says: str, prediction: str) -> Experiment:
-    paper, setting = claim
-    return Experiment(
-        id=name,
-        title=title,
-        suites=("papers",),
-        claim=Claim(paper=paper, says=says, setting=setting),
-        prediction=prediction,
-        strategies=("full_graph", "shared_preload", "cooperative"),
-        build=lambda plan: plan_at(name, plan, SIZES.get(plan.suite, SIZES["papers"])),
-    )
-
-
-EXPERIMENTS = (
-    _experiment(
-        "G1",
-        "shared preloading beside full-graph training, reddit-like (602 features)",
-        _ARTIFACT,
-        "reddit, 100 epochs: 449 s full-graph, 87.6 s with preloading (5.13x), 75.2 s with expansion-"
-        "aware sampling (5.98x)",
-        "3 to 5x at phi 0.94 over the plain baseline; over the baseline with cached layer-0 rows 1.15x, and"
-        " 2.2x with that cache on both sides at the same rate. No activations cross between servers; a "
-        "nearly free link inside bounds the ratio by 11.8x.",
-    ),
-    _experiment(
-        "G2",
-        "shared preloading beside full-graph training, products-like (100 features)",
-        _ARTIFACT,
-        "products, 100 epochs: 79.7 s full-graph, 20.0 s with preloading (3.98x), 18.2 s with "
-        "expansion-aware sampling (4.37x)",
-        "2.5 to 4x at phi 0.87 with 1.30 times the compute; 2.9x with cached layer-0 rows on both sides.",
-    ),
-    _experiment(
-        "G3",
-        "shared preloading and its sampling beside full-graph training, arxiv-like (128 features)",
-        _ARTIFACT,
-        "arxiv, 100 epochs: 15.4 s full-graph, 8.6 s with preloading (1.79x), 11.7 s with expansion-"
-        "aware sampling (1.32x)",
-        "1.6 to 1.8x and 1.3 to 1.6x at phi 0.64 with 1.12 times the compute; 1.4x with cached layer-0 rows"
-        " on both sides. A loss where phi is below 1 - 1 / 1.12.",
-    ),
-    _experiment(
-        "G4",
-        "deep models: 3 and 28 layers",
-        (_PREPRINT, "4 servers of 4 A6000, InfiniBand of 32 Gbit/s"),
-        "preloading over full-graph training at 56 layers: arxiv 1.65x over PCIe and 1.80x over NVLink,"
-        " products 0.86x and 1.77x; with expansion-aware sampling at 3, 28 and 56 layers over PCIe: "
-        "arxiv 1.64x, 1.84x, 1.89x, products 1.63x, 1.23x, 1.23x, reddit 1.66x, 1.95x, 1.59x",
-        "2 to 3x: full-graph bytes grow about linearly in the layers, preloading's stay (deep models in the"
-        " later paper: 2.91x).",
-    ),
-    _experiment(
-        "G5",
-        "servers cut at random in place of METIS",
-        (_PREPRINT, "4 servers of 4 A6000, random partition"),
-        "expansion-aware sampling 1.65x, 2.85x and 2.75x faster than full-graph training at 3, 28 and "
-        "56 layers",
-        "The boundary between servers grows, which is measured, and full-graph training's bytes with it: "
-        "1.65 to 2.85x.",
-    ),
-)
+BUILDS = {name: partial(_build, name) for name in _BOUNDS}
