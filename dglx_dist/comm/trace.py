@@ -22,8 +22,8 @@ from typing import Any, final
 
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.topology import Topology
+from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.files import partial_folder, replaced_file
-from dglx_dist.data.storage.manifest import Fields
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
+from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.sources import (
     DatasetSource,
     count_classes,
@@ -165,8 +166,8 @@ _CONVENTION = (
     "nodes.csv (optional) and edges.csv, or nodes/TYPE.csv and edges/SOURCE__RELATION__DESTINATION.csv, "
     f"each .csv or .parquet, or {DESCRIPTION}"
 )
-_NODE_KEYS = {"file", "id", "label", "classes", "split", "features", "ignore"}
-_EDGE_KEYS = {"file", "source", "destination", "split", "features", "ignore"}
+_NODE_KEYS = ("file", "id", "label", "classes", "split", "features", "ignore")
+_EDGE_KEYS = ("file", "source", "destination", "split", "features", "ignore")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,77 +254,38 @@ def _described(path: Path, ignore: tuple[str, ...]) -> TableLayout:
         description = json.loads(path.read_text())
     except ValueError as error:
         raise DatasetError(f"{path}: not valid JSON: {error}") from error
-    _require_keys(description, {"name", "nodes", "edges"}, {"edges"}, path, "the description")
-    nodes = _entries(description, "nodes", path)
-    edges = _entries(description, "edges", path)
+    top = Fields(description, str(path), known=("name", "nodes", "edges"), error=DatasetError)
+    nodes = top.record("nodes") if top.has("nodes") else Fields({}, str(path))
+    edges = top.record("edges")
     return TableLayout(
-        name=str(description.get("name", path.resolve().parent.name)),
+        name=top.optional_word("name") or path.resolve().parent.name,
         nodes={
-            node_type: _spec(entry, ("id",), _NODE_KEYS, path, f"nodes {node_type!r}", ignore)
-            for node_type, entry in nodes.items()
+            ntype: _spec(nodes.record(ntype, _NODE_KEYS), ("id",), ignore)
+            for ntype in nodes.keys()  # noqa: SIM118  # a method of Fields, not a mapping
         },
         edges={
             _edge_type(key, ":", path): _spec(
-                entry, ("source", "destination"), _EDGE_KEYS, path, f"edges {key!r}", ignore
+                edges.record(key, _EDGE_KEYS), ("source", "destination"), ignore
             )
-            for key, entry in edges.items()
+            for key in edges.keys()  # noqa: SIM118  # a method of Fields, not a mapping
         },
     )
 
 
-def _entries(description: Mapping[str, object], key: str, path: Path) -> dict[str, object]:
-    entries = description.get(key, {})
-    if not isinstance(entries, dict):
-        raise DatasetError(f"{path}: {key!r} must be an object of type -> table, not {entries!r}")
-    return entries
-
-
-def _spec(
-    entry: object, key_names: tuple[str, ...], known: set[str], path: Path, what: str, ignore: tuple[str, ...]
-) -> TableSpec:
-    _require_keys(entry, known, {"file"}, path, what)
-    assert isinstance(entry, dict)  # checked by _require_keys
-    given = [entry.get(name) for name in key_names]
-    if any(given) and not all(given):
-        raise DatasetError(f"{path}: {what} must name both or none of {', '.join(key_names)}")
-    features = entry.get("features")
+def _spec(entry: Fields, key_names: tuple[str, ...], ignore: tuple[str, ...]) -> TableSpec:
+    given = [entry.optional_word(name) for name in key_names]
+    keys = tuple(key for key in given if key is not None)
+    if keys and len(keys) < len(given):
+        raise entry.failure(f"it must name both or none of {', '.join(key_names)}")
     return TableSpec(
-        path=path.parent / str(entry["file"]),
-        keys=tuple(map(str, given)) if all(given) else None,
-        label=_text(entry, "label"),
-        classes=_count(entry, "classes", path, what),
-        split=_text(entry, "split"),
-        features=None if features is None else _names(features, path, what, "features"),
-        ignore=(*_names(entry.get("ignore", []), path, what, "ignore"), *ignore),
+        path=Path(entry.where).parent / entry.word("file"),
+        keys=keys or None,
+        label=entry.optional_word("label"),
+        classes=entry.integer("classes", at_least=1) if entry.has("classes") else None,
+        split=entry.optional_word("split"),
+        features=tuple(entry.texts("features")) if entry.has("features") else None,
+        ignore=(*(entry.texts("ignore") if entry.has("ignore") else ()), *ignore),
     )
-
-
-def _text(entry: Mapping[str, object], key: str) -> str | None:
-    return None if entry.get(key) is None else str(entry[key])
-
-
-def _count(entry: Mapping[str, object], key: str, path: Path, what: str) -> int | None:
-    value = entry.get(key)
-    if value is None or (isinstance(value, int) and value > 0):
-        return value
-    raise DatasetError(f"{path}: {what}: {key!r} must be a whole number above 0, not {value!r}")
-
-
-def _names(value: object, path: Path, what: str, key: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise DatasetError(f"{path}: {what}: {key!r} must be a list of column names, not {value!r}")
-    return tuple(value)
-
-
-def _require_keys(entry: object, known: set[str], needed: set[str], path: Path, what: str) -> None:
-    if not isinstance(entry, dict):
-        raise DatasetError(f"{path}: {what} must be a JSON object with {', '.join(sorted(known))}")
-    for key in entry:
-        if key not in known:
-            raise DatasetError(f"{path}: {what} has no setting {key!r} (known: {', '.join(sorted(known))})")
-    for key in sorted(needed):
-        if key not in entry:
-            raise DatasetError(f"{path}: {what} lacks {key!r}")
 
 
 _KEYS_OF_EDGES = (("src", "dst"), ("source", "destination"))

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from dglx_dist.comm.topology import Topology
+from dglx_dist.data.partition.base import PARTITIONERS
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.data.storage.reader import StoredDataset
@@ -429,7 +430,6 @@ TRAIN_MASK = "train_mask"
 METIS_CUT, METIS_FLOOR = 0.35, 0.05
 """METIS's cut relative to a random partition's, on graphs with communities; and the least cut as a fraction
 of all edges. For graphs without a dataset only."""
-_SCATTERING = ("random", "hash")
 _MOST_NODES, _MOST_DEGREE, _MOST_COLUMNS = 10**15, 10**6, 10**6
 """Larger values are typing errors."""
 
@@ -502,7 +502,7 @@ class Figures:
     train_share: float = 0.1
     """Fraction of the nodes that are trained on."""
     method: str = "metis"
-    """``random`` or ``hash``, or anything that keeps neighbours together."""
+    """Name of a partitioner."""
     edge_cut: float | None = None
     """Fraction of edges between servers; None: assumed from the method."""
     degree_spread: float = 4.0
@@ -527,7 +527,7 @@ def stats_of_figures(figures: Figures, servers: int) -> GraphStats:
             raise ConfigError(f"--{name} {value} must be from {least} to {most:g}")
     random = (servers - 1) / servers
     kept = max(METIS_CUT * random, METIS_FLOOR * (servers > 1))
-    assumed_cut = random if figures.method in _SCATTERING else kept
+    assumed_cut = random if PARTITIONERS.get(figures.method).scatters else kept
     # With one server no edge is cut, whatever the user says.
     cut = assumed_cut if figures.edge_cut is None or servers == 1 else figures.edge_cut
     if not 0 < figures.train_share <= 1:

@@ -141,8 +141,8 @@ def test_bytes_and_work_are_those_that_are_predicted(bench: BenchPlan) -> None:
     # In the first epoch; there is nothing of co-batches among the bytes of the later ones.
     assert found[COOPERATIVE]["bytes_outside_before"]["preload"] == counted.co_batch_features > 0
     edges = {name: found[name]["edges"] for name in (BASE, BASE_PP, PRELOAD, PRELOAD_PP, EAS, COOPERATIVE)}
-    assert edges[BASE] == edges[BASE_PP] == sum(counted.work[BASE].edges)
-    assert edges[PRELOAD] == edges[PRELOAD_PP] == sum(counted.work[PRELOAD].edges)
-    assert edges[COOPERATIVE] == sum(counted.work[COOPERATIVE].edges)
+    assert edges[BASE] == edges[BASE_PP] == sum(counted.edges[BASE])
+    assert edges[PRELOAD] == edges[PRELOAD_PP] == sum(counted.edges[PRELOAD])
+    assert edges[COOPERATIVE] == sum(counted.edges[COOPERATIVE])
     # Few nodes have more than 15 foreign in-neighbours here.
-    assert 0.99 * sum(counted.work[EAS].edges) <= edges[EAS] <= sum(counted.work[EAS].edges)
+    assert 0.99 * sum(counted.edges[EAS]) <= edges[EAS] <= sum(counted.edges[EAS])

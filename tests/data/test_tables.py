@@ -135,22 +135,22 @@ BY_TYPE = {"a:to:b": {"file": "e.csv"}}
 @pytest.mark.parametrize(
     ("description", "message"),
     [
-        ({"nodes": {}}, "the description lacks 'edges'"),
-        ({"edges": BY_TYPE, "vertices": {}}, "has no setting 'vertices'"),
+        ({"nodes": {}}, "key 'edges' is missing"),
+        ({"edges": BY_TYPE, "vertices": {}}, "key 'vertices' is not supported"),
         ({"edges": {"a:b": {"file": "e.csv"}}}, "an edge type is SOURCE:RELATION:DESTINATION, not 'a:b'"),
-        ({"edges": {"a:to:b": {}}}, "edges 'a:to:b' lacks 'file'"),
-        ({"edges": {"a:to:b": {"file": "e.csv", "src": "x"}}}, "has no setting 'src'"),
+        ({"edges": {"a:to:b": {}}}, "key 'edges.a:to:b.file' is missing"),
+        ({"edges": {"a:to:b": {"file": "e.csv", "src": "x"}}}, "key 'edges.a:to:b.src' is not supported"),
         ({"edges": {"a:to:b": {"file": "e.csv", "source": "x"}}}, "both or none of source, destination"),
         (
             {"edges": BY_TYPE, "nodes": {"a": {"file": "n.csv", "features": "x"}}},
-            "'features' must be a list",
+            "'nodes.a.features' is 'x', expected a list",
         ),
         (
             {"edges": BY_TYPE, "nodes": {"a": {"file": "n.csv", "classes": 0}}},
-            "'classes' must be a whole number",
+            "'nodes.a.classes' is 0, expected a whole number of at least 1",
         ),
-        ({"edges": ["e.csv"]}, "'edges' must be an object"),
-        (["e.csv"], "the description must be a JSON object"),
+        ({"edges": ["e.csv"]}, "'edges' is .*, expected an object"),
+        (["e.csv"], "the file holds .*, expected an object with name, nodes, edges"),
     ],
 )
 def test_wrong_descriptions_are_refused(tmp_path: Path, description: object, message: str) -> None:

@@ -27,8 +27,8 @@ from dglx_dist.planner.records import FullGraphScheme
 from dglx_dist.planner.workload import stats_of_dataset
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.training.models import build_model
-from scripts.bench.speedup_model import exchanging_work, preloading_work
 from tests.planner.hand_made import shape_of_kind
+from tests.planner.plain_counts import exchanging_work, preloading_work
 from tests.strategies import equality
 
 LAYERS = 3

@@ -116,6 +116,9 @@ class Partitioner(ABC):
     max_constraints: ClassVar[int | None] = 1
     """Maximum number of balance weights; None: any number."""
 
+    scatters: ClassVar[bool] = False
+    """Whether neighbours are placed independently, so that (P - 1) / P of all edges are cut."""
+
     def __init__(self, options: PartitionOptions) -> None:
         self.options = options
         default = PartitionOptions()

@@ -9,18 +9,9 @@ from typing import Any, final
 
 import numpy as np
 
-from dglx_dist.data.partition.balance import enforce_capacities
+from dglx_dist.data.partition.balance import assign_balanced
 from dglx_dist.data.partition.base import Partitioner
-from dglx_dist.data.partition.graph_views import (
-    BalanceWeights,
-    SymmetricGraph,
-    balance_weights,
-    check_request,
-    describe,
-    symmetrise,
-    to_assignment,
-    trivial_parts,
-)
+from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, RawGraph
 
@@ -57,18 +48,12 @@ class Kaminpar(Partitioner):
     honours = frozenset({"balance", "tolerance", "target_weights", "fast", "threads"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        check_request(num_parts, seed)
-        weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
-        parameters = describe(self.options, weights)
-        part_of_node = trivial_parts(graph.total_nodes, num_parts)
-        if part_of_node is None:
-            symmetric = symmetrise(graph)
-            part_of_node = self._compute(symmetric, weights, seed)
-            part_of_node, missed = enforce_capacities(symmetric, weights, part_of_node, "kaminpar")
-            if missed:
-                parameters["missed"] = missed
-        return to_assignment(
-            graph, part_of_node, num_parts, method="kaminpar", seed=seed, parameters=parameters
+        return assign_balanced(
+            graph,
+            self.options,
+            (num_parts, seed),
+            "kaminpar",
+            lambda symmetric, weights: self._compute(symmetric, weights, seed),
         )
 
     def _compute(self, graph: SymmetricGraph, weights: BalanceWeights, seed: int) -> Array:

@@ -12,18 +12,9 @@ from typing import final
 
 import numpy as np
 
-from dglx_dist.data.partition.balance import enforce_capacities, even_parts
+from dglx_dist.data.partition.balance import assign_balanced, even_parts
 from dglx_dist.data.partition.base import DEFAULT_TOLERANCE, Partitioner, PartitionOptions
-from dglx_dist.data.partition.graph_views import (
-    BalanceWeights,
-    SymmetricGraph,
-    balance_weights,
-    check_request,
-    describe,
-    symmetrise,
-    to_assignment,
-    trivial_parts,
-)
+from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, RawGraph
 
@@ -179,18 +170,15 @@ class Metis(Partitioner):
     max_constraints = None
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        check_request(num_parts, seed)
-        weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
-        parameters = describe(self.options, weights)
-        part_of_node = trivial_parts(graph.total_nodes, num_parts)
-        if part_of_node is None:
-            symmetric = symmetrise(graph, dtype=np.int64)
-            part_of_node, missed = enforce_capacities(
-                symmetric, weights, self._compute(symmetric, weights, seed), "metis"
-            )
-            if missed:
-                parameters["missed"] = missed
-        return to_assignment(graph, part_of_node, num_parts, method="metis", seed=seed, parameters=parameters)
+        return assign_balanced(
+            graph,
+            self.options,
+            (num_parts, seed),
+            "metis",
+            lambda symmetric, weights: self._compute(symmetric, weights, seed),
+            max_constraints=None,
+            dtype=np.int64,
+        )
 
     def _compute(self, symmetric: SymmetricGraph, weights: BalanceWeights, seed: int) -> Array:
         if len(symmetric.indices) == 0:

@@ -48,6 +48,8 @@ def cut_ranges(weights: Array, shares: Array) -> Array:
 class Hash(Partitioner):
     """splitmix64(id) mod P (P3): independent of patterns in the ids, no balance promise."""
 
+    scatters = True
+
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         check_request(num_parts, seed)
         parts, parameters = hash_parts(graph.total_nodes, num_parts), describe(self.options, None)
@@ -71,6 +73,8 @@ class Feature(Partitioner):
     Rows are stored with their owner, so that every strategy can train; for ``parameters["features"]`` the
     writer of the dataset adds files of columns for as many ranks as parts.
     """
+
+    scatters = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         check_request(num_parts, seed)
@@ -164,6 +168,7 @@ class Random(Partitioner):
     """A random permutation in ranges: shares are exact to one node; an edge is cut with (P - 1) / P."""
 
     honours = frozenset({"target_weights"})
+    scatters = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         check_request(num_parts, seed)

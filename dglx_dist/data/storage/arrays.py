@@ -24,6 +24,7 @@ from typing import Any, Literal, final
 
 import numpy as np
 
+from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.columns import FileInfo, checksum
 from dglx_dist.data.storage.files import (
     hold,
@@ -35,7 +36,6 @@ from dglx_dist.data.storage.files import (
     remove_abandoned,
     replace_folder,
 )
-from dglx_dist.data.storage.manifest import Fields
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import Array
 
@@ -349,8 +349,8 @@ def _read_limits(path: Path) -> tuple[int | None, float]:
         return None, _MAX_AGE_S
     try:
         limits = Fields(json.loads(path.read_bytes()), str(path))
-        max_bytes = read_size(limits.text("max_size")) if "max_size" in limits.keys() else None  # noqa: SIM118
-        days = limits.integer("max_age_days", at_least=0) if "max_age_days" in limits.keys() else 30  # noqa: SIM118
+        max_bytes = read_size(limits.text("max_size")) if limits.has("max_size") else None
+        days = limits.integer("max_age_days", at_least=0) if limits.has("max_age_days") else 30
         limits.finish()
     except (OSError, ValueError, RecursionError, ConfigError) as problem:
         raise StorageError(f"{path} cannot be used ({problem}); mend or remove it") from problem

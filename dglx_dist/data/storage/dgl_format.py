@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from dgl.data.utils import load_tensors, save_tensors
 
+from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.columns import safe_name
 from dglx_dist.data.storage.files import named_failures, partial_folder, publish
-from dglx_dist.data.storage.manifest import Fields, Manifest
+from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.data.storage.writer import EdgeOrder, NodeOrder, relabel_edges, relabel_nodes, write_dataset
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.progress import progress
@@ -141,7 +142,7 @@ def read_part_config(path: Path) -> PartConfig:
     return PartConfig(
         path=path,
         name=top.text("graph_name"),
-        method=top.text("part_method") if "part_method" in top.keys() else "dgl",  # noqa: SIM118  # no mapping
+        method=top.text("part_method") if top.has("part_method") else "dgl",
         num_parts=num_parts,
         ntypes=ntypes,
         etypes=[_edge_type(name, path) for name in etypes],
@@ -152,7 +153,7 @@ def read_part_config(path: Path) -> PartConfig:
 
 
 def _numbered(top: Fields, key: str, default: str) -> list[str]:
-    if key not in top.keys():  # noqa: SIM118  # a method of Fields, not a mapping
+    if not top.has(key):
         return [default]
     numbers = top.record(key)
     names = sorted(numbers.keys(), key=numbers.integer)

@@ -82,11 +82,7 @@ def slice_folder(dataset: StoredDataset, ntype: str, name: str, columns: Columns
 
 
 def read_slice(folder: ArrayFolder, info: ColumnInfo, num_rows: int) -> Array | None:
-    """Map the (N, F_p) values of one folder, read-only; bfloat16 as its bits in uint16.
-
-    Returns:
-        None when there is no file, or it is damaged or of something else, which is logged.
-    """
+    """Map the (N, F_p) values of a folder; None without an intact file of these, which is logged."""
     found = folder.find(_header(info, num_rows))
     return found[1][VALUES] if found is not None else None
 
@@ -108,9 +104,8 @@ def publish_slice(writer: ArrayWriter, info: ColumnInfo, num_rows: int) -> None:
 def write_slices(dataset: StoredDataset, num_parts: int) -> None:
     """Write the columns that each of ``num_parts`` ranks holds, of every matrix of node features.
 
-    Reads the dataset once, a chunk at a time; doubles the disk space of those features. One process calls
-    it. Does nothing for graphs of several node types, whose columns no strategy cuts, and for one part of one
-    rank, which maps the rows as they are.
+    One process calls it; it reads the dataset once, a chunk at a time. Nothing is written for graphs of
+    several node types, whose columns no strategy cuts, and for one part of one rank, which maps the rows.
 
     Raises:
         StorageError: the folder cannot be written, or a part is damaged.
@@ -163,7 +158,7 @@ class ColumnRequest:
     """The KVStore's name of the tensor."""
     columns: Columns
     info: ColumnInfo
-    """Dtype, and (F_p,)."""
+    """Stored dtype, and (F_p,)."""
     num_rows: int
     folder: ArrayFolder | None
     """Present or not; None: in memory only."""
@@ -178,17 +173,12 @@ class ColumnRequest:
     def row_bytes(self) -> int:
         return len(self.columns) * self.dtype.itemsize
 
-    def slice(self, rows: Array, problem: str = "") -> ColumnSlice:
-        return ColumnSlice(columns=self.columns, info=self.info, rows=rows, problem=problem)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnSlice:
     """The own columns of one feature."""
 
-    columns: Columns
-    info: ColumnInfo
-    """Stored dtype, and (F_p,)."""
+    of: ColumnRequest
     rows: Array
     """(V, F_p) by id, C-contiguous and read-only; bfloat16 as its bits in uint16."""
     problem: str = ""
@@ -207,19 +197,16 @@ def load_columns(store: KVStore, wanted: Sequence[ColumnRequest], session: Sessi
     """
     found: dict[str, ColumnSlice] = {}
     for is_last_turn in (False, True):
-        for name, rows in run_on_all_ranks(session, lambda: _local_columns(store, wanted)).items():
-            found.setdefault(name, rows)
+        local = run_on_all_ranks(session, lambda: [_local_rows(store, one) for one in wanted])
+        for one, rows in zip(wanted, local, strict=True):
+            if rows is not None:
+                found.setdefault(one.name, ColumnSlice(of=one, rows=rows))
         missing = [one for one in wanted if one.name not in found and (one.is_leader or is_last_turn)]
         if gather_int64([len(missing)], session).any():
             _stream(store, missing, session, found)
         if not gather_int64([len(wanted) - len(found)], session).any():
             break
     return found
-
-
-def _local_columns(store: KVStore, wanted: Sequence[ColumnRequest]) -> dict[str, ColumnSlice]:
-    found = {one.name: (one, _local_rows(store, one)) for one in wanted}
-    return {name: one.slice(rows) for name, (one, rows) in found.items() if rows is not None}
 
 
 def _local_rows(store: KVStore, wanted: ColumnRequest) -> Array | None:
@@ -331,12 +318,12 @@ class _Sink:
                 publish_slice(self._writer, wanted.info, wanted.num_rows)
                 rows = read_slice(wanted.folder, wanted.info, wanted.num_rows)
                 if rows is not None:
-                    return wanted.slice(rows)
+                    return ColumnSlice(of=wanted, rows=rows)
                 raise FileNotFoundError(f"{wanted.folder.path} was removed")
             except OSError as problem:
                 self._to_memory(problem)
         self._rows.flags.writeable = False
-        return wanted.slice(self._rows, self._problem)
+        return ColumnSlice(of=wanted, rows=self._rows, problem=self._problem)
 
     def close(self) -> None:
         # Removes a folder that was not renamed to its place.
@@ -365,7 +352,7 @@ def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequenc
 
 
 def moments_of_rows(
-    slices: Sequence[tuple[Array, ColumnInfo]], num_rows: int, width: int, session: Session, phase: str
+    slices: Sequence[tuple[Array, ColumnInfo]], num_rows: int, width: int, session: Session
 ) -> Moments:
     """Return mean and variance of every row, in two passes: sums first, then squared differences.
 
@@ -376,12 +363,11 @@ def moments_of_rows(
         num_rows: V.
         width: Columns of all ranks together, at least 1.
         session: The run.
-        phase: For the ledger.
     """
     mean = _row_sums(slices, num_rows, lambda values, _: values)
-    sum_over_ranks(mean, session, phase=phase, in_place=True).div_(width)
+    sum_over_ranks(mean, session, phase=PHASE, in_place=True).div_(width)
     variance = _row_sums(slices, num_rows, lambda values, rows: (values - mean[rows, None]).square_())
-    sum_over_ranks(variance, session, phase=phase, in_place=True).div_(width)
+    sum_over_ranks(variance, session, phase=PHASE, in_place=True).div_(width)
     return mean, variance
 
 
@@ -414,19 +400,15 @@ class ColumnStore:
     @property
     def widths(self) -> Mapping[str, int]:
         """Feature name to F, its columns on all parts together."""
-        return {name: one.columns.width for name, one in self._slices.items()}
+        return {name: one.of.columns.width for name, one in self._slices.items()}
 
     def cut(self, name: str) -> Columns:
-        """Return the columns of the feature that this rank holds.
-
-        Raises:
-            ConfigError: the feature was not opened; the message lists those that were.
-        """
-        return self._slice(name).columns
+        """Return the columns of the feature that this rank holds; ConfigError if it was not opened."""
+        return self._slice(name).of.columns
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of :meth:`rows`; raises as :meth:`cut`."""
-        return Precision().target(torch_dtype(self._slice(name).info.dtype))
+        return Precision().target(torch_dtype(self._slice(name).of.info.dtype))
 
     def rows(self, name: str, nodes: Tensor, memory: RowMemory | None = None) -> Tensor:
         """Return the own columns of nodes; any thread may call it, and nothing is sent.
@@ -444,42 +426,35 @@ class ColumnStore:
             ConfigError: the feature was not opened, or ``nodes`` are no ids.
             IndexError: an id is out of range.
         """
-        one = self._slice(name)
+        one, info = self._slice(name), self._slice(name).of.info
         if nodes.dtype != torch.int64 or nodes.dim() != 1:
             raise ConfigError(f"nodes are {nodes.dtype} of shape {tuple(nodes.shape)}; give (K,) int64 ids")
         ids = nodes.numpy()
         check_ids(ids, len(one.rows), repr(name))
         dtype = self.dtype(name)
         if memory is None:
-            return tensor_view(take_rows(one.rows, ids), one.info).to(dtype)
-        found = memory.rows(name, len(ids), one.info)
+            return tensor_view(take_rows(one.rows, ids), info).to(dtype)
+        found = memory.rows(name, len(ids), info)
         take_rows(one.rows, ids, numpy_view(found))
         if found.dtype == dtype:
             return found
-        return memory.rows(name, len(ids), column_info(dtype, one.info.row_shape)).copy_(found)
+        return memory.rows(name, len(ids), column_info(dtype, info.row_shape)).copy_(found)
 
     def moments(self, names: Sequence[str]) -> Moments:
         """Return mean and variance of each node's row of all columns of ``names``, concatenated.
 
         Every rank must call it; the first call sums twice over the ranks, 8 bytes per node each, under the
-        phase ``columns``, and its result is kept.
-
-        Returns:
-            (mean, variance): (V,) float64 each; the variance is biased, as in LayerNorm.
-
-        Raises:
-            ConfigError: as :meth:`cut`.
-            PeerError: a rank is dead or did not take part within the time-out.
+        phase ``columns``, and its result is kept. The variance is biased, as in LayerNorm.
         """
         key = tuple(names)
         if key not in self._moments:
             parts = [self._slice(name) for name in key]
             # Other groups hold the same columns: they add zeros, and get the same bits.
             counted = parts if min(self._group.replicas) == self._group.rank else []
-            width = sum(one.columns.width for one in parts)
+            width = sum(one.of.columns.width for one in parts)
             num_rows = len(parts[0].rows) if parts else 0
             self._moments[key] = moments_of_rows(
-                [(one.rows, one.info) for one in counted], num_rows, width, self._session, PHASE
+                [(one.rows, one.of.info) for one in counted], num_rows, width, self._session
             )
         return self._moments[key]
 
@@ -500,22 +475,10 @@ class ColumnStore:
 def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: bool = True) -> ColumnStore:
     """Return this rank's columns of node features for all nodes; every rank must call it, for the same ones.
 
-    Rank ``p`` of a group of N_f holds the p-th of N_f runs of columns of equal size, give or take one; with
-    more ranks than columns the last ones hold (V, 0). Columns that are not in a file yet move once, under
-    the phase ``columns``: the own columns of the rows of other servers, and 32 bytes per request of 8 MiB.
-    They are streamed into a file beside the dataset, or into memory, with a few such messages in memory at a
-    time. The file is mapped; later openings with the same number of parts, also of other jobs, move nothing.
-    ``dglx partition --method feature`` writes files for as many ranks as parts.
-
-    A dataset stores sparse features dense, so their columns are dense too. Tensors that the program made
-    (``g.ndata["x"] = DistTensor(...)``) are copied as they are now, into memory. Where no file can be made
-    columns stay in memory, and rank 0 logs why.
-
-    Args:
-        g: A graph of one node type.
-        names: Of matrices, (V, F) with F of 1 or more; none where the input is an embedding.
-        group: The ranks that hold all columns together.
-        cache: False: in memory, without looking for files.
+    Columns that are not in a file yet move once, under the phase ``columns``: the own columns of the rows of
+    other servers, and 32 bytes per request of 8 MiB. They are streamed into a file beside the dataset, which
+    is mapped, or into memory without ``cache``, for tensors that the program made, and where no file can be
+    made, which rank 0 logs. Later openings with the same number of parts, also of other jobs, move nothing.
 
     Returns:
         The same object for the same request, until ``g.close()``.

@@ -25,14 +25,17 @@ from dglx_dist.strategies.push_pull.exchange import GroupBatch, PartInput
 class Origin(ABC):
     """Computes a part's input rows of any owner; equal to another if it does the same."""
 
+    origin: Origin
+    """What the rows are made from, if it is another one."""
+
     @property
-    @abstractmethod
     def runs(self) -> tuple[Columns, ...]:
         """The part's columns of the uncut tensor, in order; keys of dropout."""
+        return self.origin.runs
 
     @property
     def is_raw(self) -> bool:
-        """Whether the rows are those of the store, but for their dtype; False unless overridden."""
+        """Whether the rows are those of the store, but for their dtype."""
         return False
 
     @abstractmethod
@@ -81,20 +84,20 @@ class Converted(Origin):
     dtype: torch.dtype
 
     @property
-    def runs(self) -> tuple[Columns, ...]:
-        return self.origin.runs
-
-    @property
     def is_raw(self) -> bool:
         return self.origin.is_raw
 
     def rows(self, owners: PartInput) -> Tensor:
-        rows = self.origin.rows(owners)
-        trained = rows.is_leaf and rows.requires_grad
-        return rows.detach().to(self.dtype).requires_grad_() if trained else rows.to(self.dtype)
+        return _map_rows(self.origin.rows(owners), lambda rows: rows.to(self.dtype))
 
     def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
         self.origin.accumulate(gradients)
+
+
+def _map_rows(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    # Rows that are trained themselves stay a leaf.
+    trained = rows.is_leaf and rows.requires_grad
+    return function(rows.detach()).requires_grad_() if trained else function(rows)
 
 
 @final
@@ -106,18 +109,13 @@ class InputProvenance:
     """
 
     def __init__(self) -> None:
-        self._group_batch: GroupBatch | None = None
-        self._part = 0
+        self.own: PartInput | None = None
+        """The own part of the batch that the model computes; None outside of a batch."""
         self._known: list[tuple[Tensor, Origin]] = []
 
     def begin(self, group_batch: GroupBatch | None, part: int) -> None:
         """Forget the last batch; ``group_batch`` is the one that the model computes now, if any."""
-        self._group_batch, self._part, self._known = group_batch, part, []
-
-    @property
-    def own(self) -> PartInput | None:
-        """The own part of the batch that the model computes; None outside of a batch."""
-        return None if self._group_batch is None else self._group_batch.inputs[self._part]
+        self.own, self._known = None if group_batch is None else group_batch.inputs[part], []
 
     def add(self, rows: Tensor, origin: Origin) -> None:
         """Record that ``rows`` of the own batch came from ``origin``; keeps them until the next batch."""
@@ -187,15 +185,8 @@ class Dropped(Origin):
     stream: int
     """Of the draws; one for each dropout module."""
 
-    @property
-    def runs(self) -> tuple[Columns, ...]:
-        return self.origin.runs
-
     def rows(self, owners: PartInput) -> Tensor:
-        rows = self.origin.rows(owners)
-        if rows.is_leaf and rows.requires_grad:
-            return self.drop(rows.detach(), owners).requires_grad_()
-        return self.drop(rows, owners)
+        return _map_rows(self.origin.rows(owners), lambda rows: self.drop(rows, owners))
 
     def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
         self.origin.accumulate(
@@ -212,10 +203,7 @@ class Dropped(Origin):
 
 @final
 class ColumnDropout(InputModule):
-    """Replaces ``nn.Dropout``: keyed draws on the input, torch's own on anything else.
-
-    ``index`` counts the model's dropouts; equal on all ranks.
-    """
+    """Replaces ``nn.Dropout``, the ``index``-th of the model: keyed draws on the input, else torch's own."""
 
     def __init__(self, dropout: nn.Dropout, seed: int, index: int) -> None:
         super().__init__()
@@ -274,7 +262,6 @@ class ColumnEmbedding(InputModule):
         self.train(embedding.training)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the own columns of the rows of the batch's sources, (L0, D_p); ``ids`` must be those."""
         own = self.provenance.own
         if own is None or ids.shape != own.nodes.shape or not torch.equal(ids.long(), own.nodes):
             raise ConfigError(
@@ -375,7 +362,6 @@ class ColumnLayerNorm(InputModule):
 
     @property
     def width(self) -> int:
-        """Columns of the uncut rows."""
         return self.runs[0].width
 
     def normalized(self, x: Tensor, nodes: Tensor) -> Tensor:
@@ -399,10 +385,6 @@ class Normalized(Origin):
     origin: Origin
     norm: ColumnLayerNorm
 
-    @property
-    def runs(self) -> tuple[Columns, ...]:
-        return self.origin.runs
-
     def rows(self, owners: PartInput) -> Tensor:
         return self.norm.normalized(self.origin.rows(owners), owners.nodes)
 
@@ -424,11 +406,7 @@ class InputSpec:
     """Edge argument to the name of the block's edge data; None: computed by the model."""
 
     def edges(self, layer: SplittableConv, block: DGLBlock) -> dict[str, Tensor]:
-        """Return the per-edge values of a block before the model is called on it.
-
-        Raises:
-            ConfigError: one of them is no edge data.
-        """
+        """Return the per-edge values of a block before the model is called on it."""
         if layer.edges_after_sync:
             return {}
         for name, key in self.keys.items():
@@ -503,18 +481,13 @@ def find_input_modules(
     layout: InputLayout,
     moments: Callable[[Sequence[str]], tuple[Tensor, Tensor]],
 ) -> dict[str, InputModule]:
-    """Return replacements of the modules that may work on the input; every rank must call it.
+    """Return replacements of the modules that may work on the input, by all their names; collective.
 
     Dropout is replaced everywhere, as one ``nn.Dropout`` usually serves all layers; on anything but the input
     it works as before. A norm over the layer's width, and an embedding of all nodes of that width, are cut; a
     norm is taken for one of the input if it is registered before the first layer, or if no other parameter of
-    the model is that wide.
-
-    ``moments`` maps feature names to (mean, variance) of each node's concatenated row, (V,) float64; it is
-    collective and called only if there is a norm.
-
-    Returns:
-        Names of ``named_modules``, all names of a module that has several, to their replacements.
+    the model is that wide. ``moments`` maps feature names to (mean, variance) of each node's concatenated
+    row, (V,) float64; it is collective and called only if there is a norm.
 
     Raises:
         ConfigError: something before the first layer cannot work on columns; the message has the reason.
@@ -587,7 +560,6 @@ def _refuse_batch_norms(model: nn.Module, first_name: str, width: int) -> None:
 
 
 def _is_before(model: nn.Module, name: str, first_name: str, width: int) -> bool:
-    """Whether a norm over ``width`` columns is one of the input, as far as registration tells."""
     if _is_inside(name, first_name):
         return False
     names = [other for other, _ in model.named_modules()]

@@ -459,11 +459,6 @@ class PushPullLoader:
         self._position = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what is left of the current epoch; see :meth:`StepLoader.__iter__`.
-
-        Raises:
-            PeerError: a rank is dead, or did not reach a batch within the time-out.
-        """
         iteration, self._iterations = self._iterations, self._iterations + 1
         self._structure.begin(iteration)
         fetcher = IterationFetcher(self._session, self._fetcher, self._structure, iteration, len(self))

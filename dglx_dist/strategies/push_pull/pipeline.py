@@ -81,14 +81,10 @@ _ELEMENTWISE = (
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Check that ``optimizer`` may step parameters of which each rank has some columns.
+    """Raise ConfigError if ``optimizer`` must not step parameters of which each rank has some columns.
 
     It may if it steps each element by that element's gradients alone, as nearly all do. Exceptions are known
     by class name, with their subclasses; unknown classes pass.
-
-    Raises:
-        ConfigError: it uses whole tensors, or calls the model again within a step, in which other ranks would
-            have to take part.
     """
     kind = type(optimizer)
     remedy = f"take one that steps each element by itself ({_ELEMENTWISE}), or strategy='data_parallel'"
@@ -227,8 +223,7 @@ class OptimizerHooks:
         ]
 
     def _after(self, optimizer: Optimizer) -> None:
-        sides = self._sides(optimizer)
-        if sides:
+        if sides := tuple(sorted({self._side[one] for one in self._stepped_by(optimizer)})):
             self._log.stepped(sides)
             self._warn_if_part_is_left_out(optimizer)
 
@@ -244,9 +239,6 @@ class OptimizerHooks:
                 "no optimizer steps the first layer's weights, which push_pull cut by columns: was the "
                 "optimizer built before wrap()? Build it from the parameters of what wrap() returned"
             )
-
-    def _sides(self, optimizer: Optimizer) -> tuple[Side, ...]:
-        return tuple(sorted({self._side[one] for one in self._stepped_by(optimizer)}))
 
     def _stepped_by(self, optimizer: Optimizer) -> set[int]:
         return {id(parameter) for parameter in _parameters(optimizer)} & self._side.keys()
@@ -397,8 +389,7 @@ def compute_shares(
 ) -> list[list[Tensor]]:
     """Compute this part's stages up to the sum for every owner (fM); collective where the layer scatters.
 
-    Returns:
-        By gathered tensor, then by owner.
+    Returns shares by gathered tensor, then by owner.
     """
     transformed = [layer.transform(one) for one in given]
     shares = [layer.scatter(one, rows) for one, rows in zip(given, transformed, strict=True)]

@@ -56,9 +56,8 @@ class Cut:
 class CutState:
     """Joins and cuts the cut parameters of a model, their optimizer state and their gradients.
 
-    ``cuts`` are by name of the parameter in the user's module. ``originals`` are the user's submodules that
-    were replaced, by name ("" is the model itself), as :func:`without_weights` returns them; their parameters
-    have the same names as those of their parts.
+    ``cuts`` are by name of the parameter in the user's module; ``originals`` the user's submodules that were
+    replaced, by name ("" is the model itself), as :func:`without_weights` returns them.
     """
 
     def __init__(
@@ -124,9 +123,9 @@ class CutState:
         self.join_all(state)
         memo = _non_leaf_copies(module)
         for name, original in self._originals.items():
-            part = module.get_submodule(name)
-            parameters = _empty_parameters(original, state, _prefix(name))
-            memo[id(part)] = _restored(original, part, parameters, memo)
+            part, prefix = module.get_submodule(name), _prefix(name)
+            like = {inner: state[prefix + inner] for inner, _ in original.named_parameters()}
+            memo[id(part)] = _restored(original, part, like, memo)
         try:
             found = copy.deepcopy(module, memo)
         except TypeError as error:
@@ -196,28 +195,19 @@ def without_weights(original: nn.Module, cut: Iterable[str]) -> nn.Module:
     return copy.deepcopy(original, memo)
 
 
-def _empty_parameters(
-    original: nn.Module, state: Mapping[str, Tensor], prefix: str
-) -> dict[int, nn.Parameter]:
-    """Return memory for the parameters that :func:`without_weights` left without, by their ids."""
-    return {
-        id(parameter): nn.Parameter(torch.empty_like(state[prefix + name]), parameter.requires_grad)
-        for name, parameter in original.named_parameters()
-        if parameter.is_meta
-    }
-
-
 def _restored(
-    original: nn.Module, part: nn.Module, parameters: Mapping[int, nn.Parameter], copies: dict[int, Any]
+    original: nn.Module, part: nn.Module, like: Mapping[str, Tensor], copies: dict[int, Any]
 ) -> nn.Module:
     """Return a copy of what :func:`without_weights` returned, with all parameters, in ``part``'s mode.
 
-    ``parameters`` replace those without memory. ``copies`` is the memo of the model's copy, as other layers
-    may have the part's uncut parameters, too.
+    ``like`` has the uncut parameters. ``copies`` is the memo of the model's copy, as other layers may have
+    the part's uncut parameters, too.
     """
-    memo: dict[int, Any] = dict(parameters)
+    memo: dict[int, Any] = {}
     for name, parameter in original.named_parameters():
-        if not parameter.is_meta:
+        if parameter.is_meta:
+            memo[id(parameter)] = nn.Parameter(torch.empty_like(like[name]), parameter.requires_grad)
+        else:
             live = part.get_parameter(name)
             memo[id(parameter)] = copies.setdefault(id(live), copy.deepcopy(live))
     found = copy.deepcopy(original, memo)
@@ -349,11 +339,7 @@ def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, Spl
 
 
 def _input_widths(model: nn.Module, store: ColumnStore, num_nodes: int) -> tuple[int, ...]:
-    """Return the columns of the model's input: of the features, or of its embedding of all nodes.
-
-    Raises:
-        ConfigError: there is neither.
-    """
+    """Return the columns of the model's input: of the features, or of its embedding of all nodes."""
     if store.names:
         return tuple(store.widths[name] for name in store.names)
     for _, embedding in embeddings_of_all_nodes(model, num_nodes):

@@ -61,12 +61,6 @@ class PushPull(Strategy):
         return self._open_loader(DistEdgeDataLoader, g, eids, sampler, loader_options)
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
-        """Return ``model`` with its first layer split; every rank must call it.
-
-        Raises:
-            ConfigError: the first layer, or a module before it, cannot be split; the message has the reason.
-                Or as under data_parallel.
-        """
         from dglx_dist.strategies.push_pull.wrapped_model import PushPullModel
 
         store, group = self._opened(g)

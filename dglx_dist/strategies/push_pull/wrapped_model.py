@@ -163,12 +163,7 @@ class PushPullModel(WrappedModel):
         self._pipeline.drain()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module on blocks of the strategy's loader.
-
-        Raises:
-            ConfigError: the blocks are others, or the model's computation before its first layer does not
-                work on columns.
-        """
+        """Call the user's module on blocks of the strategy's loader; on others ConfigError."""
         self._pipeline.begin(_group_batch_of((*args, *kwargs.values())))
         if not torch.is_grad_enabled():
             output = self._computed(args, kwargs)

@@ -13,10 +13,12 @@ import numpy as np
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.graph.partition_book import Placement
-from dglx_dist.planner.model_shape import Widths, count_pairs, gradient_bytes, outside_bytes, topology_of
+from dglx_dist.graph.structure import ReplicatedStructure
+from dglx_dist.planner.closures import PartitionContext, full_work_of, plan_all, seeds_by_server
+from dglx_dist.planner.model_shape import Widths, gradient_bytes, outside_bytes, topology_of
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
 from dglx_dist.strategies.full_graph.expansion import compose
 from scripts.bench import data
 from scripts.bench.experiments.common import GIGABIT, clustered, quotient, trained
@@ -32,7 +34,7 @@ from scripts.bench.records import (
     Shape,
     Variant,
 )
-from scripts.bench.speedup_model import ServerWork, exchanging_work, predicted_time, preloading_work
+from scripts.bench.speedup_model import predicted_time
 
 SERVERS, RANKS_PER_SERVER = 2, 2
 SHAPE = Shape(servers=SERVERS, ranks_per_server=RANKS_PER_SERVER)
@@ -46,7 +48,7 @@ BATCHES = 2
 """Cooperative batches of an epoch."""
 LEARNING = (BASE_PP, PRELOAD_PP, EAS, COOPERATIVE)
 """Whose accuracy is drawn: without pp the same numbers come later."""
-_ID_BYTES = 8
+_ID_BYTES, _CLASSES = 8, SyntheticConfig().classes
 EVERY = 5
 """Epochs from one evaluation to the next."""
 
@@ -213,7 +215,7 @@ def plan_of(
         return {one.label or one.cut: value(counted[one.label]) for one in settings}
 
     phases = of_all(lambda name, found: dict(found.phases[name]))
-    kappas = of_all(lambda name, found: round(found.work[name].kappa(found.work[BASE]), 3))
+    kappas = of_all(lambda name, found: found.kappa(name))
     once = of_all(lambda name, found: found.once.get(name))
     variants = [_variant(plan, size, one, scheme, counted[one.label]) for one, scheme in pairs]
     fast = [scheme for scheme in schemes if scheme.name in (BASE_PP, PRELOAD_PP)]
@@ -262,8 +264,8 @@ class Counted:
     """By layer, halo rows between servers."""
     expansion: list[float]
     """(S,) feature rows that a server holds after preloading, relative to its own nodes: D_i."""
-    work: Mapping[str, ServerWork]
-    """Of EAS an upper bound: with all foreign in-neighbours within 1 hop."""
+    edges: Mapping[str, tuple[int, ...]]
+    """(S,) aggregated in an epoch; of EAS an upper bound: with all foreign in-neighbours within 1 hop."""
     phases: Mapping[str, Mapping[str, int]]
     """Bytes of an epoch by ledger phase; of co-batches when they are on disk."""
     once: Mapping[str, int]
@@ -271,53 +273,66 @@ class Counted:
     co_batch_features: int
     """The same of all co-batches."""
 
+    def kappa(self, scheme: str) -> float:
+        """Return the work of the server with most by that of the baseline's."""
+        return round(max(self.edges[scheme]) / max(*self.edges[BASE], 1), 3)
+
 
 def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     """Make the dataset of a setting and count work and bytes on it; seconds per million edges."""
     config = _graph_of(plan, size, setting)
     cut = PartitionPlan(num_parts=SERVERS, method=setting.cut)
     folder = data.prepare(config, {setting.cut: cut}, plan.work)[setting.cut]
-    dataset, topology, layers = open_dataset(folder), topology_of(SERVERS, RANKS_PER_SERVER), setting.layers
-    manifest, widths = dataset.manifest, _widths(setting, config.classes)
+    dataset, topology, widths = open_dataset(folder), topology_of(SERVERS, RANKS_PER_SERVER), _widths(setting)
+    manifest, csc = dataset.manifest, open_structure(dataset, EDGE_TYPE)
     bounds = Placement(manifest.num_parts, topology).server_offsets(manifest.node_offsets[NODE_TYPE])
+    structure = ReplicatedStructure(EDGE_TYPE, int(bounds[-1]), csc.indptr, csc.indices)
+    context = PartitionContext(structure=structure, bounds=bounds, topology=topology, seed=plan.seed)
     masks = [dataset.part(part).node_data(NODE_TYPE, "train_mask") for part in range(manifest.num_parts)]
-    seeds = np.flatnonzero(np.concatenate(masks))
-    own = np.split(seeds, np.searchsorted(seeds, bounds[1:-1]))
-    csc, whole = open_structure(dataset, EDGE_TYPE), [[mine] for mine in own]
-    graph = (csc.indptr, csc.indices, bounds)
-    pairs = count_pairs(dataset, topology, layers)
-    exchanging, preloading = exchanging_work(*graph, seeds, layers), preloading_work(*graph, whole, layers)
-    pieces = [compose(mine, BATCHES, "random", seed=plan.seed) for mine in own]
-    batches = preloading_work(*graph, pieces, layers)
+    own = seeds_by_server(context, np.flatnonzero(np.concatenate(masks)))
+    pieces = zip(*(compose(mine, BATCHES, "random", seed=plan.seed) for mine in own), strict=True)
+
+    def near(_: object, mine: tuple[int, int], __: object) -> Array:
+        first, last = mine
+        sources = csc.indices[csc.indptr[first] : csc.indptr[last]]
+        return np.union1d(np.arange(first, last), sources)
+
+    layers = setting.layers
+    exchanging, preloading = ([plan_all(context, own, layers, hops)] for hops in (0, layers))
+    steps = {
+        **dict.fromkeys((BASE, BASE_PP), exchanging),
+        **dict.fromkeys((PRELOAD, PRELOAD_PP), preloading),
+        EAS: [plan_all(context, own, layers, layers, eas=near)],
+        COOPERATIVE: [plan_all(context, piece, layers, layers) for piece in pieces],
+    }
+    ranks = [topology.ranks_of_server(server) for server in range(SERVERS)]
+    pairs = full_work_of(exchanging, topology).pairs
     row = setting.features * widths.itemsize
-    preloaded = sum(preloading.foreign) * (_ID_BYTES + row)
+    preloaded = full_work_of(preloading, topology).external_rows * (_ID_BYTES + row)
     gradients = BATCHES * gradient_bytes(widths, topology)
-
-    def epoch(*, preloaded: bool, use_pp: bool) -> Mapping[str, int]:
-        return outside_bytes(pairs, widths, topology, preloaded=preloaded, use_pp=use_pp)
-
-    without = epoch(preloaded=True, use_pp=True)
+    without, kept = (
+        outside_bytes(pairs, widths, topology, preloaded=True, use_pp=use_pp) for use_pp in (False, True)
+    )
     return Counted(
         folder=folder,
         pairs=tuple(pairs.outside),
-        expansion=np.round(
-            (np.diff(bounds) + preloading.foreign) / np.maximum(np.diff(bounds), 1), 3
-        ).tolist(),
-        work={
-            **dict.fromkeys((BASE, BASE_PP), exchanging),
-            **dict.fromkeys((PRELOAD, PRELOAD_PP), preloading),
-            EAS: preloading_work(*graph, whole, layers, hops=1),
-            COOPERATIVE: batches,
+        expansion=[
+            round(preloading[0][of[0]].server_rows / max(int(size), 1), 3)
+            for of, size in zip(ranks, np.diff(bounds), strict=True)
+        ],
+        edges={
+            name: tuple(sum(sum(step[rank].edges) for step in made for rank in of) for of in ranks)
+            for name, made in steps.items()
         },
         phases={
-            BASE: epoch(preloaded=False, use_pp=False),
-            BASE_PP: epoch(preloaded=False, use_pp=True),
-            PRELOAD: epoch(preloaded=True, use_pp=False),
-            **dict.fromkeys((PRELOAD_PP, EAS), without),
+            BASE: outside_bytes(pairs, widths, topology, preloaded=False, use_pp=False),
+            BASE_PP: outside_bytes(pairs, widths, topology, preloaded=False, use_pp=True),
+            PRELOAD: without,
+            **dict.fromkeys((PRELOAD_PP, EAS), kept),
             COOPERATIVE: {"gradients": gradients} if gradients else {},
         },
         once={BASE: 0, BASE_PP: pairs.outside[0] * row, **dict.fromkeys((PRELOAD, PRELOAD_PP), preloaded)},
-        co_batch_features=sum(batches.foreign) * (_ID_BYTES + row),
+        co_batch_features=full_work_of(steps[COOPERATIVE], topology).external_rows * (_ID_BYTES + row),
     )
 
 
@@ -327,11 +342,11 @@ def _graph_of(plan: BenchPlan, size: Size, setting: Setting) -> SyntheticConfig:
     return clustered(plan, **graph, train_rate=size.train_rate)
 
 
-def _widths(setting: Setting, classes: int) -> Widths:
+def _widths(setting: Setting) -> Widths:
     # Only here: models need DGL, which takes seconds to import, also where experiments are only listed.
     from dglx_dist.training.models import build_model
 
-    model = build_model(setting.model, setting.features, setting.hidden, classes, setting.layers, 0.0)
+    model = build_model(setting.model, setting.features, setting.hidden, _CLASSES, setting.layers, 0.0)
     encodes = setting.model == "resgcn"
     return Widths(
         first=setting.hidden if encodes else setting.features,

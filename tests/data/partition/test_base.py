@@ -108,25 +108,6 @@ def test_balance_may_come_as_a_list() -> None:
     assert options.constraints == PartitionOptions().constraints
 
 
-NAMES = [
-    "contiguous",
-    "feature",
-    "fennel",
-    "file",
-    "hash",
-    "hierarchical",
-    "kaminpar",
-    "ldg",
-    "metis",
-    "random",
-]
-
-
-def test_the_built_in_names_are_there() -> None:
-    assert set(NAMES) <= set(PARTITIONERS.names())
-    assert all(issubclass(PARTITIONERS.get(name), Partitioner) for name in NAMES)
-
-
 def test_a_misspelt_name_gets_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'metis'"):
         PARTITIONERS.get("mettis")

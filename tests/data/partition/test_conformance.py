@@ -81,7 +81,7 @@ def test_same_seed_same_answer(name: str) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("name", ["random", "metis", "kaminpar", "ldg", "fennel", "hierarchical"])
+@pytest.mark.parametrize("name", sorted({*PARTITIONERS.names()} - {"contiguous", "feature", "file", "hash"}))
 def test_another_seed_gives_another_answer(name: str) -> None:
     graph = communities()
     assert flat(assign(name, graph, 4, seed=7).part_of) != flat(assign(name, graph, 4, seed=8).part_of)
@@ -111,10 +111,13 @@ def test_only_the_bridge_is_cut(name: str) -> None:
     assert measure(graph, assign(name, graph, 2)).cut_edges == 1
 
 
-@pytest.mark.parametrize("name", ["metis", "kaminpar", "hierarchical", "ldg", "fennel"])
-def test_remote_neighbours_are_fewer_than_at_random(name: str) -> None:
+@pytest.mark.parametrize("name", sorted({*PARTITIONERS.names()} - {"contiguous", "file"}))
+def test_remote_neighbours_are_fewer_than_at_random_unless_it_scatters(name: str) -> None:
     """Section 1.6, invariant 8: rho of random is (P - 1) / P, and every real method is far below it."""
     graph = communities()
-    at_random = measure(graph, assign("random", graph, 4)).edge_cut
-    assert at_random == pytest.approx(3 / 4, abs=0.01)
-    assert measure(graph, assign(name, graph, 4)).edge_cut < 0.6 * at_random
+    edge_cut = measure(graph, assign(name, graph, 4)).edge_cut
+    if PARTITIONERS.get(name).scatters:
+        assert edge_cut == pytest.approx(3 / 4, abs=0.01)
+    else:
+        bar = 0.6 if name in ("metis", "kaminpar", "hierarchical", "ldg", "fennel") else 0.8
+        assert edge_cut < bar * 3 / 4

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.data.storage.manifest import Fields, from_json, read_manifest, to_json, write_manifest
+from dglx_dist.data.json_fields import Fields
+from dglx_dist.data.storage.manifest import from_json, read_manifest, to_json, write_manifest
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import StorageError
 from tests.data.storage.graphs import ODD_ONES_OUT, TWO_TRIANGLES, random_heterogeneous, random_owners
