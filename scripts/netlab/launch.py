@@ -110,7 +110,6 @@ class Port:
         self._claim = claim
 
     def close(self) -> None:
-        """Give it up."""
         self._claim.close()
 
 
@@ -197,7 +196,6 @@ class Relay:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the pipe has closed and its last line is written."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -224,7 +222,6 @@ class LogFile:
             self._file.write(line)
 
     def close(self) -> None:
-        """Close it; call it after the last line."""
         self._file.close()
 
 
@@ -244,7 +241,6 @@ class Failure:
     """When it was seen."""
 
     def order(self) -> tuple[bool, int]:
-        """Return what sorts the cause before its consequences."""
         return (self.lost_a_peer, self.second)
 
 
@@ -405,7 +401,6 @@ class Started:
 
     @property
     def failure(self) -> str | None:
-        """Who failed first and how, once :meth:`poll` has returned a code that is not 0."""
         return self._failure
 
     def poll(self) -> int | None:

@@ -205,22 +205,19 @@ _LATENCY = "50ms"
 
 
 def address_of(server: int) -> str:
-    """Return the IPv4 address of a server; every lab has the same ones, as none sees another."""
+    # Every lab has the same ones, as none sees another.
     return f"10.77.0.{server + 1}"
 
 
 def host_name_of(server: int) -> str:
-    """Return the host name of a server."""
     return f"server-{server}"
 
 
 def bridge_setup() -> list[list[str]]:
-    """Return the commands that make the bridge, inside the namespace of the switch."""
     return [["ip", "link", "add", BRIDGE, "type", "bridge"], ["ip", "link", "set", BRIDGE, "up"]]
 
 
 def port_of(server: int) -> str:
-    """Return the name of the bridge's end of the cable to a server."""
     return f"server{server}"
 
 
@@ -386,21 +383,14 @@ class NamespaceServer(Server):
         self.cpu_held_by = facts.cpu_held_by
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """Return the command that runs ``command`` here, in the folder where it is started.
-
-        It stays in the process group of who starts it: a signal to the group reaches the command too, one
-        to the process that was started does not.
-
-        Raises:
-            LabError: the server is down.
-        """
+        # It stays in the process group of who starts it: a signal to the group reaches the command too, one to
+        # the process that was started does not.
         self._check_alive()
         cores = ",".join(map(str, self.cores))
         enter = ["taskset", "-c", cores, "sh", "-c", _ENTER, "enter"]
         return [*enter, self.facts.cgroup or "", str(self.facts.init.pid), *command]
 
     def card(self) -> Card:
-        """Read its card (LabError: the server is down)."""
         self._check_alive()
         return read_card(CARD, pid=self.facts.init.pid)
 
@@ -415,14 +405,10 @@ class NamespaceServer(Server):
 
 
 def call_it(name: str, addresses: Mapping[str, str]) -> list[str]:
-    """Return the command that gives a server its name and those of ``addresses``, {name: address}; inside.
-
-    Programs find each other and themselves by name so: that of this machine has no address in there.
-    """
+    # Programs find each other and themselves by name: that of this machine has no address in there.
     hosts = ["127.0.0.1 localhost", *(f"{address} {host}" for host, address in addresses.items())]
     return ["sh", "-ec", _CALL, "call", name, "\n".join(hosts)]
 
 
 def cgroup_name(lab: str, server: int) -> str:
-    """Return the name of a server's control group."""
     return f"dglx-lab-{lab}-{server}"

@@ -63,7 +63,6 @@ class LabState:
 
     @property
     def processes(self) -> tuple[Process, ...]:
-        """All that hold it."""
         return (
             *self.switch,
             *(process for server in self.servers for process in (server.init, server.outer)),
@@ -91,19 +90,16 @@ def notes_folder() -> Path:
 
 
 def boot_id() -> str:
-    """Return a word that is new each time this machine starts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def check_name(name: str) -> str:
-    """Return ``name`` (ConfigError: no lab can be called so)."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"lab name {name!r}: use up to 40 letters, digits and dashes, a dash not first")
     return name
 
 
 def random_name() -> str:
-    """Return a name for a lab that nobody named."""
     return f"run-{secrets.token_hex(5)}"
 
 
@@ -170,7 +166,6 @@ def noted_still(noted: LabState) -> bool:
 
 
 def lab_names() -> list[str]:
-    """Return the names of all labs that have notes, ascending."""
     found = [path for path in notes_folder().glob("*.json") if not path.is_dir()]
     return sorted(path.stem for path in found if _NAME.fullmatch(path.stem))
 
