@@ -383,8 +383,8 @@ class NamespaceServer(Server):
         self.cpu_held_by = facts.cpu_held_by
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        # It stays in the process group of who starts it: a signal to the group reaches the command too, one to
-        # the process that was started does not.
+        # It stays in the process group of who starts it: a signal to the group reaches the command too, one
+        # to the process that was started does not.
         self._check_alive()
         cores = ",".join(map(str, self.cores))
         enter = ["taskset", "-c", cores, "sh", "-c", _ENTER, "enter"]
