@@ -97,10 +97,11 @@ class Training:
                     f"fanouts={self.fanouts!r} must be a list of one whole number for each layer, input-most "
                     "first; -1: all"
                 )
-            for place, fanout in enumerate(self.fanouts):
-                whole_number(f"fanouts[{place}]", fanout, least=-1)
+            # As int: JSON does not take NumPy's.
+            read = [whole_number(f"fanouts[{at}]", one, least=-1) for at, one in enumerate(self.fanouts)]
+            object.__setattr__(self, "fanouts", read)
         if self.batch_size is not None:
-            whole_number("batch_size", self.batch_size, least=1)
+            object.__setattr__(self, "batch_size", whole_number("batch_size", self.batch_size, least=1))
         whole_number("epochs", self.epochs, least=1)
 
 
@@ -111,7 +112,7 @@ def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
 
 
 def check_session_options(session: Session) -> None:
-    """Raise ConfigError for an option that the session's strategy, or ``auto``, does not know."""
+    """Raise ConfigError for an option that the strategy, or ``auto``, does not know."""
     if session.strategy == AUTO:
         read_auto_options(session.options)
     else:
@@ -139,7 +140,7 @@ def draws_of(
     *,
     epoch: int,
 ) -> Draws | None:
-    """Return the mini-batches of ``epoch`` to count, with the defaults for None; None: there are none."""
+    """Return the mini-batches of ``epoch`` to count, or None; fan-outs and batch size have defaults."""
     if choice.unit == "full_graph" or is_deep(choice.unit, num_layers, fanouts):
         return None
     if fanouts is None:
@@ -152,22 +153,14 @@ def draws_of(
 
 
 def default_fanouts(strategy: str, num_layers: int) -> tuple[int, ...]:
-    """Return the default fan-out of each layer: 25, then 10s; all where steps take whole graphs.
-
-    Raises:
-        UnknownNameError: there is no such strategy.
-    """
+    """Return the default fan-out of each layer: 25, then 10s; all where steps take whole graphs."""
     if STRATEGIES.get(strategy).traits.unit == "full_graph":
         return (-1,) * num_layers
     return (25, *[10] * (num_layers - 1))
 
 
 def default_batch_size(strategy: str) -> int | None:
-    """Return the default targets per rank and step: 512; None where steps take whole graphs.
-
-    Raises:
-        UnknownNameError: there is no such strategy.
-    """
+    """Return the default targets per rank and step: 512; None where steps take whole graphs."""
     return None if STRATEGIES.get(strategy).traits.unit == "full_graph" else 512
 
 
@@ -187,16 +180,14 @@ def adopt_checkpointed(
 ) -> CheckpointedStrategy | None:
     """Give the session the strategy of the newest checkpoint in ``folder``; collective.
 
-    A resumed run is not planned again: another strategy may be another estimator with other steps.
+    A resumed run is not planned again: another strategy may be another estimator with other steps. Returns
+    None if there is no checkpoint, so that a strategy may be chosen.
 
     Args:
         g: Of a session that was opened with ``auto``.
         folder: Folder of checkpoints.
         fanouts: Of the training batches; None: the defaults of two layers.
         batch_size: Of the training batches; None: the default.
-
-    Returns:
-        The strategy; None: there is no checkpoint, and a strategy may be chosen.
 
     Raises:
         ConfigError: the checkpoint names no strategy, or none that ``auto`` chooses; or these ranks cannot
@@ -420,11 +411,7 @@ def _cluster(session: Session, options: AutoOptions) -> Cluster:
 
 
 def plan_of_run(folder: Path) -> dict[str, Any] | None:
-    """Return ``plan.json`` of the run in ``folder``; None: it has none, as its strategy was named.
-
-    Raises:
-        StorageError: the file is damaged.
-    """
+    """Return ``plan.json`` of the run in ``folder``; None: its strategy was named."""
     value = read_plan(folder)
     if value is None:
         return None
@@ -438,13 +425,7 @@ def plan_of_run(folder: Path) -> dict[str, Any] | None:
 
 
 def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: RunFacts) -> Outcome:
-    """Return the measured cost: bytes of the predicted epoch, else of the last; the rest of the whole run.
-
-    Args:
-        counted: Number of the epoch whose bytes were predicted.
-        epochs: Of the run, at least one.
-        facts: Of the run.
-    """
+    """Return the measured cost: bytes of epoch ``counted``, else of the last; the rest of the whole run."""
     record = next((one for one in epochs if one.epoch == counted), epochs[-1])
     seconds = summarise(facts, epochs)["epoch_seconds"]
     return Outcome(
@@ -457,11 +438,7 @@ def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: RunFacts) -> 
 
 
 def plan_summary(value: Mapping[str, Any]) -> dict[str, object]:
-    """Return the entry of ``summary.json`` for a plan: prediction, and outcome if there is one.
-
-    Args:
-        value: ``Choice.to_json()``.
-    """
+    """Return the entry of ``summary.json`` for ``Choice.to_json()``: prediction, and outcome if any."""
     taken, outcome = value["predictions"][value["picked"]], value["outcome"]
     found: dict[str, object] = {
         "chosen": taken["name"],

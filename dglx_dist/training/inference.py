@@ -15,7 +15,6 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks, sum_over_ranks
-from dglx_dist.dataloading.minibatch import BlockBuilder
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
@@ -58,11 +57,7 @@ class FullBlocks:
         }
         edges = {etype: answer.result() for etype, answer in pending.items()}
         sources = {ntype: self._sources(ntype, ids, edges) for ntype, ids in targets.items()}
-        if len(self._etypes) == 1 and len(targets) == 1:
-            block = self._of_one_type(edges[self._etypes[0]], sources[self._g.ntypes[0]])
-        else:
-            block = self._of_types(edges, sources, targets)
-        return block, sources
+        return self._built(edges, sources, targets), sources
 
     def blocks(
         self, destinations: Mapping[str, Array], num_layers: int
@@ -80,21 +75,7 @@ class FullBlocks:
         others = np.setdiff1d(np.concatenate([_NO_IDS, *ends]), destinations)
         return np.concatenate([destinations, others])
 
-    def _of_one_type(self, edges: InEdges, sources: Array) -> Any:
-        etype = self._etypes[0]
-        ids = torch.from_numpy(sources)
-        block: Any = BlockBuilder(etype).block(
-            torch.from_numpy(np.ascontiguousarray(edges.indptr)),
-            torch.from_numpy(_positions(edges.sources, sources)),
-            ids,
-            torch.from_numpy(edges.edge_ids),
-        )
-        if self.device.type != "cpu":
-            block = block.to(self.device)
-        block.out_degrees = _GlobalOutDegrees(self._g, etype, ids)
-        return block
-
-    def _of_types(
+    def _built(
         self, edges: Mapping[EdgeType, InEdges], sources: Mapping[str, Array], targets: Mapping[str, Array]
     ) -> Any:
         columns = {
@@ -126,31 +107,23 @@ class FullBlocks:
 
 
 class _FullBlock(DGLBlock):
-    """A block whose slices by edge type have the out-degrees of the graph."""
+    """A block that has the out-degrees of the graph, as have its slices by edge type."""
 
     graph: DistGraph | None = None
     """Set after construction, since DGL constructs slices and copies with the same class."""
 
     def __getitem__(self, key: Any) -> Any:
         part = super().__getitem__(key)
-        if self.graph is None:
-            return part
-        (etype,) = part.canonical_etypes
         part.graph = self.graph
-        part.out_degrees = _GlobalOutDegrees(self.graph, etype, part.srcdata[dgl.NID])
         return part
 
-
-class _GlobalOutDegrees:
-    """Replaces a block's ``out_degrees``; reads the graph only when a convolution calls it."""
-
-    def __init__(self, g: DistGraph, etype: EdgeType, ids: Tensor) -> None:
-        self._g, self._etype = g, etype
-        self._ids = ids
-
-    def __call__(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
-        ids = self._ids if isinstance(u, str) else self._ids[u]
-        return self._g.out_degrees(ids, self._etype).to(ids.device)
+    def out_degrees(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
+        """Return the degrees, which are read only when a convolution asks for them."""
+        assert self.graph is not None
+        etype = self.canonical_etypes[0] if etype is None else self.to_canonical_etype(etype)
+        ids = self.srcnodes[etype[0]].data[dgl.NID]
+        ids = ids if isinstance(u, str) else ids[u]
+        return self.graph.out_degrees(ids, etype).to(ids.device)
 
 
 def _positions(ids: Array, distinct: Array) -> Array:
