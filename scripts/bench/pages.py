@@ -91,6 +91,13 @@ def _overview_row(experiment: Experiment, figures: Mapping[str, Any] | None) -> 
     return f"{link}: {experiment.title}", paper, " ".join(shown) or "-", verdict + count
 
 
+def summary(figures: Mapping[str, Any]) -> str:
+    """Say in a line how an experiment ended, and what its ratios came to."""
+    verdict = "; ".join(text for text in (figures["verdict"], figures["label"]) if text)
+    why = "" if figures["ratios"] else figures["why"].splitlines()[0]
+    return ": ".join(text for text in (verdict, why, "; ".join(map(_in_words, figures["ratios"]))) if text)
+
+
 def _section(
     experiment: Experiment,
     figures: Mapping[str, Any],
@@ -137,13 +144,13 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(value: object) -> str:
     if isinstance(value, list):
-        return spread_in_words(value)
+        return _spread(value)
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def spread_in_words(value: Sequence[float] | None, mark: str = "") -> str:
+def _spread(value: Sequence[float] | None, mark: str = "") -> str:
     """Write e.g. "2.10 (2.05 to 2.15)"; "-" for None."""
     if value is None:
         return "-"
@@ -165,7 +172,7 @@ def _link(title: str, text: str = "") -> str:
 
 
 def _measured(ratio: Mapping[str, Any], mark: str = "") -> str:
-    words = spread_in_words(ratio["measured"], mark)
+    words = _spread(ratio["measured"], mark)
     return f"{words} simulated" if "simulated" in ratio["verdict"] and ratio["measured"] else words
 
 

@@ -87,14 +87,14 @@ def test_streams_between_servers_have_the_rate(
     lab: Lab, rate: int, pairs: list[tuple[int, int]], total: int
 ) -> None:
     lab.set_rates(Rate.parse(f"{rate}mbit"), None)
-    for _ in range(3):
+    wanted = pytest.approx(total, rel=TOLERANCE)
+    each = [pytest.approx(rate, rel=TOLERANCE)] * len(pairs) if total == rate * len(pairs) else None
+    for _ in range(4):
         # Again when other processes kept them from the cores: no limit that fails to hold would hold then.
         found = streams(lab, pairs)
-        if sum(found) == pytest.approx(total, rel=TOLERANCE):
-            break
-    assert sum(found) == pytest.approx(total, rel=TOLERANCE)
-    if total == 200:
-        assert found == [pytest.approx(total / len(pairs), rel=TOLERANCE)] * len(pairs)
+        if sum(found) == wanted and each in (None, found):
+            return
+    pytest.fail(f"{found} Mbit/s in place of {total}")
 
 
 def test_inside_a_server_another_rate_holds_also_for_packets_above_the_smallest_bucket(lab: Lab) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.prepare import PartitionPlan
+from scripts.bench import data
 from scripts.bench.experiments.common import GIGABIT
-from scripts.bench.peers.data import copy_of, facts_of, launch_of, launched
+from scripts.bench.peers.data import copy_of, launch_of, launched
+from scripts.bench.peers.launch import versions
 from scripts.bench.records import BenchPlan, ExperimentPlan, Ratio, Shape
 
 TWO_SERVERS = Shape(servers=2, cpus=1.0)
@@ -144,8 +146,7 @@ def plan_of(one: Comparison, plan: BenchPlan) -> ExperimentPlan:
         rate = told.pop("rate", None)
         launch = launch_of(system, graph, cut, plan.work, one.training, **told)
         variants.append(launched(name, launch, shape=one.shape, rate=rate))
-    systems = dict.fromkeys(system for _, system, _ in one.variants)
-    facts = facts_of(copy_of("ours", graph, cut, plan.work), systems)
+    facts = {**data.facts(copy_of("ours", graph, cut, plan.work)), "versions": versions()}
     return ExperimentPlan(variants=tuple(variants), ratios=one.ratios, facts=facts)
 
 

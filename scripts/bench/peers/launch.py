@@ -95,14 +95,6 @@ def as_record(system: str, rows: Sequence[Mapping[str, Any]], wire: int | None) 
     )
 
 
-def phases_in_words(system: str) -> str:
-    """Return the mapping of ``system`` in words, for results: "parts -> columns of a report; ..."."""
-    by_columns: dict[str, list[str]] = {}
-    for part, names in MAPPINGS[system].items():
-        by_columns.setdefault(" and ".join(name.removesuffix("_s") for name in names), []).append(part)
-    return "; ".join(f"{', '.join(parts)} -> {columns}" for columns, parts in by_columns.items())
-
-
 def _times(system: str, parts: Mapping[str, float]) -> dict[str, float]:
     found = dict.fromkeys(_TIMES, 0.0)
     for part, seconds in parts.items():
@@ -178,8 +170,8 @@ def run_once(
     Returns:
         (W,) reports by rank, as the job "train" makes them. "peak_bytes" is a rank's share of the memory of
         its whole server, graph servers and launchers included, and on plain loopback its own. "extra", per
-        epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the mapping
-        of parts to phases, the versions, the sum of each rank's seeds in the first measured epoch.
+        epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the
+        versions, the sum of each rank's seeds in the first measured epoch.
 
     Raises:
         ConfigError: the lab cannot host the system, or its data is not there.
@@ -320,7 +312,6 @@ def _reports(
     extra = {
         "system": launch.system,
         "allocator": launch.allocator,
-        "phases": phases_in_words(launch.system),
         "versions": versions(),
         "rank_peak_bytes": max(rank["peak_bytes"] for rank in found),
         "parts_s": _means(rows, "parts", max),
