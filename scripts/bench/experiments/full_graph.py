@@ -14,12 +14,13 @@ from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.structure import ReplicatedStructure
-from dglx_dist.planner.closures import PartitionContext, full_work_of, plan_all, seeds_by_server
-from dglx_dist.planner.model_shape import Widths, gradient_bytes, outside_bytes, topology_of
+from dglx_dist.planner.model_shape import gradient_bytes, outside_bytes, topology_of
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
+from dglx_dist.strategies.cost import PartitionContext, Widths
 from dglx_dist.strategies.full_graph.expansion import compose
+from dglx_dist.strategies.full_graph.plan_counts import full_work_of, plan_all, seeds_by_server
 from scripts.bench import data
 from scripts.bench.experiments.common import GIGABIT, clustered, quotient, trained
 from scripts.bench.peers.data import launch_of, launched
