@@ -318,7 +318,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
         folder=folder,
         pairs=tuple(pairs.outside),
         expansion=[
-            round(preloading[0][of[0]].server_rows / max(int(size), 1), 3)
+            round(1 + preloading[0][of[0]].external_rows / max(int(size), 1), 3)
             for of, size in zip(ranks, np.diff(bounds), strict=True)
         ],
         edges={
