@@ -43,11 +43,9 @@ def choosable() -> Mapping[str, frozenset[str]]:
 
 def predict(candidate: Candidate, known: Measured) -> Prediction:
     """Return the predicted epoch of ``candidate``; if it is not feasible, the reason and zeros."""
-    why_not = _uncounted(candidate, known)
-    strategy = STRATEGIES.get(candidate.strategy)
-    found = Cost(why_not=why_not) if why_not else strategy.cost(candidate, known)
+    why_not = known.shape.refused.get(candidate.strategy) or _uncounted(candidate, known)
+    found = Cost() if why_not else STRATEGIES.get(candidate.strategy).cost(candidate, known)
     needed = found.memory - found.shared + found.shared // known.cluster.ranks_per_server
-    why_not = found.why_not
     if not why_not and needed > known.cluster.memory_bytes:
         why_not = f"needs {needed / 1e9:.1f} GB a rank, of {known.cluster.memory_bytes / 1e9:.1f}"
     notes = [found.note] if found.note else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -23,36 +23,10 @@ from dglx_dist.layers.base import Declares, LayerWork, SplittableConv
 from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of
 from dglx_dist.layers.tracer import MODEL_ERRORS, convolutions_in, random_block, stand_ins, trace_calls
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
-from dglx_dist.strategies.cost import FirstLayer, ModelShape, Widths
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.cost import ModelShape, Widths
 from dglx_dist.strategies.full_graph.cost import exchanged_bytes
-from dglx_dist.strategies.full_graph.model import check_rows_stay_apart
 from dglx_dist.strategies.full_graph.plan_counts import HaloPairs
-from dglx_dist.strategies.push_pull.split_model import find_first_layer
-from dglx_dist.strategies.serverless.model_to_program import chain_of
-
-
-def first_layer(model: nn.Module, convolution: nn.Module) -> FirstLayer:
-    """Return the sizes of ``model`` split at ``convolution``.
-
-    Raises:
-        ConfigError: the layer cannot be split; the message has the reason.
-    """
-    stages = stages_of(convolution)
-    cut = [stages.get_parameter(name) for name in stages.cut]
-    split = {id(parameter) for parameter in cut}
-    others = [parameter for parameter in model.parameters() if id(parameter) not in split]
-    # Parameters used before the sum have a gradient on every rank, and need no flag.
-    unflagged = {id(stages.get_parameter(name)) for name in stages.shared}
-    return FirstLayer(
-        sum_width=cut[0].numel() // stages.width,
-        logit_width=stages.heads,
-        itemsize=cut[0].element_size(),
-        cut_bytes=sum(parameter.numel() * parameter.element_size() for parameter in cut),
-        replicated_bytes=sum(
-            (other.numel() + (id(other) not in unflagged)) * other.element_size() for other in others
-        ),
-    )
-
 
 _MAX_RANKS = 64  # Bits of a word.
 
@@ -180,7 +154,7 @@ def shape_of_module(
         layers, first_learns = _traced(module, features, num_layers)
     except MODEL_ERRORS:
         layers, first_learns = _registered(known, features, hidden, classes, num_layers), False
-    found, why = _first_layer_of(module, features)
+    inspected, refused = _inspected(module, features)
     parameters = [one for one in module.parameters() if one.requires_grad]
     return ModelShape(
         kind=kind or (_kind_of(known[0]) if known else "mlp" if not layers[0].summed else "sage"),
@@ -190,12 +164,10 @@ def shape_of_module(
         classes=classes,
         parameters=sum(one.numel() for one in parameters),
         tensors=len(parameters),
-        first=found,
-        why_not_split=why,
+        inspected=inspected,
+        refused=refused,
         first_learns=first_learns,
         itemsize=parameters[0].element_size() if parameters else 4,
-        why_not_whole=_refusal(check_rows_stay_apart, module),
-        why_not_chained=_refusal(chain_of, module),
         guessed=guessed,
     )
 
@@ -284,22 +256,13 @@ def _registered(
     )
 
 
-def _first_layer_of(module: nn.Module, features: int) -> tuple[FirstLayer | None, str]:
-    try:
-        name, _ = find_first_layer(module, features, "columns")
-        return first_layer(module, module.get_submodule(name)), ""
-    except ConfigError as refused:
-        return None, _first_clause(refused)
-
-
-def _refusal(check: Callable[[nn.Module], object], module: nn.Module) -> str:
-    try:
-        check(module)
-    except ConfigError as refused:
-        return _first_clause(refused)
-    return ""
-
-
-def _first_clause(refused: ConfigError) -> str:
-    # Without the reasons and the remedy that follow.
-    return re.split(r"[;:] ", str(refused), maxsplit=1)[0]
+def _inspected(module: nn.Module, features: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what each strategy finds in the model, and why others cannot train it."""
+    found, refused = {}, {}
+    for name in STRATEGIES.names():
+        try:
+            found[name] = STRATEGIES.get(name).inspect(module, features)
+        except ConfigError as error:
+            # Without the reasons and the remedy that follow.
+            refused[name] = re.split(r"[;:] ", str(error), maxsplit=1)[0]
+    return found, refused

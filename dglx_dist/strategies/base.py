@@ -295,6 +295,15 @@ class Strategy(ABC):
         """
 
     @classmethod
+    def inspect(cls, model: nn.Module, features: int) -> Any:
+        """Return what :meth:`cost` needs of a model with ``features`` input columns; None unless overridden.
+
+        Raises:
+            ConfigError: the strategy cannot train it, as far as that is known without a step.
+        """
+        return None
+
+    @classmethod
     def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
         """Yield what ``dglx plan`` and ``auto`` compare, the simplest first; nothing unless overridden.
 

@@ -133,22 +133,6 @@ class GraphStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstLayer:
-    """The convolution that takes the features, and the other parameters."""
-
-    sum_width: int
-    """H: columns of the sum over the parts for each destination, of all heads."""
-    logit_width: int
-    """K: columns of the sum that is returned for each source and destination; 0: none."""
-    itemsize: int
-    """s: bytes of an element."""
-    cut_bytes: int
-    """Of the split parameters, all parts together."""
-    replicated_bytes: int
-    """Of all others, as their gradients are sent: those of the owner side with a flag of one element each."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Widths:
     """Exchanged columns of a model, and the size of its gradients."""
 
@@ -176,16 +160,13 @@ class ModelShape:
     parameters: int
     """Number of scalars in all of them."""
     tensors: int
-    first: FirstLayer | None
-    """What push-pull splits; None: it cannot."""
-    why_not_split: str = ""
+    inspected: Mapping[str, Any] = field(default_factory=dict)
+    """Strategy to the result of ``Strategy.inspect``."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Strategy to the reason why it cannot train the model."""
     first_learns: bool = False
     """Whether the input of layer 1 has a gradient, as after an encoder."""
     itemsize: int = 4
-    why_not_whole: str = ""
-    """Why layers cannot exchange rows as full-graph strategies do; empty: they can."""
-    why_not_chained: str = ""
-    """Why workers of strategy ``lambda`` cannot run it; empty: they can."""
     guessed: bool = False
     """Whether the layers are those of the most similar ready-made model."""
 
@@ -610,8 +591,6 @@ class Cost:
     """Peak bytes of a rank, including the program."""
     shared: int = 0
     """Part of it that the ranks of a server map together."""
-    why_not: str = ""
-    """Why the strategy cannot train this; empty: it can."""
     note: str = ""
     """A remark for tables."""
 

@@ -71,8 +71,8 @@ def test_an_owner_more_is_a_block_more_in_each_step() -> None:
     handled = (rows.inter_server_bytes - columns.inter_server_bytes) * 0.75e-9
     assert columns.seconds.compute == pytest.approx(rows.seconds.compute + 5 * 1.5e-3 - handled)
     # 2500 edges of layer 1, 4 heads of 50 columns.
-    assert SHAPE.first is not None
-    attends = replace(SHAPE, first=replace(SHAPE.first, logit_width=4))
+    first = replace(SHAPE.inspected["push_pull"], logit_width=4)
+    attends = replace(SHAPE, inspected={"push_pull": first})
     without = columns.seconds.compute - columns.inter_server_bytes * 0.75e-9
     with_heads = predict(COLUMNS, known(shape=attends))
     more = with_heads.seconds.compute - with_heads.inter_server_bytes * 0.75e-9 - without
@@ -166,7 +166,7 @@ def test_what_does_not_fit_says_so() -> None:
     assert all("GB a rank" in one.why_not for one in found.predictions)
     assert "nearest is" in found.why[0]
     assert "--memory" in found.why[0]
-    unsplit = replace(SHAPE, first=None, why_not_split="no layer takes the features")
+    unsplit = replace(SHAPE, refused={"push_pull": "no layer takes the features"})
     refused = predict(COLUMNS, known(shape=unsplit))
     assert (refused.why_not, refused.epoch_seconds) == ("no layer takes the features", 0.0)
     uncounted = replace(WHOLE, works=(FullGraphScheme(1),))
@@ -260,9 +260,9 @@ def test_what_a_model_cannot_be_is_no_choice() -> None:
     works = FullGraphScheme(0), GhostPairs()
     workers = Candidate(strategy="lambda", unit="full_graph", works=works)
     assert predict(workers, known()).feasible
-    norming = known(shape=replace(SHAPE, why_not_chained="'norm', BatchNorm1d, takes means"))
+    norming = known(shape=replace(SHAPE, refused={"lambda": "'norm', BatchNorm1d, takes means"}))
     assert predict(workers, norming).why_not == "'norm', BatchNorm1d, takes means"
-    normalizing = known(shape=replace(SHAPE, why_not_whole="'norm' is a BatchNorm1d"))
+    normalizing = known(shape=replace(SHAPE, refused={"full_graph": "'norm' is a BatchNorm1d"}))
     assert predict(WHOLE, normalizing).why_not == "'norm' is a BatchNorm1d"
     assert predict(ROWS, normalizing).feasible
 

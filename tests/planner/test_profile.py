@@ -116,7 +116,7 @@ def test_layers_are_read_from_a_call_of_the_model(kind: str) -> None:
     read = [(o.inputs, o.outputs, o.summed, o.per_source, o.per_target) for o in found.layers]
     assert read == PARTS[kind]
     assert found.first_learns == (kind == "resgcn")
-    assert (found.first is None) == (kind in ("mlp", "resgcn"))
+    assert ("push_pull" in found.refused) == (kind in ("mlp", "resgcn"))
 
 
 class Loops(nn.Module):
@@ -156,9 +156,9 @@ def test_a_module_tells_what_it_is() -> None:
 
 def test_a_module_tells_what_refuses_it() -> None:
     plain = shape_of_module(build_model("gcn", 100, 16, 10, 2, 0.5), 100, 10, 2)
-    assert (plain.why_not_chained, plain.why_not_whole) == ("", "")
+    assert plain.refused == {}
     mixing = torch.nn.Sequential(torch.nn.BatchNorm1d(100), torch.nn.Linear(100, 10))
     found = shape_of_module(mixing, 100, 10, 1)
-    assert found.why_not_whole == "'0' is a BatchNorm1d"
-    assert found.why_not_chained.startswith("'0', BatchNorm1d, takes means over all nodes")
-    assert found.first is None
+    assert found.refused["full_graph"] == "'0' is a BatchNorm1d"
+    assert found.refused["lambda"].startswith("'0', BatchNorm1d, takes means over all nodes")
+    assert "push_pull" in found.refused

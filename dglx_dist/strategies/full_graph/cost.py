@@ -78,8 +78,6 @@ def cooperative_candidates(context: PlanContext) -> Iterator[Candidate]:
 
 def cost(candidate: Candidate, known: Measured) -> Cost:
     """Return the cost of an epoch of one step, or of several cooperative batches."""
-    if known.shape.why_not_whole:
-        return Cost(why_not=known.shape.why_not_whole)
     work: FullWork = known.works[candidate.works[0]]
     # Of several batches, none keeps the features of its halo.
     use_pp = work.steps == 1

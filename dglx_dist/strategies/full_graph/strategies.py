@@ -24,7 +24,7 @@ from dglx_dist.strategies.full_graph.cooperative import (
 )
 from dglx_dist.strategies.full_graph.loader import Batch, FullGraphLoader
 from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate
-from dglx_dist.strategies.full_graph.model import HaloModel
+from dglx_dist.strategies.full_graph.model import HaloModel, check_rows_stay_apart
 from dglx_dist.strategies.full_graph.options import (
     COMMON,
     PRELOADING,
@@ -96,6 +96,10 @@ class FullGraph(Strategy):
         return _wrap_model(FULL_GRAPH, model, g, self._options, reduction)
 
     @classmethod
+    def inspect(cls, model: nn.Module, features: int) -> None:
+        check_rows_stay_apart(model)
+
+    @classmethod
     def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
         return costs.exchanging_candidates(context)
 
@@ -137,6 +141,10 @@ class SharedPreload(Strategy):
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
         return _wrap_model(SHARED_PRELOAD, model, g, self._options, reduction)
+
+    @classmethod
+    def inspect(cls, model: nn.Module, features: int) -> None:
+        check_rows_stay_apart(model)
 
     @classmethod
     def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
@@ -253,6 +261,10 @@ class Cooperative(Strategy):
         wrapped = HaloModel(model, g.session, reduction=reduction, bucket_bytes=self._options.bucket_bytes)
         _STATE.of(g.session).set_model(wrapped)
         return wrapped
+
+    @classmethod
+    def inspect(cls, model: nn.Module, features: int) -> None:
+        check_rows_stay_apart(model)
 
     @classmethod
     def candidates(cls, context: PlanContext) -> Iterator[Candidate]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
+from torch import nn
+
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.convolutions import stages_of
 from dglx_dist.strategies.cost import (
     GRADIENTS,
     Candidate,
     Cluster,
     Cost,
-    FirstLayer,
     Measured,
     PlanContext,
     Seconds,
@@ -40,6 +43,45 @@ _COLUMNS_OF_A_HEAD = 50
 (P9: 40 to 60, with 8 heads and with 2)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FirstLayer:
+    """The convolution that takes the features, and the other parameters."""
+
+    sum_width: int
+    """H: columns of the sum over the parts for each destination, of all heads."""
+    logit_width: int
+    """K: columns of the sum that is returned for each source and destination; 0: none."""
+    itemsize: int
+    """s: bytes of an element."""
+    cut_bytes: int
+    """Of the split parameters, all parts together."""
+    replicated_bytes: int
+    """Of all others, as their gradients are sent: those of the owner side with a flag of one element each."""
+
+
+def first_layer(model: nn.Module, convolution: nn.Module) -> FirstLayer:
+    """Return the sizes of ``model`` split at ``convolution``.
+
+    Raises:
+        ConfigError: the layer cannot be split; the message has the reason.
+    """
+    stages = stages_of(convolution)
+    cut = [stages.get_parameter(name) for name in stages.cut]
+    split = {id(parameter) for parameter in cut}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in split]
+    # Parameters used before the sum have a gradient on every rank, and need no flag.
+    unflagged = {id(stages.get_parameter(name)) for name in stages.shared}
+    return FirstLayer(
+        sum_width=cut[0].numel() // stages.width,
+        logit_width=stages.heads,
+        itemsize=cut[0].element_size(),
+        cut_bytes=sum(parameter.numel() * parameter.element_size() for parameter in cut),
+        replicated_bytes=sum(
+            (other.numel() + (id(other) not in unflagged)) * other.element_size() for other in others
+        ),
+    )
+
+
 def candidates(context: PlanContext) -> Iterator[Candidate]:
     """Yield both ways to share structure, group sizes, and pipelines with late weights."""
     if context.ranks == 1 or not context.steps:
@@ -61,20 +103,19 @@ def _groups(context: PlanContext) -> list[int]:
 
 def cost(candidate: Candidate, known: Measured) -> Cost:
     """Return the cost of an epoch on the batches of data parallelism."""
-    if known.shape.first is None:
-        return Cost(why_not=known.shape.why_not_split)
     work, memory = known.mini_batches, known.memory
+    first: FirstLayer = known.shape.inspected[candidate.strategy]
     size = int(candidate.options.get("group_size", known.cluster.ranks))
     depth = int(candidate.options.get("depth", 1))
     pushed = candidate.options.get("structure") == "push"
-    traffic = _traffic(known, known.shape.first, size, pushed=pushed)
+    traffic = _traffic(known, first, size, pushed=pushed)
     columns = known.graph.nodes * known.graph.feature_bytes // size
     peak = (
         memory.batches(work.largest, held=columns + memory.own_features, owners=size, in_flight=depth)
         + (depth - 1) * 4 * work.largest[1][0] * known.shape.layers[0].outputs
     )
     return Cost(
-        seconds=_seconds(known, known.shape.first, size, traffic, late=depth > 1, pushed=pushed),
+        seconds=_seconds(known, first, size, traffic, late=depth > 1, pushed=pushed),
         traffic=traffic,
         memory=peak,
         shared=memory.own_features + memory.structure,

@@ -73,6 +73,11 @@ class PushPull(Strategy):
         return PushPullModel(model, g, store, group, self._options, reduction=reduction)
 
     @classmethod
+    def inspect(cls, model: nn.Module, features: int) -> costs.FirstLayer:
+        name, _ = find_first_layer(model, features, "columns")
+        return costs.first_layer(model, model.get_submodule(name))
+
+    @classmethod
     def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
         return costs.candidates(context)
 

@@ -103,9 +103,6 @@ def candidates(context: PlanContext) -> Iterator[Candidate]:
 
 def cost(candidate: Candidate, known: Measured) -> Cost:
     """Return the cost of an epoch with workers that share the cores of their graph server."""
-    note = "workers on the same servers"
-    if known.shape.why_not_chained:
-        return Cost(why_not=known.shape.why_not_chained, note=note)
     cluster, work = known.cluster, known.works[_EXCHANGING]
     traffic = _traffic(known, known.works[GhostPairs()])
     compute = _WORKER_OVERHEAD * (known.plan_rates or known.rates).compute_s(
@@ -123,7 +120,7 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
         seconds=Seconds(compute=factor * compute, outside=factor * outside, inside=factor * inside),
         traffic=traffic,
         memory=known.memory.fixed + round(kept * in_flight),
-        note=note,
+        note="workers on the same servers",
     )
 
 

@@ -63,6 +63,12 @@ class Lambda(Strategy):
         return LambdaModel(model, g, self._settings)
 
     @classmethod
+    def inspect(cls, model: nn.Module, features: int) -> None:
+        from dglx_dist.strategies.serverless.model_to_program import chain_of
+
+        chain_of(model)
+
+    @classmethod
     def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
         return costs.candidates(context)
 

@@ -360,7 +360,7 @@ def _phases(case: Case, found: Survey) -> dict[str, int]:
     if case.strategy != "push_pull":
         return row_bytes(found)
     # Only here: models need DGL, which takes seconds to import, also where experiments are only listed.
-    from dglx_dist.planner.model_shape import first_layer
+    from dglx_dist.strategies.push_pull.cost import first_layer
     from dglx_dist.training.models import build_model
 
     classes = SyntheticConfig().classes
