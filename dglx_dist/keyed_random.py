@@ -183,10 +183,24 @@ def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, st
     Returns:
         The largest in-degree among ``nodes``.
     """
+    # Arrays are taken out of their tuple before the loops: each access there would count a reference.
+    ends = csc.indptr
     nothing = np.empty(0, np.int64)
     largest = 0
     total = 0
     indptr[0] = 0
+    if len(csc.weights) == 0 and len(rule.exclude) == 0:
+        at_least = fanout if rule.replace else 0
+        at_most = fanout if fanout >= 0 else ends[-1]
+        for i in range(len(nodes)):
+            row = np.uint64(nodes[i] - csc.first_node)
+            starts[i] = ends[row]
+            degree = ends[row + np.uint64(1)] - starts[i]
+            largest = max(largest, degree)
+            if degree > 0:
+                total += min(max(degree, at_least), at_most)
+            indptr[i + 1] = total
+        return largest
     for i in range(len(nodes)):
         row = nodes[i] - csc.first_node
         start, end = csc.indptr[row], csc.indptr[row + 1]
@@ -319,20 +333,22 @@ def draw_hop(
         edges: (indptr[-1],) output.
     """
     indptr, starts, largest = space
+    ends = csc.indptr
     bits = np.zeros((largest >> 6) + 1, np.uint64)
     plain = len(csc.weights) == 0 and len(rule.exclude) == 0
     among = np.empty(0 if plain else largest, np.int64)
     scratch = np.empty(0 if plain else largest, np.float64)
     for i in range(len(nodes)):
+        if indptr[i] == indptr[i + 1]:
+            continue
         out = edges[indptr[i] : indptr[i + 1]]
-        row = nodes[i] - csc.first_node
-        start, end = starts[i], csc.indptr[row + 1]
+        start, end = starts[i], ends[np.uint64(nodes[i] - csc.first_node) + np.uint64(1)]
         degree = end - start
         if plain or _is_plain(csc, rule.exclude, start, end):
             if len(out) == degree and (take_all or not rule.replace):
                 for j in range(degree):
                     out[j] = j
-            elif len(out) > 0:
+            else:
                 _draw_uniform(item_key(stream, nodes[i]), degree, rule.replace, out, bits)
             first = start + csc.first_edge
         else:

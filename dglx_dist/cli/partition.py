@@ -89,8 +89,8 @@ class PartitionCommand:
     num_parts: int = option(2, "Number of parts; independent of ranks and servers.", flag="--parts")
     method: str | None = option(
         None,
-        "random, hash, contiguous, metis, kaminpar, ldg, fennel, hierarchical, feature, file, or "
-        "one of another package. Without it: kaminpar for one balance weight, metis for more.",
+        "How to place nodes; a wrong name lists all methods. Without it: kaminpar for one balance weight, "
+        "metis for more.",
     )
     out: Path = option(
         Path("data/partitioned"), "Folder to write; must not hold anything yet.", metavar="DIR"

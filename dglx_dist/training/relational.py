@@ -1,4 +1,4 @@
-"""R-GCN and HGT on unchanged ``dgl.nn``, for graphs of several node or edge types.
+"""R-GCN and HGT for graphs of several node or edge types.
 
 Both map ``{node type: (num_src, width)}`` rows of the input-most block's sources to ``{node type: (num_dst,
 out_dim)}``; for a graph of one node type, input and output may be tensors.
@@ -17,6 +17,7 @@ import dgl
 import torch
 from dgl.nn.pytorch.utils import WeightBasis
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dglx_dist.dataloading.row_buffers import HALVES
 from dglx_dist.errors import ConfigError
@@ -318,12 +319,11 @@ class RGCN(RelationalModel):
                 f"(there are {len(relations)} types of {len(set(relations))} names)"
             )
         widths = [hidden] * layers + [out_dim]
-        self.convs = nn.ModuleList()
-        self.own = nn.ModuleList()
-        self.bases = nn.ModuleList()
+        self.weights, self.own, self.bases = nn.ParameterList(), nn.ModuleList(), nn.ModuleList()
         for depth in range(layers):
             into, out = widths[depth], widths[depth + 1]
-            self.convs.append(self._relations(into, out, own_weights=num_bases is None))
+            if num_bases is None:
+                self.weights.append(_weights_of_relations(len(relations), into, out))
             self.own.append(
                 nn.ModuleDict({module_name(ntype): nn.Linear(into, out) for ntype in self.ntypes})
             )
@@ -332,33 +332,69 @@ class RGCN(RelationalModel):
         self.dropout = nn.Dropout(dropout)
 
     def layer(self, depth: int, block: Any, h: Rows) -> Rows:
-        weights = {}
-        if len(self.bases):
-            mixed = self.bases[depth]()
-            weights = {etype[1]: {"weight": mixed[i]} for i, etype in enumerate(self.etypes)}
-        found = self.convs[depth](block, h, mod_kwargs=weights)
+        is_last = depth == self.num_layers - 1
         own: Any = self.own[depth]
-        out = {}
-        for ntype in block.dsttypes:
-            rows = own[module_name(ntype)](h[ntype][: block.num_dst_nodes(ntype)])
-            out[ntype] = rows + found[ntype] if ntype in found else rows
-        if depth == self.num_layers - 1:
-            return out
-        return {ntype: self.dropout(torch.relu(rows)) for ntype, rows in out.items()}
+        wanted = [ntype for ntype in self.ntypes if ntype in self.out_types or not is_last]
+        num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in wanted}
+        rows = torch.cat([own[module_name(ntype)](h[ntype][:count]) for ntype, count in num_dst.items()])
+        found = _edges_by_relation(block, self.ntypes, self.etypes, num_dst)
+        if found.sizes:
+            weight = self.bases[depth]() if len(self.bases) else self.weights[depth]
+            means = dgl.ops.copy_u_mean(found.block, torch.cat([h[ntype] for ntype in self.ntypes]))
+            parts = zip(torch.split(means, list(found.sizes.values())), found.sizes, strict=True)
+            rows = rows.index_add(0, found.targets, torch.cat([part @ weight[k] for part, k in parts]))
+        if not is_last:
+            rows = self.dropout(torch.relu(rows))
+        return dict(zip(num_dst, torch.split(rows, list(num_dst.values())), strict=True))
 
-    def _relations(self, into: int, out: int, *, own_weights: bool) -> nn.Module:
-        convs = {
-            etype: dgl.nn.GraphConv(
-                into, out, norm="right", bias=False, weight=own_weights, allow_zero_in_degree=True
-            )
-            for etype in self.etypes
-        }
-        named = {module_name(etype): conv for etype, conv in convs.items()}
-        combined: Any = dgl.nn.HeteroGraphConv(named, aggregate="sum")
-        # Its lookup by edge type; as names of modules, edge types may be invalid.
-        combined.mod_dict = convs
-        assert isinstance(combined, nn.Module)
-        return combined
+
+def _weights_of_relations(num_relations: int, into: int, out: int) -> nn.Parameter:
+    weights = torch.empty(num_relations, into, out)
+    for weight in weights:
+        nn.init.xavier_uniform_(weight)
+    return nn.Parameter(weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _EdgesByRelation:
+    """The edges of a block, merged, with a destination for each pair of relation and destination."""
+
+    block: Any
+    """From all sources, type by type, to the (n,) pairs that have edges, relation by relation."""
+    sizes: Mapping[int, int]
+    """Position of the relation to its number of pairs, for relations with edges."""
+    targets: Tensor
+    """(n,) int64 destination of each pair among those of the wanted types."""
+
+
+def _edges_by_relation(
+    block: Any, ntypes: Sequence[str], etypes: Sequence[EdgeType], num_dst: Mapping[str, int]
+) -> _EdgesByRelation:
+    # One product for all relations; with one each, every relation would touch all sources and destinations.
+    num_src = {ntype: block.num_src_nodes(ntype) for ntype in ntypes}
+    first_src, first_dst = _starts(num_src, 0), _starts(num_dst, 0)
+    sources, degrees, targets, sizes = [], [], [], {}
+    for number, etype in enumerate(etypes):
+        if etype[2] not in num_dst or not block.num_edges(etype):
+            continue
+        indptr, indices, _ = block.adj_tensors("csc", etype)
+        degree = indptr.diff()
+        (pairs,) = degree.nonzero(as_tuple=True)
+        sizes[number] = len(pairs)
+        sources.append(indices + first_src[etype[0]])
+        degrees.append(degree[pairs])
+        targets.append(pairs + first_dst[etype[2]])
+    if not sizes:
+        nothing = torch.empty(0, dtype=torch.int64, device=block.device)
+        return _EdgesByRelation(block=None, sizes={}, targets=nothing)
+    all_sources = torch.cat(sources)
+    indptr = F.pad(torch.cat(degrees).cumsum(0, dtype=all_sources.dtype), (1, 0))
+    merged = dgl.create_block(
+        ("csc", (indptr, all_sources, all_sources[:0])),
+        num_src_nodes=sum(num_src.values()),
+        num_dst_nodes=len(indptr) - 1,
+    )
+    return _EdgesByRelation(block=merged, sizes=sizes, targets=torch.cat(targets))
 
 
 @final
@@ -404,7 +440,7 @@ class HGT(RelationalModel):
 
     def layer(self, depth: int, block: Any, h: Rows) -> Rows:
         if depth == 0:
-            h = {ntype: torch.nn.functional.gelu(rows) for ntype, rows in h.items()}
+            h = {ntype: F.gelu(rows) for ntype, rows in h.items()}
         merged = merge_block(block, self.ntypes, self.etypes)
         rows = self.convs[depth](merged.block, merged.join(h), merged.node_type, merged.edge_type)
         return merged.split(self.head(rows) if depth == self.num_layers - 1 else rows)
