@@ -122,7 +122,7 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> BuiltMod
     options: dict[str, Any] = {"layers": plan.layers, "dropout": plan.dropout, "out_types": [ntype]}
     if plan.model == "hgt":
         options["heads"] = plan.heads
-    relational = {"rgcn": RGCN, "hgt": HGT}[plan.model]
+    relational: Any = HGT if plan.model == "hgt" else RGCN
     module = relational(g, inputs.feature_widths, plan.hidden, classes, **options)
     sparse = SparseAdam(list(embeddings.values()), lr=plan.lr) if embeddings else None
     return BuiltModel(module=module, inputs=inputs, sparse=sparse)
