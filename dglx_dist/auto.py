@@ -21,25 +21,30 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.cache import check_budget
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.options import check_ranges
-from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, choosable, enumerate_candidates, schemes_of
-from dglx_dist.planner.choose import Constraints, choose
-from dglx_dist.planner.dry_run import DryRunConfig, live_run
-from dglx_dist.planner.model_shape import ModelShape, shape_of_module
+from dglx_dist.planner.choose import Constraints, choosable, choose, enumerate_candidates, works_of
+from dglx_dist.planner.measure import MeasureConfig, measure
+from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.profile import probe
-from dglx_dist.planner.records import Candidate, Choice, Cluster, Outcome
-from dglx_dist.planner.workload import TRAIN_MASK, Draws, check_plannable, check_train_nodes
+from dglx_dist.planner.records import Choice, Outcome
+from dglx_dist.planner.workload import TRAIN_MASK, check_plannable, check_train_nodes
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, EpochRecord
 from dglx_dist.report.run_folder import PLAN, read_plan
 from dglx_dist.report.tables import RunFacts, plan_lines, summarise
-from dglx_dist.strategies.base import AUTO, CACHE_CHOICE, STRATEGIES, check_options, strategy_of
+from dglx_dist.strategies.base import (
+    AUTO,
+    CACHE_CHOICE,
+    DEFAULT_STRATEGY,
+    STRATEGIES,
+    check_options,
+    strategy_of,
+)
+from dglx_dist.strategies.cost import CACHE_SIZES, Candidate, Cluster, Draws, ModelShape, PlanContext
 from dglx_dist.strategies.data_parallel import check_same_model
 from dglx_dist.training import checkpoint
 from dglx_dist.training.config import ChoiceOptions
 from dglx_dist.training.fit import TRAINED_WITH, FitResult
 
-DEFAULT_STRATEGY = "data_parallel"
-"""Its fan-outs and batch size are the defaults of mini-batches."""
 _DEEP = 4
 """Layers from which on mini-batches are not considered without explicit fan-outs."""
 NO_BATCHES = (
@@ -88,7 +93,7 @@ class Training:
     """Of a ready-made model; None: derived from its convolutions."""
     hidden: int | None = None
     own_loop: bool = False
-    """Whether the user's loop takes the steps, which strategy ``lambda`` does not support."""
+    """Whether the user's loop takes the steps, which not every strategy supports."""
 
     def __post_init__(self) -> None:
         if self.fanouts is not None:
@@ -164,20 +169,9 @@ def default_batch_size(strategy: str) -> int | None:
     return None if STRATEGIES.get(strategy).traits.unit == "full_graph" else 512
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointedStrategy:
-    """Strategy, options and cache that a checkpoint was trained with."""
-
-    strategy: str
-    options: Mapping[str, Any]
-    cache: str | None = None
-    """Policy of the cache that ``auto`` chose; None: no cache."""
-    cache_alpha: float = 0.0
-
-
 def adopt_checkpointed(
     g: DistGraph, folder: str | Path, fanouts: Sequence[int] | None, batch_size: int | None
-) -> CheckpointedStrategy | None:
+) -> Candidate | None:
     """Give the session the strategy of the newest checkpoint in ``folder``; collective.
 
     A resumed run is not planned again: another strategy may be another estimator with other steps. Returns
@@ -198,10 +192,9 @@ def adopt_checkpointed(
         fanouts = default_fanouts(DEFAULT_STRATEGY, 2) if fanouts is None else fanouts
         batch_size = batch_size or default_batch_size(DEFAULT_STRATEGY)
         _fill_cache(g, found.cache, found.cache_alpha, fanouts, batch_size)
-    name = " ".join([found.strategy, *(f"{option}={value}" for option, value in found.options.items())])
     with progress("choosing a strategy", 1, enabled=g.session.topology.rank == 0) as advance:
         advance(1)
-        advance.say(f"resuming with {name}, the strategy of the checkpoint")
+        advance.say(f"resuming with {found.name}, the strategy of the checkpoint")
     return found
 
 
@@ -213,7 +206,7 @@ def _fill_cache(
     CACHE_CHOICE.set(g.session, {"policy": policy, "alpha": alpha})
 
 
-def _read_checkpointed(value: object, folder: str | Path) -> CheckpointedStrategy:
+def _read_checkpointed(value: object, folder: str | Path) -> Candidate:
     """Return the strategy that a checkpoint names, if ``auto`` could have chosen it.
 
     Checkpoints are untrusted files: options that lead to files or addresses are not taken from them.
@@ -226,11 +219,12 @@ def _read_checkpointed(value: object, folder: str | Path) -> CheckpointedStrateg
             f"the checkpoint in {folder} was not trained with a strategy and options that 'auto' chooses "
             f"(found: {name!r}); name the strategy that it was trained with, and its options"
         )
+    found = Candidate(unit=STRATEGIES.get(str(name)).traits.unit, strategy=str(name), options=options)
     if not isinstance(cache, dict):
-        return CheckpointedStrategy(strategy=str(name), options=options)
+        return found
     policy, alpha = cache.get("policy"), cache.get("alpha")
     check_budget(policy, alpha)  # type: ignore[arg-type]  # checked there
-    return CheckpointedStrategy(strategy=str(name), options=options, cache=policy, cache_alpha=alpha or 0.0)
+    return replace(found, cache=policy, cache_alpha=alpha or 0.0)
 
 
 def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
@@ -287,23 +281,24 @@ def _choose(
     )
     candidates = _candidates(g, shape, cluster, draws, constraints, allow_cache=options.caches)
     if training.own_loop:
-        candidates = tuple(one for one in candidates if one.moves != "intervals")
+        candidates = tuple(one for one in candidates if STRATEGIES.get(one.strategy).traits.own_loop)
     deep = (NO_BATCHES,) if is_deep(options.unit, layers, training.fanouts) else ()
-    known = live_run(
+    known = measure(
         g,
         model,
         shape,
-        DryRunConfig(
+        MeasureConfig(
             cluster=cluster,
             draws=draws,
-            schemes=schemes_of(candidates),
+            works=works_of(candidates),
             caches=tuple(dict.fromkeys(one.cache_alpha for one in candidates if one.cache)),
             partitioned=not g.structure().is_whole and cluster.servers > 1,
+            in_job=True,
             program_bytes=resident(),
             epoch=epoch,
             assumptions=(*deep, *_model_assumptions(shape)),
         ),
-        notify,
+        lambda text: notify(f"counting: {text}"),
     )
     return _agree(choose(candidates, known, constraints), session), draws
 
@@ -330,7 +325,7 @@ def _candidates(
     count = marked.kvstore.count_nonzero(marked.kvstore_key)
     check_train_nodes(count, str(g.dataset.folder))
     caches = CACHE_SIZES if allow_cache and g.structure().is_whole else ()
-    space = SearchSpace(
+    context = PlanContext(
         ranks=cluster.ranks,
         servers=cluster.servers,
         num_layers=len(shape.layers),
@@ -339,7 +334,7 @@ def _candidates(
     )
     return tuple(
         one
-        for one in enumerate_candidates(space)
+        for one in enumerate_candidates(context)
         if (one.exact or constraints.estimators) and constraints.unit in ("any", one.unit)
     )
 

@@ -14,23 +14,27 @@ import torch
 from torch import nn
 
 from dglx_dist.api import init
-from dglx_dist.auto import DEFAULT_STRATEGY, NO_BATCHES, draws_of, is_deep, steps_of
+from dglx_dist.auto import NO_BATCHES, draws_of, is_deep, steps_of
 from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import marked_ids
 from dglx_dist.options import common_fields
 from dglx_dist.planner import expected
-from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, enumerate_candidates, schemes_of
-from dglx_dist.planner.choose import Constraints, Regions, choose, find_regions
-from dglx_dist.planner.cost_model import PROGRAM_BYTES, Measured, MemoryModel
-from dglx_dist.planner.dry_run import DryRunConfig, dry_run
-from dglx_dist.planner.model_shape import ModelShape, shape_of_module
+from dglx_dist.planner.choose import (
+    Constraints,
+    Regions,
+    choose,
+    enumerate_candidates,
+    find_regions,
+    works_of,
+)
+from dglx_dist.planner.measure import PROGRAM_BYTES, MeasureConfig, measure
+from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.profile import assumed_rates
-from dglx_dist.planner.records import Candidate, Choice, Cluster, Rate
+from dglx_dist.planner.records import Choice, Rate
 from dglx_dist.planner.workload import (
     TRAIN_MASK,
-    Draws,
     Figures,
     check_plannable,
     check_train_nodes,
@@ -38,6 +42,17 @@ from dglx_dist.planner.workload import (
 )
 from dglx_dist.records import FEATURE, NODE_TYPE
 from dglx_dist.report.tables import plural
+from dglx_dist.strategies.base import DEFAULT_STRATEGY
+from dglx_dist.strategies.cost import (
+    CACHE_SIZES,
+    Candidate,
+    Cluster,
+    Draws,
+    Measured,
+    MemoryModel,
+    ModelShape,
+    PlanContext,
+)
 from dglx_dist.training.models import build_model
 
 Notify = Callable[[str], None]
@@ -103,8 +118,8 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         batches = expected.batches(
             graph, cluster, draws, gradient_bytes=shape.gradient_bytes, partitioned=partitioned
         )
-    space = _search_space(plan, 0 if batches is None else batches.steps, caches=())
-    candidates = enumerate_candidates(space)
+    context = _context_of(plan, 0 if batches is None else batches.steps, caches=())
+    candidates = enumerate_candidates(context)
     assumptions = (
         *expected.ASSUMPTIONS,
         f"{100 * graph.edge_cut:.1f}% of the edges are between servers ({graph.method}) (--edge-cut)",
@@ -119,11 +134,7 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         rates=assumed_rates(speed=plan.speed),
         memory=replace(memory, replicated=not partitioned),
         batches=batches,
-        whole={
-            scheme: expected.closures(graph, cluster, scheme, plan.layers)
-            for scheme in schemes_of(candidates)
-        },
-        ghosts=expected.ghosts(graph, cluster),
+        works={work: work.estimate(graph, cluster, plan.layers) for work in works_of(candidates)},
         structure_partitioned=partitioned,
         epoch=_EPOCH,
         assumptions=(*assumptions, *_batch_assumptions(plan)),
@@ -166,11 +177,11 @@ def _measured_on(
     # Cache policy vip needs all edges.
     caches = () if partitioned else CACHE_SIZES
     steps = steps_of(draws, seeds, cluster.ranks)
-    candidates = enumerate_candidates(_search_space(plan, steps, caches=caches))
-    requested = DryRunConfig(
+    candidates = enumerate_candidates(_context_of(plan, steps, caches=caches))
+    requested = MeasureConfig(
         cluster=cluster,
         draws=draws,
-        schemes=schemes_of(candidates),
+        works=works_of(candidates),
         caches=caches,
         partitioned=partitioned,
         epoch=_EPOCH,
@@ -178,7 +189,7 @@ def _measured_on(
         other_ranks=_num_neighbors(plan),
         assumptions=(*_batch_assumptions(plan), *_core_assumptions(cluster)),
     )
-    known = dry_run(g, module, shape, requested, notify)
+    known = measure(g, module, shape, requested, notify)
     if cluster.cores < 1:
         plans = None if known.plan_rates is None else known.plan_rates.slowed(1.0 / cluster.cores)
         known = replace(known, rates=known.rates.slowed(1.0 / cluster.cores), plan_rates=plans)
@@ -198,8 +209,8 @@ def _core_assumptions(cluster: Cluster) -> tuple[str, ...]:
     return (f"a rank of {cores} computes as fast as the {here} here, on which it was timed",)
 
 
-def _search_space(plan: PlanConfig, steps: int, caches: tuple[float, ...]) -> SearchSpace:
-    return SearchSpace(
+def _context_of(plan: PlanConfig, steps: int, caches: tuple[float, ...]) -> PlanContext:
+    return PlanContext(
         ranks=plan.servers * plan.per_server,
         servers=plan.servers,
         num_layers=plan.layers,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, final
 
@@ -110,6 +110,16 @@ def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
         groups[-1].append(index)
         size += num_bytes
     return [Bucket(group, [parameters[index] for index in group]) for group in groups]
+
+
+def check_frozen(model: nn.Module, trained: Container[int]) -> None:
+    """Raise ConfigError if a parameter is trained whose id() is not in ``trained``."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in trained:
+            raise ConfigError(
+                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay "
+                "on this rank; wrap the model again after changing what is trained"
+            )
 
 
 @final

@@ -15,10 +15,10 @@ from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import StorageError
-from dglx_dist.planner.workload import Survey
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.progress import progress
 from dglx_dist.records import RawGraph
+from dglx_dist.strategies.cost import Survey
 from scripts.bench.pool import do_alone
 from scripts.bench.records import Job
 from scripts.bench.results import write_text

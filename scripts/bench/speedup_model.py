@@ -16,16 +16,11 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Placement
-from dglx_dist.planner.model_shape import (
-    HaloPairs,
-    Widths,
-    count_pairs,
-    gradient_bytes,
-    outside_bytes,
-    topology_of,
-)
+from dglx_dist.planner.model_shape import count_pairs, gradient_bytes, outside_bytes, topology_of
 from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE, Array
+from dglx_dist.strategies.cost import Widths
 from dglx_dist.strategies.full_graph.expansion import compose
+from dglx_dist.strategies.full_graph.plan_counts import HaloPairs
 
 
 def predicted_time(phi: float, kappa: float, beta: float) -> float:

@@ -10,7 +10,7 @@ import pytest
 
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.planner.records import Rate
-from dglx_dist.planner.workload import Survey
+from dglx_dist.strategies.cost import Survey
 from scripts.bench import speedup_model, suites
 from scripts.bench.driver import check_plan
 from scripts.bench.experiments import data_parallel

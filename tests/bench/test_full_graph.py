@@ -11,8 +11,10 @@ import pytest
 
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner.model_shape import Widths, count_pairs, exchanged_bytes, gradient_bytes, topology_of
+from dglx_dist.planner.model_shape import count_pairs, gradient_bytes, topology_of
 from dglx_dist.records import EDGE_TYPE
+from dglx_dist.strategies.cost import Widths
+from dglx_dist.strategies.full_graph.cost import exchanged_bytes
 from scripts.bench.driver import check_plan
 from scripts.bench.experiments import full_graph
 from scripts.bench.experiments.full_graph import (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dglx_dist.planner.records import Rate
-from dglx_dist.planner.workload import Survey
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.cost import Survey
 from scripts.bench.driver import check_plan
 from scripts.bench.experiments import push_pull
 from scripts.bench.experiments.push_pull import STOCK, Case, Size

@@ -11,8 +11,8 @@ import pytest
 
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner.cost_model import ServerlessSetting, serverless_bytes
 from dglx_dist.records import NODE_TYPE
+from dglx_dist.strategies.serverless.cost import ServerlessSetting, serverless_bytes
 from dglx_dist.strategies.serverless.options import read_settings
 from scripts.bench.driver import check_plan
 from scripts.bench.experiments.serverless import Case, Size, plan_at, plan_of, projected

@@ -9,8 +9,8 @@ from typing import Any
 
 from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.planner.records import Rate
-from dglx_dist.planner.workload import Survey
 from dglx_dist.prepare import PartitionPlan
+from dglx_dist.strategies.cost import Survey
 from scripts.bench import data
 from scripts.bench.data import calibrated, survey
 from scripts.bench.experiments.common import GIGABIT, clustered, trained

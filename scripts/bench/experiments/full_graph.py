@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.planner.model_shape import Widths
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
+from dglx_dist.strategies.cost import Widths
 from scripts.bench import data
 from scripts.bench.experiments.common import GIGABIT, clustered, quotient, trained
 from scripts.bench.peers.data import launch_of, launched

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.planner.cost_model import break_even_width, column_bytes, row_bytes
 from dglx_dist.planner.records import Rate
-from dglx_dist.planner.workload import Survey
 from dglx_dist.prepare import PartitionPlan
+from dglx_dist.strategies.cost import Survey
+from dglx_dist.strategies.data_parallel import row_bytes
+from dglx_dist.strategies.push_pull.cost import break_even_width, column_bytes
 from scripts.bench import data
 from scripts.bench.data import survey
 from scripts.bench.experiments.common import GIGABIT, clustered, quotient, trained
