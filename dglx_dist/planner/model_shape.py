@@ -19,7 +19,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import StoredDataset, open_structure
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Placement, RowOwners
-from dglx_dist.layers.base import LayerWork, SplittableConv
+from dglx_dist.layers.base import Declares, LayerWork, SplittableConv
 from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of
 from dglx_dist.layers.tracer import MODEL_ERRORS, convolutions_in, random_block, stand_ins, trace_calls
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
@@ -29,7 +29,6 @@ from dglx_dist.strategies.full_graph.model import check_rows_stay_apart
 from dglx_dist.strategies.full_graph.plan_counts import HaloPairs
 from dglx_dist.strategies.push_pull.split_model import find_first_layer
 from dglx_dist.strategies.serverless.model_to_program import chain_of
-from dglx_dist.strategies.serverless.probe import Declares
 
 
 def first_layer(model: nn.Module, convolution: nn.Module) -> FirstLayer:

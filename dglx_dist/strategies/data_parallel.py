@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
@@ -41,7 +41,13 @@ from dglx_dist.strategies.cost import (
     sampling_seconds,
     traffic_with_sums,
 )
-from dglx_dist.strategies.gradient_sync import BUCKET_BYTES, BufferMeans, GradientExchange, mark_output
+from dglx_dist.strategies.gradient_sync import (
+    BUCKET_BYTES,
+    BufferMeans,
+    GradientExchange,
+    check_frozen,
+    mark_output,
+)
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -221,16 +227,6 @@ class DataParallelModel(WrappedModel):
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
         self._buffer_means.note()
         return result
-
-
-def check_frozen(model: nn.Module, trained: Container[int]) -> None:
-    """Raise ConfigError if a parameter is trained whose id() is not in ``trained``."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in trained:
-            raise ConfigError(
-                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay "
-                "on this rank; wrap the model again after changing what is trained"
-            )
 
 
 def broadcast_state(model: nn.Module, session: Session) -> None:

@@ -22,10 +22,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, narrows_first, sum_in_edges
+from dglx_dist.layers.base import (
+    DeclaredStage,
+    PartialSums,
+    SplittableConv,
+    StageInput,
+    narrows_first,
+    sum_in_edges,
+)
 from dglx_dist.records import EdgeType
 from dglx_dist.registry import did_you_mean
-from dglx_dist.strategies.serverless.probe import DeclaredStage
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
