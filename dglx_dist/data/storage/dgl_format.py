@@ -75,11 +75,6 @@ def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = Fals
     become user ids. DGL stores booleans as uint8, so uint8 columns named ``*mask`` become booleans. The whole
     graph is in memory.
 
-    Args:
-        part_config: DGL's JSON file.
-        folder: Target, as for ``write_dataset``.
-        overwrite: Replace an existing dataset.
-
     Raises:
         StorageError: a file is missing or damaged, or the parts are of an unsupported kind.
     """
@@ -370,7 +365,7 @@ def write_dgl_format(
         graph: The graph.
         assignment: The owner of every node.
         folder: Must not exist, or be empty.
-        bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.
+        bfloat16: As for :func:`write_dataset`.
         formats: Structure formats to store, of ``coo``, ``csc`` and ``csr``; None: ``coo``.
 
     Returns:
