@@ -175,12 +175,16 @@ def hold(path: Path, mode: int = 0o777) -> int:
     while True:
         path.parent.mkdir(mode, parents=True, exist_ok=True)
         try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode & 0o666)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode & 0o666)
         except FileNotFoundError:
             continue  # another process has just removed the folder
-        except PermissionError:
-            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # another user's
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        except OSError:
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # another user's, or a read-only disk
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        except OSError:
+            os.close(lock)
+            raise
         # Before it was locked, it looked unused: another process may have removed it.
         if _is_at(lock, path):
             return lock

@@ -231,7 +231,8 @@ class PlanCache:
     def __init__(self, cache: ArrayCache, facts: Mapping[str, Any], rank: int) -> None:
         text = json.dumps({**facts, "version": VERSION}, sort_keys=True)
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        self._entry = cache.entry("cobatches", key)
+        # The cache object keeps the entry from eviction.
+        self._cache, self._entry = cache, cache.entry("cobatches", key)
         self._rank, self._can_write = rank, True
 
     def rows(self, server: int) -> RowFiles:
