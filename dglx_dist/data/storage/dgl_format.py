@@ -15,8 +15,8 @@ from dgl.data.utils import load_tensors, save_tensors
 
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.columns import safe_name
-from dglx_dist.data.storage.files import named_failures, partial_folder, publish
-from dglx_dist.data.storage.manifest import Manifest
+from dglx_dist.data.storage.files import named_failures, partial_folder
+from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place
 from dglx_dist.data.storage.writer import EdgeOrder, NodeOrder, relabel_edges, relabel_nodes, write_dataset
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.progress import progress
@@ -376,8 +376,7 @@ def write_dgl_format(
         StorageError: ``folder`` is not empty, or cannot be written.
     """
     folder = Path(folder).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise StorageError(f"{folder} exists already; choose another folder")
+    check_target(folder, overwrite=False)
     _check_names(graph)
     writer = _DglWriter(graph, relabel_nodes(graph, assignment), frozenset(bfloat16), formats)
     config = f"{safe_name(graph.name)}.json"
@@ -390,8 +389,7 @@ def write_dgl_format(
             writer.write_part(part, partial / f"part{part}")
             advance(1)
         (partial / config).write_text(json.dumps(writer.config(assignment), indent=4))
-        if not publish(partial, folder):
-            raise StorageError(f"{folder} appeared while it was being written; choose another folder")
+        put_in_place(partial, folder, overwrite=False)
     return folder / config
 
 

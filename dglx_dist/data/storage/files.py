@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -147,6 +147,36 @@ def publish_over(folder: Path, target: Path) -> None:
     """Rename ``folder`` to ``target``, whose present content is removed after that."""
     if not publish(folder, target):
         replace_folder(folder, target)
+
+
+def check_replaceable(folder: Path, overwrite: bool, what: str, is_same: Callable[[Path], bool]) -> None:
+    """Raise StorageError unless ``folder`` is absent, empty, or with ``overwrite`` holds ``what``."""
+    if folder.exists() and not folder.is_dir():
+        raise StorageError(f"{folder} is a file; choose another folder")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise StorageError(
+            f"{folder} exists already; choose another folder, or pass overwrite=True (--overwrite)"
+        )
+    if not is_same(folder):
+        raise StorageError(
+            f"{folder} holds something other than {what} and is not overwritten; choose another folder, or "
+            "remove it yourself"
+        )
+
+
+def place_folder(
+    partial: Path, folder: Path, overwrite: bool, what: str, is_same: Callable[[Path], bool]
+) -> None:
+    """Rename ``partial`` to ``folder``, whose old content is removed after that.
+
+    Raises:
+        StorageError: as :func:`check_replaceable`, for what is there now.
+    """
+    if not publish(partial, folder):
+        check_replaceable(folder, overwrite, what, is_same)
+        replace_folder(partial, folder)
 
 
 def replace_folder(folder: Path, target: Path) -> None:
