@@ -55,50 +55,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "dglx_dist.api": (
-        "DataLoader",
-        "DistEdgeDataLoader",
-        "DistNodeDataLoader",
-        "choose_strategy",
-        "distribute",
-        "distribute_dataset",
-        "fit",
-        "init",
-        "local_device",
-        "original_ids",
-        "partition_graph",
-        "reduce_mean",
-        "register_partitioner",
-        "register_strategy",
-        "shutdown",
-        "strategy_names",
-        "wrap",
-    ),
-    "dglx_dist.dataloading": ("negative",),
-    "dglx_dist.errors": (
-        "CheckpointError",
-        "ConfigError",
-        "DatasetError",
-        "DglxError",
-        "PeerError",
-        "RemoteError",
-        "StorageError",
-        "UnknownNameError",
-    ),
-    "dglx_dist.graph": ("optim",),
-    "dglx_dist.graph.analysis": ("reverse_edge_ids",),
-    "dglx_dist.graph.dist_graph": ("DistGraph",),
-    "dglx_dist.graph.dist_tensor": ("DistTensor",),
-    "dglx_dist.graph.embedding": ("DistEmbedding",),
-    "dglx_dist.graph.partition_book": ("PartitionBook",),
-    "dglx_dist.graph.split": ("edge_split", "node_split"),
-    "dglx_dist.strategies.full_graph.local_graphs": ("local_graph",),
-    "dglx_dist.training.checkpoint": ("load", "save"),
-    "dglx_dist.training.export": ("write_embeddings",),
-    "dglx_dist.training.fit": ("FitConfig", "FitResult"),
-    "dglx_dist.training.inference": ("evaluate", "layerwise_inference"),
+    "api": "DataLoader DistEdgeDataLoader DistNodeDataLoader choose_strategy distribute distribute_dataset "
+    "fit init local_device original_ids partition_graph reduce_mean register_partitioner register_strategy "
+    "shutdown strategy_names wrap",
+    "dataloading": "negative",
+    "errors": "CheckpointError ConfigError DatasetError DglxError PeerError RemoteError StorageError "
+    "UnknownNameError",
+    "graph": "optim",
+    "graph.analysis": "reverse_edge_ids",
+    "graph.dist_graph": "DistGraph",
+    "graph.dist_tensor": "DistTensor",
+    "graph.embedding": "DistEmbedding",
+    "graph.partition_book": "PartitionBook",
+    "graph.split": "edge_split node_split",
+    "strategies.full_graph.local_graphs": "local_graph",
+    "training.checkpoint": "load save",
+    "training.export": "write_embeddings",
+    "training.fit": "FitConfig FitResult",
+    "training.inference": "evaluate layerwise_inference",
 }
-_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+"""Module to its public names."""
+_MODULE_OF = {name: f"dglx_dist.{module}" for module, names in _EXPORTS.items() for name in names.split()}
 
 __all__ = sorted(_MODULE_OF)
 

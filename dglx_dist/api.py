@@ -30,7 +30,7 @@ from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks, sum_ove
 from dglx_dist.comm.session import Session, current_session, session_or
 from dglx_dist.compat.dist_graph import DistGraph as ScriptGraph
 from dglx_dist.compat.namespace import ScriptModel
-from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.files import (
@@ -55,7 +55,6 @@ from dglx_dist.strategies.base import (
     STRATEGIES,
     WRAPPED,
     Reduction,
-    Strategy,
     WrappedModel,
     begin,
     resolve_strategy,
@@ -316,7 +315,13 @@ def _partitioned_as(path: Path) -> Literal["folder", "part_config"] | None:
     """Return the argument of DistGraph that takes ``path``; None where it is no partitioned dataset."""
     if (path / MANIFEST).is_file():
         return "folder"
-    return "part_config" if _is_part_config(path) else None
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    return "part_config" if isinstance(value, dict) and "part-0" in value else None
 
 
 def _refuse_partitioning(path: str | PathLike[str], **options: object) -> None:
@@ -328,28 +333,12 @@ def _refuse_partitioning(path: str | PathLike[str], **options: object) -> None:
         )
 
 
-def _is_part_config(path: Path) -> bool:
-    if path.suffix != ".json" or not path.is_file():
-        return False
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return isinstance(value, dict) and "part-0" in value
-
-
 def _refuse(
-    num_hops: int,
-    graph_formats: str | Sequence[str] | None,
-    use_graphbolt: bool,
-    mapping_of_dgl_format: bool,
+    num_hops: int, graph_formats: str | Sequence[str] | None, use_graphbolt: bool, mapping_of_dgl_format: bool
 ) -> None:
     formats = [graph_formats] if isinstance(graph_formats, str) else list(graph_formats or ["csc"])
     for wrong, message in (
-        (
-            num_hops != 1,
-            f"num_hops is {num_hops}; leave it at 1, farther neighbours are fetched on demand",
-        ),
+        (num_hops != 1, f"num_hops is {num_hops}; leave it at 1, farther neighbours are fetched on demand"),
         (formats != ["csc"], f"graph_formats is {graph_formats!r}; leave it out, only csc is stored"),
         (use_graphbolt, "use_graphbolt is True; leave it out, there is one format for all strategies"),
         (mapping_of_dgl_format, "return_mapping goes with format='dglx' only; DGL's files hold orig_id"),
@@ -614,11 +603,6 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
     return total / number if number else float("nan")
 
 
-def strategy_names() -> tuple[str, ...]:
-    """Return the names that :func:`init` takes, without aliases; ``auto`` chooses among them."""
-    return STRATEGIES.names()
-
-
 def _distributed(g: object) -> DistGraph:
     if isinstance(g, ScriptGraph):
         return g.inner
@@ -630,22 +614,12 @@ def _distributed(g: object) -> DistGraph:
     return g
 
 
-def register_strategy(name: str) -> Callable[[type[Strategy]], type[Strategy]]:
-    """Return a decorator that makes a subclass of Strategy known as ``name`` in this process.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
-    return STRATEGIES.register(name)
-
-
-def register_partitioner(name: str) -> Callable[[type[Partitioner]], type[Partitioner]]:
-    """Return a decorator that makes a subclass of Partitioner known as ``name`` in this process.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
-    return PARTITIONERS.register(name)
+strategy_names = STRATEGIES.names
+"""The names that :func:`init` takes; ``auto`` chooses among them."""
+register_strategy = STRATEGIES.register
+"""Decorator that makes a subclass of Strategy known by a name in this process."""
+register_partitioner = PARTITIONERS.register
+"""Decorator that makes a subclass of Partitioner known by a name in this process."""
 
 
 def choose_strategy(
@@ -694,15 +668,8 @@ def _choose_for(
     inner = _distributed(g)
 
     def read() -> Training:
-        training = Training(fanouts=fanouts, batch_size=batch_size, epochs=epochs)
-        # Converted after the checks: JSON does not take NumPy's integers.
-        return replace(
-            training,
-            fanouts=None if fanouts is None else [int(one) for one in fanouts],
-            batch_size=None if batch_size is None else int(batch_size),
-            num_layers=2 if fanouts is None else len(fanouts),
-            own_loop=own_loop,
-        )
+        training = Training(fanouts=fanouts, batch_size=batch_size, epochs=epochs, own_loop=own_loop)
+        return replace(training, num_layers=2 if training.fanouts is None else len(training.fanouts))
 
     return choose_in_job(model, inner, run_on_all_ranks(inner.session, read, ConfigError))
 

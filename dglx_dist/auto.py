@@ -21,25 +21,30 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.cache import check_budget
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.options import check_ranges
-from dglx_dist.planner.candidates import CACHE_SIZES, SearchSpace, choosable, enumerate_candidates, schemes_of
-from dglx_dist.planner.choose import Constraints, choose
-from dglx_dist.planner.dry_run import DryRunConfig, live_run
-from dglx_dist.planner.model_shape import ModelShape, shape_of_module
+from dglx_dist.planner.choose import Constraints, choosable, choose, enumerate_candidates, works_of
+from dglx_dist.planner.measure import MeasureConfig, measure
+from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.profile import probe
-from dglx_dist.planner.records import Candidate, Choice, Cluster, Outcome
-from dglx_dist.planner.workload import TRAIN_MASK, Draws, check_plannable, check_train_nodes
+from dglx_dist.planner.records import Choice, Outcome
+from dglx_dist.planner.workload import TRAIN_MASK, check_plannable, check_train_nodes
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, EpochRecord
 from dglx_dist.report.run_folder import PLAN, read_plan
 from dglx_dist.report.tables import RunFacts, plan_lines, summarise
-from dglx_dist.strategies.base import AUTO, CACHE_CHOICE, STRATEGIES, check_options, strategy_of
+from dglx_dist.strategies.base import (
+    AUTO,
+    CACHE_CHOICE,
+    DEFAULT_STRATEGY,
+    STRATEGIES,
+    check_options,
+    strategy_of,
+)
+from dglx_dist.strategies.cost import CACHE_SIZES, Candidate, Cluster, Draws, ModelShape, PlanContext
 from dglx_dist.strategies.data_parallel import check_same_model
 from dglx_dist.training import checkpoint
 from dglx_dist.training.config import ChoiceOptions
 from dglx_dist.training.fit import TRAINED_WITH, FitResult
 
-DEFAULT_STRATEGY = "data_parallel"
-"""Its fan-outs and batch size are the defaults of mini-batches."""
 _DEEP = 4
 """Layers from which on mini-batches are not considered without explicit fan-outs."""
 NO_BATCHES = (
@@ -88,7 +93,7 @@ class Training:
     """Of a ready-made model; None: derived from its convolutions."""
     hidden: int | None = None
     own_loop: bool = False
-    """Whether the user's loop takes the steps, which strategy ``lambda`` does not support."""
+    """Whether the user's loop takes the steps, which not every strategy supports."""
 
     def __post_init__(self) -> None:
         if self.fanouts is not None:
@@ -97,10 +102,11 @@ class Training:
                     f"fanouts={self.fanouts!r} must be a list of one whole number for each layer, input-most "
                     "first; -1: all"
                 )
-            for place, fanout in enumerate(self.fanouts):
-                whole_number(f"fanouts[{place}]", fanout, least=-1)
+            # As int: JSON does not take NumPy's.
+            read = [whole_number(f"fanouts[{at}]", one, least=-1) for at, one in enumerate(self.fanouts)]
+            object.__setattr__(self, "fanouts", read)
         if self.batch_size is not None:
-            whole_number("batch_size", self.batch_size, least=1)
+            object.__setattr__(self, "batch_size", whole_number("batch_size", self.batch_size, least=1))
         whole_number("epochs", self.epochs, least=1)
 
 
@@ -111,7 +117,7 @@ def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
 
 
 def check_session_options(session: Session) -> None:
-    """Raise ConfigError for an option that the session's strategy, or ``auto``, does not know."""
+    """Raise ConfigError for an option that the strategy, or ``auto``, does not know."""
     if session.strategy == AUTO:
         read_auto_options(session.options)
     else:
@@ -139,7 +145,7 @@ def draws_of(
     *,
     epoch: int,
 ) -> Draws | None:
-    """Return the mini-batches of ``epoch`` to count, with the defaults for None; None: there are none."""
+    """Return the mini-batches of ``epoch`` to count, or None; fan-outs and batch size have defaults."""
     if choice.unit == "full_graph" or is_deep(choice.unit, num_layers, fanouts):
         return None
     if fanouts is None:
@@ -152,51 +158,30 @@ def draws_of(
 
 
 def default_fanouts(strategy: str, num_layers: int) -> tuple[int, ...]:
-    """Return the default fan-out of each layer: 25, then 10s; all where steps take whole graphs.
-
-    Raises:
-        UnknownNameError: there is no such strategy.
-    """
+    """Return the default fan-out of each layer: 25, then 10s; all where steps take whole graphs."""
     if STRATEGIES.get(strategy).traits.unit == "full_graph":
         return (-1,) * num_layers
     return (25, *[10] * (num_layers - 1))
 
 
 def default_batch_size(strategy: str) -> int | None:
-    """Return the default targets per rank and step: 512; None where steps take whole graphs.
-
-    Raises:
-        UnknownNameError: there is no such strategy.
-    """
+    """Return the default targets per rank and step: 512; None where steps take whole graphs."""
     return None if STRATEGIES.get(strategy).traits.unit == "full_graph" else 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointedStrategy:
-    """Strategy, options and cache that a checkpoint was trained with."""
-
-    strategy: str
-    options: Mapping[str, Any]
-    cache: str | None = None
-    """Policy of the cache that ``auto`` chose; None: no cache."""
-    cache_alpha: float = 0.0
 
 
 def adopt_checkpointed(
     g: DistGraph, folder: str | Path, fanouts: Sequence[int] | None, batch_size: int | None
-) -> CheckpointedStrategy | None:
+) -> Candidate | None:
     """Give the session the strategy of the newest checkpoint in ``folder``; collective.
 
-    A resumed run is not planned again: another strategy may be another estimator with other steps.
+    A resumed run is not planned again: another strategy may be another estimator with other steps. Returns
+    None if there is no checkpoint, so that a strategy may be chosen.
 
     Args:
         g: Of a session that was opened with ``auto``.
         folder: Folder of checkpoints.
         fanouts: Of the training batches; None: the defaults of two layers.
         batch_size: Of the training batches; None: the default.
-
-    Returns:
-        The strategy; None: there is no checkpoint, and a strategy may be chosen.
 
     Raises:
         ConfigError: the checkpoint names no strategy, or none that ``auto`` chooses; or these ranks cannot
@@ -214,10 +199,9 @@ def adopt_checkpointed(
         fanouts = default_fanouts(DEFAULT_STRATEGY, 2) if fanouts is None else fanouts
         batch_size = batch_size or default_batch_size(DEFAULT_STRATEGY)
         _fill_cache(g, found.cache, found.cache_alpha, fanouts, batch_size)
-    name = " ".join([found.strategy, *(f"{option}={value}" for option, value in found.options.items())])
     with progress("choosing a strategy", 1, enabled=g.session.topology.rank == 0) as advance:
         advance(1)
-        advance.say(f"resuming with {name}, the strategy of the checkpoint")
+        advance.say(f"resuming with {found.name}, the strategy of the checkpoint")
     return found
 
 
@@ -229,7 +213,7 @@ def _fill_cache(
     CACHE_CHOICE.set(g.session, {"policy": policy, "alpha": alpha})
 
 
-def _read_checkpointed(value: object, folder: str | Path) -> CheckpointedStrategy:
+def _read_checkpointed(value: object, folder: str | Path) -> Candidate:
     """Return the strategy that a checkpoint names, if ``auto`` could have chosen it.
 
     Checkpoints are untrusted files: options that lead to files or addresses are not taken from them.
@@ -242,11 +226,12 @@ def _read_checkpointed(value: object, folder: str | Path) -> CheckpointedStrateg
             f"the checkpoint in {folder} was not trained with a strategy and options that 'auto' chooses "
             f"(found: {name!r}); name the strategy that it was trained with, and its options"
         )
+    found = Candidate(unit=STRATEGIES.get(str(name)).traits.unit, strategy=str(name), options=options)
     if not isinstance(cache, dict):
-        return CheckpointedStrategy(strategy=str(name), options=options)
+        return found
     policy, alpha = cache.get("policy"), cache.get("alpha")
     check_budget(policy, alpha)  # type: ignore[arg-type]  # checked there
-    return CheckpointedStrategy(strategy=str(name), options=options, cache=policy, cache_alpha=alpha or 0.0)
+    return replace(found, cache=policy, cache_alpha=alpha or 0.0)
 
 
 def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
@@ -311,23 +296,24 @@ def _choose(
     )
     candidates = _candidates(g, shape, cluster, draws, constraints, allow_cache=options.caches)
     if training.own_loop:
-        candidates = tuple(one for one in candidates if one.moves != "intervals")
+        candidates = tuple(one for one in candidates if STRATEGIES.get(one.strategy).traits.own_loop)
     deep = (NO_BATCHES,) if is_deep(options.unit, layers, training.fanouts) else ()
-    known = live_run(
+    known = measure(
         g,
         model,
         shape,
-        DryRunConfig(
+        MeasureConfig(
             cluster=cluster,
             draws=draws,
-            schemes=schemes_of(candidates),
+            works=works_of(candidates),
             caches=tuple(dict.fromkeys(one.cache_alpha for one in candidates if one.cache)),
             partitioned=not g.structure().is_whole and cluster.servers > 1,
+            in_job=True,
             program_bytes=resident(),
             epoch=epoch,
             assumptions=(*deep, *_model_assumptions(shape)),
         ),
-        notify,
+        lambda text: notify(f"counting: {text}"),
     )
     return _agree(choose(candidates, known, constraints), session), draws
 
@@ -354,7 +340,7 @@ def _candidates(
     count = marked.kvstore.count_nonzero(marked.kvstore_key)
     check_train_nodes(count, str(g.dataset.folder))
     caches = CACHE_SIZES if allow_cache and g.structure().is_whole else ()
-    space = SearchSpace(
+    context = PlanContext(
         ranks=cluster.ranks,
         servers=cluster.servers,
         num_layers=len(shape.layers),
@@ -363,7 +349,7 @@ def _candidates(
     )
     return tuple(
         one
-        for one in enumerate_candidates(space)
+        for one in enumerate_candidates(context)
         if (one.exact or constraints.estimators) and constraints.unit in ("any", one.unit)
     )
 
@@ -420,11 +406,7 @@ def _cluster(session: Session, options: AutoOptions) -> Cluster:
 
 
 def plan_of_run(folder: Path) -> dict[str, Any] | None:
-    """Return ``plan.json`` of the run in ``folder``; None: it has none, as its strategy was named.
-
-    Raises:
-        StorageError: the file is damaged.
-    """
+    """Return ``plan.json`` of the run in ``folder``; None: its strategy was named."""
     value = read_plan(folder)
     if value is None:
         return None
@@ -438,13 +420,7 @@ def plan_of_run(folder: Path) -> dict[str, Any] | None:
 
 
 def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: RunFacts) -> Outcome:
-    """Return the measured cost: bytes of the predicted epoch, else of the last; the rest of the whole run.
-
-    Args:
-        counted: Number of the epoch whose bytes were predicted.
-        epochs: Of the run, at least one.
-        facts: Of the run.
-    """
+    """Return the measured cost: bytes of epoch ``counted``, else of the last; the rest of the whole run."""
     record = next((one for one in epochs if one.epoch == counted), epochs[-1])
     seconds = summarise(facts, epochs)["epoch_seconds"]
     return Outcome(
@@ -457,11 +433,7 @@ def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: RunFacts) -> 
 
 
 def plan_summary(value: Mapping[str, Any]) -> dict[str, object]:
-    """Return the entry of ``summary.json`` for a plan: prediction, and outcome if there is one.
-
-    Args:
-        value: ``Choice.to_json()``.
-    """
+    """Return the entry of ``summary.json`` for ``Choice.to_json()``: prediction, and outcome if any."""
     taken, outcome = value["predictions"][value["picked"]], value["outcome"]
     found: dict[str, object] = {
         "chosen": taken["name"],

@@ -112,7 +112,7 @@ def partition_to_disk(
     Args:
         graph: The graph.
         folder: Target folder.
-        plan: Method, options and format.
+        plan: The method.
         weights: Name -> (N,) non-negative numbers for ``plan.options.balance``, which are not written; for
             graphs with one node type.
 

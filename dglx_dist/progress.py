@@ -29,13 +29,7 @@ class Advance:
 
 @contextmanager
 def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[Advance]:
-    """Show the progress of an operation on standard error and yield its handle.
-
-    Args:
-        description: A few words.
-        total: Number of units, at least 0.
-        enabled: False on every rank but 0.
-    """
+    """Show the progress of ``total`` units on standard error and yield its handle."""
     if not enabled:
         yield Advance(_nothing, _nothing, _nothing)
         return

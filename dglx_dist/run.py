@@ -19,8 +19,7 @@ from dglx_dist.strategies.base import resolve_strategy
 def main(arguments: Sequence[str]) -> None:
     """Run a script with this package in place of ``dgl.distributed``.
 
-    Args:
-        arguments: ``[--strategy S] [--option NAME=VALUE]... [--] script.py ARGS``.
+    ``arguments`` are ``[--strategy S] [--option NAME=VALUE]... [--] script.py ARGS``.
 
     Raises:
         UnknownNameError: there is no such strategy.

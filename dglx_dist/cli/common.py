@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field
 from pathlib import Path
@@ -120,26 +120,28 @@ def ranks_of_each(ranks: int, servers: int | None) -> int | None:
     return ranks // servers
 
 
-def command(config: type[C]) -> Callable[[Callable[[C, Set[str]], None]], Callable[..., None]]:
+def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., None]]:
     """Make a function of a record of options a command of ``typer``, whose help is the docstring.
 
-    The function is called with the record and the names of the fields that stood on the command line.
+    A field ``given`` of the record gets the names of the fields whose options stood on the command line.
     """
 
-    def decorate(run: Callable[[C, Set[str]], None]) -> Callable[..., None]:
+    def decorate(run: Callable[[C], None]) -> Callable[..., None]:
         def call(context: typer.Context, **values: Any) -> None:
-            sources = {name: context.get_parameter_source(name) for name in values}
-            given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
-            parsed = {}
+            parsed: dict[str, Any] = {}
             # The record has the defaults of the options that are None.
             for one, declared in options_of(config):
                 if (value := values[one.name]) is not None:
                     parse, flag = declared.parse, flag_of(config, one.name)
                     parsed[one.name] = value if parse is None else parse(value, flag)
-            run(config(**parsed), given)
+            if "given" in hints:
+                sources = {name: context.get_parameter_source(name) for name in values}
+                given = (name for name, source in sources.items() if source and source.name == "COMMANDLINE")
+                parsed["given"] = frozenset(given)
+            run(config(**parsed))
 
-        parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         hints = get_type_hints(config)
+        parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += [
             _parameter(one, declared, hints[one.name], flag_of(config, one.name))
             for one, declared in options_of(config)

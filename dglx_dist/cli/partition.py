@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class IngestCommand:
 
 
 @command(IngestCommand)
-def ingest(config: IngestCommand, _given: Set[str]) -> None:
+def ingest(config: IngestCommand) -> None:
     """Build a dataset from CSV and Parquet tables larger than memory; ids may be strings.
 
     It has one part, ready for `dglx train`; `dglx partition` makes more.
@@ -142,7 +142,7 @@ class PartitionCommand:
 
 
 @command(PartitionCommand)
-def partition(config: PartitionCommand, _given: Set[str]) -> None:
+def partition(config: PartitionCommand) -> None:
     """Partition a graph into a folder that every strategy trains on.
 
     Example: `dglx partition ogb:ogbn-arxiv --parts 4 --method metis --balance train,degree --out data/arxiv`

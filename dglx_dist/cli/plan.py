@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +30,7 @@ _BATCH_OPTIONS = ("fanouts", "batch_size")
 
 
 @command(PlanConfig)
-def plan(config: PlanConfig, given: Set[str]) -> None:
+def plan(config: PlanConfig) -> None:
     """Predict time, traffic and memory of an epoch under every strategy, and choose one.
 
     For a dataset: `dglx plan --data data/demo --model sage --hidden 16 --servers 2 --ranks 4
@@ -46,7 +45,7 @@ def plan(config: PlanConfig, given: Set[str]) -> None:
     from dglx_dist.cli.plan_job import make_map, make_plan
     from dglx_dist.report.tables import plan_head, plan_lines, plan_table
 
-    _check_no_unused_options(config, given)
+    _check_no_unused_options(config)
     picture, as_json = config.picture, config.as_json
     notify = None if as_json else lambda text: say(f"counting: {text}", "dim")
     if picture is not None:
@@ -64,7 +63,7 @@ def plan(config: PlanConfig, given: Set[str]) -> None:
         write(line)
 
 
-def _check_no_unused_options(config: PlanConfig, given: Set[str]) -> None:
+def _check_no_unused_options(config: PlanConfig) -> None:
     if launched_by_torchrun():
         raise ConfigError("dglx plan is one process, and torchrun has started this one; leave torchrun out")
     has_data, unit = config.data is not None, config.unit
@@ -80,7 +79,7 @@ def _check_no_unused_options(config: PlanConfig, given: Set[str]) -> None:
     }
     for message, names in no_effect.items():
         for name in names:
-            if name in given:
+            if name in config.given:
                 flag = flag_of(PlanConfig, name)
                 raise ConfigError(f"{flag} {message.format(flag)}")
 

@@ -87,6 +87,8 @@ class PlanConfig(ChoiceOptions, ModelConfig):
         metavar="FILE.png",
     )
     as_json: bool = option(False, "Write JSON and nothing else.", flag="--json")
+    given: frozenset[str] = frozenset()
+    """Fields whose options stood on the command line."""
 
     def __post_init__(self) -> None:
         # Imported here: they load torch, and `dglx --help` stays quick.

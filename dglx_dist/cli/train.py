@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 
 import typer
@@ -65,7 +65,7 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
 
 
 @command(TrainConfig)
-def train(config: TrainConfig, _given: Set[str]) -> None:
+def train(config: TrainConfig) -> None:
     """Train a model on a partitioned dataset, evaluate it exactly, and write results and cost to a folder.
 
     Two processes here: `dglx train data/demo --ranks 2 --epochs 5 --out runs/demo`

@@ -16,8 +16,6 @@ from torch import nn
 import dglx_dist
 from dglx_dist.api import fit, init, training_nodes
 from dglx_dist.auto import (
-    DEFAULT_STRATEGY,
-    CheckpointedStrategy,
     Training,
     adopt_checkpointed,
     choose_in_job,
@@ -37,13 +35,13 @@ from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
 from dglx_dist.options import common_fields
-from dglx_dist.planner.records import Candidate
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE, LABEL, EpochRecord
 from dglx_dist.report.pictures import draw
 from dglx_dist.report.run_folder import PICTURE, append_epoch, launch_of, read_epochs, start_run, write_run
 from dglx_dist.report.tables import run_title, summarise
-from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
+from dglx_dist.strategies.base import AUTO, DEFAULT_STRATEGY, WrappedModel, strategy_of
+from dglx_dist.strategies.cost import Candidate
 from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.export import check_target, write_embeddings
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
@@ -69,7 +67,7 @@ def _resolve_auto(
     resumed run whose strategy was named.
     """
     folder = Path(plan.out)
-    taken: CheckpointedStrategy | Candidate | None = None
+    taken: Candidate | None = None
     if plan.resume:
         fanouts = default_fanouts(DEFAULT_STRATEGY, plan.layers) if plan.fanouts is None else plan.fanouts
         taken = adopt_checkpointed(g, folder / CHECKPOINTS, fanouts, plan.batch_size)

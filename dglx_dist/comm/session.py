@@ -134,16 +134,11 @@ class FailureWatch:
         sys.excepthook = self._hook
         self._signals = _SignalPipe(self._terminate)
 
-    def close(self) -> None:
+    def close(self, *, forked: bool = False) -> None:
+        """Restore the previous handlers; in a ``forked`` process without effect on the parent."""
         if sys.excepthook == self._hook:
             sys.excepthook = self._previous_hook
-        self._signals.close()
-
-    def forget(self) -> None:
-        """In a forked process: restore the previous handlers without effect on the parent."""
-        if sys.excepthook == self._hook:
-            sys.excepthook = self._previous_hook
-        self._signals.forget()
+        self._signals.close(forked=forked)
 
     def describe(self, doing: str, probe_s: float = _PROBE_S) -> str:
         """Describe the other ranks: the first failure, silent ranks, ranks in another collective."""
@@ -205,30 +200,22 @@ class _SignalPipe:
         self._installed = True
         threading.Thread(target=self._listen, name="dglx-signals", daemon=True).start()
 
-    def close(self) -> None:
+    def close(self, *, forked: bool) -> None:
         """Restore the signal; closed from another thread than the main one, SIGTERM just ends the process."""
         if not self._installed:
             return
-        if threading.current_thread() is not threading.main_thread():
+        if not forked and threading.current_thread() is not threading.main_thread():
             self._action = _end_process  # only the main thread may set handlers, so the pipe must stay
             return
-        self._restore()
-        os.close(self._write)
-
-    def forget(self) -> None:
-        """In a forked process: keep its signals from the parent's thread."""
-        if self._installed:
-            self._restore()
-            os.close(self._write)
-            os.close(self._read)
-
-    def _restore(self) -> None:
         self._installed = False
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         in_place = signal.set_wakeup_fd(self._previous_wakeup)
         if in_place != self._write:
             signal.set_wakeup_fd(in_place)  # another owner's by now
+        os.close(self._write)
+        if forked:
+            os.close(self._read)  # else the thread does, which a forked process lacks
 
     def _listen(self) -> None:
         while received := os.read(self._read, 64):
@@ -322,13 +309,16 @@ class _SessionParts:
     rpc: Rpc
     ledger: Ledger
     scratch: Scratch
-    store: JobStore | None
     hosts: tuple[str, ...]
+    """(W,) machine of each rank, for messages."""
     device: torch.device
-    owns_group: bool
     job: str
     """Unique name of the session, equal on its ranks."""
     trace: TraceWriter | None
+    """None unless DGLX_TRACE asks for it."""
+    store: JobStore | None = None
+    """None on one rank."""
+    owns_group: bool = False
 
 
 V = TypeVar("V")
@@ -365,10 +355,7 @@ class Session:
         self.timeout_s, self.seed = config.timeout_s, config.seed
         self.topology, self.device = parts.topology, parts.device
         self.rpc, self.ledger = parts.rpc, parts.ledger
-        self.store, self.trace = parts.store, parts.trace
-        """None on one rank; None unless DGLX_TRACE asks for it."""
-        self.hosts = parts.hosts
-        """(W,) machine of each rank, for messages."""
+        self.store, self.trace, self.hosts = parts.store, parts.trace, parts.hosts
         self.step_share: StepShare | None = None
         """Set by the loader when it yields a batch."""
         self.timeline = Timeline()
@@ -462,7 +449,7 @@ class Session:
         self._closed = True
         atexit.unregister(self._at_exit)
         if self._watch is not None:
-            self._watch.forget()
+            self._watch.close(forked=True)
         self.rpc.forget()
         _CURRENT.clear()
 
@@ -559,10 +546,8 @@ def _parts_of_one_rank(topology: Topology, timeout_s: float, settings: Settings)
         rpc=Rpc(0, ledger, timeout_s),
         ledger=ledger,
         scratch=Scratch(job, 0),
-        store=None,
         hosts=(socket.gethostname(),),
         device=_device(0),
-        owns_group=False,
         job=job,
         trace=trace,
     )
@@ -607,7 +592,18 @@ def _parts_of_ranks(
     with ExitStack() as undo:
         undo.callback(rpc.close)
         endpoint = rpc.listen(listening_address(rendezvous), credentials)
-        rpc.connect(_addresses(hellos, store.exchange("endpoint", endpoint)))
+        endpoints = store.exchange("endpoint", endpoint)
+        rpc.connect(
+            {
+                rank: PeerAddress(
+                    rank=rank,
+                    host=one["host"],
+                    endpoint=str(endpoints[rank]),
+                    public_key=one["key"].encode() if one["key"] else None,
+                )
+                for rank, one in enumerate(hellos)
+            }
+        )
         owns_group = _make_group(raw, topology, config.timeout_s, backend)
         undo.pop_all()
     device = _device(rendezvous.local_rank)
@@ -627,18 +623,6 @@ def _parts_of_ranks(
         job=job,
         trace=trace,
     )
-
-
-def _addresses(hellos: list[Any], endpoints: Sequence[Any]) -> dict[int, PeerAddress]:
-    return {
-        rank: PeerAddress(
-            rank=rank,
-            host=one["host"],
-            endpoint=endpoint,
-            public_key=one["key"].encode() if one["key"] else None,
-        )
-        for rank, (one, endpoint) in enumerate(zip(hellos, endpoints, strict=True))
-    }
 
 
 def _make_group(raw: Store, topology: Topology, timeout_s: float, backend: str | None) -> bool:

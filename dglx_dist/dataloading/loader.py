@@ -155,6 +155,14 @@ def _typed_source(g: DistGraph, plan: SamplePlan, draws: TypedDraws) -> TypedSou
     return RemoteTypedSource(draws.schema, structures, _serve(g, plan.weights, draws))
 
 
+def all_in_edges(g: DistGraph) -> tuple[Schema, TypedSource]:
+    """Return the types of ``g`` and what samples its nodes' in-edges with fan-out -1. Not collective."""
+    schema, structures = _schema(g), [g.structure(etype) for etype in g.canonical_etypes]
+    if all(structure.is_whole for structure in structures):
+        return schema, WholeTypedSource(schema, _whole(g, None))
+    return schema, RemoteTypedSource(schema, structures, "in_edges")
+
+
 def _whole(g: DistGraph, weights: str | None) -> list[Csc]:
     """Return the structure of every edge type, with its weights. Collective if ``weights`` is given."""
     shards = {etype: g.structure(etype).shards[0] for etype in g.canonical_etypes}

@@ -1,4 +1,4 @@
-"""The contract of a convolution that splits by input columns (P3, P-TAGS), and sums over in-edges."""
+"""Contracts of convolutions: split by input columns (P3, P-TAGS), as a stage of workers; their kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import dgl.function as fn
 import torch
@@ -33,6 +33,12 @@ class StageInput:
     draws: DropDraws | None = None
     """Keys of the dropout before *sync*, so that the parts drop what one process would; None: a single part,
     which draws as torch does."""
+    runs: tuple[Columns, ...] = ()
+    """This part's columns of the uncut input, in order; empty: all of them."""
+
+    def columns_of(self, values: Tensor) -> Tensor:
+        """Return this part's columns of (E1, F) values of edges, as wide as the uncut input."""
+        return cut_out(values, self.runs, 1) if self.runs else values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +55,46 @@ class LayerWork:
     """Multiply-adds for each input row."""
     per_target: int
     """Multiply-adds for each output row."""
+
+
+Around: TypeAlias = Literal["sum", "mean", "left", "both"]
+"""Sum over in-neighbours: plain, divided by the node's in-degree, by the sources' out-degrees, or by the
+square roots of both, as ``norm`` of ``dgl.nn.GraphConv``. Degrees of 0 count as 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeclaredStage:
+    """A layer as a sum over in-edges, computed by graph servers, and a stage, computed by workers."""
+
+    stage: str
+    """Name in the registry of stages: see ``dglx_dist.serverless.stages.base.register_stage``."""
+    config: Mapping[str, Any]
+    """Configuration of the stage; JSON values."""
+    weights: tuple[str, ...]
+    """Names of the module's parameters, in the order in which the stage declares its weights."""
+    around: Around | None = "sum"
+    """The sum that is the stage's first input; None: the layer uses no neighbours."""
+    own: bool = False
+    """Whether the node's own row is the stage's next input; without ``around`` it is the only one."""
+    depends_on_the_graph: bool = False
+    """Whether the module reads the distributed graph, so it is not compared with its stage."""
+    takes_activation: bool = False
+    """Whether an activation after the layer may be put into ``config`` as ``activation``."""
+    activation: Callable[[Tensor], Tensor] | None = None
+    """What the module applies to the stage's result, if that is not in ``config``."""
+    dropout: str = ""
+    """Name of a dropout of the module that it applies to its input."""
+    inputs_first: bool | None = None
+    """Whether its matrices are (inputs, outputs), and not (outputs, inputs); None: as their shapes say."""
+
+
+@runtime_checkable
+class Declares(Protocol):
+    """A module, called as ``layer(block, h)``, that declares an equivalent stage."""
+
+    def vertex_stage(self) -> DeclaredStage:
+        """Return the stage; both must return (num_dst, width), with the same gradients."""
+        ...
 
 
 RunParts: TypeAlias = Callable[["SplittableConv", StageInput], PartialSums]
@@ -182,14 +228,16 @@ class SplittableConv(nn.Module, ABC):
         Raises:
             ConfigError: the layer is split, and ``given`` has no keys for the parts.
         """
-        self._check_draws(given, probability)
-        return dropped(given.x, probability, self.training, given.draws)
+        if not self._drops(given, probability):
+            return given.x
+        return dropped(given.x, probability, given.draws)
 
     def drop_edges(self, given: StageInput, attention: Tensor, probability: float) -> Tensor:
         """Return ``attention`` ((E1, K, 1)) with entries dropped, while training; raises as above."""
-        self._check_draws(given, probability)
-        if given.draws is None or not self.training:
-            return dropped(attention, probability, self.training, None)
+        if not self._drops(given, probability):
+            return attention
+        if given.draws is None:
+            return dropped(attention, probability)
         return drop_attention(given.block, attention, probability, given.draws)
 
     def check_in_edges(self, block: DGLBlock) -> None:
@@ -201,13 +249,16 @@ class SplittableConv(nn.Module, ABC):
                 "convolution."
             )
 
-    def _check_draws(self, given: StageInput, probability: float) -> None:
-        if probability > 0 and self.training and self.run_parts is not None and given.draws is None:
+    def _drops(self, given: StageInput, probability: float) -> bool:
+        if probability == 0 or not self.training:
+            return False
+        if self.run_parts is not None and given.draws is None:
             raise ConfigError(
                 f"{type(self).__name__} drops with probability {probability} before its sum, but the "
                 "strategy has no keys for the masks of all parts; set it to 0 in the first layer, or use "
                 "strategy='data_parallel'"
             )
+        return True
 
     def _sources(self, block: DGLBlock, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         if isinstance(x, Tensor):

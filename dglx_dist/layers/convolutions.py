@@ -26,6 +26,8 @@ from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import (
+    Around,
+    DeclaredStage,
     PartialSums,
     SplittableConv,
     StageInput,
@@ -35,7 +37,6 @@ from dglx_dist.layers.base import (
     narrows_first,
     sum_in_edges,
 )
-from dglx_dist.layers.dropout import dropped
 
 Sync: TypeAlias = Literal["columns", "inputs"]
 """What is summed over the parts: sums over in-edges, or projected source rows where a layer needs it."""
@@ -119,7 +120,8 @@ class GatStages(SplittableConv):
             self.check_in_edges(given.block)
             rows = out.view(-1, self.heads, self._width)
             attention = self._attention(given.block, self._logits(given.block, rows))
-            attention = dropped(attention, self._attn_drop, self.training, None)
+            # Not by keys: only this rank computes it.
+            attention = functional.dropout(attention, self._attn_drop, self.training)
             out = self._summed(given, rows, attention, residual)
         bias = self.bias if self.res_fc is None else self.res_fc.bias
         return _then(self.activation, out if bias is None else out + bias.view(1, self.heads, self._width))
@@ -531,6 +533,45 @@ class SgcStages(SplittableConv):
         return narrows_first(block, columns, width)
 
 
+def _graph_conv_stage(conv: dglnn.GraphConv) -> DeclaredStage:
+    bias = ("bias",) if conv.bias is not None else ()
+    widths = (
+        {"width": conv._in_feats} if conv.weight is None else {"in": conv._in_feats, "out": conv._out_feats}
+    )
+    around: dict[str, Around] = {"none": "sum", "right": "mean", "left": "left", "both": "both"}
+    return DeclaredStage(
+        stage="rows" if conv.weight is None else "dense",
+        config={**({"width": conv._in_feats} if conv.weight is None else widths), "bias": bool(bias)},
+        weights=bias if conv.weight is None else ("weight", *bias),
+        around=around[conv._norm],
+        takes_activation=True,
+        activation=conv._activation,
+        inputs_first=True,
+    )
+
+
+def _sage_stage(conv: dglnn.SAGEConv) -> DeclaredStage:
+    if conv._aggre_type != "mean":
+        raise ConfigError(f"has the aggregator {conv._aggre_type!r}, but stages know 'mean' only; use it")
+    if conv.norm is not None:
+        raise ConfigError("has a norm, which no stage knows; leave it out")
+    own, neigh = conv.fc_self, conv.fc_neigh
+    if own.in_features != neigh.in_features:
+        raise ConfigError("has one width for sources and another for destinations; give it one")
+    bias = ("fc_self.bias",) if own.bias is not None else ()
+    return DeclaredStage(
+        stage="sage",
+        config={"in": neigh.in_features, "out": neigh.out_features, "bias": bool(bias)},
+        weights=("fc_self.weight", "fc_neigh.weight", *bias),
+        around="mean",
+        own=True,
+        takes_activation=True,
+        activation=conv.activation,
+        dropout="feat_drop",
+        inputs_first=False,
+    )
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Convolution:
@@ -542,6 +583,8 @@ class Convolution:
     """Its stages by rows, under ``sync="inputs"``; None: those by columns."""
     against: str = ""
     """The reason where it cannot be split by columns."""
+    on_workers: Callable[[Any], DeclaredStage] | None = None
+    """Its stage of strategy ``lambda``; raises ConfigError with the reason where there is none."""
     on_blocks: bool = True
     """Whether DGL supports it on blocks, and not on whole graphs only."""
     like: str = "gcn"
@@ -555,9 +598,10 @@ CONVOLUTIONS: Mapping[type[nn.Module], Convolution] = MappingProxyType(
         dglnn.SAGEConv: Convolution(
             columns=SageStages,
             rows=lambda conv: PoolStages(conv) if conv._aggre_type == "pool" else SageStages(conv),
+            on_workers=_sage_stage,
             like="sage",
         ),
-        dglnn.GraphConv: Convolution(columns=GraphConvStages),
+        dglnn.GraphConv: Convolution(columns=GraphConvStages, on_workers=_graph_conv_stage),
         dglnn.SGConv: Convolution(columns=SgcStages, on_blocks=False, like="sgc"),
         dglnn.GINConv: Convolution(columns=GinStages),
         dglnn.GATConv: Convolution(

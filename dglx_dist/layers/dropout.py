@@ -48,10 +48,7 @@ class Columns:
 def deal_out_columns(width: int, parts: int) -> tuple[Columns, ...]:
     """Cut ``width`` columns into ``parts`` runs; the first ``width % parts`` are one longer (P3).
 
-    More parts than columns leave the last parts without any.
-
-    Raises:
-        ConfigError: there are no columns, or no parts.
+    More parts than columns leave the last parts without any. Without columns or parts ConfigError is raised.
     """
     if width < 1 or parts < 1:
         raise ConfigError(f"{width} columns cannot be cut into {parts} parts; both must be at least 1")
@@ -63,12 +60,9 @@ def deal_out_columns(width: int, parts: int) -> tuple[Columns, ...]:
 
 
 def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Columns, ...], ...]:
-    """Cut each of several concatenated matrices of ``widths`` columns into ``parts``.
+    """Cut each of several concatenated matrices of ``widths`` columns, as :func:`deal_out_columns`.
 
     Returns for each part its runs, one per matrix and possibly empty, as columns of the whole.
-
-    Raises:
-        ConfigError: there is no matrix, one has no columns, or there are no parts.
     """
     if not widths:
         raise ConfigError("no matrices to cut; name at least one feature")
@@ -106,13 +100,9 @@ class DropDraws:
 
 
 def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = INPUTS) -> Tensor:
-    """Return ``x`` with entries set to 0 and the others divided by 1 - ``probability``.
+    """Return ``x`` ((L0, F_p)) with entries set to 0 and the others divided by 1 - ``probability``.
 
-    Args:
-        x: (L0, F_p) the part's columns.
-        probability: In [0, 1], of each entry independently.
-        draws: Keys; the runs have F_p columns together.
-        stream: Streams draw independently of each other.
+    The runs of ``draws`` have F_p columns together; streams draw independently of each other.
     """
     if probability == 0:
         return x
@@ -124,13 +114,7 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     """Return ``attention`` with whole (edge, head) entries dropped, the same ones on every part.
 
     An edge is keyed by its destination and its position among the destination's in-edges, which parts get
-    from the owner; the parts' edge numbers differ.
-
-    Args:
-        block: (L0) sources, (D1) destinations, (E1) edges.
-        attention: (E1, K, 1).
-        probability: In [0, 1].
-        draws: Keys of the block's owner.
+    from the owner; the parts' edge numbers differ. ``attention`` is (E1, K, 1); ``draws`` are the owner's.
     """
     if probability == 0:
         return attention
@@ -150,10 +134,8 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     return attention * scaled.unsqueeze(-1)
 
 
-def dropped(x: Tensor, probability: float, training: bool, draws: DropDraws | None) -> Tensor:
-    """Return ``x`` with entries dropped by ``draws``, or by torch if None; unchanged when not training."""
-    if not training or probability == 0:
-        return x
+def dropped(x: Tensor, probability: float, draws: DropDraws | None = None) -> Tensor:
+    """Return ``x`` with entries dropped by ``draws``, or by torch if None."""
     return functional.dropout(x, probability) if draws is None else drop_entries(x, probability, draws)
 
 
@@ -220,12 +202,8 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
     buffers do not change. Subclasses, ``nn.AlphaDropout`` and the like, and calls of
     ``torch.nn.functional.dropout`` remain torch's, with masks that depend on the rank.
 
-    Args:
-        model: Changed in place; not a dropout itself.
-        seed: The run's seed, at least 0.
-
-    Returns:
-        The shared state; the caller announces every forward pass by :meth:`NodeDropouts.begin`.
+    ``model`` is changed in place, and is no dropout itself. The caller announces every forward pass by
+    :meth:`NodeDropouts.begin` of what is returned.
     """
     shared = NodeDropouts(seed)
     replacements: dict[nn.Module, NodeDropout] = {}
@@ -288,9 +266,6 @@ class NodeDropouts(Shared):
     A layer that ``torch.utils.checkpoint`` recomputes gets the same masks. Its call is identified by the
     state of torch's generator, which checkpointing restores, unlike a call counter. So is its graph, since
     the module that was called with it may not be called again.
-
-    Args:
-        seed: The run's seed.
     """
 
     def __init__(self, seed: int) -> None:
@@ -301,13 +276,9 @@ class NodeDropouts(Shared):
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, number: int, nodes: Tensor) -> None:
-        """Start a forward pass.
+        """Start a forward pass of step ``number`` of the run; ``nodes`` are (n,) int64 distinct global ids.
 
         Passes of one number continue its call count, so two passes over one batch drop different entries.
-
-        Args:
-            number: Number of the step in the run, equal on all ranks.
-            nodes: (n,) int64 distinct global ids of the input rows.
         """
         earlier = self._passes.pop(number, None)
         self._passes[number] = earlier or _Pass(number=number, nodes=nodes)
@@ -330,10 +301,8 @@ class NodeDropouts(Shared):
     def drop(self, x: Tensor, probability: float, *, edges: bool) -> Tensor | None:
         """Return ``x`` with entries dropped; None if the nodes or edges of its rows are unknown.
 
-        Args:
-            x: (n, ...), a row for each source, for each of the first sources, or for each edge.
-            probability: In (0, 1].
-            edges: Whether rows belong to edges if there are as many of them as edges.
+        ``x`` has a row for each source, for each of the first sources, or for each edge: ``edges`` tells
+        whether rows belong to edges if there are as many of them as edges.
 
         Raises:
             ConfigError: a layer is recomputed by a checkpoint that does not restore torch's generator.
@@ -391,10 +360,7 @@ class NodeDropouts(Shared):
 class NodeDropout(nn.Module):
     """Replacement for ``nn.Dropout``: keyed during a pass of the strategy, torch's own at any other time.
 
-    Args:
-        dropout: The dropout to replace.
-        shared: The model's shared state.
-        edges: Whether it is applied to edge values.
+    ``edges`` tells whether it is applied to edge values.
     """
 
     def __init__(self, dropout: nn.Dropout | NodeDropout, shared: NodeDropouts, *, edges: bool) -> None:

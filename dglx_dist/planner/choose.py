@@ -1,4 +1,4 @@
-"""Choice of the fastest candidate from predictions, with reasons. No I/O."""
+"""Candidates of all strategies, their predictions, and the choice of the fastest, with reasons. No I/O."""
 
 from __future__ import annotations
 
@@ -7,14 +7,73 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dglx_dist.data.storage.files import readable_bytes
-from dglx_dist.planner.cost_model import Measured, predict
-from dglx_dist.planner.model_shape import ModelShape
-from dglx_dist.planner.records import Candidate, Choice, Prediction
+from dglx_dist.planner.records import Choice, Prediction
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.cost import Candidate, Cost, Measured, ModelShape, PlanContext, Work
 
 _NEAR = 1.05
 """A prediction within this factor of the fastest is a tie, which the earlier, simpler candidate wins."""
 FULL_GRAPH_EPOCHS = 5.0
 """Default number of full-graph epochs, of one step each, that are worth one epoch of mini-batches."""
+
+
+def enumerate_candidates(context: PlanContext) -> tuple[Candidate, ...]:
+    """Return the candidates of all strategies: mini-batches first, the simplest first."""
+    found: list[tuple[bool, int, Candidate]] = []
+    for name in STRATEGIES.names():
+        strategy = STRATEGIES.get(name)
+        for one in strategy.candidates(context):
+            place = one.unit != "mini_batch", strategy.traits.complexity
+            found.append((*place, replace(one, strategy=name)))
+    return tuple(one for *_, one in sorted(found, key=lambda entry: entry[:2]))
+
+
+def works_of(candidates: Iterable[Candidate]) -> tuple[Work, ...]:
+    """Return what is to be counted for ``candidates``, each once."""
+    return tuple(dict.fromkeys(work for one in candidates for work in one.works))
+
+
+def choosable() -> Mapping[str, frozenset[str]]:
+    """Return every strategy that may be chosen, with its option names."""
+    found: dict[str, frozenset[str]] = {}
+    for one in enumerate_candidates(PlanContext(ranks=4, servers=2, num_layers=3, steps=3)):
+        found[one.strategy] = found.get(one.strategy, frozenset()) | one.options.keys()
+    return found
+
+
+def predict(candidate: Candidate, known: Measured) -> Prediction:
+    """Return the predicted epoch of ``candidate``; if it is not feasible, the reason and zeros."""
+    why_not = _uncounted(candidate, known)
+    strategy = STRATEGIES.get(candidate.strategy)
+    found = Cost(why_not=why_not) if why_not else strategy.cost(candidate, known)
+    needed = found.memory - found.shared + found.shared // known.cluster.ranks_per_server
+    why_not = found.why_not
+    if not why_not and needed > known.cluster.memory_bytes:
+        why_not = f"needs {needed / 1e9:.1f} GB a rank, of {known.cluster.memory_bytes / 1e9:.1f}"
+    notes = [found.note] if found.note else []
+    if candidate.epochs_factor != 1.0:
+        notes.append(f"about {candidate.epochs_factor:g} x the epochs")
+    return Prediction(
+        candidate=candidate,
+        seconds=found.seconds,
+        outside=found.traffic.outside,
+        inside=found.traffic.inside,
+        bytes_exact=found.traffic.exact,
+        once_bytes=found.traffic.once,
+        memory_bytes=found.memory,
+        why_not=why_not,
+        note="; ".join(notes),
+    )
+
+
+def _uncounted(candidate: Candidate, known: Measured) -> str:
+    if candidate.unit == "mini_batch" and known.batches is None:
+        return "no mini-batches were requested"
+    if not known.works.keys() >= set(candidate.works):
+        return "its plans were not counted"
+    if candidate.cache is not None and known.cache_of(candidate) is None:
+        return "its cache was not counted"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,14 +255,8 @@ def find_regions(
 ) -> Regions:
     """Return the winner at every hidden width of ``shapes`` and every bandwidth.
 
-    Rates of work are those measured at one width; batches and plans are the same at all.
-
-    Args:
-        known: Measured at one width and bandwidth.
-        candidates: To compare.
-        constraints: Which may win.
-        shapes: Hidden width to the model of that width.
-        bytes_per_s: (B,) ascending.
+    Rates of work are those measured at one width; batches and plans are the same at all. ``shapes`` maps
+    widths to models.
     """
     compared = tuple(candidates)
     winners, gains, usual = [], [], ""

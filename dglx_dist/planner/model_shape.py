@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,30 +19,16 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import StoredDataset, open_structure
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Placement, RowOwners
-from dglx_dist.layers.base import LayerWork, SplittableConv
+from dglx_dist.layers.base import Declares, LayerWork, SplittableConv
 from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of
 from dglx_dist.layers.tracer import MODEL_ERRORS, convolutions_in, random_block, stand_ins, trace_calls
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
+from dglx_dist.strategies.cost import FirstLayer, ModelShape, Widths
+from dglx_dist.strategies.full_graph.cost import exchanged_bytes
 from dglx_dist.strategies.full_graph.model import check_rows_stay_apart
+from dglx_dist.strategies.full_graph.plan_counts import HaloPairs
 from dglx_dist.strategies.push_pull.split_model import find_first_layer
 from dglx_dist.strategies.serverless.model_to_program import chain_of
-from dglx_dist.strategies.serverless.probe import Declares
-
-
-@dataclass(frozen=True, kw_only=True)
-class FirstLayer:
-    """The convolution that takes the features, and the other parameters."""
-
-    sum_width: int
-    """H: columns of the sum over the parts for each destination, of all heads."""
-    logit_width: int
-    """K: columns of the sum that is returned for each source and destination; 0: none."""
-    itemsize: int
-    """s: bytes of an element."""
-    cut_bytes: int
-    """Of the split parameters, all parts together."""
-    replicated_bytes: int
-    """Of all others, as their gradients are sent: those of the owner side with a flag of one element each."""
 
 
 def first_layer(model: nn.Module, convolution: nn.Module) -> FirstLayer:
@@ -69,32 +55,6 @@ def first_layer(model: nn.Module, convolution: nn.Module) -> FirstLayer:
 
 
 _MAX_RANKS = 64  # Bits of a word.
-
-
-@dataclass(frozen=True, kw_only=True)
-class HaloPairs:
-    """Pairs of a node and a rank that reads its row without computing it, for each layer's input."""
-
-    outside: tuple[int, ...]
-    """(L,) input-most layer first: a rank of another server computes the node (B_ext)."""
-    inside: tuple[int, ...]
-    """(L,) another rank of the same server computes it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Widths:
-    """Exchanged columns of a model, and the size of its gradients."""
-
-    first: int
-    """Columns of a neighbour's row in layer 1."""
-    hidden: int
-    """The same in every other layer."""
-    first_learns: bool
-    """Whether the input of layer 1 has a gradient, as after a trained encoder."""
-    gradient_bytes: int
-    """Of all parameters, with a flag of one element for each tensor."""
-    itemsize: int = 4
-    """s: bytes of an element."""
 
 
 def topology_of(servers: int, ranks_per_server: int) -> Topology:
@@ -133,23 +93,6 @@ def count_pairs(dataset: StoredDataset, topology: Topology, layers: int) -> Halo
         needed = needed | (readers != 0)
     outside, inside = zip(*reversed(found), strict=True)
     return HaloPairs(outside=outside, inside=inside)
-
-
-def exchanged_bytes(pairs: Sequence[int], widths: Widths, *, use_pp: bool) -> dict[str, int]:
-    """Return the bytes of an epoch by ledger phase; empty phases are left out.
-
-    ``halo`` is s (d_0 B_1 + d_1 B_2 + ...), without its first term where layer-1 rows are cached
-    (``use_pp``); ``halo_gradients`` the same without the terms of rows that have no gradient.
-
-    Args:
-        pairs: (L,) of each layer, outside or inside of servers.
-        widths: Of the model.
-        use_pp: Whether the features of layer 1's halo are cached, so that no row of layer 1 is sent.
-    """
-    above = widths.hidden * sum(pairs[1:])
-    first = 0 if use_pp else widths.first * pairs[0]
-    counts = {"halo": above + first, "halo_gradients": above + (first if widths.first_learns else 0)}
-    return {phase: count * widths.itemsize for phase, count in counts.items() if count}
 
 
 def gradient_bytes(widths: Widths, topology: Topology) -> int:
@@ -205,75 +148,6 @@ def _count_pairs(readers: Array, rank_of: Array, server_of_rank: Array) -> tuple
             bits >>= np.uint64(1)
             rank += 1
     return outside, inside
-
-
-_FORWARD_AND_BACK, _FORWARD_AND_WEIGHTS = 3, 2
-"""Matrix products of a layer relative to its forward pass; a layer whose input has no gradient saves one."""
-_SUM_AND_BACK, _SUM_ONLY = 2, 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Sizes of all layers, input-most first, and of the parameters."""
-
-    kind: str
-    layers: tuple[LayerWork, ...]
-    features: int
-    hidden: int
-    classes: int
-    parameters: int
-    """Number of scalars in all of them."""
-    tensors: int
-    first: FirstLayer | None
-    """What push-pull splits; None: it cannot."""
-    why_not_split: str = ""
-    first_learns: bool = False
-    """Whether the input of layer 1 has a gradient, as after an encoder."""
-    itemsize: int = 4
-    why_not_whole: str = ""
-    """Why layers cannot exchange rows as full-graph strategies do; empty: they can."""
-    why_not_chained: str = ""
-    """Why workers of strategy ``lambda`` cannot run it; empty: they can."""
-    guessed: bool = False
-    """Whether the layers are those of the most similar ready-made model."""
-
-    @property
-    def words(self) -> str:
-        return f"{self.kind} of {len(self.layers)} layers, hidden width {self.hidden}"
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Sent in each step: every gradient, and a flag of one element for each tensor."""
-        return (self.parameters + self.tensors) * self.itemsize
-
-    @property
-    def widths(self) -> Widths:
-        rest = self.layers[1:] or self.layers
-        return Widths(
-            first=self.layers[0].inputs,
-            hidden=rest[0].inputs,
-            first_learns=self.first_learns,
-            gradient_bytes=self.gradient_bytes,
-            itemsize=self.itemsize,
-        )
-
-    def work(self, sources: Sequence[int], targets: Sequence[int], edges: Sequence[int]) -> tuple[int, int]:
-        """Return (columns of edges summed, multiply-adds) of forward and backward.
-
-        Args:
-            sources: (L,) rows that go into each layer.
-            targets: (L,) rows that come out.
-            edges: (L,).
-        """
-        summed, multiplied = 0, 0
-        for place, layer in enumerate(self.layers):
-            learns = place > 0 or self.first_learns
-            # If the product comes first, gradients of the sums reach the weights in the first layer too.
-            goes_back = learns or layer.per_source > 0
-            summed += edges[place] * layer.summed * (_SUM_AND_BACK if goes_back else _SUM_ONLY)
-            products = sources[place] * layer.per_source + targets[place] * layer.per_target
-            multiplied += products * (_FORWARD_AND_BACK if learns else _FORWARD_AND_WEIGHTS)
-        return summed, multiplied
 
 
 def shape_of_module(

@@ -26,13 +26,9 @@ from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.dropout import NodeDropouts, install_node_dropouts
-from dglx_dist.planner.closures import PartitionContext
-from dglx_dist.planner.model_shape import ModelShape
-from dglx_dist.planner.workload import Draws
-from dglx_dist.records import EDGE_TYPE, FEATURE, Array
-from dglx_dist.strategies.full_graph.expansion import HeldNeighborhood, NeighborhoodExpander
-from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
-from dglx_dist.strategies.full_graph.plan_builder import own_rows, read_layers
+from dglx_dist.planner.workload import sizes_of
+from dglx_dist.records import FEATURE, Array
+from dglx_dist.strategies.cost import Draws, ModelShape, Rates
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -58,19 +54,10 @@ class Links:
 
 
 def probe(session: Session, *, seconds: float = 2.0) -> Links | None:
-    """Time messages around rings of ranks, first between servers and then within them. Collective.
+    """Time messages around rings of ranks, first between servers and then within them, for about ``seconds``.
 
+    Collective, and the same on all ranks; None for one rank, which has no links. The session should be idle.
     The messages are not counted in the ledger.
-
-    Args:
-        session: Whose ranks; it should be idle.
-        seconds: Approximate duration for both rings.
-
-    Returns:
-        The same on all ranks; None for one rank, which has no links.
-
-    Raises:
-        PeerError: a rank is dead or silent.
     """
     topology = session.topology
     if topology.world_size == 1:
@@ -151,10 +138,7 @@ _NUMBERS = 4_000_000
 
 @contextmanager
 def busy_cores(count: int) -> Iterator[None]:
-    """Keep ``count`` more cores busy with sums over memory, as the layers of other ranks do.
-
-    The caller must time its own work with the clock of its thread.
-    """
+    """Keep ``count`` more cores busy with sums over memory; the caller must time with its thread's clock."""
     stop = threading.Event()
     threads = [threading.Thread(target=_sum_until, args=(stop,), daemon=True) for _ in range(count)]
     for one in threads:
@@ -193,61 +177,8 @@ _TRUST = 0.1
 _REPETITIONS = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class ByteRates:
-    """Seconds for a byte."""
-
-    gather: float
-    """Of a feature row, read from the own server's memory."""
-    check: float
-    """To compute its checksum, as for rows read from disk."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Speed of one rank; all terms are at least 0."""
-
-    step_s: float
-    """Fixed cost of a step: calls, loss, optimizer."""
-    edge_column_s: float
-    """To sum one column along one edge, forward or backward."""
-    multiply_add_s: float
-    sample_edge_s: float
-    """To sample an edge and build its block."""
-    gather_byte_s: float
-    """To read a byte of a feature row from the own server's memory."""
-    fresh_edge_s: float = 0.0
-    """Extra time per edge of the first step on a block, for its message-passing formats. Mini-batches and
-    cooperative batches pay it in every step, whole graphs once."""
-    check_byte_s: float = 0.0
-    """To compute the checksum of plans and rows read from disk."""
-    measured: bool = True
-
-    def compute_s(self, work: tuple[int, int], steps: int) -> float:
-        """Return the seconds of ``work`` (see :meth:`ModelShape.work`) in ``steps`` steps."""
-        summed, multiplied = work
-        return steps * self.step_s + summed * self.edge_column_s + multiplied * self.multiply_add_s
-
-    def slowed(self, factor: float) -> Rates:
-        """Return the rates of a rank that is ``factor`` times slower."""
-        return Rates(
-            step_s=factor * self.step_s,
-            edge_column_s=factor * self.edge_column_s,
-            multiply_add_s=factor * self.multiply_add_s,
-            sample_edge_s=factor * self.sample_edge_s,
-            gather_byte_s=factor * self.gather_byte_s,
-            fresh_edge_s=factor * self.fresh_edge_s,
-            check_byte_s=factor * self.check_byte_s,
-            measured=self.measured,
-        )
-
-
 def assumed_rates(*, speed: float = 1.0) -> Rates:
-    """Return the rates of one core of a current server, as measured by this package's own tests.
-
-    Args:
-        speed: How many such cores a rank is worth; an accelerator about 50.
-    """
+    """Return the rates of ``speed`` cores of a current server; an accelerator is worth about 50."""
     one = Rates(
         step_s=2 * _LAYER_S,
         edge_column_s=_USUAL[0],
@@ -256,7 +187,6 @@ def assumed_rates(*, speed: float = 1.0) -> Rates:
         gather_byte_s=0.3e-9,
         fresh_edge_s=20e-9,
         check_byte_s=0.25e-9,
-        measured=False,
     )
     return one.slowed(1.0 / speed)
 
@@ -269,14 +199,9 @@ def time_batches(
     repetitions: int = _REPETITIONS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Array, Array, float]:
-    """Time steps of a copy of ``module``.
+    """Time steps of a copy of ``module`` on blocks of at least two sizes, whose data is not read.
 
-    Args:
-        module: Called as ``module(blocks, features)``; not changed.
-        shape: Of it.
-        batches: Blocks of at least two sizes; their data is not read.
-        repetitions: Of each, after one on the new block; the median counts.
-        clock: Seconds.
+    The median counts of ``repetitions`` on each, after one on the new block.
 
     Returns:
         (k, 3) float64 work and (k,) float64 seconds for :func:`fit_rates`, and the extra seconds per edge of
@@ -301,7 +226,7 @@ def time_batches(
     optimizer = torch.optim.Adam(copied.parameters(), lr=1e-9)
     rows, seconds, fresh = [], [], []
     for number, blocks in enumerate(batches):
-        sizes = _sizes(blocks)
+        sizes = sizes_of(blocks)
         rows.append((1.0, *(float(term) for term in shape.work(*sizes))))
         first, *later = (_step(copied, optimizer, blocks, shape, clock) for _ in range(repetitions + 1))
         seconds.append(statistics.median(later))
@@ -309,14 +234,6 @@ def time_batches(
         if number:
             fresh.append((first - seconds[-1]) / max(sum(sizes[2]), 1))
     return np.array(rows), np.array(seconds), max(statistics.median(fresh or [0.0]), 0.0)
-
-
-def _sizes(blocks: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
-    return (
-        [int(block.num_src_nodes()) for block in blocks],
-        [int(block.num_dst_nodes()) for block in blocks],
-        [int(block.num_edges()) for block in blocks],
-    )
 
 
 def _step(
@@ -345,16 +262,12 @@ def _step(
 
 
 def measured_rates(
-    tried: Sequence[tuple[Array, Array, float]], moved: ByteRates, sample_edge_s: float, num_layers: int
+    tried: Sequence[tuple[Array, Array, float]],
+    byte_seconds: tuple[float, float],
+    sample_edge_s: float,
+    num_layers: int,
 ) -> Rates:
-    """Fit rates to timed steps of one or several ranks.
-
-    Args:
-        tried: Result of :func:`time_batches` on each rank.
-        moved: Of bytes.
-        sample_edge_s: To sample an edge.
-        num_layers: L.
-    """
+    """Fit rates to steps that :func:`time_batches` timed on one or several ranks."""
     step, edge, product = fit_rates(
         np.concatenate([work for work, _, _ in tried]),
         np.concatenate([seconds for _, seconds, _ in tried]),
@@ -365,9 +278,9 @@ def measured_rates(
         edge_column_s=edge,
         multiply_add_s=product,
         sample_edge_s=sample_edge_s,
-        gather_byte_s=moved.gather,
+        gather_byte_s=byte_seconds[0],
         fresh_edge_s=max(fresh for _, _, fresh in tried),
-        check_byte_s=moved.check,
+        check_byte_s=byte_seconds[1],
     )
 
 
@@ -399,54 +312,6 @@ def fit_rates(work: Array, seconds: Array, num_layers: int = 2) -> tuple[float, 
 
 log = logging.getLogger(__name__)
 
-_MOST_EDGES = 3_000_000
-"""Of all layers of a timed neighbourhood."""
-_PLAN_PARTS = (8, 3, 1)
-"""Every n-th of a server's training nodes, the smallest neighbourhood first."""
-_FEW_SEEDS = 64
-"""Seeds whose neighbourhoods are timed if those of all are too large."""
-
-
-def plan_trials(
-    context: PartitionContext, seeds: Array, num_layers: int, server: int = 0
-) -> Iterator[list[HaloBlock]]:
-    """Yield the blocks of all layers for parts of a server's training nodes, smallest first.
-
-    With the size and wide ids of shared preloading on a server of one rank, and of cooperative batches;
-    no row comes from another server.
-
-    Args:
-        context: Of a structure that is whole here.
-        seeds: (K,) ascending int64 training nodes, of all servers.
-        num_layers: L.
-        server: Whose nodes.
-    """
-    first, last = context.own_range(server)
-    own_seeds = seeds[(seeds >= first) & (seeds < last)]
-    own_seeds = own_seeds if len(own_seeds) else seeds
-    if context.structure.num_edges * num_layers > _MOST_EDGES:
-        own_seeds = own_seeds[:: -(-len(own_seeds) // _FEW_SEEDS)]
-    for part in _PLAN_PARTS:
-        yield _plan_blocks(context, own_seeds[::part], num_layers, server)
-
-
-def _plan_blocks(context: PartitionContext, seeds: Array, num_layers: int, server: int) -> list[HaloBlock]:
-    expander = NeighborhoodExpander(context.structure, seeds)
-    for _ in range(num_layers):
-        expander.add(expander.sources())
-    closure = expander.finish()
-    held = HeldNeighborhood(closure=closure, holders=np.zeros(len(closure.nodes), np.int32))
-    own = own_rows(held, 0)
-    layers = read_layers(own, held, num_layers, context.own_range(server), 0, np.zeros_like)
-    nodes = torch.from_numpy(own.nodes)
-    blocks: list[HaloBlock] = []
-    for depth, layer in enumerate(layers):
-        is_same = depth and layer is layers[depth - 1]
-        blocks.append(
-            blocks[-1].fresh() if is_same else halo_block(layer, nodes, _NoPeers(), etype=EDGE_TYPE)
-        )
-    return blocks
-
 
 def time_on_plans(
     module: nn.Module, shape: ModelShape, neighborhoods: Sequence[Sequence[Any]], clock: Callable[[], float]
@@ -459,21 +324,9 @@ def time_on_plans(
         return None
 
 
-class _NoPeers:
-    """Exchange of a rank that needs no remote rows."""
-
-    def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return ``h``."""
-        return h
-
-
 @final
 class OnPlans(nn.Module):
-    """A model with dropout by node, as full-graph strategies have it, in place of torch's generator.
-
-    Args:
-        module: Called as ``module(blocks, features)``; not changed by a copy.
-    """
+    """A model with dropout by node, as full-graph strategies have it, in place of torch's generator."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -488,7 +341,8 @@ class OnPlans(nn.Module):
 
 
 _BATCH_PARTS = (1, 2, 4)
-_MOST_SEEDS = 64
+_MOST_SEEDS, _MOST_EDGES = 64, 3_000_000
+"""Seeds whose neighbourhoods are timed if all layers of the graph have more edges."""
 _GATHERED = 20_000
 _READ_REPETITIONS = 5
 
@@ -498,12 +352,8 @@ def batch_trials(
 ) -> Iterator[list[Any]]:
     """Yield blocks to time; every rank of ``g``'s session must consume all of them.
 
-    Args:
-        g: Of one node and edge type.
-        seeds: (K,) int64 training nodes, at least one.
-        draws: Of mini-batches; None: none are timed.
-        num_layers: L.
-        whole: Whether to time neighbourhoods with all edges too, as in full-graph training.
+    Of mini-batches, if there are any; and if ``whole``, of neighbourhoods with all edges, as in full-graph
+    training.
     """
     topology = g.session.topology
     if len(seeds) >= topology.world_size:
@@ -521,8 +371,12 @@ def batch_trials(
         yield _sampled_blocks(g, _spread(seeds, count), (-1,) * num_layers)
 
 
-def byte_rates(g: DistGraph, nodes: Array, clock: Callable[[], float] = time.perf_counter) -> ByteRates:
-    """Time reading and checking features of some of ``nodes``, which this server should own."""
+def time_bytes(
+    g: DistGraph, nodes: Array, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
+    """Return the seconds to read a byte of the features of some of ``nodes``, which this server should own,
+    and to compute its checksum, as for rows read from disk.
+    """
     ids = np.resize(nodes, _GATHERED)
     column = g.ndata[FEATURE]
     # The first time maps the file.
@@ -538,7 +392,7 @@ def byte_rates(g: DistGraph, nodes: Array, clock: Callable[[], float] = time.per
             seconds.append(clock() - begin)
         return statistics.median(seconds) / count
 
-    return ByteRates(gather=timed(lambda: column[ids]), check=timed(lambda: zlib.crc32(plain.data)))
+    return timed(lambda: column[ids]), timed(lambda: zlib.crc32(plain.data))
 
 
 def _spread(seeds: Array, count: int) -> Array:

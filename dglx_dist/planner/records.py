@@ -1,30 +1,14 @@
-"""Records of the planner: inputs, candidates, predictions and the choice. Frozen and JSON-serialisable."""
+"""Rates of links, predictions, and the choice. Frozen and JSON-serialisable."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
 
 from dglx_dist.errors import ConfigError
-
-Unit: TypeAlias = Literal["mini_batch", "full_graph"]
-"""What one step trains on."""
-
-Moves: TypeAlias = Literal["rows", "columns", "plans", "intervals"]
-"""Formula of a candidate: pulled feature rows, sums of columns, full-graph plans, or intervals."""
-
-
-class FullGraphScheme(NamedTuple):
-    """How a whole graph is trained on."""
-
-    hops: int
-    """Layers that a server computes without rows of other servers."""
-    limit: str = ""
-    """Name of a limit of the external neighbourhood, see ``candidates.EAS_HOPS``; "": none."""
-    cooperative_batches: int = 1
-
+from dglx_dist.strategies.cost import Candidate, Cluster, GraphStats, Seconds
 
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
 _LEAST_RATE, _MOST_RATE = 8_000, 10**12
@@ -87,106 +71,6 @@ class Rate:
             if self.bits_per_s >= size:
                 return f"{self.bits_per_s / size:g}{unit}"
         return f"{self.bits_per_s}bit"
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphStats:
-    """Statistics of a graph of one node type and one edge type."""
-
-    name: str
-    nodes: int
-    edges: int
-    features: int
-    """F, columns."""
-    feature_bytes: int
-    """Of one node's features, as they are stored."""
-    classes: int
-    train_nodes: int
-    edge_cut: float
-    """Fraction of the edges between different servers: rho of an edge."""
-    method: str
-    degree_spread: float = 2.0
-    """E[d^2] / E[d]^2 of the in-degrees; 1 where all are equal."""
-    counted: bool = True
-    """Whether the numbers come from a dataset; False: the user gave them."""
-
-    @property
-    def mean_degree(self) -> float:
-        return self.edges / max(self.nodes, 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """Servers of a run: configured, probed or assumed; see :attr:`assumptions`."""
-
-    servers: int
-    ranks_per_server: int
-    external_bytes_per_s: float
-    """Payload that a server's card sends, and as much that it receives."""
-    internal_bytes_per_s: float
-    """Payload between the ranks of a server, in total."""
-    latency_s: float
-    """One-way latency of a message between servers."""
-    cores: float
-    """Per rank; may be fractional."""
-    memory_bytes: int
-    burst_bytes: int = 0
-    """Bytes that a card sends at once after a pause, beyond its rate: emulated links are token buckets."""
-    assumptions: tuple[str, ...] = ()
-    """What was neither configured nor measured, a sentence each."""
-
-    @property
-    def ranks(self) -> int:
-        return self.servers * self.ranks_per_server
-
-    @property
-    def server_of_rank(self) -> tuple[int, ...]:
-        """(W,) server of each rank: consecutive ranks share a server."""
-        return tuple(rank // self.ranks_per_server for rank in range(self.ranks))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A strategy with its main options."""
-
-    strategy: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    cache: str | None = None
-    cache_alpha: float = 0.0
-    """Its size as a fraction of the server's own nodes."""
-    unit: Unit
-    moves: Moves
-    scheme: FullGraphScheme | None = None
-    """Full-graph scheme; None for mini-batches. ``way`` in JSON."""
-    exact: bool = True
-    """Whether steps give the weights of one process on the same batches; False: another estimator."""
-    epochs_factor: float = 1.0
-    """Epochs to the same accuracy, relative to exact strategies of the same unit; from papers, assumed."""
-
-    @property
-    def name(self) -> str:
-        """Name in tables, e.g. ``push_pull depth=3``."""
-        options = [f"{name}={value}" for name, value in self.options.items()]
-        cached = [f"cache={self.cache}:{self.cache_alpha:g}"] if self.cache else []
-        return " ".join([self.strategy, *options, *cached])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seconds:
-    """Seconds of one epoch on the slowest rank or card."""
-
-    compute: float = 0.0
-    sampling: float = 0.0
-    """Sampling blocks and gathering rows; 0 if hidden."""
-    outside: float = 0.0
-    """Waiting for rows of other servers, without the part hidden behind computing."""
-    inside: float = 0.0
-    """The same for ranks of the same server."""
-    all_reduce: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.sampling + self.outside + self.inside + self.all_reduce
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,8 +155,8 @@ class Choice:
             written["epoch_seconds"] = one.epoch_seconds
             written["bytes_outside"] = one.inter_server_bytes
             written["bytes_inside"] = one.intra_server_bytes
-            written["candidate"] = {
-                "way" if name == "scheme" else name: field for name, field in written["candidate"].items()
-            }
+            works = one.candidate.works
+            del written["candidate"]["works"]
+            written["candidate"]["way"] = astuple(works[0]) if works else None
         value["chosen"] = None if self.taken is None else self.taken.candidate.name
         return value

@@ -7,51 +7,37 @@ that follow from them are exactly those of the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import dgl
 import numpy as np
 from torch import Tensor
 
+from dglx_dist.comm.collectives import gather_json
 from dglx_dist.comm.topology import Topology
-from dglx_dist.data.partition.base import PARTITIONERS
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.cache import access_probability, most_wanted
+from dglx_dist.graph.cache import CacheRequest, access_probability, most_wanted, vip_scores
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.split import split_ids
-from dglx_dist.planner.closures import PartitionContext
 from dglx_dist.planner.model_shape import topology_of
-from dglx_dist.planner.records import GraphStats
-from dglx_dist.records import FEATURE, NODE_TYPE, Array
+from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array
+from dglx_dist.strategies.base import DEFAULT_STRATEGY
+from dglx_dist.strategies.cost import ID_BYTES, BatchWork, CacheHits, Draws, GraphStats, PlannedRun, Survey
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-_ID_BYTES, _EDGE_BYTES = 8, 24
-"""A requested id; source, destination and id of a returned edge."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draws:
-    """Parameters of the counted batches."""
-
-    fanouts: tuple[int, ...]
-    """Input-most first; -1: all."""
-    batch_size: int
-    """Seeds per rank and step."""
-    epoch: int = 1
-    force_even: bool = True
-    most_seeds: int | None = None
-    """Per rank; others are left out."""
-    most_batches: int | None = None
-    """Per rank; None: all of the epoch."""
+EDGE_BYTES = 24
+"""Of a returned edge: source, destination and id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,57 +69,29 @@ class RankCount:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survey:
-    """Totals of an epoch of mini-batches over all ranks."""
+class RowSizes:
+    """Bytes of rows and gradients."""
 
-    steps: int
-    """Of every rank: as many as the rank with most seeds needs."""
-    input_rows: int
-    remote_rows: int
-    """Of these, rows of another server."""
-    edges: int
-    seeds_per_rank: list[int]
-    feature_bytes: int
-    """(8 + F s) for each remote row."""
-    sampling_bytes: int
-    """8 for each remote node asked for in-edges, 24 for each returned edge; 0 with the whole structure."""
-    label_bytes: int
-    gradient_bytes: int
-    """2 (W - 1) (|theta| s + a flag of s bytes for each parameter tensor) for each step."""
-    first_targets: int = 0
-    """D1: destinations of the layer-1 blocks; their sources, L0, are ``input_rows``."""
-    first_edges: int = 0
-    ranks_per_server: int = 1
+    feature: int
+    label: int | None
+    """None: labels are not sent."""
+    gradients: int
+    """Of all gradients of a step, with a flag of one element for each tensor."""
+    partitioned: bool
+    """Whether servers ask each other for in-edges."""
 
-    @property
-    def ranks(self) -> int:
-        return len(self.seeds_per_rank)
 
-    @property
-    def payload_bytes(self) -> int:
-        """Payload between ranks; between servers if each has one rank."""
-        return self.feature_bytes + self.sampling_bytes + self.label_bytes + self.gradient_bytes
+def row_sizes(g: DistGraph, gradients: int, *, partitioned: bool) -> RowSizes:
+    def of(name: str) -> int:
+        column = g.ndata[name]
+        return math.prod(column.shape[1:]) * column.dtype.itemsize
 
-    @property
-    def seeds_per_server(self) -> list[int]:
-        size = self.ranks_per_server
-        return [sum(self.seeds_per_rank[first : first + size]) for first in range(0, self.ranks, size)]
-
-    @property
-    def seeds_max_over_mean(self) -> float:
-        """Over the servers; 1 is balanced."""
-        servers = self.seeds_per_server
-        return max(servers) * len(servers) / max(sum(servers), 1)
+    label = of(LABEL) if LABEL in g.ndata else None
+    return RowSizes(feature=of(FEATURE), label=label, gradients=gradients, partitioned=partitioned)
 
 
 def count_rank(
-    g: DistGraph,
-    draws: Draws,
-    seeds: Array,
-    place: tuple[Topology, Array],
-    *,
-    held: Sequence[Array] = (),
-    keep: list[list[Any]] | None = None,
+    g: DistGraph, draws: Draws, seeds: Array, place: tuple[Topology, Array], *, held: Sequence[Array] = ()
 ) -> RankCount:
     """Make the batches of one rank and count them. Collective.
 
@@ -143,159 +101,81 @@ def count_rank(
         seeds: (K,) int64 all marked nodes, ascending; the rank's share is taken from them.
         place: Topology of the rank, and the (S + 1,) int64 first node of each server.
         held: (N,) bool masks: rows that caches of different sizes hold on the rank's server.
-        keep: Receives the blocks; None: they are dropped.
     """
     topology, bounds = place
     own_seeds = split_ids(seeds, bounds, topology, force_even=draws.force_even)[: draws.most_seeds]
     sampler = dgl.dataloading.NeighborSampler(list(draws.fanouts))
     loader = DataLoader(g, own_seeds, sampler, batch_size=draws.batch_size, shuffle=True, num_threads=0)
     loader.set_epoch(draws.epoch)
-    count = _Count(len(draws.fanouts), bounds, topology.server, held)
-    for number, (inputs, targets, blocks) in enumerate(loader):
-        if draws.most_batches is not None and number >= draws.most_batches:
-            break
+    own = int(bounds[topology.server]), int(bounds[topology.server + 1])
+    layers, batches = len(draws.fanouts), 0
+    sizes, largest = np.zeros((3, layers), np.int64), np.zeros((3, layers), np.int64)
+    owners, hits = np.zeros(len(bounds) - 1, np.int64), [0] * len(held)
+    remote_seeds, requested, returned = 0, 0, 0
+    for inputs, targets, blocks in islice(loader, draws.most_batches):
         assert isinstance(inputs, Tensor)
         assert isinstance(targets, Tensor)
-        count.add(inputs, targets, blocks)
-        if keep is not None:
-            keep.append(blocks)
-    return count.total(len(own_seeds), -(-len(own_seeds) // draws.batch_size))
-
-
-class _Count:
-    def __init__(self, layers: int, bounds: Array, server: int, held: Sequence[Array]) -> None:
-        self._bounds, self._held = bounds, held
-        self._own_range = int(bounds[server]), int(bounds[server + 1])
-        self._remote: Array = np.zeros(len(bounds) - 1, np.int64)
-        self._sizes: Array = np.zeros((3, layers), np.int64)
-        self._largest: Array = np.zeros((3, layers), np.int64)
-        self._hits = [0] * len(held)
-        self._seeds, self._requested, self._returned, self._batches = 0, 0, 0, 0
-
-    def add(self, inputs: Tensor, targets: Tensor, blocks: Sequence[Any]) -> None:
-        self._batches += 1
-        rows = inputs.numpy()
-        remote = rows[_outside(rows, *self._own_range)]
-        owners = np.searchsorted(self._bounds, remote, side="right") - 1
-        self._remote += np.bincount(owners, minlength=len(self._remote))
-        self._seeds += int(_outside(targets.numpy(), *self._own_range).sum())
-        for place, mask in enumerate(self._held):
-            self._hits[place] += int(mask[remote].sum())
-        sizes = np.array(
-            [
-                [block.num_src_nodes() for block in blocks],
-                [block.num_dst_nodes() for block in blocks],
-                [block.num_edges() for block in blocks],
-            ]
-        )
-        self._sizes += sizes
-        self._largest = max(self._largest, sizes, key=lambda one: int(one[0, 0]))
+        batches += 1
+        remote = inputs.numpy()[_outside(inputs.numpy(), own)]
+        owners += np.bincount(np.searchsorted(bounds, remote, side="right") - 1, minlength=len(owners))
+        hits = [before + int(mask[remote].sum()) for before, mask in zip(hits, held, strict=True)]
+        remote_seeds += int(_outside(targets.numpy(), own).sum())
+        found = np.array(sizes_of(blocks))
+        sizes += found
+        largest = max(largest, found, key=lambda one: int(one[0, 0]))
         for block in blocks:
-            away = _outside(block.dstdata[dgl.NID], *self._own_range)
-            self._requested += int(away.sum())
-            self._returned += int(block.in_degrees()[away].sum())
-
-    def total(self, seeds: int, steps: int) -> RankCount:
-        return RankCount(
-            seeds=seeds,
-            steps=steps,
-            counted=self._batches,
-            remote_rows=self._remote.tolist(),
-            remote_seeds=self._seeds,
-            sources=self._sizes[0].tolist(),
-            targets=self._sizes[1].tolist(),
-            edges=self._sizes[2].tolist(),
-            requested=self._requested,
-            returned=self._returned,
-            largest=self._largest.tolist(),
-            hits=self._hits,
-        )
+            away = _outside(block.dstdata[dgl.NID], own)
+            requested += int(away.sum())
+            returned += int(block.in_degrees()[away].sum())
+    return RankCount(
+        seeds=len(own_seeds),
+        steps=-(-len(own_seeds) // draws.batch_size),
+        counted=batches,
+        remote_rows=owners.tolist(),
+        remote_seeds=remote_seeds,
+        sources=sizes[0].tolist(),
+        targets=sizes[1].tolist(),
+        edges=sizes[2].tolist(),
+        requested=requested,
+        returned=returned,
+        largest=largest.tolist(),
+        hits=hits,
+    )
 
 
-def summed(
-    ranks: Sequence[RankCount],
-    *,
-    row_bytes: Mapping[str, int],
-    parameter_bytes: int,
-    partitioned: bool,
-    ranks_per_server: int = 1,
-) -> Survey:
-    """Return the sum over the ranks.
+def _outside(nodes: Any, own: tuple[int, int]) -> Any:
+    return (nodes < own[0]) | (nodes >= own[1])
 
-    Args:
-        ranks: (W,).
-        row_bytes: Of a row of ``feat`` and of ``label``.
-        parameter_bytes: Of all gradients, with a flag of one element for each tensor.
-        partitioned: Whether servers ask each other for in-edges.
-        ranks_per_server: G.
-    """
-    steps = max(one.steps for one in ranks)
-    world_size = len(ranks)
-    sampling = sum(_ID_BYTES * one.requested + _EDGE_BYTES * one.returned for one in ranks)
+
+def sizes_of(blocks: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
+    """Return (L,) sources, targets and edges."""
+    return (
+        [int(block.num_src_nodes()) for block in blocks],
+        [int(block.num_dst_nodes()) for block in blocks],
+        [int(block.num_edges()) for block in blocks],
+    )
+
+
+def summed(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server: int = 1) -> Survey:
+    """Return the sum over the (W,) ranks."""
+    steps, world_size = max(one.steps for one in ranks), len(ranks)
     remote = sum(sum(one.remote_rows) for one in ranks)
-    spread = partitioned and world_size > ranks_per_server
+    sampling = sum(ID_BYTES * one.requested + EDGE_BYTES * one.returned for one in ranks)
+    of_a_label = 0 if sizes.label is None else ID_BYTES + sizes.label
     return Survey(
         steps=steps,
         input_rows=sum(one.sources[0] for one in ranks),
         remote_rows=remote,
         edges=sum(sum(one.edges) for one in ranks),
         seeds_per_rank=[one.seeds for one in ranks],
-        feature_bytes=(_ID_BYTES + row_bytes["feat"]) * remote,
-        sampling_bytes=sampling if spread else 0,
-        label_bytes=(_ID_BYTES + row_bytes["label"]) * sum(one.remote_seeds for one in ranks),
-        gradient_bytes=2 * (world_size - 1) * parameter_bytes * steps,
+        feature_bytes=(ID_BYTES + sizes.feature) * remote,
+        sampling_bytes=sampling if sizes.partitioned and world_size > ranks_per_server else 0,
+        label_bytes=of_a_label * sum(one.remote_seeds for one in ranks),
+        gradient_bytes=2 * (world_size - 1) * sizes.gradients * steps,
         first_targets=sum(one.targets[0] for one in ranks),
         first_edges=sum(one.edges[0] for one in ranks),
         ranks_per_server=ranks_per_server,
     )
-
-
-def _outside(nodes: Any, first: int, last: int) -> Any:
-    return (nodes < first) | (nodes >= last)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheHits:
-    """Size and hits of a cache of remote rows."""
-
-    alpha: float
-    """Its size as a fraction of the server's own nodes."""
-    rows: int
-    hits: int
-    """Remote rows of an epoch found in a cache, of all ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchWork:
-    """Work of one epoch of mini-batches."""
-
-    survey: Survey
-    worked: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-    """(L,) sources, targets and edges of the rank with most edges, over the epoch."""
-    first: tuple[int, int, int]
-    """Sources, targets and edges of layer 1, of all ranks."""
-    largest: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-    """(L,) the same of the largest batch."""
-    card_share: float
-    """Remote rows through the busiest card, relative to those of all ranks."""
-    caches: tuple[CacheHits, ...] = ()
-    counted: bool = True
-    """Whether every batch of the epoch was counted."""
-
-    @property
-    def steps(self) -> int:
-        return self.survey.steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowSizes:
-    """Bytes of rows and gradients."""
-
-    feature: int
-    label: int | None
-    gradients: int
-    """Of all gradients of a step, with their flags."""
-    partitioned: bool
 
 
 def work_of_counts(
@@ -307,34 +187,19 @@ def work_of_counts(
 ) -> BatchWork:
     """Return the work of the ranks' counts, scaled to the epoch if only part of it was counted.
 
-    Args:
-        ranks: (W,).
-        topology: Of the run.
-        sizes: Bytes of rows and gradients.
-        cached: Cache size to the rows of all caches, in the order in which hits were counted.
+    ``cached`` maps cache sizes to the rows of all caches, in the order in which hits were counted.
     """
     scaled = [_scaled_to_epoch(one) for one in ranks]
-    found = summed(
-        scaled,
-        row_bytes={"feat": sizes.feature, "label": sizes.label or 0},
-        parameter_bytes=sizes.gradients,
-        partitioned=sizes.partitioned,
-        ranks_per_server=len(topology.ranks_of_server(0)),
-    )
-    if sizes.label is None:
-        found = replace(found, label_bytes=0)
     busiest = max(scaled, key=lambda one: sum(one.edges))
     largest = max(scaled, key=lambda one: one.largest[0][0]).largest
-    rows = [(alpha, count) for alpha, count in (cached or {}).items()]
     return BatchWork(
-        survey=found,
+        survey=summed(scaled, sizes, ranks_per_server=len(topology.ranks_of_server(0))),
         worked=(tuple(busiest.sources), tuple(busiest.targets), tuple(busiest.edges)),
-        first=(found.input_rows, found.first_targets, found.first_edges),
         largest=(tuple(largest[0]), tuple(largest[1]), tuple(largest[2])),
         card_share=_card_share(scaled, topology),
         caches=tuple(
             CacheHits(alpha=alpha, rows=count, hits=sum(one.hits[place] for one in scaled))
-            for place, (alpha, count) in enumerate(rows)
+            for place, (alpha, count) in enumerate((cached or {}).items())
         ),
         counted=all(one.counted >= one.steps for one in ranks),
     )
@@ -376,70 +241,90 @@ _MOST_EDGES = 2_000_000_000
 """Largest number of edges to follow, over ranks and hops; above it no cache is counted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CachedRows:
-    """Rows in caches of one size."""
+def count_batches(
+    run: PlannedRun,
+    draws: Draws,
+    caches: Sequence[float],
+    sizes: RowSizes,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[BatchWork, float]:
+    """Count an epoch of mini-batches, and the hits of caches of several sizes; collective.
 
-    alpha: float
-    """Size as a fraction of the server's own nodes."""
-    held: tuple[Array, ...]
-    """(S,) masks (N,) bool."""
-
-
-def rows_of_caches(
-    g: DistGraph, context: PartitionContext, seeds: Array, draws: Draws, sizes: Sequence[float]
-) -> list[CachedRows]:
-    """Return the rows in caches of ``sizes`` under policy ``vip``; none if there is one server.
-
-    Args:
-        g: Whose structure is whole here.
-        context: Of the run.
-        seeds: (K,) int64 all training nodes.
-        draws: Of the batches.
-        sizes: As fractions of the server's own nodes.
+    Returns:
+        The work, and the seconds of drawing one edge on the slowest process.
     """
-    topology = context.topology
-    work = g.num_edges() * len(draws.fanouts) * topology.world_size
-    if topology.num_servers == 1 or not sizes or work > _MOST_EDGES:
-        return []
-    held: list[list[Array]] = [[] for _ in sizes]
-    for server in range(topology.num_servers):
-        scores = _scores(g, context, seeds, draws, server)
-        first, last = context.own_range(server)
-        for place, alpha in enumerate(sizes):
+    partition, held = run.partition, _cached_rows(run, draws, caches)
+    # The first batch compiles kernels.
+    one_batch, first = replace(draws, most_batches=1), run.ranks_here[0]
+    count_rank(run.g, one_batch, run.seeds, (partition.of_rank(first), partition.bounds))
+    counts, per_edge = [], []
+    for rank in run.ranks_here:
+        here, begin = partition.of_rank(rank), clock()
+        masks = held.get(here.server, ())
+        counts.append(count_rank(run.g, draws, run.seeds, (here, partition.bounds), held=masks))
+        per_edge.append((clock() - begin) / max(sum(counts[-1].edges), 1))
+    rows = [[server, [int(mask.sum()) for mask in masks]] for server, masks in held.items()]
+    # Of the ranks of one process the minimum, because slower ones were disturbed.
+    local = [[asdict(one) for one in counts], min(per_edge), rows]
+    gathered: Sequence[Any] = gather_json(local, run.g.session)
+    ranks = [RankCount(**one) for counts_here, _, _ in gathered for one in counts_here]
+    rows_of_server = {server: row for _, _, rows_here in gathered for server, row in rows_here}
+    total = [sum(row) for row in zip(*rows_of_server.values(), strict=True)]
+    cached = dict(zip(caches, total, strict=True)) if total else {}
+    slowest = max(float(seconds) for _, seconds, _ in gathered)
+    return work_of_counts(ranks, partition.topology, sizes, cached=cached), slowest
+
+
+def _cached_rows(run: PlannedRun, draws: Draws, caches: Sequence[float]) -> dict[int, list[Array]]:
+    """Return by server counted here the rows in caches of each size, as (N,) masks; collective."""
+    g, topology = run.g, run.partition.topology
+    if topology.num_servers == 1 or not caches or not run.partition.structure.is_whole:
+        return {}
+    if not run.in_job and g.num_edges() * len(draws.fanouts) * topology.world_size > _MOST_EDGES:
+        return {}
+    found: dict[int, list[Array]] = {}
+    for server in dict.fromkeys(topology.server_of_rank[rank] for rank in run.ranks_here):
+        scores = _scores_in_job(g, draws) if run.in_job else _scores_alone(run, draws, server)
+        own, found[server] = run.partition.own_range(server), []
+        for alpha in caches:
             mask = np.zeros(g.num_nodes(), np.bool_)
-            mask[most_wanted(scores, (first, last), int(alpha * (last - first)))] = True
-            held[place].append(mask)
-    return [CachedRows(alpha=alpha, held=tuple(masks)) for alpha, masks in zip(sizes, held, strict=True)]
+            mask[most_wanted(scores, own, int(alpha * (own[1] - own[0])))] = True
+            found[server].append(mask)
+    return found
 
 
-def _scores(g: DistGraph, context: PartitionContext, seeds: Array, draws: Draws, server: int) -> Array:
-    """Return (N,) float64: the expected number of the server's ranks that need each row in a step."""
-    etype, ntype = g.canonical_etypes[0], g.ntypes[0]
-    total = np.zeros(g.num_nodes())
+def _scores_in_job(g: DistGraph, draws: Draws) -> Array:
+    """Return (N,) float64: the expected number of this server's ranks that need each row in a step."""
+    request = CacheRequest(
+        name=FEATURE,
+        ntype=g.ntypes[0],
+        alpha=0.0,
+        policy="vip",
+        seeds=None,
+        fanouts=list(draws.fanouts),
+        batch_size=draws.batch_size,
+    )
+    return vip_scores(g, request, f"scores-{g.kvstore.next_number()}")
+
+
+def _scores_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
+    """As :func:`_scores_in_job` for any server."""
+    g, partition = run.g, run.partition
+    etype, ntype, total = g.canonical_etypes[0], g.ntypes[0], np.zeros(g.num_nodes())
     fanouts = [{etype: fanout} for fanout in draws.fanouts]
-    for rank in context.topology.ranks_of_server(server):
-        here = Topology(rank, context.topology.world_size, context.topology.server_of_rank)
-        own_seeds = split_ids(seeds, context.bounds, here, force_even=draws.force_even)[: draws.most_seeds]
-        shards, counts = {etype: g.structure(etype).shards[0]}, {ntype: g.num_nodes()}
-        total += access_probability(shards, counts, {ntype: own_seeds}, fanouts, draws.batch_size)[ntype]
+    shards, counts = {etype: partition.structure.shards[0]}, {ntype: g.num_nodes()}
+    for rank in partition.topology.ranks_of_server(server):
+        seeds = split_ids(run.seeds, partition.bounds, partition.of_rank(rank), force_even=draws.force_even)
+        own = {ntype: seeds[: draws.most_seeds]}
+        total += access_probability(shards, counts, own, fanouts, draws.batch_size)[ntype]
     return total
 
 
 TRAIN_MASK = "train_mask"
-METIS_CUT, METIS_FLOOR = 0.35, 0.05
-"""METIS's cut relative to a random partition's, on graphs with communities; and the least cut as a fraction
-of all edges. For graphs without a dataset only."""
-_MOST_NODES, _MOST_DEGREE, _MOST_COLUMNS = 10**15, 10**6, 10**6
-"""Larger values are typing errors."""
 
 
 def stats_of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
     """Return the statistics of a dataset on ``servers`` servers; reads all its edges once.
-
-    Args:
-        dataset: With all its parts, of one node and edge type, with ``feat`` and ``train_mask``.
-        servers: Each has an equal number of consecutive parts, up to one.
 
     Raises:
         ConfigError: several types, missing columns, or fewer parts than servers.
@@ -467,13 +352,7 @@ def stats_of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
 
 
 def stats_of_manifest(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
-    """Return the statistics of a dataset without reading it: the cut of its parts, default spread of degrees.
-
-    Args:
-        manifest: Of one node and edge type, with ``feat``.
-        servers: S.
-        train_nodes: Number of training nodes.
-    """
+    """Return the statistics of a dataset without reading it; the spread of degrees is the default."""
     info, etype = manifest.node_columns[NODE_TYPE][FEATURE], manifest.edge_types[0]
     cut, parts = float(str(manifest.quality.get("edge_cut", 0.0))), manifest.num_parts
     # With P parts on fewer servers, edges between parts of one server are not cut.
@@ -491,70 +370,13 @@ def stats_of_manifest(manifest: Manifest, servers: int, train_nodes: int) -> Gra
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """User-given statistics of a graph without a dataset."""
-
-    nodes: float
-    edges: float
-    features: int
-    classes: int = 50
-    train_share: float = 0.1
-    """Fraction of the nodes that are trained on."""
-    method: str = "metis"
-    """Name of a partitioner."""
-    edge_cut: float | None = None
-    """Fraction of edges between servers; None: assumed from the method."""
-    degree_spread: float = 4.0
-    """E[d^2] / E[d]^2 of the in-degrees."""
-    feature_itemsize: int = 4
-
-
-def stats_of_figures(figures: Figures, servers: int) -> GraphStats:
-    """Return the statistics of a graph given by ``figures``, on ``servers`` servers.
-
-    Raises:
-        ConfigError: a figure is out of range.
-    """
-    for name, value, least, most in (
-        ("nodes", figures.nodes, 1, _MOST_NODES),
-        ("edges", figures.edges, 0, _MOST_NODES * _MOST_DEGREE),
-        ("features", figures.features, 1, _MOST_COLUMNS),
-        ("classes", figures.classes, 1, _MOST_COLUMNS),
-        ("degree-spread", figures.degree_spread, 1, _MOST_NODES),
-    ):
-        if not least <= value <= most:
-            raise ConfigError(f"--{name} {value} must be from {least} to {most:g}")
-    random = (servers - 1) / servers
-    kept = max(METIS_CUT * random, METIS_FLOOR * (servers > 1))
-    assumed_cut = random if PARTITIONERS.get(figures.method).scatters else kept
-    # With one server no edge is cut, whatever the user says.
-    cut = assumed_cut if figures.edge_cut is None or servers == 1 else figures.edge_cut
-    if not 0 < figures.train_share <= 1:
-        raise ConfigError(f"--train-share {figures.train_share:g} must be above 0 and at most 1")
-    if not 0 <= cut <= 1:
-        raise ConfigError(f"--edge-cut {cut:g} must be from 0 to 1: a share of the edges")
-    return GraphStats(
-        name="told by figures",
-        nodes=int(figures.nodes),
-        edges=int(figures.edges),
-        features=figures.features,
-        feature_bytes=figures.feature_itemsize * figures.features,
-        classes=figures.classes,
-        train_nodes=max(int(figures.train_share * figures.nodes), 1),
-        edge_cut=cut,
-        method=figures.method,
-        degree_spread=figures.degree_spread,
-        counted=False,
-    )
-
-
 def check_plannable(manifest: Manifest, where: str) -> None:
     """Raise ConfigError unless a plan can be made for the dataset."""
     if len(manifest.node_types) != 1 or len(manifest.edge_types) != 1:
         raise ConfigError(
             f"{where} has {len(manifest.node_types)} node and {len(manifest.edge_types)} edge types, and "
-            "only data_parallel trains on several: there is nothing to choose; use --strategy data_parallel"
+            f"only {DEFAULT_STRATEGY} trains on several: there is nothing to choose; use --strategy "
+            f"{DEFAULT_STRATEGY}"
         )
     columns = manifest.node_columns[manifest.node_types[0]]
     for name in (FEATURE, TRAIN_MASK):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -33,15 +33,13 @@ from dglx_dist.planner.choose import Regions
 from dglx_dist.records import EpochRecord
 from dglx_dist.report.tables import readable_percent
 
-Interval = tuple[float, float]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Overlap of network and compute in seconds, summed over the ranks."""
+    """Overlap with computing, in seconds summed over the ranks."""
 
-    network_s: float
-    """Time with at least one transfer of a rank."""
+    busy_s: float
+    """Time with at least one transfer of a rank, or task of it at a worker."""
     beside_s: float
     """Time of these in which that rank computed too, without waiting."""
     compute_s: float
@@ -49,30 +47,23 @@ class Overlap:
 
     @property
     def fraction(self) -> float | None:
-        """``beside_s / network_s``; None without transfers."""
-        return self.beside_s / self.network_s if self.network_s > 0 else None
+        """``beside_s / busy_s``; None without transfers."""
+        return self.beside_s / self.busy_s if self.busy_s > 0 else None
 
 
-def overlap(trace: TraceFile) -> Overlap:
-    """Measure how long ranks computed during their transfers."""
-    network_s = beside_s = compute_s = 0.0
+def overlap(trace: TraceFile, row: str = NETWORK) -> Overlap:
+    """Measure how long ranks computed during the spans of ``row``."""
+    busy_s = beside_s = compute_s = 0.0
     for rank in trace.ranks:
-        network, compute = _network(rank.spans), _compute(rank.spans)
-        network_s += _length(network)
-        compute_s += _length(compute)
-        beside_s += _length(network) - _length(_without(network, compute))
-    return Overlap(network_s=network_s, beside_s=beside_s, compute_s=compute_s)
-
-
-def workers_beside(trace: TraceFile) -> tuple[float, float]:
-    """Return the seconds in which a rank had tasks at workers, and those in which it computed too."""
-    worker_s = beside_s = 0.0
-    for rank in trace.ranks:
-        tasks = [one for one in rank.spans if one.row == WORKER and not is_wait(one)]
-        busy = _union((one.begin_s, one.end_s) for one in tasks)
-        worker_s += _length(busy)
-        beside_s += _length(busy) - _length(_without(busy, _compute(rank.spans)))
-    return worker_s, beside_s
+        busy = [one for one in rank.spans if one.row == row and not is_wait(one)]
+        work = [one for one in rank.spans if one.row in (COMPUTE, GRAPH_SERVER)]
+        waits = [one for one in work if is_wait(one)]
+        computing_s, any_s = _covered(work) - _covered(waits), _covered([*busy, *work])
+        busy_s += _covered(busy)
+        compute_s += computing_s
+        # Computing without the part that no span of the row is beside.
+        beside_s += computing_s - (any_s - _covered([*busy, *waits]))
+    return Overlap(busy_s=busy_s, beside_s=beside_s, compute_s=compute_s)
 
 
 def is_wait(span: Span) -> bool:
@@ -80,47 +71,13 @@ def is_wait(span: Span) -> bool:
     return span.name.startswith(WAIT)
 
 
-def _network(spans: Sequence[Span]) -> list[Interval]:
-    return _union((one.begin_s, one.end_s) for one in spans if one.row == NETWORK and not is_wait(one))
-
-
-def _compute(spans: Sequence[Span]) -> list[Interval]:
-    rows = [one for one in spans if one.row in (COMPUTE, GRAPH_SERVER)]
-    work = _union((one.begin_s, one.end_s) for one in rows if not is_wait(one))
-    return _without(work, _union((one.begin_s, one.end_s) for one in rows if is_wait(one)))
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge intervals to disjoint ones in order."""
-    joined: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((begin, end))
-    return joined
-
-
-def _without(kept: Sequence[Interval], cut: Sequence[Interval]) -> list[Interval]:
-    """Return ``kept`` without ``cut``, all as disjoint intervals in order."""
-    left: list[Interval] = []
-    first = 0
-    for begin, end in kept:
-        while first < len(cut) and cut[first][1] <= begin:
-            first += 1
-        number = first
-        while number < len(cut) and cut[number][0] < end:
-            if begin < cut[number][0]:
-                left.append((begin, cut[number][0]))
-            begin = max(begin, cut[number][1])
-            number += 1
-        if begin < end:
-            left.append((begin, end))
-    return left
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
+def _covered(spans: Iterable[Span]) -> float:
+    """Return the seconds in which at least one of the spans runs."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted((one.begin_s, one.end_s) for one in spans):
+        total += max(end - max(begin, until), 0.0)
+        until = max(until, end)
+    return total
 
 
 def _choose(
@@ -177,7 +134,6 @@ _MAX_LEGEND = 8
 def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None:
     """Draw loss, accuracy, phases and bytes of each epoch into a PNG file."""
     figure = Figure(figsize=(13, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     learning, phases, traffic = figure.subplots(1, 3)
     _draw_learning(learning, epochs)
     _draw_phases(phases, epochs)
@@ -236,7 +192,6 @@ def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, titl
     across = min(max(len(columns), 1), 2)
     down = max(-(-len(columns) // across), 1)
     figure = Figure(figsize=(6 * across, 3.5 * down), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(down, across, squeeze=False).flat
     for axes, (name, values) in zip(panels, columns.items(), strict=False):
         axes.bar(range(len(values)), values, color="#4c72b0")
@@ -256,7 +211,6 @@ def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, titl
     ``factors`` are the (K + 1, S) nodes within h hops of a server's own, relative to its own.
     """
     figure = Figure(figsize=(6, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     servers = len(factors[0])
     for server in range(servers):
@@ -270,19 +224,11 @@ def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, titl
     figure.savefig(path, dpi=100)
 
 
-WAITING = "#eeeeee"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Style:
-    """The style of the rows of a picture of spans."""
-
-    row_inches: float
-    wait_height: float
-    linewidth: float
-    fontsize: int
-    char_width: float
-    """Width of a letter relative to the picture; labels that do not fit are left out."""
+WAITING, UNNUMBERED = "#eeeeee", "#888888"
+COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#64b5cd")
+"""Batch or interval i has colour i modulo their number."""
+_CHAR_WIDTH = 0.008
+"""Width of a letter relative to the picture; labels that do not fit are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,31 +239,30 @@ class _Row:
     height: int
     shown: tuple[float, float]
     """Begin and end in seconds."""
-    style: _Style
 
     def _clipped(self, span: Span) -> tuple[float, float]:
         begin, end = self.shown
         return 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)
 
-    def box(self, span: Span, color: str, hatch: str | None = None) -> None:
+    def box(self, span: Span, number: int | None, hatch: str | None = None) -> None:
         left, right = self._clipped(span)
-        waits = is_wait(span)
+        color = UNNUMBERED if number is None else COLORS[number % len(COLORS)]
         self.axes.barh(
             self.height,
             right - left,
             left=left,
-            height=self.style.wait_height if waits else 0.8,
-            color=WAITING if waits else color,
+            height=0.45 if is_wait(span) else 0.8,
+            color=WAITING if is_wait(span) else color,
             edgecolor="white",
-            linewidth=self.style.linewidth,
+            linewidth=0.4,
             hatch=hatch,
         )
 
     def label(self, span: Span, text: str) -> None:
         left, right = self._clipped(span)
-        width = self.style.char_width * len(text) * 1e3 * (self.shown[1] - self.shown[0])
+        width = _CHAR_WIDTH * len(text) * 1e3 * (self.shown[1] - self.shown[0])
         if not is_wait(span) and right - left > width:
-            style = {"ha": "center", "va": "center", "fontsize": self.style.fontsize, "color": "white"}
+            style = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
             self.axes.text((left + right) / 2, self.height, text, **style)
 
 
@@ -327,14 +272,12 @@ def _draw_rows(
     path: str | Path,
     *,
     shown: tuple[float, float],
-    style: _Style,
     title: str,
 ) -> None:
-    figure = Figure(figsize=(13, 1.4 + style.row_inches * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(13, 1.4 + 0.38 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for height, (_, spans) in enumerate(rows):
-        draw_row(_Row(axes=axes, height=height, shown=shown, style=style), spans)
+        draw_row(_Row(axes=axes, height=height, shown=shown), spans)
     axes.set(xlim=(0, 1e3 * (shown[1] - shown[0])), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
     axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
     figure.suptitle(title, fontsize=10)
@@ -346,11 +289,7 @@ def _within(spans: Sequence[Span], row: str, shown: tuple[float, float]) -> list
     return [span for span in spans if span.row == row and span.end_s > begin and span.begin_s < end]
 
 
-COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#64b5cd")
-"""Interval i has colour i modulo their number."""
-NO_INTERVAL = "#888888"
 _SHOWN_EPOCHS = 2
-_PIPELINE_STYLE = _Style(row_inches=0.34, wait_height=0.4, linewidth=0.4, fontsize=6, char_width=0.0075)
 _BACKWARD_PREFIXES = ("grad", "publish", "collect")
 """Prefixes of the names of backward spans, which are hatched."""
 
@@ -375,16 +314,16 @@ def draw_pipeline(
     shown = _window(trace, first, last)
     rows = [row for rank in trace.ranks for row in _pipeline_rows(rank, shown)]
     heading = f"{title}: epochs {first} to {last}, {pipeline_text(trace)}"
-    _draw_rows(rows, _draw_intervals, path, shown=shown, style=_PIPELINE_STYLE, title=heading)
+    _draw_rows(rows, _draw_intervals, path, shown=shown, title=heading)
     return first, last
 
 
 def pipeline_text(trace: TraceFile) -> str:
     """Return ``82.0 % of the workers' time beside graph servers`` for the whole trace."""
-    worker_s, beside_s = workers_beside(trace)
-    if worker_s <= 0:
+    fraction = overlap(trace, WORKER).fraction
+    if fraction is None:
         return "no task of a worker"
-    return f"{readable_percent(beside_s / worker_s)} of the workers' time beside graph servers"
+    return f"{readable_percent(fraction)} of the workers' time beside graph servers"
 
 
 def _pipeline_rows(rank: RankSpans, shown: tuple[float, float]) -> list[tuple[str, list[Span]]]:
@@ -401,8 +340,7 @@ def _pipeline_rows(rank: RankSpans, shown: tuple[float, float]) -> list[tuple[st
 
 def _draw_intervals(row: _Row, spans: list[Span]) -> None:
     for span in spans:
-        color = NO_INTERVAL if span.interval is None else COLORS[span.interval % len(COLORS)]
-        row.box(span, color, hatch="//" if span.name.startswith(_BACKWARD_PREFIXES) else None)
+        row.box(span, span.interval, hatch="//" if span.name.startswith(_BACKWARD_PREFIXES) else None)
         row.label(span, span.name if span.interval is None else f"{span.name} i{span.interval}")
 
 
@@ -424,7 +362,6 @@ def draw_regions(
     names = sorted({name for row in regions.winners for name in row})
     grid = np.array([[names.index(name) for name in row] for row in regions.winners])
     figure = Figure(figsize=(9, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     bits = [8 * rate / 1e9 for rate in regions.bytes_per_s]
     colors = ListedColormap([REGION_COLORS[place % len(REGION_COLORS)] for place in range(len(names))])
@@ -463,9 +400,6 @@ def _draw_gains(axes: Any, bits: Sequence[float], regions: Regions) -> None:
     axes.clabel(lines, fmt=lambda level: f"{level:g} x {regions.usual}", fontsize=7)
 
 
-BATCH_COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
-"""Batch b has colour b modulo their number."""
-NO_BATCH = "#bbbbbb"
 SHORT = {
     "forward M": "fM",
     "forward D": "fD",
@@ -483,7 +417,6 @@ SHORT = {
 SPLIT = {"forward": "fD", "backward": "bD"}
 """Labels if the first layer has its own spans on top: the rest is the owner's side."""
 _SHOWN_BATCHES = 4
-_SCHEDULE_STYLE = _Style(row_inches=0.42, wait_height=0.5, linewidth=0.5, fontsize=7, char_width=0.0085)
 
 
 def draw_schedule(
@@ -512,13 +445,13 @@ def draw_schedule(
 
     def draw_batches(row: _Row, spans: list[Span]) -> None:
         for place, span in enumerate(spans):
-            row.box(span, NO_BATCH if span.batch is None else BATCH_COLORS[span.batch % len(BATCH_COLORS)])
+            row.box(span, span.batch)
             label = names.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
             # Nested spans come later and lie on top.
             row.label(_longest_part(span, spans[place + 1 :]), label)
 
     heading = f"{title}: batches {first} to {last}, {overlap_text(trace)}"
-    _draw_rows(rows, draw_batches, path, shown=shown, style=_SCHEDULE_STYLE, title=heading)
+    _draw_rows(rows, draw_batches, path, shown=shown, title=heading)
     return first, last
 
 

@@ -58,8 +58,8 @@ def start_run(
         for name in stale:
             (target / name).unlink(missing_ok=True)
         if plan is not None:
-            _write_atomically(target / PLAN, json.dumps(_plain(plan), indent=2) + "\n")
-        _write_atomically(target / CONFIG, json.dumps(_plain(config), indent=2) + "\n")
+            _write_json(target / PLAN, plan)
+        _write_json(target / CONFIG, config)
     except OSError as error:
         raise StorageError(
             f"cannot write the run to {target}: {error}; choose another folder with --out"
@@ -95,7 +95,7 @@ def write_run(
     target = start_run(folder, config, keep_metrics=True, plan=plan)
     try:
         _write_epochs(target, epochs)
-        _write_atomically(target / SUMMARY, json.dumps(_plain(summary), indent=2) + "\n")
+        _write_json(target / SUMMARY, summary)
     except OSError as error:
         raise _unwritable(target, error) from error
 
@@ -196,6 +196,10 @@ def _plain(value: object) -> object:
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     return str(value)
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    _write_atomically(path, json.dumps(_plain(value), indent=2) + "\n")
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -35,6 +35,14 @@ def readable_percent(fraction: float | None) -> str:
     return "" if fraction is None else f"{100 * fraction:.1f} %"
 
 
+def _table(names: Iterable[str], caption: str | None = None) -> Table:
+    """Return a table with one column of numbers per name."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 _PLAN_COLUMNS = (
     "", "strategy, options", "s", "compute", "draw", "outside", "inside", "sums", "bytes out", "bytes in",
     "memory", "steps", "",
@@ -50,12 +58,9 @@ _PLAN_LEGEND = (
 
 def plan_table(choice: Choice) -> Table:
     """Return one row per candidate in the order of ``choice``, with the chosen one marked."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_PLAN_LEGEND, caption_justify="left")
-    last_column = len(_PLAN_COLUMNS) - 1
-    for column, name in enumerate(_PLAN_COLUMNS):
-        left = column in (1, last_column - 1, last_column)
-        wraps = column in (1, last_column)
-        table.add_column(name, justify="left" if left else "right", no_wrap=not wraps)
+    table = _table(_PLAN_COLUMNS, _PLAN_LEGEND)
+    for column, wraps in ((1, True), (-2, False), (-1, True)):
+        table.columns[column].justify, table.columns[column].no_wrap = "left", not wraps
     for row, one in enumerate(choice.predictions):
         eligible = one.feasible and not one.barred
         style = "bold" if row == choice.picked else ("" if eligible else "dim")
@@ -67,25 +72,23 @@ def plan_table(choice: Choice) -> Table:
 
 def _plan_cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
     only = f"only with {one.barred}" if one.barred else ""
-    remark = one.why_not or "; ".join(part for part in (only, one.note) if part)
+    remark = one.why_not or "; ".join(filter(None, (only, one.note)))
     if not one.seconds.total:
         return ("", one.candidate.name, *[""] * 9, _kind(one), remark)
     seconds = one.seconds
+    parts = (
+        seconds.total,
+        seconds.compute,
+        seconds.sampling,
+        seconds.outside,
+        seconds.inside,
+        seconds.all_reduce,
+    )
     about = "" if one.bytes_exact else "~"
     return (
         "->" if chosen else "",
         one.candidate.name,
-        *(
-            readable_seconds(value)
-            for value in (
-                seconds.total,
-                seconds.compute,
-                seconds.sampling,
-                seconds.outside,
-                seconds.inside,
-                seconds.all_reduce,
-            )
-        ),
+        *map(readable_seconds, parts),
         about + readable_bytes(one.inter_server_bytes),
         about + readable_bytes(one.intra_server_bytes),
         readable_bytes(one.memory_bytes),
@@ -119,14 +122,10 @@ def plan_lines(choice: Choice) -> Sequence[str]:
     head = "nothing fits" if taken is None else f"chosen: {taken.candidate.name}"
     return [
         head,
-        *_listed(choice.why),
+        *(f"  - {line}" for line in choice.why),
         *(["assumed:"] if choice.assumptions else []),
-        *_listed(choice.assumptions),
+        *(f"  - {line}" for line in choice.assumptions),
     ]
-
-
-def _listed(lines: Iterable[str]) -> list[str]:
-    return [f"  - {line}" for line in lines]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,15 +184,8 @@ def run_title(summary: Mapping[str, object], config: Mapping[str, object]) -> st
 
 def phase_seconds(epochs: Sequence[EpochRecord]) -> dict[str, float]:
     """Return the mean seconds per epoch of each phase, empty without epochs."""
-    if not epochs:
-        return {}
-    return {
-        "sample": fmean(e.sample_s for e in epochs),
-        "fetch": fmean(e.fetch_s for e in epochs),
-        "wait": fmean(e.wait_s for e in epochs),
-        "compute": fmean(e.compute_s for e in epochs),
-        "exchange": fmean(e.exchange_s for e in epochs),
-    }
+    phases = ("sample", "fetch", "wait", "compute", "exchange") if epochs else ()
+    return {phase: fmean(getattr(one, f"{phase}_s") for one in epochs) for phase in phases}
 
 
 _EPOCH_COLUMNS = (
@@ -209,11 +201,9 @@ def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
     ``seconds``; ``wait`` is the part of them that is not hidden. With a cache of remote rows, ``hits`` is its
     hit rate.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_EPOCH_LEGEND, caption_justify="left")
     epochs = list(epochs)
     cached = any(record.cache_hit_rate is not None for record in epochs)
-    for name in (*_EPOCH_COLUMNS, *(["hits"] if cached else [])):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table((*_EPOCH_COLUMNS, *(["hits"] if cached else [])), _EPOCH_LEGEND)
     for record in epochs:
         table.add_row(*_epoch_cells(record), *([readable_percent(record.cache_hit_rate)] if cached else []))
     return table
@@ -271,10 +261,7 @@ def _cell(value: object, *names: str) -> str:
 
 def parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
     """Return one row per part with the given columns of one value per part."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("part", justify="right", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table(["part", *columns])
     for part, values in enumerate(zip(*columns.values(), strict=True)):
         table.add_row(str(part), *(str(value) for value in values))
     return table
@@ -291,13 +278,11 @@ def expansion_table(
         row_bytes: Bytes of a node's features.
         work: (K + 1,) edges aggregated by a model of h layers, relative to those without replicas.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=_EXPANSION_LEGEND, caption_justify="left")
     servers = len(factors[0])
     heads = (
         [f"server {number}" for number in range(servers)] if servers <= _SHOWN else ["least", "mean", "most"]
     )
-    for name in ("hops", *heads, "foreign nodes", "features", "work"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table(("hops", *heads, "foreign nodes", "features", "work"), _EXPANSION_LEGEND)
     for hop, (row, nodes, times) in enumerate(zip(factors, foreign, work, strict=True)):
         shown = row if servers <= _SHOWN else [min(row), sum(row) / servers, max(row)]
         table.add_row(

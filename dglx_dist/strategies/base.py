@@ -18,6 +18,7 @@ from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
 from dglx_dist.registry import Registry, did_you_mean
+from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext, Unit
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -36,7 +37,7 @@ CACHE_CHOICE: SessionField[dict[str, object] | None] = SessionField(lambda _: No
 class Traits:
     """Properties that a strategy declares, so that no code depends on its name."""
 
-    unit: Literal["mini_batch", "full_graph"]
+    unit: Unit
     """The data of one step."""
     features: Literal["rows", "columns"]
     """The cut of the node features over the servers."""
@@ -44,6 +45,10 @@ class Traits:
     """Whether k steps give the weights of one process, up to the order of summation."""
     summary: str
     """The network traffic, in one line."""
+    own_loop: bool = True
+    """Whether a user's loop can take the steps; False: only an :class:`EpochTrainer` can."""
+    complexity: int = 100
+    """Of candidates that are about equally fast, the planner takes the one with the least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +294,25 @@ class Strategy(ABC):
             ConfigError: the strategy cannot train this model exactly.
         """
 
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+        """Yield what ``dglx plan`` and ``auto`` compare, the simplest first; nothing unless overridden.
+
+        Options must be those of the constructor. A candidate's name in tables and in checkpoints is made of
+        the registered name and its options.
+        """
+        return iter(())
+
+    @classmethod
+    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+        """Return the predicted cost of an epoch of one of :meth:`candidates`, without I/O.
+
+        Args:
+            candidate: Its mini-batches, its cache and its works are counted in ``known``.
+            known: Counts and rates. Bytes that follow from counts alone must be those of the ledger.
+        """
+        raise NotImplementedError(f"{cls.__name__} has candidates, so it must define cost()")
+
 
 def check_options(strategy: str, options: Mapping[str, object], known: Mapping[str, type]) -> dict[str, Any]:
     """Return the options; ConfigError unless each is in ``known``, names to types, and of its type.
@@ -317,6 +341,8 @@ def check_options(strategy: str, options: Mapping[str, object], known: Mapping[s
 
 AUTO = "auto"
 """In place of a strategy's name: the planner chooses by graph, model and network (``planner/``)."""
+DEFAULT_STRATEGY = "data_parallel"
+"""Without a name; its fan-outs and batch size are the defaults of mini-batches."""
 
 STRATEGIES: Registry[Strategy] = Registry(
     "strategy",
@@ -358,7 +384,7 @@ def strategy_of(session: Session) -> Strategy:
 
 
 def resolve_strategy(strategy: str | None, *, auto: bool = False) -> str:
-    """Return the canonical name of ``strategy``; of None: DGLX_STRATEGY, else ``data_parallel``.
+    """Return the canonical name of ``strategy``; of None: DGLX_STRATEGY, else the default.
 
     Args:
         strategy: A name or an alias.
@@ -368,7 +394,7 @@ def resolve_strategy(strategy: str | None, *, auto: bool = False) -> str:
         UnknownNameError: there is no such strategy; the message has the nearest name.
         ConfigError: ``auto`` where it is not allowed.
     """
-    name = strategy or read_settings().strategy or "data_parallel"
+    name = strategy or read_settings().strategy or DEFAULT_STRATEGY
     if name != AUTO:
         return STRATEGIES.resolve(name, also=(AUTO,) if auto else ())
     if not auto:

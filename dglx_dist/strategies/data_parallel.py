@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -22,7 +23,31 @@ from dglx_dist.strategies.base import (
     find_share,
     gradient_weight,
 )
-from dglx_dist.strategies.gradient_sync import BUCKET_BYTES, BufferMeans, GradientExchange, mark_output
+from dglx_dist.strategies.cost import (
+    GRADIENTS,
+    ID_BYTES,
+    CacheHits,
+    Candidate,
+    Cost,
+    Measured,
+    PlanContext,
+    Survey,
+    Traffic,
+    batch_seconds,
+    compute_seconds,
+    latencies,
+    present,
+    ring_split,
+    sampling_seconds,
+    traffic_with_sums,
+)
+from dglx_dist.strategies.gradient_sync import (
+    BUCKET_BYTES,
+    BufferMeans,
+    GradientExchange,
+    check_frozen,
+    mark_output,
+)
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -40,6 +65,7 @@ class DataParallel(Strategy):
         features="rows",
         exact=True,
         summary="feature rows of remote input nodes, on demand; all gradients",
+        complexity=0,
     )
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
@@ -75,6 +101,62 @@ class DataParallel(Strategy):
                 trained parameters, or in the options.
         """
         return DataParallelModel(model, self._session, reduction=reduction, bucket_bytes=self._bucket_bytes)
+
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+        if context.steps:
+            yield Candidate(unit="mini_batch")
+            for alpha in context.caches if context.servers > 1 else ():
+                yield Candidate(unit="mini_batch", cache="vip", cache_alpha=alpha)
+
+    @classmethod
+    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+        work, memory, cache = known.mini_batches, known.memory, known.cache_of(candidate)
+        traffic = _traffic(known, cache)
+        kept = 0 if cache is None else cache.rows * (known.graph.feature_bytes + 4) // known.cluster.servers
+        pulled_bytes = sum(count for name, count in traffic.outside.items() if name != GRADIENTS)
+        pulled = pulled_bytes * work.card_share / known.cluster.external_bytes_per_s
+        if pulled_bytes:
+            layers = len(known.shape.layers) if known.structure_partitioned else 0
+            pulled += latencies(_ROUNDS_OF_PULL * (1 + layers) * work.steps, known.cluster)
+        seconds = batch_seconds(
+            known,
+            work,
+            traffic,
+            compute=compute_seconds(known, work),
+            sampling=sampling_seconds(known, work),
+            pulled=pulled,
+        )
+        shared = memory.own_features + kept
+        return Cost(
+            seconds=seconds,
+            traffic=traffic,
+            memory=memory.batches(work.largest, held=shared),
+            shared=shared + memory.structure,
+        )
+
+
+_ROUNDS_OF_PULL = 2
+"""Sequential messages: request and reply."""
+
+
+def row_bytes(found: Survey) -> dict[str, int]:
+    """Return the bytes by ledger phase, over all ranks; empty phases are left out."""
+    return present(
+        features=found.feature_bytes,
+        sampling=found.sampling_bytes,
+        labels=found.label_bytes,
+        gradients=found.gradient_bytes,
+    )
+
+
+def _traffic(known: Measured, cache: CacheHits | None) -> Traffic:
+    """Return the traffic (docs/design/contracts.md); with a cache, of misses only."""
+    row, work = ID_BYTES + known.graph.feature_bytes, known.mini_batches
+    hits, rows = (0, 0) if cache is None else (cache.hits, cache.rows)
+    phases = row_bytes(replace(work.survey, feature_bytes=work.survey.feature_bytes - hits * row))
+    sums = ring_split(known.shape.gradient_bytes, known.cluster, work.steps)
+    return traffic_with_sums(phases, {}, sums, once=rows * row, exact=work.counted)
 
 
 @final
@@ -145,16 +227,6 @@ class DataParallelModel(WrappedModel):
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
         self._buffer_means.note()
         return result
-
-
-def check_frozen(model: nn.Module, trained: Container[int]) -> None:
-    """Raise ConfigError if a parameter is trained whose id() is not in ``trained``."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in trained:
-            raise ConfigError(
-                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay "
-                "on this rank; wrap the model again after changing what is trained"
-            )
 
 
 def broadcast_state(model: nn.Module, session: Session) -> None:

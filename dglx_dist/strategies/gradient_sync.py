@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, final
 
@@ -63,10 +63,6 @@ class Bucket:
         self._missing = len(sizes)
 
     @property
-    def num_bytes(self) -> int:
-        return self.flat.numel() * self.flat.element_size()
-
-    @property
     def complete(self) -> bool:
         """Whether every gradient was put since the last :meth:`clear`."""
         return self._missing == 0
@@ -110,6 +106,16 @@ def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
         groups[-1].append(index)
         size += num_bytes
     return [Bucket(group, [parameters[index] for index in group]) for group in groups]
+
+
+def check_frozen(model: nn.Module, trained: Container[int]) -> None:
+    """Raise ConfigError if a parameter is trained whose id() is not in ``trained``."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in trained:
+            raise ConfigError(
+                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay "
+                "on this rank; wrap the model again after changing what is trained"
+            )
 
 
 @final
@@ -312,16 +318,16 @@ class GradientExchange:
         topology = self._session.topology
         if topology.world_size == 1:
             return None
-        count_all_reduce(self._session, PHASE, bucket.num_bytes)
+        count_all_reduce(self._session, PHASE, bucket.flat.nbytes)
         begin = time.perf_counter()
         with peers_named(self._session, "the sum of gradients"):
             work = dist.all_reduce(bucket.flat, async_op=True)
         if self._session.timeline.on:
-            work.get_future().add_done_callback(lambda _: self._note_sum(begin))
+            add = self._session.timeline.add
+            work.get_future().add_done_callback(
+                lambda _: add("all-reduce D", NETWORK, begin, time.perf_counter())
+            )
         return work
-
-    def _note_sum(self, begin_s: float) -> None:
-        self._session.timeline.add("all-reduce D", NETWORK, begin_s, time.perf_counter())
 
     def _finish(self) -> None:
         self._launch(incomplete=True)

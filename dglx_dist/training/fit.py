@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
@@ -17,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from dglx_dist.comm.collectives import gather_int64, gather_json
 from dglx_dist.comm.session import Session
-from dglx_dist.comm.trace import COMPUTE, Timeline
+from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import CacheCounts
@@ -139,13 +140,6 @@ class Step:
     """Optimisers of the model's input embeddings."""
 
 
-@dataclass(kw_only=True)
-class _Totals:
-    loss: float = 0.0
-    correct: int = 0
-    targets: int = 0
-
-
 def train_epoch(
     step: Step, loader: TrainingLoader, session: Session, epoch: int, after_step: Callable[[], None]
 ) -> EpochRecord:
@@ -154,59 +148,50 @@ def train_epoch(
     loader.times(reset=True)
     step.model.exchange_seconds(reset=True)
     before = session.ledger.snapshot()
-    totals = _Totals()
+    loss, correct, targets = 0.0, 0, 0
     begin = time.perf_counter()
     for batch in loader:
         # Numbered like the loader's batches, so that a trace shows the batch of a step.
         position = loader.state_dict()
         number = position["epoch"] * len(loader) + position["step"] - 1
-        _train_step(step, batch, totals, _StepSpans(timeline=session.timeline, number=number))
+        found = _train_step(step, batch, partial(session.timeline.span, row=COMPUTE, batch=number))
+        if found.num_targets:
+            # The mean over no targets is nan, which would spoil the total.
+            loss += float(found.loss.detach()) * found.num_targets
+            correct += found.num_correct
+            targets += found.num_targets
         after_step()
     seconds = time.perf_counter() - begin
     rows = session.ledger.since(before)
     times = loader.times()
-    exchange_s = step.model.exchange_seconds()
     local = {
-        "loss": totals.loss,
-        "correct": totals.correct,
-        "targets": totals.targets,
+        "loss": loss,
+        "correct": correct,
+        "targets": targets,
         "inside": sum(row.num_bytes for row in rows if row.inside),
         "outside": sum(row.num_bytes for row in rows if not row.inside),
         "seconds": seconds,
         "sample_s": times.sample_s,
         "fetch_s": times.fetch_s,
         "wait_s": times.wait_s,
-        "exchange_s": exchange_s,
+        "exchange_s": step.model.exchange_seconds(),
     }
     return _over_ranks([row for row in gather_json(local, session) if isinstance(row, dict)], epoch)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StepSpans:
-    timeline: Timeline
-    number: int
-
-    def of(self, name: str) -> AbstractContextManager[None]:
-        return self.timeline.span(name, COMPUTE, self.number)
-
-
-def _train_step(step: Step, batch: Any, totals: _Totals, spans: _StepSpans) -> None:
-    with spans.of("forward"):
+def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextManager[None]]) -> StepLoss:
+    with span("forward"):
         found = step.task(step.model, batch)
     step.optimizer.zero_grad(set_to_none=True)
     for rows in step.sparse:
         rows.zero_grad()
-    with spans.of("backward"):
+    with span("backward"):
         found.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-    with spans.of("step"):
+    with span("step"):
         step.optimizer.step()
         for rows in step.sparse:
             rows.step()
-    if found.num_targets:
-        # The mean over no targets is nan, which would spoil the total.
-        totals.loss += float(found.loss.detach()) * found.num_targets
-        totals.correct += found.num_correct
-        totals.targets += found.num_targets
+    return found
 
 
 def _over_ranks(ranks: Sequence[dict[str, Any]], epoch: int) -> EpochRecord:
@@ -358,7 +343,9 @@ def train(
     steps = len(loader) * (config.epochs - run.first_epoch)
     enabled = config.show_progress and g.session.topology.rank == 0
     bar = progress(_progress_title(run.first_epoch, config.epochs), steps, enabled=enabled)
-    with recording(_trace_of(config), g.session) as count_step, bar as advance:
+    trace = None if config.trace is None else Path(config.trace).absolute()
+    traced = None if trace is None else TraceConfig(path=trace, num_steps=config.trace_steps)
+    with recording(traced, g.session) as count_step, bar as advance:
 
         def after_step() -> None:
             count_step()
@@ -397,6 +384,14 @@ class _Run:
     def __init__(self, loader: TrainingLoader, g: DistGraph, config: FitConfig, step: Step) -> None:
         self._loader, self._g, self._config, self._step = loader, g, config, step
         self._session: Session = g.session
+        self._state: dict[str, Any] = {
+            "model": step.model,
+            "optimizer": step.optimizer,
+            "sparse": step.sparse,
+            "loader": loader,
+            # Must be equal in the run that loads the checkpoint.
+            "dataset": {"num_nodes": g.num_nodes(), "num_edges": g.num_edges()},
+        }
         self.first_epoch = self._next = 0
         self.stopped_early = False
         self._records: list[EpochRecord] = []
@@ -408,14 +403,7 @@ class _Run:
         folder = self._config.checkpoint_folder
         if not self._config.resume or folder is None or not checkpoint.exists(folder):
             return
-        resumed = checkpoint.load(
-            folder,
-            model=self._step.model,
-            optimizer=self._step.optimizer,
-            sparse=self._step.sparse,
-            loader=self._loader,
-            dataset=_facts(self._g),
-        )
+        resumed = checkpoint.load(folder, **self._state)
         self.first_epoch = self._next = resumed.epoch
         best = resumed.extra.get("best")
         self._best = (int(best[0]), float(best[1])) if best else None
@@ -518,10 +506,7 @@ class _Run:
         assert self._config.checkpoint_folder is not None
         checkpoint.save(
             self._config.checkpoint_folder,
-            model=self._step.model,
-            optimizer=self._step.optimizer,
-            sparse=self._step.sparse,
-            loader=self._loader,
+            **self._state,
             epoch=next_epoch,
             extra={
                 "best": self._best,
@@ -529,7 +514,6 @@ class _Run:
                 "accuracy": self._accuracy,
                 TRAINED_WITH: _trained_with(self._session),
             },
-            dataset=_facts(self._g),
         )
 
 
@@ -568,12 +552,6 @@ def _closing(trainer: EpochTrainer | None) -> Iterator[None]:
             trainer.close(failed=failed)
 
 
-def _trace_of(config: FitConfig) -> TraceConfig | None:
-    if config.trace is None:
-        return None
-    return TraceConfig(path=Path(config.trace).absolute(), num_steps=config.trace_steps)
-
-
 def _trained_with(session: Session) -> dict[str, object]:
     # Options for later runs, but none if they may have credentials or are not JSON.
     options: dict[str, object] | None = dict(session.options)
@@ -583,8 +561,3 @@ def _trained_with(session: Session) -> dict[str, object]:
     except (TypeError, ValueError):
         options = None
     return {"name": session.strategy, "options": options, "cache": CACHE_CHOICE.of(session)}
-
-
-def _facts(g: DistGraph) -> dict[str, object]:
-    # Must be equal in the run that loads the checkpoint.
-    return {"num_nodes": g.num_nodes(), "num_edges": g.num_edges()}

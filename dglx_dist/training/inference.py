@@ -15,12 +15,14 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks, sum_over_ranks
-from dglx_dist.dataloading.minibatch import BlockBuilder
+from dglx_dist.dataloading.kernels import Workspace
+from dglx_dist.dataloading.loader import all_in_edges
+from dglx_dist.dataloading.minibatch import TypedBlockBuilder
+from dglx_dist.dataloading.sampler import TypedDraws
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
-from dglx_dist.graph.structure import InEdges
-from dglx_dist.records import FEATURE, LABEL, SPLITS, Array, EdgeType
+from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named
 from dglx_dist.training.models import InferenceLayer
 
@@ -28,12 +30,9 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-_NO_IDS = np.zeros(0, dtype=np.int64)
-
-
 @final
 class FullBlocks:
-    """Builds blocks whose destinations have all their in-edges. Not collective.
+    """Builds blocks whose destinations have all their in-edges. Not collective, for one thread.
 
     The in-degrees of such a block are those of the graph. So are its ``out_degrees()``, unlike those of DGL's
     blocks: a convolution that divides by the sources' degrees (``GraphConv(norm="both")``, ``norm="left"``)
@@ -42,7 +41,9 @@ class FullBlocks:
 
     def __init__(self, g: DistGraph, device: torch.device) -> None:
         self._g, self.device = g, device
-        self._etypes = g.canonical_etypes
+        self._schema, self._source = all_in_edges(g)
+        self._builder = TypedBlockBuilder(self._schema)
+        self._workspace = Workspace(sum(self._schema.num_nodes))
 
     def block(self, destinations: Mapping[str, Array]) -> tuple[Any, dict[str, Array]]:
         """Return the block of ``destinations`` and the (S,) source ids per node type.
@@ -51,112 +52,51 @@ class FullBlocks:
             destinations: Node type to (K,) distinct int64 ids, which are the first K sources of their type;
                 types may be missing.
         """
-        targets = {ntype: destinations.get(ntype, _NO_IDS) for ntype in self._g.ntypes}
-        # All requests are sent before the first answer is read.
-        pending = {
-            etype: self._g.structure(etype).submit("in_edges", targets[etype[2]]) for etype in self._etypes
-        }
-        edges = {etype: answer.result() for etype, answer in pending.items()}
-        sources = {ntype: self._sources(ntype, ids, edges) for ntype, ids in targets.items()}
-        if len(self._etypes) == 1 and len(targets) == 1:
-            block = self._of_one_type(edges[self._etypes[0]], sources[self._g.ntypes[0]])
-        else:
-            block = self._of_types(edges, sources, targets)
+        (block,), sources = self.blocks(destinations, 1)
         return block, sources
 
     def blocks(
         self, destinations: Mapping[str, Array], num_layers: int
     ) -> tuple[list[Any], dict[str, Array]]:
         """Return the blocks of ``num_layers`` hops, input-most first, and the source ids of the first."""
-        found: list[Any] = []
-        ids = dict(destinations)
-        for _ in range(num_layers):
-            block, ids = self.block(ids)
-            found.insert(0, block)
-        return found, ids
-
-    def _sources(self, ntype: str, destinations: Array, edges: Mapping[EdgeType, InEdges]) -> Array:
-        ends = [drawn.sources for etype, drawn in edges.items() if etype[0] == ntype]
-        others = np.setdiff1d(np.concatenate([_NO_IDS, *ends]), destinations)
-        return np.concatenate([destinations, others])
-
-    def _of_one_type(self, edges: InEdges, sources: Array) -> Any:
-        etype = self._etypes[0]
-        ids = torch.from_numpy(sources)
-        block: Any = BlockBuilder(etype).block(
-            torch.from_numpy(np.ascontiguousarray(edges.indptr)),
-            torch.from_numpy(_positions(edges.sources, sources)),
-            ids,
-            torch.from_numpy(edges.edge_ids),
+        draws = TypedDraws(
+            schema=self._schema,
+            fanouts=np.full((num_layers, len(self._schema.etypes)), -1),
+            replace=False,
+            exclude={},
+            seed=0,
+            idtype=np.dtype(np.int64),
         )
-        if self.device.type != "cpu":
-            block = block.to(self.device)
-        block.out_degrees = _GlobalOutDegrees(self._g, etype, ids)
-        return block
+        batch = self._source.sample(draws.request(destinations, 0, {}), {}, self._workspace)
+        nodes, blocks = self._builder.blocks(batch)
+        return [self._whole(block) for block in blocks], {ntype: ids.numpy() for ntype, ids in nodes.items()}
 
-    def _of_types(
-        self, edges: Mapping[EdgeType, InEdges], sources: Mapping[str, Array], targets: Mapping[str, Array]
-    ) -> Any:
-        columns = {
-            etype: (
-                "csc",
-                (
-                    torch.from_numpy(np.ascontiguousarray(drawn.indptr)),
-                    torch.from_numpy(_positions(drawn.sources, sources[etype[0]])),
-                    torch.arange(len(drawn.sources)),
-                ),
-            )
-            for etype, drawn in edges.items()
-        }
-        built = dgl.create_block(
-            columns,
-            {ntype: len(ids) for ntype, ids in sources.items()},
-            {ntype: len(ids) for ntype, ids in targets.items()},
-        )
-        for ntype, ids in sources.items():
-            built.srcnodes[ntype].data[dgl.NID] = torch.from_numpy(ids)
-            built.dstnodes[ntype].data[dgl.NID] = torch.from_numpy(targets[ntype])
-        for etype, drawn in edges.items():
-            built.edges[etype].data[dgl.EID] = torch.from_numpy(drawn.edge_ids)
-        built = built.to(self.device)
-        types = (built.srctypes, built.dsttypes)
-        block = _FullBlock(built._graph, types, built.etypes, built._node_frames, built._edge_frames)
-        block.graph = self._g
-        return block
+    def _whole(self, block: Any) -> Any:
+        block = block.to(self.device)
+        types = (block.srctypes, block.dsttypes)
+        whole = _FullBlock(block._graph, types, block.etypes, block._node_frames, block._edge_frames)
+        whole.graph = self._g
+        return whole
 
 
 class _FullBlock(DGLBlock):
-    """A block whose slices by edge type have the out-degrees of the graph."""
+    """A block that has the out-degrees of the graph, as have its slices by edge type."""
 
     graph: DistGraph | None = None
     """Set after construction, since DGL constructs slices and copies with the same class."""
 
     def __getitem__(self, key: Any) -> Any:
         part = super().__getitem__(key)
-        if self.graph is None:
-            return part
-        (etype,) = part.canonical_etypes
         part.graph = self.graph
-        part.out_degrees = _GlobalOutDegrees(self.graph, etype, part.srcdata[dgl.NID])
         return part
 
-
-class _GlobalOutDegrees:
-    """Replaces a block's ``out_degrees``; reads the graph only when a convolution calls it."""
-
-    def __init__(self, g: DistGraph, etype: EdgeType, ids: Tensor) -> None:
-        self._g, self._etype = g, etype
-        self._ids = ids
-
-    def __call__(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
-        ids = self._ids if isinstance(u, str) else self._ids[u]
-        return self._g.out_degrees(ids, self._etype).to(ids.device)
-
-
-def _positions(ids: Array, distinct: Array) -> Array:
-    """Return the position of each of ``ids`` in ``distinct``, which has them all."""
-    order = np.argsort(distinct, kind="stable")
-    return order[np.searchsorted(distinct, ids, sorter=order)]
+    def out_degrees(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
+        """Return the degrees, which are read only when a convolution asks for them."""
+        assert self.graph is not None
+        etype = self.canonical_etypes[0] if etype is None else self.to_canonical_etype(etype)
+        ids = self.srcnodes[etype[0]].data[dgl.NID]
+        ids = ids if isinstance(u, str) else ids[u]
+        return self.graph.out_degrees(ids, etype).to(ids.device)
 
 
 def layers_of(

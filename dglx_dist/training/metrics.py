@@ -104,13 +104,7 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
 def rmse(predicted: Tensor, target: Tensor, session: Session) -> float:
     """Root mean squared error over all ranks' values; nan without values.
 
-    Args:
-        predicted: (B,) or (B, K) real numbers.
-        target: Of the same shape.
-        session: The run.
-
-    Raises:
-        ConfigError: on all ranks: the shapes differ.
+    ``predicted`` and ``target`` are (B,) or (B, K) real numbers; ConfigError on all ranks if shapes differ.
     """
     return math.sqrt(_mean_error(predicted, target, 2, session))
 

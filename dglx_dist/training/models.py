@@ -22,10 +22,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, narrows_first, sum_in_edges
+from dglx_dist.layers.base import (
+    DeclaredStage,
+    PartialSums,
+    SplittableConv,
+    StageInput,
+    narrows_first,
+    sum_in_edges,
+)
 from dglx_dist.records import EdgeType
 from dglx_dist.registry import did_you_mean
-from dglx_dist.strategies.serverless.probe import DeclaredStage
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -42,9 +48,9 @@ class Decoder(nn.Module, ABC):
     def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
         """Return the (B, C) scores of (B, d) subjects with (C, d) objects under (B,) int64 relations."""
 
-    @abstractmethod
     def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        """Return the (B, C) scores of (C, d) subjects with (B, d) objects under (B,) int64 relations."""
+        """Return the (B, C) scores of (C, d) subjects with (B, d) objects; here of a symmetric score."""
+        return self.all_objects(objects, relation, candidates)
 
 
 @final
@@ -56,9 +62,6 @@ class DotProduct(Decoder):
 
     def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
         return subject @ candidates.T
-
-    def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        return objects @ candidates.T
 
 
 @final
@@ -80,9 +83,6 @@ class DistMult(Decoder):
 
     def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
         return (subject * self.relations[relation]) @ candidates.T
-
-    def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        return (objects * self.relations[relation]) @ candidates.T
 
 
 @final
@@ -107,22 +107,15 @@ class Bilinear(Decoder):
         return self._times(subject, relation) @ candidates.T
 
     def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        out = objects.new_empty(len(objects), self.matrices.shape[1])
-        for number in _distinct(relation):
-            out[relation == number] = objects[relation == number] @ self.matrices[number].T
-        return out @ candidates.T
+        return self._times(objects, relation, transposed=True) @ candidates.T
 
-    def _times(self, subject: Tensor, relation: Tensor) -> Tensor:
+    def _times(self, rows: Tensor, relation: Tensor, *, transposed: bool = False) -> Tensor:
         # One product per relation: a (d, d) matrix per edge would not fit.
-        out = subject.new_empty(len(subject), self.matrices.shape[2])
-        for number in _distinct(relation):
-            out[relation == number] = subject[relation == number] @ self.matrices[number]
+        out = torch.empty_like(rows)
+        for number in torch.bincount(relation).nonzero():
+            matrix = self.matrices[int(number)]
+            out[relation == number] = rows[relation == number] @ (matrix.T if transposed else matrix)
         return out
-
-
-def _distinct(relation: Tensor) -> list[int]:
-    counts = torch.bincount(relation)
-    return [int(number) for number in counts.nonzero()]
 
 
 def edge_scores(
@@ -163,12 +156,6 @@ def check_kind(kind: str, known: Sequence[str] = MODEL_KINDS) -> None:
         raise UnknownNameError(
             f"there is no model {kind!r}{did_you_mean(kind, known)} (known: {', '.join(known)})"
         )
-
-
-def check_recompute(recompute: str) -> None:
-    """Raise ConfigError unless ``recompute`` is one of :data:`RECOMPUTE`."""
-    if recompute not in RECOMPUTE:
-        raise ConfigError(f"recompute={recompute!r} must be one of {', '.join(RECOMPUTE)}")
 
 
 Degrees: TypeAlias = Callable[[DGLBlock], tuple[Tensor, Tensor]]
@@ -265,7 +252,8 @@ class ResGCN(nn.Module):
         recompute: str = "none",
     ) -> None:
         super().__init__()
-        check_recompute(recompute)
+        if recompute not in RECOMPUTE:
+            raise ConfigError(f"recompute={recompute!r} must be one of {', '.join(RECOMPUTE)}")
         self.encoder = nn.Linear(in_dim, hidden)
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(len(convs) + 1))
         self.layers = nn.ModuleList(convs)
@@ -358,11 +346,7 @@ def build_resgcn(
     Raises:
         ConfigError: a number is out of range, or ``conv`` or ``recompute`` is unknown.
     """
-    if layers < 1 or min(in_dim, hidden, classes) < 1 or not 0.0 <= dropout < 1.0:
-        raise ConfigError(
-            "ResGCN+ needs widths and layers of at least 1 and a dropout in [0, 1), but got "
-            f"in_dim={in_dim}, hidden={hidden}, classes={classes}, layers={layers}, dropout={dropout}"
-        )
+    _check_sizes("ResGCN+", in_dim, hidden, classes, layers, dropout)
     if conv not in ("sage", "gcn"):
         raise ConfigError(f"conv={conv!r} of ResGCN+ must be 'sage' or 'gcn'")
     convs = [_conv(conv, hidden, hidden, graph=graph) for _ in range(layers)]
@@ -463,11 +447,7 @@ def build_model(
         ConfigError: a number is out of range.
     """
     check_kind(kind)
-    if layers < 1 or min(in_dim, hidden, classes) < 1 or not 0.0 <= dropout < 1.0:
-        raise ConfigError(
-            f"model {kind!r} needs widths and layers of at least 1 and a dropout in [0, 1), but got "
-            f"in_dim={in_dim}, hidden={hidden}, classes={classes}, layers={layers}, dropout={dropout}"
-        )
+    _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)
     if kind == "resgcn":
         return build_resgcn(in_dim, hidden, classes, layers, dropout)
     if kind == "gat" and (heads < 1 or hidden % heads):
@@ -478,6 +458,14 @@ def build_model(
     pairs = list(pairwise(widths))
     convs = [_conv(kind, a, b, heads, depth == layers - 1, graph=graph) for depth, (a, b) in enumerate(pairs)]
     return Stack(convs, torch.nn.functional.elu if kind == "gat" else torch.relu, dropout)
+
+
+def _check_sizes(what: str, in_dim: int, hidden: int, classes: int, layers: int, dropout: float) -> None:
+    if layers < 1 or min(in_dim, hidden, classes) < 1 or not 0.0 <= dropout < 1.0:
+        raise ConfigError(
+            f"{what} needs widths and layers of at least 1 and a dropout in [0, 1), but got in_dim={in_dim}, "
+            f"hidden={hidden}, classes={classes}, layers={layers}, dropout={dropout}"
+        )
 
 
 def _simplified(in_dim: int, classes: int, layers: int) -> list[nn.Module]:

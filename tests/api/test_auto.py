@@ -210,8 +210,7 @@ def test_one_process_has_a_choice_too(data: str, tmp_path: Path) -> None:
         whole = plan_of(data, tmp_path / "whole", epochs=1, strategy_options={"unit": "full_graph"})
         assert train_dataset(whole).summary["strategy"] == "full_graph"
     workers = json.loads((tmp_path / "whole" / "plan.json").read_text())["predictions"][-1]
-    assert (workers["name"], workers["feasible"]) == ("lambda", False)
-    assert "drops with probability 0.5" in workers["why_not"]
+    assert (workers["name"], workers["feasible"]) == ("lambda", True)
     with pytest.raises(ConfigError, match="--cache vip must be left out with --strategy auto"):
         plan_of(data, tmp_path / "alone", cache="vip")
 

@@ -11,8 +11,10 @@ import pytest
 
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner.model_shape import Widths, count_pairs, exchanged_bytes, gradient_bytes, topology_of
+from dglx_dist.planner.model_shape import count_pairs, gradient_bytes, topology_of
 from dglx_dist.records import EDGE_TYPE
+from dglx_dist.strategies.cost import Widths
+from dglx_dist.strategies.full_graph.cost import exchanged_bytes
 from scripts.bench.driver import check_plan
 from scripts.bench.experiments import full_graph
 from scripts.bench.experiments.full_graph import (
@@ -30,7 +32,6 @@ from scripts.bench.experiments.full_graph import (
 from scripts.bench.jobs import train
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.records import PREDICTED_BYTES, PREDICTED_ONCE, BenchPlan, MatchedPhi
-from scripts.bench.suites import family
 from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -45,7 +46,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
     return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
 
 
-@pytest.mark.parametrize("name", [one.id for one in family("full_graph")])
+@pytest.mark.parametrize("name", full_graph.BUILDS)
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = full_graph.plan_at(name, bench, TINY)
     check_plan(name, plan)
@@ -142,8 +143,8 @@ def test_bytes_and_work_are_those_that_are_predicted(bench: BenchPlan) -> None:
     # In the first epoch; there is nothing of co-batches among the bytes of the later ones.
     assert found[COOPERATIVE]["bytes_outside_before"]["preload"] == counted.co_batch_features > 0
     edges = {name: found[name]["edges"] for name in (BASE, BASE_PP, PRELOAD, PRELOAD_PP, EAS, COOPERATIVE)}
-    assert edges[BASE] == edges[BASE_PP] == sum(counted.exchanging.edges)
-    assert edges[PRELOAD] == edges[PRELOAD_PP] == sum(counted.preloading.edges)
-    assert edges[COOPERATIVE] == sum(counted.batches.edges)
+    assert edges[BASE] == edges[BASE_PP] == sum(counted.edges[BASE])
+    assert edges[PRELOAD] == edges[PRELOAD_PP] == sum(counted.edges[PRELOAD])
+    assert edges[COOPERATIVE] == sum(counted.edges[COOPERATIVE])
     # Few nodes have more than 15 foreign in-neighbours here.
-    assert 0.99 * sum(counted.sampled.edges) <= edges[EAS] <= sum(counted.sampled.edges)
+    assert 0.99 * sum(counted.edges[EAS]) <= edges[EAS] <= sum(counted.edges[EAS])

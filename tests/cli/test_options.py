@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Set
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 import pytest
@@ -65,6 +65,7 @@ class Cake:
     extras: Mapping[str, object] = option(dict, "More.", flag="--extra", kind=list[str], parse=literals)
     photo: str | None = path_option(None, "A picture.", metavar="FILE")
     iced: bool = option(False, "With icing.")
+    given: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         options.check_ranges(self)
@@ -72,9 +73,9 @@ class Cake:
 
 def bake(*arguments: str) -> Result:
     @command(Cake)
-    def cake(config: Cake, given: Set[str]) -> None:
+    def cake(config: Cake) -> None:
         """Bake one."""
-        print(json.dumps([asdict(config), sorted(given)]))
+        print(json.dumps([asdict(replace(config, given=frozenset())), sorted(config.given)], default=list))
 
     app = typer.Typer()
     app.command()(cake)
@@ -84,7 +85,7 @@ def bake(*arguments: str) -> Result:
 def test_a_record_is_a_command() -> None:
     plain = {
         "place": "here", "num_layers": 2, "sizes": None, "kind": "round", "filling": "jam", "extras": {},
-        "photo": None, "iced": False,
+        "photo": None, "iced": False, "given": [],
     }  # fmt: skip
     assert json.loads(bake("here/").output) == [plain, ["place"]]
     words = ("--num-layers", "3", "--widths", "5,-1", "--extra", "a=1", "--extra", "b=x", "--iced")

@@ -27,20 +27,23 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+def printed_by(program: str) -> int:
+    # A process each: what was kept once serves later allocations, and not all of it goes back. And a fresh
+    # environment: what the developer set for the allocator must not decide the test.
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    return int(done.stdout)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_a_large_tensor_is_paged_in_once_when_memory_is_kept() -> None:
-    def pages(kept: bool) -> int:
-        # A fresh environment: what the developer set for the allocator must not decide the test.
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM.format(kept=kept)],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"PATH": "/usr/bin:/bin"},
-        )
-        return int(done.stdout)
-
-    assert pages(True) < 100 < 10_000 < pages(False)
+    kept, default = (printed_by(PROGRAM.format(kept=kept)) for kept in (True, False))
+    assert kept < 100 < 10_000 < default
 
 
 RETURNED = """
@@ -68,18 +71,8 @@ print(left_after())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 def test_what_is_freed_goes_back_where_memory_counts() -> None:
-    def left(returned: bool) -> int:
-        # A process each: what was kept once serves later allocations, and not all of it goes back.
-        done = subprocess.run(
-            [sys.executable, "-c", RETURNED.format(returned=returned)],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"PATH": "/usr/bin:/bin"},
-        )
-        return int(done.stdout)
-
-    assert left(True) < 20 < 100 < left(False)
+    returned, kept = (printed_by(RETURNED.format(returned=returned)) for returned in (True, False))
+    assert returned < 20 < 100 < kept
 
 
 def test_what_the_user_said_about_the_allocator_is_seen() -> None:

@@ -118,7 +118,7 @@ def run_parts(layers: list[SplittableConv], block: dgl.DGLGraph, x: Tensor, **ed
     """What push-pull does, without a network: every part with its columns, sums between."""
     cuts = deal_out_columns(x.shape[1], len(layers))
     handed = {} if layers[0].edges_after_sync else edges
-    given = [StageInput(block=block, x=x[:, columns.cut], edges=handed) for columns in cuts]
+    given = [StageInput(block=block, x=x[:, one.cut], edges=handed, runs=(one,)) for one in cuts]
     transformed = [layer.transform(one) for layer, one in zip(layers, given, strict=True)]
     scattered = add_up(
         [layer.scatter(*pair) for layer, *pair in zip(layers, given, transformed, strict=True)]

@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dglx_dist.planner.closures import FullWork
-from dglx_dist.planner.cost_model import Ghosts, Measured, MemoryModel
-from dglx_dist.planner.model_shape import HaloPairs, ModelShape, shape_of_module
-from dglx_dist.planner.profile import Rates
-from dglx_dist.planner.records import Cluster, FullGraphScheme, GraphStats
-from dglx_dist.planner.workload import BatchWork, Survey
+from dglx_dist.planner.model_shape import shape_of_module
+from dglx_dist.strategies.cost import (
+    BatchWork,
+    Cluster,
+    GraphStats,
+    Measured,
+    MemoryModel,
+    ModelShape,
+    Rates,
+    Survey,
+)
+from dglx_dist.strategies.full_graph.plan_counts import FullGraphScheme, FullWork, HaloPairs
+from dglx_dist.strategies.serverless.cost import GhostPairs, Ghosts
 from dglx_dist.training.models import build_model
 
 GRAPH = GraphStats(
@@ -28,7 +35,6 @@ SURVEY = Survey(
 BATCHES = BatchWork(
     survey=SURVEY,
     worked=((2000, 250), (250, 50), (2500, 2000)),
-    first=(4000, 500, 5000),
     largest=((400, 50), (50, 10), (500, 400)),
     card_share=0.5,
 )
@@ -41,7 +47,6 @@ WHOLE = FullWork(
     card_rows=(200, 100),
     inside_rows=(0, 0),
     external_rows=0,
-    most_external_rows=0,
 )
 RATES = Rates(step_s=0.0, edge_column_s=1e-8, multiply_add_s=0.0, sample_edge_s=0.0, gather_byte_s=0.0)
 
@@ -65,13 +70,13 @@ def known(**changed: Any) -> Measured:
         "rates": RATES,
         "memory": memory,
         "batches": BATCHES,
-        "whole": {
+        "works": {
             FullGraphScheme(0): WHOLE,
             FullGraphScheme(2): replace(
                 WHOLE, card_rows=(0, 0), pairs=HaloPairs(outside=(0, 0), inside=(0, 0))
             ),
+            GhostPairs(): Ghosts(outside=400, inside=0),
         },
-        "ghosts": Ghosts(outside=400, inside=0),
         "structure_partitioned": False,
         "epoch": 1,
     }

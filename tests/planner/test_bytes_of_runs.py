@@ -14,10 +14,11 @@ from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.cli.plan_job import measured
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.planner.candidates import CACHE_SIZES
-from dglx_dist.planner.cost_model import predict
+from dglx_dist.planner.choose import predict
 from dglx_dist.planner.records import Prediction
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.cost import CACHE_SIZES
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
@@ -52,7 +53,8 @@ def predict_each(data: str) -> tuple[list[Prediction], list[Prediction]]:
     )
     shape = shape_of_kind("gcn", FEATURES, HIDDEN, CLASSES, len(FANOUTS))
     by_workers = [predict(one, replace(known, shape=shape)) for one in candidates if one.name == "lambda"]
-    return [predict(one, known) for one in candidates if one.moves != "intervals"], by_workers
+    others = [one for one in candidates if STRATEGIES.get(one.strategy).traits.own_loop]
+    return [predict(one, known) for one in others], by_workers
 
 
 def train_each(data: str, cases: list[dict[str, Any]]) -> list[dict[str, dict[str, int]]]:

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from dglx_dist.planner.candidates import SearchSpace, enumerate_candidates, schemes_of
-from dglx_dist.planner.choose import Constraints, choose, find_regions
-from dglx_dist.planner.cost_model import predict, ring_split
-from dglx_dist.planner.records import Candidate, FullGraphScheme, Outcome
-from dglx_dist.records import Array
+from dglx_dist.planner.choose import (
+    Constraints,
+    choose,
+    enumerate_candidates,
+    find_regions,
+    predict,
+    works_of,
+)
+from dglx_dist.planner.records import Outcome
+from dglx_dist.strategies.cost import Candidate, PlanContext, ring_split
+from dglx_dist.strategies.full_graph.plan_counts import FullGraphScheme
+from dglx_dist.strategies.serverless.cost import GhostPairs
 from tests.planner import hand_made
 from tests.planner.hand_made import BATCHES, CLUSTER, RATES, SHAPE, SURVEY, known, shape_of_kind
 
-ROWS = Candidate(strategy="data_parallel", unit="mini_batch", moves="rows")
-COLUMNS = Candidate(strategy="push_pull", unit="mini_batch", moves="columns", options={"structure": "push"})
+ROWS = Candidate(strategy="data_parallel", unit="mini_batch")
+COLUMNS = Candidate(strategy="push_pull", unit="mini_batch", options={"structure": "push"})
 LATE = replace(COLUMNS, options={"structure": "push", "depth": 3}, exact=False)
-WHOLE = Candidate(strategy="full_graph", unit="full_graph", moves="plans", scheme=FullGraphScheme(0))
-PRELOADED = Candidate(strategy="shared_preload", unit="full_graph", moves="plans", scheme=FullGraphScheme(2))
+WHOLE = Candidate(strategy="full_graph", unit="full_graph", works=(FullGraphScheme(0),))
+PRELOADED = Candidate(strategy="shared_preload", unit="full_graph", works=(FullGraphScheme(2),))
 
 
 def test_bytes_of_rows_by_hand() -> None:
@@ -97,11 +103,11 @@ def test_cooperative_batches_are_read_from_disk_in_each_epoch() -> None:
     scheme = FullGraphScheme(2, cooperative_batches=3)
     work = replace(hand_made.WHOLE, steps=3, card_rows=(0, 0), read_rows=3000)
     rates = replace(RATES, check_byte_s=1e-6)
-    co = Candidate(strategy="cooperative", unit="full_graph", moves="plans", scheme=scheme)
-    found = predict(co, known(whole={scheme: work}, plan_rates=rates)).seconds
+    co = Candidate(strategy="cooperative", unit="full_graph", works=(scheme,))
+    found = predict(co, known(works={scheme: work}, plan_rates=rates)).seconds
     assert found.sampling == pytest.approx((3000 * 400 + 5000 * 16) * 1e-6 + 3 * 5e-3)
     # Where there are cores for it, as much as is computed meanwhile is hidden.
-    many = known(whole={scheme: work}, plan_rates=rates, cluster=replace(CLUSTER, cores=8.0))
+    many = known(works={scheme: work}, plan_rates=rates, cluster=replace(CLUSTER, cores=8.0))
     assert predict(co, many).seconds.sampling < found.sampling
     assert predict(PRELOADED, known(plan_rates=rates)).seconds.sampling == 0.0
 
@@ -163,7 +169,8 @@ def test_what_does_not_fit_says_so() -> None:
     unsplit = replace(SHAPE, first=None, why_not_split="no layer takes the features")
     refused = predict(COLUMNS, known(shape=unsplit))
     assert (refused.why_not, refused.epoch_seconds) == ("no layer takes the features", 0.0)
-    assert predict(replace(WHOLE, scheme=FullGraphScheme(1)), known()).why_not == "its plans were not counted"
+    uncounted = replace(WHOLE, works=(FullGraphScheme(1),))
+    assert predict(uncounted, known()).why_not == "its plans were not counted"
 
 
 def test_reasons_write_large_figures_in_full() -> None:
@@ -189,8 +196,8 @@ def test_a_choice_is_json_with_its_outcome() -> None:
 def test_gradients_go_around_a_ring() -> None:
     """4 ranks on 2 servers send 6 / 4 of 100 bytes each; ranks 1 and 3 send across."""
     two = replace(CLUSTER, ranks_per_server=2)
-    assert ring_split(100, two, 1, 3) == (900, 900)
-    assert ring_split(100, replace(CLUSTER, servers=1), 1, 3) == (0, 0)
+    assert ring_split(100, two, 3) == (900, 900)
+    assert ring_split(100, replace(CLUSTER, servers=1), 3) == (0, 0)
 
 
 def test_sums_of_a_group_leave_the_server_for_parts_elsewhere() -> None:
@@ -208,20 +215,20 @@ def test_sums_of_a_group_leave_the_server_for_parts_elsewhere() -> None:
 
 
 def test_candidates_follow_the_servers() -> None:
-    alone = enumerate_candidates(SearchSpace(ranks=1, servers=1, num_layers=2, steps=3))
+    alone = enumerate_candidates(PlanContext(ranks=1, servers=1, num_layers=2, steps=3))
     assert {one.strategy for one in alone} == {"data_parallel", "full_graph", "lambda"}
-    many = enumerate_candidates(SearchSpace(ranks=4, servers=2, num_layers=3, steps=3))
+    many = enumerate_candidates(PlanContext(ranks=4, servers=2, num_layers=3, steps=3))
     assert {one.options.get("hops") for one in many if one.strategy == "shared_preload"} == {None, 1, 2}
-    assert {one.options.get("group_size") for one in many if one.moves == "columns"} == {None, 1, 2}
-    assert FullGraphScheme(3, cooperative_batches=3) in schemes_of(many)
+    assert {one.options.get("group_size") for one in many if one.strategy == "push_pull"} == {None, 1, 2}
+    assert FullGraphScheme(3, cooperative_batches=3) in works_of(many)
     # Sixteen cooperative batches are no epoch of a hundred steps.
-    long = enumerate_candidates(SearchSpace(ranks=4, servers=2, num_layers=3, steps=100))
+    long = enumerate_candidates(PlanContext(ranks=4, servers=2, num_layers=3, steps=100))
     assert {one.unit for one in long if one.strategy == "cooperative"} == {"full_graph"}
-    wide = enumerate_candidates(SearchSpace(ranks=32, servers=4, num_layers=2, steps=3))
-    assert {one.options.get("group_size") for one in wide if one.moves == "columns"} == {None, 1, 8, 16}
+    wide = enumerate_candidates(PlanContext(ranks=32, servers=4, num_layers=2, steps=3))
+    assert {one.options.get("group_size") for one in wide if one.strategy == "push_pull"} == {None, 1, 8, 16}
     assert not any(
         one.unit == "mini_batch"
-        for one in enumerate_candidates(SearchSpace(ranks=4, servers=2, num_layers=9, steps=0))
+        for one in enumerate_candidates(PlanContext(ranks=4, servers=2, num_layers=9, steps=0))
     )
 
 
@@ -236,17 +243,10 @@ def test_regions_turn_with_the_network() -> None:
     assert all(gain >= 1.0 for row in found.gains for gain in row)
 
 
-class Nothing:
-    """A rehearsal of steps that allocate nothing."""
-
-    def running(self, counts: Array) -> Array:
-        return np.zeros(1, np.int64)
-
-
 def test_a_wide_model_does_not_fit_where_a_narrow_one_does() -> None:
     """What was rehearsed at a width of 16 tells nothing of one of 1000: 7 MB, and 4 of weights."""
     slim = known()
-    memory = replace(slim.memory, of_batches=cast("Any", Nothing()))
+    memory = replace(slim.memory, of_batches=lambda _: 0)
     small = replace(CLUSTER, memory_bytes=predict(ROWS, slim).memory_bytes + 6_500_000)
     shapes = {16: SHAPE, 1000: shape_of_kind("sage", 100, 1000, 10, 2)}
     rehearsed = known(cluster=small, memory=memory)
@@ -257,7 +257,8 @@ def test_a_wide_model_does_not_fit_where_a_narrow_one_does() -> None:
 
 
 def test_what_a_model_cannot_be_is_no_choice() -> None:
-    workers = Candidate(strategy="lambda", unit="full_graph", moves="intervals", scheme=FullGraphScheme(0))
+    works = FullGraphScheme(0), GhostPairs()
+    workers = Candidate(strategy="lambda", unit="full_graph", works=works)
     assert predict(workers, known()).feasible
     norming = known(shape=replace(SHAPE, why_not_chained="'norm', BatchNorm1d, takes means"))
     assert predict(workers, norming).why_not == "'norm', BatchNorm1d, takes means"

@@ -12,23 +12,22 @@ from torch import nn
 
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.graph.structure import ReplicatedStructure
-from dglx_dist.planner.closures import (
-    PartitionContext,
+from dglx_dist.planner.model_shape import count_pairs, topology_of
+from dglx_dist.planner.profile import busy_cores, time_on_plans
+from dglx_dist.planner.workload import stats_of_dataset
+from dglx_dist.records import EDGE_TYPE
+from dglx_dist.strategies.cost import PartitionContext
+from dglx_dist.strategies.full_graph.plan_counts import (
     RankLayers,
     full_work_of,
     plan_all,
+    plan_trials,
     seeds_by_server,
-    worth_counting,
 )
-from dglx_dist.planner.dry_run import count_ghosts
-from dglx_dist.planner.model_shape import count_pairs, topology_of
-from dglx_dist.planner.profile import busy_cores, plan_trials, time_on_plans
-from dglx_dist.planner.records import FullGraphScheme
-from dglx_dist.planner.workload import stats_of_dataset
-from dglx_dist.records import EDGE_TYPE
+from dglx_dist.strategies.serverless.cost import count_ghosts
 from dglx_dist.training.models import build_model
-from scripts.bench.speedup_model import exchanging_work, preloading_work
 from tests.planner.hand_made import shape_of_kind
+from tests.planner.plain_counts import exchanging_work, preloading_work
 from tests.strategies import equality
 
 LAYERS = 3
@@ -135,7 +134,6 @@ def test_steps_are_summed_and_the_busiest_found() -> None:
             sources=[10 + edges],
             edges=[edges],
             received=[received],
-            server_rows=10,
             external_rows=3,
         )
 
@@ -144,5 +142,4 @@ def test_steps_are_summed_and_the_busiest_found() -> None:
     assert work.worked == ((30,), (10,), (10,))
     assert (work.edges, work.rows) == ((6,), (10, 5))
     assert (work.pairs.outside, work.card_rows) == ((10,), (9,))
-    assert (work.external_rows, work.most_external_rows, work.steps) == (12, 6, 2)
-    assert not worth_counting(10**9, 2, FullGraphScheme(0))
+    assert (work.external_rows, work.steps) == (12, 2)

@@ -12,7 +12,8 @@ from torch import nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.model_shape import shape_of_module
-from dglx_dist.planner.profile import Rates, assumed_rates, fit_rates, time_batches
+from dglx_dist.planner.profile import assumed_rates, fit_rates, time_batches
+from dglx_dist.strategies.cost import Rates
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
 

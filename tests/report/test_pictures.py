@@ -12,7 +12,6 @@ from matplotlib.image import imread
 from dglx_dist.comm.trace import Span, TraceFile, read_trace, write_trace
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.pictures import (
-    BATCH_COLORS,
     COLORS,
     _draw_learning,
     draw,
@@ -41,7 +40,7 @@ def test_what_lies_beside_work_is_counted_once_and_waiting_is_no_work() -> None:
         span("push gradient", "network", 2, 6),
     ]
     found = overlap(trace_of(spans))
-    assert (found.network_s, found.beside_s, found.compute_s) == (5.0, 3.0, 4.0)
+    assert (found.busy_s, found.beside_s, found.compute_s) == (5.0, 3.0, 4.0)
     assert found.fraction == pytest.approx(0.6)
 
 
@@ -52,13 +51,13 @@ def test_a_wait_inside_a_span_of_work_is_taken_out_of_it() -> None:
         span("all-reduce D", "network", 1, 9),
     ]
     found = overlap(trace_of(spans))
-    assert (found.network_s, found.beside_s, found.compute_s) == (8.0, 1.0, 3.0)
+    assert (found.busy_s, found.beside_s, found.compute_s) == (8.0, 1.0, 3.0)
 
 
 def test_ranks_are_summed_and_do_not_hide_each_other() -> None:
     busy, silent = [span("forward", "compute", 0, 4)], [span("pull", "network", 0, 4)]
     found = overlap(trace_of(busy, silent))
-    assert (found.network_s, found.beside_s, found.compute_s) == (4.0, 0.0, 4.0)
+    assert (found.busy_s, found.beside_s, found.compute_s) == (4.0, 0.0, 4.0)
 
 
 def test_without_traffic_there_is_no_fraction() -> None:
@@ -162,22 +161,12 @@ def batches(number: int) -> list[Span]:
     return [one for both in of_each for one in both]
 
 
-def schedule_colors(path: Path) -> set[int]:
-    """Which of the colours of batches the picture has."""
-    pixels = imread(path)[..., :3]
-    return {
-        number
-        for number, color in enumerate(BATCH_COLORS)
-        if (abs(pixels - to_rgb(color)).max(axis=2) < 0.01).sum() > 50
-    }
-
-
 def test_the_batches_asked_for_are_drawn_in_their_colours(tmp_path: Path) -> None:
     trace = trace_of(batches(6), batches(6))
     assert draw_schedule(trace, tmp_path / "a.png", title="t", batches=(1, 2)) == (1, 2)
-    assert schedule_colors(tmp_path / "a.png") == {1, 2}
+    assert colors_of(tmp_path / "a.png") == {1, 2}
     assert draw_schedule(trace, tmp_path / "b.png", title="t", batches=(4, 99)) == (4, 5)
-    assert schedule_colors(tmp_path / "b.png") == {4, 5}
+    assert colors_of(tmp_path / "b.png") == {4, 5}
 
 
 def test_without_a_wish_the_middle_is_drawn(tmp_path: Path) -> None:

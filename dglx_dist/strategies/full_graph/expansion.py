@@ -17,7 +17,7 @@ import numpy as np
 from numba import njit
 
 from dglx_dist.comm.session import SessionField
-from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.partition_book import submit_to_owners
 from dglx_dist.graph.row_kernels import number_distinct
@@ -231,12 +231,6 @@ def _induced_graph(structure: Structure, nodes: Array, seeds: Array) -> RawGraph
 
 
 @njit(cache=True, nogil=True)
-def _contains(value: int, ascending: Array) -> bool:
-    place = np.searchsorted(ascending, value)
-    return bool(place < len(ascending) and ascending[place] == value)
-
-
-@njit(cache=True, nogil=True)
 def _ranks_before(score: int, draw: np.uint64, other_score: int, other_draw: np.uint64) -> bool:
     return score > other_score or (score == other_score and bool(draw < other_draw))
 
@@ -265,7 +259,8 @@ def choose_external(
         fanout: -1 for all.
         stream: Key of the random numbers.
     """
-    chosen = np.empty(_max_chosen(indptr, fanout), np.int64)
+    most = indptr[-1] if fanout < 0 else np.minimum(np.diff(indptr), fanout).sum()
+    chosen = np.empty(most, np.int64)
     width = max(fanout, 0)
     best, best_draw = np.empty(width, np.int64), np.empty(width, np.uint64)
     best_score = np.empty(width, np.int64)
@@ -276,7 +271,9 @@ def choose_external(
         for edge in range(indptr[i], indptr[i + 1]):
             source = sources[edge]
             # Parallel edges do not raise the probability of a neighbour.
-            if (edge > indptr[i] and sources[edge - 1] == source) or _contains(source, taken):
+            place = np.searchsorted(taken, source)
+            is_taken = place < len(taken) and taken[place] == source
+            if is_taken or (edge > indptr[i] and sources[edge - 1] == source):
                 continue
             if fanout < 0:
                 chosen[total] = source
@@ -300,16 +297,6 @@ def choose_external(
             chosen[total] = best[slot]
             total += 1
     return chosen[:total]
-
-
-@njit(cache=True, nogil=True)
-def _max_chosen(indptr: Array, fanout: int) -> int:
-    if fanout < 0:
-        return indptr[-1]
-    total = 0
-    for i in range(len(indptr) - 1):
-        total += min(indptr[i + 1] - indptr[i], fanout)
-    return total
 
 
 @njit(cache=True, nogil=True)
@@ -602,17 +589,13 @@ def write_held(folder: Path, held: HeldNeighborhood) -> None:
 
 def read_held(folder: Path) -> HeldNeighborhood:
     """Map the arrays of :func:`write_held`; the files may be removed while the result is in use."""
-    arrays = {field.name: _mapped(folder / f"{field.name}.npy") for field in fields(KHopNeighborhood)}
-    return HeldNeighborhood(closure=KHopNeighborhood(**arrays), holders=_mapped(folder / f"{_HOLDERS}.npy"))
+    # Plain arrays, because Numba does not support np.memmap; they keep the mapping open.
+    arrays = {path.stem: np.load(path, mmap_mode="r").view(np.ndarray) for path in folder.iterdir()}
+    return HeldNeighborhood(holders=arrays.pop(_HOLDERS), closure=KHopNeighborhood(**arrays))
 
 
 def remove_held(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _mapped(path: Path) -> Array:
-    # A plain array, because Numba does not support np.memmap; it keeps the mapping open.
-    return np.load(path, mmap_mode="r").view(np.ndarray)
 
 
 AUTO = "auto"
@@ -640,7 +623,7 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, method: str, seed: int
     if num_ranks == 1 or num_rows == 0:
         return np.zeros(num_rows, dtype=np.int32)
     plugin = PARTITIONERS.get(check_split(method))
-    weights = _weights_for(plugin, closure)
+    weights = work_of_groups(closure) if plugin.max_constraints is None else {"work": closure.work}
     options = PartitionOptions(
         balance=tuple(weights) if "balance" in plugin.honours else (),
         tolerance=TOLERANCE if {"balance", "tolerance"} <= plugin.honours else {},
@@ -668,10 +651,6 @@ def work_of_groups(closure: KHopNeighborhood) -> dict[str, Array]:
         times = len(layers) - np.searchsorted(np.sort(layers), row, side="right")
         weights[f"layers_{number}"] = times * degrees
     return weights
-
-
-def _weights_for(plugin: type[Partitioner], closure: KHopNeighborhood) -> dict[str, Array]:
-    return work_of_groups(closure) if plugin.max_constraints is None else {"work": closure.work}
 
 
 def _edges_among_rows(closure: KHopNeighborhood) -> tuple[Array, Array]:

@@ -52,6 +52,9 @@ class MemoryTrace:
         """Return (A + 1,) int64 bytes in use before each allocation and after the last."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.row_bytes * counts[self.kinds])])
 
+    def peak(self, counts: Array) -> int:
+        return int(self.running(counts).max())
+
     def kept(self, counts: Array) -> Array:
         """Return (L + 1,) int64 bytes that forward keeps for backward, by layer; [0]: of no layer."""
         forward = slice(0, self.backward_at)
@@ -363,13 +366,13 @@ def estimate(plan: RankPlan, memory_trace: MemoryTrace, feature_bytes: int, *, a
         ahead: Number of plans loaded ahead, assumed to have the same size.
     """
     counts = counts_of(plan)
-    running, kept = memory_trace.running(counts), memory_trace.kept(counts)
+    kept = memory_trace.kept(counts)
     layers = tuple(
         LayerMemory(
             features=layer.own_rows * feature_bytes if number == 0 else 0,
             activations=int(kept[number + 1]) + (int(kept[0]) if number == 0 else 0),
             # Equal layers share one block.
-            structure=0 if number and layer is plan.layers[number - 1] else structure_bytes(layer),
+            structure=0 if number and layer is plan.layers[number - 1] else _structure_of(layer),
             halo=2 * sum(len(rows) for _, rows in layer.send) * int(memory_trace.exchanged[number]),
         )
         for number, layer in enumerate(plan.layers)
@@ -377,21 +380,24 @@ def estimate(plan: RankPlan, memory_trace: MemoryTrace, feature_bytes: int, *, a
     loaded = sum(layer.features + layer.structure for layer in layers)
     return MemoryEstimate(
         layers=layers,
-        gradients=max(int(running.max()) - int(kept.sum()), 0),
+        gradients=max(memory_trace.peak(counts) - int(kept.sum()), 0),
         optimizer=_OPTIMIZER_ROWS * memory_trace.parameter_bytes,
         ahead=ahead * loaded,
     )
 
 
-def structure_bytes(layer: HaloLayer) -> int:
+def structure_bytes(edges: int, sources: int, targets: int) -> int:
     """Return the bytes of a layer's plan and block, 8 for each of these numbers.
 
     Per edge: source and id, position with half as much spare capacity, and in source order, which backward
-    reads, target and position. Per source: offset and id. Per target: offset.
+    reads, target and position. Per source: offset and id. Per target, and per sent row: offset.
     """
-    per_edge = 8 * 2 + 12 + 8 * 2
+    return (8 * 2 + 12 + 8 * 2) * edges + 16 * sources + 8 * targets
+
+
+def _structure_of(layer: HaloLayer) -> int:
     sent = sum(len(rows) for _, rows in layer.send)
-    return per_edge * len(layer.indices) + 16 * layer.num_sources + 8 * (layer.targets + sent)
+    return structure_bytes(len(layer.indices), layer.num_sources, layer.targets + sent)
 
 
 def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, most: int) -> int:

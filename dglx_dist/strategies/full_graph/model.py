@@ -25,7 +25,7 @@ from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import Parts, Reduction, WrappedModel, find_share, gradient_weight
-from dglx_dist.strategies.data_parallel import broadcast_state, check_frozen, check_same_model
+from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.full_graph.halo_block import (
     EmptyPartition,
     HaloBlock,
@@ -33,7 +33,7 @@ from dglx_dist.strategies.full_graph.halo_block import (
     tie_gradient,
 )
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
-from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange, mark_output
+from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange, check_frozen, mark_output
 
 _NO_BLOCKS = tuple(kind for kind, known in CONVOLUTIONS.items() if not known.on_blocks)
 

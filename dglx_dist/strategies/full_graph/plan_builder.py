@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -45,7 +45,7 @@ from dglx_dist.strategies.full_graph.expansion import (
     split_rows,
     write_held,
 )
-from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, PlanSource, RankPlan, RowIndex, Sent
+from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, PlanSource, RankPlan, RowIndex
 
 PLAN = "plan"
 """Ledger phase of the ids that ranks exchange while planning."""
@@ -195,19 +195,14 @@ def grow_levels(
         sources = expander.sources()
         met = np.union1d(met, sources) if len(sources) else met
         if level >= hops:
-            expander.add(_requested_of_server(sources, level, leaders, exchange))
+            outgoing = {rank: [ids] for rank, ids in leaders.split(sources).items()}
+            incoming = exchange.exchange(f"rows of level {level}", outgoing, leaders.ranks)
+            expander.add(np.unique(np.concatenate([ids for (ids,) in incoming.values()])))
         else:
             # All sources met so far: at the levels above, rows of other servers were not added.
             expander.add(met)
         advance(1)
     return expander.finish()
-
-
-def _requested_of_server(sources: Array, level: int, leaders: ServerLeaders, exchange: PlanExchange) -> Array:
-    """Send the other servers the ids read from them; return the own ids that any server reads."""
-    outgoing: dict[int, Sequence[Array]] = {rank: [ids] for rank, ids in leaders.split(sources).items()}
-    incoming = exchange.exchange(f"rows of level {level}", outgoing, leaders.ranks)
-    return np.unique(np.concatenate([ids for (ids,) in incoming.values()]))
 
 
 @final
@@ -346,8 +341,13 @@ def finish_layers(
     sent = {rank: decode_requested_rows(own, message) for rank, message in received.items()}
     finished: list[HaloLayer] = []
     for number, layer in enumerate(layers):
-        same = number > 0 and layer is layers[number - 1] and _all_same_as_before(sent, number)
-        finished.append(finished[-1] if same else _finish(layer, number, sent))
+        same = number > 0 and layer is layers[number - 1]
+        pairs = ((rows[number - 1], rows[number]) for rows in sent.values() if number)
+        if same and all(one is other or not len(one) + len(other) for one, other in pairs):
+            finished.append(finished[-1])
+            continue
+        send = tuple((rank, rows[number]) for rank, rows in sorted(sent.items()) if len(rows[number]))
+        finished.append(replace(layer, send=send))
     return finished
 
 
@@ -380,18 +380,6 @@ def decode_requested_rows(own: RankRows, message: Sequence[Array]) -> list[Array
         assert not count or requested[-1].max() < own.counts[number], "requested rows of too low a level"
         first += count
     return requested
-
-
-def _all_same_as_before(sent: Mapping[int, list[Array]], number: int) -> bool:
-    return all(
-        rows[number] is rows[number - 1] or not len(rows[number]) + len(rows[number - 1])
-        for rows in sent.values()
-    )
-
-
-def _finish(layer: HaloLayer, number: int, sent: Mapping[int, list[Array]]) -> HaloLayer:
-    send: Sent = tuple((rank, rows[number]) for rank, rows in sorted(sent.items()) if len(rows[number]))
-    return replace(layer, send=send)
 
 
 MIN_NODES_FOR_PROGRESS = 1 << 17
@@ -432,7 +420,7 @@ class Planner:
         self._g, self._session = g, g.session
         topology = self._topology = g.session.topology
         policy = g.get_node_partition_policy(g.ntypes[0])
-        self._bounds = policy.bounds
+        self._bounds, self._owners = policy.bounds, RowOwners(policy.bounds, topology)
         self._leaders = ServerLeaders(
             ranks=tuple(topology.ranks_of_server(server)[0] for server in range(topology.num_servers)),
             server=topology.server,
@@ -478,18 +466,17 @@ class Planner:
     def _rows_of_server(self, request: PlanRequest, seeds: Array, job: int) -> HeldNeighborhood:
         members = self._topology.ranks_of_server(self._topology.server)
         folder = self._session.scratch / f"{self._label}-{job}"
-        if self._topology.rank == members[0]:
-            held = self._find_rows(request, seeds)
-            if len(members) > 1:
-                write_held(folder, held)
-                self._exchange.exchange("rows of the server", {}, members)
-                self._exchange.exchange("rows read", {}, members)
-                remove_held(folder)
-            return held
-        self._exchange.exchange("rows of the server", {}, members)
-        held = read_held(folder)
-        self._exchange.exchange("rows read", {}, members)
-        return held
+        held = self._find_rows(request, seeds) if self._topology.rank == members[0] else None
+        if held is not None and len(members) > 1:
+            write_held(folder, held)
+        if len(members) > 1:
+            self._exchange.exchange("rows of the server", {}, members)
+        found = read_held(folder) if held is None else held
+        if len(members) > 1:
+            self._exchange.exchange("rows read", {}, members)
+        if held is not None:
+            remove_held(folder)
+        return found
 
     def _find_rows(self, request: PlanRequest, seeds: Array) -> HeldNeighborhood:
         """On a leader: return the rows of the server, each assigned to one of its ranks."""
@@ -508,7 +495,7 @@ class Planner:
                 advance=advance,
             )
             if request.hops == 0:
-                holders = self._owners().rank_of(closure.nodes).astype(np.int32)
+                holders = self._owners.rank_of(closure.nodes).astype(np.int32)
             else:
                 local = split_rows(closure, len(members), request.split, self._session.seed)
                 holders = local.astype(np.int32) + np.int32(members[0])
@@ -539,7 +526,7 @@ class Planner:
     def _holders_of(self, ids: Array, hops: int, held: HeldNeighborhood) -> Array:
         """Return the ranks that hold the (k,) ascending ``ids`` of other servers; collective in a job."""
         if hops == 0:
-            return self._owners().rank_of(ids)
+            return self._owners.rank_of(ids)
         placement, topology = self._g.placement, self._topology
         ranks = range(topology.world_size)
         at = np.searchsorted(ids, self._bounds)
@@ -553,26 +540,10 @@ class Planner:
         holders = self._exchange.exchange("holders of rows", answers, ranks)
         return np.concatenate([np.empty(0, np.int64), *(holders[rank][0] for rank in requests)])
 
-    def _owners(self) -> RowOwners:
-        return RowOwners(self._bounds, self._topology)
 
-
-def make_plans(
-    g: DistGraph,
-    seeds: Ids,
-    num_layers: int,
-    hops: int,
-    *,
-    eas: Selection | None = None,
-    split: str = AUTO,
-    seeds_stay: bool = False,
-) -> RankPlan:
-    """Return this rank's plan; every rank must call it. See :class:`PlanRequest` and :meth:`Planner.plan`."""
-    return Planner(g).plan(
-        PlanRequest(
-            seeds=seeds, num_layers=num_layers, hops=hops, eas=eas, split=split, seeds_stay=seeds_stay
-        )
-    )
+def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: Any) -> RankPlan:
+    """Return this rank's plan; every rank must call it. ``options`` are further fields of a PlanRequest."""
+    return Planner(g).plan(PlanRequest(seeds=seeds, num_layers=num_layers, hops=hops, **options))
 
 
 def check_one_type(strategy: str, g: DistGraph) -> None:

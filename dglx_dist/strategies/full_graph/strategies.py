@@ -14,6 +14,8 @@ from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext
+from dglx_dist.strategies.full_graph import cost as costs
 from dglx_dist.strategies.full_graph.cooperative import (
     CooperativePlanner,
     CooperativePlans,
@@ -61,6 +63,7 @@ class FullGraph(Strategy):
         features="rows",
         exact=True,
         summary="activations of border nodes, and their gradients, at every layer; all gradients",
+        complexity=20,
     )
 
     read_options = staticmethod(partial(read_full_graph_options, FULL_GRAPH, known=COMMON, hops=0))
@@ -92,6 +95,14 @@ class FullGraph(Strategy):
         """
         return _wrap_model(FULL_GRAPH, model, g, self._options, reduction)
 
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+        return costs.exchanging_candidates(context)
+
+    @classmethod
+    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+        return costs.cost(candidate, known)
+
 
 @final
 class SharedPreload(Strategy):
@@ -112,6 +123,7 @@ class SharedPreload(Strategy):
         features="rows",
         exact=True,
         summary="features of the neighbourhood, once; activations of border nodes above it; all gradients",
+        complexity=30,
     )
 
     read_options = staticmethod(partial(read_full_graph_options, SHARED_PRELOAD, known=PRELOADING))
@@ -125,6 +137,14 @@ class SharedPreload(Strategy):
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
         return _wrap_model(SHARED_PRELOAD, model, g, self._options, reduction)
+
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+        return costs.preloading_candidates(context)
+
+    @classmethod
+    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+        return costs.cost(candidate, known)
 
 
 def _open_loader(
@@ -174,6 +194,7 @@ class Cooperative(Strategy):
         features="rows",
         exact=True,
         summary="features of each batch's neighbourhood; activations inside a server; all gradients",
+        complexity=40,
     )
 
     read_options = staticmethod(partial(read_cooperative_options, COOPERATIVE))
@@ -232,6 +253,14 @@ class Cooperative(Strategy):
         wrapped = HaloModel(model, g.session, reduction=reduction, bucket_bytes=self._options.bucket_bytes)
         _STATE.of(g.session).set_model(wrapped)
         return wrapped
+
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+        return costs.cooperative_candidates(context)
+
+    @classmethod
+    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+        return costs.cost(candidate, known)
 
 
 def _spec(request: LoaderRequest, options: CooperativeOptions, num_batches: int) -> CooperativeSpec:

@@ -733,7 +733,13 @@ class Pipeline:
             with self._part.placed(batch.leaves):
                 batch.rows = [spec.origin.rows(one) for one in group_batch.inputs]
                 given = [
-                    StageInput(block=one.block, x=x, edges=values, draws=self._draws(one, spec.origin))
+                    StageInput(
+                        block=one.block,
+                        x=x,
+                        edges=values,
+                        draws=self._draws(one, spec.origin),
+                        runs=spec.origin.runs,
+                    )
                     for one, x, values in zip(group_batch.inputs, batch.rows, edges, strict=True)
                 ]
                 batch.shares = compute_shares(layer, given, self._group, self._activations)

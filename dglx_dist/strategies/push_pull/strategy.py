@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -14,6 +14,8 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import Sync
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext
+from dglx_dist.strategies.push_pull import cost as costs
 from dglx_dist.strategies.push_pull.exchange import Group, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.input_layers import embeddings_of_all_nodes
@@ -40,6 +42,7 @@ class PushPull(Strategy):
         features="columns",
         exact=True,
         summary="partial activations of layer 1 and their gradients; structure of layer 1; other gradients",
+        complexity=10,
     )
 
     read_options = staticmethod(read_push_pull_options)
@@ -68,6 +71,14 @@ class PushPull(Strategy):
             store = ColumnStore({}, group, self._session)
         _check_floats(store)
         return PushPullModel(model, g, store, group, self._options, reduction=reduction)
+
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+        return costs.candidates(context)
+
+    @classmethod
+    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+        return costs.cost(candidate, known)
 
     def _open_loader(
         self, inner_class: Any, g: DistGraph, seeds: Any, sampler: Any, loader_options: Mapping[str, Any]

@@ -13,8 +13,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import SplittableConv
 from dglx_dist.strategies.base import Parts, Reduction, WrappedModel, find_share, gradient_weight
-from dglx_dist.strategies.data_parallel import broadcast_state, check_frozen, check_same_model
-from dglx_dist.strategies.gradient_sync import BufferMeans, mark_output
+from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
+from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen, mark_output
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 from dglx_dist.strategies.push_pull.input_layers import InputModule, InputProvenance

@@ -5,14 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, final
 
 import numpy as np
 import torch
+from dgl.nn import GATConv
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.base import DeclaredStage, Declares
+from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.layers.dropout import NodeDropout
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Json
@@ -30,7 +34,7 @@ from dglx_dist.serverless.program import (
 )
 from dglx_dist.serverless.stages.base import VertexStage, vertex_stage
 from dglx_dist.serverless.stages.conv import MAX_STAGES
-from dglx_dist.strategies.serverless.probe import IDENTITY, DeclaredStage, Declares, RowFunction, probe_block
+from dglx_dist.strategies.serverless.probe import IDENTITY, RowFunction, probe_block
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -60,13 +64,11 @@ class EdgeFactor:
 
 FACTOR_OF_NORM = {
     "sum": EdgeFactor(),
-    "none": EdgeFactor(),
     "mean": EdgeFactor(target="whole"),
-    "right": EdgeFactor(target="whole"),
     "left": EdgeFactor(source="whole"),
     "both": EdgeFactor(target="root", source="root"),
 }
-"""By the names of ``DeclaredStage.around`` and of ``norm`` in ``dgl.nn.GraphConv``."""
+"""By the names of ``DeclaredStage.around``."""
 
 
 def edge_values(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: np.dtype[np.floating]) -> Array:
@@ -426,57 +428,6 @@ class Layer(ABC):
 
 
 @final
-class GraphConvLayer(Layer):
-    """``dgl.nn.GraphConv``: every norm, with or without a weight."""
-
-    def __init__(self, name: str, module: Any) -> None:
-        width, weight = int(module._in_feats), module.weight
-        super().__init__(name, module, width, (width if weight is None else int(module._out_feats),))
-        self.own_function = module._activation
-        self.inputs_first = () if weight is None else (weight,)
-        self._check_parameters(weight, module.bias)
-
-    def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        factor = replace(FACTOR_OF_NORM[self.module._norm], column=edge_column)
-        weight, bias, out = self.module.weight, self.module.bias, int(self.module._out_feats)
-        config: dict[str, Json] = {"width": out} if weight is None else {"in": self.width, "out": out}
-        config |= {"bias": bias is not None, "activation": then.activation.json()}
-        weights = [one for one in (weight, bias) if one is not None]
-        stage = "rows" if weight is None else "dense"
-        builder.vertex(stage, config, [builder.gather(factor).name], {"h": out}, weights)
-
-
-@final
-class SageLayer(Layer):
-    """``dgl.nn.SAGEConv`` with the mean aggregator."""
-
-    dropouts = ("feat_drop",)
-
-    def __init__(self, name: str, module: Any) -> None:
-        super().__init__(name, module, int(module.fc_neigh.in_features), (int(module.fc_neigh.out_features),))
-        if module._aggre_type != "mean":
-            self.refuse(f"has the aggregator {module._aggre_type!r}, but stages know 'mean' only; use it")
-        if module.norm is not None:
-            self.refuse("has a norm, which no stage knows; leave it out")
-        if module.fc_self.in_features != module.fc_neigh.in_features:
-            self.refuse("has one width for sources and another for destinations; give it one")
-        self.own_function = module.activation
-        self._check_parameters(module.fc_self.weight, module.fc_neigh.weight, module.fc_self.bias)
-
-    def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        # GA, AV.
-        builder.drop(self.module.feat_drop.p)
-        own, bias = builder.rows(), self.module.fc_self.bias
-        around = builder.gather(EdgeFactor(target="whole", column=edge_column))
-        out = int(self.module.fc_neigh.out_features)
-        config: dict[str, Json] = {"in": self.width, "out": out, "bias": bias is not None}
-        config["activation"] = then.activation.json()
-        weights = [self.module.fc_self.weight, self.module.fc_neigh.weight]
-        weights += [] if bias is None else [bias]
-        builder.vertex("sage", config, [around.name, own.name], {"h": out}, weights)
-
-
-@final
 class GatLayer(Layer):
     """``dgl.nn.GATConv``, with every kind of residual."""
 
@@ -580,10 +531,16 @@ class DropoutLayer(Layer):
 
 @final
 class DeclaredLayer(Layer):
-    """A module that declares its stage."""
+    """A module that declares its stage, or whose stage ``layers.convolutions`` knows."""
 
-    def __init__(self, name: str, module: Any) -> None:
-        self._declared = declared = module.vertex_stage()
+    def __init__(self, name: str, module: Any, declare: Callable[[Any], DeclaredStage] | None = None) -> None:
+        self.name, self.module = name, module
+        try:
+            self._declared = declared = module.vertex_stage() if declare is None else declare(module)
+        except ConfigError as refused:
+            self.refuse(str(refused))
+        self.dropouts = (declared.dropout,) if declared.dropout else ()
+        self.own_function = declared.activation
         stage = vertex_stage(declared.stage, declared.config)
         super().__init__(name, module, max(stage.input_widths, default=0), stage.output_widths)
         inputs = (declared.around is not None) + declared.own
@@ -598,9 +555,11 @@ class DeclaredLayer(Layer):
         self._check_parameters(*self._weights)
         # Of a square weight both orientations have the same shape.
         self.inputs_first = tuple(
-            weight for weight in self._weights if weight.shape == (self.width, *stage.output_widths)
+            weight
+            for weight in self._weights
+            if declared.inputs_first is not False and weight.shape == (self.width, *stage.output_widths)
         )
-        if not declared.depends_on_the_graph:
+        if declare is None and not declared.depends_on_the_graph:
             check_declared(name, module, declared, stage)
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
@@ -614,6 +573,8 @@ class DeclaredLayer(Layer):
             config["activation"] = then.activation.json()
         if edge_column is not None and declared.around is None:
             self.refuse("is given edge weights, but uses no edges; leave them out")
+        if declared.dropout:
+            builder.drop(self.module.get_submodule(declared.dropout).p)
         own, inputs = builder.rows(), []
         if declared.around is not None:
             factor = replace(FACTOR_OF_NORM[declared.around], column=edge_column)
@@ -623,15 +584,21 @@ class DeclaredLayer(Layer):
         builder.vertex(declared.stage, config, inputs, {"h": width}, self._weights)
 
 
-_OF_DGL: Mapping[str, Callable[[str, Any], Layer]] = MappingProxyType(
-    {"GraphConv": GraphConvLayer, "SAGEConv": SageLayer, "GATConv": GatLayer}
-)
-_OF_TORCH: Mapping[type, Callable[[str, Any], Layer]] = MappingProxyType(
-    {nn.Linear: LinearLayer, nn.LayerNorm: NormLayer}
+_OF_CLASS: Mapping[type, Callable[[str, Any], Layer]] = MappingProxyType(
+    {
+        **{
+            kind: partial(DeclaredLayer, declare=known.on_workers)
+            for kind, known in CONVOLUTIONS.items()
+            if known.on_workers is not None
+        },
+        GATConv: GatLayer,
+        nn.Linear: LinearLayer,
+        nn.LayerNorm: NormLayer,
+    }
 )
 KNOWN_LAYERS = (
-    f"dgl.nn.{', '.join(_OF_DGL)} (SAGEConv with 'mean'), nn.Linear, nn.LayerNorm, nn.Dropout, and modules "
-    "with vertex_stage()"
+    f"dgl.nn.{', '.join(kind.__name__ for kind in _OF_CLASS if kind in CONVOLUTIONS)} "
+    "(SAGEConv with 'mean'), nn.Linear, nn.LayerNorm, nn.Dropout, and modules with vertex_stage()"
 )
 
 
@@ -649,8 +616,8 @@ def layer_of(name: str, module: nn.Module) -> Layer | None:
     if isinstance(module, Declares):
         return DeclaredLayer(name, module)
     kind = type(module)
-    if kind in _OF_TORCH:
-        return _OF_TORCH[kind](name, module)
+    if kind in _OF_CLASS:
+        return _OF_CLASS[kind](name, module)
     if is_dropping(module):
         if kind not in (nn.Dropout, NodeDropout):
             raise ConfigError(
@@ -663,8 +630,6 @@ def layer_of(name: str, module: nn.Module) -> Layer | None:
             f"{name!r}, {kind.__name__}, takes means over all nodes, and workers know the rows of one "
             "interval; use nn.LayerNorm, or strategy='data_parallel'"
         )
-    if kind.__module__.startswith("dgl.") and kind.__name__ in _OF_DGL:
-        return _OF_DGL[kind.__name__](name, module)
     if any(base.__module__.startswith("dgl.nn.") for base in kind.__mro__):
         raise ConfigError(
             f"layer {name!r}, {kind.__name__}, is not known to workers; known are {KNOWN_LAYERS}. Give it "

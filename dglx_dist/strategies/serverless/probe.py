@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from functools import partial
+from typing import Any, Literal, Protocol, TypeAlias
 
-import dgl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.tracer import MODEL_ERRORS, random_block, restored, stand_ins
 from dglx_dist.serverless.json_fields import Json
-from dglx_dist.serverless.stages.base import Config
 
 Merge: TypeAlias = Literal["none", "flatten", "mean"]
 """How the heads of (n, K, H) rows are merged."""
@@ -143,51 +143,7 @@ def _activations(z: Tensor, rows: Tensor, merge: Callable[[Tensor], Tensor]) -> 
             yield Activation(name, key, round(fitted, digits))
 
 
-Around: TypeAlias = Literal["sum", "mean", "left", "both"]
-"""Sum over in-neighbours: plain, divided by the node's in-degree, by the sources' out-degrees, or by the
-square roots of both, as ``norm`` of ``dgl.nn.GraphConv``. Degrees of 0 count as 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeclaredStage:
-    """A layer as a sum over in-edges, computed by graph servers, and a stage, computed by workers."""
-
-    stage: str
-    """Name in the registry of stages: see ``dglx_dist.serverless.stages.base.register_stage``."""
-    config: Config
-    """Configuration of the stage; JSON values."""
-    weights: tuple[str, ...]
-    """Names of the module's parameters, in the order in which the stage declares its weights."""
-    around: Around | None = "sum"
-    """The sum that is the stage's first input; None: the layer uses no neighbours."""
-    own: bool = False
-    """Whether the node's own row is the stage's next input; without ``around`` it is the only one."""
-    depends_on_the_graph: bool = False
-    """Whether the module reads the distributed graph, so it cannot be compared with its stage."""
-    takes_activation: bool = False
-    """Whether an activation after the layer may be put into ``config`` as ``activation``."""
-
-
-@runtime_checkable
-class Declares(Protocol):
-    """A module, called as ``layer(block, h)``, that declares an equivalent stage."""
-
-    def vertex_stage(self) -> DeclaredStage:
-        """Return the stage; both must return (num_dst, width), with the same gradients."""
-        ...
-
-
 NUM_NODES, NUM_EDGES = 12, 40
-_MODEL_ERRORS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    AssertionError,
-    dgl.DGLError,
-)
-"""Errors of a model that does not support the call."""
 
 
 class Probed(Protocol):
@@ -257,10 +213,14 @@ def probe(
     blocks = [probe_block(generator, dtype, edge_columns) for layer in layers if layer.takes_block]
     x = torch.randn(NUM_NODES, width, dtype=dtype, generator=generator)
     recorder = _Recorder(blocks, layers, generator)
-    with _restored(model, training), torch.random.fork_rng(devices=[]), recorder.layers_replaced(model):
+    with (
+        restored(model, training=training),
+        torch.random.fork_rng(devices=[]),
+        recorder.layers_replaced(model),
+    ):
         try:
             result = model(blocks, x)
-        except _MODEL_ERRORS as error:
+        except MODEL_ERRORS as error:
             raise ConfigError(
                 f"the model could not be called as model(blocks, x) with {len(blocks)} blocks and x of "
                 f"{width} columns: {type(error).__name__}: {error}; make it support this call, or use "
@@ -281,35 +241,21 @@ class _Recorder:
 
     @contextmanager
     def layers_replaced(self, model: nn.Module) -> Iterator[None]:
-        kept = [(layer.module, layer.module.__dict__.get("forward")) for layer in self._layers]
         inside = {id(module) for layer in self._layers for module in layer.module.modules()}
-        hooks = [
-            module.register_forward_pre_hook(self._name_recorder(name, module))
-            for name, module in model.named_modules()
-            if id(module) not in inside and not any(module.children())
-        ]
-        try:
-            for place, layer in enumerate(self._layers):
-                layer.module.__dict__["forward"] = self._stand_in(place, layer)
+        stand_in = {layer.module: self._stand_in(place, layer) for place, layer in enumerate(self._layers)}
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                if id(module) not in inside and not any(module.children()):
+                    note = partial(self._between.append, f"{type(module).__name__} {name!r}")
+                    stack.callback(module.register_forward_pre_hook(lambda *_, note=note: note()).remove)
+            stack.enter_context(stand_ins(stand_in))
             yield
-        finally:
-            for module, forward in kept:
-                del module.__dict__["forward"]
-                if forward is not None:
-                    module.__dict__["forward"] = forward
-            for hook in hooks:
-                hook.remove()
 
     def take_modules(self) -> tuple[str, ...]:
         """Return the modules called since the last call of this method."""
-        found, self._between = tuple(self._between), []
+        found = tuple(self._between)
+        self._between.clear()
         return found
-
-    def _name_recorder(self, name: str, module: nn.Module) -> Callable[[nn.Module, Any], None]:
-        def note(_module: nn.Module, _given: Any) -> None:
-            self._between.append(f"{type(module).__name__} {name!r}")
-
-        return note
 
     def _stand_in(self, place: int, layer: Probed) -> Callable[..., Tensor]:
         def call(*given: Any, **named: Any) -> Tensor:
@@ -394,31 +340,8 @@ class _Recorder:
 def probe_block(
     generator: torch.Generator, dtype: torch.dtype, edge_columns: Mapping[str, tuple[int, ...]]
 ) -> Any:
-    """Return a random block whose destinations are all its sources, in the same order.
-
-    Args:
-        edge_columns: Its edge data, with the shape of one row.
-    """
-    # Every node has an in-edge, because some convolutions require one.
-    loops = torch.arange(NUM_NODES)
-    ends = torch.randint(NUM_NODES, (2, NUM_EDGES), generator=generator)
-    block = dgl.create_block((torch.cat([loops, ends[0]]), torch.cat([loops, ends[1]])), NUM_NODES, NUM_NODES)
-    block.srcdata[dgl.NID] = block.dstdata[dgl.NID] = loops
+    """Return a random block whose destinations are all its sources, with edge data of these row shapes."""
+    block = random_block(NUM_NODES, NUM_NODES, NUM_EDGES, generator)
     for name, shape in edge_columns.items():
         block.edata[name] = torch.rand((block.num_edges(), *shape), dtype=dtype, generator=generator)
     return block
-
-
-@contextmanager
-def _restored(model: nn.Module, training: bool) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._NormBase)]
-    means = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for buffer, before in means:
-            buffer.copy_(before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext
+from dglx_dist.strategies.serverless import cost as costs
 from dglx_dist.strategies.serverless.options import read_settings
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ class Lambda(Strategy):
         features="rows",
         exact=True,
         summary="features of ghosts once; boundary rows and their gradients; rows and weights to workers",
+        own_loop=False,
+        complexity=50,
     )
 
     read_options = staticmethod(read_settings)
@@ -57,3 +61,11 @@ class Lambda(Strategy):
                 "leave it out, and divide the learning rate instead"
             )
         return LambdaModel(model, g, self._settings)
+
+    @classmethod
+    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+        return costs.candidates(context)
+
+    @classmethod
+    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+        return costs.cost(candidate, known)

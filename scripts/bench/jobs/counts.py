@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-
 from dglx_dist.api import DataLoader, init
 from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.cli.plan_job import cluster_of, constraints_of, measured
@@ -16,9 +14,11 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.split import marked_ids, node_split
 from dglx_dist.planner.choose import choose
-from dglx_dist.planner.records import Candidate, Choice, Rate
-from dglx_dist.planner.workload import Draws, Survey, count_rank, summed
-from dglx_dist.records import FEATURE, LABEL, NODE_TYPE
+from dglx_dist.planner.records import Choice, Rate
+from dglx_dist.planner.workload import count_rank, row_sizes, summed
+from dglx_dist.records import NODE_TYPE
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.cost import Candidate, Draws, Survey
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.jobs.train import model_of, sampler_of
 from scripts.bench.simulate import calibrate
@@ -31,16 +31,7 @@ _BATCHES = 2
 
 
 def calibrate_compute(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
-    """Return ``ComputeCost.to_json()`` of the model on the dataset; one process with one thread runs it.
-
-    Args:
-        params: Those of the job ``train``.
-        context: Of the only rank.
-
-    Raises:
-        ConfigError: a parameter is unknown or out of range.
-        StorageError: the dataset is missing or damaged.
-    """
+    """Return ``ComputeCost.to_json()`` of the job ``train``; one process with one thread."""
     told = read_params(TrainParams, params)
     with init(timeout=context.timeout_s, seed=told.seed) as session:
         g = DistGraph(told.data, session=session)
@@ -58,14 +49,7 @@ def calibrate_compute(params: Mapping[str, Any], context: JobContext) -> dict[st
 def survey(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
     """Return the fields of a :class:`Survey` by name of a run; one process counts them all.
 
-    Args:
-        params: Name to ``train``: parameters of the job ``train``; and ``servers``: on how many it will run,
-            one rank on each.
-        context: Of the only rank.
-
-    Raises:
-        ConfigError: a parameter is unknown or out of range.
-        StorageError: a dataset is missing or damaged.
+    ``params``: name to ``train``, parameters of the job ``train``, and ``servers``, each of one rank.
     """
     return {name: asdict(_survey(one, context)) for name, one in params.items()}
 
@@ -87,31 +71,21 @@ def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
         seeds = marked_ids(g.ndata["train_mask"], g.num_nodes())
         found = summed(
             [count_rank(g, draws, seeds, (topology, bounds)) for topology in ranks],
-            row_bytes={name: _row_bytes(g, name) for name in (FEATURE, LABEL)},
             # With each tensor goes a flag of one element, that somebody has its gradient.
-            parameter_bytes=sum(
-                (one.numel() + 1) * one.element_size() for one in model_of(told, g).parameters()
+            row_sizes(
+                g,
+                sum((one.numel() + 1) * one.element_size() for one in model_of(told, g).parameters()),
+                partitioned=told.structure == "partitioned",
             ),
-            partitioned=told.structure == "partitioned",
         )
         g.close()
     return found
 
 
-def _row_bytes(g: DistGraph, name: str) -> int:
-    column = g.ndata[name]
-    return int(np.prod(column.shape[1:], dtype=np.int64)) * column.dtype.itemsize
-
-
 def plan(params: Mapping[str, Any], _context: JobContext) -> dict[str, Any]:
     """Return by name and rate: ``chosen``, and ``ways``, what each that fits is and is predicted to take.
 
-    Args:
-        params: Name to ``plan``, fields of :class:`PlanConfig`, and ``rates`` between servers.
-
-    Raises:
-        ConfigError: a field is out of range, or the dataset lacks something.
-        StorageError: a dataset is missing or damaged.
+    ``params``: name to ``plan``, fields of :class:`PlanConfig`, and ``rates`` between servers.
     """
     return {name: _choices(one) for name, one in params.items()}
 
@@ -133,7 +107,8 @@ def _choices(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_compared(one: Candidate, unit: str) -> bool:
     # Workers on the cores of their servers only slow each other down, and jobs of the bench have no cache.
-    return one.exact and one.unit == unit and one.moves != "intervals" and one.cache is None
+    own_loop = STRATEGIES.get(one.strategy).traits.own_loop
+    return one.exact and one.unit == unit and own_loop and one.cache is None
 
 
 def _in_json(choice: Choice) -> dict[str, Any]:
@@ -143,7 +118,7 @@ def _in_json(choice: Choice) -> dict[str, Any]:
             one.candidate.name: {
                 "strategy": one.candidate.strategy,
                 "options": dict(one.candidate.options),
-                "whole": one.candidate.scheme is not None,
+                "whole": bool(one.candidate.works),
                 "seconds": one.epoch_seconds,
                 "bytes": one.inter_server_bytes + one.intra_server_bytes if one.bytes_exact else None,
             }

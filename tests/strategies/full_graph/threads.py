@@ -1,10 +1,11 @@
-"""Ranks as threads of one process, whose autograd graph spans them all; plans worked out plainly."""
+"""Ranks as threads of one process, whose autograd graph spans them all."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import dgl
@@ -12,8 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dglx_dist.graph.structure import ReplicatedStructure
+from dglx_dist.records import EDGE_TYPE
+from dglx_dist.strategies.full_graph.expansion import HeldNeighborhood, NeighborhoodExpander
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
+from dglx_dist.strategies.full_graph.plan_builder import (
+    decode_requested_rows,
+    encode_requested_rows,
+    own_rows,
+    read_layers,
+)
 
 TIMEOUT_S = 20.0
 
@@ -39,70 +49,39 @@ def whole_graph() -> dgl.DGLGraph:
 def plans_of(
     g: dgl.DGLGraph, seeds: np.ndarray, num_layers: int, owner: np.ndarray = OWNER
 ) -> list[RankPlan]:
-    """Plans with hops = 0: each rank computes its own nodes, and asks for all other sources."""
+    """Plans of ranks that compute their own nodes; test_plan_builder.py has the check of such plans."""
     src, dst = (ends.numpy() for ends in g.edges())
-    needed = [np.unique(seeds)]
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(dst, minlength=len(owner)))])
+    structure = ReplicatedStructure(EDGE_TYPE, len(owner), indptr, src)
+    expander = NeighborhoodExpander(structure, np.unique(seeds))
     for _ in range(num_layers):
-        needed.insert(0, np.union1d(needed[0], src[np.isin(dst, needed[0])]))
-    return [_plan(rank, src, dst, needed, owner) for rank in range(int(owner.max()) + 1)]
-
-
-def _plan(
-    rank: int, src: np.ndarray, dst: np.ndarray, needed: list[np.ndarray], owner: np.ndarray
-) -> RankPlan:
-    layers = []
-    for level in range(1, len(needed)):
-        own, targets = (_rows(rank, needed, at, owner) for at in (level - 1, level))
-        edges = [np.flatnonzero(dst == node) for node in targets]
-        edge_ids = np.concatenate([*edges, np.empty(0, np.int64)]).astype(np.int64)
-        halo = _halo(rank, src, dst, needed, level, owner)
-        place = {node: n for n, node in enumerate([*own, *halo])}
-        peers = sorted(set(owner.tolist()) - {rank})
-        send = []
-        for peer in peers:
-            wanted = _halo(peer, src, dst, needed, level, owner)
-            rows = [place[node] for node in wanted if owner[node] == rank]
-            if rows:
-                send.append((peer, np.array(rows, np.int64)))
-        counts = [(peer, int((owner[halo] == peer).sum())) for peer in peers]
-        layers.append(
-            HaloLayer(
-                own_rows=len(own),
-                targets=len(targets),
-                indptr=np.cumsum([0, *map(len, edges)]).astype(np.int64),
-                indices=np.array([place[node] for node in src[edge_ids]], np.int64),
-                edge_ids=edge_ids,
-                halo_nodes=halo,
-                receive=tuple((peer, count) for peer, count in counts if count),
-                send=tuple(send),
+        expander.add(expander.sources())
+    closure, ranks = expander.finish(), range(int(owner.max()) + 1)
+    held = HeldNeighborhood(closure=closure, holders=owner[closure.nodes].astype(np.int32))
+    own = [own_rows(held, rank) for rank in ranks]
+    read = [read_layers(own[rank], held, num_layers, (0, len(owner)), rank, np.zeros_like) for rank in ranks]
+    plans = []
+    for rank in ranks:
+        asked = {
+            other: decode_requested_rows(own[rank], encode_requested_rows(read[other], rank))
+            for other in ranks
+        }
+        layers = tuple(
+            replace(layer, send=tuple((other, rows[n]) for other, rows in asked.items() if len(rows[n])))
+            for n, layer in enumerate(read[rank])
+        )
+        nodes = own[rank].nodes
+        plans.append(
+            RankPlan(
+                nodes=nodes,
+                layers=layers,
+                hops=0,
+                server_nodes=len(nodes),
+                inner_nodes=int((owner == rank).sum()),
+                external_nodes=0,
             )
         )
-    nodes = _rows(rank, needed, 0, owner)
-    inner = int((owner == rank).sum())
-    return RankPlan(
-        nodes=nodes,
-        layers=tuple(layers),
-        hops=0,
-        server_nodes=len(nodes),
-        inner_nodes=inner,
-        external_nodes=0,
-    )
-
-
-def _rows(rank: int, needed: list[np.ndarray], level: int, owner: np.ndarray) -> np.ndarray:
-    """Own nodes that level needs, those of later levels first."""
-    mine = [nodes[owner[nodes] == rank] for nodes in needed]
-    last = {node: at for at, nodes in enumerate(mine) for node in nodes.tolist()}
-    return np.array(sorted(mine[level].tolist(), key=lambda node: (-last[node], node)), np.int64)
-
-
-def _halo(
-    rank: int, src: np.ndarray, dst: np.ndarray, needed: list[np.ndarray], level: int, owner: np.ndarray
-) -> np.ndarray:
-    targets = _rows(rank, needed, level, owner)
-    sources = np.unique(src[np.isin(dst, targets)])
-    foreign = sources[owner[sources] != rank]
-    return foreign[np.lexsort((foreign, owner[foreign]))].astype(np.int64)
+    return plans
 
 
 class FakeExchange:

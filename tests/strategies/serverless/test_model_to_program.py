@@ -17,12 +17,12 @@ from torch import Tensor, nn
 import dglx_dist as dx
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.base import DeclaredStage
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
 from dglx_dist.serverless.program import Edge, Gather, Scatter, Vertex
 from dglx_dist.serverless.stages.base import STAGES, register_stage
 from dglx_dist.strategies.serverless.layer_kinds import FACTOR_OF_NORM, EdgeFactor, edge_values
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of, find_layers
-from dglx_dist.strategies.serverless.probe import DeclaredStage
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
 from tests.serverless.programs import PlainRun
@@ -550,5 +550,5 @@ def test_values(folder: Path) -> None:
 
 
 def test_sums_need_no_values() -> None:
-    assert FACTOR_OF_NORM["none"].is_one
-    assert not FACTOR_OF_NORM["right"].is_one
+    assert FACTOR_OF_NORM["sum"].is_one
+    assert not FACTOR_OF_NORM["mean"].is_one

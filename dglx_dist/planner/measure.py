@@ -1,0 +1,226 @@
+"""Counting of an epoch and timing of the model: in one process for a planned run, or in a running job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from dglx_dist.comm.collectives import gather_json, run_on_all_ranks
+from dglx_dist.comm.topology import silence_profiler
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.partition_book import Placement
+from dglx_dist.graph.split import marked_ids
+from dglx_dist.planner.expected import ASSUMPTIONS
+from dglx_dist.planner.model_shape import topology_of
+from dglx_dist.planner.profile import (
+    batch_trials,
+    busy_cores,
+    log,
+    measured_rates,
+    time_batches,
+    time_bytes,
+    time_on_plans,
+)
+from dglx_dist.planner.workload import (
+    TRAIN_MASK,
+    count_batches,
+    row_sizes,
+    stats_of_dataset,
+    stats_of_manifest,
+)
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
+from dglx_dist.strategies.cost import (
+    Cluster,
+    Draws,
+    Measured,
+    MemoryModel,
+    ModelShape,
+    PartitionContext,
+    PlannedRun,
+    Rates,
+    Work,
+)
+from dglx_dist.strategies.full_graph.memory_estimate import trace_memory
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+PROGRAM_BYTES = 690 * 10**6
+"""Of a rank that has imported everything, compiled its kernels and evaluated once (torch 2.13, Linux)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig:
+    """What to count and measure."""
+
+    cluster: Cluster
+    draws: Draws | None
+    """Mini-batches; None: not requested."""
+    works: tuple[Work, ...]
+    caches: tuple[float, ...] = ()
+    partitioned: bool = False
+    """Whether servers will ask each other for in-edges."""
+    in_job: bool = False
+    """Whether the ranks of the session are those of the cluster and count together; False: this process
+    counts for all of them."""
+    program_bytes: int = PROGRAM_BYTES
+    """Memory of a rank before it opens a graph; larger if this process is a rank and uses more."""
+    clock: Callable[[], float] = time.perf_counter
+    """For timing: the thread's if it computes alone, so that other programs are not counted."""
+    other_ranks: int = 0
+    """Ranks that compute on the same machine at the same time and share its memory."""
+    epoch: int = 1
+    assumptions: tuple[str, ...] = ()
+
+
+def measure(
+    g: DistGraph,
+    module: nn.Module,
+    shape: ModelShape,
+    config: MeasureConfig,
+    notify: Callable[[str], None] | None = None,
+) -> Measured:
+    """Count and measure; in a job collective, and all ranks get the same.
+
+    Args:
+        g: Of one node and edge type, with features, labels and training nodes. Outside of a job its session
+            has one rank, and it has the whole graph's structure.
+        module: Called as ``module(blocks, features)``; not changed.
+        shape: Of it.
+        config: What to count.
+        notify: Called with a description of each step.
+
+    Raises:
+        ConfigError: the graph lacks data, has fewer parts than servers, or the model fails on it.
+        PeerError: a rank is dead or silent.
+    """
+    notify = notify or (lambda _: None)
+    notify("figures of the graph")
+    run = _run_of(g, len(shape.layers), config)
+    batches, per_edge = None, 0.0
+    if config.draws is not None:
+        notify("batches of all ranks")
+        sizes = row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
+        batches, per_edge = count_batches(run, config.draws, config.caches, sizes, config.clock)
+    notify("the model on some batches")
+    with busy_cores(config.other_ranks):
+        rates, plan_rates = _rates(run, module, shape, config, per_edge)
+    assumptions = config.assumptions
+    for work in config.works:
+        notify(work.describe(run.num_layers))
+        run.works[work] = work.count(run)
+        if run.works[work] is None:
+            run.works[work] = work.estimate(run.graph, config.cluster, run.num_layers)
+            said = f"plans of whole graphs are too large to be counted: {ASSUMPTIONS[0]}"
+            assumptions = tuple(dict.fromkeys((*assumptions, said)))
+    programs = [int(str(one)) for one in gather_json(config.program_bytes, g.session)]
+    whole = bool(config.works)
+    return Measured(
+        graph=run.graph,
+        shape=shape,
+        cluster=config.cluster,
+        rates=rates,
+        memory=MemoryModel(
+            graph=run.graph,
+            shape=shape,
+            cluster=config.cluster,
+            program_bytes=max(PROGRAM_BYTES, *programs),
+            replicated=not config.partitioned,
+            of_batches=_traced_memory(module, shape, with_halo=False),
+            of_graphs=_traced_memory(module, shape, with_halo=True) if whole else None,
+        ),
+        batches=batches,
+        works=run.works,
+        structure_partitioned=config.partitioned,
+        epoch=config.epoch,
+        plan_rates=plan_rates,
+        assumptions=assumptions,
+        draws=config.draws,
+    )
+
+
+def _run_of(g: DistGraph, num_layers: int, config: MeasureConfig) -> PlannedRun:
+    manifest, cluster = g.dataset.manifest, config.cluster
+    topology = g.session.topology if config.in_job else topology_of(cluster.servers, cluster.ranks_per_server)
+    bounds = Placement(manifest.num_parts, topology).server_offsets(manifest.node_offsets[NODE_TYPE])
+    seeds = marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
+    return PlannedRun(
+        g=g,
+        partition=PartitionContext(
+            structure=g.structure(), bounds=bounds, topology=topology, seed=g.session.seed
+        ),
+        seeds=seeds,
+        graph=stats_of_manifest(manifest, cluster.servers, len(seeds))
+        if config.in_job
+        else stats_of_dataset(g.dataset, cluster.servers),
+        cluster=cluster,
+        num_layers=num_layers,
+        in_job=config.in_job,
+    )
+
+
+def _rates(
+    run: PlannedRun, module: nn.Module, shape: ModelShape, config: MeasureConfig, per_edge: float
+) -> tuple[Rates, Rates | None]:
+    """Return the rates of steps on mini-batches, and on whole graphs; collective."""
+    session, layers, clock = run.g.session, run.num_layers, config.clock
+    byte_seconds = time_bytes(run.g, _owned(run), clock)
+    every: Sequence[Any] = gather_json(byte_seconds, session)
+    slowest = float(max(one[0] for one in every)), float(max(one[1] for one in every))
+
+    def of_all(tried: tuple[Array, Array, float] | None) -> Rates | None:
+        local = None if tried is None else [tried[0].tolist(), tried[1].tolist(), tried[2]]
+        found: Sequence[Any] = gather_json(local, session)
+        if any(one is None for one in found):
+            return None
+        ranks = [(np.array(work), np.array(seconds), float(fresh)) for work, seconds, fresh in found]
+        return measured_rates(ranks, slowest, per_edge, layers)
+
+    trials = next((found for work in config.works if (found := list(work.trials(run)))), [])
+    plan_rates = of_all(time_on_plans(module, shape, trials, clock)) if trials else None
+    if config.draws is None and plan_rates is not None:
+        return plan_rates, plan_rates
+    whole = plan_rates is None and bool(config.works)
+    batches = list(batch_trials(run.g, run.seeds, config.draws, layers, whole=whole))
+
+    def timed() -> tuple[Array, Array, float]:
+        return time_batches(module, shape, batches, clock=clock)
+
+    # A model that fails on one rank alone must not leave the others waiting.
+    rates = of_all(run_on_all_ranks(session, timed, ConfigError))
+    assert rates is not None
+    return rates, plan_rates
+
+
+def _owned(run: PlannedRun) -> Array:
+    """Return training nodes whose features this process can read from its server's memory."""
+    if not run.in_job:
+        return run.seeds
+    first, last = run.partition.own_range(run.partition.topology.server)
+    own = run.seeds[(run.seeds >= first) & (run.seeds < last)]
+    return own if len(own) else np.array([first])
+
+
+def _traced_memory(module: nn.Module, shape: ModelShape, *, with_halo: bool) -> Callable[[Array], int] | None:
+    """Return the peak of a traced step, see :class:`MemoryModel`; None: it cannot be traced."""
+    kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
+    row = torch.zeros(1, shape.features, dtype=kind)
+    silence_profiler()
+    try:
+        return trace_memory(
+            module,
+            len(shape.layers),
+            row,
+            with_halo=with_halo,
+            etype=EDGE_TYPE,
+            out_degrees=lambda ids: torch.ones(len(ids), dtype=torch.int64),
+        ).peak
+    except ConfigError as problem:
+        log.info("memory is estimated from widths: %s", problem)
+        return None

@@ -1,0 +1,735 @@
+"""Cost of an epoch as strategies predict it: candidates, counts, rates, and the arithmetic that they share.
+
+A strategy yields its options as candidates (``Strategy.candidates``) and returns the bytes, seconds and
+memory of each (``Strategy.cost``) from what was counted and measured. The planner only compares the results.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from dglx_dist.comm.ledger import ring_bytes
+from dglx_dist.comm.topology import Topology
+from dglx_dist.records import Array
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+    from dglx_dist.graph.structure import Structure
+    from dglx_dist.layers.base import LayerWork
+
+Unit: TypeAlias = Literal["mini_batch", "full_graph"]
+"""What one step trains on."""
+
+GRADIENTS = "gradients"
+"""Ledger phase of summed gradients."""
+CACHE_SIZES = (0.1, 0.5)
+"""Cache sizes to compare, as fractions of the server's own nodes."""
+ID_BYTES = 8
+_COPIES_WITH_ADAM = 4
+"""Parameters, their gradients, and Adam's two moments."""
+ALLOCATOR_OVERHEAD = 1.3
+"""Held by used memory: each thread keeps what it freed for the next step."""
+_BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
+"""Of a sampled block: ids, positions and the formats for message passing."""
+FEW_CORES = 2.0
+"""With fewer cores, a rank's loader and its training share one."""
+_HIDDEN = ((FEW_CORES, 0.9), (1.0, 0.7), (0.0, 0.35))
+"""From so many cores of a rank on, the share of prefetching that costs no time. On its own core a rank
+computes while it waits for the network, except while it copies (A1: 0.5 to 0.9; PEER1: 0.4); where ranks
+share a core, the network also waits for their time slices (D1 and P1: about a third)."""
+_WIRE_BYTE_S = 0.75e-9
+"""To send or to receive a byte, on a core (PEER1 with and without a cache)."""
+_MEETING_S = 4e-3
+"""Per step, until the sum of gradients has gone through gloo's threads on busy cores and the slowest rank has
+arrived: measured idle time on 1 Gbit/s, independent of the bytes (A1)."""
+_FORWARD_AND_BACK, _FORWARD_AND_WEIGHTS = 3, 2
+"""Matrix products of a layer relative to its forward pass; a layer whose input has no gradient saves one."""
+_SUM_AND_BACK, _SUM_ONLY = 2, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Servers of a run: configured, probed or assumed; see :attr:`assumptions`."""
+
+    servers: int
+    ranks_per_server: int
+    external_bytes_per_s: float
+    """Payload that a server's card sends, and as much that it receives."""
+    internal_bytes_per_s: float
+    """Payload between the ranks of a server, in total."""
+    latency_s: float
+    """One-way latency of a message between servers."""
+    cores: float
+    """Per rank; may be fractional."""
+    memory_bytes: int
+    burst_bytes: int = 0
+    """Bytes that a card sends at once after a pause, beyond its rate: emulated links are token buckets."""
+    assumptions: tuple[str, ...] = ()
+    """What was neither configured nor measured, a sentence each."""
+
+    @property
+    def ranks(self) -> int:
+        return self.servers * self.ranks_per_server
+
+    @property
+    def server_of_rank(self) -> tuple[int, ...]:
+        """(W,) server of each rank: consecutive ranks share a server."""
+        return tuple(rank // self.ranks_per_server for rank in range(self.ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphStats:
+    """Statistics of a graph of one node type and one edge type, and what follows from them.
+
+    A frontier with e drawn in-edges that lead to N nodes reaches about N' (1 - exp(-e / N')) distinct
+    sources, where N' is N divided by the root of the degrees' spread, because popular nodes are drawn
+    repeatedly. Shared neighbours within communities are ignored, so rows are rather over- than
+    underestimated.
+    """
+
+    name: str
+    nodes: int
+    edges: int
+    features: int
+    """F, columns."""
+    feature_bytes: int
+    """Of one node's features, as they are stored."""
+    classes: int
+    train_nodes: int
+    edge_cut: float
+    """Fraction of the edges between different servers: rho of an edge."""
+    method: str
+    degree_spread: float = 2.0
+    """E[d^2] / E[d]^2 of the in-degrees; 1 where all are equal."""
+    counted: bool = True
+    """Whether the numbers come from a dataset; False: the user gave them."""
+
+    @property
+    def mean_degree(self) -> float:
+        return self.edges / max(self.nodes, 1)
+
+    def distinct(self, drawn: float, nodes: float) -> float:
+        """Return the expected distinct sources of ``drawn`` edges that lead to ``nodes`` nodes."""
+        popular = nodes / max(self.degree_spread, 1.0) ** 0.5
+        return popular * -math.expm1(-drawn / popular) if popular else 0.0
+
+    def border_rows(self, rows: float, cut: float, others: float) -> float:
+        """Return the expected distinct sources of ``rows`` among ``others``, whence ``cut`` of the edges."""
+        return self.distinct(rows * self.mean_degree * cut, others)
+
+    def cut_inside(self, cluster: Cluster) -> float:
+        """Return the expected fraction of edges between the ranks of one server."""
+        if cluster.ranks_per_server == 1:
+            return 0.0
+        far = max((cluster.servers - 1) / cluster.servers, 1e-9)
+        quality = min(self.edge_cut / far, 1.0) if cluster.servers > 1 else 0.35
+        return (1.0 - self.edge_cut) * quality * (cluster.ranks_per_server - 1) / cluster.ranks_per_server
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstLayer:
+    """The convolution that takes the features, and the other parameters."""
+
+    sum_width: int
+    """H: columns of the sum over the parts for each destination, of all heads."""
+    logit_width: int
+    """K: columns of the sum that is returned for each source and destination; 0: none."""
+    itemsize: int
+    """s: bytes of an element."""
+    cut_bytes: int
+    """Of the split parameters, all parts together."""
+    replicated_bytes: int
+    """Of all others, as their gradients are sent: those of the owner side with a flag of one element each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widths:
+    """Exchanged columns of a model, and the size of its gradients."""
+
+    first: int
+    """Columns of a neighbour's row in layer 1."""
+    hidden: int
+    """The same in every other layer."""
+    first_learns: bool
+    """Whether the input of layer 1 has a gradient, as after a trained encoder."""
+    gradient_bytes: int
+    """Of all parameters, with a flag of one element for each tensor."""
+    itemsize: int = 4
+    """s: bytes of an element."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of all layers, input-most first, and of the parameters."""
+
+    kind: str
+    layers: tuple[LayerWork, ...]
+    features: int
+    hidden: int
+    classes: int
+    parameters: int
+    """Number of scalars in all of them."""
+    tensors: int
+    first: FirstLayer | None
+    """What push-pull splits; None: it cannot."""
+    why_not_split: str = ""
+    first_learns: bool = False
+    """Whether the input of layer 1 has a gradient, as after an encoder."""
+    itemsize: int = 4
+    why_not_whole: str = ""
+    """Why layers cannot exchange rows as full-graph strategies do; empty: they can."""
+    why_not_chained: str = ""
+    """Why workers of strategy ``lambda`` cannot run it; empty: they can."""
+    guessed: bool = False
+    """Whether the layers are those of the most similar ready-made model."""
+
+    @property
+    def words(self) -> str:
+        return f"{self.kind} of {len(self.layers)} layers, hidden width {self.hidden}"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Sent in each step: every gradient, and a flag of one element for each tensor."""
+        return (self.parameters + self.tensors) * self.itemsize
+
+    @property
+    def widths(self) -> Widths:
+        rest = self.layers[1:] or self.layers
+        return Widths(
+            first=self.layers[0].inputs,
+            hidden=rest[0].inputs,
+            first_learns=self.first_learns,
+            gradient_bytes=self.gradient_bytes,
+            itemsize=self.itemsize,
+        )
+
+    def work(self, sources: Sequence[int], targets: Sequence[int], edges: Sequence[int]) -> tuple[int, int]:
+        """Return (columns of edges summed, multiply-adds) of forward and backward.
+
+        Args:
+            sources: (L,) rows that go into each layer.
+            targets: (L,) rows that come out.
+            edges: (L,).
+        """
+        summed, multiplied = 0, 0
+        for place, layer in enumerate(self.layers):
+            learns = place > 0 or self.first_learns
+            # If the product comes first, gradients of the sums reach the weights in the first layer too.
+            goes_back = learns or layer.per_source > 0
+            summed += edges[place] * layer.summed * (_SUM_AND_BACK if goes_back else _SUM_ONLY)
+            products = sources[place] * layer.per_source + targets[place] * layer.per_target
+            multiplied += products * (_FORWARD_AND_BACK if learns else _FORWARD_AND_WEIGHTS)
+        return summed, multiplied
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanContext:
+    """Properties of model and cluster that define the candidates."""
+
+    ranks: int
+    servers: int
+    num_layers: int
+    steps: int
+    """Of an epoch of mini-batches; 0: no mini-batches."""
+    caches: tuple[float, ...] = CACHE_SIZES
+
+
+@dataclass(frozen=True)
+class Work(ABC):
+    """Work of an epoch, beside mini-batches, that is counted once for all candidates that name it.
+
+    Subclasses are frozen dataclasses of JSON values.
+    """
+
+    @abstractmethod
+    def describe(self, num_layers: int) -> str:
+        """Return what is counted, for progress."""
+
+    @abstractmethod
+    def count(self, run: PlannedRun) -> Any:
+        """Return the counts of all ranks, or None if counting takes too long; collective."""
+
+    @abstractmethod
+    def estimate(self, graph: GraphStats, cluster: Cluster, num_layers: int) -> Any:
+        """Return the expected counts from statistics alone."""
+
+    def trials(self, run: PlannedRun) -> Iterator[list[Any]]:
+        """Yield the blocks of all layers for parts of the work, to time the model on; none by default."""
+        return iter(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionContext:
+    """Graph, partition and ranks that all counts of a run share."""
+
+    structure: Structure
+    bounds: Array
+    """(S + 1,) int64 first node of each server."""
+    topology: Topology
+    """Of this rank in a job, else of any rank of the run."""
+    seed: int
+
+    def own_range(self, server: int) -> tuple[int, int]:
+        """Return the first node of ``server`` and the one after its last."""
+        return int(self.bounds[server]), int(self.bounds[server + 1])
+
+    def of_rank(self, rank: int) -> Topology:
+        return Topology(rank, self.topology.world_size, self.topology.server_of_rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A run that is counted: by its own ranks together, or by one process alone."""
+
+    g: DistGraph
+    partition: PartitionContext
+    seeds: Array
+    """(K,) ascending int64 training nodes, of all servers."""
+    graph: GraphStats
+    cluster: Cluster
+    num_layers: int
+    in_job: bool
+    """Whether the ranks of the run count together, each its own; False: this process counts for all."""
+    works: dict[Work, Any] = field(default_factory=dict)
+    """Results so far."""
+
+    @property
+    def ranks_here(self) -> Sequence[int]:
+        """Ranks that this process counts for."""
+        topology = self.partition.topology
+        return [topology.rank] if self.in_job else range(topology.world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A strategy with its main options."""
+
+    unit: Unit
+    strategy: str = ""
+    """Its registered name; the planner sets it."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cache: str | None = None
+    cache_alpha: float = 0.0
+    """Its size as a fraction of the server's own nodes."""
+    works: tuple[Work, ...] = ()
+    """To count beside mini-batches. The first is ``way`` in JSON."""
+    exact: bool = True
+    """Whether steps give the weights of one process on the same batches; False: another estimator."""
+    epochs_factor: float = 1.0
+    """Epochs to the same accuracy, relative to exact strategies of the same unit; from papers, assumed."""
+
+    @property
+    def name(self) -> str:
+        """Name in tables: the strategy and its options."""
+        options = [f"{name}={value}" for name, value in self.options.items()]
+        cached = [f"cache={self.cache}:{self.cache_alpha:g}"] if self.cache else []
+        return " ".join([self.strategy, *options, *cached])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """Parameters of the counted mini-batches."""
+
+    fanouts: tuple[int, ...]
+    """Input-most first; -1: all."""
+    batch_size: int
+    """Seeds per rank and step."""
+    epoch: int = 1
+    force_even: bool = True
+    most_seeds: int | None = None
+    """Per rank; others are left out."""
+    most_batches: int | None = None
+    """Per rank; None: all of the epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """Totals of an epoch of mini-batches over all ranks."""
+
+    steps: int
+    """Of every rank: as many as the rank with most seeds needs."""
+    input_rows: int
+    remote_rows: int
+    """Of these, rows of another server."""
+    edges: int
+    seeds_per_rank: list[int]
+    feature_bytes: int
+    """(8 + F s) for each remote row."""
+    sampling_bytes: int
+    """8 for each remote node asked for in-edges, 24 for each returned edge; 0 with the whole structure."""
+    label_bytes: int
+    gradient_bytes: int
+    """2 (W - 1) (|theta| s + a flag of s bytes for each parameter tensor) for each step."""
+    first_targets: int = 0
+    """D1: destinations of the layer-1 blocks; their sources, L0, are ``input_rows``."""
+    first_edges: int = 0
+    ranks_per_server: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return len(self.seeds_per_rank)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Payload between ranks; between servers if each has one rank."""
+        return self.feature_bytes + self.sampling_bytes + self.label_bytes + self.gradient_bytes
+
+    @property
+    def seeds_per_server(self) -> list[int]:
+        size = self.ranks_per_server
+        return [sum(self.seeds_per_rank[first : first + size]) for first in range(0, self.ranks, size)]
+
+    @property
+    def seeds_max_over_mean(self) -> float:
+        """Over the servers; 1 is balanced."""
+        servers = self.seeds_per_server
+        return max(servers) * len(servers) / max(sum(servers), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheHits:
+    """Size and hits of a cache of remote rows."""
+
+    alpha: float
+    """Its size as a fraction of the server's own nodes."""
+    rows: int
+    hits: int
+    """Remote rows of an epoch found in a cache, of all ranks."""
+
+
+LayerCounts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""(L,) sources, targets and edges of each layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchWork:
+    """Work of one epoch of mini-batches."""
+
+    survey: Survey
+    worked: LayerCounts
+    """Of the rank with most edges, over the epoch."""
+    largest: LayerCounts
+    """Of the largest batch."""
+    card_share: float
+    """Remote rows through the busiest card, relative to those of all ranks."""
+    caches: tuple[CacheHits, ...] = ()
+    counted: bool = True
+    """Whether every batch of the epoch was counted."""
+
+    @property
+    def steps(self) -> int:
+        return self.survey.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Speed of one rank; all terms are at least 0."""
+
+    step_s: float
+    """Fixed cost of a step: calls, loss, optimizer."""
+    edge_column_s: float
+    """To sum one column along one edge, forward or backward."""
+    multiply_add_s: float
+    sample_edge_s: float
+    """To sample an edge and build its block."""
+    gather_byte_s: float
+    """To read a byte of a feature row from the own server's memory."""
+    fresh_edge_s: float = 0.0
+    """Extra time per edge of the first step on a block, for its message-passing formats. Mini-batches and
+    cooperative batches pay it in every step, whole graphs once."""
+    check_byte_s: float = 0.0
+    """To compute the checksum of plans and rows read from disk."""
+
+    def compute_s(self, work: tuple[int, int], steps: int) -> float:
+        """Return the seconds of ``work`` (see :meth:`ModelShape.work`) in ``steps`` steps."""
+        summed, multiplied = work
+        return steps * self.step_s + summed * self.edge_column_s + multiplied * self.multiply_add_s
+
+    def slowed(self, factor: float) -> Rates:
+        """Return the rates of a rank that is ``factor`` times slower."""
+        return Rates(**{name: factor * seconds for name, seconds in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """Peak memory of a rank; the inputs are the same for all candidates."""
+
+    graph: GraphStats
+    shape: ModelShape
+    cluster: Cluster
+    program_bytes: int
+    replicated: bool
+    """Whether every server maps the structure of the whole graph."""
+    of_batches: Callable[[Array], int] | None = None
+    """Peak bytes of a traced step on sampled blocks for (3 L + 2,) counts: 1, rows of each level, sources and
+    edges of each layer; None: estimated from widths."""
+    of_graphs: Callable[[Array], int] | None = None
+    """The same for layers that exchange rows."""
+    batches_ahead: int = 1
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of the program, the model and its optimizer."""
+        return self.program_bytes + _COPIES_WITH_ADAM * self.shape.parameters * self.shape.itemsize
+
+    def batches(
+        self, largest: Sequence[Sequence[int]], *, held: int, owners: int = 1, in_flight: int = 1
+    ) -> int:
+        """Return the peak of a rank that trains on mini-batches.
+
+        Args:
+            largest: (3, L) sources, targets and edges of the largest batch.
+            held: Bytes of features that are mapped or kept.
+            owners: Ranks whose layer-1 blocks belong to a batch (push-pull's N_f). Each brings its part of
+                the columns; together they are as many as of one whole row.
+            in_flight: Batches that are trained at a time.
+        """
+        sources, targets, edges = largest
+        inputs = round(sources[0] * self.shape.features * self.shape.itemsize)
+        blocks = _BLOCK_EDGE_BYTES * sum(edges) + _BLOCK_ROW_BYTES * sum(sources)
+        blocks += (owners - 1) * (_BLOCK_EDGE_BYTES * edges[0] + _BLOCK_ROW_BYTES * sources[0])
+        step = self.step(self.of_batches, [sources[0], *targets], sources, edges)
+        return (
+            self.fixed
+            + held
+            + self.structure
+            + round(ALLOCATOR_OVERHEAD * (step + (self.batches_ahead + 1 + in_flight) * (inputs + blocks)))
+        )
+
+    @property
+    def structure(self) -> int:
+        """Bytes of the in-edges that a rank maps."""
+        share = 1.0 if self.replicated else 1.0 / self.cluster.servers
+        each = 4 if self.graph.nodes < 2**31 else 8
+        return round(share * (8 * self.graph.nodes + each * self.graph.edges))
+
+    @property
+    def own_features(self) -> int:
+        """Bytes of the feature rows of a server, which its ranks share."""
+        return -(-self.graph.nodes // self.cluster.servers) * self.graph.feature_bytes
+
+    def step(
+        self,
+        traced: Callable[[Array], int] | None,
+        rows: Sequence[int],
+        sources: Sequence[int],
+        edges: Sequence[int],
+    ) -> int:
+        """Return the peak of a step beyond its inputs and its blocks, for (L + 1,) rows of the levels."""
+        if traced is not None:
+            return traced(np.array([1, *rows, *sources, *edges], np.int64))
+        kept = [
+            rows[place + 1] * (layer.summed + 3 * layer.outputs) + sources[place] * layer.outputs
+            for place, layer in enumerate(self.shape.layers)
+        ]
+        return self.shape.itemsize * (sum(kept) + 2 * max(kept))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Statistics and measurements of one graph, model and cluster."""
+
+    graph: GraphStats
+    shape: ModelShape
+    cluster: Cluster
+    rates: Rates
+    """Of mini-batch steps; of full-graph steps if there are none."""
+    memory: MemoryModel
+    batches: BatchWork | None
+    """None: mini-batches were not requested."""
+    works: Mapping[Work, Any]
+    structure_partitioned: bool
+    """Whether servers ask each other for in-edges."""
+    epoch: int
+    plan_rates: Rates | None = None
+    """Of steps on whole graphs and cooperative batches, whose blocks differ; None: as :attr:`rates`."""
+    assumptions: tuple[str, ...] = ()
+    draws: Draws | None = None
+
+    @property
+    def trained(self) -> str:
+        if self.draws is None:
+            return self.shape.words
+        fanouts = ",".join(map(str, self.draws.fanouts))
+        return f"{self.shape.words}; mini-batches of {self.draws.batch_size} a rank, fan-outs {fanouts}"
+
+    @property
+    def mini_batches(self) -> BatchWork:
+        """The counted mini-batches, which candidates of that unit always have."""
+        assert self.batches is not None, "candidates of mini-batches need counted batches"
+        return self.batches
+
+    def cache_of(self, candidate: Candidate) -> CacheHits | None:
+        """Return the counted cache of ``candidate``; None: it has none, or it was not counted."""
+        caches = () if self.batches is None or candidate.cache is None else self.batches.caches
+        return next((one for one in caches if one.alpha == candidate.cache_alpha), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Seconds of one epoch on the slowest rank or card."""
+
+    compute: float = 0.0
+    sampling: float = 0.0
+    """Sampling blocks and gathering rows; 0 if hidden."""
+    outside: float = 0.0
+    """Waiting for rows of other servers, without the part hidden behind computing."""
+    inside: float = 0.0
+    """The same for ranks of the same server."""
+    all_reduce: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.sampling + self.outside + self.inside + self.all_reduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of one epoch by ledger phase, of all ranks."""
+
+    outside: Mapping[str, int] = field(default_factory=dict)
+    inside: Mapping[str, int] = field(default_factory=dict)
+    once: int = 0
+    """Between servers, before the first epoch."""
+    exact: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Cost of an epoch of a candidate."""
+
+    seconds: Seconds = Seconds()
+    traffic: Traffic = Traffic(exact=False)
+    memory: int = 0
+    """Peak bytes of a rank, including the program."""
+    shared: int = 0
+    """Part of it that the ranks of a server map together."""
+    why_not: str = ""
+    """Why the strategy cannot train this; empty: it can."""
+    note: str = ""
+    """A remark for tables."""
+
+
+def present(**phases: int) -> dict[str, int]:
+    """Return the phases that have bytes, by name."""
+    return {name: count for name, count in sorted(phases.items()) if count}
+
+
+def traffic_with_sums(
+    outside: Mapping[str, int],
+    inside: Mapping[str, int],
+    sums: tuple[int, int],
+    *,
+    once: int = 0,
+    exact: bool,
+) -> Traffic:
+    """Return the traffic of rows, and of (outside, inside) bytes of summed gradients."""
+    return Traffic(
+        outside=present(**{**outside, GRADIENTS: sums[0]}),
+        inside=present(**{**inside, GRADIENTS: sums[1]}),
+        once=once,
+        exact=exact,
+    )
+
+
+def ring_split(num_bytes: int, cluster: Cluster, steps: int) -> tuple[int, int]:
+    """Return the bytes (between servers, within servers) of ``steps`` ring all-reduces over all ranks."""
+    ranks, server_of, outside, inside = cluster.ranks, cluster.server_of_rank, 0, 0
+    for rank in range(ranks) if ranks > 1 else ():
+        sent = ring_bytes(num_bytes, ranks, rank) * steps
+        if server_of[rank] == server_of[(rank + 1) % ranks]:
+            inside += sent
+        else:
+            outside += sent
+    return outside, inside
+
+
+def hidden_share(cores: float) -> float:
+    """Return the share of prefetching that costs no time, while there is enough computing."""
+    return next(share for least, share in _HIDDEN if cores >= least)
+
+
+def compute_seconds(known: Measured, work: BatchWork) -> float:
+    """Return the seconds of computing mini-batches, whose blocks are new in each step."""
+    formats = known.rates.fresh_edge_s * sum(work.worked[2])
+    return known.rates.compute_s(known.shape.work(*work.worked), work.steps) + formats
+
+
+def sampling_seconds(known: Measured, work: BatchWork, draws: int = 1) -> float:
+    """Return the seconds of drawing each batch ``draws`` times and of gathering its rows."""
+    rates, (sources, _, edges) = known.rates, work.worked
+    return (
+        draws * rates.sample_edge_s * sum(edges)
+        + rates.gather_byte_s * sources[0] * known.graph.feature_bytes
+    )
+
+
+def batch_seconds(
+    known: Measured,
+    work: BatchWork,
+    traffic: Traffic,
+    *,
+    compute: float,
+    sampling: float,
+    pulled: float,
+    waited: float = 0.0,
+    inside: float = 0.0,
+) -> Seconds:
+    """Return the seconds of an epoch of mini-batches, where fetches overlap with computing.
+
+    Args:
+        known, work, traffic: Measurements; counts and bytes of the epoch.
+        compute: Seconds of computing.
+        sampling: To draw batches.
+        pulled: To fetch what is fetched ahead from other servers.
+        waited: For other servers, while nothing is computed.
+        inside: For other ranks of the server, while nothing is computed.
+    """
+    share = hidden_share(known.cluster.cores)
+    compute += handling_seconds(known, traffic)
+    # On few cores, sampling a batch delays computing another one.
+    few = known.cluster.cores < FEW_CORES
+    drawn = sampling if few else max(0.0, sampling - share * compute)
+    hidden = share * min(pulled, compute + drawn)
+    return Seconds(
+        compute=compute,
+        sampling=drawn,
+        outside=pulled - hidden + waited,
+        inside=inside,
+        all_reduce=all_reduce_seconds(known, work.steps, traffic, compute),
+    )
+
+
+def all_reduce_seconds(known: Measured, steps: int, traffic: Traffic, compute: float) -> float:
+    """Return the seconds of one sum of gradients in each of ``steps``."""
+    cluster = known.cluster
+    outside = traffic.outside.get(GRADIENTS, 0) / cluster.servers / cluster.external_bytes_per_s
+    outside = after_bursts(outside, steps, compute, cluster)
+    inside = traffic.inside.get(GRADIENTS, 0) / cluster.servers / cluster.internal_bytes_per_s
+    meeting = _MEETING_S * steps if cluster.ranks > 1 and cluster.cores < FEW_CORES else 0.0
+    return max(outside, inside) + latencies(2 * (cluster.servers - 1) * steps, cluster) + meeting
+
+
+def handling_seconds(known: Measured, traffic: Traffic) -> float:
+    """Return the seconds by which sending and receiving delay computing, where cores are few."""
+    if known.cluster.cores >= FEW_CORES:
+        return 0.0
+    moved = 2 * sum(traffic.outside.values()) / known.cluster.ranks
+    return moved * _WIRE_BYTE_S / min(known.cluster.cores, 1.0)
+
+
+def after_bursts(moving: float, messages: int, compute: float, cluster: Cluster) -> float:
+    """Return the seconds of equal messages, less what a card sends at once after a pause for computing."""
+    pause = min(cluster.burst_bytes / cluster.external_bytes_per_s, compute / max(messages, 1))
+    return max(0.0, moving - messages * pause)
+
+
+def latencies(messages: int, cluster: Cluster) -> float:
+    """Return the seconds of ``messages`` that wait for each other between servers."""
+    return messages * cluster.latency_s if cluster.servers > 1 else 0.0

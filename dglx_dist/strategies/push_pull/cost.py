@@ -1,0 +1,209 @@
+"""Candidates of push-pull, and the cost of an epoch (docs/strategies/push_pull.md)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.cost import (
+    GRADIENTS,
+    Candidate,
+    Cluster,
+    Cost,
+    FirstLayer,
+    Measured,
+    PlanContext,
+    Seconds,
+    Survey,
+    Traffic,
+    after_bursts,
+    batch_seconds,
+    compute_seconds,
+    latencies,
+    present,
+    ring_split,
+    sampling_seconds,
+    traffic_with_sums,
+)
+
+_SHORT_ID_BYTES = 4
+_SUMS = ("activations", "activation_gradients")
+_ROUNDS_OF_SUMS = 4
+"""Sequential messages: request and reply, forward and backward."""
+_BLOCK_S = 1.5e-3
+"""Of a core, to launch the operations on the block of one more owner, forward and backward, of any size: the
+sums and products are the same in one block or in many (P1, P9: 1 to 3 ms)."""
+_COLUMNS_OF_A_HEAD = 50
+"""With attention, every part computes the softmax of every owner's edges: so many columns of an edge per head
+(P9: 40 to 60, with 8 heads and with 2)."""
+
+
+def candidates(context: PlanContext) -> Iterator[Candidate]:
+    """Yield both ways to share structure, group sizes, and pipelines with late weights."""
+    if context.ranks == 1 or not context.steps:
+        return
+    make = partial(Candidate, unit="mini_batch")
+    yield make(options={"structure": "push"})
+    yield make(options={"structure": "resample"})
+    for size in _groups(context):
+        yield make(options={"structure": "push", "group_size": size})
+    for late in ({"depth": 3}, {"depth": 3, "weights": "split"}):
+        yield make(options={"structure": "push", **late}, exact=False)
+
+
+def _groups(context: PlanContext) -> list[int]:
+    # One rank with all columns, the ranks of a server, half of all ranks.
+    sizes = {1, context.ranks // context.servers, context.ranks // 2}
+    return sorted(size for size in sizes if context.ranks % size == 0 and size < context.ranks)
+
+
+def cost(candidate: Candidate, known: Measured) -> Cost:
+    """Return the cost of an epoch on the batches of data parallelism."""
+    if known.shape.first is None:
+        return Cost(why_not=known.shape.why_not_split)
+    work, memory = known.mini_batches, known.memory
+    size = int(candidate.options.get("group_size", known.cluster.ranks))
+    depth = int(candidate.options.get("depth", 1))
+    pushed = candidate.options.get("structure") == "push"
+    traffic = _traffic(known, known.shape.first, size, pushed=pushed)
+    columns = known.graph.nodes * known.graph.feature_bytes // size
+    peak = (
+        memory.batches(work.largest, held=columns + memory.own_features, owners=size, in_flight=depth)
+        + (depth - 1) * 4 * work.largest[1][0] * known.shape.layers[0].outputs
+    )
+    return Cost(
+        seconds=_seconds(known, known.shape.first, size, traffic, late=depth > 1, pushed=pushed),
+        traffic=traffic,
+        memory=peak,
+        shared=memory.own_features + memory.structure,
+    )
+
+
+def column_bytes(
+    found: Survey, first: FirstLayer, *, group_size: int = 0, pushed: bool = True
+) -> dict[str, int]:
+    """Return the bytes by ledger phase, over all ranks; empty phases are left out.
+
+    For each batch, with N_f parts in a group (by default all ranks W)::
+
+        structure             (N_f - 1) 4 (D1 + 1 + E1 + L0)       nothing when every part samples for itself
+        activations           (N_f - 1) s (D1 H + 2 (L0 + D1) K)   K only where layer 1 attends
+        activation_gradients  the same, the other way
+        gradients             2 (W - 1) (|theta_D| + flags) s, and for W / N_f > 1 groups the cut weights too
+
+    Depth, order and versions of weights change none of it.
+
+    Args:
+        found: Counted on the same cut, seeds and fan-outs, one rank per server.
+        first: Of the model.
+        group_size: Parts that together hold all columns; 0: all ranks.
+        pushed: Whether owners send the structure of their first blocks.
+
+    Raises:
+        ConfigError: ``group_size`` does not divide the ranks.
+    """
+    ranks = found.ranks
+    size = group_size or ranks
+    if size < 1 or ranks % size:
+        raise ConfigError(f"group_size={group_size} does not divide {ranks} ranks; give a divisor of it")
+    pulled = found.first_targets * first.sum_width
+    pulled += 2 * (found.input_rows + found.first_targets) * first.logit_width
+    # Each part's pieces, summed over the groups that have the same.
+    cut = 2 * (ranks // size - 1) * first.cut_bytes
+    return present(
+        structure=(size - 1) * _structure_bytes(found) if pushed else 0,
+        activations=(size - 1) * first.itemsize * pulled,
+        activation_gradients=(size - 1) * first.itemsize * pulled,
+        sampling=found.sampling_bytes,
+        labels=found.label_bytes,
+        gradients=found.steps * (2 * (ranks - 1) * first.replicated_bytes + cut),
+    )
+
+
+def break_even_width(found: Survey, *, pushed: bool = True) -> float:
+    """Return H*, the hidden width at which push-pull moves as much as data parallelism.
+
+    From feature rows, pushed structure and sums alone; gradients and what both move are left out. See
+    docs/strategies/push_pull.md, "When it pays".
+
+    Raises:
+        ConfigError: there are no batches, or one rank.
+    """
+    others = found.ranks - 1
+    if not others * found.first_targets:
+        raise ConfigError("a break-even width needs batches on at least 2 ranks")
+    structure = others * _structure_bytes(found) if pushed else 0
+    return (found.feature_bytes - structure) / (2 * others * found.first_targets * 4)
+
+
+def _structure_bytes(found: Survey) -> int:
+    """Return the bytes of the first blocks, once each."""
+    batches = found.steps * found.ranks
+    return _SHORT_ID_BYTES * (found.first_targets + batches + found.first_edges + found.input_rows)
+
+
+def _traffic(known: Measured, first: FirstLayer, size: int, *, pushed: bool) -> Traffic:
+    cluster, work = known.cluster, known.mini_batches
+    phases = column_bytes(work.survey, first, group_size=size, pushed=pushed)
+    in_group = {name: phases.get(name, 0) for name in ("structure", *_SUMS)}
+    others, away = _others_of_group(cluster, size)
+    crossing = {name: count * away // others if others else 0 for name, count in in_group.items()}
+    inside = {name: count - crossing[name] for name, count in in_group.items()}
+    sums = ring_split(first.replicated_bytes, cluster, work.steps)
+    groups = cluster.ranks // size
+    if groups > 1:
+        # Every part's ring has the same bytes, up to columns that do not divide evenly.
+        every = 2 * (groups - 1) * first.cut_bytes * work.steps
+        server_of = cluster.server_of_rank
+        far = sum(server != server_of[(rank + size) % cluster.ranks] for rank, server in enumerate(server_of))
+        outside = every * far // cluster.ranks
+        sums = sums[0] + outside, sums[1] + every - outside
+    moved = known.graph.nodes * (cluster.servers - 1) // cluster.servers * known.graph.feature_bytes
+    aligned = size % cluster.ranks_per_server == 0 or cluster.ranks_per_server % size == 0
+    return traffic_with_sums(
+        {**phases, **crossing},
+        inside,
+        sums,
+        once=cluster.ranks * moved // size,
+        exact=work.counted and aligned,
+    )
+
+
+def _others_of_group(cluster: Cluster, size: int) -> tuple[int, int]:
+    """Return pairs of an owner and another part of its group, and those of them on two servers."""
+    server_of, same_server = cluster.server_of_rank, 0
+    for first in range(0, cluster.ranks, size):
+        same_server += sum(count * count for count in Counter(server_of[first : first + size]).values())
+    # A group has size squared ordered pairs of ranks, including pairs with itself.
+    return cluster.ranks * (size - 1), cluster.ranks * size - same_server
+
+
+def _seconds(
+    known: Measured, first: FirstLayer, size: int, traffic: Traffic, *, late: bool, pushed: bool
+) -> Seconds:
+    """Return the seconds in groups of ``size`` ranks; ``late``: sums travel while other batches compute."""
+    cluster, work = known.cluster, known.mini_batches
+    logits = first.logit_width * _COLUMNS_OF_A_HEAD * work.worked[2][0]
+    of_an_owner = work.steps * _BLOCK_S / min(cluster.cores, 1.0) + logits * known.rates.edge_column_s
+    compute = compute_seconds(known, work) + (size - 1) * of_an_owner
+    waited = sum(traffic.outside.get(name, 0) for name in _SUMS)
+    waited_s = waited / cluster.servers / cluster.external_bytes_per_s
+    if waited:
+        waited_s = after_bursts(waited_s, 2 * work.steps, compute, cluster)
+        waited_s += latencies(_ROUNDS_OF_SUMS * work.steps, cluster)
+    others = sum(count for name, count in traffic.outside.items() if name not in (*_SUMS, GRADIENTS))
+    ahead = others / cluster.servers / cluster.external_bytes_per_s
+    own = sum(traffic.inside.get(name, 0) for name in _SUMS) / cluster.servers / cluster.internal_bytes_per_s
+    return batch_seconds(
+        known,
+        work,
+        traffic,
+        compute=compute,
+        # Without pushed structure every part draws the batches of its whole group.
+        sampling=sampling_seconds(known, work, 1 if pushed else size),
+        pulled=ahead + (waited_s if late else 0.0),
+        waited=0.0 if late else waited_s,
+        inside=own,
+    )

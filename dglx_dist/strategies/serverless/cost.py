@@ -1,0 +1,201 @@
+"""Candidates of serverless training, and the cost of an epoch (docs/strategies/lambda.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import final
+
+import numpy as np
+
+from dglx_dist.comm.topology import Topology
+from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.records import Array
+from dglx_dist.strategies.cost import (
+    ID_BYTES,
+    Candidate,
+    Cluster,
+    Cost,
+    GraphStats,
+    Measured,
+    PlanContext,
+    PlannedRun,
+    Seconds,
+    Traffic,
+    Work,
+    traffic_with_sums,
+)
+from dglx_dist.strategies.full_graph.cost import full_graph_memory
+from dglx_dist.strategies.full_graph.plan_counts import FullGraphScheme
+from dglx_dist.strategies.serverless.options import LambdaOptions
+
+_SHORT_ID_BYTES, _LABEL_BYTES, _STATISTICS_BYTES = 4, 4, 2 * 2 * 8
+"""Of an id; of a label, sent as a number where the paper sends one-hot rows; of loss and correct predictions:
+two float64 for each half of a fused task."""
+_GHOSTS = ("ghosts", "ghost_gradients")
+_EPOCHS: Mapping[int, float] = MappingProxyType({0: 1.08, 1: 1.4})
+"""Staleness to epochs to the same accuracy, relative to the pipeline with barriers (Dorylus has 1.00 to 1.14
+and 1.07 to 1.58)."""
+_ASYNC = 0.85
+"""An epoch without barriers, relative to one with them (Dorylus, section 7.4)."""
+_WORKER_OVERHEAD = 1.5
+"""Tensor work by workers, which receive and return rows, relative to the rank itself."""
+_EXCHANGING = FullGraphScheme(0)
+
+
+@final
+@dataclass(frozen=True)
+class GhostPairs(Work):
+    """Pairs of a node and another rank that reads it, which intervals exchange."""
+
+    def describe(self, num_layers: int) -> str:
+        return "pairs of border nodes"
+
+    def count(self, run: PlannedRun) -> Ghosts:
+        if run.in_job:
+            # Only rows that training needs, mostly in the first layer; intervals compute every node.
+            pairs = run.works[_EXCHANGING].pairs
+            return Ghosts(outside=pairs.outside[0], inside=pairs.inside[0], counted=False)
+        shard = run.partition.structure.shards[0]
+        return count_ghosts(shard.indptr, shard.indices, run.partition.bounds, run.partition.topology)
+
+    def estimate(self, graph: GraphStats, cluster: Cluster, num_layers: int) -> Ghosts:
+        rows, own = graph.nodes / cluster.ranks, graph.nodes / cluster.servers
+        outside = graph.border_rows(rows, graph.edge_cut, graph.nodes - own) * cluster.ranks
+        inside = graph.border_rows(rows, graph.cut_inside(cluster), own - rows) * cluster.ranks
+        return Ghosts(outside=round(outside), inside=round(inside), counted=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ghosts:
+    """Counts of :class:`GhostPairs`."""
+
+    outside: int
+    inside: int
+    counted: bool = True
+    """Whether over all nodes of the graph; False: estimated, or only of nodes that training needs."""
+
+
+def count_ghosts(indptr: Array, indices: Array, bounds: Array, topology: Topology) -> Ghosts:
+    """Count the pairs over all in-edges ((N + 1,) ``indptr``, (E,) ``indices``), rank by rank."""
+    starts = RowOwners(bounds, topology).starts
+    outside = inside = 0
+    for rank in range(topology.world_size):
+        first, last = int(starts[rank]), int(starts[rank + 1])
+        server = topology.server_of_rank[rank]
+        sources = np.unique(indices[int(indptr[first]) : int(indptr[last])])
+        away = np.count_nonzero((sources < bounds[server]) | (sources >= bounds[server + 1]))
+        own = np.count_nonzero((sources >= first) & (sources < last))
+        outside += int(away)
+        inside += int(len(sources) - away - own)
+    return Ghosts(outside=outside, inside=inside)
+
+
+def candidates(context: PlanContext) -> Iterator[Candidate]:
+    """Yield the pipeline with barriers, and asynchronous ones."""
+    make = partial(Candidate, unit="full_graph", works=(_EXCHANGING, GhostPairs()))
+    yield make()
+    for staleness, factor in _EPOCHS.items():
+        yield make(options={"mode": "async", "staleness": staleness}, exact=False, epochs_factor=factor)
+
+
+def cost(candidate: Candidate, known: Measured) -> Cost:
+    """Return the cost of an epoch with workers that share the cores of their graph server."""
+    note = "workers on the same servers"
+    if known.shape.why_not_chained:
+        return Cost(why_not=known.shape.why_not_chained, note=note)
+    cluster, work = known.cluster, known.works[_EXCHANGING]
+    traffic = _traffic(known, known.works[GhostPairs()])
+    compute = _WORKER_OVERHEAD * (known.plan_rates or known.rates).compute_s(
+        known.shape.work(*work.worked), 1
+    )
+    ghosts = sum(traffic.outside.get(name, 0) for name in _GHOSTS)
+    outside = ghosts / cluster.servers / cluster.external_bytes_per_s
+    # Only ghosts stay inside: traffic to workers leaves the server.
+    inside = sum(traffic.inside.values()) / cluster.servers / cluster.internal_bytes_per_s
+    factor = 1.0 if candidate.exact else _ASYNC
+    # Every epoch in flight keeps its activations.
+    in_flight = 1 + 0.5 * (int(candidate.options.get("staleness", -1)) + 1)
+    kept = full_graph_memory(known.memory, work) - known.memory.fixed
+    return Cost(
+        seconds=Seconds(compute=factor * compute, outside=factor * outside, inside=factor * inside),
+        traffic=traffic,
+        memory=known.memory.fixed + round(kept * in_flight),
+        note=note,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerlessSetting:
+    """Inputs of :func:`serverless_bytes`, for convolutions that map sums, as GCN's."""
+
+    widths: Sequence[int]
+    """(L + 1,) d_0 to d_L: features, hidden widths, classes."""
+    nodes: int
+    """n, of all graph servers."""
+    ghosts: int
+    """|G|: pairs of a node and another graph server that reads it."""
+    intervals: int
+    fusion: bool = True
+    rematerialise: bool = True
+    itemsize: int = 4
+
+
+def serverless_bytes(setting: ServerlessSetting) -> dict[str, int]:
+    """Return the bytes of an epoch by ledger phase, over all ranks, with one parameter server.
+
+    Streaming changes none of them. For each layer l of L, with s bytes a number and K intervals::
+
+        ghosts            |G| (4 + s d_l)               l < L, and as much back
+        AV l              n d_{l-1} s down              n d_l s up, twice that without rematerialisation
+        fused AV L        n (d_{L-1} s + 4) down        n d_{L-1} s up, not for L = 1; 32 K of loss and count
+        gradAV l          n (d_{l-1} + d_l) s down      n d_{l-1} s up, not for l = 1; n d_l s more down
+                                                        without rematerialisation
+        weights           K |W_l| s for each task down, once back
+    """
+    hidden = sum(setting.widths[1:-1])
+    boundary = setting.ghosts * (_SHORT_ID_BYTES * (len(setting.widths) - 2) + setting.itemsize * hidden)
+    down = up = weights_down = weights_up = 0
+    last = len(setting.widths) - 1
+    for layer in range(1, last + 1):
+        wide, narrow = setting.widths[layer - 1], setting.widths[layer]
+        weights = setting.intervals * (wide + 1) * narrow * setting.itemsize
+        back = 0 if layer == 1 else setting.nodes * wide * setting.itemsize
+        weights_up += weights
+        if layer == last and setting.fusion:
+            down += setting.nodes * (wide * setting.itemsize + _LABEL_BYTES)
+            up += back + setting.intervals * _STATISTICS_BYTES
+            weights_down += weights
+            continue
+        saved = 0 if setting.rematerialise else setting.nodes * narrow * setting.itemsize
+        rows = setting.nodes * setting.itemsize
+        down += rows * wide + rows * (wide + narrow) + saved
+        up += rows * narrow + saved + back
+        weights_down += 2 * weights
+    return {
+        "ghost_gradients": boundary,
+        "ghosts": boundary,
+        "lambda_down": down,
+        "lambda_up": up,
+        "weights_down": weights_down,
+        "weights_up": weights_up,
+    }
+
+
+def _traffic(known: Measured, ghosts: Ghosts) -> Traffic:
+    shape, total = known.shape, ghosts.outside + ghosts.inside
+    phases = serverless_bytes(
+        ServerlessSetting(
+            widths=(shape.features, *(layer.outputs for layer in shape.layers)),
+            nodes=known.graph.nodes,
+            ghosts=total,
+            intervals=LambdaOptions().intervals * known.cluster.ranks,
+        )
+    )
+    inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
+    outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
+    once = ghosts.outside * (2 * ID_BYTES + known.graph.feature_bytes)
+    counted = ghosts.counted and shape.kind == "gcn" and not shape.guessed
+    return traffic_with_sums(outside, inside, (0, 0), once=once, exact=counted)
