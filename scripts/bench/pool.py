@@ -16,8 +16,8 @@ from scripts.bench import worker
 from scripts.bench.peers import launch
 from scripts.bench.peers.workload import Launch
 from scripts.bench.records import Job, Shape
-from scripts.bench.results import read_record
 from scripts.bench.worker import Failure
+from scripts.json_records import read_record
 from scripts.netlab import alive
 from scripts.netlab.alive import scratch_folder
 from scripts.netlab.base import Lab, LabSpec
@@ -269,12 +269,7 @@ OpenStage: TypeAlias = Callable[[Sequence[Shape]], AbstractContextManager[Stage]
 
 @contextmanager
 def open_stage(shapes: Sequence[Shape]) -> Iterator[Stage]:
-    """Bring up the servers and start the ranks of each of ``shapes``; end them all afterwards.
-
-    Raises:
-        ConfigError: a shape asks for what this machine cannot give.
-        JobError: ranks could not be started.
-    """
+    """Bring up the servers of each of ``shapes`` and end all that runs on them afterwards."""
     with ExitStack() as closing:
         # Not in /dev/shm, of which each server has its own.
         folder = closing.enter_context(scratch_folder())

@@ -9,7 +9,6 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, final
 
 from dglx_dist.errors import ConfigError
@@ -116,9 +115,7 @@ class Lab(ABC):
     def __enter__(self) -> Lab:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -154,23 +151,15 @@ class CpuShare:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """Return the cores that this process may run on, ascending."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def deal_out(cores: tuple[int, ...], servers: int, cpus: float | None) -> tuple[CpuShare, ...]:
-    """Give each of (S,) servers its cores and its share of time on them.
+    """Give each of (S,) servers its cores of ``cores`` and its share of time on them.
 
     No two servers share a core where there are enough. Where there are more servers than cores, as many as
     fit share one core; where that leaves a server over, all run on all cores and only the share parts them.
-
-    Args:
-        cores: What there is, ascending.
-        servers: S.
-        cpus: Cores' worth for each server; None: whole cores as far as they go, else cores / S.
-
-    Raises:
-        ConfigError: all together would get more than there is.
+    ``cpus`` None: whole cores as far as they go, else cores / S.
     """
     if cpus is None:
         cpus = float(len(cores) // servers) or len(cores) / servers
@@ -223,14 +212,7 @@ class LoopbackServer(Server):
 class LoopbackLab(Lab):
     """Servers on 127.0.0.1, in one network, one process table and one ``/dev/shm``.
 
-    Rates in ``spec`` are not held; :meth:`describe` says so.
-
-    Args:
-        spec: What was asked for.
-        missing: Why it is not a lab of namespaces; None: it was asked for.
-
-    Raises:
-        ConfigError: there are not as many cores as asked for.
+    Rates in ``spec`` are not held; :meth:`describe` says so. ``missing``: why it is not a lab of namespaces.
     """
 
     def __init__(self, spec: LabSpec, missing: str | None = None) -> None:
@@ -244,11 +226,6 @@ class LoopbackLab(Lab):
         )
 
     def set_rates(self, external: Rate | None, internal: Rate | None) -> None:
-        """Do nothing for no rates.
-
-        Raises:
-            ConfigError: a rate is given.
-        """
         for name, rate in (("external", external), ("internal", internal)):
             if rate is not None:
                 raise ConfigError(
@@ -260,7 +237,6 @@ class LoopbackLab(Lab):
         return ()
 
     def describe(self) -> dict[str, object]:
-        """Return the same with the rates that were asked for and are not held."""
         asked = {"external": self.spec.external, "internal": self.spec.internal}
         not_held = {name: str(rate) for name, rate in asked.items() if rate is not None}
         return {**super().describe(), "external": None, "internal": None, "rates_not_held": not_held}

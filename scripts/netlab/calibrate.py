@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import final
 
+from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import CommandError, ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab.base import Lab
@@ -192,16 +193,9 @@ class CalibrationPlan:
 
 @final
 class CommandMeasure:
-    """Measures a command's epochs at a rate; what :func:`scripts.netlab.calibrate.find_rate` calls.
+    """Measures a command's epochs at a rate, as :func:`find_rate` calls it, on an idle lab of namespaces.
 
-    Args:
-        lab: Up, idle, of namespaces.
-        plan: What is run.
-        folder: Each run leaves its output and its trace in ``run-<i>`` there.
-        tell: Called with a line before each run and after it.
-
-    Raises:
-        LabError: the lab is plain loopback, where no link is limited.
+    Each run leaves its output and its trace in ``folder``/run-<i>; ``tell`` gets a line before and after it.
     """
 
     def __init__(self, lab: Lab, plan: CalibrationPlan, folder: Path, tell: Callable[[str], None]) -> None:
@@ -213,15 +207,9 @@ class CommandMeasure:
         self._runs = 0
 
     def __call__(self, rate: Rate | None) -> Measured:
-        """Run the command with ``rate`` between servers.
+        """Return the median epoch without the first, which warms up, and what a server sent in one (mean).
 
-        Returns:
-            The median epoch without the first, which warms up, and what a server sent in one, on average.
-
-        Raises:
-            CommandError: the command failed.
-            ConfigError: it noted fewer than two epochs.
-            StorageError: what its ranks left cannot be read.
+        CommandError: the command failed. ConfigError: it noted fewer than two epochs.
         """
         self._lab.set_rates(rate, self._lab.spec.internal)
         at = "without a limit" if rate is None else f"at {rate}"
@@ -272,23 +260,17 @@ def _bytes_per_epoch(trace: Trace) -> float:
 
 def write_calibration(folder: Path, found: Calibration, lab: Lab, plan: CalibrationPlan) -> Path:
     """Write ``calibration.json`` to ``folder``, whole or not at all; return its path."""
-    values = {
+    values = asdict(found) | {
         "rate": str(found.rate),
-        "phi": found.phi,
-        "wanted": found.wanted,
-        "within_tolerance": found.within_tolerance,
-        "seconds_free": found.seconds_free,
-        "seconds_at_rate": found.seconds_at_rate,
-        "bytes_per_server": found.bytes_per_server,
         "tries": [asdict(one) | {"rate": str(one.rate)} for one in found.tries],
         "command": list(plan.command),
         "ranks_per_server": plan.ranks_per_server,
         "lab": lab.describe(),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{CALIBRATION_FILE}.part"
-    unfinished.write_text(json.dumps(values, indent=2) + "\n")
-    return unfinished.replace(folder / CALIBRATION_FILE)
+    with replaced_file(folder / CALIBRATION_FILE) as unfinished:
+        unfinished.write_text(json.dumps(values, indent=2) + "\n")
+    return folder / CALIBRATION_FILE
 
 
 def _clear(folder: Path) -> None:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 from dglx_dist.comm.topology import inherited_environment, rank_environment
 from dglx_dist.errors import ConfigError, LabError, PeerError
@@ -37,11 +36,8 @@ _LAUNCHED = "--launched"
 def torchrun_arguments(command: Sequence[str]) -> list[str]:
     """Return what torchrun is to run for ``command``: a script or ``-m`` and a module, and its arguments.
 
-    ``python`` means the Python that runs the lab, whatever stands before or after its name.
-
-    Raises:
-        ConfigError: it is none of the forms that ranks can be started in, starts ranks itself, or its script
-            does not exist; the message says what to write.
+    ``python`` means the Python that runs the lab, whatever stands before or after its name. ConfigError says
+    what to write in place of what cannot be started as ranks, or starts ranks itself.
     """
     if not command:
         raise ConfigError(f"there is no command to run; {_FORMS}")
@@ -111,22 +107,14 @@ class Port:
         self._claim = claim
 
     def close(self) -> None:
-        """Give it up."""
         self._claim.close()
 
 
 def claim_port(where: str, *, is_free: Callable[[int], bool]) -> Port:
-    """Claim a port that is free and that no other process of this machine has claimed by this function.
+    """Claim a port of ``where`` that is free and that no other process has claimed by this function.
 
     The claim is an abstract Unix socket named after the port: the system lets one process have it, and
-    gives it back when that process ends, however it ends.
-
-    Args:
-        where: Whose ports: claims of one place do not stand in the way of another's.
-        is_free: Whether nobody listens at that port there.
-
-    Raises:
-        LabError: none was found.
+    gives it back when that process ends, however it ends. LabError: none was found.
     """
     # Seeded by nothing: two labs that start at once shall not look at the same ports in the same order.
     for number in random.SystemRandom().sample(range(_FIRST, _LAST), _TRIES):
@@ -181,12 +169,7 @@ class Screen:
 class Relay:
     """Takes the lines of one pipe of one server until it closes, so that no writer ever waits for long.
 
-    Args:
-        source: The pipe; closed at the end.
-        screen: Shared by all relays; None: nothing is shown.
-        stream: Where on the screen.
-        prefix: Before each line shown.
-        log: Gets the bytes as they are; shared by the relays of a server; None: no file.
+    They go to ``stream`` of ``screen`` behind ``prefix``, and as they are to ``log``, which relays share.
     """
 
     def __init__(
@@ -198,7 +181,6 @@ class Relay:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the pipe has closed and its last line is written."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -216,18 +198,16 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = threading.Lock()
+        # Not buffered: each line is one call of the system, which keeps lines of several threads apart.
         self._file = path.open("wb", buffering=0)
 
     def write(self, line: bytes) -> None:
         """Write ``line`` at once; when the disk is full it is lost, so that no rank waits for its output."""
-        with self._lock, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self._file.write(line)
 
     def close(self) -> None:
-        """Close it; call it after the last line."""
-        with self._lock:
-            self._file.close()
+        self._file.close()
 
 
 GRACE_S = 8.0
@@ -246,20 +226,13 @@ class Failure:
     """When it was seen."""
 
     def order(self) -> tuple[bool, int]:
-        """Return what sorts the cause before its consequences."""
         return (self.lost_a_peer, self.second)
 
 
 class Launcher:
     """``command`` on ``server``, which ends with this object's process or when it is told to.
 
-    Args:
-        server: Where.
-        command: torchrun and its arguments.
-        environment: All of it.
-        screen: Where its lines are shown; None: nowhere.
-        log: File for all of them; None: none.
-        failure_file: What the launcher writes when a rank of its own failed.
+    Its lines go to ``screen`` and ``log``; ``failure_file`` is what it writes when a rank of its own failed.
     """
 
     def __init__(
@@ -302,11 +275,7 @@ class Launcher:
             self._process.stdin.close()
 
     def wait_for_end(self) -> None:
-        """Wait after :meth:`end`; what does not end is killed.
-
-        Raises:
-            LabError: as :meth:`abandon`.
-        """
+        """Wait after :meth:`end`; what does not end is killed (LabError: as :meth:`abandon`)."""
         try:
             self._process.wait(GRACE_S + 5.0)
         except subprocess.TimeoutExpired:
@@ -411,7 +380,6 @@ class Started:
 
     @property
     def failure(self) -> str | None:
-        """Who failed first and how, once :meth:`poll` has returned a code that is not 0."""
         return self._failure
 
     def poll(self) -> int | None:
@@ -465,9 +433,7 @@ class Started:
     def __enter__(self) -> Started:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _running(self) -> list[Launcher]:
@@ -542,41 +508,22 @@ def start(
         return Started(launchers, undo.pop_all())
 
 
-def run(
-    lab: Lab,
-    command: Sequence[str],
-    *,
-    ranks_per_server: int,
-    environment: Mapping[str, str | None] | None = None,
-    trace: Path | None = None,
-    log_folder: Path | None = None,
-    show: bool = True,
-    timeout_s: float | None = None,
-) -> LabRun:
-    """Run ``command`` as :func:`start` does and wait for it; cards are read just before and just after.
+def run(lab: Lab, command: Sequence[str], *, timeout_s: float | None = None, **how: Any) -> LabRun:
+    """Run ``command`` as :func:`start` does (``how``) and wait; cards are read just before and just after.
 
     Raises:
         ConfigError: as :func:`start`.
         PeerError: it had not ended after ``timeout_s``; the servers are named, and all of it was ended.
     """
     before, begin = lab.cards(), time.monotonic()
-    with start(
-        lab,
-        command,
-        ranks_per_server=ranks_per_server,
-        environment=environment,
-        trace=trace,
-        log_folder=log_folder,
-        show=show,
-    ) as started:
+    with start(lab, command, **how) as started:
         code = started.wait(timeout_s)
-    seconds = time.monotonic() - begin
     return LabRun(
         exit_code=code,
-        seconds=seconds,
+        seconds=time.monotonic() - begin,
         cards_before=before,
         cards_after=lab.cards(),
-        trace_folder=trace,
+        trace_folder=how.get("trace"),
         failure=started.failure,
     )
 

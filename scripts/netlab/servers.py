@@ -52,11 +52,7 @@ def command_line(pid: int) -> str:
 
 
 def find_process(pid: int) -> Process:
-    """Return the process that now has number ``pid``.
-
-    Raises:
-        ProcessLookupError: there is none, or it has ended.
-    """
+    """Return the process that now has number ``pid`` (ProcessLookupError: there is none, or it has ended)."""
     started = _start_time(pid)
     if started is None:
         raise ProcessLookupError(f"no process {pid}")
@@ -122,11 +118,7 @@ class Holder:
             raise
 
     def stay(self) -> None:
-        """Let it outlive this process; only killing ``init`` ends it then.
-
-        Raises:
-            LabError: it has ended.
-        """
+        """Let it outlive this process; only killing ``init`` ends it then (LabError: it has ended)."""
         if self._pipe.stdin is None or self._pipe.stdout is None:
             raise LabError("a holder without pipes cannot be told to stay")
         try:
@@ -183,11 +175,7 @@ class _Forget:
 
 
 def wait_until_ended(processes: Sequence[Process]) -> None:
-    """Wait until all have ended.
-
-    Raises:
-        LabError: some have not within 10 s; the message names them.
-    """
+    """Wait until all have ended (LabError: some have not within 10 s; the message names them)."""
     deadline = time.monotonic() + _END_S
     while left := [process.pid for process in processes if process.alive()]:
         if time.monotonic() > deadline:
@@ -217,36 +205,24 @@ _LATENCY = "50ms"
 
 
 def address_of(server: int) -> str:
-    """Return the IPv4 address of a server; every lab has the same ones, as none sees another."""
+    # Every lab has the same ones, as none sees another.
     return f"10.77.0.{server + 1}"
 
 
 def host_name_of(server: int) -> str:
-    """Return the host name of a server."""
     return f"server-{server}"
 
 
 def bridge_setup() -> list[list[str]]:
-    """Return the commands that make the bridge, inside the namespace of the switch."""
     return [["ip", "link", "add", BRIDGE, "type", "bridge"], ["ip", "link", "set", BRIDGE, "up"]]
 
 
 def port_of(server: int) -> str:
-    """Return the name of the bridge's end of the cable to a server."""
     return f"server{server}"
 
 
 def connect(server: int, *, init: int, switch: int) -> None:
-    """Lay a cable from the card of ``server`` to the bridge.
-
-    Args:
-        server: Its number.
-        init: First process of the server.
-        switch: First process of the namespace of the bridge.
-
-    Raises:
-        LabError: with what ip answered.
-    """
+    """Lay a cable from the card of ``server`` to the bridge; ``init``, ``switch``: their first processes."""
     card = ["ip", "link", "add", CARD, "netns", str(init), "type", "veth"]
     run_command([*card, "peer", "name", port_of(server), "netns", str(switch)])
     run_inside(switch, [["ip", "link", "set", port_of(server), "master", BRIDGE, "up"]])
@@ -273,14 +249,9 @@ def limit_command(device: str, rate: Rate | None) -> list[str]:
 
 
 def read_card(device: str, *, pid: int | None = None) -> Card:
-    """Read the counters of ``device`` in the network namespace of process ``pid``.
+    """Read the counters of ``device`` in the network namespace of process ``pid``; None: the calling one.
 
-    Args:
-        device: e.g. "eth0".
-        pid: A process of the server; None: the calling one, which may be a rank inside it.
-
-    Raises:
-        LabError: the process has ended, or it has no such device.
+    LabError: the process has ended, or it has no such device.
     """
     process = "self" if pid is None else str(pid)
     try:
@@ -398,25 +369,14 @@ class NamespaceServer(Server):
         self.cpu_held_by = facts.cpu_held_by
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """Return the command that runs ``command`` here, in the folder where it is started.
-
-        It stays in the process group of who starts it: a signal to the group reaches the command too, one
-        to the process that was started does not.
-
-        Raises:
-            LabError: the server is down.
-        """
+        # It stays in the process group of who starts it: a signal to the group reaches the command too, one
+        # to the process that was started does not.
         self._check_alive()
         cores = ",".join(map(str, self.cores))
         enter = ["taskset", "-c", cores, "sh", "-c", _ENTER, "enter"]
         return [*enter, self.facts.cgroup or "", str(self.facts.init.pid), *command]
 
     def card(self) -> Card:
-        """Read its card.
-
-        Raises:
-            LabError: the server is down.
-        """
         self._check_alive()
         return read_card(CARD, pid=self.facts.init.pid)
 
@@ -431,14 +391,10 @@ class NamespaceServer(Server):
 
 
 def call_it(name: str, addresses: Mapping[str, str]) -> list[str]:
-    """Return the command that gives a server its name and those of ``addresses``, {name: address}; inside.
-
-    Programs find each other and themselves by name so: that of this machine has no address in there.
-    """
+    # Programs find each other and themselves by name: that of this machine has no address in there.
     hosts = ["127.0.0.1 localhost", *(f"{address} {host}" for host, address in addresses.items())]
     return ["sh", "-ec", _CALL, "call", name, "\n".join(hosts)]
 
 
 def cgroup_name(lab: str, server: int) -> str:
-    """Return the name of a server's control group."""
     return f"dglx-lab-{lab}-{server}"

@@ -15,7 +15,8 @@ from matplotlib.image import imread
 from dglx_dist.errors import DglxError, StorageError
 from scripts.bench import plots, results
 from scripts.bench.figures import figures_of, variant_rows
-from scripts.bench.pages import read_notes, render, write_page
+from scripts.bench.notes import read_notes
+from scripts.bench.pages import render, write_page
 from scripts.bench.performance import dump_figures, main
 from scripts.bench.records import Experiment, Outcome
 from scripts.bench.suites import everything, find
@@ -25,6 +26,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 NOTES = """How to read it.
 
 ## P1
+Title: push-pull
+Suites: papers
+Paper: A paper
+Claim: it is faster
+Setting: 4 machines
+Predicted: 2x
+Strategies: data_parallel, push_pull
 Here: two servers.
 
 Lesson: it pays.
@@ -135,7 +143,7 @@ def test_missing_and_misshapen_sources_are_refused(folder: Path) -> None:
     with pytest.raises(StorageError, match="no notes"):
         read_notes(folder / "none.md")
     (folder / "notes.md").write_text("## P1\nLesson: x.\n")
-    with pytest.raises(StorageError, match="section P1 needs"):
+    with pytest.raises(StorageError, match="section P1 needs 'Title"):
         read_notes(folder / "notes.md")
     (folder / "P1.json.gz").write_bytes(gzip.compress(b"{}" * 1000)[:-10])
     with pytest.raises(StorageError, match=r"P1\.json\.gz is damaged"):
@@ -163,7 +171,7 @@ def test_a_folder_of_results_becomes_its_readme(tmp_path: Path) -> None:
     assert "| 10 | 40 | 42 | 1.05 | 300 |" in text
     ratio = "| speed-up | seconds: random / metis | 1.9 | 2.00 | at least 1.5 | reproduced |"
     assert ratio in text
-    assert "**reproduced**. 2.00 is at least 1.5. " in text
+    assert "**reproduced**. 2.00 is at least 1.5.\n" in text
     assert "- edge cut: random 0.75, metis 0.125\n" in text
     assert "- Servers (random, metis): kind namespaces.\n- Machine: cpu A processor" in text
     for word in ("Predicted", "Here"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Assignment, RawGraph
 from scripts.bench import data
-from scripts.bench.peers.launch import KIND, phases_in_words, versions
+from scripts.bench.peers.launch import KIND
 from scripts.bench.peers.workload import Launch, Workload
 from scripts.bench.records import Job, MatchedPhi, Shape, Variant
 
@@ -29,19 +29,9 @@ def launch_of(
     training: Mapping[str, Any],
     **settings: Any,
 ) -> Launch:
-    """Return a launch of ``system`` on ``graph`` cut so; writes the datasets that are not there.
+    """Return a launch of ``system`` on ``graph``, a part per server; writes datasets that are not there.
 
-    Args:
-        system: One of ``workload.TRAINERS``.
-        graph: The built-in graph.
-        cut: A part per server.
-        work: Where datasets lie.
-        training: More of :class:`Workload`: hidden, fanouts, batch_size, lr, embedding.
-        settings: More of :class:`Launch`.
-
-    Raises:
-        ConfigError: graph and cut do not fit.
-        StorageError: ``work`` cannot be written.
+    ``training``: more of :class:`Workload`; ``settings``: more of :class:`Launch`.
     """
     workload = Workload(features=graph.features, classes=graph.classes, **training)
     return Launch(system=system, workload=workload, data=str(copy_of(system, graph, cut, work)), **settings)
@@ -109,12 +99,3 @@ def _write_arrays(graph: RawGraph, folder: Path) -> None:
         for name in (FEATURE, LABEL, "train_mask"):
             np.save(partial / f"{name}.npy", np.asarray(columns[name]))
         partial.rename(folder)
-
-
-def facts_of(ours: Path, systems: Iterable[str]) -> Mapping[str, Any]:
-    """Return what the report shows beside the figures, JSON values."""
-    return {
-        **data.facts(ours),
-        "versions": versions(),
-        "phases": {system: phases_in_words(system) for system in systems},
-    }
