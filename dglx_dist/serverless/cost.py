@@ -43,10 +43,6 @@ class PriceTable:
 
     def __post_init__(self) -> None:
         fields = Fields(vars(self), f"the price table {self.name!r}")
-        fields.value("per_request", _Dollars)
-        fields.value("per_gb_second", _Dollars)
-        fields.value("step_s", _Step)
-        fields.mapping("per_server_hour", _MOST_SERVERS, _Dollars)
         if not self.per_server_hour:
             fields.refuse("per_server_hour", "at least one kind of server and its dollars per hour")
         try:

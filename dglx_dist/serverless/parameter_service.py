@@ -248,9 +248,9 @@ class ParameterService:
         return []
 
     def _take_from_worker(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        answer = self._take(name, arrays)
+        # First: these gradients may end the epoch, and with it what is counted as the epoch's.
         self._rpc.count(UP, TaskKey.parse(name).step, WORKER, None, payload_bytes(arrays))
-        return answer
+        return self._take(name, arrays)
 
     def _take_sums(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         epoch, server = parse_pair(name)

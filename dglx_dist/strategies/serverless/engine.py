@@ -293,12 +293,13 @@ class WorkerService:
 
     def _counted(self, op: str, phase: str, handler: Handler) -> Handler:
         def answer(name: str, arrays: Sequence[Array]) -> Sequence[Array]:
-            answers = handler(name, arrays)
             layer = 0 if op == PROGRAM else TaskKey.parse(name.partition("/")[0]).step
             if op == GIVE:
+                # First: these rows may end the epoch, and with it what is counted as the epoch's.
                 self._rpc.count(phase, layer, WORKER, None, payload_bytes(arrays))
-            else:
-                self._rpc.count(phase, layer, None, WORKER, payload_bytes(answers))
+                return handler(name, arrays)
+            answers = handler(name, arrays)
+            self._rpc.count(phase, layer, None, WORKER, payload_bytes(answers))
             return answers
 
         return answer
