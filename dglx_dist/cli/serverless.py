@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dglx_dist.cli.common import warn, write
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import pairs
+
+if TYPE_CHECKING:
+    from dglx_dist.serverless.aws.deploy import Step
 
 lambda_app = typer.Typer(
     name="lambda",
@@ -138,8 +140,8 @@ def deploy(  # noqa: PLR0913  # one argument per option
 
     Example: `dglx lambda deploy dglx-worker --package worker.zip --memory 512 --dry-run`
     """
-    from dglx_dist.serverless.aws import deploy as cloud
     from dglx_dist.serverless.aws.clients import Deployment, Place
+    from dglx_dist.serverless.aws.deploy import deployment_steps
 
     wanted = Deployment(
         name=name,
@@ -154,7 +156,7 @@ def deploy(  # noqa: PLR0913  # one argument per option
         architecture=architecture,
         place=Place(region=region, endpoint_url=endpoint_url),
     )
-    _do(lambda: cloud.plan(wanted), lambda: cloud.deploy(wanted, write), dry_run, f"{name} is up to date")
+    _do(deployment_steps(wanted), dry_run, f"{name} is up to date")
 
 
 @lambda_app.command("invoke-test")
@@ -191,16 +193,11 @@ def remove(
 
     Example: `dglx lambda remove dglx-worker --dry-run`
     """
-    from dglx_dist.serverless.aws import deploy as cloud
     from dglx_dist.serverless.aws.clients import Place
+    from dglx_dist.serverless.aws.deploy import removal_steps
 
-    place = Place(region=region, endpoint_url=endpoint_url)
-    _do(
-        lambda: cloud.plan_removal(name, place),
-        lambda: cloud.remove(name, place, write),
-        dry_run,
-        f"nothing is left of {name}",
-    )
+    steps = removal_steps(name, Place(region=region, endpoint_url=endpoint_url))
+    _do(steps, dry_run, f"nothing is left of {name}")
 
 
 @lambda_app.command()
@@ -240,13 +237,14 @@ def _check_sources(
         raise ConfigError(f"--architecture {architecture}; give one of {', '.join(ARCHITECTURES)}")
 
 
-def _do(
-    plan: Callable[[], tuple[str, ...]], act: Callable[[], tuple[str, ...]], dry_run: bool, nothing: str
-) -> None:
-    """Print the plan, or carry it out; print ``nothing`` if it is empty."""
-    done = plan() if dry_run else act()
+def _do(steps: list[Step], dry_run: bool, nothing: str) -> None:
+    """Print the steps, or carry them out; print ``nothing`` if there are none."""
+    from dglx_dist.serverless.aws.deploy import carry_out
+
     if dry_run:
-        for text in done:
-            write(f"would {text}")
-    if not done:
+        for step in steps:
+            write(f"would {step.text}")
+    else:
+        carry_out(steps, write)
+    if not steps:
         write(nothing)

@@ -164,22 +164,17 @@ def measure_clock(session: Session) -> Clock:
         session.rpc.register(_CLOCK_OP, lambda _name, _arrays: [np.array([time.perf_counter()])])
     try:
         barrier(session, "comparing clocks")
-        clock = Clock(offset_s=0.0, error_s=0.0) if serves else _clock_by_round_trips(session)
+        clocks = [Clock(offset_s=0.0, error_s=0.0)] if serves else []
+        for _ in range(0 if serves else _ROUND_TRIPS):
+            before = time.perf_counter()
+            (reading,) = session.rpc.call(0, _CLOCK_OP, "", [], phase=CONTROL)
+            after = time.perf_counter()
+            offset = float(reading.reshape(-1)[0]) - (before + after) / 2
+            clocks.append(Clock(offset_s=offset, error_s=(after - before) / 2))
         barrier(session, "clocks compared")
     finally:
         if serves:
             session.rpc.unregister(_CLOCK_OP)
-    return clock
-
-
-def _clock_by_round_trips(session: Session) -> Clock:
-    clocks = []
-    for _ in range(_ROUND_TRIPS):
-        before = time.perf_counter()
-        (reading,) = session.rpc.call(0, _CLOCK_OP, "", [], phase=CONTROL)
-        after = time.perf_counter()
-        offset = float(reading.reshape(-1)[0]) - (before + after) / 2
-        clocks.append(Clock(offset_s=offset, error_s=(after - before) / 2))
     return min(clocks, key=lambda clock: clock.error_s)
 
 

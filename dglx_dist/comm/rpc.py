@@ -137,7 +137,10 @@ class Server:
     def _receive(self, peer: bytes) -> None:
         assembler = self._assemblers.get(peer)
         if assembler is None:
-            self._assemblers[peer] = assembler = Assembler(partial(self._greet, peer), self._admits)
+            self._assemblers[peer] = assembler = Assembler(
+                partial(self._greet, peer),
+                lambda head: head.kind is Kind.REQUEST and head.op in self._handlers,
+            )
         try:
             message = assembler.read(self._router)
         except NotAdmittedError as error:
@@ -153,17 +156,15 @@ class Server:
         else:
             self._slow.put((peer, message))
 
-    def _admits(self, head: Head) -> bool:
-        return head.kind is Kind.REQUEST and head.op in self._handlers
-
     def _refuse(self, peer: bytes, head: Head) -> None:
         if head.kind is not Kind.REQUEST:
             log.warning("dropped a message of kind %s, which is no request", head.kind.name)
             return
         text = f"LookupError: {_unknown_operation(head.op, self._handlers)}"
-        self._send(
-            peer, frames_of(Head(Kind.ERROR, head.request, name=text[:1000]), [], self._config.chunk_bytes)
-        )
+        self._send(peer, self._error(head.request, text))
+
+    def _error(self, request: int, text: str) -> list[Frames]:
+        return frames_of(Head(Kind.ERROR, request, name=text[:1000]), [], self._config.chunk_bytes)
 
     def _greet(self, peer: bytes, handle: int) -> None:
         """Note that ``peer`` has the connection of file descriptor ``handle``."""
@@ -182,14 +183,12 @@ class Server:
                 self._wake()
 
     def _answer(self, message: Message) -> list[Frames]:
-        request, chunk = message.head.request, self._config.chunk_bytes
-        started = time.perf_counter()
+        request, started = message.head.request, time.perf_counter()
         try:
             answer = run_handler(self._handlers, message.head.op, message.head.name, message.arrays)
-            frames = frames_of(Head(Kind.REPLY, request), answer, chunk)
+            frames = frames_of(Head(Kind.REPLY, request), answer, self._config.chunk_bytes)
         except BaseException as error:  # noqa: BLE001 - reported to the caller; this thread must continue
-            text = f"{type(error).__name__}: {error}"
-            frames = frames_of(Head(Kind.ERROR, request, name=text[:1000]), [], chunk)
+            frames = self._error(request, f"{type(error).__name__}: {error}")
         took_s, before_s = time.perf_counter() - started, self._seconds_of.get(message.head.op, 0.0)
         self._seconds_of[message.head.op] = max(took_s, 0.5 * before_s)
         return frames
@@ -497,7 +496,11 @@ class Rpc:
         self._ledger, self._config = ledger, config or ServeConfig()
         self.doing = ""
         """The collective that this rank waits in, reported to other ranks on request; "" for none."""
-        self._handlers: dict[str, Handler] = {_PING: self._report_status}
+        self._handlers: dict[str, Handler] = {
+            _PING: lambda _name, _arrays: [
+                np.frombuffer(self.doing.encode()[:_MAX_STATUS_BYTES], dtype=np.uint8)
+            ]
+        }
         self._client_handlers: dict[str, Handler] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._server: Server | None = None
@@ -588,13 +591,8 @@ class Rpc:
         return found
 
     def count(self, phase: str, layer: int, source: int | None, destination: int | None, size: int) -> None:
-        self._ledger.add(
-            phase,
-            layer,
-            self.rank if source is None else source,
-            self.rank if destination is None else destination,
-            size,
-        )
+        ends = [self.rank if rank is None else rank for rank in (source, destination)]
+        self._ledger.add(phase, layer, ends[0], ends[1], size)
 
     def close(self) -> None:
         """Stop serving and calling; may be called twice. Does not wait for other ranks."""
@@ -617,9 +615,6 @@ class Rpc:
         """In a forked process: leave sockets and threads to the parent and refuse calls."""
         if self._client is not None:
             self._client.forget()
-
-    def _report_status(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
-        return [np.frombuffer(self.doing.encode()[:_MAX_STATUS_BYTES], dtype=np.uint8)]
 
     def _call_locally(self, op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
         try:

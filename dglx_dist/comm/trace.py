@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -255,10 +255,19 @@ def remove_trace(path: Path) -> None:
 def write_trace(path: Path, trace: TraceFile) -> None:
     """Write ``path`` atomically, replacing an earlier trace; StorageError if that fails."""
     zero = min((span.begin_s for rank in trace.ranks for span in rank.spans), default=0.0)
+    ranks = [
+        {
+            "rank": one.rank,
+            "host": one.host,
+            "clock_error_us": 1e6 * one.clock_error_s,
+            "dropped": one.dropped,
+        }
+        for one in trace.ranks
+    ]
     try:
         with replaced_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             # The head first, which identifies a trace without reading all of it.
-            file.write(_HEAD + ", " + json.dumps(_facts(trace), default=str)[1:])
+            file.write(_HEAD + ", " + json.dumps({"run": trace.facts, "ranks": ranks}, default=str)[1:])
             file.write(', "displayTimeUnit": "ms", "traceEvents": [\n')
             file.write(",\n".join(json.dumps(event) for one in trace.ranks for event in _events(one, zero)))
             file.write("\n]}\n")
@@ -282,26 +291,22 @@ def read_trace(path: str | Path) -> TraceFile:
     spans: dict[int, list[Span]] = {}
     for event in (one for one in events if one.text("ph") == "X"):
         spans.setdefault(event.integer("pid", at_least=0), []).append(_span(event))
-    ranks = tuple(_rank(one, spans) for one in facts.records("ranks"))
+    ranks = tuple(
+        RankSpans(
+            rank=(rank := one.integer("rank", at_least=0)),
+            host=one.text("host"),
+            spans=tuple(sorted(spans.get(rank, ()), key=lambda span: span.begin_s)),
+            clock_error_s=_number(one, "clock_error_us") / 1e6,
+            dropped=one.integer("dropped", at_least=0),
+        )
+        for one in facts.records("ranks")
+    )
     return TraceFile(ranks=ranks, facts=facts.mapping("run"))
 
 
 def _is_trace(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(len(_HEAD)) == _HEAD.encode()
-
-
-def _facts(trace: TraceFile) -> dict[str, Any]:
-    ranks = [
-        {
-            "rank": one.rank,
-            "host": one.host,
-            "clock_error_us": 1e6 * one.clock_error_s,
-            "dropped": one.dropped,
-        }
-        for one in trace.ranks
-    ]
-    return {"run": trace.facts, "ranks": ranks}
 
 
 def _events(one: RankSpans, zero: float) -> Iterator[dict[str, Any]]:
@@ -311,7 +316,8 @@ def _events(one: RankSpans, zero: float) -> Iterator[dict[str, Any]]:
     yield metadata("process_name", 0, {"name": f"rank {one.rank} on {one.host}"})
     yield metadata("process_sort_index", 0, {"sort_index": one.rank})
     thread = 0
-    rows = sorted({span.row for span in one.spans}, key=lambda row: (_place(row), row))
+    used = {span.row for span in one.spans}
+    rows = [*(row for row in _ROWS if row in used), *sorted(used.difference(_ROWS))]
     for row in rows:
         for number, track in enumerate(assign_tracks(span for span in one.spans if span.row == row)):
             thread += 1
@@ -320,10 +326,6 @@ def _events(one: RankSpans, zero: float) -> Iterator[dict[str, Any]]:
             yield metadata("thread_sort_index", thread, {"sort_index": thread})
             for span in track:
                 yield _event(span, one.rank, thread, zero)
-
-
-def _place(row: str) -> int:
-    return _ROWS.index(row) if row in _ROWS else len(_ROWS)
 
 
 def _event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
@@ -379,17 +381,6 @@ def _number(event: Fields, key: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise event.wrong(key, "microseconds")
     return float(value)
-
-
-def _rank(fields: Fields, spans: Mapping[int, Sequence[Span]]) -> RankSpans:
-    rank = fields.integer("rank", at_least=0)
-    return RankSpans(
-        rank=rank,
-        host=fields.text("host"),
-        spans=tuple(sorted(spans.get(rank, ()), key=lambda span: span.begin_s)),
-        clock_error_s=_number(fields, "clock_error_us") / 1e6,
-        dropped=fields.integer("dropped", at_least=0),
-    )
 
 
 def shifted_by(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:

@@ -59,10 +59,6 @@ class DistDataLoader(_Epochs):
 
     Args:
         dataset: This rank's items: a tensor of ids, or a sequence of ids or (type, id) pairs.
-        batch_size: Items per step.
-        shuffle: Whether each epoch has another order.
-        collate_fn: A list of items to a batch; None: the list.
-        drop_last: Whether a last batch that is not full is left out.
         queue_size: Batches made ahead, on one thread; None: none.
 
     Raises:
@@ -173,13 +169,9 @@ class _Loader(_Epochs):
         return -(-num_local // self._batch_size)
 
     @property
-    def _is_wrapped(self) -> bool:
-        return WRAPPED.of(self._g.session)
-
-    @property
     def _ends_early(self) -> bool:
         """Whether this rank stops when its items are used up; a wrapped model needs it in every step."""
-        return self._for_inference or not self._is_wrapped
+        return self._for_inference or not WRAPPED.of(self._g.session)
 
     @property
     def expected_idxs(self) -> int:
@@ -190,7 +182,7 @@ class _Loader(_Epochs):
         self._inner.set_epoch(epoch)
 
     def _batches(self) -> Iterator[Any]:
-        if self._needs_wrap and not self._is_wrapped:
+        if self._needs_wrap and not WRAPPED.of(self._g.session):
             raise ConfigError(
                 f"strategy {self._g.session.strategy!r} works inside the model: put model = dglx_dist.wrap("
                 "model, g) in the place of DistributedDataParallel, or use strategy data_parallel"
@@ -217,13 +209,8 @@ class DistNodeDataLoader(_Loader):
 
     A loader created under ``torch.no_grad()`` is for inference: mini-batches, whatever the strategy.
 
-    Args:
-        g: The graph.
-        nids: This rank's nodes, or a dict of them by type.
-        graph_sampler: A sampler of ``dgl.dataloading``.
-        device: Device of the batches; None: the CPU.
-        kwargs: ``batch_size``, ``shuffle``, ``drop_last``, ``queue_size`` (batches made ahead), and the
-            options of ``dglx_dist.DataLoader``. ``num_workers`` and ``pin_memory`` are warned about.
+    ``kwargs``: ``batch_size``, ``shuffle``, ``drop_last``, ``queue_size`` (batches made ahead), options of
+    ``dglx_dist.DataLoader``; ``num_workers`` and ``pin_memory`` are warned about.
 
     Raises:
         ConfigError: on all ranks, when something cannot be honoured on one.
@@ -232,8 +219,7 @@ class DistNodeDataLoader(_Loader):
     def __init__(
         self, g: DistGraph, nids: Any, graph_sampler: Any, device: Any = None, **kwargs: Any
     ) -> None:
-        inner = inner_graph(g)
-        options = _options(kwargs, device)
+        inner, options = inner_graph(g), _options(kwargs, device)
         strategy = _strategy(inner)
         super().__init__(inner, strategy, strategy.loader(inner, nids, graph_sampler, **options), options)
 
@@ -244,13 +230,8 @@ class DistEdgeDataLoader(_Loader):
 
     **Every rank must construct it**, like a :class:`DistNodeDataLoader`.
 
-    Args:
-        g: The graph.
-        eids: This rank's edges, or a dict of them by type.
-        graph_sampler: A sampler of ``dgl.dataloading``.
-        device: Device of the batches; None: the CPU.
-        kwargs: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler``, and those of
-            :class:`DistNodeDataLoader`. A ``g_sampling`` other than ``g`` is refused.
+    ``kwargs``: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler``, and those of
+    :class:`DistNodeDataLoader`. A ``g_sampling`` other than ``g`` is refused.
 
     Raises:
         ConfigError: on all ranks, when something cannot be honoured on one.
@@ -342,17 +323,8 @@ def sample_neighbors(
 ) -> dgl.DGLGraph:
     """Sample in-edges of nodes into a graph of all nodes, with edge ids in ``edata[dgl.EID]``.
 
-    Edge types without sampled edges are left out, as in DGL.
-
-    Args:
-        g: The graph.
-        nodes: Ids, or a dict of them by node type.
-        fanout: Edges per node and edge type; -1: all.
-        edge_dir: ``in``.
-        prob: Name of an edge tensor of weights or a mask.
-        exclude_edges: Edges that are not sampled; a bool is taken for ``replace``, its place in DGL 1.1.3.
-        replace: Whether an edge may be sampled more than once.
-        use_graphbolt: False.
+    Edge types without sampled edges are left out, as in DGL. ``prob`` names an edge tensor of weights or a
+    mask. A bool as ``exclude_edges`` is taken for ``replace``, its place in DGL 1.1.3.
 
     Raises:
         ConfigError: an argument that cannot be honoured.

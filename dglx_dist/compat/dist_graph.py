@@ -137,12 +137,8 @@ class DataView(MutableMapping[str, DistTensor]):
 class DistGraph(Wrapper, of=InnerDistGraph):
     """A partitioned graph with DGL's methods; other attributes are those of ``.inner``, which is ours.
 
-    Opening one is collective, and opens the session if there is none.
-
-    Args:
-        graph_name: As when it was partitioned.
-        gpb: Ignored, with a warning: the book is read from the partition.
-        part_config: DGL's JSON file, or the folder of a dataset of ours; None: what DGL_CONF_PATH names.
+    Opening one is collective, and opens the session if there is none. ``gpb`` is ignored with a warning;
+    ``part_config`` is DGL's JSON file or the folder of a dataset of ours, None: what DGL_CONF_PATH names.
 
     Raises:
         ConfigError: no partition is named, or it holds a graph of another name.
@@ -230,11 +226,11 @@ class DistGraph(Wrapper, of=InnerDistGraph):
 
     def node_attr_schemes(self) -> dict[str, Scheme]:
         """Return shape and dtype of each tensor of the nodes."""
-        return {name: Scheme(tensor.shape[1:], tensor.dtype) for name, tensor in self.ndata.items()}
+        return _schemes(self.ndata)
 
     def edge_attr_schemes(self) -> dict[str, Scheme]:
         """Return shape and dtype of each tensor of the edges."""
-        return {name: Scheme(tensor.shape[1:], tensor.dtype) for name, tensor in self.edata.items()}
+        return _schemes(self.edata)
 
     def get_partition_book(self) -> RangePartitionBook:
         """Return the owners of all ids; partitions are servers."""
@@ -249,11 +245,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
     def edge_subgraph(
         self, edges: Tensor | Mapping[Any, Tensor], relabel_nodes: bool = True, store_ids: bool = True
     ) -> dgl.DGLGraph:
-        """Return the graph of some edges, with ``dgl.EID``, and ``dgl.NID`` when nodes are relabelled.
-
-        Raises:
-            ConfigError: ``store_ids`` is False, or ids have no type though there are several.
-        """
+        """Return the graph of some edges, with ``dgl.EID``, and ``dgl.NID`` when nodes are relabelled."""
         if not store_ids:
             raise ConfigError("edge_subgraph always stores the ids; leave store_ids out")
         by_type = edges if isinstance(edges, Mapping) else {None: edges}
@@ -286,12 +278,12 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         raise ConfigError("there is no GraphBolt graph; every edge tensor can be used as prob= or mask=")
 
 
-def inner_graph(g: object) -> InnerDistGraph:
-    """Return our graph behind DGL's view of it, or itself.
+def _schemes(data: DataView) -> dict[str, Scheme]:
+    return {name: Scheme(tensor.shape[1:], tensor.dtype) for name, tensor in data.items()}
 
-    Raises:
-        ConfigError: ``g`` is neither.
-    """
+
+def inner_graph(g: object) -> InnerDistGraph:
+    """Return our graph behind DGL's view of it, or itself; ConfigError when ``g`` is neither."""
     if isinstance(g, DistGraph):
         return g.inner
     if isinstance(g, InnerDistGraph):

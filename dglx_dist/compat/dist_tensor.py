@@ -22,16 +22,14 @@ from dglx_dist.graph.dist_tensor import opened_graph
 from dglx_dist.graph.embedding import DistEmbedding as InnerDistEmbedding
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.graph.shared_memory import InitRows
+from dglx_dist.records import EdgeType
 
 _BATCH: SessionField[tuple[Callable[[], Any], Mapping[tuple[KVStore, str], Callable[[], Any]]]] = (
     SessionField(lambda _: (lambda: None, {}))
 )
-"""Weak references to the input nodes of the last batch, and to the rows on its first block by store and key.
-
-To the rows, not to the block: copies that a script makes (``block.int()``) hold the same rows.
-"""
+"""Weak references to the input nodes of the last batch, and to the rows on its first block by store and key:
+not to the block, since copies that a script makes (``block.int()``) hold the same rows."""
 
 
 def remember(g: DistGraph, input_nodes: object, blocks: Any) -> None:
@@ -60,8 +58,7 @@ _HIDDEN, _KINDS = "hidden~", ("node~", "edge~")
 class KVClient(Wrapper, of=KVStore):
     """Named tensors of a graph; ``g._client`` and ``tensor.kvstore`` are one of these.
 
-    Raises:
-        ConfigError: always when constructed directly: there are no servers to connect to.
+    Constructing one raises ConfigError: there are no servers to connect to.
     """
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -113,15 +110,7 @@ class KVClient(Wrapper, of=KVStore):
         init_func: InitRows | None = None,
         is_gdata: bool = True,
     ) -> None:
-        """Create a tensor; every rank must call it.
-
-        Args:
-            name: ``<policy>~<tensor>``, DGL's form.
-            shape: Of the whole.
-            dtype: Torch's.
-            part_policy: How its rows are laid.
-            init_func: First rows of the own server; zeros when None.
-            is_gdata: Whether the graph shows it.
+        """Create a tensor called ``<policy>~<tensor>``; every rank must call it.
 
         Raises:
             ConfigError: the name does not begin with the policy's, or exists already.
@@ -198,15 +187,17 @@ class KVClient(Wrapper, of=KVStore):
         return f"{_HIDDEN}{name}" if not self.inner.has(name) and self.inner.has(f"{_HIDDEN}{name}") else name
 
     def _tensor(self, name: str) -> InnerDistTensor:
-        key = self._key(name)
-        column, shown = self.inner.column(key), key.removeprefix(_HIDDEN)
-        policies = self.all_possible_part_policy
-        found = next((one for one in policies if shown.startswith(f"{one}~")), None)
-        if found is None:
+        key = self.inner.column(self._key(name)).name
+        shown, g = key.removeprefix(_HIDDEN), graph_of_store(self.inner)
+        if not shown.startswith(_KINDS):
             raise ConfigError(f"{name!r} is not laid out by nodes or edges of a type; use its own tensor")
-        shape, short = (column.num_rows, *column.info.row_shape), shown.removeprefix(f"{found}~")
-        dtype, policy = torch_dtype(column.info.dtype), inner_policy(policies[found])
-        return InnerDistTensor(shape, dtype, short, None, policy, is_gdata=shown == key)
+        kind, type_name, short = shown.split("~", 2)
+        policy = (
+            g.get_node_partition_policy(type_name)
+            if kind == "node"
+            else g.get_edge_partition_policy(cast("EdgeType", tuple(type_name.split(":"))))
+        )
+        return InnerDistTensor.existing(policy, short, key)
 
 
 @final
@@ -269,17 +260,8 @@ class DistTensor(Wrapper, of=InnerDistTensor):
     """Rows on the servers, with DGL's arguments; ``.inner`` is ours.
 
     Creating one is collective. Writing waits until the owners have the rows, unlike DGL's. A tensor that is
-    not persistent is freed when a later one is created and no rank refers to it any more.
-
-    Args:
-        shape: Of the whole tensor.
-        dtype: Torch's.
-        name: Of a new tensor, or of an existing one to attach to.
-        init_func: (shape, dtype) to the first rows; zeros when None.
-        part_policy: Needed where several types have this number of nodes or edges.
-        persistent: Whether it stays when nobody refers to it any more.
-        is_gdata: Whether ``g.nodes[...].data`` shows it.
-        attach: No effect: DGL appends the number of a group of clients, of which there is one here.
+    not persistent is freed when a later one is created and no rank refers to it any more. ``attach`` has no
+    effect: DGL appends the number of a group of clients, of which there is one here.
 
     Raises:
         ConfigError: a persistent tensor without a name, or as for ``dglx_dist.DistTensor``.
@@ -383,14 +365,7 @@ def _many(idx: Ids) -> Ids:
 
 @final
 class DistEmbedding(Wrapper, of=InnerDistEmbedding):
-    """Trainable rows with DGL's arguments; ``.inner`` is ours. Creating one is collective.
-
-    Args:
-        num_embeddings: Rows.
-        embedding_dim: Columns.
-        name: Of new rows, or of existing ones to attach to.
-        init_func: (shape, dtype) to the first rows; zeros when None, as with DGL.
-        part_policy: Needed where several types have this number of nodes or edges.
+    """Trainable rows, zero at first, with DGL's arguments; ``.inner`` is ours. Creation is collective.
 
     Raises:
         ConfigError: as for ``dglx_dist.DistEmbedding``.

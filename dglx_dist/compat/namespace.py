@@ -25,7 +25,7 @@ from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_tensor import OPENED, opened_graph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
-from dglx_dist.strategies.base import Parts, WrappedModel, begin, resolve_strategy
+from dglx_dist.strategies.base import WrappedModel, begin, resolve_strategy
 
 MAX_QUEUE_SIZE = 20 * 2**30
 
@@ -50,13 +50,10 @@ def initialize(
     It creates no process group, so that the script may call ``init_process_group`` next. If there is none
     when the graph is opened, one is created then.
 
+    The arguments before ``use_graphbolt`` are ignored. One warning on rank 0 names those that differ from
+    DGL's defaults, and the variables of DGL's launcher.
+
     Args:
-        ip_config: Ignored: torchrun knows the ranks. One warning on rank 0 names this argument and the
-            following ones where they differ from DGL's defaults, and the variables of DGL's launcher.
-        max_queue_size: Ignored; there are no queues.
-        net_type: Ignored.
-        num_worker_threads: Ignored; there are no sampler processes.
-        use_graphbolt: False.
         strategy: Name of a strategy; None: that of ``python -m dglx_dist.run``, else ``data_parallel``.
         timeout: Seconds that a rank may be silent before the others raise an error that names it.
         seed: Of all random numbers.
@@ -376,13 +373,8 @@ class ScriptModel(WrappedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
 
-    @property
-    def parts(self) -> Parts:
-        return self.inner.parts
-
-    def exchange_seconds(self, *, reset: bool = False) -> float:
-        return self.inner.exchange_seconds(reset=reset)
-
+    parts: Any = Forward(WrappedModel, "parts")
+    exchange_seconds: Any = Forward(WrappedModel, "exchange_seconds")
     whole: Any = Forward(WrappedModel, "whole")
     join_state: Any = Forward(WrappedModel, "join_state")
     cut_state: Any = Forward(WrappedModel, "cut_state")

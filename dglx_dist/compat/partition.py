@@ -39,9 +39,6 @@ def raw_graph(graph: dgl.DGLGraph, name: str) -> tuple[RawGraph, frozenset[tuple
     """Return the graph, and the names of its uint16 columns that hold bfloat16 bits.
 
     Unlike ``load_dataset``, it keeps all names and dtypes, as scripts ask for the names that they gave.
-
-    Raises:
-        ConfigError: ``graph`` is no DGLGraph.
     """
     if not isinstance(graph, dgl.DGLGraph):
         raise ConfigError(f"partition_graph takes a DGLGraph, not a {type(graph).__name__}")
@@ -98,22 +95,14 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     Nodes are numbered as DGL does: part by part, in the order they had. Edges are numbered by part, then
     destination, then source.
 
-    Args:
-        g: Homogeneous or heterogeneous.
-        graph_name: Name of the graph and of the JSON file.
-        num_parts: P.
-        out_path: Folder; files of an earlier partition there are replaced.
+    Args are DGL's, but:
+        out_path: Files of an earlier partition in this folder are replaced.
         num_hops: 1: nothing beyond the sources of a part's in-edges is stored.
         part_method: ``metis``, ``random``, or another partitioner of this package.
         balance_ntypes: (N,) integers, or a dict of them by node type; each value is balanced separately. Of
             several node types each is balanced anyway, where the method can.
-        balance_edges: Balance the in-edges too.
-        return_mapping: Whether to return the original ids.
         num_trainers_per_machine: Above 1, each part is partitioned once more, and nodes and edges get
             ``trainer_id`` in the files and in ``g``, replacing columns of that name.
-        objtype: ``cut`` or ``vol``.
-        graph_formats: None, or ``coo``, ``csc``, ``csr``: the stored structure.
-        use_graphbolt: False.
         seed: The same seed gives the same parts.
         graphbolt_options: Refused: arguments of newer versions for GraphBolt's files.
 
@@ -161,9 +150,7 @@ def load_partition(
 ) -> Loaded:
     """Return (structure, node data, edge data, book, graph name, node types, edge types) of one part.
 
-    Raises:
-        ConfigError: ``use_graphbolt``, or there is no such part.
-        StorageError: a file is missing or damaged.
+    ConfigError: ``use_graphbolt``, or there is no such part; StorageError: a file is missing or damaged.
     """
     refuse_graphbolt(use_graphbolt)
     book, name, ntypes, etypes = load_partition_book(part_config, part_id)
@@ -177,11 +164,7 @@ def load_partition_feats(
 ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
     """Return the data of the part's nodes by ``type/name`` and of its edges by ``src:rel:dst/name``.
 
-    None stands for data that is not loaded.
-
-    Raises:
-        ConfigError: there is no such part.
-        StorageError: a file is missing or damaged.
+    None stands for data that is not loaded. Raises as :func:`load_partition`.
     """
     nodes = _tensors(part_config, part_id, "node_feats", NODE_TYPE) if load_nodes else None
     edges = _tensors(part_config, part_id, "edge_feats", ":".join(EDGE_TYPE)) if load_edges else None
@@ -193,14 +176,8 @@ def load_partition_book(
 ) -> tuple[RangePartitionBook, str, dict[str, int], dict[EdgeType, int]]:
     """Return (book, graph name, node types by number, edge types by number); partitions are the file's.
 
-    Args:
-        part_config: DGL's JSON file.
-        part_id: The own partition of the book.
-        part_metadata: None; newer versions accept the content of the file.
-
-    Raises:
-        ConfigError: ``part_metadata``, or there is no such part.
-        StorageError: the file is missing or damaged.
+    ``part_metadata``, for which newer versions take the file's content, is refused. Raises as
+    :func:`load_partition`.
     """
     if part_metadata is not None:
         raise ConfigError("part_metadata cannot be honoured: part_config is read again; leave it out")
@@ -227,10 +204,9 @@ def _without_trainer_ids(graph: RawGraph) -> RawGraph:
 
 def _set_trainer_ids(g: dgl.DGLGraph, raw: RawGraph) -> None:
     # int64, as DGL has them.
-    for ntype in g.ntypes:
-        g.nodes[ntype].data[TRAINER_ID] = torch.as_tensor(raw.node_data[ntype][TRAINER_ID]).long()
-    for etype in g.canonical_etypes:
-        g.edges[etype].data[TRAINER_ID] = torch.as_tensor(raw.edge_data[etype][TRAINER_ID]).long()
+    for view, columns in ((g.nodes, raw.node_data), (g.edges, raw.edge_data)):
+        for key, data in columns.items():
+            view[key].data[TRAINER_ID] = torch.as_tensor(data[TRAINER_ID]).long()
 
 
 def _with_weights(
@@ -310,19 +286,10 @@ def node_split(
     force_even: bool = True,
     node_trainer_ids: Any = None,
 ) -> Tensor:
-    """Return a rank's share of the marked nodes.
+    """Return the (n,) int64 ids of a rank's share of the marked nodes, ascending.
 
-    Args:
-        nodes: (N,) DistTensor, tensor or array; every value but 0 marks its node.
-        partition_book: Of one of the open graphs, also as read from its file; None: that of a DistTensor's
-            graph, or of the only open graph.
-        ntype: Node type.
-        rank: Rank of the share; None: this rank.
-        force_even: Whether shares differ by at most one over all ranks.
-        node_trainer_ids: (N,) preferred rank of each node.
-
-    Returns:
-        (n,) int64 ids, ascending.
+    Every value but 0 of ``nodes``, an (N,) DistTensor, tensor or array, marks its node. The book is of one
+    of the open graphs, also as read from its file; None: of a DistTensor's graph, or the only open one.
 
     Raises:
         ConfigError: there is not one value for each node, the book belongs to no open graph or to another
@@ -330,8 +297,7 @@ def node_split(
     """
     g = _graph(nodes, partition_book)
     kind = node_type(g, ntype)
-    mask = _mask(nodes, g, g.num_nodes(kind), kind)
-    trainers = cast("Any", inner_tensor(node_trainer_ids))
+    mask, trainers = _mask(nodes, g, g.num_nodes(kind), kind), cast("Any", inner_tensor(node_trainer_ids))
     return split_nodes(mask, g.get_partition_book(), kind, rank, force_even, trainers)
 
 
@@ -346,8 +312,7 @@ def edge_split(
     """Return a rank's share of the marked edges; as :func:`node_split`."""
     g = _graph(edges, partition_book)
     kind = edge_type(g, etype)
-    mask = _mask(edges, g, g.num_edges(kind), kind)
-    trainers = cast("Any", inner_tensor(edge_trainer_ids))
+    mask, trainers = _mask(edges, g, g.num_edges(kind), kind), cast("Any", inner_tensor(edge_trainer_ids))
     return split_edges(mask, g.get_partition_book(), kind, rank, force_even, trainers)
 
 

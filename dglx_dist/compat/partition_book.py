@@ -13,12 +13,11 @@ from dglx_dist.comm.session import SessionField, current_session
 from dglx_dist.compat.wrappers import Wrapper
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.dist_tensor import opened_graph
+from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPartitionPolicy
+from dglx_dist.graph.dist_tensor import opened_graph, type_text
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook
-from dglx_dist.graph.partition_policy import PartitionPolicy as InnerPartitionPolicy
-from dglx_dist.graph.partition_policy import type_text
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 
 K = TypeVar("K")
@@ -32,20 +31,10 @@ class GraphPartitionBook(Wrapper, of=PartitionBook):
 
 @final
 class RangePartitionBook(GraphPartitionBook):
-    """Contiguous ids per type and partition, with DGL's methods.
+    """Contiguous ids per type and partition, with DGL's arguments and methods.
 
-    Without a type, ids of a graph of several types are *homogeneous*: one numbering for all types.
-
-    Args:
-        part_id: The own partition.
-        num_parts: P.
-        node_map: Node type to its (P, 2) homogeneous id ranges.
-        edge_map: Edge type to its (P, 2).
-        ntypes: Node type to its number.
-        etypes: Edge type to its number.
-
-    Raises:
-        ConfigError: the maps do not fit each other, or do not number ids as DGL does.
+    Without a type, ids of a graph of several types are *homogeneous*: one numbering for all types. The maps
+    have (P, 2) homogeneous ranges by type; ConfigError if they do not fit, or do not number ids as DGL does.
     """
 
     global_nid_dtype = global_eid_dtype = torch.int64
@@ -166,14 +155,10 @@ def remember_graph(g: DistGraph) -> None:
 
 
 def graph_of_book(book: PartitionBook | None) -> DistGraph:
-    """Return the open graph to which a partition book belongs.
+    """Return the open graph to which ``book`` belongs; None: the only open graph.
 
-    Args:
-        book: Of a graph; or read from a file, so that its partitions are not the servers of this run; None:
-            that of the only open graph.
-
-    Raises:
-        ConfigError: no graph is open, ``book`` belongs to none of them, or several match.
+    A book that was read from a file may have partitions that are not the servers of this run. ConfigError: no
+    graph is open, the book belongs to none of them, or several match.
     """
     graphs = _open_graphs()
     own = [g for g in graphs if g.get_partition_book() is book]
@@ -189,11 +174,7 @@ def graph_of_book(book: PartitionBook | None) -> DistGraph:
 
 
 def graph_of_store(store: KVStore) -> DistGraph:
-    """Return the open graph whose tensors are in ``store``.
-
-    Raises:
-        ConfigError: it is closed.
-    """
+    """Return the open graph whose tensors are in ``store``; ConfigError when it is closed."""
     for g in _open_graphs():
         if g.kvstore is store:
             return g
@@ -225,13 +206,8 @@ def _rows(book: PartitionBook) -> dict[str | EdgeType, int]:
 class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
     """Assignment of the rows of a tensor to partitions, under DGL's names.
 
-    Args:
-        policy_str: ``node~<type>`` or ``edge~<source>:<relation>:<destination>``; ``node`` and ``edge`` mean
-            those of a graph of one type.
-        partition_book: DGL's view of a book.
-
-    Raises:
-        ConfigError: ``policy_str`` begins with neither, or the book has no such type.
+    ``policy_str``: ``node~<type>`` or ``edge~<source>:<relation>:<destination>``; ``node`` and ``edge`` mean
+    those of a graph of one type. ConfigError for any other, or a type that the book lacks.
     """
 
     inner: InnerPartitionPolicy
@@ -302,11 +278,7 @@ class EdgePartitionPolicy(PartitionPolicy):
 
 
 def inner_policy(policy: PartitionPolicy | InnerPartitionPolicy | None) -> InnerPartitionPolicy | None:
-    """Return our policy for one of DGL's, from the open graph whose book it has.
-
-    Raises:
-        ConfigError: ``policy`` is no policy, its book belongs to no open graph, or the graph lacks the type.
-    """
+    """Return our policy for one of DGL's, from the open graph whose book it has; ConfigError without one."""
     if policy is None or isinstance(policy, InnerPartitionPolicy):
         return policy
     if not isinstance(policy, PartitionPolicy):

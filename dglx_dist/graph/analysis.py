@@ -67,13 +67,8 @@ class Expansion:
 def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expansion:
     """Return the sizes of the k-hop in-neighbourhoods of ``servers`` servers; any process alone.
 
-    The dataset is streamed: memory is a few bytes per node, and a hop reads only the in-edges of the nodes
-    that the previous hop found.
-
-    Args:
-        dataset: With all its parts on this machine; of one node and one edge type.
-        servers: Each has an equal number of consecutive parts, as even as possible.
-        hops: K, at least 0.
+    The dataset, of one node and one edge type with all its parts on this machine, is streamed: memory is a
+    few bytes per node, and a hop reads only the in-edges of the nodes that the previous hop found.
 
     Raises:
         ConfigError: there are several types, no servers, fewer parts than servers, or ``hops`` is below 0.
@@ -110,10 +105,7 @@ def _only_etype(dataset: StoredDataset) -> EdgeType:
 class _NeighborhoodBits:
     """For each node, one bit per server whose neighbourhood has it.
 
-    Args:
-        dataset: With all its parts.
-        etype: Whose edges are followed.
-        bounds: (S + 1,) first own nodes of at most 64 servers.
+    ``bounds``: (S + 1,) first own nodes of at most 64 servers.
     """
 
     def __init__(self, dataset: StoredDataset, etype: EdgeType, bounds: Array) -> None:
@@ -176,7 +168,6 @@ def _count(indptr: Array, bits_of_node: Array, counts: Array) -> None:
 
 
 Matching: TypeAlias = Literal["endpoints", "half", "position"]
-"""Matching of reverse edges: by their ends, or by their position in the source's list of edges."""
 
 NO_REVERSE = -1
 """Id of a missing reverse edge."""
@@ -204,7 +195,7 @@ def reverse_edge_ids(
         g: The distributed graph.
         etype: Edge type; None when there is one.
         reverse_etype: Type of the reverse edges; None: the same.
-        by: The matching.
+        by: Of these three.
 
     Returns:
         (E,) int64 edge ids of ``reverse_etype``, -1 where there is none, distributed like the edges.
@@ -242,9 +233,7 @@ def reverse_edge_ids(
 def match_reverse(forward: tuple[Array, Array, Array], backward: tuple[Array, Array, Array]) -> Array:
     """Return, for each forward edge u -> v, the position of a backward edge v -> u, or -1.
 
-    Args:
-        forward: (sources, destinations, rank among parallel edges), (E,) int64 each.
-        backward: The same of the (E',) edges to choose from; each is chosen at most once.
+    Both are (sources, destinations, rank among parallel edges), int64; no backward edge is chosen twice.
     """
     width = max(int(ends.max(initial=0)) for ends in (forward[1], backward[0])) + 1
     ordered, keys = _sorted(forward[0] * width + forward[1], forward[2])

@@ -11,12 +11,23 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 from numba import njit
+from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks, sum_over_ranks
+from dglx_dist.comm.collectives import (
+    barrier,
+    check_equal,
+    gather_int64,
+    gather_json,
+    run_on_all_ranks,
+    sum_over_ranks,
+)
+from dglx_dist.data.storage.columns import IDS
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.column import PHASE_ROW_CACHE, CachePlan, Column, check_cacheable, fill_cache
+from dglx_dist.graph.column import Column, RowCache, check_cacheable
 from dglx_dist.graph.dist_tensor import OpenedGraph
 from dglx_dist.graph.ids import Ids
+from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.row_kernels import SlotTable, fill_table, table_sizes
 from dglx_dist.graph.sampling import NO_IDS, by_type, fanout_by_type
 from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.graph.split import node_split
@@ -27,13 +38,7 @@ from dglx_dist.records import Array, ColumnInfo, EdgeType
 def count_sources(
     shards: Sequence[CSCShard], num_sources: int, nodes: tuple[int, int] | None = None
 ) -> Array:
-    """Return the (N,) int64 number of edges of each source in ``shards``.
-
-    Args:
-        shards: In-edges of consecutive destinations.
-        num_sources: N of the source type.
-        nodes: (first, end) of the destinations to count; None: all in the shards.
-    """
+    """Return the (N,) int64 number of edges of each source to the destinations (first, end); None: all."""
     counts = np.zeros(num_sources, np.int64)
     for shard in shards:
         first, end = nodes if nodes is not None else (shard.first_node, shard.last_node)
@@ -71,9 +76,6 @@ def access_probability(
         seeds: Node type to the (T,) int64 distinct ids that the rank trains on.
         fanouts: Edge type to k, one mapping per layer, input-most first as for the samplers; -1: all.
         batch_size: Seeds of all types in one batch.
-
-    Returns:
-        Node type to (N,) float64 in [0, 1].
     """
     total = sum(len(ids) for ids in seeds.values())
     first = {ntype: np.zeros(count) for ntype, count in num_nodes.items()}
@@ -107,15 +109,10 @@ class _Frontier(NamedTuple):
 
 
 def most_wanted(scores: Array, own: tuple[int, int], budget: int) -> Array:
-    """Return the remote rows with the highest scores.
+    """Return the (C,) int64 ids of the at most ``budget`` rows with the highest of (N,) scores, ascending.
 
-    Args:
-        scores: (N,); rows of score 0 are never returned.
-        own: (first, end) ids of the local server, which are left out.
-        budget: Most rows to return.
-
-    Returns:
-        (C,) int64 ids, ascending; of equal scores the smaller ids.
+    Rows of score 0 and those of the local server, ``own`` = (first, end), are left out; of equal scores the
+    smaller ids are taken.
     """
     wanted = scores.copy()
     wanted[own[0] : own[1]] = 0
@@ -156,6 +153,50 @@ def _add_log_missed(
             log = np.log(missed)
             for edge in range(indptr[row], indptr[row + 1]):
                 log_missed[np.uint64(indices[np.uint64(edge)])] += log
+
+
+PHASE_ROW_CACHE = "cache"
+"""Ledger phase of filling caches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachePlan:
+    """One server's cache of one column."""
+
+    policy: str
+    rows: int
+    """Rows of other servers in this server's cache."""
+    bytes: int
+    """The server's memory for the rows and the table that finds them."""
+    expected_hit_rate: float | None
+    """Share of hits among remote rows that the policy's model predicts; None where it has none."""
+
+
+def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> RowCache:
+    """Fetch rows of other servers into memory that the ranks of this server share; collective.
+
+    ``ids``: (C,) int64 distinct ids to keep, on the first rank of each server. ``file_name`` begins unused
+    names of shared memory.
+    """
+    session = store.session
+    leader = session.topology.ranks_of_server(session.topology.server)[0]
+    count = int(gather_int64([len(ids)], session)[leader, 0])
+    num_slots, num_keys = table_sizes(count, column.num_rows) if count else (0, 0)
+
+    def pulled(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
+        return store.pull(column.name, ids, distinct=True, phase=PHASE_ROW_CACHE)
+
+    def filled(shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
+        slots = np.empty(shape, np.int32)
+        fill_table(SlotTable(slots, keys), ids)
+        return torch.from_numpy(slots)
+
+    rows = shared_rows(session, f"{file_name}.rows", count, column.info, pulled)
+    keys = shared_rows(session, f"{file_name}.keys", num_keys, IDS)
+    slots = shared_rows(
+        session, f"{file_name}.slots", num_slots, ColumnInfo(dtype="int32", row_shape=()), filled
+    )
+    return RowCache(table=SlotTable(slots, keys), rows=rows)
 
 
 POLICIES = ("vip", "degree", "halo")
@@ -204,8 +245,8 @@ class CacheRequest:
 def check_budget(policy: str, alpha: float) -> None:
     if policy not in POLICIES:
         raise ConfigError(f"policy={policy!r}; choose one of {', '.join(map(repr, POLICIES))}")
-    number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
-    if not number or not 0 <= alpha < math.inf:
+    is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    if not is_number or not 0 <= alpha < math.inf:
         raise ConfigError(
             f"alpha={alpha!r}; give the budget as a fraction of the server's own rows, 0 or more"
         )
@@ -222,14 +263,7 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     scores = _SCORES[request.policy](g, request, f"scores-{number}")
     is_leader = topology.local_rank == 0
     chosen = most_wanted(scores, own, int(request.alpha * (own[1] - own[0]))) if is_leader else NO_IDS
-    cache = fill_cache(
-        session,
-        f"cache-{number}",
-        column.info,
-        column.num_rows,
-        chosen,
-        lambda ids: store.pull(column.name, ids, distinct=True, phase=PHASE_ROW_CACHE),
-    )
+    cache = fill_cache(store, column, f"cache-{number}", chosen)
     # Also when no row has a score, so that all ranks agree on whether there is a cache.
     store.set_cache(column.name, cache if request.alpha > 0 else None)
     has_rate = is_leader and request.policy == "vip"
@@ -302,8 +336,8 @@ def vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) -> Array:
 
 
 def _access_of_rank(g: OpenedGraph, request: CacheRequest) -> Array:
-    whole = {etype: g.structure(etype) for etype in g.canonical_etypes}
-    if not all(structure.is_whole for structure in whole.values()):
+    structures = {etype: g.structure(etype) for etype in g.canonical_etypes}
+    if not all(structure.is_whole for structure in structures.values()):
         raise ConfigError(
             "policy='vip' needs all edges, and this server holds only its own; use "
             "policy='degree' or 'halo', or open the graph with structure='replicated'"
@@ -315,7 +349,7 @@ def _access_of_rank(g: OpenedGraph, request: CacheRequest) -> Array:
     if wrong:
         raise ConfigError(f"fanouts={request.fanouts}; {wrong[0]} must be 0 or more, or -1 for all")
     return access_probability(
-        {etype: structure.shards[0] for etype, structure in whole.items()},
+        {etype: structure.shards[0] for etype, structure in structures.items()},
         {ntype: g.num_nodes(ntype) for ntype in g.ntypes},
         _seeds(g, request),
         fanouts,
@@ -342,6 +376,8 @@ def _from(g: OpenedGraph, ntype: str) -> list[EdgeType]:
     return [etype for etype in g.canonical_etypes if etype[0] == ntype]
 
 
-Scores: TypeAlias = Callable[[OpenedGraph, CacheRequest, str], Array]
-
-_SCORES: Mapping[str, Scores] = {"vip": vip_scores, "degree": _degree_scores, "halo": _halo_scores}
+_SCORES: Mapping[str, Callable[[OpenedGraph, CacheRequest, str], Array]] = {
+    "vip": vip_scores,
+    "degree": _degree_scores,
+    "halo": _halo_scores,
+}

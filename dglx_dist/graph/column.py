@@ -12,10 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.rpc import Pending
-from dglx_dist.comm.session import Session
-from dglx_dist.data.storage.columns import IDS, numpy_dtype
+from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import rows_per_message
 from dglx_dist.graph.row_kernels import (
@@ -23,17 +21,14 @@ from dglx_dist.graph.row_kernels import (
     RemotePlan,
     SlotTable,
     check_ids,
-    fill_table,
     gather_rows,
     move_rows,
     numpy_view,
     scatter_rows,
     spread_rows,
-    table_sizes,
     tensor_view,
     torch_dtype,
 )
-from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.records import Array, ColumnInfo
 
 PullHandler: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -112,11 +107,7 @@ class Column:
         return rows_per_message(self.row_bytes)
 
     def read(self, ids: Array, out: Array) -> None:
-        """Copy the rows of those (K,) int64 ``ids`` that lie here to their positions in ``out`` (K, *row).
-
-        Raises:
-            ConfigError: the pull handler returned another shape or dtype.
-        """
+        """Copy the rows of those (K,) int64 ``ids`` that lie here to their positions in ``out`` (K, *row)."""
         if self.on_read is not None:
             self._compute(self.on_read, ids, out)
             return
@@ -171,61 +162,6 @@ def shards_of(offsets: Array, parts: Mapping[int, Array]) -> tuple[Shard, ...]:
             raise ConfigError(f"part {part} has {len(parts[part])} rows for {count} ids")
         shards.append(Shard(first=int(offsets[part]), rows=parts[part]))
     return tuple(shards)
-
-
-PHASE_ROW_CACHE = "cache"
-"""Ledger phase of filling caches."""
-
-_SLOTS = ColumnInfo(dtype="int32", row_shape=())
-
-
-@dataclass(frozen=True, kw_only=True)
-class CachePlan:
-    """One server's cache of one column."""
-
-    policy: str
-    rows: int
-    """Rows of other servers in this server's cache."""
-    bytes: int
-    """The server's memory for the rows and the table that finds them."""
-    expected_hit_rate: float | None
-    """Share of hits among remote rows that the policy's model predicts; None where it has none."""
-
-
-def fill_cache(
-    session: Session,
-    file_name: str,
-    info: ColumnInfo,
-    num_ids: int,
-    ids: Array,
-    pull: Callable[[Array], Tensor],
-) -> RowCache:
-    """Fetch rows into memory that the ranks of a server share; collective.
-
-    Args:
-        session: The run.
-        file_name: Prefix of unused names in its ``scratch``; the same on the ranks of a server.
-        info: Of the column.
-        num_ids: Rows of all servers.
-        ids: (C,) int64 distinct ids to keep, on the first rank of each server; ignored on the others.
-        pull: Fetches their (C, *row) rows; called on that rank.
-
-    Raises:
-        ConfigError: on all ranks, when memory is short on one of them, or a server does not answer.
-    """
-    leader = session.topology.ranks_of_server(session.topology.server)[0]
-    count = int(gather_int64([len(ids)], session)[leader, 0])
-    num_slots, num_keys = table_sizes(count, num_ids) if count else (0, 0)
-    rows = shared_rows(session, f"{file_name}.rows", count, info, lambda _shape, _dtype: pull(ids))
-    keys = shared_rows(session, f"{file_name}.keys", num_keys, IDS)
-
-    def fill(shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
-        slots = np.empty(shape, np.int32)
-        fill_table(SlotTable(slots, keys), ids)
-        return torch.from_numpy(slots)
-
-    slots = shared_rows(session, f"{file_name}.slots", num_slots, _SLOTS, fill)
-    return RowCache(table=SlotTable(slots, keys), rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from itertools import count
-from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, final
 
 import numpy as np
 import torch
@@ -17,17 +15,26 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import Session, Shared, current_session
 from dglx_dist.data.partition.hierarchical import TRAINERS_PER_PART
+from dglx_dist.data.storage.columns import IDS
 from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.data.storage.reader import StoredDataset, StoredPart, Verify
-from dglx_dist.errors import ConfigError, RemoteError, StorageError
-from dglx_dist.graph.cache import CacheRequest, Fanouts, cache_rows
-from dglx_dist.graph.column import CachePlan
-from dglx_dist.graph.dist_tensor import GRAPH_REMEDY, OPENED, DataView, DistTensor, TypedViews, unsupported
+from dglx_dist.errors import ConfigError, RemoteError
+from dglx_dist.graph.cache import CachePlan, CacheRequest, Fanouts, cache_rows
+from dglx_dist.graph.dist_tensor import (
+    GRAPH_REMEDY,
+    OPENED,
+    DataView,
+    DistTensor,
+    PartitionPolicy,
+    TypedViews,
+    own_policy,
+    policy_of_length,
+    unsupported,
+)
 from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.opening import StructureMode, imported, open_structures, open_together
 from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
-from dglx_dist.graph.partition_policy import PartitionPolicy, own_policy, policy_of_length
 from dglx_dist.graph.sampling import UNIFORM, DrawRule, draw_uniform, sampled_graph
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.structure import Structure
@@ -38,7 +45,6 @@ if TYPE_CHECKING:
 
 
 ORIGINAL_IDS, USER_IDS = "original ids", "user ids"
-_IDS = ColumnInfo(dtype="int64", row_shape=())
 
 
 def book_of(placement: Placement, manifest: Manifest) -> PartitionBook:
@@ -52,21 +58,27 @@ def book_of(placement: Placement, manifest: Manifest) -> PartitionBook:
     )
 
 
-def node_policies(book: PartitionBook, store: KVStore, dataset: str) -> dict[str, PartitionPolicy]:
-    make = partial(PartitionPolicy, kind="node", partition_book=book, store=store, dataset=dataset)
-    return {ntype: make(type_name=ntype, bounds=book.node_bounds(ntype)) for ntype in book.ntypes}
-
-
-def edge_policies(book: PartitionBook, store: KVStore, dataset: str) -> dict[EdgeType, PartitionPolicy]:
-    make = partial(PartitionPolicy, kind="edge", partition_book=book, store=store, dataset=dataset)
-    return {etype: make(type_name=etype, bounds=book.edge_bounds(etype)) for etype in book.canonical_etypes}
+def policies_of(
+    kind: Literal["node", "edge"], book: PartitionBook, store: KVStore, dataset: str
+) -> dict[Any, PartitionPolicy]:
+    """Return the policy of each type of the nodes or edges."""
+    types: Sequence[Any] = book.ntypes if kind == "node" else book.canonical_etypes
+    bounds: Callable[[Any], Array] = book.node_bounds if kind == "node" else book.edge_bounds
+    return {
+        key: PartitionPolicy(
+            kind=kind,
+            type_name=key,
+            bounds=bounds(key),
+            partition_book=book,
+            store=store,
+            dataset=dataset,
+        )
+        for key in types
+    }
 
 
 def add_columns(
-    dataset: StoredDataset,
-    placement: Placement,
-    nodes: Mapping[str, PartitionPolicy],
-    edges: Mapping[EdgeType, PartitionPolicy],
+    dataset: StoredDataset, placement: Placement, policies: Mapping[str | EdgeType, PartitionPolicy]
 ) -> None:
     """Add every tensor of the dataset to the store, memory-mapped; ids of the source under hidden names.
 
@@ -75,24 +87,29 @@ def add_columns(
     """
     manifest = dataset.manifest
     parts = {part: dataset.part(part) for part in placement.local_parts}
+    offsets: dict[Any, Array] = {**manifest.node_offsets, **manifest.edge_offsets}
+    columns: dict[Any, Mapping[str, ColumnInfo]] = {**manifest.node_columns, **manifest.edge_columns}
 
-    def rows(read: Callable[[StoredPart], Array]) -> dict[int, Array]:
-        return {part: read(stored) for part, stored in parts.items()}
+    def add(
+        policy: PartitionPolicy, name: str, info: ColumnInfo, read: Callable[..., Any], *more: str
+    ) -> None:
+        rows = {part: read(stored, policy.type_name, *more) for part, stored in parts.items()}
+        policy.store.add(name, offsets[policy.type_name], rows, info)
 
-    for ntype, policy in nodes.items():
-        add, offsets = policy.store.add, manifest.node_offsets[ntype]
-        for name, info in manifest.node_columns[ntype].items():
-            add(policy.key(name), offsets, rows(methodcaller("node_data", ntype, name)), info)
-        original = rows(methodcaller("original_node_ids", ntype))
-        add(policy.hidden_key(ORIGINAL_IDS), offsets, original, _IDS)
-        if manifest.user_ids.get(ntype) == "int64":
-            add(policy.hidden_key(USER_IDS), offsets, rows(partial(_user_ids, ntype=ntype)), _IDS)
-    for etype, policy in edges.items():
-        add, offsets = policy.store.add, manifest.edge_offsets[etype]
-        for name, info in manifest.edge_columns[etype].items():
-            add(policy.key(name), offsets, rows(methodcaller("edge_data", etype, name)), info)
-        original = rows(methodcaller("original_edge_ids", etype))
-        add(policy.hidden_key(ORIGINAL_IDS), offsets, original, _IDS)
+    for key, policy in policies.items():
+        is_node = policy.kind == "node"
+        read_ids = StoredPart.original_node_ids if is_node else StoredPart.original_edge_ids
+        for name, info in columns[key].items():
+            add(
+                policy,
+                policy.key(name),
+                info,
+                StoredPart.node_data if is_node else StoredPart.edge_data,
+                name,
+            )
+        add(policy, policy.hidden_key(ORIGINAL_IDS), IDS, read_ids)
+        if is_node and manifest.user_ids.get(str(key)) == "int64":
+            add(policy, policy.hidden_key(USER_IDS), IDS, StoredPart.user_ids)
 
 
 def text_ids(dataset: StoredDataset, ntype: str) -> Array:
@@ -102,14 +119,7 @@ def text_ids(dataset: StoredDataset, ntype: str) -> Array:
         StorageError: a part is not on this machine.
     """
     parts = range(dataset.manifest.num_parts)
-    return np.concatenate([_user_ids(dataset.part(part), ntype) for part in parts])
-
-
-def _user_ids(part: StoredPart, ntype: str) -> Array:
-    found = part.user_ids(ntype)
-    if found is None:
-        raise StorageError(f"the ids of {ntype!r} nodes that the manifest lists are missing; partition again")
-    return found
+    return np.concatenate([np.asarray(dataset.part(part).user_ids(ntype)) for part in parts])
 
 
 T = TypeVar("T", str, EdgeType)
@@ -166,12 +176,10 @@ class DistGraph(Shared):
         label = str(broadcast_json(secrets.token_hex(4), self.session))
         self.kvstore = KVStore(self.session, self.placement, label)
         self._book = book_of(self.placement, manifest)
-        self._node_policies = node_policies(self._book, self.kvstore, manifest.checksum)
-        self._edge_policies = edge_policies(self._book, self.kvstore, manifest.checksum)
-        run_on_all_ranks(
-            self.session,
-            lambda: add_columns(self.dataset, self.placement, self._node_policies, self._edge_policies),
-        )
+        self._node_policies = policies_of("node", self._book, self.kvstore, manifest.checksum)
+        self._edge_policies = policies_of("edge", self._book, self.kvstore, manifest.checksum)
+        policies = {**self._node_policies, **self._edge_policies}
+        run_on_all_ranks(self.session, lambda: add_columns(self.dataset, self.placement, policies))
         self._structures = open_structures(self.dataset, self.session, self.placement, label, structure)
         for opened in self._structures.values():
             opened.serve(UNIFORM, draw_uniform)
@@ -253,7 +261,6 @@ class DistGraph(Shared):
         return classes[key]
 
     def to_canonical_etype(self, etype: str | EdgeType | None) -> EdgeType:
-        """Return the triple of an edge type, see :func:`canonical_etype`."""
         return canonical_etype(etype, self.canonical_etypes)
 
     def get_partition_book(self) -> PartitionBook:
@@ -359,10 +366,6 @@ class DistGraph(Shared):
             replace: Whether an edge may be drawn more than once.
             etype_sorted: Accepted for DGL, without effect.
             output_device: Where the result goes; None: the CPU.
-
-        Raises:
-            ConfigError: ``edge_dir`` is not ``in``, or a type or tensor does not exist.
-            IndexError: an id is out of range.
         """
         if edge_dir != "in":
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""``DistTensor``: a tensor whose rows lie on the servers, read and written like a local one."""
+"""``DistTensor``: a tensor whose rows lie on the servers, read and written like a local one; its policies."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import copy
 import operator
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, TypeVar, cast, final
 
 import numpy as np
 import torch
@@ -21,10 +22,9 @@ from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.row_files import RowFile, SavedRows, check_rows, read_index, read_rows, write_rows
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.column import Column, Shard
-from dglx_dist.graph.ids import Ids, integer_ids
+from dglx_dist.graph.ids import Ids, as_ids, integer_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import PartitionBook
-from dglx_dist.graph.partition_policy import PartitionPolicy
+from dglx_dist.graph.partition_book import PartitionBook, RowOwners
 from dglx_dist.graph.row_kernels import column_info, numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.shared_memory import InitRows, save_folder, shared_rows
 from dglx_dist.graph.structure import Structure
@@ -54,6 +54,102 @@ def unsupported(what: str, remedy: str) -> Callable[[Any, str], NoReturn]:
     return refuse
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartitionPolicy:
+    """Distribution of rows that belong to nodes or edges of one type (as DGL's policies), or to neither."""
+
+    kind: Literal["node", "edge", "own"]
+    type_name: str | EdgeType
+    """Of nodes or edges; of an own policy the user's name."""
+    bounds: Array
+    """(S + 1,) int64; server s owns the rows ``bounds[s]:bounds[s + 1]``."""
+    partition_book: PartitionBook
+    store: KVStore
+    dataset: str = ""
+    """Checksum of the dataset that numbers the rows; "" for rows that no dataset numbers."""
+
+    @cached_property
+    def policy_str(self) -> str:
+        """``node~<type>`` or ``edge~<source>:<relation>:<destination>``, as in DGL; ``own~<name>``."""
+        return f"{self.kind}~{type_text(self.type_name)}"
+
+    @property
+    def part_id(self) -> int:
+        return self.partition_book.partid
+
+    @property
+    def owned_range(self) -> tuple[int, int]:
+        """The first row that this rank owns (see :class:`RowOwners`), and the one after its last."""
+        topology = self.store.placement.topology
+        return RowOwners(self.bounds, topology).range_of(topology.rank)
+
+    def get_size(self) -> int:
+        return int(self.bounds[-1])
+
+    def get_part_size(self) -> int:
+        return int(self.bounds[self.part_id + 1] - self.bounds[self.part_id])
+
+    def to_partid(self, ids: Ids) -> Tensor:
+        """Return the partition of each row; IndexError when an id is out of range."""
+        rows = as_ids(ids, self.get_size(), self.policy_str)
+        return torch.from_numpy(np.searchsorted(self.bounds, rows, side="right") - 1)
+
+    def to_local(self, ids: Tensor) -> Tensor:
+        """Return the ids relative to the first row of the local server, which must own them."""
+        return ids - int(self.bounds[self.part_id])
+
+    def key(self, name: str) -> str:
+        """Return the store's name of the tensor that users call ``name``."""
+        return f"{self.policy_str}~{name}"
+
+    def hidden_key(self, name: str) -> str:
+        """Return a name in the store that ``g.nodes[...].data`` does not show."""
+        return f"hidden~{self.policy_str}~{name}"
+
+
+def type_text(type_name: str | EdgeType) -> str:
+    return type_name if isinstance(type_name, str) else ":".join(type_name)
+
+
+def policy_of_length(policies: Sequence[PartitionPolicy], num_rows: int) -> PartitionPolicy:
+    """Return the one of ``policies`` that has ``num_rows``; ConfigError when none or several have."""
+    found = [policy for policy in policies if policy.get_size() == num_rows]
+    if len(found) == 1:
+        return found[0]
+    sizes = ", ".join(f"{policy.policy_str}: {policy.get_size()}" for policy in policies)
+    problem = "several types have" if found else "no type has"
+    raise ConfigError(
+        f"{problem} {num_rows} rows ({sizes}); say which with part_policy=, or give rows that are neither "
+        f"nodes nor edges part_policy=g.new_policy(name, {num_rows})"
+    )
+
+
+def own_policy(name: str, rows: int | Sequence[int], book: PartitionBook, store: KVStore) -> PartitionPolicy:
+    """Return a policy for rows that are neither nodes nor edges, such as relations. Not collective.
+
+    ``name`` is part of the names of its tensors. ``rows`` is their number, cut evenly over the S servers, or
+    (S + 1,) bounds: server s has the rows ``rows[s]:rows[s + 1]``.
+
+    Raises:
+        ConfigError: ``~`` in the name, a negative number, or invalid bounds.
+    """
+    if "~" in name:
+        raise ConfigError(f"the policy {name!r} has a '~', which separates it from its tensors' names")
+    servers = store.placement.topology.num_servers
+    if isinstance(rows, int | np.integer):
+        if rows < 0:
+            raise ConfigError(f"the policy {name!r} was given {rows} rows; give 0 or more")
+        bounds = np.arange(servers + 1, dtype=np.int64) * int(rows) // servers
+    else:
+        bounds = np.array(rows, dtype=np.int64)
+        if bounds.shape != (servers + 1,) or bounds[0] != 0 or (np.diff(bounds) < 0).any():
+            raise ConfigError(
+                f"the policy {name!r} was given the bounds {list(rows)} for {servers} server(s); give "
+                f"{servers + 1} ascending numbers from 0 on, or the number of rows alone"
+            )
+    return PartitionPolicy(kind="own", type_name=name, bounds=bounds, partition_book=book, store=store)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WantedTensor:
     """A tensor as one rank asks for it."""
@@ -63,36 +159,51 @@ class WantedTensor:
     info: ColumnInfo
     policy: PartitionPolicy
 
-    def facts(self) -> dict[str, object]:
-        bounds = self.policy.bounds.tolist()
-        return {"key": self.key, "shape": list(self.shape), "dtype": self.info.dtype, "bounds": bounds}
-
     def check_attach(self, name: str, column: Column, attach: bool) -> None:
         """Raise ConfigError unless the tensor may attach to the existing ``column``."""
         if not attach:
             raise ConfigError(f"there is a tensor {name!r} already; choose another name")
-        shape = (column.num_rows, *column.info.row_shape)
-        if (column.info, shape) != (self.info, self.shape):
-            raise ConfigError(
-                f"the existing tensor {name!r} is {column.info.dtype} of shape {shape}, not "
-                f"{self.info.dtype} of shape {self.shape}; choose another name"
-            )
-        if not np.array_equal(column.bounds, self.policy.bounds):
-            raise ConfigError(
-                f"the existing tensor {name!r} has the server bounds {column.bounds.tolist()}, not "
-                f"{self.policy.bounds.tolist()}; choose another name"
-            )
+        found, wanted = (
+            f"{info.dtype} of shape {(int(bounds[-1]), *info.row_shape)}, server bounds {bounds.tolist()}"
+            for info, bounds in ((column.info, column.bounds), (self.info, self.policy.bounds))
+        )
+        if found != wanted:
+            raise ConfigError(f"the existing tensor {name!r} is {found}, not {wanted}; choose another name")
+
+    def create(self, init: InitRows | None) -> None:
+        """Allocate the rows and add them to the store; collective.
+
+        Raises:
+            ConfigError: on all ranks, when ranks want different tensors, memory is short on one, or
+                ``init`` raised there.
+        """
+        policy, store = self.policy, self.policy.store
+        facts = {
+            "key": self.key,
+            "shape": list(self.shape),
+            "dtype": self.info.dtype,
+            "bounds": policy.bounds.tolist(),
+        }
+        check_equal(store.session, "a tensor", facts, "create it alike on all ranks")
+        file_name = f"{store.label}-tensor-{store.next_number()}"
+        rows = shared_rows(store.session, file_name, policy.get_part_size(), self.info, init)
+        shard = Shard(first=int(policy.bounds[policy.part_id]), rows=rows)
+        store.add_column(
+            Column(name=self.key, info=self.info, bounds=policy.bounds, shards=(shard,), writable=True)
+        )
+        barrier(store.session, f"creating {self.key}")
 
 
 def wanted_tensor(
     shape: Sequence[int], dtype: torch.dtype, name: str, place: PartitionPolicy | OpenedGraph, is_gdata: bool
 ) -> WantedTensor:
-    """Describe a tensor; ``place`` is a policy, or the graph in which to find one of that length.
-
-    Raises:
-        ConfigError: the shape is invalid, fits no type or several, or the dtype cannot be stored.
-    """
-    sizes = _whole_sizes(shape)
+    """Describe a tensor; ``place`` is a policy, or the graph in which to find one of that length."""
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        raise ConfigError(f"shape is {shape!r}; give whole numbers, such as (g.num_nodes(), 16)") from None
+    if not sizes or min(sizes) < 0:
+        raise ConfigError(f"shape is {sizes}; give the number of rows first, and no size below 0")
     policy = place if isinstance(place, PartitionPolicy) else place.policy_of_length(sizes[0])
     if sizes[0] != policy.get_size():
         raise ConfigError(
@@ -103,45 +214,6 @@ def wanted_tensor(
     return WantedTensor(key=key, shape=sizes, info=column_info(dtype, sizes[1:]), policy=policy)
 
 
-def _whole_sizes(shape: Sequence[int]) -> tuple[int, ...]:
-    try:
-        sizes = tuple(operator.index(size) for size in shape)
-    except TypeError:
-        raise ConfigError(f"shape is {shape!r}; give whole numbers, such as (g.num_nodes(), 16)") from None
-    if not sizes or min(sizes) < 0:
-        raise ConfigError(f"shape is {sizes}; give the number of rows first, and no size below 0")
-    return sizes
-
-
-def _agreed(session: Session, wanted: WantedTensor | None, problem: str) -> WantedTensor:
-    """Return ``wanted`` (None: this rank has a ``problem``) when all ranks want the same; collective."""
-
-    def found() -> WantedTensor:
-        if wanted is None:
-            raise ConfigError(problem)
-        return wanted
-
-    result = run_on_all_ranks(session, found, ConfigError)
-    check_equal(session, "a tensor", result.facts(), "create it alike on all ranks")
-    return result
-
-
-def create(wanted: WantedTensor, init: InitRows | None) -> None:
-    """Allocate the rows and add them to the store; collective.
-
-    Raises:
-        ConfigError: on all ranks, when memory is short on one, or ``init`` raised there.
-    """
-    policy, store = wanted.policy, wanted.policy.store
-    file_name = f"{store.label}-tensor-{store.next_number()}"
-    rows = shared_rows(store.session, file_name, policy.get_part_size(), wanted.info, init)
-    shard = Shard(first=int(policy.bounds[policy.part_id]), rows=rows)
-    store.add_column(
-        Column(name=wanted.key, info=wanted.info, bounds=policy.bounds, shards=(shard,), writable=True)
-    )
-    barrier(store.session, f"creating {wanted.key}")
-
-
 def _rows_of(column: Column, first: int, last: int) -> Array:
     """Return the rows ``first`` to ``last - 1`` of the local server; a copy only if they span shards."""
     for shard in column.shards:
@@ -150,12 +222,6 @@ def _rows_of(column: Column, first: int, last: int) -> Array:
     out = np.empty((last - first, *column.info.row_shape), numpy_dtype(column.info.dtype))
     column.read(np.arange(first, last), out)
     return out
-
-
-def _only(folder: Path, names: list[str]) -> str:
-    if len(names) != 1:
-        raise StorageError(f"{folder} holds the tensors {', '.join(map(repr, names))}; say which with name=")
-    return names[0]
 
 
 def _check_same(
@@ -228,21 +294,19 @@ class DistTensor(Shared):
         self._name = f"unnamed-{store.next_number()}" if name is None else name
         self.persistent = persistent
         self._device = torch.device("cpu")
-        wanted: WantedTensor | None = None
-        problem = ""
-        try:
+
+        def describe() -> WantedTensor:
             if policy is not part_policy:
                 raise ConfigError(
                     f"part_policy is {part_policy!r}; give what g.get_node_partition_policy gives"
                 )
-            wanted = wanted_tensor(shape, dtype, self._name, policy or graph or opened_graph(), is_gdata)
-        except ConfigError as error:
-            if any(key.endswith(f"~{self._name}") for key in store.names()):
-                raise  # attaching is not collective
-            problem = str(error)
-        if wanted is None or not store.has(wanted.key):
-            wanted = _agreed(store.session, wanted, problem)
-            create(wanted, init_func)
+            return wanted_tensor(shape, dtype, self._name, policy or graph or opened_graph(), is_gdata)
+
+        # Attaching is not collective.
+        may_attach = any(key.endswith(f"~{self._name}") for key in store.names())
+        if not may_attach or not store.has((wanted := describe()).key):
+            wanted = run_on_all_ranks(store.session, describe, ConfigError)
+            wanted.create(init_func)
         else:
             column = store.column(wanted.key)
             wanted.check_attach(self._name, column, attach)
@@ -445,7 +509,10 @@ class DistTensor(Shared):
             column.check_writable()
             self.fence()
             index = read_index(source)
-            saved = index.tensor(name if name is not None else _only(source, list(index.tensors)), source)
+            if name is None and len(index.tensors) != 1:
+                names = ", ".join(map(repr, index.tensors))
+                raise StorageError(f"{source} holds the tensors {names}; say which with name=")
+            saved = index.tensor(name if name is not None else next(iter(index.tensors)), source)
             _check_same(source, saved, index.facts, self.part_policy, column)
             check_rows(source, saved, first, last)
             return source, saved
@@ -532,11 +599,7 @@ class DataView(MutableMapping[str, DistTensor]):
         return DistTensor.existing(self._policy, name, key)
 
     def __setitem__(self, name: str, value: DistTensor) -> None:
-        """Name an existing tensor on this rank; call it on every rank that will look it up.
-
-        Raises:
-            ConfigError: ``value`` is no DistTensor, or has another number of rows.
-        """
+        """Name an existing tensor on this rank; call it on every rank that will look it up."""
         if not isinstance(value, DistTensor):
             raise ConfigError(
                 f"{name!r} would be a {type(value).__name__} of this rank alone; make a DistTensor with "
@@ -575,12 +638,7 @@ class TypeView(Generic[V]):
 
 @final
 class TypedViews(Generic[K, V]):
-    """``g.nodes`` and ``g.edges``.
-
-    Args:
-        view_of: Type to its tensors; raises ConfigError for an unknown one.
-        remedy: What to write for the ids that calling it returns in a DGLGraph.
-    """
+    """``g.nodes`` and ``g.edges``; ``remedy``: what to write for the ids that calling it returns with DGL."""
 
     def __init__(self, view_of: Callable[[K], V], remedy: str) -> None:
         self._view_of, self._remedy = view_of, remedy
@@ -624,11 +682,7 @@ class OpenedGraph(Protocol):
 
 
 def opened_graph() -> OpenedGraph:
-    """Return the graph opened last in the current session.
-
-    Raises:
-        ConfigError: none is open.
-    """
+    """Return the graph opened last in the current session; ConfigError when none is open."""
     found = OPENED.of(current_session())
     if found is None:
         raise ConfigError("no graph is open; open a DistGraph first")

@@ -15,10 +15,9 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, run_on_all_ranks
 from dglx_dist.comm.session import Session, Shared
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, opened_graph
+from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, PartitionPolicy, opened_graph
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_policy import PartitionPolicy
 from dglx_dist.graph.row_kernels import number_distinct
 from dglx_dist.graph.shared_memory import InitRows, check_memory
 from dglx_dist.graph.sparse_gradient import RowGradient, summed
@@ -30,13 +29,9 @@ _CHUNK_BYTES = 1 << 24
 
 
 def fill_uniform(rows: Tensor, first: int, seed: int, name: str) -> None:
-    """Fill rows with draws uniform in [-1, 1) that depend only on seed, name and row id.
+    """Fill (n, d) floating-point rows from id ``first`` on with draws uniform in [-1, 1).
 
-    Args:
-        rows: (n, d) floating point, contiguous, on the CPU; overwritten.
-        first: Id of the first row.
-        seed: Of the run.
-        name: Selects the tensor's random stream.
+    They depend only on the run's seed, the tensor's name and the row's id.
     """
     stream = np.uint64(zlib.crc32(name.encode()) | (seed & 0xFFFFFFFF) << 32)
     if rows.dtype in (torch.float32, torch.float64):
@@ -177,10 +172,6 @@ class DistEmbedding(Shared):
 
         Returns:
             (K, d) of :attr:`compute_dtype`.
-
-        Raises:
-            IndexError: an id is out of range; the message has the first one and its position.
-            PeerError: an owner is dead or silent.
         """
         index = as_ids(ids, self.num_embeddings, repr(self.name))
         target = torch.device(device or (ids.device if isinstance(ids, Tensor) else "cpu"))
@@ -231,10 +222,8 @@ class DistEmbedding(Shared):
 
 def _check(embedding_dim: int, dtype: torch.dtype) -> None:
     if dtype not in _COMPUTE_DTYPE:
-        raise ConfigError(
-            f"a DistEmbedding cannot train {dtype} rows; use one of "
-            f"{', '.join(str(known) for known in _COMPUTE_DTYPE)}"
-        )
+        known = ", ".join(map(str, _COMPUTE_DTYPE))
+        raise ConfigError(f"a DistEmbedding cannot train {dtype} rows; use one of {known}")
     if not isinstance(embedding_dim, int) or embedding_dim < 1:
         raise ConfigError(f"embedding_dim is {embedding_dim!r}; give a whole number of at least 1")
 

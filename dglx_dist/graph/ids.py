@@ -34,15 +34,7 @@ def as_ids(index: Ids, count: int, what: str) -> Array:
 
 
 def integer_ids(index: Ids, count: int, what: str) -> Array:
-    """Return the ids that ``index`` names, in any range.
-
-    Args:
-        index: The user's index.
-        count: Number of rows.
-        what: Name of the rows, for messages.
-
-    Returns:
-        (K,) int64, C-contiguous.
+    """Return the (K,) int64 ids, in any range, that ``index`` names among the ``count`` rows of ``what``.
 
     Raises:
         IndexError: a mask has another length, or ``index`` is not one-dimensional or not of integers.

@@ -86,11 +86,7 @@ class AsyncPushQueue:
         self._thread: threading.Thread | None = None
 
     def put(self, sends: Sequence[Send]) -> None:
-        """Queue requests; waits only while more than ``MAX_BYTES`` are unanswered.
-
-        Raises:
-            PeerError: no answer came within the session's time-out; the message names the ranks.
-        """
+        """Queue requests; waits only while more than ``MAX_BYTES`` are unanswered."""
         # Under one lock, or the thread may take the first and wait for its answer before the rest is sent.
         with self._changed:
             for send in sends:
@@ -107,9 +103,7 @@ class AsyncPushQueue:
     def fence(self, timeout_s: float | None = None) -> None:
         """Wait until every earlier request is answered, and raise their first error, once.
 
-        Raises:
-            PeerError: ``timeout_s`` (None: the session's) passed; the message names the silent ranks.
-            DglxError: a request failed; a note has the number of further failures.
+        A note on it has the number of further ones. PeerError: ``timeout_s`` (None: the session's) passed.
         """
         limit_s = self._session.timeout_s if timeout_s is None else timeout_s
         with self._changed:
@@ -227,16 +221,10 @@ class KVStore:
         session.before_close.append(self.fence)
 
     def add(self, name: str, offsets: Array, shards: Mapping[int, Array], info: ColumnInfo) -> None:
-        """Add a read-only tensor.
+        """Add a read-only tensor; part p owns the rows ``offsets[p]:offsets[p + 1]``.
 
-        Args:
-            name: Of the tensor.
-            offsets: (P + 1,) int64; part p owns the rows ``offsets[p]:offsets[p + 1]``.
-            shards: Part to its rows (n, *row), for every part of the local server.
-            info: Dtype and row shape.
-
-        Raises:
-            ConfigError: the name is taken, or the rows do not match ``offsets`` or ``info``.
+        ``shards``: the (n, *row) rows of every part of the local server. ConfigError: the name is taken, or
+        rows do not match ``offsets`` or ``info``.
         """
         bounds, found = self.placement.server_offsets(offsets), shards_of(offsets, shards)
         self.add_column(Column(name=name, info=info, bounds=bounds, shards=found, writable=False))
@@ -335,10 +323,7 @@ class KVStore:
     def set_cache(self, name: str, cache: RowCache | None) -> None:
         """Read rows of ``name`` from ``cache`` before asking other servers; None: no cache. Not collective.
 
-        Results are the same with any cache; ``g.cache_rows`` fills one on every server.
-
-        Raises:
-            ConfigError: there is no such tensor, or it can be written to.
+        Results are the same with any cache. ConfigError: there is no such tensor, or it can be written to.
         """
         column = self.column(name)
         check_cacheable(column)
@@ -416,22 +401,15 @@ class KVStore:
 
         Not collective. Raises the first error of these pushes, once; so does closing the graph or session.
 
-        Args:
-            timeout_s: None: the session's.
-
         Raises:
-            PeerError: the time passed (the message names the silent ranks), or an owner is dead.
+            PeerError: ``timeout_s`` (None: the session's) passed (the message names the silent ranks), or an
+                owner is dead.
             RemoteError: an owner cannot write.
         """
         self._async_pushes.fence(timeout_s)
 
     def write_local(self, name: str, ids: Array, rows: Array) -> None:
-        """Overwrite rows of the local server; its other ranks see them at once.
-
-        Raises:
-            ConfigError: as :meth:`push`.
-            IndexError: an id is not of the local server.
-        """
+        """Overwrite rows of the local server, IndexError for others; its other ranks see them at once."""
         column = self._checked(name, ids, rows)
         self._check_range(column, ids, column.bounds[self._server], column.bounds[self._server + 1])
         column.write(ids, np.ascontiguousarray(rows))
@@ -445,12 +423,8 @@ class KVStore:
         not push or pull. The rows of a repeated id come together, in the order of the push (8 bytes and a
         row each); with ``accumulate=True`` once, as their sum. No code is sent: each rank registers its own.
 
-        Args:
-            name: Of a writable tensor.
-            handler: None: overwrite and add again.
-
-        Raises:
-            ConfigError: on all ranks: there is no such tensor, it is read-only, or ranks disagree.
+        None: overwrite and add again. ConfigError, on all ranks: there is no such writable tensor, or ranks
+        disagree.
         """
         self._agree(name, handler, "push", lambda column: replace(column, on_push=handler))
 
@@ -460,20 +434,14 @@ class KVStore:
         ``handler(rows, local_ids)`` returns (k, *row) values in the tensor's dtype. It runs on the rank that
         is asked, for rows of the local server on the one that asks, from any thread; otherwise as
         :meth:`register_push_handler`.
-
-        Raises:
-            ConfigError: on all ranks: there is no such writable tensor, or ranks disagree.
         """
         self._agree(name, handler, "pull", lambda column: replace(column, on_read=handler))
 
     def nonzero(self, name: str) -> Array:
         """Return the (n,) int64 ids of the nonzero rows of a one-dimensional tensor, ascending.
 
-        Receives one bit for each row of the other servers. Not collective.
-
-        Raises:
-            ConfigError: there is no such tensor, or it has more dimensions.
-            PeerError: a server is dead or silent.
+        Receives one bit for each row of the other servers. Not collective. ConfigError: there is no such
+        tensor, or it has more dimensions.
         """
         column = self.column(name)
         if column.info.row_shape:
@@ -488,12 +456,7 @@ class KVStore:
         return np.concatenate(found)
 
     def count_nonzero(self, name: str) -> int:
-        """Return the number of nonzero values of a tensor; 8 bytes from each other server. Not collective.
-
-        Raises:
-            ConfigError: there is no such tensor.
-            PeerError: a server is dead or silent.
-        """
+        """Return the number of nonzero values of a tensor; 8 bytes from each other server. Not collective."""
         self.column(name)
         return sum(int(counted[0]) for counted in self._ask_all("count_nonzero", name))
 

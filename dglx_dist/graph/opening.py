@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 import psutil
 
@@ -19,7 +19,6 @@ from dglx_dist.graph.structure import CSCShard, PartitionedStructure, Replicated
 from dglx_dist.records import EdgeType
 
 StructureMode: TypeAlias = Literal["auto", "replicated", "partitioned"]
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,6 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
     Raises:
         StorageError: on all ranks, when it cannot be opened on one, or the ranks see different datasets.
         DatasetError: an id is out of range, on the rank that checks; StorageError on the others.
-        ConfigError: ``verify`` is not one of its three values.
     """
     first = is_first_on_machine(session)
     checked = run_on_all_ranks(session, lambda: open_dataset(folder, verify=verify) if first else None)
@@ -41,12 +39,14 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
 
 
 def imported(part_config: Path, session: Session) -> Path:
-    """Return the folder of our dataset beside DGL's files, imported now if any of these is newer. Collective.
-
-    Raises:
-        StorageError: on all ranks, when DGL's files cannot be read.
-    """
+    """Return the folder of our dataset beside DGL's files, imported now if these are newer. Collective."""
     folder = part_config.absolute().with_suffix(".dglx")
+
+    def check() -> None:
+        if not part_config.exists():
+            raise StorageError(
+                f"{part_config} does not exist; give the JSON file that DGL's partition_graph wrote"
+            )
 
     def import_if_newer() -> None:
         manifest = folder / MANIFEST
@@ -54,8 +54,8 @@ def imported(part_config: Path, session: Session) -> Path:
             log.info("importing %s into %s", part_config, folder)
             import_dgl_format(part_config, folder, overwrite=folder.exists())
 
-    if not part_config.exists():
-        run_on_all_ranks(session, lambda: _missing(part_config))
+    # On all ranks, or one that does not see the file would wait for the others.
+    run_on_all_ranks(session, check)
     # Rank 0 goes first: on a shared file system the other machines then find the result.
     run_on_all_ranks(session, lambda: import_if_newer() if session.topology.rank == 0 else None)
     run_on_all_ranks(session, lambda: import_if_newer() if is_first_on_machine(session) else None)
@@ -71,12 +71,7 @@ def _newest(part_config: Path) -> float:
 def open_structures(
     dataset: StoredDataset, session: Session, placement: Placement, label: str, mode: StructureMode
 ) -> dict[EdgeType, Structure]:
-    """Open the structure of every edge type, replicated or partitioned. Collective.
-
-    Raises:
-        ConfigError: ``mode`` is none of the three.
-        StorageError: on all ranks, when a file is damaged or the structure cannot be assembled on one.
-    """
+    """Open the structure of every edge type, replicated or partitioned. Collective."""
     if mode not in ("auto", "replicated", "partitioned"):
         raise ConfigError(f"structure is {mode!r}; choose 'auto', 'replicated' or 'partitioned'")
     manifest = dataset.manifest
@@ -95,10 +90,6 @@ def open_structures(
 def is_first_on_machine(session: Session) -> bool:
     hosts = session.hosts
     return hosts.index(hosts[session.topology.rank]) == session.topology.rank
-
-
-def _missing(part_config: Path) -> None:
-    raise StorageError(f"{part_config} does not exist; give the JSON file that DGL's partition_graph wrote")
 
 
 def _fits(dataset: StoredDataset) -> bool:

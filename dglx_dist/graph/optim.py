@@ -136,22 +136,12 @@ class SparseOptimizer:
             raise problem
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients since the last step; a later ``backward`` of an earlier call still counts.
-
-        Args:
-            set_to_none: Accepted for torch, without effect.
-        """
+        """Drop the gradients since the last step; a later ``backward`` of an earlier call still counts."""
         for param in self.params:
             param.reset_trace()
 
     def flush(self) -> None:
-        """Wait until the gradients of all ranks are applied, as needed before evaluation in mode "async".
-
-        Collective.
-
-        Raises:
-            PeerError: a rank is dead or did not call it within the time-out.
-        """
+        """Wait until the gradients of all ranks are applied, as before evaluation; collective."""
         self._exchange.flush()
 
     def staleness_report(self) -> StalenessReport:
@@ -177,10 +167,8 @@ class SparseOptimizer:
     def load_local_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`local_state_dict` returned on some rank, with rows of any rank.
 
-        Call it on all ranks, and a barrier afterwards. Of the settings it loads only ``lr``.
-
-        Raises:
-            ConfigError: it is of other embeddings or of another kind of optimiser; nothing has changed.
+        Call it on all ranks, and a barrier afterwards. Of the settings it loads only ``lr``. ConfigError: it
+        is of other embeddings or of another kind of optimiser; nothing has changed.
         """
         tables = {table.embedding.name: table for table in self.tables}
         for name, entry in state["emb_states"].items():

@@ -1,4 +1,4 @@
-"""Ownership of ids: the partition book over contiguous ranges, row owners, parts on servers, and requests."""
+"""Ownership of ids: the partition book over contiguous ranges, row owners, and parts on servers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,7 @@ class RowOwners:
     All ranks of a server can read and overwrite its rows; only the owner makes updates that depend on the old
     value (adding, an optimiser's step), so that none is lost.
 
-    Args:
-        bounds: (S + 1,) int64; server s has the rows ``bounds[s]:bounds[s + 1]``.
-        topology: The ranks of each server.
-
-    Raises:
-        ConfigError: ``bounds`` are not those of as many servers.
+    ``bounds``: (S + 1,) int64; server s has the rows ``bounds[s]:bounds[s + 1]``.
     """
 
     def __init__(self, bounds: Array, topology: Topology) -> None:
@@ -74,8 +69,7 @@ class PartitionBook:
     Answers are (K,) int64 tensors in the order of the (K,) ids asked for.
 
     Args:
-        node_bounds: node type -> (Q + 1,) int64; partition q owns the ids ``[q]:[q + 1]``.
-        edge_bounds: edge type -> (Q + 1,) int64, likewise.
+        node_bounds, edge_bounds: Type -> (Q + 1,) int64; partition q owns the ids ``[q]:[q + 1]``.
         partid: The partition of this rank.
         num_trainers: Trainers that ``trainer_id`` numbers; None: the graph was not cut for trainers.
     """
@@ -124,15 +118,12 @@ class PartitionBook:
         return self._edges.total(None if etype is None else self.to_canonical_etype(etype))
 
     def to_canonical_etype(self, etype: str | EdgeType) -> EdgeType:
-        """Return the triple of an edge type, see :func:`canonical_etype`."""
         return canonical_etype(etype, self._edges.types)
 
     def node_bounds(self, ntype: str = NODE_TYPE) -> Array:
-        """Return the (Q + 1,) int64 bounds of the partitions of ``ntype``."""
         return self._nodes.bounds(ntype)
 
     def edge_bounds(self, etype: str | EdgeType = EDGE_TYPE) -> Array:
-        """Return the (Q + 1,) int64 bounds of the partitions of ``etype``."""
         return self._edges.bounds(self.to_canonical_etype(etype))
 
     def nid2partid(self, nids: Ids, ntype: str = NODE_TYPE) -> Tensor:
@@ -155,7 +146,6 @@ class PartitionBook:
         return self._nodes.local(nids, partid, ntype)
 
     def eid2localeid(self, eids: Ids, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        """Return the ids relative to the first edge of ``partid``; IndexError when it does not own them."""
         return self._edges.local(eids, partid, self.to_canonical_etype(etype))
 
     def map_to_per_ntype(self, ids: Ids) -> tuple[Tensor, Tensor]:
@@ -174,11 +164,7 @@ class PartitionBook:
 
 
 def canonical_etype(etype: str | EdgeType | None, known: Sequence[EdgeType]) -> EdgeType:
-    """Return the triple of ``etype``, given as one or by its relation; of None: the only one.
-
-    Raises:
-        ConfigError: there is no such type, or several with this relation, or None is ambiguous.
-    """
+    """Return the triple of ``etype``, given as one or by its relation; of None: the only one."""
     found = [triple for triple in known if etype is None or etype in (triple, triple[1])]
     if len(found) == 1:
         return found[0]
@@ -253,11 +239,7 @@ class _Ranges(Generic[K]):
 
 @dataclass(frozen=True)
 class Placement:
-    """Assignment of a dataset's parts to servers in contiguous blocks, as even as possible.
-
-    Raises:
-        ConfigError: there are fewer parts than servers; the message has the command that repartitions.
-    """
+    """Assignment of a dataset's parts to servers in contiguous blocks, as even as possible."""
 
     num_parts: int
     topology: Topology
@@ -329,15 +311,8 @@ def submit_to_owners(
 ) -> Answered:
     """Ask ``op`` of the servers that own ``ids``, and return at once.
 
-    Sends 8 bytes per distinct remote id and receives 8 per answer. Not collective.
-
-    Args:
-        session: The run.
-        placement: The rank that serves each server.
-        op: Registered on every rank, which answers its ids with ``compute``.
-        ids: (K,) int64, each in [0, ``bounds[-1]``), any order, repeats allowed.
-        bounds: (S + 1,) int64 id ranges of the servers.
-        compute: For the ids of the local server.
+    Sends 8 bytes per distinct remote id and receives 8 per answer. Not collective. Every rank has registered
+    ``op``, which answers its ids with ``compute``; ``bounds``: (S + 1,) int64 id ranges of the servers.
 
     Returns:
         A function that waits for as many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.

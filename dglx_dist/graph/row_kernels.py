@@ -128,11 +128,7 @@ def as_words(source: Array, out: Array) -> tuple[Array, Array]:
 def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
     """Copy ``source[ids[k] - first]`` to ``out[k]`` for every k whose row is in ``source``.
 
-    Args:
-        source: (n, *row), C-contiguous: the rows with ids ``first`` to ``first + n - 1``.
-        first: Id of the first row of ``source``.
-        ids: (K,) int64; ids of other shards are skipped.
-        out: (K, *row), same dtype, C-contiguous and writable.
+    ``source`` (n, *row) and ``out`` (K, *row) have one dtype and are C-contiguous; (K,) int64 ``ids``.
     """
     if len(ids) and source.size:
         source_words, out_words = as_words(source, out)
@@ -140,13 +136,7 @@ def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
 
 
 def take_rows(source: Array, places: Array, out: Array | None = None) -> Array:
-    """Copy rows to ``out`` and return it; faster than indexing.
-
-    Args:
-        source: (n, *row), C-contiguous.
-        places: (K,) int64 in [0, n).
-        out: (K, *row), same dtype, C-contiguous and writable; None: new memory.
-    """
+    """Copy the rows at (K,) int64 ``places`` to ``out`` (None: new memory), faster than indexing."""
     if out is None:
         out = np.empty((len(places), *source.shape[1:]), source.dtype)
     gather_rows(source, 0, places, out)
@@ -156,13 +146,7 @@ def take_rows(source: Array, places: Array, out: Array | None = None) -> Array:
 def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
     """Copy ``rows[k]`` to ``target[ids[k] - first]`` for every k whose row is in ``target``.
 
-    Of several values for one row the last stays.
-
-    Args:
-        rows: (K, *row), C-contiguous.
-        target: (n, *row), same dtype, C-contiguous and writable: the ids ``first`` to ``first + n - 1``.
-        first: Id of the first row of ``target``.
-        ids: (K,) int64.
+    Shapes are as for :func:`gather_rows`; of several values for one row the last stays.
     """
     if len(ids) and target.size:
         row_words, target_words = as_words(rows, target)
@@ -170,27 +154,16 @@ def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
 
 
 def move_rows(source: Array, rows: Array, out: Array, places: Array) -> None:
-    """Copy ``source[rows[k]]`` to ``out[places[k]]`` for every k.
-
-    Args:
-        source: (n, *row), C-contiguous.
-        rows: (k,) int64 in [0, n).
-        out: (K, *row), same dtype, C-contiguous and writable.
-        places: (k,) int64 in [0, K).
-    """
+    """Copy ``source[rows[k]]`` to ``out[places[k]]`` for (k,) int64 ``rows`` and ``places``."""
     if len(rows) and source.size:
         source_words, out_words = as_words(source, out)
         _move(source_words, rows, out_words, places)
 
 
 def spread_rows(rows: Array, out: Array, starts: Array, positions: Array, first_slot: int) -> None:
-    """Copy row k of ``rows`` to each of its positions in ``out``.
+    """Copy row k of ``rows``, which need not be aligned, to each position of slot ``first_slot + k``.
 
-    Args:
-        rows: (k, *row) the rows of the slots ``first_slot`` to ``first_slot + k - 1``; need not be aligned.
-        out: (K, *row), C-contiguous and writable.
-        starts, positions: As in :class:`RemotePlan`.
-        first_slot: Slot of ``rows[0]``.
+    ``starts`` and ``positions`` are as in :class:`RemotePlan`.
     """
     if rows.size:
         row_words, out_words = as_words(rows, out)
@@ -386,14 +359,10 @@ def plan_remote(ids: Array, bounds: Array, own_server: int) -> RemotePlan:
 def plan_pull(
     ids: Array, bounds: Array, own_server: int, cached: SlotTable, *, distinct: bool = False
 ) -> tuple[RemotePlan, Hits]:
-    """Split ``ids`` into those of the local server, those that are cached, and those to request.
+    """Split (K,) int64 ``ids`` into those of the local server, those that are cached, and those to request.
 
-    Args:
-        ids: (K,) int64 in [0, ``bounds[-1]``), any order, repeats allowed unless ``distinct``.
-        bounds: (S + 1,) int64; server s owns the ids ``bounds[s]:bounds[s + 1]``.
-        own_server: The server whose rows are not remote.
-        cached: Table of the cached remote rows.
-        distinct: No id is repeated, which saves the search for repeats.
+    ``bounds``: (S + 1,) int64; server s owns the ids ``bounds[s]:bounds[s + 1]``. ``distinct``: no id is
+    repeated, which saves the search for repeats.
     """
     remote, server_starts, starts, positions, places, slots = _plan(ids, bounds, own_server, cached, distinct)
     plan = RemotePlan(ids=remote, server_starts=server_starts, starts=starts, positions=positions)
@@ -410,18 +379,15 @@ def number_distinct(ids: Array) -> tuple[Array, Array]:
 def _plan(ids: Array, bounds: Array, own: int, cached: SlotTable, is_distinct: bool) -> Any:
     places, hit_places, hit_slots = _split(ids, bounds[own], bounds[own + 1], cached)
     if is_distinct:
-        distinct = np.empty(len(places), np.int64)
-        for place in range(len(places)):
-            distinct[place] = ids[places[place]]
-        grouped, server_starts, new_slot = _grouped(distinct, bounds)
-        positions = np.empty(len(places), np.int64)
-        for place in range(len(places)):
-            positions[new_slot[place]] = places[place]
-        return grouped, server_starts, np.arange(len(places) + 1), positions, hit_places, hit_slots
+        order, server_starts = group_by_range(ids[places], bounds)
+        positions = places[order]
+        return ids[positions], server_starts, np.arange(len(places) + 1), positions, hit_places, hit_slots
 
     slot_of_place = np.empty(len(places), np.int64)
     distinct = _distinct(ids, places, slot_of_place)
-    grouped, server_starts, new_slot = _grouped(distinct, bounds)
+    order, server_starts = group_by_range(distinct, bounds)
+    new_slot = np.empty(len(order), np.int64)
+    new_slot[order] = np.arange(len(order))
     starts = np.zeros(len(distinct) + 1, np.int64)
     for place in range(len(places)):
         starts[new_slot[slot_of_place[place]] + 1] += 1
@@ -432,7 +398,7 @@ def _plan(ids: Array, bounds: Array, own: int, cached: SlotTable, is_distinct: b
         slot = new_slot[slot_of_place[place]]
         positions[fill[slot]] = places[place]
         fill[slot] += 1
-    return grouped, server_starts, starts, positions, hit_places, hit_slots
+    return distinct[order], server_starts, starts, positions, hit_places, hit_slots
 
 
 @njit(cache=True, nogil=True)
@@ -460,26 +426,23 @@ def _split(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, A
 
 
 @njit(cache=True, nogil=True)
-def _grouped(distinct: Array, bounds: Array) -> tuple[Array, Array, Array]:
-    """Return the ids grouped by server, the start of each server, and the new place of each id."""
-    servers = len(bounds) - 1
-    server_of = np.empty(len(distinct), np.int64)
-    server_starts = np.zeros(servers + 1, np.int64)
-    for slot in range(len(distinct)):
-        server = np.searchsorted(bounds, distinct[slot], side="right") - 1
-        server_of[slot] = server
-        server_starts[server + 1] += 1
-    server_starts = np.cumsum(server_starts)
+def group_by_range(ids: Array, bounds: Array) -> tuple[Array, Array]:
+    """Return the positions of (k,) int64 ``ids`` by range, in their order, and where those of each begin.
 
-    next_slot = server_starts[:-1].copy()
-    new_slot = np.empty(len(distinct), np.int64)
-    grouped = np.empty(len(distinct), np.int64)
-    for slot in range(len(distinct)):
-        to = next_slot[server_of[slot]]
-        next_slot[server_of[slot]] += 1
-        new_slot[slot] = to
-        grouped[to] = distinct[slot]
-    return grouped, server_starts, new_slot
+    Range r has the ids ``bounds[r]:bounds[r + 1]``; its positions are ``[starts[r]:starts[r + 1]]``.
+    """
+    range_of = np.empty(len(ids), np.int32)
+    starts = np.zeros(len(bounds), np.int64)
+    for k in range(len(ids)):
+        range_of[k] = np.searchsorted(bounds, ids[k], side="right") - 1
+        starts[range_of[k] + 1] += 1
+    starts = np.cumsum(starts)
+    following = starts[:-1].copy()
+    positions = np.empty(len(ids), np.int64)
+    for k in range(len(ids)):
+        positions[following[range_of[k]]] = k
+        following[range_of[k]] += 1
+    return positions, starts
 
 
 @njit(cache=True, nogil=True)
@@ -525,15 +488,9 @@ def check_summable(name: str, info: ColumnInfo) -> None:
 
 
 def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
-    """Return one row per slot of ``plan``: the sum of the rows at its positions, in the order given.
+    """Return the sum of the (K, *row) ``rows`` at the positions of each slot of ``plan``, in the order given.
 
-    Args:
-        rows: (K, *row) in ``info``'s dtype, C-contiguous; bfloat16 as uint16.
-        plan: Over the K ids that the rows are for.
-        info: Dtype and row shape.
-
-    Returns:
-        (slots, *row) in the same dtype; integers wrap around.
+    The (slots, *row) result has the dtype of ``info``; integers wrap around.
     """
     shape = (len(plan.ids), *rows.shape[1:])
     if len(plan.positions) == len(plan.ids):
@@ -548,12 +505,7 @@ def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
 def add_rows(target: Array, first: int, ids: Array, rows: Array, info: ColumnInfo) -> None:
     """Add ``rows[k]`` to ``target[ids[k] - first]``. One thread of one process at a time per row.
 
-    Args:
-        target: (n, *row), C-contiguous and writable: the rows with ids ``first`` to ``first + n - 1``.
-        first: Id of the first row of ``target``.
-        ids: (K,) int64, distinct; those of other shards are skipped.
-        rows: (K, *row) in the same dtype.
-        info: Dtype and row shape.
+    (K,) int64 ``ids`` are distinct; those of other shards are skipped.
     """
     here = (ids >= first) & (ids < first + len(target))
     if not here.all():

@@ -30,12 +30,8 @@ def draw_parameters(fanout: int, replace: bool, seed: int) -> str:
 def draw_uniform(shard: CSCShard, nodes: Array, parameters: str, exclude: Array = NO_EDGES) -> InEdges:
     """Draw in-edges of ``nodes`` ((k,) int64 global ids in the shard), all of a node with equal probability.
 
-    Args:
-        shard: Piece of the structure.
-        nodes: Whose in-edges.
-        parameters: Of :func:`draw_parameters`. A fan-out of -1 takes all; a draw without replacement takes
-            at most all of a node, one with replacement none of a node without in-edges.
-        exclude: (X,) int64 ascending ids of edges that are not drawn.
+    ``parameters`` are those of :func:`draw_parameters`. A fan-out of -1 takes all; a draw without replacement
+    takes at most all of a node, one with replacement none of a node without in-edges.
     """
     fanout, replace, seed = (int(text) for text in parameters.split())
     csc = Csc(shard.indptr, shard.indices, np.empty(0, np.float32), shard.first_node, shard.first_edge)
@@ -47,15 +43,9 @@ def draw_uniform(shard: CSCShard, nodes: Array, parameters: str, exclude: Array 
 def draw_weighted(
     nodes: Array, edges: InEdges, weights: Array, fanout: int, replace: bool, seed: int
 ) -> InEdges:
-    """Draw among given in-edges, with probability proportional to weight; weight 0 is never drawn.
+    """Draw among the in-edges of (K,) ``nodes``, with probability proportional to (e,) float64 ``weights``.
 
-    Args:
-        nodes: (K,) int64, of which ``edges`` are the in-edges.
-        edges: The candidates.
-        weights: (e,) float64, not negative.
-        fanout: Edges of a node; -1: all with a weight above 0.
-        replace: Whether an edge may be drawn again.
-        seed: Of the draw.
+    Weight 0 is never drawn; a fan-out of -1 takes all others.
     """
     csc = Csc(edges.indptr, edges.sources, weights, 0, 0)
     indptr, chosen = draw_among(csc, nodes, fanout, np.uint64(seed), replace)
@@ -85,11 +75,8 @@ def draw_in_edges(
 ) -> InEdges:
     """Return drawn in-edges, at most ``fanout`` (-1: all) of each of the (K,) int64 ``nodes``.
 
-    None of the (X,) int64 edge ids in ``exclude`` is drawn. The owner of a node makes uniform draws; with
-    weights or excluded edges this rank fetches all in-edges and draws itself.
-
-    Raises:
-        ConfigError: the edges have no tensor ``rule.prob``, or it is not one value per edge.
+    The owner of a node makes uniform draws; with weights or excluded edges this rank fetches all in-edges and
+    draws itself.
     """
     if rule.prob is None and not len(exclude):
         return structure.ask(UNIFORM, nodes, draw_parameters(fanout, rule.replace, rule.seed))
@@ -143,12 +130,10 @@ def sampled_graph(
 
 
 def by_type(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) -> dict[K, Array]:
-    """Return the (K,) int64 ids per type of ``given``, which may be plain ids when there is one type.
+    """Return the (K,) int64 ids per type of ``given``, plain ids of the only type, or a dict of them by type.
 
-    Args:
-        given: Ids, or a dict of them by type; an edge type may be named by its relation.
-        counts: Number of ids of every type.
-        what: ``node`` or ``edge``, for messages.
+    ``counts`` has the number of ids of every type; ``what`` is "node" or "edge". An edge type may be named by
+    its relation.
 
     Raises:
         ConfigError: plain ids although there are several types, or an unknown or ambiguous type.
@@ -165,11 +150,7 @@ def by_type(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) 
 
 
 def fanout_by_type(fanout: int | Mapping[Any, int], etypes: Collection[EdgeType]) -> dict[EdgeType, int]:
-    """Return the fan-out of every edge type; one number stands for all.
-
-    Raises:
-        ConfigError: a dict names an unknown type, or leaves one out.
-    """
+    """Return the fan-out of every edge type; one number stands for all, a dict must name every one."""
     if not isinstance(fanout, Mapping):
         return dict.fromkeys(etypes, int(fanout))
     fanouts = {_known(key, etypes, "edge"): int(size) for key, size in fanout.items()}

@@ -87,11 +87,8 @@ WriteOwn: TypeAlias = Callable[[Path], Sequence[RowFile]]
 def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
     """Write rows of all ranks as ``target``, which then holds all of them or its former content; collective.
 
-    Args:
-        session: The run.
-        target: Seen by all ranks under this name; rows that were saved there before are replaced.
-        write_own: See :data:`WriteOwn`.
-        facts: Stored in the index; rank 0's.
+    All ranks must see it under this name; rows that were saved there before are replaced. Rank 0's ``facts``
+    are stored in the index.
 
     Raises:
         StorageError: on all ranks, when one cannot write or does not see the folder, or when it holds
@@ -144,15 +141,8 @@ def shared_rows(
 ) -> Array:
     """Return writable rows that the ranks of the local server share; collective.
 
-    Args:
-        session: The run; the memory lies in its ``scratch``.
-        file_name: Unused; the same on the ranks of a server.
-        count: Rows of the local server; may be 0.
-        info: Dtype and row shape.
-        init: First values; zeros when None.
-
-    Returns:
-        (``count``, *row); bfloat16 as uint16. The memory is free when no rank holds the array any more.
+    The (``count``, *row) array, bfloat16 as uint16, is freed when no rank holds it any more. ``file_name`` is
+    unused in the session's ``scratch`` and the same on the ranks of a server; without ``init`` rows are 0.
 
     Raises:
         ConfigError: on all ranks, when memory is short on one, or ``init`` raised or returned another shape

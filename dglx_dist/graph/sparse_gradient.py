@@ -53,34 +53,6 @@ def add_rows(source: Array, weight: float, places: Array, out: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def group_by_owner(ids: Array, starts: Array) -> tuple[Array, Array]:
-    """Sort positions by the owner of their id, keeping their order within an owner.
-
-    Args:
-        ids: (k,) int64.
-        starts: (W + 1,) int64; owner r has the ids ``starts[r]:starts[r + 1]``.
-
-    Returns:
-        (k,) int64 positions and (W + 1,) int64: those of owner r are ``positions[first[r]:first[r + 1]]``.
-    """
-    owners = len(starts) - 1
-    first = np.zeros(owners + 1, np.int64)
-    owner_of = np.empty(len(ids), np.int32)
-    for k in range(len(ids)):
-        owner = np.searchsorted(starts, ids[k], side="right") - 1
-        owner_of[k] = owner
-        first[owner + 1] += 1
-    for owner in range(owners):
-        first[owner + 1] += first[owner]
-    following = first.copy()
-    positions = np.empty(len(ids), np.int64)
-    for k in range(len(ids)):
-        positions[following[owner_of[k]]] = k
-        following[owner_of[k]] += 1
-    return positions, first
-
-
-@njit(cache=True, nogil=True)
 def take_weighted(source: Array, weight: float, places: Array, out: Array) -> None:
     """Write ``weight * source[places[k]]`` to ``out[k]``, (k, d)."""
     factor = source.dtype.type(weight)
@@ -92,12 +64,9 @@ def take_weighted(source: Array, weight: float, places: Array, out: Array) -> No
 
 @njit(cache=True, nogil=True)
 def count_rows(ids: Array, first: int, slot_of: Array) -> int:
-    """Count an occurrence of the rows ``ids - first``; return how many now occur the second time.
+    """Count an occurrence of the distinct rows ``ids - first`` in ``slot_of`` (NEVER, ONCE or OFTEN).
 
-    Args:
-        ids: (k,) int64 distinct, each in [``first``, ``first`` + n).
-        first: Id of row 0.
-        slot_of: (n,) int32: NEVER, ONCE or OFTEN; changed.
+    Return how many now occur the second time.
     """
     repeated = 0
     for k in range(len(ids)):
@@ -114,16 +83,10 @@ def count_rows(ids: Array, first: int, slot_of: Array) -> int:
 def split_rows(
     gradient: RowSum, first: int, slot_of: Array, touched: Array, sums: Array, count: int
 ) -> tuple[Array, Array, int]:
-    """Separate the rows that no other rank has; add the others to sums in slots.
+    """Separate the rows that no other rank has; add the others to ``sums``, (capacity, d), in slots.
 
-    Args:
-        gradient: Of one rank.
-        first: Id of row 0.
-        slot_of: (n,) int32, from :func:`count_rows` of all ranks' ids; the first occurrence of a repeated row
-            gets the next slot, 0 or more.
-        touched: (capacity,) int64, the row of each slot; changed.
-        sums: (capacity, d); changed.
-        count: Slots in use.
+    ``slot_of`` is from :func:`count_rows` of all ranks' ids; the first occurrence of a repeated row gets the
+    next slot, ``count``, and is noted in ``touched``.
 
     Returns:
         (m,) int64 rows that are not repeated, the (m,) places of their gradients, and the slots in use now.
@@ -242,9 +205,6 @@ def weight_of(share: StepShare | None, reduction: Reduction, world_size: int) ->
 
     n_local / n_global for a mean, 1 for a sum; 0 on a rank without targets, whatever its loss is (the
     gradient rule, docs/design/contracts.md).
-
-    Raises:
-        ConfigError: the loss is a mean, there are several ranks, and the number of targets is unknown.
     """
     if share is not None and share.num_local == 0:
         return 0.0
@@ -272,10 +232,9 @@ def weighted_sum(gradients: Sequence[RowGradient], reduction: Reduction, world_s
 
 
 def summed(weighted: Sequence[tuple[RowGradient, float]]) -> RowSum | None:
-    """Return the sum of weight times gradient, each row once; None for none.
+    """Return the sum of gradient times weight in this order, each row once; None for none.
 
-    Args:
-        weighted: In the order of addition; a single one shares its rows with the result.
+    A single gradient shares its rows with the result.
     """
     if not weighted:
         return None

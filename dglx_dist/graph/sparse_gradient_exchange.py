@@ -16,7 +16,8 @@ from dglx_dist.comm.mailbox import Mailbox
 from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.sparse_gradient import RowSum, group_by_owner, one_row_each
+from dglx_dist.graph.row_kernels import group_by_range
+from dglx_dist.graph.sparse_gradient import RowSum, one_row_each
 from dglx_dist.graph.sparse_update import OwnedRows
 from dglx_dist.records import Array
 
@@ -85,10 +86,7 @@ class StalenessReport:
 class Exchange(ABC):
     """Sends gradients to owners, and applies those that arrive.
 
-    Args:
-        session: The run.
-        op: Unique name of the remote call, the same on all ranks.
-        tables: The parameters, the same on all ranks.
+    ``op`` is a unique name of the remote call; it and ``tables``, the parameters, are the same on all ranks.
     """
 
     def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows]) -> None:
@@ -123,17 +121,9 @@ class Exchange(ABC):
 
     @abstractmethod
     def step(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> None:
-        """Have a step applied.
+        """Have a step applied: of each parameter this rank's weighted gradient, and whether it was used.
 
-        Args:
-            sums: Of each parameter, this rank's weighted gradient; None for none.
-            used: Of each parameter, whether it is part of a backward pass.
-            problem: Why this rank cannot take the step.
-
-        Raises:
-            ConfigError: another rank has a problem.
-            PeerError: a rank is dead, silent or in another collective.
-            RemoteError: an owner cannot apply it.
+        ``problem``: why this rank cannot take the step. ConfigError: another rank has one.
         """
 
     @abstractmethod
@@ -155,7 +145,7 @@ class Exchange(ABC):
         """Return the share of each owner: a weighted copy for the others, a view for this rank."""
         table = self._tables[number]
         total = total or table.no_rows
-        positions, first = group_by_owner(total.ids, table.owners.starts)
+        positions, first = group_by_range(total.ids, table.owners.starts)
         shares = []
         for rank, (start, end) in enumerate(pairwise(first.tolist())):
             chosen = positions[start:end]
@@ -211,11 +201,7 @@ class SyncExchange(Exchange):
 
 @final
 class AsyncExchange(Exchange):
-    """Owners apply gradients as they arrive; a rank waits only when too many of its own are in flight.
-
-    Args:
-        staleness: Most own steps that some owner may not have applied when ``step`` returns.
-    """
+    """Owners apply gradients as they arrive; a rank waits for all but ``staleness`` own steps."""
 
     def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows], staleness: int) -> None:
         self._staleness = staleness

@@ -30,14 +30,7 @@ from dglx_dist.records import Array
 
 
 class UpdateRule(ABC):
-    """One formula with its settings.
-
-    Args:
-        lr: The learning rate; may be changed between steps.
-
-    Raises:
-        ConfigError: a setting is invalid.
-    """
+    """One formula with its settings; ``lr`` may be changed between steps. ConfigError for an invalid one."""
 
     state_names: ClassVar[tuple[str, ...]]
     """Of the tensors that are kept beside the rows."""
@@ -61,14 +54,9 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def update(self, weight: Array, at: Array, states: Sequence[Array], gradient: RowSum, step: int) -> None:
-        """Update rows and their states in place.
+        """Update the rows ``at`` of (n, d) ``weight`` and the rows ``gradient.ids`` of the states in place.
 
-        Args:
-            weight: (n, d) of the compute dtype.
-            at: (k,) int64 distinct rows of ``weight``.
-            states: (m, d) each, same dtype; rows ``gradient.ids`` go with ``at``.
-            gradient: Of k rows, same dtype.
-            step: 1, 2, ...: steps of the whole parameter so far, this one included.
+        All have the compute dtype. ``step``: 1, 2, ...: steps of the whole parameter, this one included.
         """
 
 
@@ -106,16 +94,9 @@ class AdagradRule(UpdateRule):
 class AdamRule(UpdateRule):
     """Adam with moments that change only in touched rows, and one step count for all rows.
 
-    Args:
-        lr: The learning rate.
-        betas: Decay rates of the moments.
-        eps: Added to the root of the second moment.
-        corrected: Whether ``eps`` is added to the root after bias correction, as ``torch.optim.Adam`` and DGL
-            do, or before it, as ``torch.optim.SparseAdam`` does. The two differ where gradients are not much
-            larger than ``eps / sqrt(1 - beta2)``.
-
-    Raises:
-        ConfigError: a setting is invalid.
+    ``corrected``: whether ``eps`` is added to the root of the second moment after bias correction, as
+    ``torch.optim.Adam`` and DGL do, or before it, as ``torch.optim.SparseAdam`` does. The two differ where
+    gradients are not much larger than ``eps / sqrt(1 - beta2)``.
     """
 
     state_names = ("mean", "square")
@@ -149,13 +130,7 @@ def _positive(eps: float) -> float:
 
 @final
 class OwnedRows:
-    """The rows of one embedding that this rank owns.
-
-    Args:
-        embedding: With all rows.
-        states: The tensors of ``rule``, distributed like the rows.
-        rule: Updates the rows.
-    """
+    """The rows of one embedding that this rank owns; ``states`` are the tensors of ``rule``."""
 
     def __init__(self, embedding: DistEmbedding, states: Sequence[DistTensor], rule: UpdateRule) -> None:
         policy, topology = embedding.part_policy, embedding.kvstore.session.topology

@@ -21,15 +21,10 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 
 
 def _share_of_rank(ids: Array, quota: Array, local_rank: int, seed: int, preferred: Array | None) -> Array:
-    """Assign the ids of one server to its ranks at random, equally on every rank; return one rank's.
+    """Assign the (n,) ids of one server to its ranks at random, equally on every rank; return one rank's.
 
-    Args:
-        ids: (n,) int64 ids of the server.
-        quota: (ranks,) int64 number of ids of each rank; sums to n.
-        local_rank: Whose share to return, (``quota[local_rank]``,) int64, ascending.
-        seed: Of the assignment; the server's number, so that servers differ and runs repeat.
-        preferred: (n,) the preferred local rank of each id, or one that does not exist for "any";
-            respected up to the quotas.
+    ``quota``: ids of each local rank; ``seed``: the server's number, so that servers differ and runs repeat;
+    ``preferred``: (n,) local ranks, or one that does not exist for "any", respected up to the quotas.
     """
     order = np.random.default_rng(seed).permutation(len(ids))
     owner = np.repeat(np.arange(len(quota)), quota)
@@ -122,7 +117,7 @@ def marked_ids(marked: Marked, count: int) -> Array:
     """
     if isinstance(marked, DistTensor) and marked.dtype == torch.bool and marked.shape == (count,):
         return marked.kvstore.nonzero(marked.kvstore_key)
-    values = marked.to_local().numpy() if isinstance(marked, DistTensor) else as_array(marked)
+    values = _whole(marked)
     if values.ndim != 1:
         raise ConfigError(f"the marked rows have shape {values.shape}; give a mask or ids of one dimension")
     if values.dtype == np.bool_:
@@ -176,15 +171,12 @@ def _split(
     force_even: bool,
     trainer_ids: DistTensor | Tensor | Array | None,
 ) -> Tensor:
-    topology = (
-        marked.kvstore.session.topology if isinstance(marked, DistTensor) else current_session().topology
-    )
+    session = marked.kvstore.session if isinstance(marked, DistTensor) else current_session()
+    topology = session.topology
     if rank is not None:
         topology = Topology(rank, topology.world_size, topology.server_of_rank)
-    ids = marked_ids(marked, int(bounds[-1]))
-    preferred = None
+    ids, preferred, count = marked_ids(marked, int(bounds[-1])), None, int(bounds[-1])
     if trainer_ids is not None:
-        count = int(bounds[-1])
         preferred = _preferred_ranks(trainer_ids, ids, count, book.num_trainers, topology.world_size)
     return torch.from_numpy(split_ids(ids, bounds, topology, force_even=force_even, trainer_of=preferred))
 
@@ -193,9 +185,7 @@ def _preferred_ranks(
     trainer_ids: DistTensor | Tensor | Array, ids: Array, count: int, num_known: int | None, world_size: int
 ) -> Array:
     """Return the preferred rank of each of ``ids``; several trainers map to one rank."""
-    trainers = (
-        trainer_ids.to_local().numpy() if isinstance(trainer_ids, DistTensor) else as_array(trainer_ids)
-    )
+    trainers = _whole(trainer_ids)
     if trainers.shape != (count,) or trainers.dtype.kind not in "iu":
         raise ConfigError(
             f"the trainer ids are {trainers.dtype} of shape {trainers.shape}; give one integer "
@@ -217,6 +207,10 @@ def _preferred_quota(preferred: Array, num_ranks: int) -> Array:
     """Return the counts that satisfy every preference; ids without one are divided evenly."""
     known = preferred[(preferred >= 0) & (preferred < num_ranks)]
     return np.bincount(known, minlength=num_ranks) + _even_quota(len(preferred) - len(known), num_ranks)
+
+
+def _whole(given: Marked) -> Array:
+    return given.to_local().numpy() if isinstance(given, DistTensor) else as_array(given)
 
 
 def _book(marked: Marked, book: PartitionBook | None) -> PartitionBook:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 from numba import njit
 
-from dglx_dist.comm.rpc import Handler, Pending
+from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Answered, Placement, submit_to_owners
-from dglx_dist.graph.row_kernels import RemotePlan, plan_remote
+from dglx_dist.graph.row_kernels import plan_remote
 from dglx_dist.records import Array, EdgeType
 
 
@@ -59,10 +59,6 @@ Draw: TypeAlias = Callable[[CSCShard, Array, str, Array], InEdges]
 that may not be drawn) to their drawn in-edges."""
 
 
-RemoteDraw: TypeAlias = tuple[Pending, int, int]
-"""A request in flight, and its first and last slots in the plan."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """In-edges of some distinct nodes, and the positions of these among the requested ones."""
@@ -104,10 +100,7 @@ def from_wire(nodes: Array, arrays: Sequence[Array]) -> InEdges:
 
 
 def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude: Array = NO_EDGES) -> InEdges:
-    """Return every in-edge of ``nodes`` ((k,) int64 global ids in the shard), ascending by edge id.
-
-    Nothing is excluded: callers drop unwanted edges themselves.
-    """
+    """Return every in-edge of the (k,) int64 ``nodes``, ascending by edge id; nothing is excluded."""
     local = nodes - shard.first_node
     first, counts = shard.indptr[local], shard.indptr[local + 1] - shard.indptr[local]
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
@@ -143,37 +136,39 @@ def _runs(nodes: Array, destinations: Array, indptr: Array) -> int:
     return edge
 
 
+@final
+@dataclass(frozen=True)
+class PendingInEdges:
+    """In-edges in transit."""
+
+    result: Callable[[], InEdges]
+    """Draws for the local server's nodes, waits for the others, and returns all in the order of the nodes;
+    for the thread that submitted. PeerError: an owner is dead or silent; RemoteError: it cannot answer."""
+
+
 class Structure(ABC):
     """In-edges of one edge type over global ids. Nothing here is collective but :meth:`serve`.
 
     Args:
         etype: The edge type.
         num_sources: Nodes of the source type.
-        shards: The structure in this server's memory, in order of the ids.
+        shards: The structure in this server's memory, in order of the ids; read-only.
     """
 
     num_destinations: int
     num_edges: int
+    is_whole: bool
+    """Whether every edge is in :attr:`shards`, which then has one element."""
 
     def __init__(self, etype: EdgeType, num_sources: int, shards: tuple[CSCShard, ...]) -> None:
         self.etype = etype
         self.num_sources = num_sources
         self.shards = shards
-        """Read-only."""
         self._draws: dict[str, Draw] = {"in_edges": all_in_edges}
         self._local_out_degrees: Array | None = None
 
-    @property
-    @abstractmethod
-    def is_whole(self) -> bool:
-        """Whether every edge is in :attr:`shards`, which then has one element."""
-
     def serve(self, op: str, draw: Draw) -> None:
-        """Let :meth:`submit` answer ``op`` with ``draw``. All ranks must call it, with the same function.
-
-        Raises:
-            ConfigError: ``op`` is taken.
-        """
+        """Let :meth:`submit` answer ``op`` with ``draw``. All ranks must call it, with the same function."""
         if op in self._draws:
             raise ConfigError(f"{op!r} is served already; choose another name")
         self._draws[op] = draw
@@ -202,26 +197,18 @@ class Structure(ABC):
             parameters: Passed to the draw function.
             exclude: (X,) int64 ascending ids of edges that the draw function leaves out.
             layer, phase: For the ledger.
-
-        Raises:
-            ConfigError: ``op`` is not served.
         """
         draw = self._draw_of(op)
-        plan, calls = self._submit_remote(op, nodes, parameters, exclude, layer=layer, phase=phase)
-        return PendingInEdges(nodes, lambda: self._pieces(draw, nodes, parameters, exclude), plan, calls)
+        remote = self._submit_remote(op, nodes, parameters, exclude, layer=layer, phase=phase)
 
-    def ask(
-        self,
-        op: str,
-        nodes: Array,
-        parameters: str = "",
-        *,
-        exclude: Array = NO_EDGES,
-        layer: int = 0,
-        phase: str = "sampling",
-    ) -> InEdges:
-        """Return in-edges of the (K,) int64 ``nodes``; :meth:`submit`, and wait."""
-        return self.submit(op, nodes, parameters, exclude=exclude, layer=layer, phase=phase).result()
+        def result() -> InEdges:
+            return join_pieces(len(nodes), [*self._pieces(draw, nodes, parameters, exclude), *remote()])
+
+        return PendingInEdges(result)
+
+    def ask(self, op: str, nodes: Array, parameters: str = "", **options: Any) -> InEdges:
+        """Return in-edges of the (K,) int64 ``nodes``: :meth:`submit` with these ``options``, and wait."""
+        return self.submit(op, nodes, parameters, **options).result()
 
     def close(self) -> None:  # noqa: B027 - a structure that serves no rank has nothing to close
         """Stop answering other ranks: a barrier belongs before it."""
@@ -243,11 +230,11 @@ class Structure(ABC):
         """Ask for the sources and destinations of existing edges, and return at once."""
         return lambda: list(self._find_edges(edge_ids))
 
+    @abstractmethod
     def _submit_remote(
-        self, _op: str, _nodes: Array, _parameters: str, _exclude: Array, *, layer: int, phase: str
-    ) -> tuple[RemotePlan | None, Sequence[RemoteDraw]]:
-        """Request the in-edges of nodes of other servers; return the plan and its calls."""
-        return None, ()
+        self, op: str, nodes: Array, parameters: str, exclude: Array, *, layer: int, phase: str
+    ) -> Callable[[], list[Piece]]:
+        """Request the in-edges of nodes of other servers; return what waits for them."""
 
     def _draw_of(self, op: str) -> Draw:
         if op not in self._draws:
@@ -257,18 +244,21 @@ class Structure(ABC):
     def _pieces(self, draw: Draw, nodes: Array, parameters: str, exclude: Array) -> list[Piece]:
         """Return the drawn in-edges of those ``nodes`` that are here, shard by shard."""
         pieces = []
-        for shard in self.shards:
-            places = np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
+        for shard, places in self._places(nodes):
             if len(places):
                 edges = draw(shard, nodes[places], parameters, exclude)
                 pieces.append(Piece(edges=edges, starts=np.arange(len(places) + 1), positions=places))
         return pieces
 
+    def _places(self, nodes: Array) -> Iterator[tuple[CSCShard, Array]]:
+        """Yield each shard with the positions of its nodes."""
+        for shard in self.shards:
+            yield shard, np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
+
     def _count_in_edges(self, nodes: Array) -> Sequence[Array]:
         """Return [(K,) int64 in-edges of each node], 0 for those that are not here."""
         out = np.zeros(len(nodes), dtype=np.int64)
-        for shard in self.shards:
-            places = np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
+        for shard, places in self._places(nodes):
             local = nodes[places] - shard.first_node
             out[places] = shard.indptr[local + 1] - shard.indptr[local]
         return [out]
@@ -295,67 +285,32 @@ class Structure(ABC):
         return [sources, destinations]
 
 
-class PendingInEdges:
-    """In-edges in transit. :meth:`result` must be called on the thread that submitted."""
-
-    def __init__(
-        self,
-        nodes: Array,
-        local: Callable[[], list[Piece]],
-        plan: RemotePlan | None = None,
-        calls: Sequence[RemoteDraw] = (),
-    ) -> None:
-        self._nodes = nodes
-        self._local = local
-        self._plan = plan
-        self._calls = calls
-
-    def result(self) -> InEdges:
-        """Draw for the local server's nodes, wait for the others, and return all in the order of the nodes.
-
-        Raises:
-            PeerError: an owner is dead or silent.
-            RemoteError: an owner cannot answer.
-        """
-        pieces = self._local()
-        for pending, first, last in self._calls:
-            assert self._plan is not None
-            starts = self._plan.starts[first : last + 1]
-            edges = from_wire(self._plan.ids[first:last], pending.result())
-            pieces.append(Piece(edges=edges, starts=starts, positions=self._plan.positions))
-        return join_pieces(len(self._nodes), pieces)
-
-
 @final
 class ReplicatedStructure(Structure):
     """The whole structure in this server's memory: positions are edge ids, and nothing is sent."""
+
+    is_whole = True
 
     def __init__(self, etype: EdgeType, num_sources: int, indptr: Array, indices: Array) -> None:
         shard = CSCShard(indptr=indptr, indices=indices, first_node=0, first_edge=0)
         super().__init__(etype, num_sources, (shard,))
         self.num_destinations = len(indptr) - 1
         self.num_edges = len(indices)
-        self.indptr = indptr
-        self.indices = indices
 
-    @property
-    def is_whole(self) -> bool:
-        return True
+    def _submit_remote(self, *_: object, **__: object) -> Callable[[], list[Piece]]:
+        return list
 
 
 @final
 class PartitionedStructure(Structure):
     """The local server's parts in memory; the others are asked by one-sided calls.
 
-    Args:
-        session: The run.
-        placement: The rank that serves each server.
-        label: Distinguishes the structures of one run; the same on all ranks.
-        etype: The edge type.
-        num_sources: Nodes of the source type.
-        shards: The local server's parts, in order.
-        bounds: ((S + 1,), (S + 1,)) int64 id ranges of the servers: destinations and edges.
+    ``label`` distinguishes the structures of one run and is the same on all ranks; ``shards`` are the local
+    server's parts, in order; ``bounds``: ((S + 1,), (S + 1,)) int64 id ranges of the servers, destinations
+    and edges.
     """
+
+    is_whole = False
 
     def __init__(
         self,
@@ -375,13 +330,9 @@ class PartitionedStructure(Structure):
         self._label = f"{label}.{':'.join(etype)}"
         self._ops: list[str] = []
         self._serve_draw("in_edges")
-        self._serve_compute("in_degrees", self._count_in_edges)
-        self._serve_compute("out_degrees", self._count_out_edges)
-        self._serve_compute("find_edges", self._find_edges)
-
-    @property
-    def is_whole(self) -> bool:
-        return False
+        self._register("in_degrees", lambda _, arrays: self._count_in_edges(*arrays))
+        self._register("out_degrees", lambda _, arrays: self._count_out_edges(*arrays))
+        self._register("find_edges", lambda _, arrays: self._find_edges(*arrays))
 
     def serve(self, op: str, draw: Draw) -> None:
         super().serve(op, draw)
@@ -389,24 +340,27 @@ class PartitionedStructure(Structure):
 
     def _submit_remote(
         self, op: str, nodes: Array, parameters: str, exclude: Array, *, layer: int, phase: str
-    ) -> tuple[RemotePlan, Sequence[RemoteDraw]]:
+    ) -> Callable[[], list[Piece]]:
         plan = plan_remote(nodes, self._node_bounds, self._placement.topology.server)
-        calls = [
-            (
-                self._session.rpc.submit(
-                    rank,
-                    self._op(op),
-                    parameters,
-                    [plan.ids[first:last], *self._excluded_at(rank, exclude)],
-                    phase=phase,
-                    layer=layer,
-                ),
-                first,
-                last,
+        calls = []
+        for rank, first, last in plan.requests(self._placement.serving_ranks):
+            arrays = [plan.ids[first:last], *self._excluded_at(rank, exclude)]
+            submitted = self._session.rpc.submit(
+                rank, self._op(op), parameters, arrays, phase=phase, layer=layer
             )
-            for rank, first, last in plan.requests(self._placement.serving_ranks)
-        ]
-        return plan, calls
+            calls.append((submitted, first, last))
+
+        def pieces() -> list[Piece]:
+            return [
+                Piece(
+                    edges=from_wire(plan.ids[first:last], call.result()),
+                    starts=plan.starts[first : last + 1],
+                    positions=plan.positions,
+                )
+                for call, first, last in calls
+            ]
+
+        return pieces
 
     def _excluded_at(self, rank: int, exclude: Array) -> list[Array]:
         """Return the excluded edges of the server of ``rank``: no array when there are none."""
@@ -420,7 +374,8 @@ class PartitionedStructure(Structure):
         self._ops.clear()
 
     def in_degrees(self, nodes: Array) -> Array:
-        return self._submit_to_owners("in_degrees", nodes, self._node_bounds, self._count_in_edges)()[0]
+        bounds, op = self._node_bounds, self._op("in_degrees")
+        return submit_to_owners(self._session, self._placement, op, nodes, bounds, self._count_in_edges)()[0]
 
     def out_degrees(self, nodes: Array) -> Array:
         # Asks every server: out-edges are stored with their destinations.
@@ -436,12 +391,8 @@ class PartitionedStructure(Structure):
         return sum((call.result()[0] for call in calls), total)
 
     def submit_find_edges(self, edge_ids: Array) -> Answered:
-        return self._submit_to_owners("find_edges", edge_ids, self._edge_bounds, self._find_edges)
-
-    def _submit_to_owners(
-        self, op: str, ids: Array, bounds: Array, compute: Callable[[Array], Sequence[Array]]
-    ) -> Answered:
-        return submit_to_owners(self._session, self._placement, self._op(op), ids, bounds, compute)
+        bounds, op = self._edge_bounds, self._op("find_edges")
+        return submit_to_owners(self._session, self._placement, op, edge_ids, bounds, self._find_edges)
 
     def _op(self, op: str) -> str:
         return f"{self._label}.{op}"
@@ -458,9 +409,6 @@ class PartitionedStructure(Structure):
             return to_wire(nodes, join_pieces(len(nodes), self._pieces(draw, nodes, parameters, exclude)))
 
         self._register(op, answer)
-
-    def _serve_compute(self, op: str, compute: Callable[[Array], Sequence[Array]]) -> None:
-        self._register(op, lambda _, arrays: compute(arrays[0]))
 
     def _register(self, op: str, handler: Handler) -> None:
         self._session.rpc.register(self._op(op), handler)

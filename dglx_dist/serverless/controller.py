@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias, final
 
 from dglx_dist.errors import ConfigError, DglxError, PeerError
-from dglx_dist.serverless.cost import PriceTable, Usage, billed_gb_seconds, prices
+from dglx_dist.serverless.cost import Counts, PriceTable, billed_gb_seconds, prices
 from dglx_dist.serverless.executors.base import Executor
 from dglx_dist.serverless.tasks import Task, TaskKey
 
@@ -25,60 +25,31 @@ MOST_WORKERS = 100
 WORKER_BYTES_PER_S = 25e6
 """200 Mbit/s: the share of a server's network per function, with 100 functions."""
 _LEAST_POWER = 1 / 16
+_USUAL_FACTOR, _USUAL_KEEP = 5.0, 0.95
+"""A time-out is so many moving averages, in which the past has this weight."""
 MAX_BACKOFF = 8.0
 _LEAST_PAUSE_S = 0.001
 _JOIN_TIMEOUT_S = 5.0
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class TunerLimits:
-    """Bounds of the number of workers of one graph server.
-
-    Raises:
-        ConfigError: a number is not above 0.
-    """
-
-    intervals: int
-    """Intervals of the graph server, the largest useful number of workers; 0 counts as 1."""
-    link_bytes_per_s: float | None = None
-    """Rate of the server's network; None: no bound."""
-    worker_bytes_per_s: float = WORKER_BYTES_PER_S
-    """Network rate that one worker needs."""
-
-    def __post_init__(self) -> None:
-        if self.intervals < 0:
-            raise ConfigError(f"there are {self.intervals} intervals; give at least 0")
-        for name in ("link_bytes_per_s", "worker_bytes_per_s"):
-            rate = getattr(self, name)
-            if rate is not None and not rate > 0:
-                raise ConfigError(f"{name} is {rate}; give bytes per second above 0")
-
-    @property
-    def most(self) -> int:
-        """Largest useful number of workers, in [1, 100]."""
-        network = math.inf
-        if self.link_bytes_per_s is not None:
-            network = self.link_bytes_per_s / self.worker_bytes_per_s
-        return int(max(1, min(self.intervals, MOST_WORKERS, network)))
+def most_workers(intervals: int, link_bytes_per_s: float | None = None) -> int:
+    """Return the largest useful number of workers, in [1, 100], on a network of this rate."""
+    network = math.inf if link_bytes_per_s is None else link_bytes_per_s / WORKER_BYTES_PER_S
+    return int(max(1, min(intervals, MOST_WORKERS, network)))
 
 
 @final
 class Autotuner:
-    """Adapts the number of workers to the trend of the graph server's task queue.
+    """Adapts the number of workers to the trend of the graph server's task queue; it starts at ``most``.
 
     A growing queue means that workers produce more than the server's cores process: fewer workers. An empty
     or quickly shrinking queue means that cores wait: more workers. The number is halved or doubled at first.
     Each change of direction takes the root of the factor and three steps in one direction square it, so the
     number settles where both sides keep up, and still follows a change.
-
-    Args:
-        limits: Bounds; the number starts at the upper one, min(intervals, 100).
     """
 
-    def __init__(self, limits: TunerLimits) -> None:
-        self._most = limits.most
-        self.workers = self._most
+    def __init__(self, most: int) -> None:
+        self._most = self.workers = most
         """Current number of workers."""
         self._power = 1.0
         self._last: float | None = None
@@ -86,8 +57,6 @@ class Autotuner:
 
     def observe(self, queue: float) -> int:
         """Take the length of the queue >= 0, at regular intervals; return the number of workers."""
-        if not queue >= 0:
-            raise ConfigError(f"a queue has {queue} tasks; give at least 0")
         before, self._last = self._last, queue
         direction = 0 if before is None else self._trend(before, queue)
         if direction:
@@ -116,69 +85,13 @@ class Autotuner:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RelaunchRule:
-    """Time-out of an attempt: max(``least_s``, ``factor`` x moving average), longer for further attempts.
-
-    Raises:
-        ConfigError: a number is out of bounds.
-    """
-
-    least_s: float = 0.5
-    factor: float = 5.0
-    keep: float = 0.95
-    """Weight of the past in the moving average."""
-    first_s: float = 10.0
-    """Time-out before the first task of a kind has finished: workers may have to start and import."""
-    retries: int = 8
-    """Further attempts at one task before the run fails."""
-
-    def __post_init__(self) -> None:
-        if not (self.least_s > 0 and self.first_s > 0 and self.factor >= 1 and 0 <= self.keep < 1):
-            raise ConfigError(
-                f"{self} is invalid; give least_s and first_s above 0, a factor of at least 1 and keep in "
-                "[0, 1)"
-            )
-        if self.retries < 0:
-            raise ConfigError(f"retries is {self.retries}; give at least 0")
-
-
-@final
-class Durations:
-    """Moving averages of the durations of each kind of task, and time-outs. Not thread-safe."""
-
-    def __init__(self, rule: RelaunchRule) -> None:
-        self._rule = rule
-        self._average: dict[tuple[int, str], float] = {}
-
-    def add(self, kind: tuple[int, str], seconds: float) -> None:
-        """Record a task of ``kind`` (step, direction) that took ``seconds``."""
-        before, keep = self._average.get(kind), self._rule.keep
-        self._average[kind] = seconds if before is None else keep * before + (1 - keep) * seconds
-
-    def timeout_s(self, kind: tuple[int, str], attempt: int = 0) -> float:
-        """Return the time limit in seconds of attempt 0, 1, ... at ``kind``.
-
-        Each further attempt has twice the time, up to 8 times: if the machine is slow and the worker alive,
-        relaunching slows it down further.
-        """
-        average, rule = self._average.get(kind), self._rule
-        usual = rule.first_s if average is None else max(rule.least_s, rule.factor * average)
-        return usual * min(2.0**attempt, MAX_BACKOFF)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
 class ControllerOptions:
-    """Configuration of a controller.
+    """Configuration of a controller; ``LambdaOptions`` checks what users give."""
 
-    Raises:
-        ConfigError: a number is out of bounds.
-    """
-
-    limits: TunerLimits
-    """Bounds of a tuned number of workers."""
+    most: int
+    """Upper bound of a tuned number of workers; see :func:`most_workers`."""
     workers: int | None = None
-    """Maximum number of running tasks; None: tuned, starting at min(intervals, 100)."""
+    """Maximum number of running tasks; None: tuned, starting at ``most``."""
     batch: int = 1
     """Tasks to send together while others run; fewer once one has waited ``batch_wait_s``."""
     batch_wait_s: float = 0.005
@@ -186,17 +99,14 @@ class ControllerOptions:
     """Interval of the check for deaths and time-outs."""
     tune_s: float = 1.0
     """Interval of tuning."""
-    relaunch: RelaunchRule = field(default_factory=RelaunchRule)
+    least_s: float = 0.5
+    """Least time-out of an attempt."""
+    first_s: float = 10.0
+    """Time-out before the first task of a kind has finished: workers may have to start and import."""
+    retries: int = 8
+    """Further attempts at one task before the run fails."""
     prices: PriceTable = field(default_factory=prices)
     """Defines how billed durations are rounded."""
-
-    def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise ConfigError(f"there are {self.workers} workers; give at least 1, or none to tune it")
-        if self.batch < 1:
-            raise ConfigError(f"batches of {self.batch} tasks; give at least 1")
-        if not (self.batch_wait_s >= 0 and self.tick_s > 0 and self.tune_s > 0):
-            raise ConfigError(f"{self} has a time below 0; give batch_wait_s >= 0, tick_s and tune_s > 0")
 
     @property
     def pause_s(self) -> float:
@@ -205,34 +115,25 @@ class ControllerOptions:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Counters of a controller."""
+class Durations:
+    """Moving averages of the durations of each kind of task (step, direction). Not thread-safe."""
 
-    invocations: int = 0
-    """Attempts sent."""
-    cold: int = 0
-    """Finished invocations for which a worker had to start."""
-    warm: int = 0
-    """Finished invocations on a running worker."""
-    relaunched: int = 0
-    lost: int = 0
-    """Relaunches because of a dead worker, not a late one."""
-    refused: int = 0
-    """Duplicate results."""
-    billed_s: float = 0.0
-    """Seconds of the finished invocations, not rounded."""
-    gb_s: float = 0.0
-    """Their GB-seconds, each rounded up by the price table."""
+    def __init__(self, options: ControllerOptions) -> None:
+        self._options = options
+        self._average: dict[tuple[int, str], float] = {}
 
-    @property
-    def usage(self) -> Usage:
-        return Usage(invocations=self.invocations, gb_seconds=self.gb_s, unknown=self.unbilled)
+    def add(self, kind: tuple[int, str], seconds: float) -> None:
+        before = self._average.get(kind, seconds)
+        self._average[kind] = _USUAL_KEEP * before + (1 - _USUAL_KEEP) * seconds
 
-    @property
-    def unbilled(self) -> int:
-        """Invocations of unknown duration: still running, killed, or not reported by the provider."""
-        return self.invocations - self.cold - self.warm
+    def timeout_s(self, kind: tuple[int, str], attempt: int = 0) -> float:
+        """Return max(``least_s``, 5 moving averages) for attempt 0; each further one has twice the time.
+
+        Up to 8 times: if the machine is slow and the worker alive, relaunching slows it down further.
+        """
+        average, options = self._average.get(kind), self._options
+        usual = options.first_s if average is None else max(options.least_s, _USUAL_FACTOR * average)
+        return usual * min(2.0**attempt, MAX_BACKOFF)
 
 
 @final
@@ -375,10 +276,7 @@ class Controller:
 
     Call :meth:`launch` when the preceding task *starts*, so that a worker is up when the rows are ready, and
     :meth:`ready` when they are. The executor belongs to the caller, whose ``notice`` may call :meth:`wake`.
-
-    Args:
-        clock: Monotonic time in seconds.
-        observer: Called with each finished task, on the thread that calls :meth:`finished`.
+    ``observer`` is called with each finished task, on the thread that calls :meth:`finished`.
     """
 
     def __init__(
@@ -389,9 +287,9 @@ class Controller:
         observer: Callable[[Finished], None] | None = None,
     ) -> None:
         self._executor, self._options, self._clock, self._observer = executor, options, clock, observer
-        self._tuner = Autotuner(options.limits) if options.workers is None else None
-        self._pending = PendingTasks(options.workers or options.limits.most)
-        self._durations = Durations(options.relaunch)
+        self._tuner = Autotuner(options.most) if options.workers is None else None
+        self._pending = PendingTasks(options.workers or options.most)
+        self._durations = Durations(options)
         self._queue: Callable[[], float] | None = None
         self._tuned = clock()
         self._counts = Counts()
@@ -416,24 +314,13 @@ class Controller:
         self._queue = queue
 
     def launch(self, task: Task, *, ready: bool = False) -> None:
-        """Send ``task`` as soon as a worker is free.
-
-        Args:
-            ready: Whether its rows are ready.
-
-        Raises:
-            ConfigError: its key was already launched, or the executor rejects the task.
-            PeerError: the executor has failed.
-        """
+        """Send ``task`` as soon as a worker is free; DglxError if the executor rejects it."""
         with self._lock:
             self._pending.add(task, self._clock(), ready=ready)
         self._send()
 
     def ready(self, key: TaskKey) -> None:
-        """Note that the rows of ``key`` are ready, which starts its time-out.
-
-        Does nothing for a task that is done, unknown or already ready. Raises like :meth:`launch`.
-        """
+        """Note that the rows of ``key`` are ready, which starts its time-out; ignores tasks that are done."""
         with self._lock:
             work = self._pending.get(key)
             if work is None or work.ready is not None:
@@ -442,11 +329,7 @@ class Controller:
         self._send()
 
     def finished(self, key: TaskKey, attempt: int) -> bool:
-        """Note that all rows of one attempt at ``key`` have arrived.
-
-        Returns:
-            Whether they are the first; False for duplicates and tasks that were never launched.
-        """
+        """Note that all rows of one attempt have arrived; return False for duplicates and unknown tasks."""
         now = self._clock()
         with self._lock:
             work = self._pending.get(key)
@@ -468,9 +351,7 @@ class Controller:
     def tick(self) -> None:
         """Relaunch lost and late tasks, count finished invocations, tune the number of workers, send tasks.
 
-        Raises:
-            PeerError: a task has used up its retries, or the executor has failed.
-            ConfigError: the executor rejects a task.
+        Raises PeerError if a task has used up its retries; other errors are the executor's.
         """
         # One thread at a time: the executor reports each event once.
         with self._ticking:
@@ -555,8 +436,8 @@ class Controller:
                     self._again(work, f"it gave no rows for {took:.3g} s; the limit is {allowed:.3g} s")
 
     def _again(self, work: Work, reason: str) -> None:
-        key, rule = work.task.key, self._options.relaunch
-        if len(work.sent) > rule.retries:
+        key = work.task.key
+        if len(work.sent) > self._options.retries:
             raise PeerError(
                 f"no worker did task {key} in {len(work.sent)} attempts; the last: {reason}. Check the "
                 "workers' output, or allow more attempts with the option retries"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from fractions import Fraction
@@ -26,11 +26,7 @@ _Step: TypeAlias = Annotated[float, Within(1e-6, 3600)]
 @final
 @dataclass(frozen=True, kw_only=True)
 class PriceTable:
-    """Dollars for functions and servers at one date.
-
-    Raises:
-        ConfigError: a price is negative or not a number, the date is invalid, or there is no server.
-    """
+    """Dollars for functions and servers at one date."""
 
     name: Annotated[str, Within(1, 80)]
     source: Annotated[str, Within(1, 400)]
@@ -47,10 +43,6 @@ class PriceTable:
 
     def __post_init__(self) -> None:
         fields = Fields(vars(self), f"the price table {self.name!r}")
-        fields.value("per_request", _Dollars)
-        fields.value("per_gb_second", _Dollars)
-        fields.value("step_s", _Step)
-        fields.mapping("per_server_hour", _MOST_SERVERS, _Dollars)
         if not self.per_server_hour:
             fields.refuse("per_server_hour", "at least one kind of server and its dollars per hour")
         try:
@@ -73,11 +65,7 @@ class PriceTable:
 
 
 def prices(name: str = DEFAULT_PRICES) -> PriceTable:
-    """Return the table ``name``: "aws", "dorylus" (the paper's), or a JSON file with the same fields.
-
-    Raises:
-        ConfigError: there is no such table or file, or it is invalid.
-    """
+    """Return the table ``name``: "aws", "dorylus" (the paper's), or a JSON file with the same fields."""
     known = {table.name: table for table in _tables()}
     if name in known:
         return known[name]
@@ -135,31 +123,32 @@ def _servers() -> dict[str, float]:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Resources that functions used; usages of several ranks or executors can be added."""
+class Counts:
+    """What a controller did and its functions used; those of several ranks can be added."""
 
     invocations: int = 0
-    gb_seconds: float = 0.0
-    """Memory x duration, each duration rounded up to a step of the price table."""
-    unknown: int = 0
-    """Invocations of unknown duration, which ``gb_seconds`` does not include."""
+    """Attempts sent."""
+    cold: int = 0
+    """Finished invocations for which a worker had to start."""
+    warm: int = 0
+    """Finished invocations on a running worker."""
+    relaunched: int = 0
+    lost: int = 0
+    """Relaunches because of a dead worker, not a late one."""
+    refused: int = 0
+    """Duplicate results."""
+    billed_s: float = 0.0
+    """Seconds of the finished invocations, not rounded."""
+    gb_s: float = 0.0
+    """Their GB-seconds (memory x duration), each duration rounded up to a step of the price table."""
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            invocations=self.invocations + other.invocations,
-            gb_seconds=self.gb_seconds + other.gb_seconds,
-            unknown=self.unknown + other.unknown,
-        )
+    @property
+    def unbilled(self) -> int:
+        """Invocations of unknown duration: still running, killed, or not reported by the provider."""
+        return self.invocations - self.cold - self.warm
 
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Servers:
-    """Servers of one instance type, and how long they ran."""
-
-    kind: str
-    number: int
-    seconds: float
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 @final
@@ -198,11 +187,7 @@ class Bill:
 
 
 def billed_gb_seconds(duration_s: float, memory_mb: int, prices: PriceTable) -> float:
-    """Return the GB-seconds of one invocation, its duration rounded up to whole steps of ``prices``.
-
-    Raises:
-        ConfigError: the duration is negative or not finite, or the memory is below 1 MB.
-    """
+    """Return the GB-seconds of one invocation, its duration rounded up to whole steps of ``prices``."""
     if not duration_s >= 0 or math.isinf(duration_s):
         raise ConfigError(f"an invocation took {duration_s} s; give seconds of at least 0")
     if memory_mb < 1:
@@ -213,23 +198,17 @@ def billed_gb_seconds(duration_s: float, memory_mb: int, prices: PriceTable) -> 
     return float(steps * step) * memory_mb / 1024
 
 
-def bill(functions: Usage, servers: Iterable[Servers], prices: PriceTable, *, simulated: bool) -> Bill:
-    """Return the dollars of a run.
-
-    Args:
-        functions: What the workers used; ``Usage()`` without functions.
-        simulated: Whether the functions ran elsewhere than at the provider.
-
-    Raises:
-        ConfigError: the table lacks a server's instance type.
-    """
+def bill(
+    functions: Counts, server_seconds: Mapping[str, float], prices: PriceTable, *, simulated: bool
+) -> Bill:
+    """Return the dollars of a run, given the seconds of all servers of each instance type."""
     return Bill(
         requests=functions.invocations * prices.per_request,
-        compute=functions.gb_seconds * prices.per_gb_second,
-        servers=math.fsum(one.number * one.seconds / 3600 * prices.server(one.kind) for one in servers),
+        compute=functions.gb_s * prices.per_gb_second,
+        servers=math.fsum(seconds / 3600 * prices.server(kind) for kind, seconds in server_seconds.items()),
         simulated=simulated,
         prices=f"{prices.name} of {prices.date}",
-        unknown=functions.unknown,
+        unknown=functions.unbilled,
     )
 
 

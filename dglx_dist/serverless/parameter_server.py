@@ -23,17 +23,13 @@ def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
     """Assign each interval to the least loaded server, largest intervals first (Dorylus, section 5.1).
 
     The result depends only on the arguments, so the order of the sum of gradients never depends on timing.
-    Every server gets an interval.
+    Every server gets an interval; ConfigError if there are more servers than intervals.
 
     Args:
         sizes: (K,) rows of each interval; 0 is allowed.
-        num_servers: P.
 
     Returns:
         (K,) int64 server of each interval.
-
-    Raises:
-        ConfigError: there is no server, or there are more servers than intervals.
     """
     if not 1 <= num_servers <= len(sizes):
         raise ConfigError(
@@ -76,13 +72,8 @@ def initialise(
 
     Args:
         shapes: By name; (outputs, inputs, ...) as in torch.
-        scheme: Name of the scheme.
-        seed: Equal on all ranks.
         dtype: float32 or float64; float32 is float64 rounded.
         inputs_first: Names of weights of shape (inputs, outputs), as in DGL's GraphConv.
-
-    Raises:
-        ConfigError: the scheme is unknown.
     """
     check_scheme(scheme)
     return {
@@ -211,14 +202,10 @@ class Update:
     """One of torch's optimizers, on the CPU, for all weights of a model.
 
     Args:
-        kind: Name of the class: "SGD", "Adam" or "AdamW".
+        kind: "SGD", "Adam" or "AdamW".
         groups: Parameter groups with names of weights as "params"; weights in none stay unchanged.
         names: Names of all weights, in the order of the arguments of :meth:`apply`.
-        state: :attr:`state` of an earlier instance; None: a fresh state.
-
-    Raises:
-        ConfigError: the kind or a setting is unknown, or a weight is in two groups or not in ``names``.
-        CheckpointError: ``state`` belongs to another model or optimizer.
+        state: :attr:`state` of an earlier instance; CheckpointError if it is of another model or optimizer.
     """
 
     def __init__(
@@ -260,12 +247,7 @@ class Update:
         }
 
     def apply(self, weights: Sequence[Array], gradients: Sequence[Array]) -> tuple[Array, ...]:
-        """Return the weights after one step, as new read-only arrays.
-
-        Args:
-            weights: One per name; float32 or float64.
-            gradients: Like ``weights``.
-        """
+        """Return the weights after one step, as new read-only arrays."""
         for name, weight, gradient in zip(self.names, weights, gradients, strict=True):
             parameter = self._parameters[name]
             parameter.grad = None
@@ -341,10 +323,6 @@ class EpochSums:
     """Sums of gradients of one epoch: for each step over its intervals in ascending order.
 
     A gradient is added as soon as those of all earlier intervals are, so few are stored. Not thread-safe.
-
-    Args:
-        steps: Names of the weights of each step that has any, by the step's index.
-        intervals: Intervals of this server, ascending.
     """
 
     def __init__(self, steps: Mapping[int, Sequence[str]], intervals: Sequence[int]) -> None:
@@ -378,10 +356,7 @@ class EpochSums:
             self._added[step] += 1
 
     def total(self, names: Iterable[str]) -> Array:
-        """Return the sums as one vector in the order of ``names``; every step must be complete.
-
-        The gradients of a weight of several steps are added in the order of the steps.
-        """
+        """Return the sums as one vector in the order of ``names``; every step must be complete."""
         totals: dict[str, Array] = {}
         for step in sorted(self._steps):
             for name, value in zip(self._steps[step], self._sums[step], strict=True):
@@ -402,13 +377,8 @@ class Versions:
 
     Version v is the result of v updates. An interval keeps the version of its newest epoch until it begins
     the next one, because the replacement of a worker that died after its last gradient asks for these
-    weights again. Not thread-safe.
-
-    Args:
-        weights: The first version; must not be changed afterwards.
-        number: Its number.
-        staleness: S: an interval begins epoch e with version e - S or later, and an update needs all
-            intervals to have begun its epoch, so at most S + 2 versions are alive.
+    weights again. With staleness S an interval begins epoch e with version e - S or later, and an update
+    needs all intervals to have begun its epoch, so at most S + 2 versions are alive. Not thread-safe.
     """
 
     def __init__(self, weights: Sequence[Array], number: int, staleness: int) -> None:
@@ -464,14 +434,7 @@ class ParameterServer:
     """Stores the latest weights and the stashes of its intervals (Dorylus, section 5.1). Thread-safe.
 
     Every server has all weights and makes every update. An update uses the sums of all servers, added in the
-    servers' order, so the weights are bit-identical on all of them.
-
-    Args:
-        weights: One per name of the plan, at the start of its first epoch; must not be changed afterwards.
-        update: The update rule, for this server alone.
-
-    Raises:
-        ConfigError: the weights or the update do not fit the plan.
+    servers' order, so the weights are bit-identical on all of them. Arrays that it is given are kept.
     """
 
     def __init__(self, plan: ParameterPlan, index: int, weights: Sequence[Array], update: Update) -> None:
@@ -500,14 +463,7 @@ class ParameterServer:
             return self._versions.newest()
 
     def weights(self, interval: int, epoch: int, step: int) -> list[Array]:
-        """Return the weights of ``step`` for ``interval`` in ``epoch``.
-
-        The first call in an epoch stashes the latest version.
-
-        Raises:
-            ConfigError: the interval or step does not belong to this server, or the epoch has not begun or is
-                over.
-        """
+        """Return the weights of ``step``; an interval's first call in an epoch stashes the latest version."""
         self._check_key(interval, epoch, step)
         with self._lock:
             self._check_begun(interval, epoch)
@@ -522,14 +478,7 @@ class ParameterServer:
         return [weights[position[name]] for name in self.plan.steps[step]]
 
     def gradients(self, interval: int, epoch: int, step: int, arrays: Sequence[Array]) -> bool:
-        """Add the gradients of ``step``'s weights; return False for duplicates, which are dropped.
-
-        The arrays are kept and must not be changed afterwards.
-
-        Raises:
-            ConfigError: the key does not belong to this server, the epoch has not begun, the arrays do not
-                fit the weights, or a duplicate has different bits.
-        """
+        """Add the gradients of ``step``'s weights; return False for duplicates, which are dropped."""
         what = f"gradients of interval {interval}, epoch {epoch}, step {step}"
         self._check_key(interval, epoch, step)
         self.plan.check_weights(self.plan.steps[step], arrays, what)
@@ -551,10 +500,7 @@ class ParameterServer:
         return True
 
     def own_sums(self) -> tuple[int, Array] | None:
-        """Return (epoch, (|theta|,) sums) of the next update; None while gradients are missing.
-
-        The vector must not be changed.
-        """
+        """Return (epoch, (|theta|,) sums) of the next update; None while gradients are missing."""
         with self._lock:
             epoch = self._versions.latest
             if epoch not in self._sums or not self._sums[epoch].is_complete:
@@ -565,11 +511,7 @@ class ParameterServer:
             return epoch, arrived[self.index]
 
     def receive_sums(self, server: int, epoch: int, vector: Array) -> None:
-        """Store the sums of another server; ignores repeated ones.
-
-        Raises:
-            ConfigError: the server does not exist, the epoch cannot be complete, or the sums do not fit.
-        """
+        """Store the sums of another server; ignores repeated ones."""
         if not 0 <= server < self.plan.num_servers or server == self.index:
             raise ConfigError(f"sums of server {server} came to {self.index} of {self.plan.num_servers}")
         if vector.shape != (self.plan.size,) or vector.dtype != self.plan.dtype:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -108,17 +107,8 @@ def _entries(table: bytes) -> list[tuple[str, str, list[int]]]:
     return entries
 
 
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """Ranks of the servers; equal on all ranks."""
-
-    parameter_servers: tuple[int, ...]
-    """(P,) rank of each parameter server."""
-    graph_servers: tuple[int, ...]
-    """Ranks that are notified of updates."""
-
-    def describe(self, server: int) -> str:
-        return f"parameter server {server} on rank {self.parameter_servers[server]}"
+def describe(server: int) -> str:
+    return f"parameter server {server} on rank {server}"
 
 
 @final
@@ -126,10 +116,10 @@ class ParameterService:
     """Serves ``server`` until :meth:`close`; a thread makes the updates.
 
     Put a barrier between the creation of all services and clients and the first call, and between the last
-    call and :meth:`close`.
+    call and :meth:`close`. Parameter server r is rank r.
 
     Args:
-        timeout_s: Limit for the sums of another server after those of this one; None: the session's.
+        num_ranks: All ranks, which are notified of updates.
         run: Number of the run in its session; tasks of other runs are rejected.
     """
 
@@ -137,14 +127,12 @@ class ParameterService:
         self,
         rpc: Rpc,
         server: ParameterServer,
-        places: Places,
-        timeout_s: float | None = None,
+        num_ranks: int,
         timeline: Timeline | None = None,
         run: int = 0,
     ) -> None:
         self.server, self._timeline, self._number = server, timeline, run
-        self._rpc, self._places = rpc, places
-        self._timeout_s = rpc.timeout_s if timeout_s is None else timeout_s
+        self._rpc, self._ranks, self._timeout_s = rpc, range(num_ranks), rpc.timeout_s
         self._failure = ""
         self._changed, self._closing = threading.Event(), threading.Event()
         self._handlers = {
@@ -196,8 +184,8 @@ class ParameterService:
         name = pair_name(epoch, self.server.index)
         sent = [
             self._rpc.submit(rank, SUMS, name, [sums], phase=BETWEEN)
-            for index, rank in enumerate(self._places.parameter_servers)
-            if index != self.server.index
+            for rank in range(self.server.plan.num_servers)
+            if rank != self.server.index
         ]
         for pending in sent:
             pending.result(self._timeout_s)
@@ -206,9 +194,7 @@ class ParameterService:
         if updates is None:  # closing
             return
         name = pair_name(updates, self.server.index)
-        notices = [
-            self._rpc.submit(rank, UPDATED, name, [], phase=CONTROL) for rank in self._places.graph_servers
-        ]
+        notices = [self._rpc.submit(rank, UPDATED, name, [], phase=CONTROL) for rank in self._ranks]
         for pending in notices:
             pending.result(self._timeout_s)
 
@@ -216,23 +202,21 @@ class ParameterService:
         deadline = time.monotonic() + self._timeout_s
         while (missing := self.server.servers_missing()) and not self._closing.is_set():
             if not self._changed.wait(min(_POLL_S, self._timeout_s)):
-                raise_for_silent(self._rpc, self._places, missing, f"waiting for its sums of epoch {epoch}")
+                raise_for_silent(self._rpc, missing, f"waiting for its sums of epoch {epoch}")
             self._changed.clear()
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"{self._places.describe(missing[0])} sent no sums of epoch {epoch} within "
-                    f"{self._timeout_s:g} s; {what_misses(self._rpc, self._places, missing)}; check the "
+                    f"{describe(missing[0])} sent no sums of epoch {epoch} within "
+                    f"{self._timeout_s:g} s; {what_misses(self._rpc, missing)}; check the "
                     "workers, or raise timeout_s (DGLX_TIMEOUT)"
                 )
 
     def _stop(self, error: Exception) -> None:
-        index = self.server.index
-        self._failure = f"{self._places.describe(index)} stopped: {type(error).__name__}: {error}"[
-            :_MAX_REASON
-        ]
+        reason = f"{describe(self.server.index)} stopped: {type(error).__name__}: {error}"
+        self._failure = reason[:_MAX_REASON]
         log.error("%s", self._failure)
         notices = []
-        for rank in self._places.graph_servers:
+        for rank in self._ranks:
             with contextlib.suppress(DglxError):
                 notices.append(self._rpc.submit(rank, STOPPED, self._failure, [], phase=CONTROL))
         # The time limit counts from the call, so it holds for all of them together.
@@ -264,9 +248,9 @@ class ParameterService:
         return []
 
     def _take_from_worker(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        answer = self._take(name, arrays)
+        # First: these gradients may end the epoch, and with it what is counted as the epoch's.
         self._rpc.count(UP, TaskKey.parse(name).step, WORKER, None, payload_bytes(arrays))
-        return answer
+        return self._take(name, arrays)
 
     def _take_sums(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         epoch, server = parse_pair(name)
@@ -287,27 +271,25 @@ class ParameterService:
         return pack_state(self.server.state)
 
 
-def raise_for_silent(rpc: Rpc, places: Places, servers: Sequence[int], why: str) -> None:
-    """Raise PeerError that names all ranks of ``servers`` that do not answer a probe within seconds."""
-    others = {places.parameter_servers[server]: server for server in servers}
-    silent = rpc.silent([rank for rank in others if rank != rpc.rank], _PROBE_S)
+def raise_for_silent(rpc: Rpc, servers: Sequence[int], why: str) -> None:
+    """Raise PeerError that names all of ``servers`` that do not answer a probe within seconds."""
+    silent = rpc.silent([server for server in servers if server != rpc.rank], _PROBE_S)
     if silent:
         # Ranks that ended because of another's death are silent as well; the first cause is among them.
-        names = ", ".join(places.describe(others[rank]) for rank in silent)
+        names = ", ".join(map(describe, silent))
         raise PeerError(f"no answer of {names} while {why}: probably dead; check its output")
 
 
-def what_misses(rpc: Rpc, places: Places, servers: Sequence[int]) -> str:
+def what_misses(rpc: Rpc, servers: Sequence[int]) -> str:
     """Return a text that says what the next update of each of ``servers`` waits for."""
     answers = []
     for server in servers:
         try:
-            asked = rpc.submit(places.parameter_servers[server], MISSING, "", [], phase=CONTROL)
-            (text,) = asked.result(_PROBE_S)
+            (text,) = rpc.submit(server, MISSING, "", [], phase=CONTROL).result(_PROBE_S)
             state = f"waits for {text.tobytes().decode()}" if text.size else "waits for nothing of its own"
         except DglxError as error:
             state = f"does not answer ({error})"
-        answers.append(f"{places.describe(server)} {state}")
+        answers.append(f"{describe(server)} {state}")
     return "; ".join(answers)
 
 
@@ -316,82 +298,38 @@ class ParameterClient:
     """A rank's connection to all parameter servers; receives notices until :meth:`close`. Thread-safe.
 
     Args:
-        timeout_s: Time limit of :meth:`wait_for`; None: the session's.
-        on_update: Called with the new :attr:`updates` when every server has made another update, and once
-            when a server stops; on any thread; must return quickly.
+        on_update: Called with the number of updates that every server has made when it grows, and once when
+            a server stops; on any thread; must return quickly.
     """
 
-    def __init__(
-        self,
-        rpc: Rpc,
-        plan: ParameterPlan,
-        places: Places,
-        *,
-        timeout_s: float | None = None,
-        on_update: Callable[[int], None] | None = None,
-    ) -> None:
-        self._rpc, self._plan, self._places = rpc, plan, places
-        self._timeout_s = rpc.timeout_s if timeout_s is None else timeout_s
-        self._on_update = on_update
+    def __init__(self, rpc: Rpc, plan: ParameterPlan, on_update: Callable[[int], None]) -> None:
+        self._rpc, self._plan, self._on_update = rpc, plan, on_update
         self._updates = [plan.first_epoch] * plan.num_servers
         self._failure = ""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         rpc.register(UPDATED, self._take_update)
         rpc.register(STOPPED, self._take_stop)
-
-    @property
-    def updates(self) -> int:
-        """Number of updates that every server has made; the lowest epoch that may run."""
-        with self._changed:
-            return min(self._updates)
 
     def raise_if_stopped(self) -> None:
         """Raise PeerError if a parameter server has reported that it stopped."""
         if self._failure:
             raise PeerError(self._failure)
 
-    def wait_for(self, updates: int) -> None:
-        """Wait until every server has made ``updates`` updates.
-
-        Raises:
-            PeerError: a server stopped, is dead or late; the message names it and what it waits for.
-        """
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            wait_s = min(_POLL_S, max(deadline - time.monotonic(), 0.0))
-            with self._changed:
-                ended = self._changed.wait_for(lambda: self._failure or min(self._updates) >= updates, wait_s)
-                behind = [server for server, made in enumerate(self._updates) if made < updates]
-            self.raise_if_stopped()
-            if not behind:
-                return
-            if not ended:
-                raise_for_silent(self._rpc, self._places, behind, f"waiting for update {updates}")
-            if time.monotonic() >= deadline:
-                raise PeerError(
-                    f"update {updates} was not made within {self._timeout_s:g} s: "
-                    f"{what_misses(self._rpc, self._places, behind)}; check the workers, or raise "
-                    "timeout_s (DGLX_TIMEOUT)"
-                )
-
-    def rank_of(self, interval: int) -> int:
-        return self._places.parameter_servers[int(self._plan.server_of_interval[interval])]
+    def server_of(self, interval: int) -> int:
+        return int(self._plan.server_of_interval[interval])
 
     def weights(self, key: TaskKey) -> list[Array]:
         """Fetch the weights of a task that this rank runs itself; PeerError or RemoteError on failure."""
-        rank = self.rank_of(key.interval)
+        rank = self.server_of(key.interval)
         return self._rpc.call(rank, WEIGHTS_FOR_RANK, str(key), [], phase=DOWN, layer=key.step)
 
     def gradients(self, key: TaskKey, arrays: Sequence[Array]) -> None:
         """Send the gradients of a task that this rank ran itself; the arrays must not change afterwards."""
-        rank = self.rank_of(key.interval)
+        rank = self.server_of(key.interval)
         self._rpc.call(rank, GRADIENTS_OF_RANK, str(key), arrays, phase=UP, layer=key.step)
 
     def latest(self) -> dict[str, Array]:
-        """Fetch the latest weights by name from this rank's server or another one.
-
-        All servers have the same weights once :meth:`wait_for` has returned and nothing is in flight.
-        """
+        """Fetch the latest weights by name; all servers have the same while nothing is in flight."""
         (vector,) = self._rpc.call(self._nearest(), LATEST, "", [], phase=READ)
         if vector.shape != (self._plan.size,) or vector.dtype != self._plan.dtype:
             raise ConfigError(
@@ -409,26 +347,24 @@ class ParameterClient:
         self._rpc.unregister(STOPPED)
 
     def _nearest(self) -> int:
-        ranks = self._places.parameter_servers
-        return self._rpc.rank if self._rpc.rank in ranks else ranks[self._rpc.rank % len(ranks)]
+        # A rank that is a parameter server asks itself.
+        return self._rpc.rank % self._plan.num_servers
 
     def _take_update(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
         updates, server = parse_pair(name)
         if server >= len(self._updates):
             raise ConfigError(f"there is no parameter server {server} of {len(self._updates)}")
-        with self._changed:
+        with self._lock:
             before = min(self._updates)
             self._updates[server] = max(self._updates[server], updates)
             after = min(self._updates)
-            self._changed.notify_all()
-        if after > before and self._on_update is not None:
+        if after > before:
             self._on_update(after)
         return []
 
     def _take_stop(self, reason: str, _arrays: Sequence[Array]) -> list[Array]:
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or reason
-            self._changed.notify_all()
-        if self._on_update is not None:
-            self._on_update(self.updates)
+            updates = min(self._updates)
+        self._on_update(updates)
         return []

@@ -159,12 +159,7 @@ def outputs_of(step: Step) -> tuple[Slot, ...]:
 
 
 def check_steps(steps: Sequence[Step], features: int, classes: int) -> None:
-    """Raise ConfigError, naming the step, unless ``steps`` can run in order and end with the classes.
-
-    Args:
-        features: Columns of the slot ``x``.
-        classes: Columns of the last step's output.
-    """
+    """Raise ConfigError, naming the step, unless ``steps`` can run in order and end with the classes."""
     _bounds("number of steps", len(steps), MAX_STEPS)
     checker = _Checker(features)
     for step in steps:
@@ -315,11 +310,7 @@ def _read_step(given: object, index: int) -> Step:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Steps of the forward pass of one epoch; the backward pass runs them in reverse.
-
-    Raises:
-        ConfigError: a step does not fit its stage or the steps before it; the message names the step.
-    """
+    """Steps of the forward pass of one epoch; the backward pass runs them in reverse."""
 
     steps: tuple[Step, ...]
     """The last step is a Vertex whose only output, (n, classes), goes into the loss."""
@@ -353,10 +344,10 @@ class Program:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Program:
-        """Read the result of :meth:`to_json`; never imports anything that it names.
+        """Read the result of :meth:`to_json`, at most 1 MiB; never imports anything that it names.
 
         Raises:
-            ConfigError: it is not JSON, larger than 1 MiB, of another version, or not a valid program.
+            ConfigError: it is not a valid program of this version.
             UnknownNameError: a stage is not registered in this process.
         """
         fields = Fields(read_json(text, MAX_PROGRAM_BYTES, "a program"), "a program")

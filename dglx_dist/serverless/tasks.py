@@ -48,11 +48,7 @@ class Direction(str, Enum):
 @final
 @dataclass(frozen=True, order=True)
 class TaskKey:
-    """Identifies a task; ordered by epoch, step, interval, text of the direction, and run.
-
-    Raises:
-        ConfigError: a number is out of bounds.
-    """
+    """Identifies a task; ordered by epoch, step, interval, text of the direction, and run."""
 
     epoch: int
     step: int
@@ -206,11 +202,7 @@ class Task:
 
     @classmethod
     def from_event(cls, event: object) -> Task:
-        """Read the result of :meth:`to_event`, as text or parsed JSON.
-
-        Raises:
-            ConfigError: it is larger than 256 KB or no JSON, or a field is missing, unknown or out of bounds.
-        """
+        """Read the result of :meth:`to_event`, as text or parsed JSON; ConfigError if it is invalid."""
         given = read_json(event, MAX_EVENT_BYTES, "a task") if isinstance(event, bytes | str) else event
         fields = Fields(given, "a task")
         fields.whole("version", _VERSION, _VERSION)
@@ -341,11 +333,9 @@ def join_halves(items: Sequence[Item], first: Sequence[Array], second: Sequence[
 def check_payload(
     items: Sequence[Item], arrays: Sequence[Array], rows: int, where: str, *, num_edges: int | None = None
 ) -> None:
-    """Raise ConfigError unless ``arrays`` match ``items`` for a half of ``rows`` rows.
+    """Raise ConfigError unless ``arrays``, of ``where``, match ``items`` for a half of ``rows`` rows.
 
     Args:
-        rows: Rows n of the half.
-        where: Origin of the arrays, for the message.
         num_edges: Edges E of the half if ``arrays`` do not contain indptr.
     """
     if len(arrays) != len(items):
@@ -435,11 +425,7 @@ class Computed(NamedTuple):
 
 @final
 class Work:
-    """The computation of one kind of task, for any interval and epoch. Stateless and thread-safe.
-
-    Raises:
-        ConfigError: workers do not run such a step in this direction.
-    """
+    """The computation of one kind of task, for any interval and epoch. Stateless and thread-safe."""
 
     def __init__(self, program: Program, step: int, direction: Direction, rematerialise: bool) -> None:
         self.pulled = pulled_items(program, step, direction, rematerialise)
@@ -464,12 +450,7 @@ class Work:
             self._edge = program.edge_stage(step)
 
     def half(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
-        """Compute one half.
-
-        Args:
-            weights: One per name of :attr:`weights`.
-            arrays: One per item of :attr:`pulled`.
-            rows: Rows of this half; may be 0.
+        """Compute one half of ``rows`` rows, which may be 0, from one array per item of :attr:`pulled`.
 
         Raises:
             ConfigError: an argument, a label, or the result of a user's own stage does not fit the program.

@@ -93,9 +93,7 @@ class Answer(Protocol):
     def wait(self, timeout_s: float) -> list[Array]:
         """Return the arrays, on the calling thread; ``timeout_s`` counts from :meth:`Caller.send`.
 
-        Raises:
-            PeerError: the server is dead, silent, or rejects this worker.
-            RemoteError: the handler raised.
+        PeerError: the server is dead, silent, or rejects this worker. RemoteError: the handler raised.
         """
 
 
@@ -108,12 +106,7 @@ class Caller(ABC):
 
     @abstractmethod
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
-        """Call ``op`` of ``to``; ``arrays`` must not change until the answer has arrived.
-
-        Raises:
-            PeerError: the call cannot be sent.
-            ConfigError: ``secrets`` do not fit ``to``.
-        """
+        """Call ``op`` of ``to``; ``arrays`` must not change until the answer has arrived."""
 
     @abstractmethod
     def close(self) -> None:
@@ -124,8 +117,7 @@ class Caller(ABC):
 class RemoteCaller(Caller):
     """Calls over sockets; connections stay open for the next task of the same job.
 
-    Args:
-        through: Maps an endpoint to its proxy, such as ``Relay.endpoint``; None: no proxy.
+    ``through`` maps an endpoint to its proxy, such as ``Relay.endpoint``.
     """
 
     def __init__(self, through: Callable[[str], str] | None = None) -> None:
@@ -155,11 +147,7 @@ class RemoteCaller(Caller):
 
 @final
 class DirectCaller(Caller):
-    """Calls handlers of this process, without sockets and copies; secrets are ignored.
-
-    Args:
-        handlers: Handler of each operation, for all servers.
-    """
+    """Calls handlers of this process, without sockets and copies; secrets are ignored."""
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
@@ -349,15 +337,9 @@ class Worker:
         self._cold = True
 
     def handle(self, event: object, context: object = None) -> dict[str, Json]:
-        """Run the task that ``event`` describes; return ``WorkerAnswer.as_json``.
+        """Run the task of ``event`` (``Task.to_event``, or its parsed JSON); return ``WorkerAnswer.as_json``.
 
-        Args:
-            event: The output of ``Task.to_event``, as text or as parsed JSON.
-            context: Added by a functions service; ignored.
-
-        Raises:
-            ConfigError: the event is not a task, or names something unknown to this worker.
-            DglxError: the task failed; the message names the task, the attempt, and the failed call.
+        A functions service adds ``context``. The message of an error names task, attempt and failed call.
         """
         started = time.perf_counter()
         task = Task.from_event(event)

@@ -42,13 +42,10 @@ MIN_SHARE, MIN_BYTES_PER_S, MAX_BYTES_PER_S = 0.001, 1e3, 1e12
 
 @final
 class CpuThrottle:
-    """Sleeps so that processor time is at most ``share`` of the elapsed time.
+    """Sleeps so that processor time is at most ``share``, in (0, 1], of the elapsed time of a core.
 
     It sleeps between the phases of a task, not within a half: totals per task are right, but pauses are
     longer than those of a kernel's quota. The first pause also accounts for the start of the process.
-
-    Args:
-        share: Of one core, in (0, 1].
     """
 
     def __init__(self, share: float) -> None:
@@ -96,11 +93,7 @@ class FaultInjector:
 
 @final
 class Relay:
-    """Proxy that limits the rate of connections. Threads end with the process or with their connections.
-
-    Args:
-        bytes_per_s: Rate of all connections together, in each direction.
-    """
+    """Proxy that limits the rate of all its connections together, in each direction."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._up, self._down = _RateLimiter(bytes_per_s), _RateLimiter(bytes_per_s)

@@ -63,10 +63,6 @@ class Bucket:
         self._missing = len(sizes)
 
     @property
-    def num_bytes(self) -> int:
-        return self.flat.numel() * self.flat.element_size()
-
-    @property
     def complete(self) -> bool:
         """Whether every gradient was put since the last :meth:`clear`."""
         return self._missing == 0
@@ -322,16 +318,16 @@ class GradientExchange:
         topology = self._session.topology
         if topology.world_size == 1:
             return None
-        count_all_reduce(self._session, PHASE, bucket.num_bytes)
+        count_all_reduce(self._session, PHASE, bucket.flat.nbytes)
         begin = time.perf_counter()
         with peers_named(self._session, "the sum of gradients"):
             work = dist.all_reduce(bucket.flat, async_op=True)
         if self._session.timeline.on:
-            work.get_future().add_done_callback(lambda _: self._note_sum(begin))
+            add = self._session.timeline.add
+            work.get_future().add_done_callback(
+                lambda _: add("all-reduce D", NETWORK, begin, time.perf_counter())
+            )
         return work
-
-    def _note_sum(self, begin_s: float) -> None:
-        self._session.timeline.add("all-reduce D", NETWORK, begin_s, time.perf_counter())
 
     def _finish(self) -> None:
         self._launch(incomplete=True)

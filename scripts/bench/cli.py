@@ -110,7 +110,11 @@ def bench(  # noqa: PLR0913  # one argument per option
         warn(f"interrupted; what was measured is in {out}, and `{PROGRAM} --report {out}` makes a page of it")
         raise typer.Exit(INTERRUPTED) from None
     write_pages(out)
-    show(outcome_table(chosen, outcomes))
+    from scripts.bench.figures import figures_of
+    from scripts.bench.pages import summary
+
+    for experiment, outcome in zip(chosen, outcomes, strict=True):
+        print(f"{experiment.id}: {summary(figures_of(experiment, outcome))}")
     if any(one.status == "failed" for one in outcomes):
         raise typer.Exit(1)
 
@@ -170,25 +174,6 @@ def list_tables() -> tuple[Table, Table]:
         if what:
             programs.add_row(name, what)
     return experiments, programs
-
-
-def outcome_table(experiments: Sequence[Experiment], outcomes: Sequence[Outcome]) -> Table:
-    """Return one row per ratio of each outcome: what was claimed, predicted and measured."""
-    from scripts.bench.figures import figures_of
-    from scripts.bench.pages import spread_in_words
-
-    table = Table("id", "claim", "ratio", "predicted", "measured", "verdict", show_lines=True)
-    for experiment, outcome in zip(experiments, outcomes, strict=True):
-        ratios = figures_of(experiment, outcome)["ratios"] if outcome.status == "measured" else []
-        label = f"; {outcome.label}" if outcome.label else ""
-        for one in ratios:
-            predicted = "" if one["predicted"] is None else f"{one['predicted']:.2f}"
-            row = (one["name"], predicted, spread_in_words(one["measured"]), f"{one['verdict']}{label}")
-            table.add_row(experiment.id, experiment.claim.says, *row)
-        if not ratios:
-            status = ": ".join([outcome.status, *outcome.reason.splitlines()[:1]])
-            table.add_row(experiment.id, experiment.claim.says, "", "", "", status)
-    return table
 
 
 def interrupt(*_: object) -> NoReturn:

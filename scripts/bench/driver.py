@@ -27,6 +27,7 @@ from scripts.bench.records import (
     Shape,
     Variant,
 )
+from scripts.json_records import read_record
 from scripts.netlab.calibrate import Calibration, Measured, find_rate
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def read_measurement(variant: Variant, repetition: int, reports: Sequence[Mappin
         )
     peak = max(int(report.get("peak_bytes", 0)) for report in reports)
     told = {**first, "variant": variant.name, "repetition": repetition, "peak_bytes": peak}
-    measurement: Measurement = results.read_record(Measurement, told)
+    measurement: Measurement = read_record(Measurement, told)
     return measurement
 
 

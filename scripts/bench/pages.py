@@ -5,20 +5,17 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.errors import StorageError
 from dglx_dist.report.tables import markdown_table
 from scripts.bench import results
 from scripts.bench.figures import figures_of, judge_experiment
+from scripts.bench.notes import Notes, read_notes
 from scripts.bench.plots import WHAT
 from scripts.bench.records import Experiment
 from scripts.bench.suites import everything, find
 
-DOCS = Path(__file__).parents[2] / "docs"
-NOTES = DOCS / "results" / "notes.md"
 _WIDTH = 120
 _HEAD = """<!-- Made by `python scripts/bench performance` from docs/results: change what is there. -->
 
@@ -33,42 +30,6 @@ _DETAILS = ("variants", "ratios", "cells", "bytes", "closed form", "done once")
 """Figures that are tables of a detailed section."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Notes:
-    """The hand-written part of the pages."""
-
-    intro: str = ""
-    """Before all sections: how to read it, settings that experiments share."""
-    experiments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Experiment's id -> ``Here`` (the setting) and ``Lesson``, which one that is not measured yet lacks."""
-    parts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Title -> ``Overview`` ("aim | measured | verdict", may be absent) and ``Text``."""
-
-
-def read_notes(path: Path) -> Notes:
-    """Return the hand-written texts: sections headed ``## <id>`` belong to experiments, others are parts.
-
-    Raises:
-        StorageError: there is no such file, or the section of an experiment lacks ``Here:``.
-    """
-    if not path.is_file():
-        raise StorageError(f"there are no notes at {path}; they are a part of the page")
-    ids = {one.id for one in everything()}
-    experiments, parts = {}, {}
-    intro, *sections = re.split(r"(?m)^## ", path.read_text(encoding="utf-8"))
-    for section in sections:
-        title, _, body = section.partition("\n")
-        fields = dict(re.findall(r"(?ms)^(Here|Lesson|Overview): (.*?)(?=\n\n|\Z)", body))
-        if title not in ids:
-            text = re.sub(r"(?ms)^Overview: .*?(\n\n|\Z)", "", body).strip("\n")
-            parts[title] = {"Overview": fields.get("Overview", ""), "Text": text}
-        elif "Here" in fields:
-            experiments[title] = fields
-        else:
-            raise StorageError(f"{path}: section {title} needs a paragraph 'Here: ...', and 'Lesson: ...'")
-    return Notes(intro=intro, experiments=experiments, parts=parts)
-
-
 def write_page(out: Path) -> Path:
     """Write ``out/README.md`` from the results in ``out``; link the pictures that lie there.
 
@@ -77,7 +38,7 @@ def write_page(out: Path) -> Path:
         UnknownNameError: a result is of an experiment that this release does not have.
     """
     outcomes = {find(one.experiment).id: one for one in results.read(out)}
-    notes = read_notes(NOTES) if NOTES.is_file() else Notes()
+    notes = read_notes()
     rows, sections = [], []
     for experiment in everything():
         if experiment.id in outcomes:
@@ -130,6 +91,13 @@ def _overview_row(experiment: Experiment, figures: Mapping[str, Any] | None) -> 
     return f"{link}: {experiment.title}", paper, " ".join(shown) or "-", verdict + count
 
 
+def summary(figures: Mapping[str, Any]) -> str:
+    """Say in a line how an experiment ended, and what its ratios came to."""
+    verdict = "; ".join(text for text in (figures["verdict"], figures["label"]) if text)
+    why = "" if figures["ratios"] else figures["why"].splitlines()[0]
+    return ": ".join(text for text in (verdict, why, "; ".join(map(_in_words, figures["ratios"]))) if text)
+
+
 def _section(
     experiment: Experiment,
     figures: Mapping[str, Any],
@@ -176,13 +144,13 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(value: object) -> str:
     if isinstance(value, list):
-        return spread_in_words(value)
+        return _spread(value)
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def spread_in_words(value: Sequence[float] | None, mark: str = "") -> str:
+def _spread(value: Sequence[float] | None, mark: str = "") -> str:
     """Write e.g. "2.10 (2.05 to 2.15)"; "-" for None."""
     if value is None:
         return "-"
@@ -204,7 +172,7 @@ def _link(title: str, text: str = "") -> str:
 
 
 def _measured(ratio: Mapping[str, Any], mark: str = "") -> str:
-    words = spread_in_words(ratio["measured"], mark)
+    words = _spread(ratio["measured"], mark)
     return f"{words} simulated" if "simulated" in ratio["verdict"] and ratio["measured"] else words
 
 

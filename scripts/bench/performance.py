@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.figures import figures_of
-from scripts.bench.pages import DOCS, read_notes, render
+from scripts.bench.notes import DOCS, read_notes
+from scripts.bench.pages import render
 from scripts.bench.results import make_folder, read, result_path, write_text
 from scripts.bench.suites import find
 

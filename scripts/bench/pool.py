@@ -16,8 +16,8 @@ from scripts.bench import worker
 from scripts.bench.peers import launch
 from scripts.bench.peers.workload import Launch
 from scripts.bench.records import Job, Shape
-from scripts.bench.results import read_record
 from scripts.bench.worker import Failure
+from scripts.json_records import read_record
 from scripts.netlab import alive
 from scripts.netlab.alive import scratch_folder
 from scripts.netlab.base import Lab, LabSpec

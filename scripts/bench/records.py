@@ -147,10 +147,7 @@ class ExperimentPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One experiment; in EXPERIMENTS of a module in ``bench/experiments``.
-
-    How it is measured and what its result teaches stands in docs/results/notes.md.
-    """
+    """One experiment, as its section of docs/results/notes.md says, and what builds it."""
 
     id: str
     """E.g. "D1"."""

@@ -10,13 +10,12 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from dglx_dist.errors import StorageError
 from scripts.bench.records import Outcome
+from scripts.json_records import read_record
 
 FORMAT, VERSION = "dglx bench result", 1
 _DAMAGES = (
@@ -112,37 +111,6 @@ def read_one(path: Path) -> Outcome | None:
         f"{path} has version {value['version']}, this release reads {VERSION}; measure again, or use the "
         "release that wrote it"
     )
-
-
-def read_record(hint: Any, value: Any, name: str = "") -> Any:
-    """Return JSON values, as ``dataclasses.asdict`` gives them, as the type ``hint``.
-
-    Fields of records that are not there have their default (results of earlier releases lack some), a float
-    that is null was no number when it was written, and of a union the record is taken that has the fields.
-
-    Raises:
-        TypeError: a field without default is missing, or what is to be a record is none.
-    """
-    kind, inner = get_origin(hint), get_args(hint)
-    if kind in (Union, UnionType):
-        if value is None:
-            return None
-        kinds = [one for one in inner if one is not NoneType]
-        records = [
-            one for one in kinds if is_dataclass(one) and {*value} <= {each.name for each in fields(one)}
-        ]
-        return read_record((records or kinds)[0], value, name)
-    if is_dataclass(hint):
-        hints = get_type_hints(hint)
-        found = {one.name: read_record(hints[one.name], value[one.name], one.name) for one in fields(hint)
-                 if one.name in value}  # fmt: skip
-        return hint(**found)  # type: ignore[operator]  # the class, no instance of it
-    if kind is tuple:
-        of = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
-        return tuple(read_record(one, each, name) for one, each in zip(of, value, strict=True))
-    if isinstance(kind, type) and issubclass(kind, Mapping) and not isinstance(value, Mapping):
-        raise TypeError(f"{name} is no record")
-    return math.nan if hint is float and value is None else value
 
 
 @contextmanager

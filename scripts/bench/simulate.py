@@ -7,10 +7,10 @@ and every result of it is labelled simulated.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, final
 
 import numpy as np
@@ -38,10 +38,6 @@ class Line:
                 "at least 0"
             )
 
-    def scaled(self, factor: float) -> Line:
-        """Return the line of a core that takes ``factor`` times as long."""
-        return Line(base_s=factor * self.base_s, per_edge_s=factor * self.per_edge_s)
-
     def seconds(self, edges: int) -> float:
         """Return the seconds of a batch of ``edges``; none without an edge, as a rank without seeds has."""
         return self.base_s + self.per_edge_s * edges if edges else 0.0
@@ -56,7 +52,11 @@ class ComputeCost:
 
     def scaled(self, factor: float) -> ComputeCost:
         """Return the cost on a core that takes ``factor`` times as long."""
-        return ComputeCost(forward=self.forward.scaled(factor), backward=self.backward.scaled(factor))
+        scaled = {
+            name: Line(base_s=factor * line.base_s, per_edge_s=factor * line.per_edge_s)
+            for name, line in vars(self).items()
+        }
+        return ComputeCost(**scaled)
 
     def to_json(self) -> dict[str, dict[str, float]]:
         """Return JSON values, for the parameters of a job."""
@@ -64,11 +64,7 @@ class ComputeCost:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Mapping[str, float]]) -> ComputeCost:
-        """Read what :meth:`to_json` gave.
-
-        Raises:
-            ConfigError: it is no such value.
-        """
+        """Read what :meth:`to_json` gave; ConfigError if it is no such value."""
         try:
             return cls(forward=Line(**value["forward"]), backward=Line(**value["backward"]))
         except (KeyError, TypeError) as error:
@@ -100,11 +96,8 @@ def calibrate(
     edges = [sum(block.num_edges() for block in blocks) for blocks in batches]
     if len(set(edges)) < 2:
         raise ConfigError(f"batches of {edges} edges tell no cost per edge; give at least two sizes")
-    forward, backward = [], []
-    for blocks in batches:
-        runs = [_timed(model, blocks, clock) for _ in range(repetitions + 1)][1:]
-        forward.append(statistics.median(run[0] for run in runs))
-        backward.append(statistics.median(run[1] for run in runs))
+    runs = [[_timed(model, blocks, clock) for _ in range(repetitions + 1)][1:] for blocks in batches]
+    forward, backward = ([median(run[phase] for run in of) for of in runs] for phase in (0, 1))
     return ComputeCost(forward=_fitted(edges, forward), backward=_fitted(edges, backward))
 
 
@@ -152,30 +145,23 @@ class SleepingModel(nn.Module):
         """Return (num_dst, C) zeros for the last block's destinations, after forward's seconds."""
         edges = sum(block.num_edges() for block in blocks)
         self._sleep(self._cost.forward.seconds(edges))
-        rows = blocks[-1].num_dst_nodes()
-        after = _Later(self._sleep, self._cost.backward.seconds(edges))
-        scores: Tensor = _Zeros.apply(h.new_zeros(rows, self._classes), after, *self.module.parameters())  # type: ignore[no-untyped-call]
+        zeros = h.new_zeros(blocks[-1].num_dst_nodes(), self._classes)
+        scores: Tensor = _Zeros.apply(  # type: ignore[no-untyped-call]
+            zeros, lambda: self._sleep(self._cost.backward.seconds(edges)), *self.module.parameters()
+        )
         return scores
-
-
-@dataclass(frozen=True)
-class _Later:
-    sleep: Sleep
-    seconds: float
 
 
 class _Zeros(torch.autograd.Function):
     """Scores that depend on the parameters, with no slope."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, later: _Later, *parameters: Tensor) -> Tensor:
-        """Return a copy of ``scores``; ``later`` is what backward waits for."""
-        ctx.later = later
+    def forward(ctx: Any, scores: Tensor, before_backward: Callable[[], None], *parameters: Tensor) -> Tensor:
+        ctx.before_backward = before_backward
         ctx.save_for_backward(*parameters)
         return scores.clone()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Wait, and return zero gradients."""
-        ctx.later.sleep(ctx.later.seconds)
+        ctx.before_backward()
         return None, None, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)

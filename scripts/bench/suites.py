@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import cast, get_args
+from typing import Any, TypeAlias, cast, get_args
 
 from dglx_dist.errors import UnknownNameError
 from dglx_dist.registry import did_you_mean
 from dglx_dist.strategies.base import STRATEGIES
-from scripts.bench.records import Experiment, Suite
+from scripts.bench.notes import read_notes
+from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Suite
+
+Build: TypeAlias = Callable[[BenchPlan], ExperimentPlan]
 
 FAMILIES = ("data_parallel", "push_pull", "full_graph", "serverless", "choice", "peers")
-"""Modules in ``experiments``, in the order in which what is in their EXPERIMENTS runs and is listed."""
+"""Modules in ``experiments``; each has BUILDS: id -> what makes or finds datasets and says what to run."""
 PROGRAMS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "performance": ("performance:main", "puts docs/performance.md together from docs/results"),
@@ -30,23 +33,34 @@ PROGRAMS: Mapping[str, tuple[str, str]] = MappingProxyType(
 """Name to "module:function" in this folder and what it is; without that, only the bench itself starts it."""
 
 
-def family(name: str) -> tuple[Experiment, ...]:
-    """Return the experiments of one of FAMILIES."""
-    found: tuple[Experiment, ...] = importlib.import_module(f"scripts.bench.experiments.{name}").EXPERIMENTS
-    return found
-
-
 def everything() -> list[Experiment]:
-    """Return all experiments."""
-    return [one for name in FAMILIES for one in family(name)]
+    """Return all experiments, in the order of docs/results/notes.md, which says what they are."""
+    builds: dict[str, Build] = {}
+    for name in FAMILIES:
+        builds |= importlib.import_module(f"scripts.bench.experiments.{name}").BUILDS
+    return [experiment_of(name, told, builds.get(name)) for name, told in read_notes().experiments.items()]
+
+
+def experiment_of(name: str, told: Mapping[str, str], build: Build | None) -> Experiment:
+    """Return the experiment ``name`` from its fields in the notes."""
+
+    def names(field: str, default: str = "") -> Any:
+        return tuple(one.strip() for one in told.get(field, default).split(",") if one.strip())
+
+    return Experiment(
+        id=name,
+        title=told["Title"],
+        suites=names("Suites"),
+        claim=Claim(paper=told["Paper"], says=told["Claim"], setting=told["Setting"]),
+        prediction=told["Predicted"],
+        strategies=names("Strategies", "data_parallel"),
+        needs=names("Needs"),
+        build=build,
+    )
 
 
 def suite(name: str) -> list[Experiment]:
-    """Return the experiments of a suite.
-
-    Raises:
-        UnknownNameError: there is no such suite.
-    """
+    """Return the experiments of a suite (UnknownNameError: there is no such suite)."""
     known = get_args(Suite)
     if name not in known:
         raise UnknownNameError(

@@ -9,7 +9,6 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, final
 
 from dglx_dist.errors import ConfigError
@@ -116,9 +115,7 @@ class Lab(ABC):
     def __enter__(self) -> Lab:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -154,7 +151,6 @@ class CpuShare:
 
 
 def usable_cores() -> tuple[int, ...]:
-    """Return the cores that this process may run on, ascending."""
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
@@ -244,11 +240,6 @@ class LoopbackLab(Lab):
         )
 
     def set_rates(self, external: Rate | None, internal: Rate | None) -> None:
-        """Do nothing for no rates.
-
-        Raises:
-            ConfigError: a rate is given.
-        """
         for name, rate in (("external", external), ("internal", internal)):
             if rate is not None:
                 raise ConfigError(
@@ -260,7 +251,6 @@ class LoopbackLab(Lab):
         return ()
 
     def describe(self) -> dict[str, object]:
-        """Return the same with the rates that were asked for and are not held."""
         asked = {"external": self.spec.external, "internal": self.spec.internal}
         not_held = {name: str(rate) for name, rate in asked.items() if rate is not None}
         return {**super().describe(), "external": None, "internal": None, "rates_not_held": not_held}

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import final
 
+from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import CommandError, ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab.base import Lab
@@ -272,23 +273,17 @@ def _bytes_per_epoch(trace: Trace) -> float:
 
 def write_calibration(folder: Path, found: Calibration, lab: Lab, plan: CalibrationPlan) -> Path:
     """Write ``calibration.json`` to ``folder``, whole or not at all; return its path."""
-    values = {
+    values = asdict(found) | {
         "rate": str(found.rate),
-        "phi": found.phi,
-        "wanted": found.wanted,
-        "within_tolerance": found.within_tolerance,
-        "seconds_free": found.seconds_free,
-        "seconds_at_rate": found.seconds_at_rate,
-        "bytes_per_server": found.bytes_per_server,
         "tries": [asdict(one) | {"rate": str(one.rate)} for one in found.tries],
         "command": list(plan.command),
         "ranks_per_server": plan.ranks_per_server,
         "lab": lab.describe(),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{CALIBRATION_FILE}.part"
-    unfinished.write_text(json.dumps(values, indent=2) + "\n")
-    return unfinished.replace(folder / CALIBRATION_FILE)
+    with replaced_file(folder / CALIBRATION_FILE) as unfinished:
+        unfinished.write_text(json.dumps(values, indent=2) + "\n")
+    return folder / CALIBRATION_FILE
 
 
 def _clear(folder: Path) -> None:

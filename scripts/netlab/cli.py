@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn, TypeAlias
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 import typer
 from rich import box
@@ -35,34 +35,28 @@ from scripts.netlab.traces import LabOutcome, find_outcome, write_outcome
 PROGRAM = "python scripts/netlab"
 EMULATED = "What is emulated"
 
+
+def _emulated(text: str, metavar: str | None = None) -> Any:
+    return typer.Option(metavar=metavar, rich_help_panel=EMULATED, help=text)
+
+
 External: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        metavar="RATE",
-        rich_help_panel=EMULATED,
-        help="Most that each server sends, and most that it receives, e.g. 100mbit, 2.5gbit. Default: not "
-        "limited.",
+    _emulated(
+        "Most that each server sends, and most that it receives, e.g. 100mbit. Default: not limited.",
+        "RATE",
     ),
 ]
 Internal: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        metavar="RATE",
-        rich_help_panel=EMULATED,
-        help="The same for sockets between the ranks of one server. Default: not limited.",
-    ),
+    _emulated("The same for sockets between the ranks of one server. Default: not limited.", "RATE"),
 ]
 Cpus: TypeAlias = Annotated[
     float | None,
-    typer.Option(
-        metavar="CORES",
-        rich_help_panel=EMULATED,
-        help="Cores of each server, may be a fraction. Default: this machine's, divided.",
-    ),
+    _emulated("Cores of each server, may be a fraction. Default: this machine's, divided.", "CORES"),
 ]
-RanksPerServer: TypeAlias = Annotated[
-    int, typer.Option(rich_help_panel=EMULATED, help="Processes that torchrun starts on each.")
-]
+RanksPerServer: TypeAlias = Annotated[int, _emulated("Processes that torchrun starts on each.")]
+Servers: TypeAlias = Annotated[int, _emulated("Emulated servers.")]
 _RESULTS, _SEARCH = "Results", "Search"
 
 app = typer.Typer(
@@ -108,20 +102,13 @@ def run(  # noqa: PLR0913  # one argument per option
             "`-m module ...`; its options are its own.",
         ),
     ],
-    servers: Annotated[
-        int | None, typer.Option(rich_help_panel=EMULATED, help="Emulated servers. Default: 2.")
-    ] = None,
+    servers: Annotated[int | None, _emulated("Emulated servers. Default: 2.")] = None,
     ranks_per_server: RanksPerServer = 1,
     external: External = None,
     internal: Internal = None,
     cpus: Cpus = None,
     name: Annotated[
-        str | None,
-        typer.Option(
-            "--name",
-            rich_help_panel=EMULATED,
-            help="Use the lab of this name that `up` made, as it is, and leave it up.",
-        ),
+        str | None, _emulated("Use the lab of this name that `up` made, as it is, and leave it up.")
     ] = None,
     loopback: Annotated[
         bool,
@@ -234,9 +221,7 @@ def _report(outcome: LabOutcome, out: Path | None) -> None:
     if outcome.trace_missing is not None and outcome.run.failure is None:
         warn(f"the ledger of the ranks cannot be read: {outcome.trace_missing}")
     if out is not None:
-        Console(highlight=False, soft_wrap=True, markup=False).print(
-            f"written to {write_outcome(outcome, out)}"
-        )
+        _say(f"written to {write_outcome(outcome, out)}")
 
 
 def outcome_table(outcome: LabOutcome) -> Table:
@@ -298,7 +283,7 @@ def calibrate(  # noqa: PLR0913  # one argument per option
     tries: Annotated[
         int, typer.Option(rich_help_panel=_SEARCH, help="Most rates that are tried; the nearest counts.")
     ] = 6,
-    servers: Annotated[int, typer.Option(rich_help_panel=EMULATED, help="Emulated servers.")] = 2,
+    servers: Servers = 2,
     ranks_per_server: RanksPerServer = 1,
     internal: Internal = None,
     cpus: Cpus = None,
@@ -367,7 +352,7 @@ def up(
         str,
         typer.Argument(help="What it is called: up to 40 letters, digits and dashes.", show_default=False),
     ],
-    servers: Annotated[int, typer.Option(rich_help_panel=EMULATED, help="Emulated servers.")] = 2,
+    servers: Servers = 2,
     external: External = None,
     internal: Internal = None,
     cpus: Cpus = None,
@@ -439,11 +424,7 @@ def _say(text: str) -> None:
 
 
 def read_spec(servers: int, external: str | None, internal: str | None, cpus: float | None) -> LabSpec:
-    """Return the lab that the options ask for.
-
-    Raises:
-        ConfigError: one of them makes no sense.
-    """
+    """Return the lab that the options ask for (ConfigError: one of them makes no sense)."""
     return LabSpec(
         servers=servers,
         external=None if external is None else Rate.parse(external),

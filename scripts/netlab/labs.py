@@ -78,7 +78,6 @@ def what_is_missing() -> str | None:
 
 
 def missing_tools() -> list[str]:
-    """Name the programs that are not installed, by package."""
     lacking = {
         package: [tool for tool in tools if shutil.which(tool) is None]
         for package, tools in _PACKAGES.items()
@@ -133,11 +132,6 @@ class NamespaceLab(Lab):
         self._holders = tuple(holders)
 
     def set_rates(self, external: Rate | None, internal: Rate | None) -> None:
-        """Limit all links anew, at once, also while commands run.
-
-        Raises:
-            LabError: the lab is down, or a rate was refused; some links may have the new one then.
-        """
         if not all(process.alive() for process in self._noted.processes):
             raise LabError(f"the lab {self.name!r} was taken down meanwhile")
         noted = replace(self._noted, spec=replace(self.spec, external=external, internal=internal))
@@ -147,11 +141,6 @@ class NamespaceLab(Lab):
         self._noted, self.spec = noted, noted.spec
 
     def cards(self) -> tuple[Card, ...]:
-        """Read the (S,) cards.
-
-        Raises:
-            LabError: the lab is down.
-        """
         return tuple(server.card() for server in self.servers)
 
     def close(self) -> None:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 from dglx_dist.comm.topology import inherited_environment, rank_environment
 from dglx_dist.errors import ConfigError, LabError, PeerError
@@ -111,7 +110,6 @@ class Port:
         self._claim = claim
 
     def close(self) -> None:
-        """Give it up."""
         self._claim.close()
 
 
@@ -198,7 +196,6 @@ class Relay:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the pipe has closed and its last line is written."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -216,18 +213,16 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = threading.Lock()
+        # Not buffered: each line is one call of the system, which keeps lines of several threads apart.
         self._file = path.open("wb", buffering=0)
 
     def write(self, line: bytes) -> None:
         """Write ``line`` at once; when the disk is full it is lost, so that no rank waits for its output."""
-        with self._lock, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             self._file.write(line)
 
     def close(self) -> None:
-        """Close it; call it after the last line."""
-        with self._lock:
-            self._file.close()
+        self._file.close()
 
 
 GRACE_S = 8.0
@@ -246,7 +241,6 @@ class Failure:
     """When it was seen."""
 
     def order(self) -> tuple[bool, int]:
-        """Return what sorts the cause before its consequences."""
         return (self.lost_a_peer, self.second)
 
 
@@ -302,11 +296,7 @@ class Launcher:
             self._process.stdin.close()
 
     def wait_for_end(self) -> None:
-        """Wait after :meth:`end`; what does not end is killed.
-
-        Raises:
-            LabError: as :meth:`abandon`.
-        """
+        """Wait after :meth:`end`; what does not end is killed (LabError: as :meth:`abandon`)."""
         try:
             self._process.wait(GRACE_S + 5.0)
         except subprocess.TimeoutExpired:
@@ -411,7 +401,6 @@ class Started:
 
     @property
     def failure(self) -> str | None:
-        """Who failed first and how, once :meth:`poll` has returned a code that is not 0."""
         return self._failure
 
     def poll(self) -> int | None:
@@ -465,9 +454,7 @@ class Started:
     def __enter__(self) -> Started:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _running(self) -> list[Launcher]:
@@ -542,41 +529,22 @@ def start(
         return Started(launchers, undo.pop_all())
 
 
-def run(
-    lab: Lab,
-    command: Sequence[str],
-    *,
-    ranks_per_server: int,
-    environment: Mapping[str, str | None] | None = None,
-    trace: Path | None = None,
-    log_folder: Path | None = None,
-    show: bool = True,
-    timeout_s: float | None = None,
-) -> LabRun:
-    """Run ``command`` as :func:`start` does and wait for it; cards are read just before and just after.
+def run(lab: Lab, command: Sequence[str], *, timeout_s: float | None = None, **how: Any) -> LabRun:
+    """Run ``command`` as :func:`start` does (``how``) and wait; cards are read just before and just after.
 
     Raises:
         ConfigError: as :func:`start`.
         PeerError: it had not ended after ``timeout_s``; the servers are named, and all of it was ended.
     """
     before, begin = lab.cards(), time.monotonic()
-    with start(
-        lab,
-        command,
-        ranks_per_server=ranks_per_server,
-        environment=environment,
-        trace=trace,
-        log_folder=log_folder,
-        show=show,
-    ) as started:
+    with start(lab, command, **how) as started:
         code = started.wait(timeout_s)
-    seconds = time.monotonic() - begin
     return LabRun(
         exit_code=code,
-        seconds=seconds,
+        seconds=time.monotonic() - begin,
         cards_before=before,
         cards_after=lab.cards(),
-        trace_folder=trace,
+        trace_folder=how.get("trace"),
         failure=started.failure,
     )
 

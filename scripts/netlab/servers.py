@@ -52,11 +52,7 @@ def command_line(pid: int) -> str:
 
 
 def find_process(pid: int) -> Process:
-    """Return the process that now has number ``pid``.
-
-    Raises:
-        ProcessLookupError: there is none, or it has ended.
-    """
+    """Return the process that now has number ``pid`` (ProcessLookupError: there is none, or it has ended)."""
     started = _start_time(pid)
     if started is None:
         raise ProcessLookupError(f"no process {pid}")
@@ -122,11 +118,7 @@ class Holder:
             raise
 
     def stay(self) -> None:
-        """Let it outlive this process; only killing ``init`` ends it then.
-
-        Raises:
-            LabError: it has ended.
-        """
+        """Let it outlive this process; only killing ``init`` ends it then (LabError: it has ended)."""
         if self._pipe.stdin is None or self._pipe.stdout is None:
             raise LabError("a holder without pipes cannot be told to stay")
         try:
@@ -183,11 +175,7 @@ class _Forget:
 
 
 def wait_until_ended(processes: Sequence[Process]) -> None:
-    """Wait until all have ended.
-
-    Raises:
-        LabError: some have not within 10 s; the message names them.
-    """
+    """Wait until all have ended (LabError: some have not within 10 s; the message names them)."""
     deadline = time.monotonic() + _END_S
     while left := [process.pid for process in processes if process.alive()]:
         if time.monotonic() > deadline:
@@ -217,22 +205,19 @@ _LATENCY = "50ms"
 
 
 def address_of(server: int) -> str:
-    """Return the IPv4 address of a server; every lab has the same ones, as none sees another."""
+    # Every lab has the same ones, as none sees another.
     return f"10.77.0.{server + 1}"
 
 
 def host_name_of(server: int) -> str:
-    """Return the host name of a server."""
     return f"server-{server}"
 
 
 def bridge_setup() -> list[list[str]]:
-    """Return the commands that make the bridge, inside the namespace of the switch."""
     return [["ip", "link", "add", BRIDGE, "type", "bridge"], ["ip", "link", "set", BRIDGE, "up"]]
 
 
 def port_of(server: int) -> str:
-    """Return the name of the bridge's end of the cable to a server."""
     return f"server{server}"
 
 
@@ -398,25 +383,14 @@ class NamespaceServer(Server):
         self.cpu_held_by = facts.cpu_held_by
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        """Return the command that runs ``command`` here, in the folder where it is started.
-
-        It stays in the process group of who starts it: a signal to the group reaches the command too, one
-        to the process that was started does not.
-
-        Raises:
-            LabError: the server is down.
-        """
+        # It stays in the process group of who starts it: a signal to the group reaches the command too, one
+        # to the process that was started does not.
         self._check_alive()
         cores = ",".join(map(str, self.cores))
         enter = ["taskset", "-c", cores, "sh", "-c", _ENTER, "enter"]
         return [*enter, self.facts.cgroup or "", str(self.facts.init.pid), *command]
 
     def card(self) -> Card:
-        """Read its card.
-
-        Raises:
-            LabError: the server is down.
-        """
         self._check_alive()
         return read_card(CARD, pid=self.facts.init.pid)
 
@@ -431,14 +405,10 @@ class NamespaceServer(Server):
 
 
 def call_it(name: str, addresses: Mapping[str, str]) -> list[str]:
-    """Return the command that gives a server its name and those of ``addresses``, {name: address}; inside.
-
-    Programs find each other and themselves by name so: that of this machine has no address in there.
-    """
+    # Programs find each other and themselves by name: that of this machine has no address in there.
     hosts = ["127.0.0.1 localhost", *(f"{address} {host}" for host, address in addresses.items())]
     return ["sh", "-ec", _CALL, "call", name, "\n".join(hosts)]
 
 
 def cgroup_name(lab: str, server: int) -> str:
-    """Return the name of a server's control group."""
     return f"dglx-lab-{lab}-{server}"

@@ -9,21 +9,20 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from dglx_dist.comm import system as cgroups
 from dglx_dist.errors import ConfigError, LabError
-from dglx_dist.planner.records import Rate
+from scripts.json_records import read_record
 from scripts.netlab import hold
 from scripts.netlab.base import LabSpec
 from scripts.netlab.servers import Process, ServerFacts, cgroup_name, command_line, wait_until_ended
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,39}")
 _FOLDER = "dglx-lab"
-_FORMAT = 1
+_FORMAT = 2
 _MOST_BYTES = 1 << 20
 _HOLDER = str(Path(*Path(hold.__file__).parts[-3:]))
 """Stands in the command line of every process that holds namespaces, of whatever installation."""
@@ -64,7 +63,6 @@ class LabState:
 
     @property
     def processes(self) -> tuple[Process, ...]:
-        """All that hold it."""
         return (
             *self.switch,
             *(process for server in self.servers for process in (server.init, server.outer)),
@@ -92,23 +90,16 @@ def notes_folder() -> Path:
 
 
 def boot_id() -> str:
-    """Return a word that is new each time this machine starts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def check_name(name: str) -> str:
-    """Return ``name``.
-
-    Raises:
-        ConfigError: no lab can be called so.
-    """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"lab name {name!r}: use up to 40 letters, digits and dashes, a dash not first")
     return name
 
 
 def random_name() -> str:
-    """Return a name for a lab that nobody named."""
     return f"run-{secrets.token_hex(5)}"
 
 
@@ -175,17 +166,12 @@ def noted_still(noted: LabState) -> bool:
 
 
 def lab_names() -> list[str]:
-    """Return the names of all labs that have notes, ascending."""
     found = [path for path in notes_folder().glob("*.json") if not path.is_dir()]
     return sorted(path.stem for path in found if _NAME.fullmatch(path.stem))
 
 
 def forget(name: str) -> None:
-    """Remove the notes of a lab, if there are any.
-
-    Raises:
-        LabError: a folder is in their place.
-    """
+    """Remove the notes of a lab, if there are any (LabError: a folder is in their place)."""
     path = _path(check_name(name))
     try:
         path.unlink(missing_ok=True)
@@ -236,7 +222,7 @@ def _text_of(path: Path) -> str:
 def _write_beside(state: LabState) -> Path:
     fresh = notes_folder() / f".{state.name}.{os.getpid()}.{secrets.token_hex(4)}"
     try:
-        fresh.write_text(json.dumps(_to_json(state), indent=1) + "\n")
+        fresh.write_text(json.dumps({"format": _FORMAT, **asdict(state)}, indent=1) + "\n")
     except OSError as error:
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
@@ -251,71 +237,18 @@ def _unwritable(error: OSError) -> LabError:
     )
 
 
-def _to_json(state: LabState) -> dict[str, Any]:
-    spec = state.spec
-    rates = {"external": spec.external and spec.external.bits_per_s}
-    rates["internal"] = spec.internal and spec.internal.bits_per_s
-    return {
-        "format": _FORMAT,
-        **{key: value for key, value in asdict(state).items() if key not in ("name", "spec")},
-        "spec": {"servers": spec.servers, "cpus": spec.cpus, **rates},
-    }
-
-
-def _from_json(name: str, values: Mapping[str, Any]) -> LabState:
+def _from_json(name: str, values: Any) -> LabState:
     if values["format"] != _FORMAT:
         raise ValueError(f"format {values['format']!r}, not {_FORMAT}")
-    if values["held"] not in ("process", "detached") or not isinstance(values["complete"], bool):
-        raise ValueError(f"held {values['held']!r}, complete {values['complete']!r}")
-    spec = values["spec"]
-    return LabState(
-        name=name,
-        spec=LabSpec(
-            servers=int(spec["servers"]),
-            external=_rate(spec["external"]),
-            internal=_rate(spec["internal"]),
-            cpus=None if spec["cpus"] is None else float(spec["cpus"]),
-        ),
-        held=values["held"],
-        owner=_process(values["owner"]),
-        boot=str(values["boot"]),
-        created=str(values["created"]),
-        complete=values["complete"],
-        switch=tuple(_holder(one) for one in values["switch"]),
-        servers=tuple(_server(one) for one in values["servers"]),
-    )
-
-
-def _rate(bits_per_s: Any) -> Rate | None:
-    return None if bits_per_s is None else Rate(int(bits_per_s))
-
-
-def _process(values: Mapping[str, Any]) -> Process:
-    process = Process(pid=int(values["pid"]), started=int(values["started"]))
-    if process.pid < 2:
-        raise ValueError(f"process number {process.pid}")
-    return process
-
-
-def _holder(values: Mapping[str, Any]) -> Process:
-    process = _process(values)
-    line = command_line(process.pid)
-    if line and _HOLDER not in line and process.alive():
-        raise ValueError(f"process {process.pid} holds no lab")
-    return process
-
-
-def _server(values: Mapping[str, Any]) -> ServerFacts:
-    return ServerFacts(
-        number=int(values["number"]),
-        address=str(values["address"]),
-        init=_holder(values["init"]),
-        outer=_holder(values["outer"]),
-        cores=tuple(int(core) for core in values["cores"]),
-        cpu_share=float(values["cpu_share"]),
-        cpu_held_by=values["cpu_held_by"],
-        cgroup=None if values["cgroup"] is None else str(values["cgroup"]),
-    )
+    found: LabState = read_record(LabState, {**values, "name": name})
+    for process in (found.owner, *found.processes):
+        if process.pid < 2:
+            raise ValueError(f"process number {process.pid}")
+    for holder in found.processes:
+        line = command_line(holder.pid)
+        if line and _HOLDER not in line and holder.alive():
+            raise ValueError(f"process {holder.pid} holds no lab")
+    return found
 
 
 def clean_stale() -> list[str]:

@@ -15,9 +15,7 @@ Traffic on the loopback of a server goes through no card, nor does the ledger co
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,14 +25,14 @@ from typing import Literal
 
 from dglx_dist.comm.ledger import WORKER, LedgerRow
 from dglx_dist.comm.trace import UNFINISHED, Pass
-from dglx_dist.data.json_fields import Fields
+from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
+from scripts.json_records import read_record
 from scripts.netlab.base import Card, Lab, label
 from scripts.netlab.launch import LabRun
 
 _NAME = re.compile(r"rank-(\d+)(?:\.(\d+))?\.json")
-_WHOLE = ("epoch", "num_samples", "bytes_inside", "bytes_outside", "cache_hits", "cache_misses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,59 +134,15 @@ def _epoch_seconds(ranks: Sequence[RankTrace]) -> list[float]:
 
 def _read_rank(path: Path, rank: int) -> RankTrace:
     try:
-        fields = Fields(json.loads(path.read_text(encoding="utf-8")), str(path))
-    except (OSError, ValueError, RecursionError) as error:
+        found: RankTrace = read_record(RankTrace, json.loads(path.read_text(encoding="utf-8")))
+        ranks = (WORKER, *range(found.world_size))
+        if found.rank != rank or len(found.server_of_rank) != found.world_size or not ranks[1:]:
+            raise ValueError(f"rank {found.rank} of {found.world_size} on servers {found.server_of_rank}")
+        if any(row.source not in ranks or row.destination not in ranks for row in found.ledger):
+            raise ValueError("its ledger has a rank that there is not")
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise StorageError(f"{path} is damaged ({error}); run the command again") from error
-    world_size = fields.integer("world_size", at_least=1)
-    return RankTrace(
-        job=fields.text("job"),
-        rank=fields.choice("rank", [rank]),
-        world_size=world_size,
-        server_of_rank=tuple(fields.integers("server_of_rank", count=world_size)),
-        failed=fields.choice("failed", [True, False]),
-        ledger=tuple(_ledger_row(row, world_size) for row in fields.records("ledger")),
-        passes=tuple(_pass(done) for done in fields.records("passes")),
-        epochs=tuple(_epoch(epoch) for epoch in fields.records("epochs")),
-    )
-
-
-def _ledger_row(fields: Fields, world_size: int) -> LedgerRow:
-    return LedgerRow(
-        phase=fields.text("phase"),
-        layer=fields.integer("layer"),
-        source=fields.choice("source", (WORKER, *range(world_size))),
-        destination=fields.choice("destination", (WORKER, *range(world_size))),
-        inside=fields.choice("inside", [True, False]),
-        num_bytes=fields.integer("num_bytes", at_least=0),
-    )
-
-
-def _pass(fields: Fields) -> Pass:
-    return Pass(
-        loader=fields.integer("loader", at_least=0),
-        steps=fields.integer("steps", at_least=0),
-        seconds=_number(fields, "seconds"),
-        wait_s=_number(fields, "wait_s"),
-    )
-
-
-def _epoch(fields: Fields) -> EpochRecord:
-    values: dict[str, float | int | None] = {}
-    for field in dataclasses.fields(EpochRecord):
-        if field.name in _WHOLE:
-            values[field.name] = fields.integer(field.name, at_least=0)
-        elif field.name in ("loss", "val_accuracy") and fields.value(field.name) is None:
-            values[field.name] = math.nan if field.name == "loss" else None
-        else:
-            values[field.name] = _number(fields, field.name)
-    return EpochRecord(**values)  # type: ignore[arg-type]  # each checked above, by its name
-
-
-def _number(fields: Fields, key: str) -> float:
-    value = fields.value(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise fields.wrong(key, "a number")
-    return float(value)
+    return found
 
 
 TOLERANCE = 0.08
@@ -241,19 +195,13 @@ def compare(cards_before: Sequence[Card], cards_after: Sequence[Card], trace: Tr
             f"{len(cards_before)} and {len(cards_after)} cards cannot be held against the ledger of "
             f"{trace.num_servers} servers; is DGLX_RANKS_PER_SERVER set inside the lab? unset it"
         )
-    payload = trace.ledger_outside_by_server()
-    each = [
-        Witness(
-            server=server,
-            card=Card(sent=after.sent - before.sent, received=after.received - before.received),
-            ledger=Card(sent=payload.get(server, (0, 0))[0], received=payload.get(server, (0, 0))[1]),
-        )
-        for server, (before, after) in enumerate(zip(cards_before, cards_after, strict=True))
-    ]
+    payload, each = trace.ledger_outside_by_server(), []
+    for server, (before, after) in enumerate(zip(cards_before, cards_after, strict=True)):
+        card = Card(sent=after.sent - before.sent, received=after.received - before.received)
+        sent, received = payload.get(server, (0, 0))
+        each.append(Witness(server=server, card=card, ledger=Card(sent=sent, received=received)))
     total = Witness(
-        server=None,
-        card=_sum([one.card for one in each]),
-        ledger=_sum([one.ledger for one in each]),
+        server=None, card=_sum([one.card for one in each]), ledger=_sum([one.ledger for one in each])
     )
     return (*each, total)
 
@@ -291,20 +239,19 @@ class LabOutcome:
 
     def to_json(self) -> dict[str, object]:
         """Return JSON values."""
+        done = asdict(self.run)
+        done.pop("trace_folder")
+        told = [{**asdict(one), "ratio": one.ratio, "verdict": one.verdict} for one in self.witnesses]
         return {
             "label": self.label,
             "lab": self.lab,
             "command": list(self.command),
             "ranks_per_server": self.ranks_per_server,
-            "exit_code": self.run.exit_code,
-            "failure": self.run.failure,
-            "seconds": self.run.seconds,
+            **done,
             "epoch_seconds": self.trace.epoch_seconds(),
             "trace_missing": self.trace_missing,
-            "cards_before": [asdict(card) for card in self.run.cards_before],
-            "cards_after": [asdict(card) for card in self.run.cards_after],
-            "servers": [_witness_in_json(one) for one in self.witnesses if one.server is not None],
-            "sum": next((_witness_in_json(one) for one in self.witnesses if one.server is None), None),
+            "servers": told[:-1],
+            "sum": told[-1] if told else None,
             "ledger_outside": {
                 str(server): {"sent": sent, "received": received}
                 for server, (sent, received) in self.trace.ledger_outside_by_server().items()
@@ -335,16 +282,6 @@ def find_outcome(lab: Lab, command: Sequence[str], ranks_per_server: int, run: L
 def write_outcome(outcome: LabOutcome, folder: Path) -> Path:
     """Write ``outcome`` to ``folder``/lab.json, which is replaced at once or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{OUTCOME_FILE}.part"
-    unfinished.write_text(json.dumps(outcome.to_json(), indent=2) + "\n")
-    return unfinished.replace(folder / OUTCOME_FILE)
-
-
-def _witness_in_json(one: Witness) -> dict[str, object]:
-    return {
-        "server": one.server,
-        "card": asdict(one.card),
-        "ledger": asdict(one.ledger),
-        "ratio": one.ratio,
-        "verdict": one.verdict,
-    }
+    with replaced_file(folder / OUTCOME_FILE) as unfinished:
+        unfinished.write_text(json.dumps(outcome.to_json(), indent=2) + "\n")
+    return folder / OUTCOME_FILE

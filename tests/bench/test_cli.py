@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dglx_dist.cli.common import show
 from dglx_dist.errors import ConfigError, UnknownNameError
 from scripts.bench import driver, results, suites
-from scripts.bench.cli import app, choose, outcome_table
-from scripts.bench.records import BenchPlan, Experiment, Outcome
+from scripts.bench.cli import app, choose
+from scripts.bench.figures import figures_of
+from scripts.bench.pages import summary
+from scripts.bench.records import BenchPlan, Experiment, Measurement, Outcome
 from tests.bench.helpers import epoch, plan_of
 
 
@@ -57,7 +58,7 @@ def test_a_failure_does_not_stop_the_next_and_ends_with_1(
     monkeypatch.setattr(driver, "run", ends_with("failed", "rank 1 died\n  a log"))
     shown = bench("--only", "D1,D2", "--out", str(tmp_path))
     assert shown.exit_code == 1
-    assert shown.stdout.count("failed: rank 1 died") == 2
+    assert shown.stdout.count(": failed: rank 1 died") == 2
     assert {one.experiment for one in results.read(tmp_path)} == {"D1", "D2"}
 
 
@@ -120,17 +121,19 @@ def test_a_suite_is_chosen_unless_experiments_are_named() -> None:
     assert [one.id for one in choose("quick", ["d2", "D1,D2"])] == ["D2", "D1"]
 
 
-def test_the_table_has_claim_prediction_ratio_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = plan_of("a", "b")
+def test_the_last_lines_say_what_came_out() -> None:
     measurements = tuple(
-        driver.Measurement(variant=name, repetition=number, epochs=(epoch(seconds=seconds),))
+        Measurement(variant=name, repetition=number, epochs=(epoch(seconds=seconds),))
         for number in range(2)
         for name, seconds in (("a", 3.0), ("b", 1.0))
     )
     outcome = Outcome(
-        experiment="D1", status="measured", plan=plan, measurements=measurements, label="quick look"
+        experiment="D1",
+        status="measured",
+        plan=plan_of("a", "b"),
+        measurements=measurements,
+        label="quick look",
     )
-    show(outcome_table([suites.find("D1")], [outcome]))
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if "A over B" in line]
-    for cell in ("D1", "2.00", "3.00", "links not limited; quick look"):
-        assert cell in row
+    assert summary(figures_of(suites.find("D1"), outcome)) == (
+        "links not limited; quick look: `A over B` **3.00**, predicted 2.00, bound at least 1.5 missed"
+    )

@@ -15,7 +15,8 @@ from matplotlib.image import imread
 from dglx_dist.errors import DglxError, StorageError
 from scripts.bench import plots, results
 from scripts.bench.figures import figures_of, variant_rows
-from scripts.bench.pages import read_notes, render, write_page
+from scripts.bench.notes import read_notes
+from scripts.bench.pages import render, write_page
 from scripts.bench.performance import dump_figures, main
 from scripts.bench.records import Experiment, Outcome
 from scripts.bench.suites import everything, find
@@ -25,6 +26,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 NOTES = """How to read it.
 
 ## P1
+Title: push-pull
+Suites: papers
+Paper: A paper
+Claim: it is faster
+Setting: 4 machines
+Predicted: 2x
+Strategies: data_parallel, push_pull
 Here: two servers.
 
 Lesson: it pays.
@@ -135,7 +143,7 @@ def test_missing_and_misshapen_sources_are_refused(folder: Path) -> None:
     with pytest.raises(StorageError, match="no notes"):
         read_notes(folder / "none.md")
     (folder / "notes.md").write_text("## P1\nLesson: x.\n")
-    with pytest.raises(StorageError, match="section P1 needs"):
+    with pytest.raises(StorageError, match="section P1 needs 'Title"):
         read_notes(folder / "notes.md")
     (folder / "P1.json.gz").write_bytes(gzip.compress(b"{}" * 1000)[:-10])
     with pytest.raises(StorageError, match=r"P1\.json\.gz is damaged"):

@@ -20,7 +20,7 @@ from scripts.bench.peers.data import assignment_of, copy_of, launch_of, launched
 from scripts.bench.peers.launch import run_once
 from scripts.bench.peers.workload import Launch, Workload
 from scripts.bench.records import BenchPlan, Shape
-from scripts.bench.results import read_record
+from scripts.json_records import read_record
 from scripts.netlab.base import LabSpec, LoopbackLab
 from scripts.netlab.labs import open_lab
 

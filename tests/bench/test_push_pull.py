@@ -19,8 +19,7 @@ from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.peers.launch import KIND
 from scripts.bench.peers.workload import Launch
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan
-from scripts.bench.results import read_record
-from scripts.bench.suites import family
+from scripts.json_records import read_record
 from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks
 
@@ -53,7 +52,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize("name", [one.id for one in family("push_pull")])
+@pytest.mark.parametrize("name", push_pull.BUILDS)
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = push_pull.plan_at(name, bench, TINY)
     check_plan(name, plan)

@@ -69,7 +69,7 @@ def test_a_result_cut_short_is_named(tmp_path: Path, cut: int) -> None:
 def test_a_result_with_another_type_is_named(tmp_path: Path, key: str) -> None:
     path = results.write(tmp_path, OUTCOME)
     path.write_text(json.dumps({**json.loads(path.read_text()), key: 7}))
-    with pytest.raises(StorageError, match=rf"T1\.json is damaged .*{key} is no record"):
+    with pytest.raises(StorageError, match=rf"T1\.json is damaged .*{key} is a int, not"):
         results.read(tmp_path)
 
 

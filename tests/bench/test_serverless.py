@@ -15,11 +15,10 @@ from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.serverless.cost import ServerlessSetting, serverless_bytes
 from dglx_dist.strategies.serverless.options import read_settings
 from scripts.bench.driver import check_plan
-from scripts.bench.experiments.serverless import Case, Size, plan_at, plan_of, projected
+from scripts.bench.experiments.serverless import BUILDS, Case, Size, plan_at, plan_of, projected
 from scripts.bench.jobs import bounded as job
 from scripts.bench.jobs.params import IntervalParams, read_params
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan
-from scripts.bench.suites import family
 from tests.bench.helpers import context, epoch
 from tests.helpers.ranks import run_ranks
 
@@ -32,7 +31,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
     return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
 
 
-@pytest.mark.parametrize("name", [one.id for one in family("serverless")])
+@pytest.mark.parametrize("name", BUILDS)
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = plan_at(name, bench, TINY)
     check_plan(name, plan)

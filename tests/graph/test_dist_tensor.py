@@ -298,8 +298,8 @@ def test_what_one_rank_asks_for_differently_is_an_error_on_all_and_attaching_on_
         assert all("create it alike on all ranks" in text for text in (said[1], said[2], said[5]))
         assert "cannot have dtype 'complex64'" in said[3]
         assert "give the number of rows first" in said[4]
-    assert "is float32 of shape (40,), not float32 of shape (40, 2); choose another name" in one[6]
-    assert "is float32 of shape (40,), not int64 of shape (40,)" in one[7]
+    assert "float32 of shape (40,), server bounds [0, 14, 40], not float32 of shape (40, 2), " in one[6]
+    assert "is float32 of shape (40,), server bounds [0, 14, 40], not int64 of shape (40,), " in one[7]
     assert "already" in one[8]
     assert "no type has 39 rows" in one[9]
     assert zero[6:] == one[10:]

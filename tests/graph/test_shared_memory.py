@@ -14,7 +14,8 @@ from dglx_dist.comm.session import Session, start_session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.row_files import RowFile, read_index, read_rows, write_rows
 from dglx_dist.errors import DglxError, StorageError
-from dglx_dist.graph.shared_memory import fill_folder, save_folder
+from dglx_dist.graph import shared_memory
+from dglx_dist.graph.shared_memory import save_folder, shared_partial_folder
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks, start_ranks
 
@@ -118,9 +119,12 @@ def test_nothing_but_saved_rows_is_replaced(tmp_path: Path) -> None:
         assert sorted(os.listdir(tmp_path)) == ["project", "rows"]
 
 
-def test_a_folder_that_a_rank_does_not_see_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_a_rank_does_not_see_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "broadcast_json", lambda *_: str(tmp_path / "of another machine"))
     with (
         start_session(topology=Topology(0, 1, (0,))) as session,
         pytest.raises(StorageError, match="choose one that all machines share"),
+        shared_partial_folder(session, tmp_path / "rows"),
     ):
-        fill_folder(session, tmp_path / "nowhere", lambda _: [], {})
+        pass
+    assert os.listdir(tmp_path) == []

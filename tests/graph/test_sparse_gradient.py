@@ -20,6 +20,7 @@ from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.graph.row_kernels import group_by_range
 from dglx_dist.graph.sparse_gradient import (
     NEVER,
     RowGradient,
@@ -27,7 +28,6 @@ from dglx_dist.graph.sparse_gradient import (
     add_rows,
     count_rows,
     forget_rows,
-    group_by_owner,
     one_row_each,
     split_rows,
     weight_of,
@@ -85,10 +85,10 @@ def test_what_is_sent_is_weighed_and_in_order() -> None:
 
 def test_positions_are_grouped_by_owner_in_their_order_and_an_owner_may_have_no_rows() -> None:
     # Owner 0 has rows 0 to 3, owner 1 none, owner 2 the rows 4 to 9.
-    positions, first = group_by_owner(np.array([9, 0, 4, 3, 5]), np.array([0, 4, 4, 10]))
+    positions, first = group_by_range(np.array([9, 0, 4, 3, 5]), np.array([0, 4, 4, 10]))
     assert positions.tolist() == [1, 3, 0, 2, 4]
     assert first.tolist() == [0, 2, 2, 5]
-    none, first = group_by_owner(np.empty(0, np.int64), np.array([0, 4, 4, 10]))
+    none, first = group_by_range(np.empty(0, np.int64), np.array([0, 4, 4, 10]))
     assert (none.tolist(), first.tolist()) == ([], [0, 0, 0, 0])
 
 

@@ -85,7 +85,7 @@ def _damage(values: dict[str, Any], key: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("format", 2),
+        ("format", 99),
         ("owner", {"pid": "x", "started": 1}),
         ("owner", {"pid": -1, "started": 1}),
         ("owner", None),

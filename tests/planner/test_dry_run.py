@@ -26,8 +26,8 @@ from dglx_dist.strategies.full_graph.plan_counts import (
 )
 from dglx_dist.strategies.serverless.cost import count_ghosts
 from dglx_dist.training.models import build_model
-from scripts.bench.speedup_model import exchanging_work, preloading_work
 from tests.planner.hand_made import shape_of_kind
+from tests.planner.plain_counts import exchanging_work, preloading_work
 from tests.strategies import equality
 
 LAYERS = 3

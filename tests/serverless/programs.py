@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -12,7 +13,6 @@ from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Json
 from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.serverless.program import FIXED, Drop, Edge, Gather, Program, Scatter, Slot, Step, Vertex
-from dglx_dist.serverless.stages.base import loss_in_halves
 from dglx_dist.serverless.tasks import Computed, Direction, Item, Role, Work
 
 RELU: Json = {"name": "relu"}
@@ -190,8 +190,6 @@ class PlainRun:
         fixed: Edge values by name, (E, 1).
         labels: (N,) int32.
         bounds: (K + 1,) first node of each interval, and N.
-        fused: Whether the last step is fused.
-        rematerialise: As in TaskOptions.
         epoch: Keys the dropout masks; the seed is 0.
     """
 
@@ -206,29 +204,20 @@ class PlainRun:
         fixed: Mapping[str, Array],
         labels: Array,
         bounds: list[int],
-        fused: bool = True,
-        rematerialise: bool = True,
         epoch: int = 0,
     ) -> None:
         self.epoch = epoch
         self.program, self.weights, self.fixed = program, weights, fixed
         self.indptr, self.sources, self.labels, self.bounds = indptr, sources, labels, bounds
         self.targets = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
-        self.rematerialise = rematerialise
         self.rows: dict[str, Array] = {"x": x}
         self.row_gradients: dict[str, Array] = {}
-        self.saved: dict[tuple[int, int], list[Array]] = {}
         self.gradients = {name: np.zeros_like(weight) for name, weight in weights.items()}
         self.loss_sum, self.correct = 0.0, 0
-        last = program.last
-        for step in range(last if fused else last + 1):
+        for step in range(program.last):
             self._forward(step)
-        if fused:
-            self._task(last, Direction.FUSED)
-        else:
-            self._loss(last)
-            self._task(last, Direction.BACKWARD)
-        for step in reversed(range(last)):
+        self._task(program.last, Direction.FUSED)
+        for step in reversed(range(program.last)):
             self._backward(step)
 
     def _forward(self, index: int) -> None:
@@ -288,43 +277,26 @@ class PlainRun:
         total = self.row_gradients.setdefault(slot, np.zeros_like(self.rows[slot]))
         np.add.at(total, where, rows)
 
-    def _loss(self, last: int) -> None:
-        (slot,) = (slot.name for slot in self.program.steps[last].outputs)  # type: ignore[union-attr]
-        parts = []
-        for first, end in zip(self.bounds, self.bounds[1:], strict=False):
-            rows, labels = self.rows[slot][first:end], self.labels[first:end]
-            loss = loss_in_halves(rows, labels, 1 / self.program.num_train)
-            self.loss_sum, self.correct = self.loss_sum + loss.loss_sum, self.correct + loss.correct
-            parts.append(loss.gradient)
-        self.row_gradients[slot] = np.concatenate(parts)
-
     def _task(self, index: int, direction: Direction) -> Array:
         """Run one step of every interval; return the last array given for all nodes or edges."""
-        work = Work(self.program, index, direction, self.rematerialise)
-        found = [self._interval(work, index, number) for number in range(len(self.bounds) - 1)]
+        work = Work(self.program, index, direction, True)
+        found = [self._interval(work, *ends) for ends in itertools.pairwise(self.bounds)]
         joined = [np.concatenate(parts) for parts in zip(*(one.rows for one in found), strict=True)]
         for item, array in zip(work.given, joined, strict=True):
             if item.role is Role.OUTPUT:
                 self.rows[item.slot] = array
             elif item.role is Role.GRADIENT and isinstance(self.program.steps[index], Vertex):
                 self._add(item.slot, np.arange(len(array)), array)
-        for number, one in enumerate(found):
-            saved = zip(work.given, one.rows, strict=True)
-            if direction is Direction.FORWARD:
-                self.saved[index, number] = [array for item, array in saved if item.role is Role.SAVED]
-            elif direction is Direction.FUSED:
+        for one in found:
+            if direction is Direction.FUSED:
                 self.loss_sum += float(one.rows[-1][0])
                 self.correct += int(one.rows[-1][1])
             for name, slope in zip(work.weights if work.pushes else (), one.gradients, strict=True):
                 self.gradients[name] = self.gradients[name] + slope
         return joined[-1] if joined else np.zeros(0)
 
-    def _interval(self, work: Work, index: int, number: int) -> Computed:
-        first, end = self.bounds[number], self.bounds[number + 1]
-        saved = iter(self.saved.get((index, number), []))
-        arrays = [
-            next(saved) if item.role is Role.SAVED else self._pulled(item, first, end) for item in work.pulled
-        ]
+    def _interval(self, work: Work, first: int, end: int) -> Computed:
+        arrays = [self._pulled(item, first, end) for item in work.pulled]
         return work.whole([self.weights[name] for name in work.weights], arrays, end - first)
 
     def _pulled(self, item: Item, first: int, end: int) -> Array:

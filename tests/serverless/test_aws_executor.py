@@ -19,7 +19,7 @@ from dglx_dist.serverless.aws.clients import Place, is_amazon
 from dglx_dist.serverless.aws.deploy import try_function
 from dglx_dist.serverless.aws.executor import AwsExecutor, read_report
 from dglx_dist.serverless.aws.package import Package, write_zip
-from dglx_dist.serverless.controller import Controller, ControllerOptions, RelaunchRule, TunerLimits
+from dglx_dist.serverless.controller import Controller, ControllerOptions
 from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
 from dglx_dist.training.config import TrainConfig
 
@@ -72,8 +72,8 @@ def test_tasks_come_back_by_the_controller_with_their_bill(service: FunctionsSer
     keys = [key for interval in range(3) for key in keys_of(bench.program, interval)]
     with served(bench), executor(service) as running:
         # However slow this machine is, nothing is late.
-        patient = RelaunchRule(least_s=PATIENCE_S, first_s=PATIENCE_S)
-        options = ControllerOptions(limits=TunerLimits(intervals=3), workers=4, tick_s=0.01, relaunch=patient)
+        patient = {"least_s": PATIENCE_S, "first_s": PATIENCE_S}
+        options = ControllerOptions(most=3, workers=4, tick_s=0.01, **patient)
         controller = Controller(running, options)
         with controller.run():
             for key in keys:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.cost import Servers, Usage, bill, billed_gb_seconds, dollars, prices
+from dglx_dist.serverless.cost import Counts, bill, billed_gb_seconds, dollars, prices
 
 PAPER, NOW = prices("dorylus"), prices("aws")
 
 
 def test_a_million_invocations_of_100_ms_at_192_mb() -> None:
-    million = Usage(invocations=10**6, gb_seconds=billed_gb_seconds(0.1, 192, PAPER) * 10**6)
-    cost = bill(million, [], PAPER, simulated=True)
+    million = Counts(invocations=10**6, warm=10**6, gb_s=billed_gb_seconds(0.1, 192, PAPER) * 10**6)
+    cost = bill(million, {}, PAPER, simulated=True)
     assert cost.requests == pytest.approx(0.20, rel=1e-12)
     assert cost.total == pytest.approx(0.20 + 1e6 * 0.1 / 3600 * 0.01125, rel=1e-12)
     assert cost.total == pytest.approx(0.5125, rel=1e-12)
@@ -33,28 +33,25 @@ def test_steps_are_those_of_the_table() -> None:
 
 
 def test_servers_are_paid_by_the_second_and_functions_by_use() -> None:
-    servers = [
-        Servers(kind="c5n.2xlarge", number=8, seconds=900),
-        Servers(kind="c5.large", number=1, seconds=900),
-    ]
-    cost = bill(Usage(), servers, NOW, simulated=False)
+    servers = {"c5n.2xlarge": 8 * 900, "c5.large": 900}
+    cost = bill(Counts(), servers, NOW, simulated=False)
     assert cost.servers == pytest.approx(8 * 0.25 * 0.432 + 0.25 * 0.085)
     assert (cost.functions, cost.total) == (0, cost.servers)
 
 
 def test_simulated_dollars_say_so_wherever_they_are_shown() -> None:
-    used = Usage(invocations=1, gb_seconds=0.1875)
-    ours, alone = (bill(used, [], NOW, simulated=simulated) for simulated in (True, False))
+    used = Counts(invocations=1, warm=1, gb_s=0.1875)
+    ours, alone = (bill(used, {}, NOW, simulated=simulated) for simulated in (True, False))
     assert "simulated" in str(ours)
     assert "aws of 2025-01-01" in str(ours)
     assert "simulated" not in str(alone)
 
 
 def test_what_is_not_known_is_not_hidden() -> None:
-    known = Usage(invocations=1, gb_seconds=0.1875)
-    cost = bill(known + Usage(invocations=2, unknown=2), [], NOW, simulated=False)
+    known = Counts(invocations=1, cold=1, gb_s=0.1875)
+    cost = bill(known + Counts(invocations=2), {}, NOW, simulated=False)
     assert "at least, for 2 durations are not known" in str(cost)
-    assert "at least" not in str(bill(known, [], NOW, simulated=False))
+    assert "at least" not in str(bill(known, {}, NOW, simulated=False))
 
 
 def test_nonsense_is_refused() -> None:

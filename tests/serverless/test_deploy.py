@@ -22,12 +22,11 @@ from dglx_dist.serverless.aws import deploy as role
 from dglx_dist.serverless.aws.clients import HANDLER, Deployment, Place
 from dglx_dist.serverless.aws.deploy import (
     Function,
+    carry_out,
     compiled_of,
-    deploy,
+    deployment_steps,
     find_function,
-    plan,
-    plan_removal,
-    remove,
+    removal_steps,
     runtime_for,
     what_aws_lacks,
 )
@@ -68,10 +67,24 @@ def client(service: str) -> Any:
     return PLACE.client(service)
 
 
+def plan(deployment: Deployment) -> list[str]:
+    return [step.text for step in deployment_steps(deployment)]
+
+
+def plan_removal() -> list[str]:
+    return [step.text for step in removal_steps(NAME, PLACE)]
+
+
 def do(deployment: Deployment) -> list[str]:
-    """Deploy; what was planned, said and done must be the same."""
-    planned, said = plan(deployment), list[str]()
-    assert deploy(deployment, said.append) == tuple(said) == planned
+    """Deploy; return what was said."""
+    said: list[str] = []
+    carry_out(deployment_steps(deployment), said.append)
+    return said
+
+
+def remove() -> list[str]:
+    said: list[str] = []
+    carry_out(removal_steps(NAME, PLACE), said.append)
     return said
 
 
@@ -134,7 +147,7 @@ def test_it_goes_on_where_it_stopped(wanted: Deployment) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        deploy(wanted, stop_at_function)
+        carry_out(deployment_steps(wanted), stop_at_function)
     assert len(said) == 3
     assert do(wanted)[0].startswith("create the function")
 
@@ -147,7 +160,7 @@ def test_a_given_role_is_used_and_never_touched(wanted: Deployment) -> None:
     assert do(replace(wanted, role=arn)) == []
     with pytest.raises(ConfigError, match="there is no role 'yours'"):
         plan(replace(wanted, role="yours"))
-    remove(NAME, wanted.place, lambda _: None)
+    remove()
     assert [one["RoleName"] for one in client("iam").list_roles()["Roles"]] == ["mine"]
 
 
@@ -169,19 +182,21 @@ def test_everything_that_was_made_is_removed_and_nothing_else(wanted: Deployment
     do(wanted)
     client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}")
     client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}-2")
-    planned, said = plan_removal(NAME, wanted.place), list[str]()
-    assert remove(NAME, wanted.place, said.append) == planned == tuple(said)
-    assert planned == (
-        "delete the function dglx-worker",
-        "delete the log /aws/lambda/dglx-worker",
-        "delete the role dglx-worker-role",
+    assert (
+        plan_removal()
+        == remove()
+        == [
+            "delete the function dglx-worker",
+            "delete the log /aws/lambda/dglx-worker",
+            "delete the role dglx-worker-role",
+        ]
     )
     assert client("lambda").list_functions()["Functions"] == []
     assert client("iam").list_roles()["Roles"] == []
     assert [one["logGroupName"] for one in client("logs").describe_log_groups()["logGroups"]] == [
         f"/aws/lambda/{NAME}-2"
     ]
-    assert remove(NAME, wanted.place, said.append) == ()
+    assert remove() == []
 
 
 def test_what_others_made_is_left_alone(wanted: Deployment) -> None:
@@ -195,21 +210,18 @@ def test_what_others_made_is_left_alone(wanted: Deployment) -> None:
     client("lambda").create_function(
         FunctionName=NAME, Runtime="python3.12", Role=arn, Handler="a.b", Code=code
     )
-    for attempt in (lambda: plan(replace(wanted, role=arn)), lambda: plan_removal(NAME, wanted.place)):
+    for attempt in (lambda: plan(replace(wanted, role=arn)), plan_removal):
         with pytest.raises(ConfigError, match="was not made by dglx"):
             attempt()
 
 
 def test_a_log_whose_function_is_not_ours_stays(wanted: Deployment) -> None:
     client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}")
-    assert plan_removal(NAME, wanted.place) == ()
+    assert plan_removal() == []
     # The role says that the function was ours, and that an earlier removal did not come to its end.
     do(wanted)
     client("lambda").delete_function(FunctionName=NAME)
-    assert plan_removal(NAME, wanted.place) == (
-        "delete the log /aws/lambda/dglx-worker",
-        "delete the role dglx-worker-role",
-    )
+    assert plan_removal() == ["delete the log /aws/lambda/dglx-worker", "delete the role dglx-worker-role"]
 
 
 def test_a_function_that_aws_is_still_at_work_on_is_waited_for(
@@ -225,7 +237,7 @@ def test_a_function_that_aws_is_still_at_work_on_is_waited_for(
     for state, waits in zip(states, ("active", "updated"), strict=True):
         there = {**now, "Configuration": {**now["Configuration"], **state}}
         monkeypatch.setattr(function_module, "find_function", lambda _client, _name, there=there: there)
-        assert list(plan(wanted)) == [f"wait until dglx-worker is {waits}"]
+        assert plan(wanted) == [f"wait until dglx-worker is {waits}"]
         assert plan(replace(wanted, memory_mb=512))[0] == f"wait until dglx-worker is {waits}"
 
 

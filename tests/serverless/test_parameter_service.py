@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from dglx_dist.errors import PeerError, RemoteError
 from dglx_dist.records import Array
 from dglx_dist.serverless import parameter_service as ops
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
-from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, Places
+from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService
 from dglx_dist.serverless.tasks import Direction, TaskKey
 from tests.helpers.ranks import run_ranks, start_ranks
 
@@ -69,22 +70,31 @@ def plan_of(num_servers: int, staleness: int = 0) -> ParameterPlan:
 
 @contextmanager
 def served(
-    rpc: Rpc, plan: ParameterPlan, places: Places, timeout_s: float | None = None
+    rpc: Rpc, plan: ParameterPlan, num_ranks: int = 1
 ) -> Iterator[tuple[ParameterService | None, ParameterClient]]:
     service = None
-    if rpc.rank in places.parameter_servers:
-        index = places.parameter_servers.index(rpc.rank)
+    if rpc.rank < plan.num_servers:
         update = Update("Adam", GROUPS, list(SHAPES))
-        service = ParameterService(
-            rpc, ParameterServer(plan, index, first_weights(), update), places, timeout_s
-        )
-    client = ParameterClient(rpc, plan, places, timeout_s=timeout_s)
+        service = ParameterService(rpc, ParameterServer(plan, rpc.rank, first_weights(), update), num_ranks)
+    client = ParameterClient(rpc, plan, ignored)
     try:
         yield service, client
     finally:
         if service is not None:
             service.close()
         client.close()
+
+
+def ignored(_updates: int) -> None: ...
+
+
+def wait_for(client: ParameterClient, updates: int, within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while min(client._updates) < updates:
+        client.raise_if_stopped()
+        if time.monotonic() > deadline:
+            raise PeerError(ops.what_misses(client._rpc, [0]))
+        time.sleep(0.001)
 
 
 def key_of(interval: int, epoch: int, step: int, direction: Direction = Direction.BACKWARD) -> TaskKey:
@@ -94,7 +104,7 @@ def key_of(interval: int, epoch: int, step: int, direction: Direction = Directio
 def train_interval(rpc: Rpc, client: ParameterClient, interval: int, epoch: int, *, as_worker: bool) -> None:
     def call(op: str, key: TaskKey, arrays: Sequence[Array]) -> list[Array]:
         # A worker has no ledger; what this rank counts in its place is told apart by the phase.
-        return rpc.call(client.rank_of(interval), op, str(key), arrays, phase="stands for a worker")
+        return rpc.call(client.server_of(interval), op, str(key), arrays, phase="stands for a worker")
 
     keys = [key_of(interval, epoch, step) for step in STEPS]
     weights = [call(ops.WEIGHTS, key, []) if as_worker else client.weights(key) for key in keys]
@@ -112,15 +122,14 @@ def train_interval(rpc: Rpc, client: ParameterClient, interval: int, epoch: int,
 
 def train(session: Session, num_servers: int, *, as_worker: bool) -> dict[str, Any]:
     plan, rpc = plan_of(num_servers), session.rpc
-    ranks = tuple(range(session.topology.world_size))
-    places = Places(parameter_servers=ranks[:num_servers], graph_servers=ranks)
+    num_ranks = session.topology.world_size
     before = session.ledger.snapshot()
-    with served(rpc, plan, places) as (service, client):
+    with served(rpc, plan, num_ranks) as (service, client):
         barrier(session, "all serve")
         for epoch in range(EPOCHS):
-            for interval in range(rpc.rank, len(SIZES), len(ranks)):
+            for interval in range(rpc.rank, len(SIZES), num_ranks):
                 train_interval(rpc, client, interval, epoch, as_worker=as_worker)
-            client.wait_for(epoch + 1)
+            wait_for(client, epoch + 1)
         found = {"latest": client.latest(), "state": client.state()}
         barrier(session, "all read")
         if service is not None:
@@ -190,18 +199,16 @@ def train_until_death(session: Session, client: ParameterClient) -> None:
             os._exit(3)
         for interval in np.flatnonzero(assign(SIZES, 2) == session.topology.rank):
             train_interval(session.rpc, client, int(interval), epoch, as_worker=False)
-        client.wait_for(epoch + 1)
+        wait_for(client, epoch + 1)
 
 
 def die_in_the_second_epoch() -> str:
-    with start_session(timeout_s=60) as session:
-        places = Places(parameter_servers=(0, 1), graph_servers=(0, 1, 2))
-        with served(session.rpc, plan_of(2), places) as (_, client):
-            barrier(session, "all serve")
-            with pytest.raises(PeerError) as caught:
-                train_until_death(session, client)
-            session.close(failed=True)
-            return str(caught.value)
+    with start_session(timeout_s=60) as session, served(session.rpc, plan_of(2), 3) as (_, client):
+        barrier(session, "all serve")
+        with pytest.raises(PeerError) as caught:
+            train_until_death(session, client)
+        session.close(failed=True)
+        return str(caught.value)
 
 
 def test_a_dead_server_is_named_by_those_that_wait() -> None:
@@ -216,18 +223,15 @@ def alone() -> Rpc:
     return Rpc(0, Ledger(Topology(rank=0, world_size=1, server_of_rank=(0,))), timeout_s=30)
 
 
-ALONE = Places(parameter_servers=(0,), graph_servers=(0,))
-
-
 def test_who_waits_too_long_is_told_for_what() -> None:
-    with served(alone(), plan_of(1), ALONE, timeout_s=0.01) as (_, client):
+    with served(alone(), plan_of(1)) as (_, client):
         for interval in range(len(SIZES)):
             for step in STEPS:
                 if (interval, step) not in ((2, 0), (4, 0), (4, 2)):
                     arrays = [np.zeros(SHAPES[name]) for name in STEPS[step]]
                     client.gradients(key_of(interval, 0, step), arrays)
         with pytest.raises(PeerError) as caught:
-            client.wait_for(1)
+            wait_for(client, 1, within_s=0.01)
     text = "epoch 0, step 0: gradients of intervals 2, 4; epoch 0, step 2: gradients of intervals 4"
     assert text in str(caught.value)
     assert "parameter server 0 on rank 0" in str(caught.value)
@@ -235,7 +239,7 @@ def test_who_waits_too_long_is_told_for_what() -> None:
 
 def test_what_workers_must_not_ask_is_refused() -> None:
     rpc = alone()
-    with served(rpc, plan_of(1), ALONE):
+    with served(rpc, plan_of(1)):
         good = [np.zeros(SHAPES["v"])]
         for op, name, arrays, says in (
             (ops.WEIGHTS, "r0.e0.s0.i99.f", [], "no interval 99"),
@@ -255,14 +259,14 @@ def test_what_workers_must_not_ask_is_refused() -> None:
 
 def test_an_update_that_fails_ends_the_waiting_and_the_service() -> None:
     rpc = alone()
-    with served(rpc, plan_of(1), ALONE) as (service, client):
+    with served(rpc, plan_of(1)) as (service, client):
         assert service is not None
         service.server._update.apply = broken  # type: ignore[method-assign]
         for interval in range(len(SIZES)):
             for step, names in STEPS.items():
                 client.gradients(key_of(interval, 0, step), [np.zeros(SHAPES[name]) for name in names])
         with pytest.raises(PeerError, match="parameter server 0 on rank 0 stopped: ValueError: no room"):
-            client.wait_for(1)
+            wait_for(client, 1)
         with pytest.raises(RemoteError, match="no room"):
             client.weights(key_of(0, 0, 0))
         with pytest.raises(PeerError, match="no room"):
@@ -297,15 +301,16 @@ def test_sums_that_do_not_come_are_named(dead: list[int], says: str, monkeypatch
 
     monkeypatch.setattr(rpc, "submit", submit)
     monkeypatch.setattr(rpc, "silent", lambda ranks, _: [rank for rank in ranks if rank in dead])
-    plan, places = plan_of(2), Places(parameter_servers=(0, 1), graph_servers=(0,))
+    plan = plan_of(2)
     server = ParameterServer(plan, 0, first_weights(), Update("Adam", GROUPS, list(SHAPES)))
-    client = ParameterClient(rpc, plan, places)
-    service = ParameterService(rpc, server, places, timeout_s=0.02)
+    client = ParameterClient(rpc, plan, ignored)
+    monkeypatch.setattr(rpc, "timeout_s", 0.02)
+    service = ParameterService(rpc, server, 1)
     for interval in plan.intervals_of(0):
         for step, names in STEPS.items():
             client.gradients(key_of(interval, 0, step), [np.zeros(SHAPES[name]) for name in names])
     with pytest.raises(PeerError, match=says):
-        client.wait_for(1)
+        wait_for(client, 1)
     service.close()
     client.close()
 
@@ -324,13 +329,13 @@ def test_listeners_hear_of_each_update_once() -> None:
 
     plan = plan_of(1, staleness=1)
     server = ParameterServer(plan, 0, first_weights(), Update("Adam", GROUPS, list(SHAPES)))
-    client = ParameterClient(rpc, plan, ALONE, on_update=listen)
-    service = ParameterService(rpc, server, ALONE)
+    client = ParameterClient(rpc, plan, listen)
+    service = ParameterService(rpc, server, 1)
     for epoch in (1, 0):
         for interval in range(len(SIZES)):
             for step, names in STEPS.items():
                 client.gradients(key_of(interval, epoch, step), [np.ones(SHAPES[name]) for name in names])
-    client.wait_for(2)
+    wait_for(client, 2)
     assert all_heard.wait(20)
     assert heard == [1, 2]
     service.close()

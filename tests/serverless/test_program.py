@@ -9,13 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import dgl
 import numpy as np
 import pytest
-import torch
-from dgl.nn import GATConv, GraphConv, SAGEConv
-from torch import Tensor, nn
-from torch.nn import functional
 
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.records import Array
@@ -31,7 +26,7 @@ from dglx_dist.serverless.stages.base import (
 from dglx_dist.serverless.tasks import Direction, Work, add_gradients
 from tests.helpers.schema import check_every_field
 
-from .programs import PlainRun, dropping, gat, gcn, sage
+from .programs import dropping, gat, gcn, sage
 
 PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "dropping": dropping, "one layer": lambda: gcn((5, 3))}
 
@@ -230,105 +225,6 @@ def test_a_text_cannot_name_what_is_not_registered() -> None:
     text["steps"][0]["stage"] = "subprocess:run"
     with pytest.raises(UnknownNameError, match="there is no stage 'subprocess:run'"):
         Program.from_json(json.dumps(text))
-
-
-NODES = 11
-CUTS = {"one": [0, 11], "odd and empty": [0, 3, 3, 4, 11]}
-
-
-class Stack(nn.Module):
-    """Two layers with a function between them; parameters are called layers.1 and layers.2."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({"1": first, "2": second})
-
-    def forward(self, graph: dgl.DGLGraph, x: Tensor) -> Tensor:
-        h = self.layers["1"](graph, x)
-        if h.dim() == 3:
-            return self.layers["2"](graph, functional.elu(h).flatten(1)).mean(1)
-        return self.layers["2"](graph, functional.relu(h))
-
-
-MODELS = {
-    "gcn": (gcn, lambda: Stack(GraphConv(5, 4), GraphConv(4, 3))),
-    "sage": (sage, lambda: Stack(SAGEConv(5, 4, "mean"), SAGEConv(4, 3, "mean"))),
-    # A linear residual: no bias of its own in the last layer, so the last step has no weights at all.
-    "gat": (gat, lambda: Stack(GATConv(5, 2, 3), GATConv(6, 3, 4, residual=True, bias=True))),
-}
-
-
-def graph() -> dgl.DGLGraph:
-    """11 nodes, an in-edge from itself for each, 30 edges more."""
-    rng = np.random.default_rng(5)
-    sources, targets = rng.integers(0, NODES, size=(2, 30))
-    own = np.arange(NODES)
-    return dgl.graph((np.concatenate([sources, own]), np.concatenate([targets, own])), num_nodes=NODES)
-
-
-def run(name: str, cut: str, *, fused: bool = True, rematerialise: bool = True) -> tuple[PlainRun, nn.Module]:
-    torch.manual_seed(1)
-    program, model = MODELS[name][0](), MODELS[name][1]().double()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
-    weights = {key: value.detach().numpy() for key, value in model.named_parameters()}
-    assert program.weight_shapes == {key: weights[key].shape for key in program.weight_shapes}
-    assert set(weights) == set(program.weight_shapes)
-    g = graph()
-    indptr, sources, _ = (array.numpy() for array in g.adj_tensors("csc"))
-    targets = np.repeat(np.arange(NODES), np.diff(indptr))
-    outward = np.bincount(sources, minlength=NODES)
-    values = 1 / np.diff(indptr)[targets]
-    if name == "gcn":
-        values = 1 / np.sqrt(np.diff(indptr)[targets] * outward[sources])
-    x, labels = node_data()
-    plain = PlainRun(
-        program,
-        weights,
-        x=x,
-        indptr=indptr,
-        sources=sources,
-        fixed={"fixed:0": values[:, None]},
-        labels=labels,
-        bounds=CUTS[cut],
-        fused=fused,
-        rematerialise=rematerialise,
-    )
-    return plain, model
-
-
-def node_data() -> tuple[Array, Array]:
-    rng = np.random.default_rng(6)
-    labels = rng.integers(0, 3, size=NODES).astype(np.int32)
-    labels[[1, 3, 4, 6, 9]] = -1
-    return rng.normal(size=(NODES, 5)), labels
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("cut", CUTS)
-def test_a_model_by_tasks_is_the_model(name: str, cut: str) -> None:
-    plain, model = run(name, cut)
-    x, labels = node_data()
-    outputs = model(graph(), torch.tensor(x))
-    chosen = torch.tensor(labels >= 0)
-    targets = torch.tensor(labels).long()[chosen]
-    loss = functional.cross_entropy(outputs[chosen], targets, reduction="sum")
-    (loss / 6).backward()
-    assert plain.loss_sum == pytest.approx(loss.item(), rel=1e-12)
-    assert plain.correct == int((outputs[chosen].argmax(1) == targets).sum())
-    for key, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        np.testing.assert_allclose(plain.gradients[key], parameter.grad.numpy(), rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_fusion_and_rematerialisation_change_no_bit(name: str) -> None:
-    first, _ = run(name, "odd and empty")
-    for fused, rematerialise in ((True, False), (False, True), (False, False)):
-        other, _ = run(name, "odd and empty", fused=fused, rematerialise=rematerialise)
-        assert (other.loss_sum, other.correct) == (first.loss_sum, first.correct)
-        for key, gradient in first.gradients.items():
-            assert np.array_equal(other.gradients[key], gradient), (key, fused, rematerialise)
 
 
 def test_a_task_is_the_sum_of_its_halves_and_the_first_has_the_odd_row() -> None:

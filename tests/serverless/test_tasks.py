@@ -71,39 +71,16 @@ def test_keys_have_an_order_and_differ_by_direction() -> None:
     assert sorted(keys) == [keys[3], keys[1], keys[2], keys[0]]
 
 
+NO_KEYS = """r0.e3.s2.i7 r0.e3.s2.i7.g r0.e3.s2.i7.fb.f R0.e3.s2.i7.f r0.e03.s2.i7.f r0.e-3.s2.i7.f
+r0.e+3.s2.i7.f r0.e3.s2.i.f r0.e1e3.s2.i7.f r0.e٣.s2.i7.f e3.s2.i7.f r01.e3.s2.i7.f r-1.e3.s2.i7.f
+r1000000000.e3.s2.i7.f r0.e1000000000.s2.i7.f r0.e3.s10000.i7.f r0.e3.s2.i1000000000.f r0.e3.s2.i7.f/0"""
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "",
-            "r0.e3.s2.i7",
-            "r0.e3.s2.i7.g",
-            "r0.e3.s2.i7.f ",
-            " r0.e3.s2.i7.f",
-            "r0.e3.s2.i7.f\n",
-            "r0.e3.s2.i7.fb.f",
-            "R0.e3.s2.i7.f",
-        ),
-        *(
-            "r0.e03.s2.i7.f",
-            "r0.e-3.s2.i7.f",
-            "r0.e+3.s2.i7.f",
-            "r0.e3.s2.i.f",
-            "r0.e3 .s2.i7.f",
-            "r0.e1e3.s2.i7.f",
-            "r0.e٣.s2.i7.f",
-            "e3.s2.i7.f",
-            "r01.e3.s2.i7.f",
-            "r-1.e3.s2.i7.f",
-            "r1000000000.e3.s2.i7.f",
-        ),
-        *(
-            "r0.e1000000000.s2.i7.f",
-            "r0.e3.s10000.i7.f",
-            "r0.e3.s2.i1000000000.f",
-            "r0.e3.s2.i7.f/0",
-            "x" * 5000,
-        ),
+        *NO_KEYS.split(),
+        *("", "r0.e3.s2.i7.f ", " r0.e3.s2.i7.f", "r0.e3.s2.i7.f\n", "r0.e3 .s2.i7.f", "x" * 5000),
     ],
 )
 def test_what_is_no_key_is_refused(text: str) -> None:
@@ -111,29 +88,14 @@ def test_what_is_no_key_is_refused(text: str) -> None:
         TaskKey.parse(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["r0.e3.s2.i7.f", "r0.e3.s2.i7.f/", "r0.e3.s2.i7.f/2", "r0.e3.s2.i7.f/00", "e3/0", "/0", ""]
-)
-def test_what_names_no_half_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_half(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "r0.e3.s2.i7.f/0",
-        "r0.e3.s2.i7.f/0/",
-        "r0.e3.s2.i7.f/2/1",
-        "r0.e3.s2.i7.f/0/01",
-        "r0.e3.s2.i7.f/0/-1",
-        "1",
-        "",
-    ],
-)
-def test_what_names_no_attempt_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_attempt(text)
+def test_what_names_no_half_or_attempt_is_refused() -> None:
+    key = "r0.e3.s2.i7.f"
+    for text in (key, f"{key}/", f"{key}/2", f"{key}/00", "e3/0", "/0", ""):
+        with pytest.raises(ConfigError):
+            parse_half(text)
+    for text in (f"{key}/0", f"{key}/0/", f"{key}/2/1", f"{key}/0/01", f"{key}/0/-1", "1", ""):
+        with pytest.raises(ConfigError):
+            parse_attempt(text)
 
 
 @pytest.mark.parametrize(
@@ -222,26 +184,44 @@ def test_every_field_of_an_address_is_checked(change: Mapping[str, Any]) -> None
         Task.from_event(event)
 
 
-@pytest.mark.parametrize(
-    ("event", "message"),
-    [
-        (b"{}" + b" " * MAX_EVENT_BYTES, "more than 262144"),
-        (b"[" * 200_000, "not valid JSON"),
-        (b"\x80", "not valid JSON"),
-        (b'{"a": Infinity}', "not a JSON number"),
-        (b"null", "NoneType"),
-        ({1: 2}, "named fields"),
-        ({"handler": "os.system"}, "lacks"),
-    ],
-)
-def test_what_is_no_event_is_refused(event: Any, message: str) -> None:
+NO_EVENTS = {
+    "cut off": (b"{", "not valid JSON"),
+    "a list": ("[1]", "give an object"),
+    "large": (b"{}" + b" " * MAX_EVENT_BYTES, "more than 262144"),
+    "deep": (b'{"key":' + b"[" * 100_000, "not valid JSON"),
+    "as deep as can be read": (b'{"version":' + b"[" * 700 + b"]" * 700 + b"}", "'version' = a list"),
+    "a pickle": (b"\x80\x04cos\nsystem\n(S'true'\ntR.", "not valid JSON"),
+    "a number beyond all texts": (b'{"version":' + b"1" * 5000 + b"}", "not valid JSON"),
+    "no number": (b'{"version":NaN}', "NaN is not a JSON number"),
+    "no names": ({1: 2}, "named fields"),
+    "another object": ({"handler": "os.system"}, "lacks"),
+    "nothing": (None, "a NoneType"),
+    "a number": (7, "a int"),
+    "a real list": ([1], "a list"),
+}
+CHANGES = {
+    "a number beyond all floats": ({"timeout_s": 10**400}, "'timeout_s' = 1000"),
+    "half a character": ({"graph_server": {"rank": 0, "host": "\ud800", "endpoint": "tcp://a:1"}}, "'host'"),
+    "steers a terminal": ({"program": "\x1b]0;owned\x07"}, r"'\\x1b\]0;owned"),
+    "a file as endpoint": (
+        {"graph_server": {"rank": 0, "host": "h", "endpoint": "ipc:///tmp/x", "public_key": None}},
+        "give tcp://HOST:PORT",
+    ),
+    "a stage of its own": ({"stages": {"dense": "os:system"}}, "unknown field 'stages'"),
+    "a stage": ({"stage": "os:system"}, "unknown field 'stage'"),
+}
+
+
+@pytest.mark.parametrize("case", [*NO_EVENTS, *CHANGES])
+def test_what_is_no_event_is_refused(case: str) -> None:
+    event: Any
+    if case in NO_EVENTS:
+        event, message = NO_EVENTS[case]
+    else:
+        change, message = CHANGES[case]
+        event = {**as_json(), **change}
     with pytest.raises(ConfigError, match=message):
         Task.from_event(event)
-
-
-def test_an_event_says_nothing_of_what_to_run() -> None:
-    with pytest.raises(ConfigError, match="unknown field 'stage'"):
-        Task.from_event({**as_json(), "stage": "os:system"})
 
 
 def test_a_task_that_could_not_be_read_is_not_written() -> None:

@@ -12,7 +12,7 @@ def test_last_parameters_come_first_and_size_is_kept() -> None:
     buckets = make_buckets(PARAMETERS, 5 * 8)
     assert [bucket.indices for bucket in buckets] == [(3, 2), (1, 0)]
     # 5 gradients and 2 flags each.
-    assert [bucket.num_bytes for bucket in buckets] == [7 * 8, 7 * 8]
+    assert [bucket.flat.nbytes for bucket in buckets] == [7 * 8, 7 * 8]
 
 
 def test_a_parameter_larger_than_a_bucket_is_alone() -> None:

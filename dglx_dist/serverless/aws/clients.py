@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -53,14 +53,9 @@ class Place:
     """Address of an AWS-compatible service; None: AWS itself."""
 
     def client(self, service: str, *, connections: int = 10, timeout_s: float = READ_TIMEOUT_S) -> Client:
-        """Return a thread-safe client of ``service``, such as "lambda".
+        """Return a thread-safe client of ``service``, such as "lambda", for so many concurrent calls.
 
-        Args:
-            connections: Maximum number of concurrent calls.
-            timeout_s: Time limit of each answer.
-
-        Raises:
-            ConfigError: boto3 is not installed, or finds no region or not the configured profile.
+        Raises ConfigError if boto3 is not installed, or finds no region or not the configured profile.
         """
         try:
             from botocore.config import Config
@@ -94,12 +89,7 @@ def is_amazon(client: Client) -> bool:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn errors of boto3 into errors that say ``what`` failed and how to fix it.
-
-    Raises:
-        ConfigError: credentials, region or permission are missing, or AWS rejects the request.
-        PeerError: AWS is unreachable.
-    """
+    """Turn errors of boto3 into a ConfigError or PeerError that says ``what`` failed and how to fix it."""
     from botocore import exceptions as boto
 
     try:
@@ -126,14 +116,25 @@ def explained(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {error}") from error
 
 
+Found: TypeAlias = Mapping[str, Any]
+"""AWS's description of a resource, as boto3 returns it."""
+
+
+def found_or_none(
+    what: str, missing: type[Exception], call: Callable[..., Found], **given: object
+) -> Found | None:
+    """Return ``call(**given)``; None if it raises ``missing``; other errors as in :func:`explained`."""
+    with explained(what):
+        try:
+            return call(**given)
+        except missing:
+            return None
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Desired state of one function.
-
-    Raises:
-        ConfigError: a field is outside the limits of AWS, or the package does not exist.
-    """
+    """Desired state of one function; ConfigError for what is outside the limits of AWS."""
 
     name: str
     package: Path

@@ -12,11 +12,11 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, final
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -37,9 +37,11 @@ from dglx_dist.serverless.aws.clients import (
     TAG,
     Client,
     Deployment,
+    Found,
     Place,
     check_name,
     explained,
+    found_or_none,
     is_amazon,
 )
 from dglx_dist.serverless.json_fields import Json
@@ -94,6 +96,7 @@ class Step:
 
 
 def carry_out(steps: Sequence[Step], say: Callable[[str], None]) -> None:
+    """Carry out ``steps``, each said beforehand; ConfigError or PeerError if AWS rejects one."""
     # After an error, the next deployment resumes with what is missing.
     for step in steps:
         say(step.text)
@@ -103,12 +106,7 @@ def carry_out(steps: Sequence[Step], say: Callable[[str], None]) -> None:
 
 @final
 class Role:
-    """The execution role of one function: the given one, or one created for the function.
-
-    Raises:
-        ConfigError: the given role does not exist, or the name of the created one is taken.
-        PeerError: AWS is unreachable.
-    """
+    """The execution role of one function: the given one, or one created for the function."""
 
     def __init__(self, deployment: Deployment) -> None:
         given = deployment.role
@@ -131,7 +129,7 @@ class Role:
         if given is None:
             self._own_policy(VPC_POLICY if deployment.subnets else LOG_POLICY, found)
 
-    def _own_policy(self, policy: str, found: dict[str, object] | None) -> None:
+    def _own_policy(self, policy: str, found: Found | None) -> None:
         if found is not None:
             _check_role_owner(found, self._name, self._function)
         if found is None or policy not in attached_policies(self._iam, self._name):
@@ -155,8 +153,7 @@ def default_role(function: str) -> str:
     return f"{function}-role"
 
 
-def role_removal_steps(iam: Client, function: str) -> list[Step]:
-    """Return the steps that remove the role created for ``function``; [] if there is none."""
+def _role_removal_steps(iam: Client, function: str) -> list[Step]:
     name = default_role(function)
     found = find_role(iam, name)
     if found is None or _owner(found) != function:
@@ -170,13 +167,10 @@ def role_removal_steps(iam: Client, function: str) -> list[Step]:
     return [Step(f"delete the role {name}", delete)]
 
 
-def find_role(iam: Client, name: str) -> dict[str, object] | None:
-    with explained(f"could not look for the role {name}"):
-        try:
-            found = iam.get_role(RoleName=name)["Role"]
-        except iam.exceptions.NoSuchEntityException:
-            return None
-    return dict(found)
+def find_role(iam: Client, name: str) -> Found | None:
+    missing = iam.exceptions.NoSuchEntityException
+    answer = found_or_none(f"could not look for the role {name}", missing, iam.get_role, RoleName=name)
+    return None if answer is None else answer["Role"]
 
 
 def attached_policies(iam: Client, name: str) -> list[str]:
@@ -185,7 +179,7 @@ def attached_policies(iam: Client, name: str) -> list[str]:
     return [str(one["PolicyArn"]) for one in listed]
 
 
-def _check_role_owner(found: dict[str, object], name: str, function: str) -> None:
+def _check_role_owner(found: Found, name: str, function: str) -> None:
     if _owner(found) != function:
         raise ConfigError(
             f"the role {name} exists and was not made for the function {function} by dglx; give it, or "
@@ -193,10 +187,8 @@ def _check_role_owner(found: dict[str, object], name: str, function: str) -> Non
         )
 
 
-def _owner(found: dict[str, object]) -> object:
-    tags = found.get("Tags")
-    listed = tags if isinstance(tags, list) else []
-    return next((tag["Value"] for tag in listed if tag["Key"] == TAG), None)
+def _owner(role: Found) -> object:
+    return next((tag["Value"] for tag in role.get("Tags") or () if tag["Key"] == TAG), None)
 
 
 @final
@@ -243,11 +235,7 @@ def compiled_of(package: Path) -> Compiled:
 def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
     """Return the requested runtime of ``deployment``, or by default its package's.
 
-    Args:
-        on_aws: Whether it will run on AWS itself, whose C libraries are known.
-
-    Raises:
-        ConfigError: that runtime cannot load the package's libraries.
+    ConfigError if it cannot load the package's libraries, or, ``on_aws``, if AWS's C library is too old.
     """
     compiled = compiled_of(deployment.package)
     minor = sys.version_info.minor if compiled.python is None else compiled.python
@@ -279,18 +267,9 @@ def what_aws_lacks(package: Path) -> str:
     )
 
 
-Found: TypeAlias = Mapping[str, Any]
-"""AWS's description of a function, as boto3 returns it."""
-
-
 @final
 class Function:
-    """One function, and the steps from its present state to a deployment.
-
-    Raises:
-        ConfigError: AWS rejects the query, or the name belongs to a function that dglx did not create.
-        PeerError: AWS is unreachable.
-    """
+    """One function, and the steps from its present state to a deployment."""
 
     def __init__(self, deployment: Deployment, pause: Callable[[float], None] = time.sleep) -> None:
         self._deployment, self._pause = deployment, pause
@@ -445,12 +424,13 @@ class Function:
         return Step(f"wait until {name} is {until}", wait)
 
     def _drops_failures(self) -> bool:
-        with explained(f"could not read how {self._deployment.name} treats failed events"):
-            try:
-                now = self._client.get_function_event_invoke_config(FunctionName=self._deployment.name)
-            except self._client.exceptions.ResourceNotFoundException:
-                return False
-        return now.get("MaximumRetryAttempts") == 0 and now.get("MaximumEventAgeInSeconds") == EVENT_AGE_S
+        name, missing = self._deployment.name, self._client.exceptions.ResourceNotFoundException
+        read = self._client.get_function_event_invoke_config
+        now = found_or_none(
+            f"could not read how {name} treats failed events", missing, read, FunctionName=name
+        )
+        wanted = {"MaximumRetryAttempts": 0, "MaximumEventAgeInSeconds": EVENT_AGE_S}
+        return now is not None and wanted.items() <= now.items()
 
     def _drop_failures(self) -> None:
         # Otherwise AWS would run and bill a failed event twice more, after another attempt did its task.
@@ -462,13 +442,8 @@ class Function:
 
 
 def find_function(client: Client, name: str) -> Found | None:
-    """Return AWS's description of the function ``name``; None if it does not exist."""
-    with explained(f"could not look for the function {name}"):
-        try:
-            found: Found = client.get_function(FunctionName=name)
-        except client.exceptions.ResourceNotFoundException:
-            return None
-    return found
+    what, missing = f"could not look for the function {name}", client.exceptions.ResourceNotFoundException
+    return found_or_none(what, missing, client.get_function, FunctionName=name)
 
 
 def check_own(found: Found, name: str) -> None:
@@ -503,18 +478,16 @@ class TrialResult:
 def try_function(
     name: str, place: Place, say: Callable[[str], None], *, address: str | None = None, times: int = 2
 ) -> list[TrialResult]:
-    """Invoke the function ``name`` with a small task and check its results.
+    """Invoke the function ``name`` with small tasks, the second in a warm container, and check their results.
 
     Args:
         say: Called with a message that has the address at which this process serves.
         address: Numeric address of this machine that the function can reach; None: the one by which this
             machine reaches AWS.
-        times: Number of tasks; the second one finds a warm container.
 
     Raises:
         ConfigError: the function does not exist, permission is missing, or its results are wrong.
         RemoteError: the function failed; the message ends with its log.
-        PeerError: AWS is unreachable.
     """
     # The invocation is synchronous, so the client waits for the longest time-out of a function.
     client = place.client("lambda", timeout_s=MAX_TIMEOUT_S + 10)
@@ -671,57 +644,31 @@ def _tail(answer: dict[str, str]) -> str:
     return base64.b64decode(answer.get("LogResult", "")).decode(errors="replace")[-_MAX_LOG:].strip()
 
 
-def plan(deployment: Deployment) -> tuple[str, ...]:
-    """Return the changes that :func:`deploy` would make; () if the function is up to date.
+def deployment_steps(deployment: Deployment) -> list[Step]:
+    """Return the changes that ``deployment`` needs; [] if the function is up to date.
+
+    Only differences are changed: carried out again, they resume an interrupted deployment.
 
     Raises:
         ConfigError: credentials or permission are missing, the given role does not exist, or the name
             belongs to a function that dglx did not create.
         PeerError: AWS is unreachable.
     """
-    return tuple(step.text for step in Function(deployment).steps())
+    return Function(deployment).steps()
 
 
-def deploy(deployment: Deployment, say: Callable[[str], None]) -> tuple[str, ...]:
-    """Apply ``deployment``, wait until the function is usable, and return the changes.
+def removal_steps(name: str, place: Place) -> list[Step]:
+    """Return the changes that delete the function ``name``, the role created for it, and its log.
 
-    Only differences are changed: a second call resumes an interrupted one, and a third call does nothing.
-
-    Args:
-        say: Called with each change before it is made.
-
-    Raises:
-        ConfigError, PeerError: as :func:`plan`; or AWS rejects a change; or the function does not become
-            usable.
+    A role given by the user, and packages in S3, stay. Errors as :func:`deployment_steps`.
     """
-    steps = Function(deployment).steps()
-    carry_out(steps, say)
-    return tuple(step.text for step in steps)
-
-
-def plan_removal(name: str, place: Place) -> tuple[str, ...]:
-    """Return the changes that :func:`remove` would make; errors as :func:`plan`."""
-    return tuple(step.text for step in _removal(name, place))
-
-
-def remove(name: str, place: Place, say: Callable[[str], None]) -> tuple[str, ...]:
-    """Delete the function ``name``, the role created for it, and its log; return the changes.
-
-    A role given by the user, and packages in S3, stay. Errors as :func:`deploy`.
-    """
-    steps = _removal(name, place)
-    carry_out(steps, say)
-    return tuple(step.text for step in steps)
-
-
-def _removal(name: str, place: Place) -> list[Step]:
     check_name(name)
     client, steps = place.client("lambda"), list[Step]()
     found = find_function(client, name)
     if found is not None:
         check_own(found, name)
         steps.append(Step(f"delete the function {name}", lambda: client.delete_function(FunctionName=name)))
-    of_role = role_removal_steps(place.client("iam"), name)
+    of_role = _role_removal_steps(place.client("iam"), name)
     # A log has no tag of its creator: it is deleted together with a function or role that has one.
     of_log = _log_steps(name, place) if steps or of_role else []
     return [*steps, *of_log, *of_role]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import final
 
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.serverless.aws.clients import Client, Place, check_name, explained, is_amazon
+from dglx_dist.serverless.aws.clients import Client, Place, check_name, explained, found_or_none, is_amazon
 from dglx_dist.serverless.executors.base import (
     ExecutorContext,
     Invocation,
@@ -48,10 +48,7 @@ class Report:
 
 
 def read_report(line: str) -> Report | None:
-    """Read a log line; None if it is not a REPORT.
-
-    The duration is the billed one, which includes the start of a container if AWS bills that.
-    """
+    """Read a log line; None if it is not a REPORT. If AWS bills the start of a container, so does it."""
     found = _REPORT.search(line)
     if found is None:
         return None
@@ -111,13 +108,15 @@ class ReportReader:
         more: dict[str, str] = {}
         newest = self._since_ms
         while True:
-            with explained(f"could not read the log {self._group}"):
-                try:
-                    page = self._client.filter_log_events(
-                        logGroupName=self._group, startTime=self._since_ms, filterPattern="REPORT", **more
-                    )
-                except self._client.exceptions.ResourceNotFoundException:
-                    return  # the first invocation creates the log
+            page = found_or_none(
+                f"could not read the log {self._group}",
+                self._client.exceptions.ResourceNotFoundException,
+                self._client.filter_log_events,
+                **{"logGroupName": self._group, "startTime": self._since_ms, "filterPattern": "REPORT"},
+                **more,
+            )
+            if page is None:
+                return  # the first invocation creates the log
             for event in page["events"]:
                 newest = max(newest, int(event["timestamp"]))
                 self._take(read_report(event["message"]))
@@ -207,14 +206,13 @@ class _Poster(WorkerHandle):
 
 def _check_usable(client: Client, function: str) -> int:
     """Return the memory of ``function`` in MB; raise ConfigError unless it is there and active."""
-    with explained(f"could not look for the function {function}"):
-        try:
-            found = client.get_function_configuration(FunctionName=function)
-        except client.exceptions.ResourceNotFoundException:
-            raise ConfigError(
-                f"there is no function {function!r} in {client.meta.region_name}; create it with "
-                f"`dglx lambda deploy {function}`, or give its region"
-            ) from None
+    what, missing = f"could not look for the function {function}", client.exceptions.ResourceNotFoundException
+    found = found_or_none(what, missing, client.get_function_configuration, FunctionName=function)
+    if found is None:
+        raise ConfigError(
+            f"there is no function {function!r} in {client.meta.region_name}; create it with "
+            f"`dglx lambda deploy {function}`, or give its region"
+        )
     # A function that was not called for weeks is "Inactive"; the next event activates it.
     if found.get("State", "Active") not in ("Active", "Inactive"):
         raise ConfigError(

@@ -16,11 +16,7 @@ _WORKER = Worker(RemoteCaller())
 
 
 def handler(event: object, context: object = None) -> dict[str, Json]:
-    """Run the task of ``event``, or of the body if it is an HTTP request; see ``Worker.handle``.
-
-    Raises:
-        DglxError: the event is not a task, or the task failed.
-    """
+    """Run the task of ``event``, or of the body if it is an HTTP request; see ``Worker.handle``."""
     request = event if isinstance(event, Mapping) else {}
     body = request.get("body")
     if not isinstance(body, str):

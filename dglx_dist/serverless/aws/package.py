@@ -68,15 +68,7 @@ def wheel_files(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def download_wheels(folder: Path, *, python: str, architecture: str) -> None:
-    """Download wheels of the versions installed here with pip, from its configured index.
-
-    Args:
-        python: Version of the service, such as ``"3.12"``.
-        architecture: ``"x86_64"`` or ``"aarch64"``.
-
-    Raises:
-        ConfigError: pip fails; the message has its output.
-    """
+    """Download wheels of the versions installed here with pip, for "3.12" and "x86_64" or "aarch64", say."""
     versions = [f"{project}=={_version(name)}" for name, project in LIBRARIES.items()]
     platforms = [f"--platform=manylinux{kind}_{architecture}" for kind in ("2014", "_2_28")]
     wanted = [*platforms, f"--python-version={python}", "--only-binary=:all:", "--no-deps"]
@@ -112,26 +104,15 @@ def stages_of(steps: Iterable[Step]) -> dict[str, str]:
 
 
 def stage_paths(stages: Mapping[str, str]) -> tuple[Path, ...]:
-    """Return the files and package folders that contain ``stages`` (name to ``module:Class``), sorted.
-
-    Raises:
-        ConfigError: a stage is defined in a script or notebook, or inside a function or class, or its module
-            is not found.
-    """
+    """Return the files and package folders that contain ``stages`` (name to ``module:Class``), sorted."""
     return tuple(sorted({_path_of(name, path) for name, path in stages.items()}))
 
 
 def check_imports(stages: Mapping[str, str], executor: str) -> None:
-    """Reject stages whose modules import libraries that worker processes lack.
+    """Raise ConfigError if a stage's module imports a library that worker processes lack.
 
-    Checks the top-level imports of the modules and of their parent packages. Indirect imports, and imports
-    inside a function or ``try``, fail in the worker.
-
-    Args:
-        stages: Name to ``module:Class``; the classes must be imported in this process.
-
-    Raises:
-        ConfigError: a stage imports such a library.
+    Checks the top-level imports of the imported modules and of their parent packages. Indirect imports, and
+    imports inside a function or ``try``, fail in the worker.
     """
     for name, path in stages.items():
         module = path.partition(":")[0]
@@ -254,12 +235,7 @@ class Packed:
 
 
 def write_zip(path: Path, package: Package) -> Packed:
-    """Write the zip of ``package`` to ``path``, atomically.
-
-    Raises:
-        ConfigError: a stage, a library or a wheel is not found, or there are no wheels on another system
-            than Linux.
-    """
+    """Write the zip of ``package`` to ``path``, atomically."""
     contents = dict(sorted(_contents(package)))
     part = path.with_name(f"{path.name}.part")
     with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive:

@@ -95,8 +95,7 @@ class Executor(ABC):
     def invoke(self, event: bytes) -> None:
         """Start the task of ``event`` (``Task.to_event``) on a worker; returns at once.
 
-        Raises:
-            PeerError: the executor is closed or cannot take the event.
+        Raises PeerError if the executor is closed or cannot take the event.
         """
 
     @abstractmethod
@@ -132,11 +131,7 @@ def read_memory_mb(fields: Fields) -> int:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """Injected faults, by share of the invocations.
-
-    Raises:
-        ConfigError: the shares add up to more than 1.
-    """
+    """Injected faults, by share of the invocations."""
 
     seed: Annotated[int, Within(0, 1 << 62)] = 0
     kill: _Share = 0.0
@@ -212,8 +207,7 @@ class WorkerHandle(ABC):
     def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer | None:
         """Run a task and wait for its end; None: a service accepted it and reports nothing more.
 
-        Raises:
-            DglxError: the worker died or failed; after a death the next call starts another worker.
+        Raises DglxError if the worker died or failed; after a death the next call starts another worker.
         """
 
     @abstractmethod
@@ -230,13 +224,7 @@ class PoolExecutor(Executor):
 
     A worker whose task is sent again counts as late: it may hang forever, so another worker may take its
     slot. At most as many workers as there are slots may be late at once. A late worker that returns ends if
-    all slots are taken.
-
-    Args:
-        make: Makes a worker, on the thread that will use it; must not raise: errors belong to ``invoke``.
-        memory_mb: Of a worker, for the bill.
-        billed: Whether invocations are reported as billed.
-        latency: Of invocations without a fault.
+    all slots are taken. ``make`` makes a worker, on the thread that will use it; errors belong to ``invoke``.
     """
 
     def __init__(

@@ -62,10 +62,7 @@ _MAX_OUTPUT, _EXIT_WAIT_S = 2000, 0.5
 
 
 def limit_cpu(pid: int, share: float) -> Path | None:
-    """Move process ``pid`` into a new control group with ``share`` of a core; return the group's folder.
-
-    None if this machine does not permit control groups.
-    """
+    """Move process ``pid`` into a new control group with ``share`` of a core; None if not permitted."""
     folder = cgroups.make(f"{_PREFIX}-{os.getpid()}-{pid}", share)
     if folder is None:
         return None
@@ -87,14 +84,9 @@ def remove_stale_groups() -> None:
 
 
 def make_tree(folder: Path, stages: Mapping[str, str]) -> None:
-    """Link everything that a worker imports into the empty ``folder``.
+    """Link everything that a worker with these user's stages imports into the empty ``folder``.
 
-    Args:
-        folder: The only entry of the workers' ``sys.path`` beside the standard library.
-        stages: The user's own, name to ``module:Class``.
-
-    Raises:
-        ConfigError: the files of a stage or a library are not found.
+    It is the only entry of the workers' ``sys.path`` beside the standard library.
     """
     root = package_root()
     for file in worker_files(root):

@@ -35,12 +35,9 @@ _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
 def erf(x: Array) -> Array:
-    """Return erf of every element, to 3e-16 in float64.
+    """Return erf of every element, to 3e-16 in float64; NaN gives NaN.
 
     The Taylor series around the nearest table point, at most 1/32 away, needs nine terms.
-
-    Args:
-        x: float32 or float64, any shape; NaN gives NaN.
     """
     series = _ERF_TABLE.astype(x.dtype, copy=False)
     flat = x.reshape(-1)
@@ -219,9 +216,6 @@ def read_activation(fields: Fields, name: str = "activation") -> Activation:
     """Make the activation that the field ``name`` describes; a missing field is the identity.
 
     Written ``{"name": "relu"}``, ``{"name": "leaky_relu", "slope": 0.2}``, ``{"name": "elu", "alpha": 1.0}``.
-
-    Raises:
-        ConfigError: the description is invalid.
     """
     identity: object = {"name": "identity"}
     inner = Fields(fields.maybe(name, fields.any, identity), f"{fields.where} {name!r}")
@@ -417,11 +411,8 @@ def cross_entropy(outputs: Array, labels: Array, scale: float) -> LossResult:
 
     Args:
         outputs: (n, C) float32 or float64.
-        labels: (n,) of any integer dtype in [0, C); -1 in rows that are not training nodes.
+        labels: (n,) integers; -1 in rows that are not training nodes. ConfigError outside [-1, C).
         scale: 1 / M, where M is the number of training nodes on all graph servers.
-
-    Raises:
-        ConfigError: a label is outside [-1, C).
     """
     rows = np.nonzero(labels >= 0)[0]
     classes = outputs.shape[1]

@@ -475,7 +475,9 @@ def halo_block(
     (K,) int64 ids to (K,) out-degrees in the whole graph, on demand, not collective; None: those of the
     block.
     """
-    sources = _all_sources(layer, nodes)
+    own = nodes[: layer.own_rows]
+    repeated = own[:1] if needs_repeated_row(layer) else own[:0]
+    sources = torch.cat([own, _tensor(layer.halo_nodes), repeated])
     edges = _tensor(layer.indices), sources, _tensor(layer.edge_ids)
     plain = BlockBuilder(etype).block(_tensor(layer.indptr), *edges)
     types = [etype[0]], [etype[2]]
@@ -486,12 +488,6 @@ def halo_block(
 def needs_repeated_row(layer: HaloLayer) -> bool:
     """Return whether the block of ``layer`` repeats its first own row; see :class:`HaloBlock`."""
     return bool(layer.send) and not len(layer.halo_nodes)
-
-
-def _all_sources(layer: HaloLayer, nodes: Tensor) -> Tensor:
-    own = nodes[: layer.own_rows]
-    pieces: Sequence[Tensor] = [own, _tensor(layer.halo_nodes)]
-    return torch.cat([*pieces, own[:1]] if needs_repeated_row(layer) else [*pieces])
 
 
 def _tensor(array: Array) -> Tensor:

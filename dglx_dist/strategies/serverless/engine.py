@@ -7,16 +7,16 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from ipaddress import ip_address
 from types import TracebackType
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 
-from dglx_dist.comm.collectives import barrier, gather_json, raise_for_missing
+from dglx_dist.comm.collectives import barrier, gather_int64, raise_for_missing
 from dglx_dist.comm.endpoints import open_client_access
 from dglx_dist.comm.ledger import WORKER
 from dglx_dist.comm.rpc import Handler, PeerAddress, Rpc
@@ -26,12 +26,12 @@ from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.records import Array
 from dglx_dist.serverless.aws.package import stages_of
-from dglx_dist.serverless.controller import Controller, ControllerOptions, Counts, RelaunchRule, TunerLimits
-from dglx_dist.serverless.cost import Bill, Servers, Usage, bill, dollars
+from dglx_dist.serverless.controller import Controller, ControllerOptions, most_workers
+from dglx_dist.serverless.cost import Bill, Counts, bill, dollars
 from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
 from dglx_dist.serverless.json_fields import printable
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
-from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, Places, what_misses
+from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, what_misses
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import (
     MAX_TIMEOUT_S,
@@ -72,15 +72,13 @@ class Account:
     """Seconds that graph servers trained, summed over the ranks."""
 
     def __add__(self, other: Account) -> Account:
-        names = [one.name for one in fields(Counts)]
-        counts = {name: getattr(self.counts, name) + getattr(other.counts, name) for name in names}
-        return Account(counts=Counts(**counts), server_seconds=self.server_seconds + other.server_seconds)
+        seconds = self.server_seconds + other.server_seconds
+        return Account(counts=self.counts + other.counts, server_seconds=seconds)
 
     def bill(self, settings: LambdaSettings, *, simulated: bool) -> Bill:
         """Return the bill by the settings' prices."""
-        servers = [Servers(kind=settings.server, number=1, seconds=self.server_seconds)]
-        used = Usage() if settings.servers_only else self.counts.usage
-        return bill(used, servers, settings.prices, simulated=simulated)
+        used = Counts() if settings.servers_only else self.counts
+        return bill(used, {settings.server: self.server_seconds}, settings.prices, simulated=simulated)
 
     def describe(self, settings: LambdaSettings, *, simulated: bool) -> dict[str, object]:
         """Return counts, dollars and labels as JSON values."""
@@ -97,12 +95,22 @@ class Account:
         }
 
 
-def account_of_ranks(ranks: Iterable[Mapping[str, Any]]) -> Account:
-    """Return the sum of the accounts of all ranks, each given as ``asdict`` returns it."""
-    accounts = (
-        Account(counts=Counts(**one["counts"]), server_seconds=one["server_seconds"]) for one in ranks
-    )
-    return sum(accounts, Account())
+def gather_numbers(values: Sequence[float] | Array, session: Session) -> Array:
+    """Collect (K,) numbers from every rank: (W, K) float64. Collective.
+
+    As their bits: as text, their length, and the bytes that are counted, would differ between runs.
+    """
+    own = np.ascontiguousarray(values, dtype=np.float64).reshape(-1)
+    return gather_int64(own.view(np.int64), session).view(np.float64)
+
+
+def account_of_ranks(own: Account, session: Session) -> Account:
+    """Return the sum of the accounts of all ranks. Collective."""
+    counts = vars(own.counts)
+    rows = gather_numbers([*counts.values(), own.server_seconds], session)
+    *sums, seconds = (math.fsum(column) for column in rows.T)
+    added = {name: type(counts[name])(one) for name, one in zip(counts, sums, strict=True)}
+    return Account(counts=Counts(**added), server_seconds=seconds)
 
 
 def progress_line(now: Snapshot, counts: Counts, workers: int, bill_now: Bill) -> str:
@@ -121,22 +129,17 @@ def progress_line(now: Snapshot, counts: Counts, workers: int, bill_now: Bill) -
 
 @final
 class WorkerPool:
-    """:class:`Workers` of this rank, behind a controller, from construction until :meth:`close`.
-
-    Raises:
-        ConfigError: the executor rejects its options, or its workers cannot reach this rank.
-    """
+    """:class:`Workers` of this rank, behind a controller, from construction until :meth:`close`."""
 
     def __init__(
         self,
         session: Session,
         program: Program,
         plan: ParameterPlan,
-        places: Places,
         settings: LambdaSettings,
         handlers: Mapping[str, Handler],
     ) -> None:
-        self._plan, self._places, self._rank = plan, places, session.topology.rank
+        self._plan, self._rank = plan, session.topology.rank
         self._digest, options = program.digest, settings.options
         self._task_options = TaskOptions(streaming=options.streaming, rematerialise=options.rematerialise)
         self._timeout_s = min(session.timeout_s, MAX_TIMEOUT_S)
@@ -187,7 +190,7 @@ class WorkerPool:
             rows=rows,
             program=self._digest,
             graph_server=self._addresses[self._rank],
-            parameter_server=self._addresses[self._places.parameter_servers[server]],
+            parameter_server=self._addresses[server],
             secrets=self._secrets,
             timeout_s=self._timeout_s,
             options=self._task_options,
@@ -210,21 +213,16 @@ class WorkerPool:
 def _controller_options(settings: LambdaSettings, host: str) -> ControllerOptions:
     options = settings.options
     return ControllerOptions(
-        limits=TunerLimits(intervals=options.intervals, link_bytes_per_s=link_speed(host)),
+        most=most_workers(options.intervals, link_speed(host)),
         workers=options.workers or None,
         batch=options.batch,
-        relaunch=RelaunchRule(retries=options.retries),
+        retries=options.retries,
         prices=settings.prices,
     )
 
 
 def check_reachable(host: str, *, paid: bool) -> None:
-    """Raise ConfigError if cloud functions would have to call a loopback address.
-
-    Args:
-        host: Numeric address at which this rank answers workers.
-        paid: Whether a cloud provider runs the workers.
-    """
+    """Raise ConfigError if functions of a paid cloud would have to call ``host``, a loopback address."""
     if paid and ip_address(host).is_loopback:
         raise ConfigError(
             f"workers run in a cloud, but this rank answers at {host}, which only this machine can reach; "
@@ -295,12 +293,13 @@ class WorkerService:
 
     def _counted(self, op: str, phase: str, handler: Handler) -> Handler:
         def answer(name: str, arrays: Sequence[Array]) -> Sequence[Array]:
-            answers = handler(name, arrays)
             layer = 0 if op == PROGRAM else TaskKey.parse(name.partition("/")[0]).step
             if op == GIVE:
+                # First: these rows may end the epoch, and with it what is counted as the epoch's.
                 self._rpc.count(phase, layer, WORKER, None, payload_bytes(arrays))
-            else:
-                self._rpc.count(phase, layer, None, WORKER, payload_bytes(answers))
+                return handler(name, arrays)
+            answers = handler(name, arrays)
+            self._rpc.count(phase, layer, None, WORKER, payload_bytes(answers))
             return answers
 
         return answer
@@ -330,18 +329,6 @@ StartWorkers: TypeAlias = Callable[[Mapping[str, Handler]], Workers]
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EngineConfig:
-    """Engine configuration; equal on all ranks except ``threads``."""
-
-    plan: ParameterPlan
-    places: Places
-    policy: StalenessPolicy
-    threads: int = 1
-    """Compute threads of this rank."""
-
-
-@final
 @dataclass(frozen=True, kw_only=True)
 class EpochTotals:
     """Totals of one epoch over all ranks; equal on all."""
@@ -357,11 +344,11 @@ class EpochTotals:
 
 @final
 class Engine:
-    """Runs epochs on this rank together with all others.
-
-    Every rank must construct, run and close it collectively.
+    """Runs epochs on this rank together with all others. All methods are collective.
 
     Args:
+        plan, policy: Equal on all ranks.
+        parameters: This rank's parameter server, if it has one.
         start_workers: Called once; when it raises, the engine is closed before the error is passed on.
     """
 
@@ -369,12 +356,15 @@ class Engine:
         self,
         session: Session,
         server: GraphServer,
-        config: EngineConfig,
+        plan: ParameterPlan,
+        policy: StalenessPolicy,
         parameters: ParameterServer | None,
         start_workers: StartWorkers,
+        *,
+        threads: int = 1,
     ) -> None:
-        self._session, self._server, self._config = session, server, config
-        policy, rank = config.policy, session.topology.rank
+        self._session, self._server, self._policy = session, server, policy
+        rank, self._num_servers = session.topology.rank, plan.num_servers
         self._peers = [peer for peer in range(session.topology.world_size) if peer != rank]
         progress = Progress(server.schedule, server.part.num_intervals, policy, self._peers)
         self._updated_at = {policy.first_epoch: time.perf_counter()}
@@ -391,13 +381,13 @@ class Engine:
             on_position=lambda peer, position: self.scheduler.peer_reached(peer, position),
             on_correct=lambda peer, epoch, correct: self.scheduler.peer_counted(peer, epoch, correct),
         )
-        self.parameters = ParameterClient(session.rpc, config.plan, config.places, on_update=self._updated)
+        self.parameters = ParameterClient(session.rpc, plan, self._updated)
         """The latest weights and the optimizer's state, between runs."""
         self._parameter_service = (
             None
             if parameters is None
             else ParameterService(
-                session.rpc, parameters, config.places, timeline=session.timeline, run=server.run
+                session.rpc, parameters, session.topology.world_size, session.timeline, server.run
             )
         )
         try:
@@ -410,7 +400,7 @@ class Engine:
             progress,
             workers,
             self._exchange,
-            threads=config.threads,
+            threads=threads,
             timeline=session.timeline,
             early=policy.mode != "no_pipe",
         )
@@ -426,14 +416,13 @@ class Engine:
     @property
     def synchronous_from(self) -> int | None:
         """The epoch from which asynchronous training is synchronous; None: not known yet."""
-        return self._config.policy.synchronous_from
+        return self._policy.synchronous_from
 
     def run(self, epochs: int) -> list[EpochTotals]:
         """Train ``epochs`` more epochs; no rank has work in flight afterwards. Collective.
 
-        Raises:
-            PeerError: a rank is dead or silent, or the run made no progress for the session's timeout (the
-                message names who is missing); or a task failed in all allowed attempts.
+        Raises PeerError, naming who is missing, if a rank is dead or there was no progress for the session's
+        time-out; or if a task failed in all allowed attempts.
         """
         first, end = self.epoch, self.epoch + epochs
         self._updated_at = {first: time.perf_counter()}
@@ -463,8 +452,7 @@ class Engine:
             loss_sum, correct = self._server.statistics(epoch)
             seconds = self._updated_at[epoch + 1] - self._updated_at[epoch]
             local.append([loss_sum, correct, seconds])
-        gathered: Array = np.array(gather_json(local, self._session), dtype=np.float64)
-        per_rank = gathered.reshape(-1, end - first, 3)
+        per_rank = gather_numbers(np.array(local), self._session).reshape(-1, end - first, 3)
         return [
             EpochTotals(
                 epoch=epoch,
@@ -501,8 +489,7 @@ class Engine:
     def _stall_message(self, quiet_s: float) -> str:
         open_tasks = [str(key) for key in self._server.task_table.keys[:5]]
         tasks = f"no worker gave rows for {', '.join(open_tasks)}; " if open_tasks else ""
-        servers = range(self._config.plan.num_servers)
-        misses = what_misses(self._session.rpc, self._config.places, servers)
+        misses = what_misses(self._session.rpc, range(self._num_servers))
         return (
             f"graph server {self._server.rank} made no progress for {quiet_s:.0f} s: {tasks}{misses}; look "
             "at the output of the workers, or raise timeout_s (DGLX_TIMEOUT)"
@@ -527,14 +514,7 @@ class Start:
 
 @final
 class TrainingRun:
-    """Engine and workers from construction until :meth:`close`; both are collective.
-
-    Args:
-        interval_sizes: (K,) nodes of every interval of all ranks.
-
-    Raises:
-        ConfigError: there are more parameter servers than intervals, or the executor rejects its options.
-    """
+    """Engine and workers from construction until :meth:`close`; both are collective."""
 
     def __init__(
         self,
@@ -554,13 +534,10 @@ class TrainingRun:
             staleness=options.staleness,
             first_epoch=start.epoch,
         )
-        places = Places(
-            parameter_servers=tuple(range(num_servers)), graph_servers=tuple(range(topology.world_size))
-        )
         pools: list[WorkerPool] = []
 
         def start_workers(handlers: Mapping[str, Handler]) -> Workers:
-            pools.append(WorkerPool(session, program, plan, places, settings, handlers))
+            pools.append(WorkerPool(session, program, plan, settings, handlers))
             return pools[0]
 
         parameters = (
@@ -568,15 +545,11 @@ class TrainingRun:
             if topology.rank < num_servers
             else None
         )
-        config = EngineConfig(
-            plan=plan,
-            places=places,
-            policy=replace(
-                options.staleness_policy(start.epoch, program.num_train),
-                synchronous_from=start.epoch if start.is_synchronous else None,
-            ),
-            threads=num_threads(session, options.threads),
+        policy = replace(
+            options.staleness_policy(start.epoch, program.num_train),
+            synchronous_from=start.epoch if start.is_synchronous else None,
         )
+        threads = num_threads(session, options.threads)
         server = GraphServer(
             part,
             program,
@@ -586,7 +559,7 @@ class TrainingRun:
             seed=session.seed,
         )
         try:
-            self.engine = Engine(session, server, config, parameters, start_workers)
+            self.engine = Engine(session, server, plan, policy, parameters, start_workers, threads=threads)
         except BaseException:
             for pool in pools:
                 pool.close()
@@ -611,12 +584,7 @@ _PROGRESS_INTERVAL_S = 0.5
 
 @final
 class LiveProgress:
-    """Thread that shows a progress line every half a second inside a ``with`` block.
-
-    Args:
-        past: Earlier work that the bill includes.
-        show: Called with each line; None: no thread is started.
-    """
+    """Thread that shows a progress line, with the bill since ``past``, every half a second."""
 
     def __init__(
         self,

@@ -48,12 +48,7 @@ class GhostExchange:
         rpc.register(CORRECT, self._receive_correct)
 
     def send(self, task: ScheduledTask, messages: Sequence[GhostMessage]) -> None:
-        """Send all messages and wait until every peer has read its own.
-
-        Raises:
-            PeerError: a graph server is dead or silent; it is named.
-            RemoteError: a peer rejected the rows.
-        """
+        """Send all messages and wait until every peer has read its own; PeerError names a silent one."""
         name = pair_name(task.step, self._server.rank)
         sent = [
             self._rpc.submit(

@@ -77,11 +77,7 @@ class LocalGraph:
         return self.ghosts[self.ghost_starts[owner] : self.ghost_starts[owner + 1]]
 
     def own_positions(self, ids: Array, asker: int) -> Array:
-        """Return (k,) int32 local ids of the nodes with the global ``ids``, which ``asker`` has as ghosts.
-
-        Raises:
-            ConfigError: they do not ascend, or are not all of this graph server.
-        """
+        """Return (k,) int32 local ids of the nodes with the ascending global ``ids``, ghosts of ``asker``."""
         first, end = int(self.starts[self.rank]), int(self.starts[self.rank + 1])
         ascending = ids.dtype == np.int64 and ids.ndim == 1 and bool((np.diff(ids) > 0).all())
         if not ascending or (len(ids) and not first <= ids[0] <= ids[-1] < end):
@@ -95,16 +91,12 @@ class LocalGraph:
 def local_graph(
     rank: int, starts: Sequence[int] | Array, indptr: Array, sources: Array, first_edge: int = 0
 ) -> LocalGraph:
-    """Return the local graph of graph server ``rank``.
+    """Return the local graph of graph server ``rank``; ConfigError if it is too large for int32 local ids.
 
     Args:
         starts: (W + 1,) global id of the first node of each graph server.
         indptr: (n + 1,) in-edges of its n nodes, from 0.
         sources: (E,) global ids.
-        first_edge: Global id of the first edge.
-
-    Raises:
-        ConfigError: it has more nodes and ghosts than int32 local ids.
     """
     bounds = np.asarray(starts, dtype=np.int64)
     first, end = int(bounds[rank]), int(bounds[rank + 1])
@@ -196,9 +188,6 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
 
     Returns:
         (k + 1,) int64: interval i has the nodes ``bounds[i]:bounds[i + 1]``.
-
-    Raises:
-        ConfigError: ``num_intervals`` is below 1.
     """
     if num_intervals < 1:
         raise ConfigError(f"intervals={num_intervals} per graph server must be at least 1")
@@ -252,11 +241,7 @@ PRELOAD = "preload"
 
 
 def read_structure(g: DistGraph) -> LocalGraph:
-    """Return this rank's local graph; a server's nodes are split evenly over its ranks.
-
-    Raises:
-        ConfigError: the graph has several node or edge types.
-    """
+    """Return this rank's local graph; a server's nodes are split evenly over its ranks."""
     if len(g.canonical_etypes) != 1 or len(g.ntypes) != 1:
         raise ConfigError(
             f"strategy 'lambda' trains on one node and one edge type, not on {g.ntypes} and "
@@ -272,12 +257,7 @@ def read_structure(g: DistGraph) -> LocalGraph:
 
 
 def exchange_boundaries(session: Session, graph: LocalGraph) -> list[Array]:
-    """Return, per peer, (b,) int32 own nodes that are its ghosts, ascending. Collective.
-
-    Raises:
-        PeerError: a rank is dead or silent.
-        ConfigError: the ranks do not have the same partition.
-    """
+    """Return, per peer, (b,) int32 own nodes that are its ghosts, ascending. Collective."""
 
     def answer(name: str, _arrays: Sequence[Array]) -> list[Array]:
         if not name.isdecimal() or int(name) >= graph.num_servers:
@@ -297,14 +277,7 @@ def exchange_boundaries(session: Session, graph: LocalGraph) -> list[Array]:
 
 
 def read_features(g: DistGraph, graph: LocalGraph, name: str, dtype: str) -> Array:
-    """Return (n + m, F) features of own nodes and ghosts.
-
-    Args:
-        name: Of the node data, (N, F).
-
-    Raises:
-        ConfigError: the data does not have one row of numbers per node.
-    """
+    """Return (n + m, F) features, the node data ``name``, of own nodes and ghosts."""
     column = g.ndata[name]
     if len(column.shape) != 2:
         raise ConfigError(f"node data {name!r} has the shape {tuple(column.shape)}; features are (N, F)")
@@ -392,12 +365,7 @@ class PartRequest:
 
 
 def open_part(g: DistGraph, request: PartRequest) -> Part:
-    """Return this rank's part. Collective.
-
-    Raises:
-        ConfigError: on all ranks, when on any rank node data is missing or does not fit the program, a
-            training node has no label, or a node has no in-edge and a layer requires one.
-    """
+    """Return this rank's part. Collective; ConfigError on all ranks if the graph does not fit on any."""
     session, program = g.session, request.program
     run_on_all_ranks(session, lambda: check_columns(g, request.objective, program.features), ConfigError)
     graph = read_structure(g)

@@ -164,11 +164,7 @@ def take_sources(sources: Array, rows: Array, first_edge: int, out: Array) -> No
 
 @final
 class SharedRows:
-    """An array of rows behind a readers-writer lock; waiting writers go before new readers.
-
-    Args:
-        array: (rows, columns), kept and written to.
-    """
+    """An array of rows behind a readers-writer lock; waiting writers go before new readers."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
@@ -327,13 +323,7 @@ class EdgeOperations:
         return out
 
     def pull_back(self, slot: str, nodes: Array, out: Array) -> None:
-        """Add to ``out`` the gradients of ``slot`` over the out-edges of the local ids ``nodes``.
-
-        Args:
-            slot: Of nodes.
-            nodes: (k,) int32, own nodes or ghosts.
-            out: (k, width).
-        """
+        """Add to ``out``, (k, width), the gradients of ``slot`` over the out-edges of the (k,) ``nodes``."""
         for index in self._readers.get(slot, ()):
             step = self._program.steps[index]
             if isinstance(step, Gather):

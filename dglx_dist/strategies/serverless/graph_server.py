@@ -80,11 +80,7 @@ class ScheduledTask:
 
 
 def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
-    """Return the tasks of an epoch in order.
-
-    Args:
-        fused: Whether the last step runs forward and backward in one task (Dorylus, section 6: fusion).
-    """
+    """Return the tasks of an epoch in order; ``fused``: the last step forward and backward is one."""
     forward = [_forward(program, index) for index in range(program.last)]
     if fused:
         last = [
@@ -197,11 +193,7 @@ class TaskTable:
             self._open[key] = _OpenTask(work, rows, (halves[0], halves[1]))
 
     def pull(self, key: TaskKey, half: int) -> list[Array] | None:
-        """Return the arrays of half 0 or 1 of a task; None if the task is not open yet.
-
-        Raises:
-            ConfigError: the task does not exist here, or is complete.
-        """
+        """Return the arrays of half 0 or 1 of a task; None if the task is not open yet."""
         self._work(key)
         with self._lock:
             task = self._open.get(key)
@@ -212,14 +204,7 @@ class TaskTable:
     def submit(
         self, key: TaskKey, half: int, arrays: Sequence[Array]
     ) -> tuple[SubmitResult, list[Sequence[Array]]]:
-        """Accept a worker's results for half 0 or 1.
-
-        Returns:
-            The outcome, and for the last half the arrays of both halves.
-
-        Raises:
-            ConfigError: the task does not exist here or has not begun, or the arrays have the wrong format.
-        """
+        """Accept a worker's results for half 0 or 1; return also, for the last half, the arrays of both."""
         work = self._work(key)
         with self._lock:
             task, refused = self._lookup(key, half)
@@ -291,13 +276,10 @@ class GraphServer:
     """Executes the tasks of its intervals: in order within an interval, concurrently across intervals.
 
     Args:
-        fused: Whether the last step runs forward and backward in one task.
+        fused: Whether the last step runs forward and backward in one task (Dorylus, section 6: fusion).
         rematerialise: See TaskOptions.
         run: Number of the run in its session, equal on all graph servers; part of the task keys.
         seed: The session's seed, by which dropout masks are keyed.
-
-    Raises:
-        ConfigError: the part does not fit the program.
     """
 
     def __init__(
@@ -377,11 +359,7 @@ class GraphServer:
         self.task_table.open(self.key_of(interval, epoch, task), self.rows_of(interval), arrays)
 
     def submit(self, key: TaskKey, half: int, arrays: Sequence[Array]) -> SubmitResult:
-        """Accept a worker's results for half 0 or 1 of a task.
-
-        Raises:
-            ConfigError: see :meth:`TaskTable.submit`.
-        """
+        """Accept a worker's results for half 0 or 1 of a task."""
         result, both = self.task_table.submit(key, half, arrays)
         if result is not SubmitResult.LAST:
             return result
@@ -402,11 +380,7 @@ class GraphServer:
         return list(found(interval, step))
 
     def receive(self, peer: int, kind: TaskKind, index: int, arrays: Sequence[Array]) -> None:
-        """Accept the positions and rows of a message.
-
-        Raises:
-            ConfigError: there is no such Scatter or peer, or the arrays are not what it sends.
-        """
+        """Accept the positions and rows of a message; ConfigError if they are not what a Scatter sends."""
         step = self.program.steps[index] if 0 <= index < len(self.program.steps) else None
         if not isinstance(step, Scatter) or not 0 <= peer < self.part.graph.num_servers:
             raise ConfigError(

@@ -52,11 +52,7 @@ class StalenessPolicy:
 @final
 @dataclass(frozen=True, kw_only=True)
 class LambdaOptions:
-    """The user's options.
-
-    Raises:
-        ConfigError: a value is out of range or conflicts with another one.
-    """
+    """The user's options; ConfigError if a value is out of range or conflicts with another one."""
 
     mode: Mode = "pipe"
     """no_pipe: one phase at a time; pipe: exact, intervals overlap in a phase; async: no barriers."""
@@ -167,13 +163,7 @@ class LambdaSettings:
 
 
 def read_settings(options: Mapping[str, object]) -> LambdaSettings:
-    """Read all options of the strategy.
-
-    Raises:
-        ConfigError: one has the wrong type or an invalid value, or belongs neither to the strategy nor to the
-            executor.
-        UnknownNameError: there is no such executor.
-    """
+    """Read all options: those of the strategy, those shared by executors, and the executor's own."""
     known = [one.name for one in fields(LambdaOptions)]
     own = {name: value for name, value in options.items() if name in known}
     shared = {name: value for name, value in options.items() if name in _SETTING_TYPES}

@@ -31,9 +31,6 @@ class SyncSwitch:
     When the sum of epoch e is known, intervals may be S epochs further, so the first epoch that no interval
     can have begun is e + S + 1. It does not begin before the sum is known, because graph servers would
     otherwise begin it in different modes.
-
-    Args:
-        num_servers: W graph servers, including this one.
     """
 
     def __init__(self, policy: StalenessPolicy, num_servers: int) -> None:
@@ -60,11 +57,7 @@ class SyncSwitch:
         return [server for server in range(self._num_servers) if server not in known]
 
     def record(self, server: int, epoch: int, correct: int) -> None:
-        """Record that ``server`` has ``correct`` correct predictions in ``epoch``; in any order.
-
-        Raises:
-            ConfigError: there is no such graph server, or it reported this epoch before.
-        """
+        """Record that ``server`` has ``correct`` correct predictions in ``epoch``; in any order, but once."""
         known = self._counts.setdefault(epoch, {})
         if not 0 <= server < self._num_servers or server in known:
             raise ConfigError(
@@ -84,12 +77,7 @@ class SyncSwitch:
 
 @final
 class Progress:
-    """Positions of the intervals of one graph server: epoch x tasks per epoch + task. Not thread-safe.
-
-    Args:
-        num_intervals: k of this graph server, at least 1.
-        peers: Numbers of the other graph servers.
-    """
+    """Positions of the intervals of one graph server: epoch x tasks per epoch + task. Not thread-safe."""
 
     def __init__(
         self,
@@ -190,10 +178,7 @@ class Progress:
         return None
 
     def epochs_with_loss(self) -> range:
-        """Return the epochs whose losses all own intervals have computed, each epoch once.
-
-        Empty if there is no target accuracy.
-        """
+        """Return the epochs whose losses all own intervals have computed, each once, if there is a target."""
         if self.switch.is_over:
             return range(0)
         end = (self.floor - self._loss_index - 1) // len(self._schedule) + 1
@@ -202,11 +187,7 @@ class Progress:
         return found
 
     def record_peer(self, peer: int, position: int) -> None:
-        """Record that all intervals of ``peer`` reached ``position``.
-
-        Raises:
-            ConfigError: there is no such peer.
-        """
+        """Record that all intervals of ``peer`` reached ``position``."""
         if peer not in self._peer_positions:
             raise ConfigError(f"graph server {peer} is not one of the peers {sorted(self._peer_positions)}")
         self._peer_positions[peer] = max(self._peer_positions[peer], position)
@@ -313,9 +294,7 @@ class _TaskQueue:
 class ThreadScheduler:
     """Runs the epochs of one graph server on compute threads, one per core, and network threads.
 
-    Args:
-        threads: Compute threads; at least 1.
-        early: Whether a worker is launched when the task before its own starts, to hide its start-up.
+    ``early``: whether a worker is launched when the task before its own starts, to hide its start-up.
     """
 
     def __init__(
@@ -360,12 +339,8 @@ class ThreadScheduler:
         """Train until all own intervals have completed the epoch before ``end``, and its update is made.
 
         Args:
-            end: The first epoch that is not begun.
             check: Called periodically with the seconds without progress and the peers that are waited for;
-                raises if something is wrong.
-
-        Raises:
-            DglxError: any failure, here or on a thread; the scheduler cannot run again afterwards.
+                raises if something is wrong. After any error the scheduler cannot run again.
         """
         self._stopping, self._failure = False, None
         targets = [(self._compute_queue, GRAPH_SERVER)] * self._num_threads

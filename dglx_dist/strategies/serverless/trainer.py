@@ -8,7 +8,6 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast, final
 
 import numpy as np
@@ -96,11 +95,7 @@ class IntervalLoader:
         return {"epoch": self._epoch, "step": 0, "seed": self.g.session.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume after whole epochs.
-
-        Raises:
-            CheckpointError: the position is inside an epoch, or invalid.
-        """
+        """Resume after whole epochs; CheckpointError if the position is inside one, or invalid."""
         epoch, step = (state.get(name) if isinstance(state, Mapping) else None for name in ("epoch", "step"))
         if not isinstance(epoch, int) or step != 0:
             raise CheckpointError(
@@ -191,13 +186,7 @@ def _check_once(counts: Array, first: int) -> None:
 def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequence[str]) -> Update:
     """Return the update that continues from ``optimizer``, bit for bit as on the CPU; it is only read.
 
-    Args:
-        optimizer: SGD, Adam or AdamW.
-        model: The user's module, which names the parameters.
-        names: Of the weights, in the parameter servers' order; others than the optimizer's are not updated.
-
-    Raises:
-        ConfigError: the optimizer, a setting or a parameter is not supported by the parameter servers.
+    ``names`` are those of the weights in the parameter servers' order. ConfigError for unknown optimizers.
     """
     name_of = _names(optimizer, model)
     groups = [
@@ -233,13 +222,9 @@ def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
 
 
 def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> None:
-    """Initialise the trained weights, equal on all ranks, and set biases to 0.
+    """Initialise the trained weights by the session's ``seed``, equal on all ranks, and set biases to 0.
 
     Frozen parameters keep their values, and so do vectors that are not a bias, such as a scale.
-
-    Args:
-        scheme: Of :func:`~dglx_dist.serverless.parameter_server.initialise`.
-        seed: Equal on all ranks.
     """
     trained = {
         name: one
@@ -256,11 +241,7 @@ def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> N
 def write_back(
     model: nn.Module, optimizer: Optimizer, weights: Mapping[str, Array], state: Mapping[str, Array]
 ) -> None:
-    """Write trained weights and the state of their update into the user's model and optimizer, as copies.
-
-    Raises:
-        ConfigError: the state has other parameters than the optimizer.
-    """
+    """Write trained weights and the state of their update into the user's model and optimizer, as copies."""
     parameter_of = dict(model.named_parameters())
     with torch.no_grad():
         for name, weight in weights.items():
@@ -310,14 +291,7 @@ log = logging.getLogger(__name__)
 class LambdaTrainer(EpochTrainer):
     """Trainer of one call of ``dx.fit``; constructed, run and closed collectively.
 
-    Args:
-        model: The user's module; after each run it has the trained weights.
-        optimizer: Read, never stepped; after each run it has the state of the update.
-        loader: Names the training nodes.
-        show: Called with lines of live progress; None: no progress.
-
-    Raises:
-        ConfigError: on all ranks: the optimizer, features or labels are not supported.
+    After each run ``model`` has the trained weights and ``optimizer``, which is never stepped, their state.
     """
 
     def __init__(
@@ -379,8 +353,7 @@ class LambdaTrainer(EpochTrainer):
         if self._running is not None:
             now += Account(counts=self._running.pool.counts)
             simulated = self._running.pool.simulated
-        rows = gather_json(asdict(now), self._session)
-        total = account_of_ranks([row for row in rows if isinstance(row, dict)])
+        total = account_of_ranks(now, self._session)
         found = total.describe(self._settings, simulated=simulated)
         if self._settings.options.switch_at:
             found["synchronous_from"] = self._synchronous_from
@@ -484,11 +457,7 @@ class LambdaModel(WrappedModel):
         return 0.0  # Epochs overlap, so no rank waits only for exchanges.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the user's module, for evaluation.
-
-        Raises:
-            ConfigError: gradients are recorded, as for a training step.
-        """
+        """Call the user's module, for evaluation; ConfigError where gradients are recorded."""
         if self.training and torch.is_grad_enabled():
             raise ConfigError(OWN_LOOP)
         return self.module(*args, **kwargs)
@@ -500,12 +469,7 @@ class LambdaModel(WrappedModel):
         objective: Objective,
         show: Callable[[str], None] | None = None,
     ) -> EpochTrainer:
-        """Return the trainer; see :meth:`WrappedModel.trainer`.
-
-        Raises:
-            ConfigError: the loader is another strategy's, the loss is not cross entropy, a step has
-                unsupported participants, the optimizer is not SGD, Adam or AdamW, or node data is missing.
-        """
+        """Return the trainer; ConfigError if loader, loss, optimizer or participants are not supported."""
         if not isinstance(loader, IntervalLoader):
             raise ConfigError(
                 f"the loader is a {type(loader).__name__}; make it with dx.DataLoader(g, nodes, sampler) "
@@ -554,10 +518,7 @@ def backward_by_torch(
     *,
     wanted: Sequence[bool] | None = None,
 ) -> Backward:
-    """Implement ``VertexStage.backward``: call ``compute`` again and differentiate it with torch.
-
-    Inputs and weights that ``compute`` does not depend on have gradient 0.
-    """
+    """Implement ``VertexStage.backward``: call ``compute`` again and differentiate it with torch."""
     is_wanted = [True] * len(inputs) if wanted is None else wanted
     of_weights = [one.requires_grad_() for one in _tensors(weights)]
     of_inputs = [one.requires_grad_(want) for one, want in zip(_tensors(inputs), is_wanted, strict=True)]

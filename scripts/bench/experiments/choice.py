@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from dglx_dist.data.synthetic import SyntheticConfig
@@ -11,14 +12,13 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
+from scripts.bench.experiments.common import trained
 from scripts.bench.pool import do_alone
 from scripts.bench.records import (
     COUNTED_BYTES,
     PREDICTED_SECONDS,
     BenchPlan,
     Cell,
-    Claim,
-    Experiment,
     ExperimentPlan,
     Job,
     Ratio,
@@ -29,6 +29,8 @@ from scripts.bench.records import (
 SHAPE = Shape(servers=2, ranks_per_server=1)
 MEDIAN, WORST = 1.15, 1.5
 """The aim: regret in the median and at worst."""
+CUTS, RATES = ("random", "metis"), ("100mbit", "1gbit", "10gbit")
+"""Of every family of cells."""
 _PLANNED_S = 1800.0
 _EPOCHS = 2
 """Measured ones of a job; the first is the one whose bytes are predicted."""
@@ -45,18 +47,9 @@ class Family:
     model: str = "sage"
     layers: int = 2
     hidden: tuple[int, ...]
-    fanouts: tuple[int, ...] = ()
+    fanouts: tuple[int, ...] | None = None
     """Of mini-batches, input-most first."""
-    batch_size: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """All cells: families, each with these cuts and bandwidths."""
-
-    families: tuple[Family, ...]
-    cuts: tuple[str, ...] = ("random", "metis")
-    rates: tuple[str, ...] = ("100mbit", "1gbit", "10gbit")
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,122 +76,112 @@ SIZES: Mapping[str, Size] = {
 }
 
 
-def grid_of(size: Size) -> Grid:
-    """Return mini-batches and whole graphs of 2 layers and of 14, each with all cuts and bandwidths."""
+def families_of(size: Size) -> tuple[Family, ...]:
+    """Return mini-batches and whole graphs of 2 layers and of 14."""
     wide = SyntheticConfig(
         nodes=size.nodes, degree=15, features=256, homophily=0.95, locality=0.98, train_rate=0.15, seed=1
     )
     deep = SyntheticConfig(
         nodes=size.deep_nodes, degree=12, features=128, homophily=0.95, locality=0.98, train_rate=0.5, seed=2
     )
-    return Grid(
-        families=(
-            Family(
-                name="mini-batches, 2 layers",
-                graph=wide,
-                unit="mini_batch",
-                hidden=size.hidden,
-                fanouts=(10, 25),
-                batch_size=size.batch_size,
-            ),
-            Family(
-                name="whole graph, 2 layers",
-                graph=replace(wide, nodes=size.whole_nodes, train_rate=0.5),
-                unit="full_graph",
-                hidden=size.hidden,
-            ),
-            Family(
-                name="whole graph, 14 layers",
-                graph=deep,
-                unit="full_graph",
-                model="resgcn",
-                layers=14,
-                hidden=size.deep_hidden,
-            ),
-        )
+    sampled: dict[str, Any] = {"fanouts": (10, 25), "batch_size": size.batch_size}
+    whole = replace(wide, nodes=size.whole_nodes, train_rate=0.5)
+    shape: dict[str, Any] = {"model": "resgcn", "layers": 14, "hidden": size.deep_hidden}
+    flat: dict[str, Any] = {"hidden": size.hidden}
+    return (
+        Family(name="mini-batches, 2 layers", graph=wide, unit="mini_batch", **flat, **sampled),
+        Family(name="whole graph, 2 layers", graph=whole, unit="full_graph", **flat),
+        Family(name="whole graph, 14 layers", graph=deep, unit="full_graph", **shape),
     )
 
 
-def plan_of(plan: BenchPlan, grid: Grid) -> ExperimentPlan:
+def plan_of(
+    plan: BenchPlan,
+    families: Sequence[Family],
+    cuts: Sequence[str] = CUTS,
+    rates: Sequence[str] = RATES,
+) -> ExperimentPlan:
     """Return the experiment; makes datasets and predicts every cell, which takes a minute or more.
 
     Raises:
         ConfigError: nothing fits the memory of this machine.
         JobError: the process that predicts failed.
     """
-    asked = {name: (family, one) for family, name, one in _asked(plan, grid)}
-    params = {name: {"plan": one, "rates": list(grid.rates)} for name, (_, one) in asked.items()}
+    asked = _asked(plan, families, cuts)
+    params = {name: {"plan": one, "rates": list(rates)} for name, (_, one) in asked.items()}
     found = do_alone(Job(kind="plan", params=params), timeout_s=_PLANNED_S)
     variants: list[Variant] = []
     cells: list[Cell] = []
     seconds: dict[str, float] = {}
     counted: dict[str, int] = {}
     for name, (family, one) in asked.items():
-        for rate in grid.rates:
-            ways = found[name][rate]["ways"]
-            named = {way: f"{name}, {rate}: {way}" for way in ways}
-            for way, told in ways.items():
-                job = Job(kind="train", params=_params(family, one, told), warm={"warmup": 0, "epochs": 1})
-                variants.append(Variant(name=named[way], shape=SHAPE, job=job, rate=Rate.parse(rate)))
-                seconds[named[way]] = told["seconds"]
-                if told["bytes"] is not None:
-                    counted[named[way]] = told["bytes"]
-            chosen = found[name][rate]["chosen"]
+        for rate in rates:
+            ways, chosen = found[name][rate]["ways"], found[name][rate]["chosen"]
             if chosen is None:
                 raise ConfigError(
                     f"{name}: no way to train fits the memory of this machine; take a smaller grid"
                 )
+            named = {way: f"{name}, {rate}: {way}" for way in ways}
+            for way, told in ways.items():
+                told_job = _params(family, one, told)
+                folder, limit = Path(one["data"]), Rate.parse(rate)
+                variants.append(trained(named[way], folder, told_job, shape=SHAPE, rate=limit))
+                seconds[named[way]] = told["seconds"]
+                if told["bytes"] is not None:
+                    counted[named[way]] = told["bytes"]
             cells.append(Cell(name=f"{name}, {rate}", chosen=named[chosen], ways=tuple(named.values())))
+    regret: dict[str, Any] = {"over": cells[0].chosen, "under": cells[0].chosen, "cells": tuple(cells)}
     return ExperimentPlan(
         variants=tuple(variants),
-        ratios=tuple(_ratio(cells, of) for of in ("median", "worst")),
+        ratios=(
+            Ratio(name="regret, median of all cells", **regret, predicted=1.0, high=MEDIAN),
+            Ratio(name="regret, worst of all cells", **regret, predicted=1.0, high=WORST, of_cells="worst"),
+        ),
         facts={PREDICTED_SECONDS: seconds, COUNTED_BYTES: counted},
     )
 
 
-def _asked(plan: BenchPlan, grid: Grid) -> Iterator[tuple[Family, str, dict[str, Any]]]:
-    for family in grid.families:
-        cuts = {cut: PartitionPlan(num_parts=SHAPE.servers, method=cut) for cut in grid.cuts}
-        folders = data.prepare(family.graph, cuts, plan.work)
-        for cut in grid.cuts:
+def _asked(
+    plan: BenchPlan, families: Sequence[Family], cuts: Sequence[str]
+) -> dict[str, tuple[Family, dict[str, Any]]]:
+    # By name of the cells that differ by their rate alone: fields of the planner's PlanConfig.
+    asked = {}
+    for family in families:
+        parts = {cut: PartitionPlan(num_parts=SHAPE.servers, method=cut) for cut in cuts}
+        folders = data.prepare(family.graph, parts, plan.work)
+        for cut in cuts:
             for hidden in family.hidden:
-                yield (
+                asked[f"{family.name}, {cut}, {hidden}"] = (
                     family,
-                    f"{family.name}, {cut}, {hidden}",
-                    _fields(family, str(folders[cut]), hidden, plan),
+                    {
+                        "data": str(folders[cut]),
+                        "model": family.model,
+                        "layers": family.layers,
+                        "hidden": hidden,
+                        "fanouts": family.fanouts,
+                        "batch_size": family.batch_size,
+                        "servers": SHAPE.servers,
+                        "ranks_per_server": SHAPE.ranks_per_server,
+                        "here": True,
+                        "unit": family.unit,
+                        "dry_batches": 0,
+                        "structure": "replicated",
+                        "seed": plan.seed,
+                    },
                 )
-
-
-def _fields(family: Family, folder: str, hidden: int, plan: BenchPlan) -> dict[str, Any]:
-    samples = family.unit == "mini_batch"
-    return {
-        "data": folder,
-        "model": family.model,
-        "layers": family.layers,
-        "hidden": hidden,
-        "fanouts": list(family.fanouts) if samples else None,
-        "batch_size": family.batch_size if samples else None,
-        "servers": SHAPE.servers,
-        "ranks_per_server": SHAPE.ranks_per_server,
-        "here": True,
-        "unit": family.unit,
-        "dry_batches": 0,
-        "structure": "replicated",
-        "seed": plan.seed,
-    }
+    return asked
 
 
 def _params(family: Family, asked: Mapping[str, Any], way: Mapping[str, Any]) -> dict[str, Any]:
-    samples = not way["whole"]
+    whole = way["whole"]
     return {
-        "data": asked["data"],
         "strategy": way["strategy"],
         "options": way["options"],
         "model": family.model,
         "hidden": asked["hidden"],
         "dropout": 0.5,
-        "fanouts": list(family.fanouts) if samples else [-1] * family.layers,
-        "batch_size": family.batch_size if samples else _MOST_SEEDS,
+        "fanouts": [-1] * family.layers if whole else list(family.fanouts or ()),
+        "batch_size": _MOST_SEEDS if whole else family.batch_size,
         "warmup": 1,
         "epochs": _EPOCHS,
         "structure": "replicated",
@@ -206,36 +189,4 @@ def _params(family: Family, asked: Mapping[str, Any], way: Mapping[str, Any]) ->
     }
 
 
-def _ratio(cells: Sequence[Cell], of: Literal["median", "worst"]) -> Ratio:
-    return Ratio(
-        name=f"regret, {of} of all cells",
-        over=cells[0].chosen,
-        under=cells[0].chosen,
-        predicted=1.0,
-        high=MEDIAN if of == "median" else WORST,
-        cells=tuple(cells),
-        of_cells=of,
-    )
-
-
-EXPERIMENTS = (
-    Experiment(
-        id="A1",
-        title="the automatic choice beside the fastest of all ways, over a grid",
-        suites=("papers", "large"),
-        claim=Claim(
-            paper="this package",
-            says=(
-                "what `dglx plan` chooses takes at most 1.15 x the fastest way in the median, 1.5 x at worst"
-            ),
-            setting="no published system chooses among all these ways to train",
-        ),
-        prediction=(
-            "Regret, seconds of the chosen way by those of the fastest that was measured: at most 1.15 in "
-            "the median of all cells and 1.5 in the worst. Predicted seconds within 25 % in the median, "
-            "bytes exactly."
-        ),
-        strategies=("data_parallel", "push_pull", "full_graph", "shared_preload", "cooperative"),
-        build=lambda plan: plan_of(plan, grid_of(SIZES.get(plan.suite, SIZES["papers"]))),
-    ),
-)
+BUILDS = {"A1": lambda plan: plan_of(plan, families_of(SIZES.get(plan.suite, SIZES["papers"])))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from dglx_dist.data.partition.base import PartitionOptions
@@ -14,7 +15,7 @@ from dglx_dist.strategies.cost import Survey
 from scripts.bench import data
 from scripts.bench.data import calibrated, survey
 from scripts.bench.experiments.common import GIGABIT, clustered, trained
-from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, MatchedPhi, Ratio, Shape
+from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi, Ratio, Shape
 from scripts.bench.speedup_model import speedup_added, speedup_hidden
 
 SERVERS = 4
@@ -221,56 +222,9 @@ def weak_scaling(one_step_s: float, found: Survey, rate: Rate) -> float:
     return found.ranks * one_step_s / (max(one_step_s, pull_s) + found.gradient_bytes / bytes_per_s)
 
 
-def _experiment(
-    build: Callable[[BenchPlan, Size], ExperimentPlan],
-    name: str,
-    title: str,
-    says: str,
-    setting: str,
-    prediction: str,
-) -> Experiment:
-    return Experiment(
-        id=name,
-        title=title,
-        suites=("quick", "papers"),
-        claim=Claim(paper="DistDGL (2020)", says=says, setting=setting),
-        prediction=prediction,
-        build=lambda plan: build(plan, SIZES[name].get(plan.suite, SIZES[name]["quick"])),
-    )
+def _build(name: str, plan: BenchPlan) -> ExperimentPlan:
+    build = {"D1": partition, "D2": balance, "D3": scaling}[name]
+    return build(plan, SIZES[name].get(plan.suite, SIZES[name]["quick"]))
 
 
-EXPERIMENTS = (
-    _experiment(
-        partition,
-        "D1",
-        "METIS beside a random partition, data parallel",
-        "METIS is 2.14x faster than a random partition",
-        "ogbn-products, 4 machines of 96 vCPUs, 100 Gbit/s, GraphSAGE 3 x 256, fan-out 15,10,5",
-        "With beta the bytes of METIS by those of random, counted beforehand from the same draws (in the "
-        "report): 1 / ((1 - phi) + phi beta) when nothing is overlapped, 1 / max(1 - phi, beta) when all is; "
-        "1.5 to 2.5x at phi 0.65. At 1 Gbit/s less, as far as compute hides the network.",
-    ),
-    _experiment(
-        balance,
-        "D2",
-        "METIS with balance constraints beside METIS, on a skewed training set",
-        "balance constraints add 4 % to METIS; on ogbn-papers100M METIS without them is slower than a "
-        "random partition",
-        "ogbn-products and ogbn-papers100M, 4 machines of 96 vCPUs, 100 Gbit/s",
-        "Each server trains on its own training nodes, so an epoch lasts as long as the server with most of "
-        "them: at most the ratio of max / mean seeds, known from the partition (in the report), about 3.5x, "
-        "less what the higher edge cut costs, and above 1.5x. With even shares near 1.0x: what is uneven is "
-        "then trained on elsewhere, for more remote rows. Where training nodes are spread evenly 1.0 to 1.1x "
-        "(paper 1.04x).",
-    ),
-    _experiment(
-        scaling,
-        "D3",
-        "weak scaling of data parallel over 1, 2 and 4 servers (simulated compute)",
-        "scales linearly to 8 and 16 machines; 13 s per epoch of ogbn-papers100M on 16",
-        "machines of 96 vCPUs, 100 Gbit/s, GraphSAGE 3 x 256, batch of 2000 per trainer",
-        "A step takes its compute, or its pulls where they take longer, and then the gradients, which wait "
-        "for backward to end: W c / (max(c, pulls / rate) + gradients / rate) times one server's samples per "
-        "second, with bytes counted beforehand (in the report); at least 0.75 W.",
-    ),
-)
+BUILDS = {name: partial(_build, name) for name in SIZES}

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.data.synthetic import SyntheticConfig
+from dglx_dist.graph.partition_book import Placement
+from dglx_dist.graph.structure import ReplicatedStructure
+from dglx_dist.planner.model_shape import gradient_bytes, outside_bytes, topology_of
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
-from dglx_dist.strategies.cost import Widths
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
+from dglx_dist.strategies.cost import PartitionContext, Widths
+from dglx_dist.strategies.full_graph.expansion import compose
+from dglx_dist.strategies.full_graph.plan_counts import full_work_of, plan_all, seeds_by_server
 from scripts.bench import data
 from scripts.bench.experiments.common import GIGABIT, clustered, quotient, trained
 from scripts.bench.peers.data import launch_of, launched
@@ -18,15 +29,13 @@ from scripts.bench.records import (
     PREDICTED_BYTES,
     PREDICTED_ONCE,
     BenchPlan,
-    Claim,
-    Experiment,
     ExperimentPlan,
     MatchedPhi,
     Ratio,
     Shape,
     Variant,
 )
-from scripts.bench.speedup_model import Counted, count, predicted_time
+from scripts.bench.speedup_model import predicted_time
 
 SERVERS, RANKS_PER_SERVER = 2, 2
 SHAPE = Shape(servers=SERVERS, ranks_per_server=RANKS_PER_SERVER)
@@ -40,6 +49,7 @@ BATCHES = 2
 """Cooperative batches of an epoch."""
 LEARNING = (BASE_PP, PRELOAD_PP, EAS, COOPERATIVE)
 """Whose accuracy is drawn: without pp the same numbers come later."""
+_ID_BYTES, _CLASSES = 8, SyntheticConfig().classes
 EVERY = 5
 """Epochs from one evaluation to the next."""
 
@@ -105,22 +115,19 @@ class Scheme:
     name: str
     strategy: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    preloaded: bool = False
-    """Whether servers hold their neighbourhood, so that no activation crosses."""
 
 
 SCHEMES = (
     Scheme(name=BASE, strategy="full_graph", options={"use_pp": False}),
     Scheme(name=BASE_PP, strategy="full_graph", options={"use_pp": True}),
-    Scheme(name=PRELOAD, strategy="shared_preload", options={"use_pp": False}, preloaded=True),
-    Scheme(name=PRELOAD_PP, strategy="shared_preload", options={"use_pp": True}, preloaded=True),
+    Scheme(name=PRELOAD, strategy="shared_preload", options={"use_pp": False}),
+    Scheme(name=PRELOAD_PP, strategy="shared_preload", options={"use_pp": True}),
     Scheme(
         name=EAS,
         strategy="shared_preload",
         options={"external_hops": 1, "external_fanout": 15},
-        preloaded=True,
     ),
-    Scheme(name=COOPERATIVE, strategy="cooperative", options={"batches": BATCHES}, preloaded=True),
+    Scheme(name=COOPERATIVE, strategy="cooperative", options={"batches": BATCHES}),
 )
 
 
@@ -202,13 +209,15 @@ def plan_of(
     counted = {one.label: count_setting(plan, size, one) for one in settings}
     pairs = [(one, scheme) for one in settings for scheme in schemes]
 
-    def of_all(value: Callable[[Scheme, Counted], Any]) -> dict[str, Any]:
-        return {one.named(scheme.name): value(scheme, counted[one.label]) for one, scheme in pairs}
+    def of_all(value: Callable[[str, Counted], Any]) -> dict[str, Any]:
+        return {one.named(scheme.name): value(scheme.name, counted[one.label]) for one, scheme in pairs}
 
     def facts_of(value: Callable[[Counted], Any]) -> dict[str, Any]:
         return {one.label or one.cut: value(counted[one.label]) for one in settings}
 
-    phases, kappas, once = of_all(_phases), of_all(_kappa), of_all(_once)
+    phases = of_all(lambda name, found: dict(found.phases[name]))
+    kappas = of_all(lambda name, found: found.kappa(name))
+    once = of_all(lambda name, found: found.once.get(name))
     variants = [_variant(plan, size, one, scheme, counted[one.label]) for one, scheme in pairs]
     fast = [scheme for scheme in schemes if scheme.name in (BASE_PP, PRELOAD_PP)]
     ratios: list[Ratio] = []
@@ -237,7 +246,7 @@ def plan_of(
         ratios=tuple(ratios),
         facts={
             "datasets": facts_of(lambda one: data.facts(one.folder)),
-            "halo pairs between servers, by layer": facts_of(lambda one: list(one.pairs.outside)),
+            "halo pairs between servers, by layer": facts_of(lambda one: list(one.pairs)),
             "expansion factor of the servers": facts_of(lambda one: one.expansion),
             KAPPA: kappas,
             PREDICTED_BYTES: phases,
@@ -246,18 +255,85 @@ def plan_of(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What one setting's graph, partition and model come to, by scheme."""
+
+    folder: Path
+    """Of the dataset."""
+    pairs: tuple[int, ...]
+    """By layer, halo rows between servers."""
+    expansion: list[float]
+    """(S,) feature rows that a server holds after preloading, relative to its own nodes: D_i."""
+    edges: Mapping[str, tuple[int, ...]]
+    """(S,) aggregated in an epoch; of EAS an upper bound: with all foreign in-neighbours within 1 hop."""
+    phases: Mapping[str, Mapping[str, int]]
+    """Bytes of an epoch by ledger phase; of co-batches when they are on disk."""
+    once: Mapping[str, int]
+    """Bytes of features that are sent once, ids included, where they are known."""
+    co_batch_features: int
+    """The same of all co-batches."""
+
+    def kappa(self, scheme: str) -> float:
+        """Return the work of the server with most by that of the baseline's."""
+        return round(max(self.edges[scheme]) / max(*self.edges[BASE], 1), 3)
+
+
 def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
-    """Make the dataset of a setting and count work and bytes on it."""
-    graph = _graph_of(plan, size, setting)
+    """Make the dataset of a setting and count work and bytes on it; seconds per million edges."""
+    config = _graph_of(plan, size, setting)
     cut = PartitionPlan(num_parts=SERVERS, method=setting.cut)
-    return count(
-        data.prepare(graph, {setting.cut: cut}, plan.work)[setting.cut],
-        servers=SERVERS,
-        ranks_per_server=RANKS_PER_SERVER,
-        layers=setting.layers,
-        num_batches=BATCHES,
-        seed=plan.seed,
-        widths=_widths(setting, graph.classes),
+    folder = data.prepare(config, {setting.cut: cut}, plan.work)[setting.cut]
+    dataset, topology, widths = open_dataset(folder), topology_of(SERVERS, RANKS_PER_SERVER), _widths(setting)
+    manifest, csc = dataset.manifest, open_structure(dataset, EDGE_TYPE)
+    bounds = Placement(manifest.num_parts, topology).server_offsets(manifest.node_offsets[NODE_TYPE])
+    structure = ReplicatedStructure(EDGE_TYPE, int(bounds[-1]), csc.indptr, csc.indices)
+    context = PartitionContext(structure=structure, bounds=bounds, topology=topology, seed=plan.seed)
+    masks = [dataset.part(part).node_data(NODE_TYPE, "train_mask") for part in range(manifest.num_parts)]
+    own = seeds_by_server(context, np.flatnonzero(np.concatenate(masks)))
+    pieces = zip(*(compose(mine, BATCHES, "random", seed=plan.seed) for mine in own), strict=True)
+
+    def near(_: object, mine: tuple[int, int], __: object) -> Array:
+        first, last = mine
+        sources = csc.indices[csc.indptr[first] : csc.indptr[last]]
+        return np.union1d(np.arange(first, last), sources)
+
+    layers = setting.layers
+    exchanging, preloading = ([plan_all(context, own, layers, hops)] for hops in (0, layers))
+    steps = {
+        **dict.fromkeys((BASE, BASE_PP), exchanging),
+        **dict.fromkeys((PRELOAD, PRELOAD_PP), preloading),
+        EAS: [plan_all(context, own, layers, layers, eas=near)],
+        COOPERATIVE: [plan_all(context, piece, layers, layers) for piece in pieces],
+    }
+    ranks = [topology.ranks_of_server(server) for server in range(SERVERS)]
+    pairs = full_work_of(exchanging, topology).pairs
+    row = setting.features * widths.itemsize
+    preloaded = full_work_of(preloading, topology).external_rows * (_ID_BYTES + row)
+    gradients = BATCHES * gradient_bytes(widths, topology)
+    without, kept = (
+        outside_bytes(pairs, widths, topology, preloaded=True, use_pp=use_pp) for use_pp in (False, True)
+    )
+    return Counted(
+        folder=folder,
+        pairs=tuple(pairs.outside),
+        expansion=[
+            round(1 + preloading[0][of[0]].external_rows / max(int(size), 1), 3)
+            for of, size in zip(ranks, np.diff(bounds), strict=True)
+        ],
+        edges={
+            name: tuple(sum(sum(step[rank].edges) for step in made for rank in of) for of in ranks)
+            for name, made in steps.items()
+        },
+        phases={
+            BASE: outside_bytes(pairs, widths, topology, preloaded=False, use_pp=False),
+            BASE_PP: outside_bytes(pairs, widths, topology, preloaded=False, use_pp=True),
+            PRELOAD: without,
+            **dict.fromkeys((PRELOAD_PP, EAS), kept),
+            COOPERATIVE: {"gradients": gradients} if gradients else {},
+        },
+        once={BASE: 0, BASE_PP: pairs.outside[0] * row, **dict.fromkeys((PRELOAD, PRELOAD_PP), preloaded)},
+        co_batch_features=full_work_of(steps[COOPERATIVE], topology).external_rows * (_ID_BYTES + row),
     )
 
 
@@ -267,11 +343,11 @@ def _graph_of(plan: BenchPlan, size: Size, setting: Setting) -> SyntheticConfig:
     return clustered(plan, **graph, train_rate=size.train_rate)
 
 
-def _widths(setting: Setting, classes: int) -> Widths:
+def _widths(setting: Setting) -> Widths:
     # Only here: models need DGL, which takes seconds to import, also where experiments are only listed.
     from dglx_dist.training.models import build_model
 
-    model = build_model(setting.model, setting.features, setting.hidden, classes, setting.layers, 0.0)
+    model = build_model(setting.model, setting.features, setting.hidden, _CLASSES, setting.layers, 0.0)
     encodes = setting.model == "resgcn"
     return Widths(
         first=setting.hidden if encodes else setting.features,
@@ -279,24 +355,6 @@ def _widths(setting: Setting, classes: int) -> Widths:
         first_learns=encodes,
         gradient_bytes=sum((one.numel() + 1) * one.element_size() for one in model.parameters()),
     )
-
-
-def _phases(scheme: Scheme, counted: Counted) -> dict[str, int]:
-    if scheme.name == COOPERATIVE:
-        return dict(counted.co_batch_bytes())
-    use_pp = bool(scheme.options.get("use_pp", True))
-    return dict(counted.epoch_bytes(preloaded=scheme.preloaded, use_pp=use_pp))
-
-
-def _once(scheme: Scheme, counted: Counted) -> int | None:
-    preloaded = counted.preloaded_features
-    exact = {BASE: 0, BASE_PP: counted.halo_features, PRELOAD: preloaded, PRELOAD_PP: preloaded}
-    return exact.get(scheme.name)
-
-
-def _kappa(scheme: Scheme, counted: Counted) -> float:
-    found = {PRELOAD: counted.kappa, PRELOAD_PP: counted.kappa, EAS: counted.kappa_of_sample}
-    return round({**found, COOPERATIVE: counted.kappa_of_batches}.get(scheme.name, 1.0), 3)
 
 
 def _variant(
@@ -324,68 +382,8 @@ def _variant(
     )
 
 
-_ARTIFACT = ("GraNNDis (PACT 2024), README of its artifact", "2 servers of 4 A6000, 10 Gbit/s Ethernet")
-_PREPRINT = "GraNNDis, preprint"
+def _build(name: str, plan: BenchPlan) -> ExperimentPlan:
+    return plan_at(name, plan, SIZES.get(plan.suite, SIZES["papers"]))
 
 
-def _experiment(name: str, title: str, claim: tuple[str, str], says: str, prediction: str) -> Experiment:
-    paper, setting = claim
-    return Experiment(
-        id=name,
-        title=title,
-        suites=("papers",),
-        claim=Claim(paper=paper, says=says, setting=setting),
-        prediction=prediction,
-        strategies=("full_graph", "shared_preload", "cooperative"),
-        build=lambda plan: plan_at(name, plan, SIZES.get(plan.suite, SIZES["papers"])),
-    )
-
-
-EXPERIMENTS = (
-    _experiment(
-        "G1",
-        "shared preloading beside full-graph training, reddit-like (602 features)",
-        _ARTIFACT,
-        "reddit, 100 epochs: 449 s full-graph, 87.6 s with preloading (5.13x), 75.2 s with expansion-"
-        "aware sampling (5.98x)",
-        "3 to 5x at phi 0.94 over the plain baseline; over the baseline with cached layer-0 rows 1.15x, and"
-        " 2.2x with that cache on both sides at the same rate. No activations cross between servers; a "
-        "nearly free link inside bounds the ratio by 11.8x.",
-    ),
-    _experiment(
-        "G2",
-        "shared preloading beside full-graph training, products-like (100 features)",
-        _ARTIFACT,
-        "products, 100 epochs: 79.7 s full-graph, 20.0 s with preloading (3.98x), 18.2 s with "
-        "expansion-aware sampling (4.37x)",
-        "2.5 to 4x at phi 0.87 with 1.30 times the compute; 2.9x with cached layer-0 rows on both sides.",
-    ),
-    _experiment(
-        "G3",
-        "shared preloading and its sampling beside full-graph training, arxiv-like (128 features)",
-        _ARTIFACT,
-        "arxiv, 100 epochs: 15.4 s full-graph, 8.6 s with preloading (1.79x), 11.7 s with expansion-"
-        "aware sampling (1.32x)",
-        "1.6 to 1.8x and 1.3 to 1.6x at phi 0.64 with 1.12 times the compute; 1.4x with cached layer-0 rows"
-        " on both sides. A loss where phi is below 1 - 1 / 1.12.",
-    ),
-    _experiment(
-        "G4",
-        "deep models: 3 and 28 layers",
-        (_PREPRINT, "4 servers of 4 A6000, InfiniBand of 32 Gbit/s"),
-        "preloading over full-graph training at 56 layers: arxiv 1.65x over PCIe and 1.80x over NVLink,"
-        " products 0.86x and 1.77x; with expansion-aware sampling at 3, 28 and 56 layers over PCIe: "
-        "arxiv 1.64x, 1.84x, 1.89x, products 1.63x, 1.23x, 1.23x, reddit 1.66x, 1.95x, 1.59x",
-        "2 to 3x: full-graph bytes grow about linearly in the layers, preloading's stay (deep models in the"
-        " later paper: 2.91x).",
-    ),
-    _experiment(
-        "G5",
-        "servers cut at random in place of METIS",
-        (_PREPRINT, "4 servers of 4 A6000, random partition"),
-        "expansion-aware sampling 1.65x, 2.85x and 2.75x faster than full-graph training at 3, 28 and "
-        "56 layers",
-        "The boundary between servers grows, which is measured, and full-graph training's bytes with it: "
-        "1.65 to 2.85x.",
-    ),
-)
+BUILDS = {name: partial(_build, name) for name in _BOUNDS}

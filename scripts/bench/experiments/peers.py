@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.prepare import PartitionPlan
+from scripts.bench import data
 from scripts.bench.experiments.common import GIGABIT
-from scripts.bench.peers.data import copy_of, facts_of, launch_of, launched
-from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Ratio, Shape
+from scripts.bench.peers.data import copy_of, launch_of, launched
+from scripts.bench.peers.launch import versions
+from scripts.bench.records import BenchPlan, ExperimentPlan, Ratio, Shape
 
 TWO_SERVERS = Shape(servers=2, cpus=1.0)
 ONE_SERVER = Shape(servers=1, ranks_per_server=2, cpus=2.0)
-_DGL = "our own, beside DistDGL (IA3 2020) as released in DGL 1.1.3"
 _LARGE = {"hidden": 256, "fanouts": (15, 10, 5)}
 
 
@@ -144,71 +146,8 @@ def plan_of(one: Comparison, plan: BenchPlan) -> ExperimentPlan:
         rate = told.pop("rate", None)
         launch = launch_of(system, graph, cut, plan.work, one.training, **told)
         variants.append(launched(name, launch, shape=one.shape, rate=rate))
-    systems = dict.fromkeys(system for _, system, _ in one.variants)
-    facts = facts_of(copy_of("ours", graph, cut, plan.work), systems)
+    facts = {**data.facts(copy_of("ours", graph, cut, plan.work)), "versions": versions()}
     return ExperimentPlan(variants=tuple(variants), ratios=one.ratios, facts=facts)
 
 
-def _experiment(
-    name: str, title: str, paper: str, says: str, setting: str, prediction: str, *needs: str
-) -> Experiment:
-    return Experiment(
-        id=name,
-        title=title,
-        suites=("peers",),
-        claim=Claim(paper=paper, says=says, setting=setting),
-        prediction=prediction,
-        build=lambda plan: plan_of(COMPARISONS[name], plan),
-        needs=needs,
-    )
-
-
-_LESS_TIME = "the same loop on the same partition takes less time an epoch, and sends no more bytes"
-EXPERIMENTS = (
-    _experiment(
-        "PEER1",
-        "stock DistDGL beside data_parallel: small model",
-        _DGL,
-        _LESS_TIME,
-        "GraphSAGE 2 x 16, fan-out 25,10, on 1 M nodes and 25 M edges; 2 servers of one core",
-        "0.53 of stock DistDGL's time an epoch, as once measured by hand, for the loader runs ahead of "
-        "training and samples twice as fast, while the arithmetic of the model is the same; 0.47 when the "
-        "rows of the 1-hop halo are kept, and 0.32 with them at 1 Gbit/s. Without a cache at 1 Gbit/s about "
-        "0.55: 750 MB each way take 6 s however they are asked for. Bytes 0.94.",
-    ),
-    _experiment(
-        "PEER2",
-        "stock DistDGL beside data_parallel: large model",
-        _DGL,
-        _LESS_TIME,
-        "GraphSAGE 3 x 256, fan-out 15,10,5, on 200,000 nodes and 5 M edges; 2 servers of one core",
-        "0.64 of stock DistDGL's time an epoch, as once measured by hand, when each is as its user finds it: "
-        "ours then keeps freed memory, which by itself saves up to a third of forward and backward. With the "
-        "allocator of both told to keep memory about 0.85, for most of what is left is arithmetic that both "
-        "share.",
-    ),
-    _experiment(
-        "PEER3",
-        "stock DistDGL beside data_parallel: trainable embeddings",
-        _DGL,
-        "training rows takes less time than with stock DistEmbedding, and than with a dense table",
-        "200,000 rows of 64, Adagrad, GraphSAGE 2 x 64, fan-out 10,5; 2 servers of one core",
-        "0.41 of stock DistEmbedding's time and 0.31 of a dense nn.Embedding's under "
-        "DistributedDataParallel, as once measured by hand. The paper's 70x, on ogbn-products, is not "
-        "expected: a fifth of all rows is touched in every step here, and a dense gradient's time grows with "
-        "all rows, so that the ratio is the graph's size.",
-    ),
-    _experiment(
-        "PEER4",
-        "PyG's NeighborLoader and DistributedDataParallel beside data_parallel",
-        "our own, beside PyG's examples of several ranks; its package for servers is deprecated",
-        "the same training takes less time an epoch than PyG's loader under DDP, and less memory",
-        "GraphSAGE 3 x 256, fan-out 15,10,5, on 200,000 nodes and 5 M edges; 2 ranks of one server",
-        "Estimated, not measured before: 0.7 of PyG's time as its users find it, 0.8 with the allocator of "
-        "both told to keep memory, for the loader runs ahead of training and the arithmetic is the same. "
-        "Memory: PyG's ranks each hold graph, features and the sampler's columns; ours map one copy for all "
-        "ranks.",
-        "torch_geometric",
-        "pyg_lib|torch_sparse",
-    ),
-)
+BUILDS = {name: partial(plan_of, one) for name, one in COMPARISONS.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,8 +25,6 @@ from scripts.bench.peers.data import launch_of, launched
 from scripts.bench.records import (
     PREDICTED_BYTES,
     BenchPlan,
-    Claim,
-    Experiment,
     ExperimentPlan,
     MatchedPhi,
     Ratio,
@@ -402,88 +401,8 @@ def _predicted_time(case: Case, total: Mapping[str, int]) -> float:
     return max(1.0 - PHI, network) if int(case.options.get("depth", 1)) > 1 else 1.0 - PHI + network
 
 
-_SETTING = "4 servers of 4 P100, 10 Gbit/s"
+def _build(name: str, plan: BenchPlan) -> ExperimentPlan:
+    return plan_at(name, plan, SIZES.get(plan.suite, SIZES["papers"]))
 
 
-def _experiment(name: str, title: str, says: str, prediction: str, setting: str = _SETTING) -> Experiment:
-    return Experiment(
-        id=name,
-        title=title,
-        suites=("papers",),
-        claim=Claim(paper="P3 (OSDI 2021)", says=says, setting=setting),
-        prediction=prediction,
-        strategies=("data_parallel", "push_pull"),
-        build=lambda plan: plan_at(name, plan, SIZES.get(plan.suite, SIZES["papers"])),
-    )
-
-
-EXPERIMENTS = (
-    _experiment(
-        "P1",
-        "push-pull without its pipeline beside hashed data parallelism, by hidden width",
-        "2.08 to 5.43x faster than DGL with hash partitioning and sampling; the gain shrinks with the "
-        "hidden width and turns into a loss",
-        "Bytes 0.17, 0.34, 0.67 and 1.05 of the baseline's at hidden widths 16, 32, 64 and 100 (+0.10 for "
-        "int32 structure). Time at phi 0.8: 2.4 to 3.0x, 1.8 to 2.1x, 1.2 to 1.4x, 0.9x; the sign changes "
-        "near a width of 86 to 95.",
-        f"{_SETTING}, 5 graphs, 4 models",
-    ),
-    _experiment(
-        "P2",
-        "push-pull with its pipeline of depth 3",
-        "pipelining gains 30 to 50 %",
-        "Over hashed data parallelism at phi 0.8 at most 4.7 to 5x, 2.9 to 3.7x, 1.6 to 1.9x and 1.1x at "
-        "hidden widths 16, 32, 64 and 100: 1.3 to 1.5x on top of P1.",
-    ),
-    _experiment(
-        "P4",
-        "growing features: 16 to 512 columns at hidden width 32",
-        "P3's epoch only doubles from 16 to 512 features; its gain grows to 4.77x",
-        "The baseline's feature bytes grow 32 times, push-pull's stay; its epoch at most doubles while the "
-        "baseline's grows many times over.",
-    ),
-    _experiment(
-        "P5",
-        "push-pull with cached column groups (4 to 2)",
-        "caching gains up to 1.7x (3.6x to 5.23x over DGL)",
-        "Bytes of the exchange (2 - 1) / (4 - 1) = 0.33 of P1's, 1.3 to 1.7x faster than P1, for twice the "
-        "memory.",
-    ),
-    _experiment(
-        "P6",
-        "push-pull beside data parallelism on a METIS partition",
-        "1.7x faster than DGL on METIS (3.85x than on hash)",
-        "1.0 to 1.7x, by the measured share rho of remote input rows; slower where rho is below 0.15 at "
-        "hidden width 16.",
-        f"GraphSAGE, {_SETTING}",
-    ),
-    _experiment(
-        "P7",
-        "push-pull with 2, 3 and 4 layers",
-        "the gain grows with the layers, up to 6.07x",
-        "Bytes and times by the formulas of docs/strategies/push_pull.md from counted blocks: the deeper, "
-        "the nearer come the input rows to the rows of layer 1 on a graph this small, so that here the gain "
-        "shrinks with the layers, where on graphs that a batch never covers it grows.",
-        f"{_SETTING}, hidden width 32",
-    ),
-    _experiment(
-        "P8",
-        "push-pull without sampling",
-        "6.45 to 7.69x faster than DGL with hash partitioning where all neighbours are taken, 2.08 to "
-        "5.43x with sampling",
-        "With all neighbours a batch has many more input rows for each row of layer 1 (in the report), and "
-        "the gain is larger than with sampling: at phi 0.8 at most 5x, for computing stays; 1 / ((1 - phi) + "
-        "phi beta) from counted bytes.",
-        f"{_SETTING}, 5 graphs, 4 models",
-    ),
-    _experiment(
-        "P9",
-        "push-pull by model: GraphSAGE, GCN, SGC and GAT",
-        "2.08 to 5.43x faster than DGL with hash partitioning and sampling, over GraphSAGE, GCN, SGC and GAT",
-        "GCN moves what GraphSAGE does. SGC maps to the classes before it aggregates, so its sums are as "
-        "narrow as these and its gain is larger. GAT adds 2 (L0 + D1) K logits each way: with 8 heads more "
-        "than the 32 columns of its sums, so that it moves more than data parallelism and loses (formulas of "
-        "docs/strategies/push_pull.md, in the report).",
-        f"{_SETTING}, hidden width 32, GAT of 8 heads",
-    ),
-)
+BUILDS = {name: partial(_build, name) for name in _TABLES}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,6 @@ from scripts.bench.experiments.common import clustered, quotient
 from scripts.bench.records import (
     PREDICTED_BYTES,
     BenchPlan,
-    Claim,
-    Experiment,
     ExperimentPlan,
     Job,
     Ratio,
@@ -365,55 +364,9 @@ def _unit_rows(features: NodeColumn, rows: Array) -> Array:
     return found.astype(np.float32) / np.maximum(norms, 1e-12)
 
 
-def _experiment(name: str, title: str, says: str, setting: str, prediction: str) -> Experiment:
-    build, changed = _PLANS[name]
-    return Experiment(
-        id=name,
-        title=title,
-        suites=("papers",),
-        claim=Claim(paper="Dorylus (OSDI 2021)", says=says, setting=setting),
-        prediction=prediction,
-        strategies=("lambda",),
-        build=lambda plan: build(plan, replace(SIZES.get(plan.suite, SIZES["papers"]), **changed)),
-    )
+def _build(name: str, plan: BenchPlan) -> ExperimentPlan:
+    size = replace(SIZES.get(plan.suite, SIZES["papers"]), **_PLANS[name][1])
+    return plan_at(name, plan, size)
 
 
-EXPERIMENTS = (
-    _experiment(
-        "Y1",
-        "bounded asynchrony: epochs to the same accuracy",
-        "epochs of async over pipe: at staleness 0 1.00, 1.09 and 1.14, at staleness 1 1.07, 1.57 and 1.58",
-        "reddit-small, amazon, reddit-large on AWS Lambda",
-        "1.0 to 1.15 at staleness 0, 1.0 to 1.6 at staleness 1; the same bytes per epoch. Independent of "
-        "the hardware.",
-    ),
-    _experiment(
-        "Y2",
-        "bounded asynchrony: time per epoch",
-        "async epochs are about 15 % shorter than those of the pipeline with a barrier",
-        "AWS Lambda",
-        "0.80 to 0.90 of the pipeline's time; the gain vanishes without jitter of the workers.",
-    ),
-    _experiment(
-        "Y3",
-        "tasks one after another beside the pipeline",
-        "without the pipeline 1.9x slower",
-        "amazon on AWS Lambda",
-        "1.5 to 1.9x: the overlap is real on few cores too, since waiting for workers costs none.",
-    ),
-    _experiment(
-        "Y4",
-        "task fusion and rematerialisation",
-        "both save traffic between graph servers and workers; no figure is quoted here",
-        "AWS Lambda",
-        "1.1 to 1.4x; rematerialisation halves what the vertex task sends up, fusion saves one round trip.",
-    ),
-    _experiment(
-        "Y5",
-        "value: performance per dollar beside CPU servers alone",
-        "1.17 to 2.56x faster and 1.11 to 2.76x the value of CPU servers alone; friendster 1133 s for "
-        "13.8 $ against 1991 s for 15.3 $",
-        "graph servers and Lambda on AWS, table 4",
-        "1.1 to 2.8x the value, by simulation from a price table only; to be labelled simulated cost.",
-    ),
-)
+BUILDS = {name: partial(_build, name) for name in _PLANS}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Assignment, RawGraph
 from scripts.bench import data
-from scripts.bench.peers.launch import KIND, phases_in_words, versions
+from scripts.bench.peers.launch import KIND
 from scripts.bench.peers.workload import Launch, Workload
 from scripts.bench.records import Job, MatchedPhi, Shape, Variant
 
@@ -109,12 +109,3 @@ def _write_arrays(graph: RawGraph, folder: Path) -> None:
         for name in (FEATURE, LABEL, "train_mask"):
             np.save(partial / f"{name}.npy", np.asarray(columns[name]))
         partial.rename(folder)
-
-
-def facts_of(ours: Path, systems: Iterable[str]) -> Mapping[str, Any]:
-    """Return what the report shows beside the figures, JSON values."""
-    return {
-        **data.facts(ours),
-        "versions": versions(),
-        "phases": {system: phases_in_words(system) for system in systems},
-    }

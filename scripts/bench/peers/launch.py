@@ -19,7 +19,7 @@ import psutil
 from dglx_dist.comm.topology import inherited_environment, rank_environment
 from dglx_dist.errors import ConfigError, JobError
 from dglx_dist.records import EpochRecord
-from scripts.bench.peers.workload import TRAINERS, Launch
+from scripts.bench.peers.workload import TOLD, TRAINERS, Launch
 from scripts.bench.suites import installed
 from scripts.netlab.base import Lab
 from scripts.netlab.launch import Launcher, server_environment, start, with_changes
@@ -93,14 +93,6 @@ def as_record(system: str, rows: Sequence[Mapping[str, Any]], wire: int | None) 
         bytes_inside=int(counts["ledger inside"]),
         bytes_outside=int(counts["ledger outside"]) if "ledger outside" in counts else wire or 0,
     )
-
-
-def phases_in_words(system: str) -> str:
-    """Return the mapping of ``system`` in words, for results: "parts -> columns of a report; ..."."""
-    by_columns: dict[str, list[str]] = {}
-    for part, names in MAPPINGS[system].items():
-        by_columns.setdefault(" and ".join(name.removesuffix("_s") for name in names), []).append(part)
-    return "; ".join(f"{', '.join(parts)} -> {columns}" for columns, parts in by_columns.items())
 
 
 def _times(system: str, parts: Mapping[str, float]) -> dict[str, float]:
@@ -178,8 +170,8 @@ def run_once(
     Returns:
         (W,) reports by rank, as the job "train" makes them. "peak_bytes" is a rank's share of the memory of
         its whole server, graph servers and launchers included, and on plain loopback its own. "extra", per
-        epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the mapping
-        of parts to phases, the versions, the sum of each rank's seeds in the first measured epoch.
+        epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the
+        versions, the sum of each rank's seeds in the first measured epoch.
 
     Raises:
         ConfigError: the lab cannot host the system, or its data is not there.
@@ -193,17 +185,19 @@ def run_once(
     if not Path(launch.data).exists():
         raise ConfigError(f"{launch.data} does not exist; make it with bench.peers.data.copy_of")
     folder.mkdir(parents=True)
+    told = {"launch": asdict(launch), "device": lab.servers[0].device, "ip_config": str(_ip_config(folder))}
+    (folder / TOLD).write_text(json.dumps(told))
     world_size = len(lab.servers) * ranks_per_server
     watch = MemoryWatch()
     with ExitStack() as stack:
         graph_servers = _start_graph_servers(lab, launch, folder, world_size, stack)
         shared = _environment(launch)
         if launch.system == "stock":
-            shared |= {**_dgl_environment(lab, launch, folder, world_size), "DGL_ROLE": "client"}
+            shared |= {**_dgl_environment(launch, folder, world_size), "DGL_ROLE": "client"}
         started = stack.enter_context(
             start(
                 lab,
-                [str(PROGRAMS / TRAINERS[launch.system]), *_arguments(lab, launch, folder)],
+                [str(PROGRAMS / TRAINERS[launch.system]), str(folder)],
                 ranks_per_server=ranks_per_server,
                 environment=shared,
                 log_folder=folder,
@@ -227,19 +221,6 @@ def run_once(
     return _reports(launch, folder, world_size, ranks_per_server, watch.peak_bytes)
 
 
-def _arguments(lab: Lab, launch: Launch, folder: Path) -> list[str]:
-    device = lab.servers[0].device
-    return [
-        *("--workload", json.dumps(asdict(launch.workload))),
-        *("--data", launch.data),
-        *("--epochs", str(launch.warmup + launch.epochs)),
-        *("--out", str(folder)),
-        *(("--device", device) if device else ()),
-        *("--ip-config", str(_ip_config(folder))),
-        *("--options", json.dumps(dict(launch.options))),
-    ]
-
-
 def _environment(launch: Launch) -> dict[str, str | None]:
     inherited = {name: None for name in inherited_environment() if name.startswith(_PEER_VARIABLES)}
     kept = rank_environment(1, environment={})
@@ -260,7 +241,7 @@ def _environment(launch: Launch) -> dict[str, str | None]:
     }
 
 
-def _dgl_environment(lab: Lab, launch: Launch, folder: Path, trainers: int) -> dict[str, str]:
+def _dgl_environment(launch: Launch, folder: Path, trainers: int) -> dict[str, str]:
     return {
         "DGL_DIST_MODE": "distributed",
         "DGL_IP_CONFIG": str(_ip_config(folder)),
@@ -279,8 +260,8 @@ def _start_graph_servers(
     if launch.system != "stock":
         return []
     _ip_config(folder).write_text("".join(f"{server.address} {_SERVER_PORT}\n" for server in lab.servers))
-    command = [sys.executable, str(PROGRAMS / "stock_server.py"), "--ip-config", str(_ip_config(folder))]
-    shared = {**_environment(launch), **_dgl_environment(lab, launch, folder, trainers)}
+    command = [sys.executable, str(PROGRAMS / "stock_server.py"), str(_ip_config(folder))]
+    shared = {**_environment(launch), **_dgl_environment(launch, folder, trainers)}
     launchers = []
     for server in lab.servers:
         own = {**shared, "DGL_ROLE": "server", "DGL_SERVER_ID": str(server.number)}
@@ -331,7 +312,6 @@ def _reports(
     extra = {
         "system": launch.system,
         "allocator": launch.allocator,
-        "phases": phases_in_words(launch.system),
         "versions": versions(),
         "rank_peak_bytes": max(rank["peak_bytes"] for rank in found),
         "parts_s": _means(rows, "parts", max),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,23 +19,34 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dglx_dist.data.storage.files import peak
-from scripts.bench.peers.workload import Workload
+from scripts.bench.peers.workload import TOLD, Launch, Workload
+from scripts.json_records import read_record
 from scripts.netlab.servers import read_card
 
 
-def read_arguments() -> argparse.Namespace:
-    """Read what the launch told this rank; ``workload`` is a Workload, ``options`` a dict."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--workload", required=True, type=lambda text: Workload(**json.loads(text)))
-    parser.add_argument(
-        "--data", required=True, help="folder or file of the partition, in the system's format"
-    )
-    parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the reports")
-    parser.add_argument("--device", help="this server's network card; none: its bytes are not known")
-    parser.add_argument("--ip-config", help="DGL's file of servers")
-    parser.add_argument("--options", type=json.loads, default={}, help="JSON; each program knows its own")
-    return parser.parse_args()
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a launch tells its ranks."""
+
+    launch: Launch
+    device: str | None
+    """This server's network card; None: its bytes are not known."""
+    ip_config: str
+    """DGL's file of servers."""
+    out: str = ""
+    """Folder of the reports."""
+
+    @property
+    def workload(self) -> Workload:
+        """Model and batches."""
+        return self.launch.workload
+
+
+def read_arguments() -> Told:
+    """Read what the launch told this rank in the folder that is its one argument."""
+    value = json.loads((Path(sys.argv[1]) / TOLD).read_text())
+    told: Told = read_record(Told, {**value, "out": sys.argv[1]})
+    return told
 
 
 class Clock:
@@ -168,12 +180,12 @@ class Trainer(ABC):
 
 def train(
     trainer: Trainer,
-    arguments: argparse.Namespace,
+    told: Told,
     after: Callable[[int, Report], object] = lambda epoch, report: None,
 ) -> None:
     """Train and report; ``after`` is called with the number of each epoch, from 1, once it has ended."""
-    report = Report(arguments.out, dist.get_rank(), dist.barrier, arguments.device)
-    for number in range(1, arguments.epochs + 1):
+    report = Report(Path(told.out), dist.get_rank(), dist.barrier, told.device)
+    for number in range(1, told.launch.warmup + told.launch.epochs + 1):
         with report.epoch() as clock:
             trainer.epoch(clock)
         after(number, report)

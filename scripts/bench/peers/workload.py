@@ -16,6 +16,8 @@ TRAINERS: Mapping[str, str] = {
     "pyg": "pyg_trainer.py",
 }
 """System -> its program."""
+TOLD = "launch.json"
+"""File that tells the ranks of a launch, in the folder of its reports."""
 ALLOCATORS = ("unset", "glibc", "tuned")
 
 

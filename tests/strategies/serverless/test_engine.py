@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,6 @@ from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Array
 from dglx_dist.serverless.controller import Counts
-from dglx_dist.serverless.parameter_service import Places
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import (
     Direction,
@@ -34,11 +33,10 @@ from dglx_dist.serverless.tasks import (
     half_name,
     half_rows,
 )
-from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
+from dglx_dist.serverless.worker import GIVE, GRADIENTS, PULL, WEIGHTS
 from dglx_dist.strategies.serverless.engine import (
     Account,
     Engine,
-    EngineConfig,
     EpochTotals,
     LiveProgress,
     account_of_ranks,
@@ -147,8 +145,6 @@ def engine_of(
     boundary = exchange_boundaries(session, graph)
     part = cases.case().part(graph, boundary, INTERVALS, rank * INTERVALS)
     plan = cases.plan_of(program, parts_of(world), num_servers, policy.staleness)
-    places = Places(parameter_servers=tuple(range(num_servers)), graph_servers=tuple(range(world)))
-    config = EngineConfig(plan=plan, places=places, policy=policy, **settings)
     started: list[ThreadWorkers] = []
 
     def start_workers(handlers: Mapping[str, Handler]) -> ThreadWorkers:
@@ -156,7 +152,8 @@ def engine_of(
         return started[0]
 
     parameters = cases.parameter_server(program, plan, rank) if rank < num_servers else None
-    return Engine(session, GraphServer(part, program), config, parameters, start_workers), started[0]
+    server = GraphServer(part, program)
+    return Engine(session, server, plan, policy, parameters, start_workers, **settings), started[0]
 
 
 def parts_of(world: int) -> list[Part]:
@@ -299,32 +296,14 @@ def test_a_graph_server_that_dies_is_named() -> None:
     assert "the next update" in outcomes[0].result
 
 
-def test_what_workers_may_ask() -> None:
+def test_late_rows_end_a_duplicate_attempt() -> None:
     with start_session(timeout_s=30.0) as session:
-        program = cases.gcn()
-        engine, workers = engine_of(session, program, StalenessPolicy(), 1)
-
-        def ask(op: str, name: str, arrays: Sequence[Array] = ()) -> list[Array]:
-            return session.rpc.call(0, op, name, arrays, phase="test")
-
-        assert Program.from_json(ask(PROGRAM, "")[0].tobytes()) == program
-        assert ask(PULL, "r0.e0.s1.i0.f/0") == []
+        engine, workers = engine_of(session, cases.gcn(), StalenessPolicy(), 1)
         engine.run(2)
-        for op, name, message in (
-            (PULL, "r0.e0.s1.i0.f/0", "is over"),
-            (PULL, "r0.e2.s1.i3.f/0", "no interval from 0 to 2"),
-            (PULL, "r0.e2.s2.i0.f/0", "no worker does step 2"),
-            (PULL, "r0.e2.s4.i0.b/0", "no worker does step 4 in this direction"),
-            (PULL, "r0.e2.s1.i0.f", "names no half"),
-            (GIVE, "r0.e2.s1.i0.f/0/0", "came before it began"),
-            (GIVE, "r0.e2.s1.i0.f/0", "names no half"),
-        ):
-            with pytest.raises(RemoteError, match=message):
-                ask(op, name)
-        assert ask(GIVE, "r0.e1.s1.i0.f/0/7")[0].tolist() == [0]
-        assert workers.done_twice == []
-        assert ask(GIVE, "r0.e1.s1.i0.f/1/7")[0].tolist() == [0]
-        assert workers.done_twice == [TaskKey.parse("r0.e1.s1.i0.f")]
+        for half in (0, 1):
+            (taken,) = session.rpc.call(0, GIVE, f"r0.e1.s1.i0.f/{half}/7", [], phase="test")
+            assert taken.tolist() == [0]
+            assert workers.done_twice == ([TaskKey.parse("r0.e1.s1.i0.f")] if half else [])
         engine.close()
         workers.close()
 
@@ -376,13 +355,22 @@ MILLION = Counts(invocations=10**6, cold=10, warm=10**6 - 10, billed_s=1e5, gb_s
 NOW = Snapshot(epochs=(3, 4, 3), steps=("GA1", "AV1", "AV1"), queue=2, tasks=1)
 
 
-def test_ranks_add_up() -> None:
-    halves = [
-        Account(counts=Counts(invocations=3, gb_s=0.5), server_seconds=2.0),
-        Account(counts=Counts(invocations=4, relaunched=1), server_seconds=5.0),
-    ]
-    total = account_of_ranks([asdict(one) for one in halves])
-    assert total == Account(counts=Counts(invocations=7, gb_s=0.5, relaunched=1), server_seconds=7.0)
+def accounts_of_two() -> tuple[Account, int]:
+    with start_session(timeout_s=30.0) as session:
+        halves = [
+            Account(counts=Counts(invocations=3, gb_s=0.5), server_seconds=2.0 / 3),
+            Account(counts=Counts(invocations=4, relaunched=1), server_seconds=5.0),
+        ]
+        before = session.ledger.snapshot()
+        total = account_of_ranks(halves[session.topology.rank], session)
+        return total, sum(row.num_bytes for row in session.ledger.since(before))
+
+
+def test_ranks_add_up_and_send_as_many_bytes_whatever_the_numbers() -> None:
+    counts = Counts(invocations=7, gb_s=0.5, relaunched=1)
+    for total, num_bytes in run_ranks(accounts_of_two, 2):
+        assert total == Account(counts=counts, server_seconds=math.fsum([2.0 / 3, 5.0]))
+        assert num_bytes % (8 * (len(vars(counts)) + 1)) == 0
 
 
 def test_dollars_of_functions_and_servers() -> None:

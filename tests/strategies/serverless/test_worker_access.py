@@ -20,11 +20,10 @@ from dglx_dist.errors import PeerError, RemoteError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.records import Array
-from dglx_dist.serverless.parameter_service import Places
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import Direction, Task, TaskKey, Work, attempt_name, half_name
 from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS, Worker
-from dglx_dist.strategies.serverless.engine import Engine, EngineConfig
+from dglx_dist.strategies.serverless.engine import Engine
 from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.options import StalenessPolicy
 from tests.helpers.ranks import run_ranks
@@ -61,10 +60,8 @@ class Idle:
 def idle_engine(session: Session) -> Engine:
     program, parts, rank = cases.gcn(), cases.case().parts([0, 17, 40], 3), session.topology.rank
     plan = cases.plan_of(program, parts, 2)
-    places = Places(parameter_servers=(0, 1), graph_servers=(0, 1))
-    config = EngineConfig(plan=plan, places=places, policy=StalenessPolicy())
-    parameters = cases.parameter_server(program, plan, rank)
-    return Engine(session, GraphServer(parts[rank], program), config, parameters, lambda _handlers: Idle())
+    parameters, server = cases.parameter_server(program, plan, rank), GraphServer(parts[rank], program)
+    return Engine(session, server, plan, StalenessPolicy(), parameters, lambda _handlers: Idle())
 
 
 def asked(client: WorkerClient, op: str) -> str:
@@ -293,9 +290,6 @@ def engine_of(session: Session, access: ClientAccess) -> tuple[Engine, Besieged]
     program = cases.gcn()
     (part,) = cases.case().parts([0, cases.case().num_nodes], INTERVALS)
     plan = cases.plan_of(program, [part])
-    config = EngineConfig(
-        plan=plan, places=Places(parameter_servers=(0,), graph_servers=(0,)), policy=StalenessPolicy()
-    )
     started: list[Besieged] = []
 
     def start_workers(_handlers: Mapping[str, Handler]) -> Besieged:
@@ -303,7 +297,8 @@ def engine_of(session: Session, access: ClientAccess) -> tuple[Engine, Besieged]
         return started[0]
 
     parameters = cases.parameter_server(program, plan, 0)
-    return Engine(session, GraphServer(part, program, run=RUN), config, parameters, start_workers), started[0]
+    server = GraphServer(part, program, run=RUN)
+    return Engine(session, server, plan, StalenessPolicy(), parameters, start_workers), started[0]
 
 
 def test_attacks_on_the_tasks_of_a_run_change_nothing() -> None:

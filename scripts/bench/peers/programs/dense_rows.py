@@ -61,10 +61,10 @@ class DenseRows(Trainer):
 
 def main() -> None:
     """Train and report."""
-    arguments = read_arguments()
+    told = read_arguments()
     torch.set_num_threads(1)
     with dx.init():
-        train(DenseRows(arguments.workload, arguments.data), arguments)
+        train(DenseRows(told.workload, told.launch.data), told)
 
 
 if __name__ == "__main__":

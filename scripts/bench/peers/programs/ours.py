@@ -58,10 +58,10 @@ class Ours(Trainer):
 
 def main() -> None:
     """Train and report."""
-    arguments = read_arguments()
+    told = read_arguments()
     torch.set_num_threads(1)
     with dx.init(strategy="data_parallel") as session:
-        train(Ours(arguments.workload, arguments.data, arguments.options, session), arguments)
+        train(Ours(told.workload, told.launch.data, told.launch.options, session), told)
 
 
 if __name__ == "__main__":

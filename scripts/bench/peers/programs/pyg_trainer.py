@@ -85,10 +85,10 @@ class PyG(Trainer):
 
 def main() -> None:
     """Train and report."""
-    arguments = read_arguments()
+    told = read_arguments()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    train(PyG(arguments.workload, Path(arguments.data), arguments.options), arguments)
+    train(PyG(told.workload, Path(told.launch.data), told.launch.options), told)
     dist.destroy_process_group()
 
 

@@ -81,19 +81,19 @@ class Stock(Trainer):
 
 def main() -> None:
     """Train and report."""
-    arguments = read_arguments()
+    told = read_arguments()
     torch.set_num_threads(1)
-    dgl.distributed.initialize(arguments.ip_config, net_type="socket")
+    dgl.distributed.initialize(told.ip_config, net_type="socket")
     dist.init_process_group("gloo")
-    trainer = Stock(arguments.workload, arguments.data)
+    trainer = Stock(told.workload, told.launch.data)
     # After so many epochs; 0: never.
-    every = int(arguments.options.get("accuracy_every", 0))
+    every = int(told.launch.options.get("accuracy_every", 0))
 
     def validate(epoch: int, report: Report) -> None:
-        if every and (epoch % every == 0 or epoch == arguments.epochs):
+        if every and (epoch % every == 0 or epoch == told.launch.warmup + told.launch.epochs):
             report.note_validation(*trainer.validate())
 
-    train(trainer, arguments, validate)
+    train(trainer, told, validate)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from scripts.bench.speedup_model import exchanging_work, preloading_work
+from tests.planner.plain_counts import exchanging_work, preloading_work
 
 INDPTR, INDICES = np.array([0, 1, 2, 3, 4, 5, 5]), np.array([1, 2, 3, 4, 5])
 BOUNDS = np.array([0, 3, 6])
