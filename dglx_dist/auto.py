@@ -356,7 +356,7 @@ def _shape(model: nn.Module, g: DistGraph, training: Training) -> ModelShape:
 def _model_assumptions(shape: ModelShape) -> tuple[str, ...]:
     if not shape.guessed:
         return ()
-    return (f"layers sum, multiply and exchange as those of a {shape.words}, as its convolutions suggest",)
+    return (f"layers sum, multiply and exchange as in a call of the model on a few rows: {shape.words}",)
 
 
 def check_equal_servers(topology: Topology) -> None:
