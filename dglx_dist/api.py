@@ -76,11 +76,8 @@ def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
     """Return the folder in ``cache`` with the partitions of ``graph``; partition it unless they are intact.
 
     One process calls it. If another run partitions the same graph into the same cache meanwhile, the first
-    to finish counts. Incomplete folders of killed runs are removed.
-
-    Raises:
-        ConfigError: plan and graph do not fit.
-        StorageError: the cache cannot be written; raised before the partitioning.
+    to finish counts. Incomplete folders of killed runs are removed. StorageError before the partitioning if
+    the cache cannot be written.
     """
     folder = (cache / f"{Path(graph.name).name}-{content_key(graph, plan)}").absolute()
     if not (folder / MANIFEST).is_file():

@@ -177,17 +177,10 @@ def adopt_checkpointed(
     A resumed run is not planned again: another strategy may be another estimator with other steps. Returns
     None if there is no checkpoint, so that a strategy may be chosen.
 
-    Args:
-        g: Of a session that was opened with ``auto``.
-        folder: Folder of checkpoints.
-        fanouts: Of the training batches; None: the defaults of two layers.
-        batch_size: Of the training batches; None: the default.
-
     Raises:
         ConfigError: the checkpoint names no strategy, or none that ``auto`` chooses; or these ranks cannot
             run it.
         CheckpointError: it is damaged.
-        PeerError: a rank is dead or silent.
     """
     extra = checkpoint.read_extra(folder)
     if extra is None:
@@ -237,20 +230,12 @@ def _read_checkpointed(value: object, folder: str | Path) -> Candidate:
 def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
     """Choose the strategy that trains ``model`` on ``g`` fastest, and give it to the session; collective.
 
-    Call it before the first loader is created and before the model is wrapped. It counts some batches and
+    Call it before the first loader is created and before ``model`` is wrapped. It counts some batches and
     plans, times the model on them, and the links for two seconds; rank 0 prints the choice and its reason.
-
-    Args:
-        model: As it will be wrapped; not changed.
-        g: Of a session that was opened with ``auto``.
-        training: Fan-outs, batch size and the like.
-
-    Returns:
-        All candidates with the predicted cost of an epoch, equal on every rank.
+    Returns all candidates with the predicted cost of an epoch, equal on every rank.
 
     Raises:
         ConfigError: the session has a strategy, the graph has several types, or nothing fits.
-        PeerError: a rank is dead or silent.
     """
     session = g.session
     if session.strategy != AUTO:
@@ -371,7 +356,7 @@ def _shape(model: nn.Module, g: DistGraph, training: Training) -> ModelShape:
 def _model_assumptions(shape: ModelShape) -> tuple[str, ...]:
     if not shape.guessed:
         return ()
-    return (f"layers sum, multiply and exchange as those of a {shape.words}, as its convolutions suggest",)
+    return (f"layers sum, multiply and exchange as in a call of the model on a few rows: {shape.words}",)
 
 
 def check_equal_servers(topology: Topology) -> None:

@@ -83,14 +83,7 @@ class PartitionPlan:
 
 
 def load_graph(spec: str | os.PathLike[str] | dgl.DGLGraph, **options: object) -> RawGraph:
-    """Return the graph of any spec of :func:`load_dataset`, or of a dataset of one part.
-
-    Raises:
-        DatasetError: the path does not exist, or the data is wrong.
-        UnknownNameError: no source has the name before the colon.
-        ConfigError: the source does not have an option, or the dataset has several parts.
-        StorageError: the dataset is damaged.
-    """
+    """Return the graph of any spec of :func:`load_dataset`, or of a dataset of one part; same errors."""
     if isinstance(spec, (str, os.PathLike)) and (Path(spec).expanduser() / MANIFEST).is_file():
         folder = Path(spec).expanduser()
         if options:

@@ -26,7 +26,7 @@ class Registry(Generic[T]):
     """Plugins of one kind: built in, from entry points of other packages, or added by decorator.
 
     Args:
-        kind: Name of the kind in messages, e.g. ``"partitioner"``.
+        kind: In messages, e.g. ``"partitioner"``.
         base: Base class of all plugins.
         builtin: Name -> ``"module:Class"``; the module is imported on first use.
         aliases: Other names for built-in ones.

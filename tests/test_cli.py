@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -22,15 +24,9 @@ GRAPH = "synthetic:nodes=1000,degree=10,classes=4,features=16,signal=0.5,seed=1"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("DGLX_")}
 
 
-def dglx(*arguments: str, folder: Path | None = None) -> "subprocess.CompletedProcess[str]":
+def dglx(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [*DGLX, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=folder,
-        env=ENVIRONMENT,
-        check=False,
+        [*DGLX, *arguments], capture_output=True, text=True, timeout=200, env=ENVIRONMENT, check=False
     )
 
 
@@ -74,18 +70,8 @@ def test_commands_that_have_moved_say_where(arguments: tuple[str, ...], program:
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "tiny"
-    succeeded(
-        "partition",
-        GRAPH,
-        "--parts",
-        "2",
-        "--method",
-        "metis",
-        "--balance",
-        "train,degree",
-        "--out",
-        str(folder),
-    )
+    how = ("--parts", "2", "--method", "metis", "--balance", "train,degree")
+    succeeded("partition", GRAPH, *how, "--out", str(folder))
     return folder
 
 
@@ -133,15 +119,8 @@ def test_report_prints_again_and_redraws(run: Path) -> None:
 
 def test_inspect_shows_cut_balance_and_draws(dataset: Path, tmp_path: Path) -> None:
     shown = succeeded("inspect", str(dataset), "--picture", str(tmp_path / "parts.png"))
-    for word in (
-        "edge cut",
-        "replication factor",
-        "balance train",
-        "balance degree",
-        "halo factor",
-        "on disk",
-    ):
-        assert word in shown
+    words = ("edge cut", "replication factor", "balance train", "balance degree", "halo factor", "on disk")
+    assert [word for word in words if word not in shown] == []
     assert (tmp_path / "parts.png").is_file()
 
 
@@ -152,18 +131,8 @@ def test_ids_out_of_range_are_one_error(dataset: Path, tmp_path: Path) -> None:
     put_value(wrong, path, 3, 2**50)
     said = f"part 1 is wrong: in {path}, indptr[3] is {2**50}, expected numbers that never fall"
     assert said in refused("inspect", str(wrong), "--verify", "full")
-    done = dglx(
-        "train",
-        str(wrong),
-        "--ranks",
-        "2",
-        "--epochs",
-        "1",
-        "--fanout",
-        "5,5",
-        "--out",
-        str(tmp_path / "out"),
-    )
+    few = ("--ranks", "2", "--epochs", "1", "--fanout", "5,5")
+    done = dglx("train", str(wrong), *few, "--out", str(tmp_path / "out"))
     assert done.returncode > 0
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -294,30 +263,33 @@ def parent_of(process: int) -> int:
         return -1
 
 
-def test_a_killed_rank_ends_the_other_and_is_named(dataset: Path, tmp_path: Path) -> None:
-    arguments = (
-        "train",
-        str(dataset),
-        "--ranks",
-        "2",
-        "--epochs",
-        "100000",
-        "--fanout",
-        "3,3",
-        "--out",
-        str(tmp_path),
+@contextlib.contextmanager
+def training(dataset: Path, out: Path, *more: str, **how: Any) -> Iterator["subprocess.Popen[str]"]:
+    """Two ranks that train for long, from their first epoch on; killed at the end."""
+    command = ("train", str(dataset), "--ranks", "2", "--epochs", "100000", "--fanout", "3,3", *more)
+    process = subprocess.Popen(
+        [*DGLX, *command, "--out", str(out)],
+        stderr=subprocess.PIPE,
+        text=True,
+        **({"env": ENVIRONMENT} | how),
     )
-    process = subprocess.Popen([*DGLX, *arguments], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     assert process.stderr is not None
     try:
         # The line comes when both ranks have met and training starts.
         assert "training" in process.stderr.readline()
+        yield process
+    finally:
+        process.kill()
+        # All that could write to it have ended when it ends.
+        process.communicate(timeout=60)
+
+
+def test_a_killed_rank_ends_the_other_and_is_named(dataset: Path, tmp_path: Path) -> None:
+    with training(dataset, tmp_path) as process:
         ranks = rank_processes(process.pid)
         assert set(ranks) == {0, 1}
         os.kill(ranks[1], signal.SIGKILL)
         _, said = process.communicate(timeout=30)
-    finally:
-        process.kill()
     assert process.returncode == 128 + signal.SIGKILL
     assert "rank 1" in said
     assert "SIGKILL" in said
@@ -325,15 +297,9 @@ def test_a_killed_rank_ends_the_other_and_is_named(dataset: Path, tmp_path: Path
 
 
 def test_a_job_of_one_machine_listens_on_loopback_only(dataset: Path, tmp_path: Path) -> None:
-    arguments = ("train", str(dataset), "--ranks", "2", "--servers", "2", "--epochs", "100000")
     # A rank left to itself takes the interface of the machine's name.
     environment = {name: value for name, value in ENVIRONMENT.items() if "SOCKET_IFNAME" not in name}
-    process = subprocess.Popen(
-        [*DGLX, *arguments, "--out", str(tmp_path)], stderr=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stderr is not None
-    try:
-        assert "training" in process.stderr.readline()
+    with training(dataset, tmp_path, "--servers", "2", env=environment) as process:
         job = {one.pid for one in psutil.Process(process.pid).children(recursive=True)}
         assert set(rank_processes(process.pid).values()) < job
         listening = [
@@ -341,9 +307,6 @@ def test_a_job_of_one_machine_listens_on_loopback_only(dataset: Path, tmp_path: 
             for one in psutil.net_connections("tcp")
             if one.status == psutil.CONN_LISTEN and one.pid in job
         ]
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
     # The launcher's store, and of each rank what serves its rows and gloo.
     assert {pid for pid, _ in listening} == job
     assert {address for _, address in listening} == {"127.0.0.1"}
@@ -351,25 +314,11 @@ def test_a_job_of_one_machine_listens_on_loopback_only(dataset: Path, tmp_path: 
 
 @pytest.mark.wide
 def test_a_killed_command_takes_its_ranks_along(dataset: Path, tmp_path: Path) -> None:
-    arguments = ("train", str(dataset), "--ranks", "2", "--epochs", "100000", "--fanout", "3,3")
     folder = tmp_path / "tmp"
     folder.mkdir()
-    process = subprocess.Popen(
-        [*DGLX, *arguments, "--out", str(tmp_path / "run")],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**ENVIRONMENT, "TMPDIR": str(folder)},
-    )
-    assert process.stderr is not None
-    try:
-        assert "training" in process.stderr.readline()
+    with training(dataset, tmp_path / "run", env={**ENVIRONMENT, "TMPDIR": str(folder)}) as process:
         ranks = rank_processes(process.pid)
         assert set(ranks) == {0, 1}
-    finally:
-        process.kill()
-    # Everyone who could write to it is gone when it ends.
-    process.stderr.read()
-    process.wait()
     assert [parent_of(rank) for rank in ranks.values()] == [-1, -1]
     assert [path.name for path in folder.iterdir() if path.name.startswith(("torchelastic", "dglx"))] == []
 
@@ -377,24 +326,13 @@ def test_a_killed_command_takes_its_ranks_along(dataset: Path, tmp_path: Path) -
 @pytest.mark.wide
 @pytest.mark.parametrize("ignored", [False, True], ids=["in-a-terminal", "in-the-background"])
 def test_an_interrupt_is_told_once(dataset: Path, tmp_path: Path, ignored: bool) -> None:
-    arguments = ("train", str(dataset), "--ranks", "2", "--epochs", "100000", "--fanout", "3,3")
-    process = subprocess.Popen(
-        [*DGLX, *arguments, "--out", str(tmp_path)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
-        start_new_session=True,
-        # Shells have what they start in the background ignore the interrupt, and so may who runs the tests.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL),
-    )
-    assert process.stderr is not None
-    try:
-        assert "training" in process.stderr.readline()
+    # Shells have what they start in the background ignore the interrupt, and so may who runs the tests.
+    handler = signal.SIG_IGN if ignored else signal.SIG_DFL
+    group = {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, handler)}
+    with training(dataset, tmp_path, **group) as process:
         # As a terminal does: to the command, its launcher and all ranks.
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
     assert process.returncode == 128 + signal.SIGINT
     (line,) = [line for line in said.splitlines() if not line.startswith("epoch ")]
     assert line.startswith("interrupted; ")

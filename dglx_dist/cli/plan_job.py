@@ -16,10 +16,11 @@ from torch import nn
 from dglx_dist.api import init
 from dglx_dist.auto import NO_BATCHES, draws_of, is_deep, steps_of
 from dglx_dist.cli.plan_config import PlanConfig
+from dglx_dist.data.partition.base import PARTITIONERS
 from dglx_dist.data.storage.manifest import read_manifest
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import marked_ids
-from dglx_dist.options import common_fields
 from dglx_dist.planner import expected
 from dglx_dist.planner.choose import (
     Constraints,
@@ -35,10 +36,8 @@ from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import Choice, Rate
 from dglx_dist.planner.workload import (
     TRAIN_MASK,
-    Figures,
     check_plannable,
     check_train_nodes,
-    stats_of_figures,
 )
 from dglx_dist.records import FEATURE, NODE_TYPE
 from dglx_dist.report.tables import plural
@@ -48,6 +47,7 @@ from dglx_dist.strategies.cost import (
     Candidate,
     Cluster,
     Draws,
+    GraphStats,
     Measured,
     MemoryModel,
     ModelShape,
@@ -66,6 +66,11 @@ _LATENCY_MS = 0.5
 _DEFAULT_RATE = "1gbit"
 _EPOCH = 1
 """The counted epoch: the first one warms caches."""
+_METIS_CUT, _METIS_FLOOR = 0.35, 0.05
+"""METIS's cut relative to a random partition's, on graphs with communities; and the least cut as a fraction
+of all edges. For graphs without a dataset only."""
+_MOST_NODES, _MOST_DEGREE, _MOST_COLUMNS = 10**15, 10**6, 10**6
+"""Larger values are typing errors."""
 MAP_WIDTHS = (8, 16, 32, 64, 128, 256)
 MAP_BITS_PER_S, MAP_STEPS = (0.05e9, 50e9), 31
 """Range of the bandwidths of a map, and their number."""
@@ -105,8 +110,7 @@ def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, 
 
 
 def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
-    figures = Figures(method=plan.partitioner, **common_fields(plan, Figures))
-    graph, cluster = stats_of_figures(figures, plan.servers), cluster_of(plan)
+    graph, cluster = _stats_of(plan), cluster_of(plan)
     shape = _shape(plan, graph.features, plan.hidden, graph.classes)
     memory = MemoryModel(
         graph=graph, shape=shape, cluster=cluster, program_bytes=PROGRAM_BYTES, replicated=True
@@ -141,6 +145,42 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         draws=draws,
     )
     return known, candidates
+
+
+def _stats_of(plan: PlanConfig) -> GraphStats:
+    """Return the statistics that the user gave; ConfigError if one is out of range."""
+    nodes, edges, servers = plan.nodes or 0, plan.edges or 0, plan.servers
+    for name, value, least, most in (
+        ("nodes", nodes, 1, _MOST_NODES),
+        ("edges", edges, 0, _MOST_NODES * _MOST_DEGREE),
+        ("features", plan.features, 1, _MOST_COLUMNS),
+        ("classes", plan.classes, 1, _MOST_COLUMNS),
+        ("degree-spread", plan.degree_spread, 1, _MOST_NODES),
+    ):
+        if not least <= value <= most:
+            raise ConfigError(f"--{name} {value} must be from {least} to {most:g}")
+    random = (servers - 1) / servers
+    kept = max(_METIS_CUT * random, _METIS_FLOOR * (servers > 1))
+    assumed_cut = random if PARTITIONERS.get(plan.partitioner).scatters else kept
+    # With one server no edge is cut, whatever the user says.
+    cut = assumed_cut if plan.edge_cut is None or servers == 1 else plan.edge_cut
+    if not 0 < plan.train_share <= 1:
+        raise ConfigError(f"--train-share {plan.train_share:g} must be above 0 and at most 1")
+    if not 0 <= cut <= 1:
+        raise ConfigError(f"--edge-cut {cut:g} must be from 0 to 1: a share of the edges")
+    return GraphStats(
+        name="told by figures",
+        nodes=int(nodes),
+        edges=int(edges),
+        features=plan.features,
+        feature_bytes=4 * plan.features,
+        classes=plan.classes,
+        train_nodes=max(int(plan.train_share * nodes), 1),
+        edge_cut=cut,
+        method=plan.partitioner,
+        degree_spread=plan.degree_spread,
+        counted=False,
+    )
 
 
 def _batch_assumptions(plan: PlanConfig) -> tuple[str, ...]:

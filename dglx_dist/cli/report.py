@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from dglx_dist.cli.common import check_picture, draw_or_warn, show, warn, write
+from dglx_dist.cli.common import check_picture, command, draw_or_warn, show, warn, write
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import at_least, check_ranges, option
 from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE
 
 if TYPE_CHECKING:
@@ -27,28 +29,36 @@ HOPS = 4
 """Default of ``--hops``."""
 
 
-def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `dglx partition` wrote.")],
-    picture: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File of the picture; default: cache/partition.png in DIR."),
-    ] = None,
-    verify: Annotated[
-        str, typer.Option(help="auto: read files not read before, full: read all, never: trust them.")
-    ] = "auto",
-    closure: Annotated[
-        bool,
-        typer.Option(
-            "--closure", help="Show the number of nodes of a server that preloads its neighbourhood, by hop."
-        ),
-    ] = False,
-    hops: Annotated[
-        int | None, typer.Option(help=f"With --closure: number of the model's layers. Default: {HOPS}.")
-    ] = None,
-    servers: Annotated[
-        int | None, typer.Option(help="With --closure: number that will train. Default: one per part.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class InspectCommand:
+    """Options of ``dglx inspect``."""
+
+    folder: Path = option(..., "What `dglx partition` wrote.", metavar="DIR")
+    picture: Path | None = option(
+        None, "File of the picture; default: cache/partition.png in DIR.", metavar="FILE"
+    )
+    verify: Literal["auto", "full", "never"] = option(
+        "auto", "auto: read files not read before, full: read all, never: trust them."
+    )
+    closure: bool = option(
+        False, "Show the number of nodes of a server that preloads its neighbourhood, by hop."
+    )
+    hops: int | None = option(
+        None, f"With --closure: number of the model's layers. Default: {HOPS}.", check=at_least(0)
+    )
+    servers: int | None = option(
+        None, "With --closure: number that will train. Default: one per part.", check=at_least(1)
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        for name, value in (("hops", self.hops), ("servers", self.servers)):
+            if value is not None and not self.closure:
+                raise ConfigError(f"--{name} {value} is for --closure; add that")
+
+
+@command(InspectCommand)
+def inspect(config: InspectCommand) -> None:
     """Show a partitioned dataset: edge cut, balance, halo and replication factors, sizes on disk, a picture.
 
     Balance is the largest part over the mean; the halo factor is how many foreign nodes a part reads per
@@ -62,10 +72,9 @@ def inspect(
     from dglx_dist.report.pictures import draw_parts
     from dglx_dist.report.tables import parts_table, plural, summary_table
 
-    check_closure(closure, hops=hops, servers=servers)
-    dataset = open_dataset(folder, verify=verify)  # type: ignore[arg-type]  # checked there
-    if picture is not None:
-        check_picture(picture, "--picture", PICTURE)
+    dataset = open_dataset(config.folder, verify=config.verify)
+    if config.picture is not None:
+        check_picture(config.picture, "--picture", PICTURE)
     manifest, quality = dataset.manifest, dict(dataset.manifest.quality)
     sizes = part_bytes(manifest)
     console = Console(highlight=False, markup=False)
@@ -79,9 +88,9 @@ def inspect(
     }
     shown["on disk"] = [readable_bytes(size) for size in sizes]
     show(parts_table(shown))
-    target = picture or folder / "cache" / PICTURE
-    if closure:
-        _show_closure(dataset, target, hops=hops, servers=servers)
+    target = config.picture or config.folder / "cache" / PICTURE
+    if config.closure:
+        _show_closure(dataset, target, config)
     columns = {**per_part, "MB on disk": [size / 1e6 for size in sizes]}
     title = f"{manifest.name}: {cut}"
     draw_or_warn(lambda: draw_parts(columns, target, title=title), target, _ELSEWHERE)
@@ -139,24 +148,14 @@ def part_bytes(manifest: Manifest) -> list[int]:
     return sizes
 
 
-def check_closure(closure: bool, *, hops: int | None, servers: int | None) -> None:
-    """Raise ConfigError for options of ``--closure`` without it, or out of range."""
-    for name, value, least in (("hops", hops, 0), ("servers", servers, 1)):
-        if value is not None and not closure:
-            raise ConfigError(f"--{name} {value} is for --closure; add that")
-        if value is not None and value < least:
-            raise ConfigError(f"--{name} {value} must be at least {least}")
-
-
-def _show_closure(dataset: StoredDataset, picture: Path, *, hops: int | None, servers: int | None) -> None:
+def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand) -> None:
     from dglx_dist.graph.analysis import measure_expansion
     from dglx_dist.report.pictures import draw_expansion
     from dglx_dist.report.tables import expansion_table
 
     manifest = dataset.manifest
-    found = measure_expansion(
-        dataset, manifest.num_parts if servers is None else servers, HOPS if hops is None else hops
-    )
+    hops = HOPS if config.hops is None else config.hops
+    found = measure_expansion(dataset, config.servers or manifest.num_parts, hops)
     factors, foreign = found.factors.tolist(), found.foreign.max(axis=1).tolist()
     show(expansion_table(factors, foreign, feature_bytes(manifest), found.work.max(axis=1).tolist()))
     target = picture.with_name(f"{picture.stem}-closure.png")

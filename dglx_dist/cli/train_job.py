@@ -63,8 +63,7 @@ def _resolve_auto(
 ) -> tuple[TrainConfig, dict[str, Any] | None]:
     """Choose a strategy in place of ``auto``, or resume with that of the checkpoint; collective.
 
-    Returns the plan with the strategy, which the session now has, and ``Choice.to_json()``; None for a
-    resumed run whose strategy was named.
+    Returns the plan with the session's strategy, and ``Choice.to_json()`` if there was a choice.
     """
     folder = Path(plan.out)
     taken: Candidate | None = None
@@ -74,7 +73,8 @@ def _resolve_auto(
     if taken is not None:
         choice = _saved_plan(g, folder)
     else:
-        chosen = choose_in_job(module, g, _training_of(plan))
+        training = Training(num_layers=plan.layers, kind=plan.model, **common_fields(plan, Training))
+        chosen = choose_in_job(module, g, training)
         taken, choice = chosen.predictions[chosen.picked].candidate, chosen.to_json()
     plan = replace(plan, strategy=taken.strategy, strategy_options=dict(taken.options))
     if taken.cache is not None:
@@ -83,10 +83,6 @@ def _resolve_auto(
         # Steps on the whole graph: these options were for the mini-batches in the comparison.
         plan = replace(plan, fanouts=None, batch_size=None)
     return plan, choice
-
-
-def _training_of(plan: TrainConfig) -> Training:
-    return Training(num_layers=plan.layers, kind=plan.model, **common_fields(plan, Training))
 
 
 def _saved_plan(g: DistGraph, folder: Path) -> dict[str, Any] | None:
@@ -108,69 +104,45 @@ class BuiltModel:
 
 
 def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> BuiltModel:
-    """Build ``plan.model``, with trainable rows for node types without features; every rank must call it.
-
-    Args:
-        plan: The run.
-        g: Of one node and edge type unless the model is relational.
-        ntype: Node type that is classified.
-        classes: Number of classes.
-
-    Raises:
-        ConfigError: a number is out of range, or memory does not suffice for the rows.
-    """
+    """Build the model for ``classes`` of ``ntype``, with trainable rows without features; collective."""
+    sizes = (plan.hidden, classes, plan.layers, plan.dropout)
     if plan.model not in RELATIONAL_KINDS:
-        return BuiltModel(module=_build_homogeneous(plan, g, g.nodes[ntype].data[FEATURE].shape[1], classes))
-    embeddings = {
-        name: DistEmbedding(
-            g.num_nodes(name),
-            plan.hidden,
-            f"{name}-rows",
-            part_policy=g.get_node_partition_policy(name),
-            graph=g,
-        )
-        for name in g.ntypes
-        if FEATURE not in g.nodes[name].data
-    }
+        width = g.nodes[ntype].data[FEATURE].shape[1]
+        if plan.model == "resgcn":
+            return BuiltModel(module=build_resgcn(width, *sizes, recompute=plan.recompute))
+        return BuiltModel(module=build_model(plan.model, width, *sizes, plan.heads, graph=g))
+    embeddings = {}
+    for name in g.ntypes:
+        if FEATURE not in g.nodes[name].data:
+            policy, count = g.get_node_partition_policy(name), g.num_nodes(name)
+            embeddings[name] = DistEmbedding(count, plan.hidden, f"{name}-rows", part_policy=policy, graph=g)
     inputs = EntityInputs(g, embeddings=embeddings)
-    widths = inputs.feature_widths
     options: dict[str, Any] = {"layers": plan.layers, "dropout": plan.dropout, "out_types": [ntype]}
-    module = (
-        RGCN(g, widths, plan.hidden, classes, **options)
-        if plan.model == "rgcn"
-        else HGT(g, widths, plan.hidden, classes, heads=plan.heads, **options)
-    )
+    if plan.model == "hgt":
+        options["heads"] = plan.heads
+    relational: Any = HGT if plan.model == "hgt" else RGCN
+    module = relational(g, inputs.feature_widths, plan.hidden, classes, **options)
     sparse = SparseAdam(list(embeddings.values()), lr=plan.lr) if embeddings else None
     return BuiltModel(module=module, inputs=inputs, sparse=sparse)
 
 
-def _build_homogeneous(plan: TrainConfig, g: DistGraph, width: int, classes: int) -> nn.Module:
-    if plan.model == "resgcn":
-        return build_resgcn(width, plan.hidden, classes, plan.layers, plan.dropout, recompute=plan.recompute)
-    return build_model(
-        plan.model, width, plan.hidden, classes, plan.layers, plan.dropout, plan.heads, graph=g
-    )
-
-
-def _check_outputs(plan: TrainConfig, g: DistGraph) -> None:
-    """Check before training that results can be written; collective."""
+def _check_outputs(plan: TrainConfig, session: Session) -> None:
+    """Check before training that results and trace can be written; collective."""
 
     def check() -> None:
         for name in (plan.predictions, plan.save_embeddings):
-            if name is not None and g.session.topology.rank == 0:
+            if name is not None and session.topology.rank == 0:
                 check_target(Path(name).absolute(), overwrite=True)
 
-    run_on_all_ranks(g.session, check)
+    run_on_all_ranks(session, check)
+    if plan.trace is not None:
+        check_trace(Path(plan.trace).absolute(), session)
 
 
 def _write_outputs(
     plan: TrainConfig, wrapped: WrappedModel, built: BuiltModel, g: DistGraph, ntype: str
 ) -> None:
-    """Write predictions and embeddings over those of an earlier run; collective.
-
-    Predictions are the class of the highest score of each node of ``ntype``; embeddings the output of the
-    last hidden layer, in a folder per node type where there are several. Both use all neighbours.
-    """
+    """Write predictions and last hidden layers, from all neighbours, over earlier ones; collective."""
     if plan.save_embeddings is None and plan.predictions is None:
         return
     module = wrapped.whole()
@@ -178,13 +150,8 @@ def _write_outputs(
     if plan.save_embeddings is not None:
         layers = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
         rows = layerwise_inference(module, g, inputs=inputs, layers=layers[:-1])
-        write_embeddings(
-            _only_tensor(rows) if len(g.ntypes) == 1 else rows,
-            g,
-            plan.save_embeddings,
-            name=EMBEDDING,
-            overwrite=True,
-        )
+        written = _only_tensor(rows) if len(g.ntypes) == 1 else rows
+        write_embeddings(written, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
         for tensor in flatten(rows).values():
             tensor.delete()
     if plan.predictions is not None:
@@ -227,14 +194,7 @@ class Trained:
 
 
 def train_dataset(plan: TrainConfig) -> Trained:
-    """Train, evaluate and write the run folder; every rank that torchrun started must call it.
-
-    Raises:
-        ConfigError: the dataset lacks what training needs, or an option cannot be honoured.
-        StorageError: the dataset is damaged, or the run folder cannot be written.
-        CheckpointError: the checkpoint to resume from does not match.
-        PeerError: another rank died or fell silent.
-    """
+    """Train, evaluate and write the run folder; every rank that torchrun started must call it."""
     folder = Path(plan.out)
     options: dict[str, Any] = dict(plan.strategy_options)
     with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
@@ -243,9 +203,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
         plan, choice = _choose_strategy(plan, g)
         plan = with_defaults(plan)
         ntype = _check_trainable(plan, g)
-        _check_outputs(plan, g)
-        if plan.trace is not None:
-            check_trace(Path(plan.trace).absolute(), session)
+        _check_outputs(plan, session)
         writes = session.topology.rank == 0
         config = run_config(plan, g, session)
         before = read_epochs(folder) if plan.resume else ()
@@ -381,11 +339,7 @@ def run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, o
         "edges": g.num_edges(),
         "parts": g.dataset.manifest.num_parts,
         "partitioned_by": g.dataset.manifest.method,
-        "versions": {
-            "dglx_dist": dglx_dist.__version__,
-            "torch": torch.__version__,
-            "dgl": dgl.__version__,
-        },
+        "versions": {one.__name__: one.__version__ for one in (dglx_dist, torch, dgl)},
     }
 
 
@@ -396,11 +350,9 @@ def _fit(
     if plan.cache is not None and not g.kvstore.has_cache:
         _cache_features(plan, g, ntype, plan.cache)
     has_checkpoints = plan.checkpoint_every > 0 or plan.resume
-    options = common_fields(plan, FitConfig) | {
-        "checkpoint_folder": Path(plan.out) / CHECKPOINTS if has_checkpoints else None,
-        "checkpoint_every": max(plan.checkpoint_every, 1),
-    }
-    config = FitConfig(**options, ntype=ntype, inputs=built.inputs)
+    options = common_fields(plan, FitConfig) | {"checkpoint_every": max(plan.checkpoint_every, 1)}
+    folder = Path(plan.out) / CHECKPOINTS if has_checkpoints else None
+    config = FitConfig(**options, checkpoint_folder=folder, ntype=ntype, inputs=built.inputs)
     loader_options: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
     return fit(
         built.module,

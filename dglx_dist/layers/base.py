@@ -174,10 +174,7 @@ class SplittableConv(nn.Module, ABC):
     def gather(self, given: StageInput, transformed: Any, scattered: PartialSums) -> PartialSums:
         """Return this part's share of the sums at the destinations, each (D1, ...); at the sources (L0, ...).
 
-        Args:
-            given: The block, this part's columns, and the edges.
-            transformed: The result of :meth:`transform`.
-            scattered: The results of :meth:`scatter`, summed over the parts.
+        ``scattered`` are the results of :meth:`scatter`, summed over the parts.
         """
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
@@ -200,15 +197,9 @@ class SplittableConv(nn.Module, ABC):
     ) -> Tensor:
         """Run all stages: (L0, F) to the layer's (D1, ...).
 
-        Args:
-            block: The block.
-            x: Inputs of the sources, the destinations first, as in every block; or a pair, as for DGL's
-                convolutions, whose second tensor must be those first rows.
-            edges: Per-edge arguments in the order of :attr:`edge_arguments`.
-            named: The same by name.
-
-        Raises:
-            ConfigError: an argument is unknown, or the pair has other rows.
+        ``x`` are the inputs of the sources, the destinations first, as in every block; or a pair, as DGL's
+        convolutions take it, whose second tensor must be those first rows. ``edges`` and ``named`` are the
+        per-edge arguments in the order of :attr:`edge_arguments`, or by name; others raise ConfigError.
         """
         values = {**self.own_edges(block), **self._edges_by_name(edges, named)}
         given = StageInput(block=block, x=self._sources(block, x), edges=values)
@@ -225,8 +216,7 @@ class SplittableConv(nn.Module, ABC):
     def drop_inputs(self, given: StageInput, probability: float) -> Tensor:
         """Return (L0, F_p): ``given.x`` with entries dropped, while training.
 
-        Raises:
-            ConfigError: the layer is split, and ``given`` has no keys for the parts.
+        If the layer is split and ``given`` has no keys for the parts, ConfigError is raised.
         """
         if not self._drops(given, probability):
             return given.x

@@ -5,7 +5,8 @@ Most are split by columns. Convolutions that are nonlinear before their sum over
 computes the rest. That is exact, but sends (L0, width) instead of (D1, H), rarely less than the features.
 
 A convolution is one :class:`SplittableConv` here, made from the module whose parameters it shares under the
-same names, and one entry of :data:`CONVOLUTIONS`.
+same names, and one entry of :data:`CONVOLUTIONS`. The constructor raises ConfigError, with the reason, where
+a configuration cannot be split.
 """
 
 from __future__ import annotations
@@ -76,9 +77,6 @@ class GatStages(SplittableConv):
     would be wrong, since a softmax is not the sum of the softmaxes of the parts' logits.
 
     By rows only the owner computes attention, from sums of projected rows.
-
-    Raises:
-        ConfigError: it has separate widths for sources and destinations, or an identity residual.
     """
 
     def __init__(self, conv: dglnn.GATConv, *, by_rows: bool = False) -> None:
@@ -147,11 +145,7 @@ class GatStages(SplittableConv):
 
 @final
 class GatV2Stages(SplittableConv):
-    """``GATv2Conv`` by rows: both projections are summed over the parts.
-
-    Raises:
-        ConfigError: separate widths, an identity residual, or one weight under two names.
-    """
+    """``GATv2Conv`` by rows: both projections are summed over the parts."""
 
     edge_arguments = ()
 
@@ -193,11 +187,7 @@ class GatV2Stages(SplittableConv):
 
 @final
 class GinStages(SplittableConv):
-    """``GINConv`` by columns: the first Linear of ``apply_func`` is split, the rest is applied to the sums.
-
-    Raises:
-        ConfigError: its aggregator is max, or ``apply_func`` does not begin with a Linear.
-    """
+    """``GINConv`` by columns: the first Linear of ``apply_func`` is split, the rest works on the sums."""
 
     def __init__(self, conv: dglnn.GINConv) -> None:
         super().__init__()
@@ -252,11 +242,7 @@ _POWER = {"both": -0.5, "left": -1.0, "right": -1.0}
 
 @final
 class GraphConvStages(SplittableConv):
-    """``GraphConv`` by columns.
-
-    Raises:
-        ConfigError: it has no weight, so its output is not a sum over columns.
-    """
+    """``GraphConv`` by columns."""
 
     def __init__(self, conv: dglnn.GraphConv) -> None:
         super().__init__()
@@ -292,11 +278,7 @@ class GraphConvStages(SplittableConv):
 
 @final
 class RelationalStages(SplittableConv):
-    """``RelGraphConv`` by columns.
-
-    Raises:
-        ConfigError: its weights are block-diagonal, which ties them to blocks of input columns.
-    """
+    """``RelGraphConv`` by columns."""
 
     edge_arguments = ("etypes", "norm")
 
@@ -358,11 +340,7 @@ _SPLIT = ("mean", "gcn")
 
 @final
 class SageStages(SplittableConv):
-    """``SAGEConv`` with aggregator mean or gcn, by columns.
-
-    Raises:
-        ConfigError: its aggregator is not a sum of columns.
-    """
+    """``SAGEConv`` with aggregator mean or gcn, by columns."""
 
     def __init__(self, conv: dglnn.SAGEConv) -> None:
         super().__init__()
@@ -484,9 +462,6 @@ class SgcStages(SplittableConv):
     result on a whole graph; on a block they apply DGL's symmetric norm of edge weights within the block: an
     edge counts ``w / sqrt(out-weight of its source * in-weight of its destination)``, with weights of 1 by
     default. Each further hop is a layer ``GraphConv(weight=False)``, since the linear map may come first.
-
-    Raises:
-        ConfigError: it has several hops, a norm before its weights, or caches its first result.
     """
 
     def __init__(self, conv: dglnn.SGConv) -> None:

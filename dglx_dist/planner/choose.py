@@ -255,14 +255,8 @@ def find_regions(
 ) -> Regions:
     """Return the winner at every hidden width of ``shapes`` and every bandwidth.
 
-    Rates of work are those measured at one width; batches and plans are the same at all.
-
-    Args:
-        known: Measured at one width and bandwidth.
-        candidates: To compare.
-        constraints: Which may win.
-        shapes: Hidden width to the model of that width.
-        bytes_per_s: (B,) ascending.
+    Rates of work are those measured at one width; batches and plans are the same at all. ``shapes`` maps
+    widths to models.
     """
     compared = tuple(candidates)
     winners, gains, usual = [], [], ""

@@ -30,15 +30,7 @@ class _Levels:
 def batches(
     graph: GraphStats, cluster: Cluster, draws: Draws, *, gradient_bytes: int, partitioned: bool
 ) -> BatchWork:
-    """Estimate an epoch of mini-batches.
-
-    Args:
-        graph: Its statistics.
-        cluster: Servers and ranks.
-        draws: Fan-outs and batch size.
-        gradient_bytes: Of a step.
-        partitioned: Whether servers ask each other for in-edges.
-    """
+    """Estimate an epoch; ``partitioned``: servers ask each other for in-edges."""
     seeds = graph.train_nodes / cluster.ranks
     steps = max(math.ceil(seeds / draws.batch_size), 1)
     one = _batch(graph, cluster, min(draws.batch_size, seeds), draws.fanouts)

@@ -54,19 +54,10 @@ class Links:
 
 
 def probe(session: Session, *, seconds: float = 2.0) -> Links | None:
-    """Time messages around rings of ranks, first between servers and then within them. Collective.
+    """Time messages around rings of ranks, first between servers and then within them, for about ``seconds``.
 
+    Collective, and the same on all ranks; None for one rank, which has no links. The session should be idle.
     The messages are not counted in the ledger.
-
-    Args:
-        session: Whose ranks; it should be idle.
-        seconds: Approximate duration for both rings.
-
-    Returns:
-        The same on all ranks; None for one rank, which has no links.
-
-    Raises:
-        PeerError: a rank is dead or silent.
     """
     topology = session.topology
     if topology.world_size == 1:
@@ -147,10 +138,7 @@ _NUMBERS = 4_000_000
 
 @contextmanager
 def busy_cores(count: int) -> Iterator[None]:
-    """Keep ``count`` more cores busy with sums over memory, as the layers of other ranks do.
-
-    The caller must time its own work with the clock of its thread.
-    """
+    """Keep ``count`` more cores busy with sums over memory; the caller must time with its thread's clock."""
     stop = threading.Event()
     threads = [threading.Thread(target=_sum_until, args=(stop,), daemon=True) for _ in range(count)]
     for one in threads:
@@ -190,11 +178,7 @@ _REPETITIONS = 3
 
 
 def assumed_rates(*, speed: float = 1.0) -> Rates:
-    """Return the rates of one core of a current server, as measured by this package's own tests.
-
-    Args:
-        speed: How many such cores a rank is worth; an accelerator about 50.
-    """
+    """Return the rates of ``speed`` cores of a current server; an accelerator is worth about 50."""
     one = Rates(
         step_s=2 * _LAYER_S,
         edge_column_s=_USUAL[0],
@@ -215,14 +199,9 @@ def time_batches(
     repetitions: int = _REPETITIONS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Array, Array, float]:
-    """Time steps of a copy of ``module``.
+    """Time steps of a copy of ``module`` on blocks of at least two sizes, whose data is not read.
 
-    Args:
-        module: Called as ``module(blocks, features)``; not changed.
-        shape: Of it.
-        batches: Blocks of at least two sizes; their data is not read.
-        repetitions: Of each, after one on the new block; the median counts.
-        clock: Seconds.
+    The median counts of ``repetitions`` on each, after one on the new block.
 
     Returns:
         (k, 3) float64 work and (k,) float64 seconds for :func:`fit_rates`, and the extra seconds per edge of
@@ -288,14 +267,7 @@ def measured_rates(
     sample_edge_s: float,
     num_layers: int,
 ) -> Rates:
-    """Fit rates to timed steps of one or several ranks.
-
-    Args:
-        tried: Result of :func:`time_batches` on each rank.
-        byte_seconds: Result of :func:`time_bytes`.
-        sample_edge_s: To sample an edge.
-        num_layers: L.
-    """
+    """Fit rates to steps that :func:`time_batches` timed on one or several ranks."""
     step, edge, product = fit_rates(
         np.concatenate([work for work, _, _ in tried]),
         np.concatenate([seconds for _, seconds, _ in tried]),
@@ -354,11 +326,7 @@ def time_on_plans(
 
 @final
 class OnPlans(nn.Module):
-    """A model with dropout by node, as full-graph strategies have it, in place of torch's generator.
-
-    Args:
-        module: Called as ``module(blocks, features)``; not changed by a copy.
-    """
+    """A model with dropout by node, as full-graph strategies have it, in place of torch's generator."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -384,12 +352,8 @@ def batch_trials(
 ) -> Iterator[list[Any]]:
     """Yield blocks to time; every rank of ``g``'s session must consume all of them.
 
-    Args:
-        g: Of one node and edge type.
-        seeds: (K,) int64 training nodes, at least one.
-        draws: Of mini-batches; None: none are timed.
-        num_layers: L.
-        whole: Whether to time neighbourhoods with all edges too, as in full-graph training.
+    Of mini-batches, if there are any; and if ``whole``, of neighbourhoods with all edges, as in full-graph
+    training.
     """
     topology = g.session.topology
     if len(seeds) >= topology.world_size:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_json
 from dglx_dist.comm.topology import Topology
-from dglx_dist.data.partition.base import PARTITIONERS
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.data.storage.reader import StoredDataset
@@ -188,11 +187,7 @@ def work_of_counts(
 ) -> BatchWork:
     """Return the work of the ranks' counts, scaled to the epoch if only part of it was counted.
 
-    Args:
-        ranks: (W,).
-        topology: Of the run.
-        sizes: Bytes of rows and gradients.
-        cached: Cache size to the rows of all caches, in the order in which hits were counted.
+    ``cached`` maps cache sizes to the rows of all caches, in the order in which hits were counted.
     """
     scaled = [_scaled_to_epoch(one) for one in ranks]
     busiest = max(scaled, key=lambda one: sum(one.edges))
@@ -253,14 +248,7 @@ def count_batches(
     sizes: RowSizes,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[BatchWork, float]:
-    """Count an epoch of mini-batches; collective.
-
-    Args:
-        run: Whose ranks.
-        draws: Their batches.
-        caches: Sizes as fractions of a server's own nodes, of caches whose hits are counted.
-        sizes: Bytes of rows and gradients.
-        clock: Seconds.
+    """Count an epoch of mini-batches, and the hits of caches of several sizes; collective.
 
     Returns:
         The work, and the seconds of drawing one edge on the slowest process.
@@ -333,19 +321,10 @@ def _scores_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
 
 
 TRAIN_MASK = "train_mask"
-METIS_CUT, METIS_FLOOR = 0.35, 0.05
-"""METIS's cut relative to a random partition's, on graphs with communities; and the least cut as a fraction
-of all edges. For graphs without a dataset only."""
-_MOST_NODES, _MOST_DEGREE, _MOST_COLUMNS = 10**15, 10**6, 10**6
-"""Larger values are typing errors."""
 
 
 def stats_of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
     """Return the statistics of a dataset on ``servers`` servers; reads all its edges once.
-
-    Args:
-        dataset: With all its parts, of one node and edge type, with ``feat`` and ``train_mask``.
-        servers: Each has an equal number of consecutive parts, up to one.
 
     Raises:
         ConfigError: several types, missing columns, or fewer parts than servers.
@@ -373,13 +352,7 @@ def stats_of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
 
 
 def stats_of_manifest(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
-    """Return the statistics of a dataset without reading it: the cut of its parts, default spread of degrees.
-
-    Args:
-        manifest: Of one node and edge type, with ``feat``.
-        servers: S.
-        train_nodes: Number of training nodes.
-    """
+    """Return the statistics of a dataset without reading it; the spread of degrees is the default."""
     info, etype = manifest.node_columns[NODE_TYPE][FEATURE], manifest.edge_types[0]
     cut, parts = float(str(manifest.quality.get("edge_cut", 0.0))), manifest.num_parts
     # With P parts on fewer servers, edges between parts of one server are not cut.
@@ -394,64 +367,6 @@ def stats_of_manifest(manifest: Manifest, servers: int, train_nodes: int) -> Gra
         train_nodes=train_nodes,
         edge_cut=cut * fewer,
         method=manifest.method,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """User-given statistics of a graph without a dataset."""
-
-    nodes: float
-    edges: float
-    features: int
-    classes: int = 50
-    train_share: float = 0.1
-    """Fraction of the nodes that are trained on."""
-    method: str = "metis"
-    """Name of a partitioner."""
-    edge_cut: float | None = None
-    """Fraction of edges between servers; None: assumed from the method."""
-    degree_spread: float = 4.0
-    """E[d^2] / E[d]^2 of the in-degrees."""
-    feature_itemsize: int = 4
-
-
-def stats_of_figures(figures: Figures, servers: int) -> GraphStats:
-    """Return the statistics of a graph given by ``figures``, on ``servers`` servers.
-
-    Raises:
-        ConfigError: a figure is out of range.
-    """
-    for name, value, least, most in (
-        ("nodes", figures.nodes, 1, _MOST_NODES),
-        ("edges", figures.edges, 0, _MOST_NODES * _MOST_DEGREE),
-        ("features", figures.features, 1, _MOST_COLUMNS),
-        ("classes", figures.classes, 1, _MOST_COLUMNS),
-        ("degree-spread", figures.degree_spread, 1, _MOST_NODES),
-    ):
-        if not least <= value <= most:
-            raise ConfigError(f"--{name} {value} must be from {least} to {most:g}")
-    random = (servers - 1) / servers
-    kept = max(METIS_CUT * random, METIS_FLOOR * (servers > 1))
-    assumed_cut = random if PARTITIONERS.get(figures.method).scatters else kept
-    # With one server no edge is cut, whatever the user says.
-    cut = assumed_cut if figures.edge_cut is None or servers == 1 else figures.edge_cut
-    if not 0 < figures.train_share <= 1:
-        raise ConfigError(f"--train-share {figures.train_share:g} must be above 0 and at most 1")
-    if not 0 <= cut <= 1:
-        raise ConfigError(f"--edge-cut {cut:g} must be from 0 to 1: a share of the edges")
-    return GraphStats(
-        name="told by figures",
-        nodes=int(figures.nodes),
-        edges=int(figures.edges),
-        features=figures.features,
-        feature_bytes=figures.feature_itemsize * figures.features,
-        classes=figures.classes,
-        train_nodes=max(int(figures.train_share * figures.nodes), 1),
-        edge_cut=cut,
-        method=figures.method,
-        degree_spread=figures.degree_spread,
-        counted=False,
     )
 
 

@@ -84,13 +84,7 @@ def write_run(
     *,
     plan: Mapping[str, object] | None = None,
 ) -> None:
-    """Write a finished run, each file atomically and the summary last. For one rank.
-
-    Arguments are those of :func:`start_run`, with the outcome in ``plan``.
-
-    Raises:
-        StorageError: the folder cannot be written.
-    """
+    """Write a finished run, each file atomically and the summary last; as :func:`start_run`. For one rank."""
     # Appended epochs are kept until the new file replaces them.
     target = start_run(folder, config, keep_metrics=True, plan=plan)
     try:

@@ -684,9 +684,7 @@ def batch_seconds(
     """Return the seconds of an epoch of mini-batches, where fetches overlap with computing.
 
     Args:
-        known: Measurements.
-        work: Of the epoch.
-        traffic: Of the epoch.
+        known, work, traffic: Measurements; counts and bytes of the epoch.
         compute: Seconds of computing.
         sampling: To draw batches.
         pulled: To fetch what is fetched ahead from other servers.

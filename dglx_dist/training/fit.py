@@ -326,7 +326,7 @@ def train(
         g: The graph that the loader samples; evaluated on its masks.
         config: Defaults when not given.
         callbacks: Called after each epoch.
-        sparse: Optimiser of the embeddings, stepped and saved with ``optimizer``; or several.
+        sparse: Optimisers of embeddings, stepped and saved with ``optimizer``.
 
     Raises:
         ConfigError: the loader attaches no features or labels, or (before training) the model cannot be

@@ -237,9 +237,8 @@ def layerwise_inference(
     rows = first_rows(g, feature, inputs)
     with evaluating(module):
         for depth, layer in enumerate(steps):
-            dtype = target.dtype if depth == 0 else None
             out_types = ntypes if depth == len(steps) - 1 else None
-            compute = _layer(layer, work, rows, dtype)
+            compute = _layer(layer, work, rows, target.dtype if depth == 0 else None)
             computed = _for_all(work, compute, out_types, f"layer {depth} of all nodes")
             if depth > 0:
                 for tensor in rows.values():
@@ -521,18 +520,14 @@ def evaluate(  # noqa: PLR0913 - all optional
     """
     ntype = labelled_type(g, label) if ntype is None else ntype
     names = _names(g, masks, label, ntype)
-    options: dict[str, Any] = {
-        "feature": feature,
-        "inputs": inputs,
-        "batch_size": batch_size,
-        "ntypes": [ntype],
-    }
-    if num_layers is not None:
-        computed = flatten(minibatch_inference(model, g, num_layers, **options))
+    options: dict[str, Any] = {"feature": feature, "inputs": inputs, "batch_size": batch_size}
+    if num_layers is None:
+        results = layerwise_inference(model, g, **options, ntypes=[ntype])
     else:
-        computed = flatten(layerwise_inference(model, g, **options))
+        results = minibatch_inference(model, g, num_layers, **options, ntypes=[ntype])
+    computed = flatten(results)
     try:
-        scores = _scores([(path, rows) for path, rows in computed.items()], output)
+        scores = _scores(computed, output)
         return _accuracy(scores, g, ntype, label, names)
     finally:
         for rows in computed.values():
@@ -550,11 +545,7 @@ def check_evaluable(
     ntype: str | None = None,
     inputs: Inputs | None = None,
 ) -> None:
-    """Check the arguments of :func:`evaluate` without computing. Collective.
-
-    Raises:
-        ConfigError: see :func:`evaluate`.
-    """
+    """Check the arguments of :func:`evaluate` without computing. Collective."""
     ntype = labelled_type(g, label) if ntype is None else ntype
     _names(g, None, label, ntype)
     first_rows(g, feature, inputs)
@@ -591,10 +582,10 @@ def labelled_type(g: DistGraph, label: str = LABEL) -> str:
     return labelled[0]
 
 
-def _scores(computed: Sequence[tuple[Any, DistTensor]], output: str | int | None) -> DistTensor:
-    chosen = [rows for path, rows in computed if output is None or output in path]
+def _scores(computed: _Rows, output: str | int | None) -> DistTensor:
+    chosen = [rows for path, rows in computed.items() if output is None or output in path]
     if len(chosen) != 1:
-        paths = ", ".join("".join(f"[{key!r}]" for key in path) for path, _ in computed)
+        paths = ", ".join("".join(f"[{key!r}]" for key in path) for path in computed)
         raise ConfigError(f"the model returns {paths}; choose the scores with output=")
     return chosen[0]
 

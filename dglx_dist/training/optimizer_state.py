@@ -76,10 +76,7 @@ def split_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the optimizer's tensors by ``<parameter>/<key>``, and the rest of its state as JSON values.
 
-    Parameters have their names in ``model``, the user's module (not wrapped).
-
-    Raises:
-        CheckpointError: the state has a value that is neither a tensor nor JSON.
+    Parameters have their names in ``model``, the user's module (not wrapped). Other values: CheckpointError.
     """
     names = _names(optimizer, model)
     state = optimizer.state_dict()

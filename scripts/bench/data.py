@@ -32,16 +32,8 @@ def prepare(graph: SyntheticConfig, cuts: Mapping[str, PartitionPlan], work: Pat
     """Return the folder of ``graph`` cut in each way, making those that are not there; one process calls it.
 
     A folder appears whole or not at all, so what a killed run left is never taken for a dataset. Several
-    processes may prepare the same ones at once: the first to finish wins.
-
-    Args:
-        graph: The built-in graph; the same settings give the same bytes.
-        cuts: Name to how it is cut; names are for the caller and for progress only.
-        work: Where datasets lie, named by :func:`recipe_key`.
-
-    Raises:
-        ConfigError: graph and cut do not fit.
-        StorageError: ``work`` cannot be written, or what lies there is damaged.
+    processes may prepare the same ones at once: the first to finish wins. StorageError: ``work`` cannot be
+    written, or what lies there is damaged.
     """
     folders = {name: work / f"synthetic-{recipe_key(graph, cut)}" for name, cut in cuts.items()}
     missing = [name for name, folder in folders.items() if not (folder / MANIFEST).is_file()]
@@ -65,11 +57,7 @@ def recipe_key(graph: SyntheticConfig, cut: PartitionPlan) -> str:
 
 
 def facts(folder: Path) -> dict[str, object]:
-    """Return what a report shows of a dataset, JSON values, and what making it took when it was made here.
-
-    Raises:
-        StorageError: there is no dataset, or it is damaged.
-    """
+    """Return what a report shows of a dataset, JSON values, and what making it took if it was made here."""
     manifest = open_dataset(folder).manifest
     quality = dict(manifest.quality)
     kept = ("edge_cut", "balance", "missed", "replication_factor")
@@ -101,24 +89,12 @@ def _cut(raw: RawGraph, folder: Path, cut: PartitionPlan) -> None:
 
 
 def survey(jobs: Mapping[str, Mapping[str, Any]], servers: Mapping[str, int] | int) -> dict[str, Survey]:
-    """Count what runs of the job ``train`` will move, in one process for all.
-
-    Args:
-        jobs: Name to the job's parameters.
-        servers: How many it will run on, one rank on each; by name where they differ.
-
-    Raises:
-        JobError: the process that counts failed.
-    """
+    """Count what runs of the job ``train`` (name to parameters) move on so many servers of one rank."""
     by_name = dict.fromkeys(jobs, servers) if isinstance(servers, int) else servers
     asked = {name: {"train": dict(job), "servers": by_name[name]} for name, job in jobs.items()}
     return {name: Survey(**one) for name, one in do_alone(Job(kind="survey", params=asked)).items()}
 
 
 def calibrated(params: Mapping[str, Any]) -> ComputeCost:
-    """Measure on one core what the job ``train`` with ``params`` computes; nothing else should run.
-
-    Raises:
-        JobError: the process that measures failed.
-    """
+    """Measure on one core what the job ``train`` with ``params`` computes; nothing else should run."""
     return ComputeCost.from_json(do_alone(Job(kind="calibrate", params=params)))

@@ -31,12 +31,7 @@ _DETAILS = ("variants", "ratios", "cells", "bytes", "closed form", "done once")
 
 
 def write_page(out: Path) -> Path:
-    """Write ``out/README.md`` from the results in ``out``; link the pictures that lie there.
-
-    Raises:
-        StorageError: a result is damaged, or the page cannot be written.
-        UnknownNameError: a result is of an experiment that this release does not have.
-    """
+    """Write ``out/README.md`` from the results in ``out``; link the pictures that lie there."""
     outcomes = {find(one.experiment).id: one for one in results.read(out)}
     notes = read_notes()
     rows, sections = [], []
@@ -108,7 +103,8 @@ def _section(
 ) -> str:
     claim = experiment.claim
     verdict = "; ".join(text for text in (figures["verdict"], figures["label"]) if text)
-    why = f"{figures['why']}. " if detailed else ""
+    # The lesson is that of the result on the page, which a new one need not teach.
+    told = f"{figures['why']}." if detailed else note.get("Lesson", "")
     shown = [one for one in figures["ratios"] if one["bound"] or not _is_formula(one)]
     result = ["; ".join(map(_in_words, shown)), _bytes_in_words(figures["bytes"])]
     result += [figures["nearness"], figures["accuracy"]]
@@ -118,7 +114,7 @@ def _section(
         "Predicted": experiment.prediction if detailed else "",
         "Here": _capitalised(note.get("Here", "")),
         "Result": " ".join(f"{_capitalised(text).rstrip('.')}." for text in result if text),
-        "Verdict": f"**{verdict}**. {_capitalised(why)}{_capitalised(note.get('Lesson', ''))}",
+        "Verdict": f"**{verdict}**. {_capitalised(told)}",
     }
     what = f"`{figures['command']}`, {figures['repetitions']} repetitions, {figures['date'][:10]}"
     parts = [

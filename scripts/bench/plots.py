@@ -27,12 +27,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def draw(out: Path) -> tuple[Path, ...]:
-    """Draw the pictures of all results in ``out`` there; return them.
-
-    Raises:
-        StorageError: a result is damaged.
-        UnknownNameError: a result is of an experiment that this release does not have.
-    """
+    """Draw the pictures of all results in ``out`` there; return them."""
     drawn = [draw_experiment(find(one.experiment), one, out) for one in results.read(out)]
     return tuple(picture for pictures in drawn for picture in pictures)
 
@@ -41,9 +36,6 @@ def draw_experiment(experiment: Experiment, outcome: Outcome, folder: Path) -> t
     """Draw what ``outcome`` has figures for as ``<folder>/<ID>-<what>.png``; nothing when not measured.
 
     Nothing either of more variants than bars can be told apart.
-
-    Raises:
-        OSError: a picture cannot be written.
     """
     rows = variant_rows(outcome)
     if not 0 < len(rows) <= _MOST_BARS:

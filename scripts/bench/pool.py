@@ -269,12 +269,7 @@ OpenStage: TypeAlias = Callable[[Sequence[Shape]], AbstractContextManager[Stage]
 
 @contextmanager
 def open_stage(shapes: Sequence[Shape]) -> Iterator[Stage]:
-    """Bring up the servers and start the ranks of each of ``shapes``; end them all afterwards.
-
-    Raises:
-        ConfigError: a shape asks for what this machine cannot give.
-        JobError: ranks could not be started.
-    """
+    """Bring up the servers of each of ``shapes`` and end all that runs on them afterwards."""
     with ExitStack() as closing:
         # Not in /dev/shm, of which each server has its own.
         folder = closing.enter_context(scratch_folder())

@@ -39,9 +39,6 @@ def write(folder: Path, outcome: Outcome) -> Path:
     """Write ``outcome`` in the place of what was there of its experiment; makes ``folder``.
 
     Numbers that JSON has no word for (NaN, infinity) become null.
-
-    Raises:
-        StorageError: it cannot be written.
     """
     path = result_path(folder, outcome.experiment)
     value = _plain({"format": FORMAT, "version": VERSION, **asdict(outcome)})

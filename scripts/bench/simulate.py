@@ -82,16 +82,9 @@ def calibrate(
 ) -> ComputeCost:
     """Measure forward and backward of ``model`` on ``batches``; one process with one thread.
 
-    Each is run once to warm up and then ``repetitions`` times; a line is laid through the medians.
-
-    Args:
-        model: Called as ``model(blocks, features)``; gradients are left cleared.
-        batches: Blocks with features and labels attached, of at least two sizes.
-        repetitions: At least 1.
-        clock: Seconds; the process's own time, so that what else runs on the machine is not counted.
-
-    Raises:
-        ConfigError: there are not two batches of different size.
+    Each is run once to warm up and then ``repetitions`` times; a line is laid through the medians. ``clock``:
+    seconds of the process itself, so that what else runs on the machine is not counted. Batches have features
+    and labels attached, and two sizes at least (else ConfigError); gradients are left cleared.
     """
     edges = [sum(block.num_edges() for block in blocks) for blocks in batches]
     if len(set(edges)) < 2:
@@ -122,16 +115,10 @@ def _fitted(edges: Sequence[int], seconds: Sequence[float]) -> Line:
 
 @final
 class SleepingModel(nn.Module):
-    """A model with the parameters of ``module`` that sleeps where it would compute.
+    """A model with the parameters of ``module``, which is never called, that sleeps where it would compute.
 
     What it returns is zero and depends on every parameter; their gradients are zero and as large as real
     ones, so that exchange and optimiser cost what they cost.
-
-    Args:
-        module: Whose parameters it has, under the same names; never called.
-        cost: How long to sleep.
-        classes: Columns of the scores.
-        sleep: Waits for so many seconds.
     """
 
     def __init__(

@@ -9,12 +9,8 @@ from __future__ import annotations
 def predicted_time(phi: float, kappa: float, beta: float) -> float:
     """Return (1 - phi) kappa + phi beta: the time of a variant relative to the baseline.
 
-    Nothing overlaps, because a layer waits for its rows; traffic within a server is free.
-
-    Args:
-        phi: Share of the baseline's time on the network.
-        kappa: Work relative to the baseline.
-        beta: Bytes relative to the baseline.
+    phi: share of the baseline's time on the network; kappa, beta: work and bytes relative to it. Nothing
+    overlaps, because a layer waits for its rows; traffic within a server is free.
     """
     return (1.0 - phi) * kappa + phi * beta
 

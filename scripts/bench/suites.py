@@ -60,7 +60,7 @@ def experiment_of(name: str, told: Mapping[str, str], build: Build | None) -> Ex
 
 
 def suite(name: str) -> list[Experiment]:
-    """Return the experiments of a suite (UnknownNameError: there is no such suite)."""
+    """Return the experiments of a suite; UnknownNameError if there is none."""
     known = get_args(Suite)
     if name not in known:
         raise UnknownNameError(
@@ -70,11 +70,7 @@ def suite(name: str) -> list[Experiment]:
 
 
 def find(name: str) -> Experiment:
-    """Return the experiment with this id, in capitals or not.
-
-    Raises:
-        UnknownNameError: there is none; the message has the nearest id.
-    """
+    """Return the experiment with this id, in capitals or not; UnknownNameError has the nearest one."""
     known = {one.id: one for one in everything()}
     if name.upper() not in known:
         raise UnknownNameError(

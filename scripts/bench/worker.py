@@ -166,11 +166,7 @@ SILENT_S = 3 * 3600.0
 def serve(argv: list[str]) -> int:
     """Do the jobs that appear in the folder ``argv[0]`` until one says that it is the end.
 
-    Returns:
-        The exit code: 0 after the last job; 1 when the driver is gone or silent.
-
-    Raises:
-        SystemExit: a job raised something, which has been reported; no other job could be trusted after it.
+    Return 0 after the last job, 1 when the driver is gone or silent; SystemExit after a job that failed.
     """
     folder, rank = Path(argv[0]), read_topology().rank
     _write_to(log_path(folder, rank))

@@ -155,18 +155,11 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def deal_out(cores: tuple[int, ...], servers: int, cpus: float | None) -> tuple[CpuShare, ...]:
-    """Give each of (S,) servers its cores and its share of time on them.
+    """Give each of (S,) servers its cores of ``cores`` and its share of time on them.
 
     No two servers share a core where there are enough. Where there are more servers than cores, as many as
     fit share one core; where that leaves a server over, all run on all cores and only the share parts them.
-
-    Args:
-        cores: What there is, ascending.
-        servers: S.
-        cpus: Cores' worth for each server; None: whole cores as far as they go, else cores / S.
-
-    Raises:
-        ConfigError: all together would get more than there is.
+    ``cpus`` None: whole cores as far as they go, else cores / S.
     """
     if cpus is None:
         cpus = float(len(cores) // servers) or len(cores) / servers
@@ -219,14 +212,7 @@ class LoopbackServer(Server):
 class LoopbackLab(Lab):
     """Servers on 127.0.0.1, in one network, one process table and one ``/dev/shm``.
 
-    Rates in ``spec`` are not held; :meth:`describe` says so.
-
-    Args:
-        spec: What was asked for.
-        missing: Why it is not a lab of namespaces; None: it was asked for.
-
-    Raises:
-        ConfigError: there are not as many cores as asked for.
+    Rates in ``spec`` are not held; :meth:`describe` says so. ``missing``: why it is not a lab of namespaces.
     """
 
     def __init__(self, spec: LabSpec, missing: str | None = None) -> None:

@@ -193,16 +193,9 @@ class CalibrationPlan:
 
 @final
 class CommandMeasure:
-    """Measures a command's epochs at a rate; what :func:`scripts.netlab.calibrate.find_rate` calls.
+    """Measures a command's epochs at a rate, as :func:`find_rate` calls it, on an idle lab of namespaces.
 
-    Args:
-        lab: Up, idle, of namespaces.
-        plan: What is run.
-        folder: Each run leaves its output and its trace in ``run-<i>`` there.
-        tell: Called with a line before each run and after it.
-
-    Raises:
-        LabError: the lab is plain loopback, where no link is limited.
+    Each run leaves its output and its trace in ``folder``/run-<i>; ``tell`` gets a line before and after it.
     """
 
     def __init__(self, lab: Lab, plan: CalibrationPlan, folder: Path, tell: Callable[[str], None]) -> None:
@@ -214,15 +207,9 @@ class CommandMeasure:
         self._runs = 0
 
     def __call__(self, rate: Rate | None) -> Measured:
-        """Run the command with ``rate`` between servers.
+        """Return the median epoch without the first, which warms up, and what a server sent in one (mean).
 
-        Returns:
-            The median epoch without the first, which warms up, and what a server sent in one, on average.
-
-        Raises:
-            CommandError: the command failed.
-            ConfigError: it noted fewer than two epochs.
-            StorageError: what its ranks left cannot be read.
+        CommandError: the command failed. ConfigError: it noted fewer than two epochs.
         """
         self._lab.set_rates(rate, self._lab.spec.internal)
         at = "without a limit" if rate is None else f"at {rate}"

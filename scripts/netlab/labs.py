@@ -113,11 +113,8 @@ def _what_is_refused() -> str | None:
 class NamespaceLab(Lab):
     """Servers that are up; ``open_lab``, ``open_detached`` and ``attach`` return one.
 
-    Nothing of it has a name or an address outside, but for its notes and its control groups.
-
-    Args:
-        noted: What is noted of it, complete.
-        holders: Its namespaces, to be let go by ``close``; none: they are another process's.
+    Nothing of it has a name or an address outside, but for its notes and its control groups. ``holders``:
+    its namespaces, to be let go by ``close``; none: they are another process's.
     """
 
     servers: tuple[NamespaceServer, ...]
@@ -153,16 +150,9 @@ class NamespaceLab(Lab):
 
 
 def make_lab(spec: LabSpec, name: str, *, held: Literal["process", "detached"]) -> NamespaceLab:
-    """Make a lab; whatever fails, nothing of it stays.
+    """Make a lab called ``name``, nobody else's; whatever fails, nothing of it stays.
 
-    Args:
-        spec: What is asked for.
-        name: Nobody else's.
-        held: ``process``: it ends with this process, however that ends. ``detached``: only when taken down.
-
-    Raises:
-        ConfigError: the name is taken, or there are not as many cores as asked for.
-        LabError: the machine refused; with its answer.
+    ``held``: by "process", with which it ends, however that ends, or "detached", until it is taken down.
     """
     shares = deal_out(usable_cores(), spec.servers, spec.cpus)
     noted = LabState(
@@ -236,16 +226,9 @@ def _apply_rates(noted: LabState) -> None:
 def open_lab(spec: LabSpec, *, name: str | None = None, force_loopback: bool = False) -> Lab:
     """Make a lab that ends with this process at the latest; ``with`` takes it down before.
 
-    What is left of labs whose owner was killed is removed first.
-
-    Args:
-        spec: What is asked for.
-        name: Found by it in ``python scripts/netlab status``; None: a random one.
-        force_loopback: Emulate nothing.
-
-    Returns:
-        Servers in namespaces; on a machine that cannot make them, or with ``force_loopback``, plain loopback,
-        whose ``missing`` says what it lacks.
+    What is left of labs whose owner was killed is removed first. On a machine that cannot make namespaces, or
+    with ``force_loopback``, it is plain loopback, whose ``missing`` says what the machine lacks. ``name`` is
+    what ``python scripts/netlab status`` shows; None: a random one.
 
     Raises:
         ConfigError: the name is taken, or there are not as many cores as asked for.
@@ -259,12 +242,7 @@ def open_lab(spec: LabSpec, *, name: str | None = None, force_loopback: bool = F
 
 
 def open_detached(spec: LabSpec, name: str) -> NamespaceLab:
-    """Make a lab that stays up when this process ends, until ``state.take_down(name)``.
-
-    Raises:
-        ConfigError: the name is taken, or there are not as many cores as asked for.
-        LabError: this machine cannot make labs; the message says what is missing.
-    """
+    """Make a lab that stays up when this process ends, until ``state.take_down(name)``."""
     state.check_name(name)
     missing = what_is_missing()
     if missing:
@@ -274,12 +252,7 @@ def open_detached(spec: LabSpec, name: str) -> NamespaceLab:
 
 
 def attach(name: str) -> NamespaceLab:
-    """Return a lab that another process made; closing it leaves it up.
-
-    Raises:
-        ConfigError: there is none of this name, or it is down.
-        LabError: its notes are damaged.
-    """
+    """Return a lab that another process made (ConfigError: it is not up); closing it leaves it up."""
     noted = state.read_notes(name)
     if not noted.complete or not all(process.alive() for process in noted.processes):
         raise ConfigError(

@@ -36,11 +36,8 @@ _LAUNCHED = "--launched"
 def torchrun_arguments(command: Sequence[str]) -> list[str]:
     """Return what torchrun is to run for ``command``: a script or ``-m`` and a module, and its arguments.
 
-    ``python`` means the Python that runs the lab, whatever stands before or after its name.
-
-    Raises:
-        ConfigError: it is none of the forms that ranks can be started in, starts ranks itself, or its script
-            does not exist; the message says what to write.
+    ``python`` means the Python that runs the lab, whatever stands before or after its name. ConfigError says
+    what to write in place of what cannot be started as ranks, or starts ranks itself.
     """
     if not command:
         raise ConfigError(f"there is no command to run; {_FORMS}")
@@ -114,17 +111,10 @@ class Port:
 
 
 def claim_port(where: str, *, is_free: Callable[[int], bool]) -> Port:
-    """Claim a port that is free and that no other process of this machine has claimed by this function.
+    """Claim a port of ``where`` that is free and that no other process has claimed by this function.
 
     The claim is an abstract Unix socket named after the port: the system lets one process have it, and
-    gives it back when that process ends, however it ends.
-
-    Args:
-        where: Whose ports: claims of one place do not stand in the way of another's.
-        is_free: Whether nobody listens at that port there.
-
-    Raises:
-        LabError: none was found.
+    gives it back when that process ends, however it ends. LabError: none was found.
     """
     # Seeded by nothing: two labs that start at once shall not look at the same ports in the same order.
     for number in random.SystemRandom().sample(range(_FIRST, _LAST), _TRIES):
@@ -179,12 +169,7 @@ class Screen:
 class Relay:
     """Takes the lines of one pipe of one server until it closes, so that no writer ever waits for long.
 
-    Args:
-        source: The pipe; closed at the end.
-        screen: Shared by all relays; None: nothing is shown.
-        stream: Where on the screen.
-        prefix: Before each line shown.
-        log: Gets the bytes as they are; shared by the relays of a server; None: no file.
+    They go to ``stream`` of ``screen`` behind ``prefix``, and as they are to ``log``, which relays share.
     """
 
     def __init__(
@@ -247,13 +232,7 @@ class Failure:
 class Launcher:
     """``command`` on ``server``, which ends with this object's process or when it is told to.
 
-    Args:
-        server: Where.
-        command: torchrun and its arguments.
-        environment: All of it.
-        screen: Where its lines are shown; None: nowhere.
-        log: File for all of them; None: none.
-        failure_file: What the launcher writes when a rank of its own failed.
+    Its lines go to ``screen`` and ``log``; ``failure_file`` is what it writes when a rank of its own failed.
     """
 
     def __init__(

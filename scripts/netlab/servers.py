@@ -222,16 +222,7 @@ def port_of(server: int) -> str:
 
 
 def connect(server: int, *, init: int, switch: int) -> None:
-    """Lay a cable from the card of ``server`` to the bridge.
-
-    Args:
-        server: Its number.
-        init: First process of the server.
-        switch: First process of the namespace of the bridge.
-
-    Raises:
-        LabError: with what ip answered.
-    """
+    """Lay a cable from the card of ``server`` to the bridge; ``init``, ``switch``: their first processes."""
     card = ["ip", "link", "add", CARD, "netns", str(init), "type", "veth"]
     run_command([*card, "peer", "name", port_of(server), "netns", str(switch)])
     run_inside(switch, [["ip", "link", "set", port_of(server), "master", BRIDGE, "up"]])
@@ -258,14 +249,9 @@ def limit_command(device: str, rate: Rate | None) -> list[str]:
 
 
 def read_card(device: str, *, pid: int | None = None) -> Card:
-    """Read the counters of ``device`` in the network namespace of process ``pid``.
+    """Read the counters of ``device`` in the network namespace of process ``pid``; None: the calling one.
 
-    Args:
-        device: e.g. "eth0".
-        pid: A process of the server; None: the calling one, which may be a rank inside it.
-
-    Raises:
-        LabError: the process has ended, or it has no such device.
+    LabError: the process has ended, or it has no such device.
     """
     process = "self" if pid is None else str(pid)
     try:

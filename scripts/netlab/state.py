@@ -104,12 +104,7 @@ def random_name() -> str:
 
 
 def reserve(state: LabState) -> None:
-    """Write the first notes of a lab.
-
-    Raises:
-        ConfigError: one of this name exists.
-        LabError: nothing can be written there.
-    """
+    """Write the first notes of a lab (ConfigError: one has this name; LabError: it cannot be written)."""
     try:
         notes_folder().mkdir(mode=0o755, exist_ok=True)
     except OSError as error:
@@ -139,12 +134,7 @@ def write_notes(state: LabState) -> None:
 
 
 def read_notes(name: str) -> LabState:
-    """Read the notes of a lab.
-
-    Raises:
-        ConfigError: there is no lab of this name; the message lists those there are.
-        LabError: the notes are damaged; the message names the file.
-    """
+    """Read the notes of a lab (ConfigError: there is none of this name; LabError: they are damaged)."""
     path = _path(check_name(name))
     try:
         return _from_json(name, json.loads(_text_of(path)))
@@ -269,12 +259,7 @@ def clean_stale() -> list[str]:
 
 
 def take_down(name: str) -> None:
-    """Take a lab down, whoever made it: end its processes, remove its control groups and its notes.
-
-    Raises:
-        ConfigError: there is no lab of this name.
-        LabError: it is another user's, or a process or a control group did not go.
-    """
+    """Take a lab down, whoever made it: end its processes, remove its control groups and its notes."""
     check_name(name)
     if name in lab_names() and not os.access(notes_folder(), os.W_OK):
         raise LabError(f"the lab {name!r} is root's: sudo python scripts/netlab down {name}")

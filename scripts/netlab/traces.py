@@ -180,13 +180,7 @@ class Witness:
 def compare(cards_before: Sequence[Card], cards_after: Sequence[Card], trace: Trace) -> tuple[Witness, ...]:
     """Hold each card against the ledger: (S + 1,), one for each server, then their sum; none without cards.
 
-    Args:
-        cards_before: (S,) read before the command; empty on plain loopback.
-        cards_after: (S,) read after it.
-        trace: What the command's ranks left.
-
-    Raises:
-        ConfigError: the cards are not those of the trace's servers.
+    ConfigError: the cards, (S,) read before and after the command, are not those of the trace's servers.
     """
     if not cards_before and not cards_after:
         return ()

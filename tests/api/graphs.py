@@ -1,10 +1,15 @@
-"""0-1-2 | 3-4-5: two triangles joined by the edge 2-3, both directions stored."""
+"""0-1-2 | 3-4-5: two triangles joined by the edge 2-3, both directions stored; and runs that are compared."""
+
+from pathlib import Path
+from typing import Any
 
 import dgl
 import numpy as np
+import pyarrow.dataset
 import torch
 
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, RawGraph
+from dglx_dist.training.config import TrainConfig
 
 PAIRS = ((0, 1), (1, 2), (0, 2), (3, 4), (4, 5), (3, 5), (2, 3))
 SOURCE = np.array([u for u, v in PAIRS] + [v for u, v in PAIRS])
@@ -26,3 +31,16 @@ def as_dgl() -> dgl.DGLGraph:
     for name, values in two_triangles().node_data[NODE_TYPE].items():
         g.ndata[name] = torch.from_numpy(values)
     return g
+
+
+def plan_of(dataset: str, out: Path, **changes: Any) -> TrainConfig:
+    """A small run that writes classes and embeddings."""
+    written = {"predictions": str(out / "classes"), "save_embeddings": str(out / "rows")}
+    return TrainConfig(**{"data": dataset, "out": str(out), "hidden": 8, "dropout": 0.0} | written | changes)
+
+
+def written(out: Path) -> tuple[Any, Any]:
+    """The classes and the embeddings of a run, by original id."""
+    classes = pyarrow.dataset.dataset(out / "classes").to_table().sort_by("id")
+    rows = pyarrow.dataset.dataset(out / "rows").to_table().sort_by("id")
+    return classes["prediction"].to_numpy(), np.array(rows["embedding"].to_pylist())

@@ -155,7 +155,7 @@ def test_a_graph_needs_training_nodes_and_no_labels(tmp_path: Path) -> None:
     assert choice.taken is not None
     assert choice.taken.candidate.name == "data_parallel"
     assert choice.trained == "gcn of 2 layers, hidden width 4; mini-batches of 1 a rank, fan-outs 2,2"
-    assert any("as those of a gcn of 2 layers" in line for line in choice.assumptions)
+    assert any("on a few rows: gcn of 2 layers" in line for line in choice.assumptions)
 
 
 def test_options_of_auto() -> None:

@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.dataset
 import pytest
 import torch
 
 import dglx_dist as dx
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.errors import CheckpointError
-from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
+from tests.api.graphs import plan_of, written
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 
 EPOCHS = 4
+SMALL: dict[str, Any] = {"fanouts": (-1, -1), "epochs": EPOCHS}
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "data_parallel": ("data_parallel", {}),
     "full_graph": ("fb", {}),
@@ -36,35 +36,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(equality.write_parts(tmp_path_factory.mktemp("full_graph_run")))
 
 
-def plan_of(dataset: str, out: Path, **changes: Any) -> TrainConfig:
-    plan = TrainConfig(
-        data=dataset,
-        out=str(out),
-        hidden=8,
-        dropout=0.0,
-        fanouts=(-1, -1),
-        epochs=EPOCHS,
-        predictions=str(out / "classes"),
-        save_embeddings=str(out / "rows"),
-    )
-    return replace(plan, **changes)
-
-
-def written(out: Path) -> tuple[Any, Any]:
-    """The classes and the embeddings, by original id."""
-    classes = pyarrow.dataset.dataset(out / "classes").to_table().sort_by("id")
-    rows = pyarrow.dataset.dataset(out / "rows").to_table().sort_by("id")
-    return classes["prediction"].to_numpy(), np.array(rows["embedding"].to_pylist())
-
-
 def train_each_way(dataset: str, folder: str) -> None:
     for name, (strategy, options) in WAYS.items():
         out = Path(folder) / name
         batch_size = equality.NUM_NODES if strategy == "data_parallel" else None
-        plan = plan_of(
-            dataset, out, strategy=strategy, strategy_options=options, model="gcn", batch_size=batch_size
-        )
-        trained = train_dataset(plan)
+        way = {"strategy": strategy, "strategy_options": options, "batch_size": batch_size}
+        trained = train_dataset(plan_of(dataset, out, **SMALL, **way, model="gcn"))
         assert [one.num_samples for one in trained.epochs] == [167] * EPOCHS
     check_resuming(dataset, Path(folder))
 
@@ -72,9 +49,8 @@ def train_each_way(dataset: str, folder: str) -> None:
 def check_resuming(dataset: str, folder: Path) -> None:
     """A run that is broken off goes on to the same weights, also under another strategy."""
     whole, parts = folder / "whole", folder / "parts"
-    plan = plan_of(
-        dataset, whole, strategy="full_graph", dropout=0.5, checkpoint_every=1, save_embeddings=None
-    )
+    options = {"strategy": "full_graph", "dropout": 0.5, "checkpoint_every": 1, "save_embeddings": None}
+    plan = plan_of(dataset, whole, **SMALL, **options)
     train_dataset(plan)
     again = replace(plan, out=str(parts), predictions=str(parts / "classes"))
     train_dataset(replace(again, epochs=2, predictions=None))

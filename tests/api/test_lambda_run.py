@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def plan_of(dataset: str, out: Path, **changes: Any) -> TrainConfig:
-    plan = TrainConfig(
-        data=dataset,
-        out=str(out),
-        strategy="dorylus",
-        strategy_options=OPTIONS,
-        hidden=8,
-        epochs=4,
-    )
-    return replace(plan, **changes)
+    plan = {"strategy": "dorylus", "strategy_options": OPTIONS, "hidden": 8, "epochs": 4}
+    return TrainConfig(**{"data": dataset, "out": str(out)} | plan | changes)  # type: ignore[arg-type]
 
 
 def test_a_run_its_bill_and_its_resume(dataset: str, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import dgl
 import numpy as np
-import pyarrow.dataset
 import pytest
 import torch
 from torch import nn
@@ -19,12 +18,14 @@ from torch.nn.functional import cross_entropy
 import dglx_dist as dx
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.errors import CheckpointError, ConfigError
-from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.inference import minibatch_inference
 from dglx_dist.training.relational import EntityInputs
+from tests.api.graphs import plan_of, written
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
+
+SMALL: dict[str, Any] = {"fanouts": (4, 4), "batch_size": 30, "epochs": 2}
 
 
 @pytest.fixture(scope="module")
@@ -32,41 +33,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(equality.write_parts(tmp_path_factory.mktemp("push_pull_run")))
 
 
-def plan_of(dataset: str, out: Path, **changes: Any) -> TrainConfig:
-    plan = TrainConfig(
-        data=dataset,
-        out=str(out),
-        hidden=8,
-        dropout=0.0,
-        fanouts=(4, 4),
-        batch_size=30,
-        epochs=2,
-        predictions=str(out / "classes"),
-        save_embeddings=str(out / "rows"),
-    )
-    return replace(plan, **changes)
-
-
-def written(out: Path) -> tuple[Any, Any]:
-    """The classes and the embeddings, by original id."""
-    classes = pyarrow.dataset.dataset(out / "classes").to_table().sort_by("id")
-    rows = pyarrow.dataset.dataset(out / "rows").to_table().sort_by("id")
-    return classes["prediction"].to_numpy(), np.array(rows["embedding"].to_pylist())
-
-
 def train_both_ways(dataset: str, folder: str) -> None:
     for strategy in ("data_parallel", "p3"):
-        train_dataset(plan_of(dataset, Path(folder) / strategy, strategy=strategy, model="gcn"))
-    plan = plan_of(
-        dataset,
-        Path(folder) / "resumed",
-        strategy="push_pull",
-        strategy_options={"depth": 3},
-        epochs=1,
-        checkpoint_every=1,
-        predictions=None,
-        save_embeddings=None,
-    )
+        train_dataset(plan_of(dataset, Path(folder) / strategy, **SMALL, strategy=strategy, model="gcn"))
+    options = {"strategy": "push_pull", "strategy_options": {"depth": 3}, "epochs": 1, "checkpoint_every": 1}
+    options |= {"predictions": None, "save_embeddings": None}
+    plan = plan_of(dataset, Path(folder) / "resumed", **SMALL | options)
     train_dataset(plan)
     # Weights and Adam's moments, cut or not, are of one kind.
     again = replace(plan, strategy="data_parallel", strategy_options={}, epochs=2, resume=True)
@@ -92,7 +64,7 @@ class Sage(nn.Module):
 
 def refusals(dataset: str, folder: str) -> None:
     with pytest.raises(ConfigError, match=r"--cache vip keeps feature rows.*leave --cache out"):
-        train_dataset(plan_of(dataset, Path(folder) / "cached", strategy="push_pull", cache="vip"))
+        train_dataset(plan_of(dataset, Path(folder) / "cached", **SMALL, strategy="push_pull", cache="vip"))
     assert not (Path(folder) / "cached").exists()
     with dx.init("push_pull", timeout=30, seed=1):
         g = dx.DistGraph(dataset)

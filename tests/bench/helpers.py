@@ -60,21 +60,10 @@ SLOW, FAST = (2.0, 2.2, 2.1, 2.4, 1.9), (1.0, 1.1, 1.05, 1.2, 0.95)
 
 def epoch_of(seconds: float, *, outside: int = 40_000_000) -> EpochRecord:
     """An epoch of 1000 samples that waited for half of its time."""
-    return EpochRecord(
-        epoch=1,
-        loss=1.0,
-        train_accuracy=0.5,
-        val_accuracy=None,
-        seconds=seconds,
-        num_samples=1000,
-        sample_s=0.25 * seconds,
-        fetch_s=0.5 * seconds,
-        wait_s=0.5 * seconds,
-        compute_s=0.375 * seconds,
-        exchange_s=0.125 * seconds,
-        bytes_inside=10_000_000,
-        bytes_outside=outside,
-    )
+    shares = {"sample_s": 0.25, "fetch_s": 0.5, "wait_s": 0.5, "compute_s": 0.375, "exchange_s": 0.125}
+    phases = {name: share * seconds for name, share in shares.items()}
+    counts = {"num_samples": 1000, "bytes_inside": 10_000_000, "bytes_outside": outside}
+    return epoch(1, seconds, **phases, **counts)
 
 
 def variant(name: str, *, servers: int = 2, simulated: str = "") -> Variant:

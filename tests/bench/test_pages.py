@@ -171,7 +171,7 @@ def test_a_folder_of_results_becomes_its_readme(tmp_path: Path) -> None:
     assert "| 10 | 40 | 42 | 1.05 | 300 |" in text
     ratio = "| speed-up | seconds: random / metis | 1.9 | 2.00 | at least 1.5 | reproduced |"
     assert ratio in text
-    assert "**reproduced**. 2.00 is at least 1.5. " in text
+    assert "**reproduced**. 2.00 is at least 1.5.\n" in text
     assert "- edge cut: random 0.75, metis 0.125\n" in text
     assert "- Servers (random, metis): kind namespaces.\n- Machine: cpu A processor" in text
     for word in ("Predicted", "Here"):

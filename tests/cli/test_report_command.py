@@ -1,13 +1,133 @@
+"""``dglx inspect`` and ``dglx report``."""
+
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
+from dglx_dist.cli.app import app
 from dglx_dist.cli.common import draw_or_warn, show
-from dglx_dist.cli.report import read_batches, report
+from dglx_dist.cli.report import (
+    InspectCommand,
+    feature_bytes,
+    overview,
+    part_bytes,
+    part_columns,
+    read_batches,
+    report,
+)
 from dglx_dist.comm.trace import write_trace
+from dglx_dist.data.storage.columns import FileInfo
+from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.report.tables import summary_table
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, ColumnInfo
+from dglx_dist.report.pictures import draw_expansion
+from dglx_dist.report.tables import expansion_table, summary_table
 from tests.report.traces import span, trace_of
+from tests.strategies import equality
+
+TWO_PARTS = Manifest(
+    name="drawn",
+    num_parts=2,
+    node_offsets={NODE_TYPE: np.array([0, 3, 6])},
+    edge_offsets={EDGE_TYPE: np.array([0, 4, 7])},
+    node_columns={
+        NODE_TYPE: {
+            "feat": ColumnInfo(dtype="float32", row_shape=(5,)),
+            "label": ColumnInfo(dtype="int64", row_shape=()),
+        }
+    },
+    edge_columns={EDGE_TYPE: {"weight": ColumnInfo(dtype="float32", row_shape=())}},
+    num_classes={},
+    user_ids={},
+    method="metis",
+    seed=0,
+    quality={"edge_cut": 0.25, "balance": {"nodes": 1.0, "train": 1.5}, "num_nodes": [3, 3]},
+    files={
+        "part0/a.arrow": FileInfo(num_bytes=10, checksum="00000000"),
+        "part1/a.arrow": FileInfo(num_bytes=1, checksum="00000000"),
+        "part1/b.arrow": FileInfo(num_bytes=2, checksum="00000000"),
+    },
+)
+
+
+def test_overview_has_counts_and_figures() -> None:
+    shown = overview(TWO_PARTS)
+    assert shown["nodes"] == "6: feat float32[5], label int64"
+    assert shown["edges"] == "7: weight float32"
+    assert shown["edge cut"] == "0.2500"
+    assert shown["balance train (max/mean)"] == "1.5000"
+    assert shown["bytes on disk"] == 13
+    assert "trainers" not in shown
+    assert part_bytes(TWO_PARTS) == [10, 3]
+
+
+def test_several_types_are_named_and_trainers_have_figures_of_their_own() -> None:
+    rates, offsets = ("user", "rates", "film"), np.array([0, 1, 2])
+    trainers = {"num_parts": 4, "edge_cut": 0.5, "balance": {"train": 1.25}}
+    typed = replace(
+        TWO_PARTS,
+        node_offsets={"user": offsets, "film": offsets},
+        node_columns={"user": {}, "film": {}},
+        edge_offsets={rates: offsets},
+        edge_columns={rates: {}},
+        quality={**TWO_PARTS.quality, "trainers": trainers},
+    )
+    shown = overview(typed)
+    assert {"nodes user", "nodes film", "edges user.rates.film"} < shown.keys()
+    assert shown["trainers"] == "4, edge cut 0.5000"
+    assert shown["balance train of trainers"] == "1.2500"
+
+
+def test_figures_that_the_dataset_lacks_are_left_out() -> None:
+    assert part_columns(dict(TWO_PARTS.quality)) == {"nodes": [3, 3]}
+    assert part_columns({}) == {}
+
+
+def test_options_without_closure_are_told_what_they_are_for() -> None:
+    for options, said in (
+        ({"hops": 3}, "--hops 3 is for --closure"),
+        ({"closure": True, "servers": 0}, "--servers 0 must be at least 1"),
+        ({"closure": True, "hops": -1}, "--hops -1"),
+        ({"verify": "some"}, "--verify some must be auto, full or never"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            InspectCommand(folder=Path("d"), **options)  # type: ignore[arg-type]
+
+
+def test_bytes_of_features() -> None:
+    assert feature_bytes(TWO_PARTS) == 20
+    half = {NODE_TYPE: {"feat": ColumnInfo(dtype="bfloat16", row_shape=(6,))}}
+    assert feature_bytes(replace(TWO_PARTS, node_columns=half)) == 12
+    assert feature_bytes(replace(TWO_PARTS, node_columns={NODE_TYPE: {}})) == 0
+
+
+def test_many_servers_are_shown_by_least_mean_and_most() -> None:
+    few = expansion_table([[1.0, 1.0]], [0], 4, [1.0])
+    assert [column.header for column in few.columns][1:3] == ["server 0", "server 1"]
+    many = expansion_table([[float(n) for n in range(9)]], [0], 4, [1.0])
+    assert [column.header for column in many.columns][1:4] == ["least", "mean", "most"]
+    assert [next(iter(column.cells)) for column in many.columns][1:4] == ["0.00", "4.00", "8.00"]
+
+
+def test_a_picture_of_many_servers(tmp_path: Path) -> None:
+    draw_expansion([[1.0] * 9, [2.0] * 9], tmp_path / "many.png", title="nine")
+    assert (tmp_path / "many.png").stat().st_size > 1000
+
+
+def test_inspect_shows_and_draws_it(tmp_path: Path) -> None:
+    folder = equality.write_parts(tmp_path)
+    shown = CliRunner().invoke(app, ["inspect", str(folder), "--closure", "--hops", "2", "--servers", "2"])
+    assert shown.exit_code == 0, shown.output
+    assert "server 1" in shown.output
+    assert "server 2" not in shown.output
+    # The equality graph has 7 float64 features.
+    rows = [line.split() for line in shown.output.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"])]
+    assert rows[-3][1:3] == ["1.00", "1.00"]
+    assert float(rows[-1][1]) > float(rows[-2][1]) > 1
+    assert (folder / "cache" / "partition-closure.png").stat().st_size > 1000
 
 
 def test_brackets_of_a_folder_or_a_column_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

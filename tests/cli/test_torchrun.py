@@ -20,34 +20,21 @@ def killed(rank: int) -> ProcessFailure:
     return ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=-signal.SIGKILL, error_file="none")
 
 
-def test_the_earliest_counts(tmp_path: Path) -> None:
-    failures = {
-        0: failed(tmp_path, 0, "DatasetError: late", 20),
-        1: failed(tmp_path, 1, "ConfigError: early", 10),
-    }
-    rank, failure = first_failure(failures)
+PEER = "PeerError: rank 1 is gone"
+
+
+def test_the_earliest_failure_that_is_no_consequence_is_told(tmp_path: Path) -> None:
+    late, early = failed(tmp_path, 0, "DatasetError: late", 20), failed(tmp_path, 1, "ConfigError: early", 10)
+    rank, failure = first_failure({0: late, 1: early})
     assert describe(rank, failure) == "rank 1 failed: ConfigError: early"
     assert exit_code(failure) == 2
-
-
-def test_a_rank_that_lost_its_peer_is_not_the_cause(tmp_path: Path) -> None:
-    failures = {
-        0: failed(tmp_path, 0, "PeerError: rank 1 is gone", 10),
-        1: failed(tmp_path, 1, "ValueError: bad", 10),
-    }
-    assert first_failure(failures)[0] == 1
-
-
-def test_a_kill_outranks_its_consequence(tmp_path: Path) -> None:
-    rank, failure = first_failure({0: failed(tmp_path, 0, "PeerError: rank 1 is gone", 10), 1: killed(1)})
+    lost = failed(tmp_path, 0, PEER, 10)
+    assert first_failure({0: lost, 1: failed(tmp_path, 1, "ValueError: bad", 10)})[0] == 1
+    assert describe(*first_failure({0: lost})) == f"rank 0 failed: {PEER}"
+    rank, failure = first_failure({0: lost, 1: killed(1)})
     assert rank == 1
     assert "SIGKILL" in describe(rank, failure)
     assert exit_code(failure) == 137
-
-
-def test_a_peer_error_alone_is_told(tmp_path: Path) -> None:
-    rank, failure = first_failure({0: failed(tmp_path, 0, "PeerError: rank 3 is gone", 10)})
-    assert describe(rank, failure) == "rank 0 failed: PeerError: rank 3 is gone"
 
 
 def test_a_rank_that_left_no_message_is_named_with_its_code() -> None:

@@ -1,13 +1,19 @@
+"""``dglx train``: what is refused before anything starts, and how ranks are started."""
+
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
-from dglx_dist.cli.train import check_before_launch, check_launched
+from dglx_dist.cli.train import check_before_launch, check_launched, start_ranks
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.cache import POLICIES
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.training.config import TrainConfig
@@ -94,3 +100,56 @@ def test_wrong_options_of_strategies_are_refused_before_ranks_start(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         check_before_launch(asked(strategy, Path("nowhere"), **options))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"layers": 0, "fanouts": ()}, "--layers 0"),
+        ({"model": "gat", "hidden": 10, "heads": 4}, "--heads 4 must be a divisor of --hidden 10"),
+        ({"lr": float("inf")}, "--lr inf"),
+        ({"timeout_s": float("inf")}, "--timeout inf"),
+        ({"seed": -1}, "--seed -1"),
+        ({"eval_every": -1}, "--eval-every -1"),
+        ({"patience": 0}, "--patience 0"),
+        ({"patience": 2, "eval_every": 0}, "--eval-every 0 must be at least 1 with --patience"),
+        ({"depth": 0}, "--depth 0"),
+        ({"model": "resgcn", "recompute": "all"}, "--recompute all must be none, exchange or keep"),
+        ({"recompute": "keep"}, "--recompute keep must be left out with --model sage"),
+        ({"loader_threads": -1}, "--loader-threads -1"),
+        ({"strategy_options": {"seed": 1}}, "--option seed"),
+        ({"strategy_options": {"backend": "nccl"}}, "--option backend"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_a_run_folder_is_touched(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TrainConfig(data="data", out="run", **asked)
+
+
+def test_heads_matter_to_gat_only() -> None:
+    assert TrainConfig(data="data", out="run", hidden=10, heads=4).heads == 4
+
+
+def test_the_cache_is_one_that_the_graph_knows() -> None:
+    for policy in POLICIES:
+        assert TrainConfig(data="d", out="o", cache=policy).cache == policy
+    with pytest.raises(ConfigError, match="--cache best must be vip, degree or halo"):
+        TrainConfig(data="d", out="o", cache="best")
+    with pytest.raises(ConfigError, match=r"--cache-alpha -0\.1 must be at least 0"):
+        TrainConfig(data="d", out="o", cache="vip", cache_alpha=-0.1)
+
+
+def test_a_killed_launcher_is_told_and_ends_as_in_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed, before = tmp_path / "python", signal.getsignal(signal.SIGTERM)
+    killed.write_text("#!/bin/sh\nkill -KILL $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
+    try:
+        assert start_ranks(["train"], ranks=1, servers=None) == 128 + signal.SIGKILL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "SIGKILL" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="--ranks 3 cannot be divided among --servers 2"):
+        start_ranks(["train"], ranks=3, servers=2)

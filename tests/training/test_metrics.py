@@ -87,6 +87,8 @@ def test_bad_arguments() -> None:
             metrics.rmse(torch.zeros(2, 1), torch.zeros(2), session)
         with pytest.raises(ConfigError, match="'weighted'"):
             metrics.f1(torch.zeros(1).long(), torch.zeros(1).long(), 1, session, average="weighted")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="k=0"):
+            hits_at(0, torch.ones(1), session)
 
 
 # (0, 0) is answered by 1 and 3, (0, 1) by 2, (4, 0) by 0; one edge is there twice.
@@ -99,6 +101,14 @@ def random_case(seed: int, queries: int = 40, candidates: int = 17) -> tuple[Ten
     scores = torch.randint(5, (6 * 3, candidates), generator=random).double()
     triples = torch.stack([torch.randint(high, (queries,), generator=random) for high in (6, 3, candidates)])
     return scores, triples, torch.randint(candidates, (queries,), generator=random)
+
+
+def ranks_of(rows: slice = slice(None)) -> Tensor:
+    """Filtered ranks of the triples ``rows`` of case 2."""
+    scores, (subject, relation, answer), _ = random_case(2)
+    known = KnownEdges(subject, relation, answer)
+    asked = (subject[rows], relation[rows], answer[rows])
+    return rank_of_answer(lambda s, r: scores[s * 3 + r].clone(), *asked, known=known)
 
 
 def naive_rank(row: list[float], answer: int, left_out: set[int]) -> float:
@@ -120,9 +130,6 @@ def test_known_answers_are_found() -> None:
     rows, answers = known.answers(torch.tensor([4, 0, 3, 0, 5, 9]), torch.tensor([0, 0, 0, 1, 0, 0]))
     assert rows.tolist() == [0, 1, 1, 3]
     assert answers.tolist() == [0, 1, 3, 2]
-
-
-def test_no_edge_is_known() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     rows, answers = KnownEdges(none, none, none).answers(torch.tensor([0]), torch.tensor([0]))
     assert len(rows) == len(answers) == 0
@@ -164,12 +171,7 @@ def test_ranks_are_those_of_a_naive_loop(max_scores: int, filtered: bool) -> Non
 
 def _ranking_figures(cut: tuple[int, ...]) -> dict[str, Any]:
     session = start_session()
-    mine = slice(cut[session.topology.rank], cut[session.topology.rank + 1])
-    scores, (subject, relation, answer), _ = random_case(2)
-    known = KnownEdges(subject, relation, answer)
-    ranks = rank_of_answer(
-        lambda s, r: scores[s * 3 + r].clone(), subject[mine], relation[mine], answer[mine], known=known
-    )
+    ranks = ranks_of(slice(cut[session.topology.rank], cut[session.topology.rank + 1]))
     none = torch.zeros(0)
     return {
         "mrr": mrr(ranks, session),
@@ -180,41 +182,38 @@ def _ranking_figures(cut: tuple[int, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("ranks", "cut"), [(1, (0, 40)), (3, (0, 11, 30, 40)), *wide((2, (0, 40, 40)))])
 def test_figures_of_all_ranks(ranks: int, cut: tuple[int, ...]) -> None:
-    scores, (subject, relation, answer), _ = random_case(2)
-    whole = rank_of_answer(
-        lambda s, r: scores[s * 3 + r].clone(),
-        subject,
-        relation,
-        answer,
-        known=KnownEdges(subject, relation, answer),
-    )
+    whole = ranks_of()
     for result in run_ranks(_ranking_figures, ranks, args=(cut,)):
         assert result["mrr"] == pytest.approx(float((1 / whole).mean()), abs=1e-14)
         assert result["hits"] == [float((whole <= k).double().mean()) for k in (1, 3, 10)]
         assert all(math.isnan(value) for value in result["none"])
 
 
-def test_bad_ranking_arguments() -> None:
-    one = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ConfigError, match="answer -1 is negative"):
-        rank_of_answer(lambda s, r: torch.zeros(len(s), 3), one, one, one - 1)
-    with pytest.raises(ConfigError, match="2 subjects, 1 relations and 1 answers"):
-        rank_of_answer(lambda s, r: torch.zeros(len(s), 3), torch.zeros(2), one, one)
-    with pytest.raises(ConfigError, match=r"\(2,\) positives do not match \(3, 1\)"):
-        rank_of_positive(torch.zeros(2), torch.zeros(3, 1))
-    with pytest.raises(ConfigError, match="nan"):
-        rank_of_positive(torch.tensor([math.nan]), torch.zeros(1, 1))
-    with pytest.raises(ConfigError, match="nan"):
-        rank_of_answer(lambda s, r: torch.full((1, 2), math.nan), one, one, one)
-    with pytest.raises(ConfigError, match="answer 7 has no column among the 2"):
-        rank_of_answer(lambda s, r: torch.zeros(1, 2), one, one, one + 7)
-    with pytest.raises(ConfigError, match="max_scores=0"):
-        rank_of_answer(lambda s, r: torch.zeros(1, 2), one, one, one, max_scores=0)
-    with pytest.raises(ConfigError, match="subject -1 is negative"):
-        KnownEdges(one - 1, one, one)
-    with pytest.raises(ConfigError, match="2 subjects, 1 relations and 1 answers"):
-        KnownEdges(torch.zeros(2).long(), one, one)
-    with pytest.raises(ConfigError, match="63 bits"):
-        KnownEdges(one + 2**40, one + 2**40, one)
-    with start_session() as session, pytest.raises(ConfigError, match="k=0"):
-        hits_at(0, torch.ones(1), session)
+ONE, TWO = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+
+
+def ranked(answer: Tensor = ONE, score: float = 0.0, subject: Tensor = ONE, **options: Any) -> Tensor:
+    return rank_of_answer(lambda s, r: torch.full((len(s), 2), score), subject, ONE, answer, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ranked(ONE - 1), "answer -1 is negative"),
+        (lambda: ranked(ONE + 7), "answer 7 has no column among the 2"),
+        (lambda: ranked(subject=TWO), "2 subjects, 1 relations and 1 answers"),
+        (lambda: ranked(score=math.nan), "nan"),
+        (lambda: ranked(max_scores=0), "max_scores=0"),
+        (
+            lambda: rank_of_positive(torch.zeros(2), torch.zeros(3, 1)),
+            r"\(2,\) positives do not match \(3, 1\)",
+        ),
+        (lambda: rank_of_positive(torch.tensor([math.nan]), torch.zeros(1, 1)), "nan"),
+        (lambda: KnownEdges(ONE - 1, ONE, ONE), "subject -1 is negative"),
+        (lambda: KnownEdges(TWO, ONE, ONE), "2 subjects, 1 relations and 1 answers"),
+        (lambda: KnownEdges(ONE + 2**40, ONE + 2**40, ONE), "63 bits"),
+    ],
+)
+def test_bad_ranking_arguments(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()

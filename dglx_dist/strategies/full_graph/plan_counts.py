@@ -408,13 +408,7 @@ def plan_trials(
     """Yield the blocks of all layers for parts of a server's training nodes, smallest first.
 
     With the size and wide ids of shared preloading on a server of one rank, and of cooperative batches;
-    no row comes from another server.
-
-    Args:
-        context: Of a structure that is whole here.
-        seeds: (K,) ascending int64 training nodes, of all servers.
-        num_layers: L.
-        server: Whose nodes.
+    no row comes from another server. The structure must be whole here.
     """
     own_seeds = seeds_by_server(context, seeds)[server]
     own_seeds = own_seeds if len(own_seeds) else seeds

@@ -79,14 +79,7 @@ class Ghosts:
 
 
 def count_ghosts(indptr: Array, indices: Array, bounds: Array, topology: Topology) -> Ghosts:
-    """Count the pairs over all edges, rank by rank.
-
-    Args:
-        indptr: (N + 1,) of the in-edges.
-        indices: (E,) their sources.
-        bounds: (S + 1,) int64 first node of each server.
-        topology: Of the run.
-    """
+    """Count the pairs over all in-edges ((N + 1,) ``indptr``, (E,) ``indices``), rank by rank."""
     starts = RowOwners(bounds, topology).starts
     outside = inside = 0
     for rank in range(topology.world_size):

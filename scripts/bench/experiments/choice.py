@@ -101,12 +101,7 @@ def plan_of(
     cuts: Sequence[str] = CUTS,
     rates: Sequence[str] = RATES,
 ) -> ExperimentPlan:
-    """Return the experiment; makes datasets and predicts every cell, which takes a minute or more.
-
-    Raises:
-        ConfigError: nothing fits the memory of this machine.
-        JobError: the process that predicts failed.
-    """
+    """Return the experiment; makes datasets and predicts every cell, which takes a minute or more."""
     asked = _asked(plan, families, cuts)
     params = {name: {"plan": one, "rates": list(rates)} for name, (_, one) in asked.items()}
     found = do_alone(Job(kind="plan", params=params), timeout_s=_PLANNED_S)

@@ -30,14 +30,7 @@ def trained(
 ) -> Variant:
     """Return a variant of the job "train" on the dataset in ``folder``; one epoch of it warms up.
 
-    Args:
-        name: Of the variant.
-        folder: Of its dataset.
-        params: Of the job, see ``jobs.params.TrainParams``.
-        shape: Its servers.
-        rate: Between them.
-        curve: What of ``params`` is different in the run whose accuracy is drawn; None: none is.
-        simulated: What of it is.
+    ``params``: see ``jobs.params.TrainParams``; ``curve``: what of them is different where accuracy is drawn.
     """
     told = {"data": str(folder), **params}
     return Variant(

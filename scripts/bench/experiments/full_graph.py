@@ -199,12 +199,7 @@ def plan_of(
 ) -> ExperimentPlan:
     """Return the experiment that compares ``schemes`` in each setting; makes datasets and counts bytes.
 
-    Args:
-        plan: Of the bench.
-        size: How large.
-        settings: With different labels.
-        bounds: Ratios of schemes, compared in every setting.
-        schemes: What is compared; the baseline among them.
+    ``bounds``: ratios of schemes, compared in every setting.
     """
     counted = {one.label: count_setting(plan, size, one) for one in settings}
     pairs = [(one, scheme) for one in settings for scheme in schemes]

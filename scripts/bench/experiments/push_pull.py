@@ -212,9 +212,7 @@ def _p6(size: Size) -> Table:
 def trios(named: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return data parallelism and push-pull at depths 1 and 3, at the rate that suits the first.
 
-    Args:
-        named: What names say -> fields of all three cases, and ``low``: the least ratio with which depth 1
-            reproduces the claim.
+    ``named``: what names say -> fields of all three cases, and ``low``, the bound of depth 1.
     """
     cases: list[Case] = []
     compared: list[Ratio] = []
@@ -286,12 +284,7 @@ def plan_at(name: str, plan: BenchPlan, size: Size) -> ExperimentPlan:
 
 
 def plan_of(plan: BenchPlan, size: Size, cases: Sequence[Case], compared: Sequence[Ratio]) -> ExperimentPlan:
-    """Return the experiment that compares ``cases``; makes datasets and counts bytes, which takes seconds.
-
-    Raises:
-        ConfigError: a case contradicts itself.
-        JobError: the process that counts failed.
-    """
+    """Return the experiment that compares ``cases``; makes datasets and counts bytes, which takes seconds."""
     folders = _folders(plan, size, cases)
     variants = {case.name: _variant(plan, size, case, folders) for case in cases}
     # Counted from the draws of data parallelism: push-pull trains on the same blocks.

@@ -260,11 +260,7 @@ def plan_at(name: str, plan: BenchPlan, size: Size) -> ExperimentPlan:
 def plan_of(
     plan: BenchPlan, size: Size, cases: Sequence[Case], ratios: Sequence[Ratio], **facts: Any
 ) -> ExperimentPlan:
-    """Return the experiment that compares ``cases`` on the built-in graph; makes its dataset.
-
-    Raises:
-        ConfigError: the graph cannot be made or cut so.
-    """
+    """Return the experiment that compares ``cases`` on the built-in graph; makes its dataset."""
     graph = graph_of(plan, size)
     folder = data.prepare(graph, {"metis": CUT}, plan.work)["metis"]
     counted = [case for case in cases if case.counted]
@@ -323,11 +319,7 @@ _ROWS_AT_ONCE = 1024
 
 
 def cut_coauthors(work: Path, columns: int) -> Path:
-    """Return the folder of coauthor_physics with ``columns`` random projections of its 8415 features.
-
-    Raises:
-        DatasetError: the file is damaged.
-    """
+    """Return the folder of coauthor_physics with ``columns`` random projections of its 8415 features."""
     folder = work / f"coauthor_physics-{columns}-{CUT.partitioner}-{CUT.num_parts}"
     if not (folder / MANIFEST).is_file():
         partition_to_disk(projected(load_dataset(work / COAUTHORS), columns), folder, CUT)

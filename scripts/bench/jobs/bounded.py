@@ -33,17 +33,7 @@ _COUNTED = ("invocations", "relaunched", "gb_s", "server_seconds", "dollars", "d
 
 
 def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
-    """Train as ``params`` (fields of :class:`BoundedParams`) say; every rank of the pool calls it at once.
-
-    Args:
-        params: JSON values.
-        context: Of the rank.
-
-    Raises:
-        ConfigError: a parameter is unknown or out of range, or the strategy has a training loop.
-        StorageError: the dataset is missing or damaged.
-        PeerError: another rank died or fell silent.
-    """
+    """Train as ``params`` (fields of :class:`IntervalParams`) say; ConfigError where a loop is needed."""
     told = read_params(IntervalParams, params)
     timeout_s = min(_LONGEST_WAIT_S, context.timeout_s)
     with init(told.strategy, timeout=timeout_s, seed=told.seed, **dict(told.options)) as session:

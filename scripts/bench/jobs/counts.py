@@ -31,16 +31,7 @@ _BATCHES = 2
 
 
 def calibrate_compute(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
-    """Return ``ComputeCost.to_json()`` of the model on the dataset; one process with one thread runs it.
-
-    Args:
-        params: Those of the job ``train``.
-        context: Of the only rank.
-
-    Raises:
-        ConfigError: a parameter is unknown or out of range.
-        StorageError: the dataset is missing or damaged.
-    """
+    """Return ``ComputeCost.to_json()`` of the job ``train``; one process with one thread."""
     told = read_params(TrainParams, params)
     with init(timeout=context.timeout_s, seed=told.seed) as session:
         g = DistGraph(told.data, session=session)
@@ -58,14 +49,7 @@ def calibrate_compute(params: Mapping[str, Any], context: JobContext) -> dict[st
 def survey(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
     """Return the fields of a :class:`Survey` by name of a run; one process counts them all.
 
-    Args:
-        params: Name to ``train``: parameters of the job ``train``; and ``servers``: on how many it will run,
-            one rank on each.
-        context: Of the only rank.
-
-    Raises:
-        ConfigError: a parameter is unknown or out of range.
-        StorageError: a dataset is missing or damaged.
+    ``params``: name to ``train``, parameters of the job ``train``, and ``servers``, each of one rank.
     """
     return {name: asdict(_survey(one, context)) for name, one in params.items()}
 
@@ -101,12 +85,7 @@ def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
 def plan(params: Mapping[str, Any], _context: JobContext) -> dict[str, Any]:
     """Return by name and rate: ``chosen``, and ``ways``, what each that fits is and is predicted to take.
 
-    Args:
-        params: Name to ``plan``, fields of :class:`PlanConfig`, and ``rates`` between servers.
-
-    Raises:
-        ConfigError: a field is out of range, or the dataset lacks something.
-        StorageError: a dataset is missing or damaged.
+    ``params``: name to ``plan``, fields of :class:`PlanConfig`, and ``rates`` between servers.
     """
     return {name: _choices(one) for name, one in params.items()}
 

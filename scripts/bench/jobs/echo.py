@@ -15,13 +15,7 @@ from scripts.bench.worker import JobContext
 def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
     """Return ``params`` with the rank, its server and its process.
 
-    Args:
-        params: ``fails_on``: rank that raises; ``dies_on``: rank that is killed; ``silent_on``: rank that
-            sleeps until the pool gives up; all three may be missing.
-        context: Of the rank.
-
-    Raises:
-        ConfigError: this rank is to fail.
+    ``fails_on``, ``dies_on``, ``silent_on``: ranks that raise, are killed, sleep until the pool gives up.
     """
     if params.get("fails_on") == context.rank:
         raise ConfigError(f"rank {context.rank} was told to fail; leave fails_on out")

@@ -15,12 +15,7 @@ from scripts.bench.simulate import ComputeCost
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParams:
-    """One training run of a ready-made model.
-
-    Raises:
-        UnknownNameError: there is no such model.
-        ConfigError: a value is out of range.
-    """
+    """One training run of a ready-made model; ConfigError for values out of range."""
 
     what: ClassVar[str]
     """The kind of job, in messages."""

@@ -36,18 +36,9 @@ _LONGEST_WAIT_S = 300.0
 
 
 def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
-    """Train as ``params`` (fields of :class:`TrainParams`) say; every rank of the pool calls it at once.
+    """Train as ``params`` (fields of :class:`TrainParams`) say.
 
     The same seed gives the same weights at the start and the same sampled blocks, whatever the strategy.
-
-    Args:
-        params: JSON values.
-        context: Of the rank.
-
-    Raises:
-        ConfigError: a parameter is unknown or out of range, or the strategy cannot honour it.
-        StorageError: the dataset is missing or damaged.
-        PeerError: another rank died or fell silent.
     """
     told = read_params(TrainParams, params)
     timeout_s, began = min(_LONGEST_WAIT_S, context.timeout_s), time.perf_counter()
@@ -172,10 +163,7 @@ def _sent_by_cards(before: int | None, context: JobContext, session: Session) ->
 
 
 def sum_by_server(rows: Iterable[tuple[int, int]]) -> int | None:
-    """Return the sum of (server, bytes) over servers; None when one is below 0, which is not known.
-
-    Ranks of one server read the same card, so one of them counts.
-    """
+    """Return the sum of (server, bytes) over servers, whose ranks read one card; None: one is below 0."""
     by_server = dict(rows)
     return None if min(by_server.values()) < 0 else sum(by_server.values())
 
@@ -219,13 +207,7 @@ def bytes_by_phase(
 
 @final
 class CountingLoader:
-    """A loader around another that counts what passes; a millisecond per million rows.
-
-    Args:
-        inner: Yields ``(input_nodes, output_nodes, blocks)``.
-        first: First node of this server.
-        last: The one after its last.
-    """
+    """A loader that counts what passes through; ``first`` to ``last`` are the nodes of this server."""
 
     def __init__(self, inner: TrainingLoader, first: int, last: int) -> None:
         self._inner, self._first, self._last = inner, first, last

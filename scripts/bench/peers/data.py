@@ -29,19 +29,9 @@ def launch_of(
     training: Mapping[str, Any],
     **settings: Any,
 ) -> Launch:
-    """Return a launch of ``system`` on ``graph`` cut so; writes the datasets that are not there.
+    """Return a launch of ``system`` on ``graph``, a part per server; writes datasets that are not there.
 
-    Args:
-        system: One of ``workload.TRAINERS``.
-        graph: The built-in graph.
-        cut: A part per server.
-        work: Where datasets lie.
-        training: More of :class:`Workload`: hidden, fanouts, batch_size, lr, embedding.
-        settings: More of :class:`Launch`.
-
-    Raises:
-        ConfigError: graph and cut do not fit.
-        StorageError: ``work`` cannot be written.
+    ``training``: more of :class:`Workload`; ``settings``: more of :class:`Launch`.
     """
     workload = Workload(features=graph.features, classes=graph.classes, **training)
     return Launch(system=system, workload=workload, data=str(copy_of(system, graph, cut, work)), **settings)

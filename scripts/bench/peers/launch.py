@@ -160,18 +160,10 @@ def run_once(
 ) -> list[dict[str, Any]]:
     """Run the system once, with processes of its own, and return its measured epochs.
 
-    Args:
-        lab: Its servers; stock DistDGL needs emulated ones.
-        launch: What to run.
-        folder: For reports and logs; made here.
-        ranks_per_server: Trainers on each server.
-        timeout_s: Seconds after which all of it is ended.
-
-    Returns:
-        (W,) reports by rank, as the job "train" makes them. "peak_bytes" is a rank's share of the memory of
-        its whole server, graph servers and launchers included, and on plain loopback its own. "extra", per
-        epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the
-        versions, the sum of each rank's seeds in the first measured epoch.
+    The (W,) reports by rank are as the job "train" makes them. "peak_bytes" is a rank's share of the memory
+    of its whole server, graph servers and launchers included, and on plain loopback its own. "extra", per
+    epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the
+    versions, the sum of each rank's seeds in the first measured epoch.
 
     Raises:
         ConfigError: the lab cannot host the system, or its data is not there.

@@ -73,14 +73,7 @@ class Clock:
 
 
 class Report:
-    """The epochs of one rank, written to ``<out>/rank-<r>.json`` at the end.
-
-    Args:
-        out: Folder.
-        rank: Whose.
-        barrier: Waits for all ranks.
-        device: Network card of this server, or None.
-    """
+    """The epochs of one rank, written to ``<out>/rank-<r>.json`` at the end; ``device``: a card."""
 
     def __init__(self, out: Path, rank: int, barrier: Callable[[], object], device: str | None) -> None:
         self._path = out / f"rank-{rank}.json"
