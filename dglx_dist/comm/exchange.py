@@ -144,7 +144,7 @@ class Exchange(ABC):
 
         Args:
             outgoing, incoming: At most one message per peer.
-            name: Of the exchange, for messages and traces; at most 32 bytes, equal on both sides.
+            name: Of the exchange, for errors and traces, equal on both sides; at most 32 bytes on streams.
             phase, layer: For the ledger; phase None: not counted.
             batch: Number of the mini-batch, for traces.
 
@@ -264,7 +264,7 @@ class GlooExchange(Exchange):
             except TimeoutError:
                 raise RuntimeError(f"exchange {name!r} made no progress for {limit_s:g} s") from None
 
-        self._posted.put(_Posted(works=works, sent=outgoing, end=end))
+        self._posted.put(_Posted(works=works, messages=[*outgoing, *incoming], end=end))
         return finish
 
     def _start(self) -> None:
@@ -280,8 +280,8 @@ class GlooExchange(Exchange):
 @dataclass(frozen=True, kw_only=True)
 class _Posted:
     works: list[Any]
-    sent: Sequence[Outgoing]
-    """Kept alive until they are sent."""
+    messages: Sequence[Outgoing | Incoming]
+    """Kept alive until they are sent and received, even if nobody waits for them."""
     end: Callable[[RuntimeError | None], None]
 
 

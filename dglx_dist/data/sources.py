@@ -194,7 +194,7 @@ def raw_graph_from_dgl(
 
     Args:
         graph: On any device; edges keep their order.
-        name: Name of the dataset.
+        name: Of the dataset.
         split: Column of masks that hold several splits; None if they hold one.
         num_classes: Of the labelled node types; None: the largest label + 1.
         rename: See :func:`standard_columns`.
@@ -674,7 +674,7 @@ def raw_graph_from_ogb(
     """Convert an item of ``NodePropPredDataset`` with one node type or several.
 
     Args:
-        name: Name of the dataset.
+        name: Of the dataset.
         graph: ``edge_index`` (2, E) and columns named ``node_*`` and ``edge_*``; with several types
             ``edge_index_dict`` etc.
         labels: (N, 1) or (N, tasks); with several types by type.

@@ -22,14 +22,18 @@ from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.row_kernels import column_info, numpy_view
 from dglx_dist.graph.shared_memory import check_memory, fill_folder, save_folder
 from dglx_dist.graph.sparse_gradient import Reduction, RowSum, weighted_sum
-from dglx_dist.graph.sparse_gradient_exchange import (
+from dglx_dist.graph.sparse_update import (
     MAX_PARAMETERS,
+    AdagradRule,
+    AdamRule,
     AsyncExchange,
     Exchange,
+    OwnedRows,
+    SgdRule,
     StalenessReport,
     SyncExchange,
+    UpdateRule,
 )
-from dglx_dist.graph.sparse_update import AdagradRule, AdamRule, OwnedRows, SgdRule, UpdateRule
 from dglx_dist.records import Array
 
 Mode: TypeAlias = Literal["sync", "async"]

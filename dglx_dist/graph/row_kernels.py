@@ -379,15 +379,16 @@ def number_distinct(ids: Array) -> tuple[Array, Array]:
 def _plan(ids: Array, bounds: Array, own: int, cached: SlotTable, is_distinct: bool) -> Any:
     places, hit_places, hit_slots = _split(ids, bounds[own], bounds[own + 1], cached)
     if is_distinct:
-        order, server_starts = group_by_range(ids[places], bounds)
-        positions = places[order]
+        slots, server_starts = group_by_range(ids[places], bounds)
+        positions = np.empty(len(places), np.int64)
+        positions[slots] = places
         return ids[positions], server_starts, np.arange(len(places) + 1), positions, hit_places, hit_slots
 
     slot_of_place = np.empty(len(places), np.int64)
     distinct = _distinct(ids, places, slot_of_place)
-    order, server_starts = group_by_range(distinct, bounds)
-    new_slot = np.empty(len(order), np.int64)
-    new_slot[order] = np.arange(len(order))
+    new_slot, server_starts = group_by_range(distinct, bounds)
+    grouped = np.empty(len(distinct), np.int64)
+    grouped[new_slot] = distinct
     starts = np.zeros(len(distinct) + 1, np.int64)
     for place in range(len(places)):
         starts[new_slot[slot_of_place[place]] + 1] += 1
@@ -398,7 +399,7 @@ def _plan(ids: Array, bounds: Array, own: int, cached: SlotTable, is_distinct: b
         slot = new_slot[slot_of_place[place]]
         positions[fill[slot]] = places[place]
         fill[slot] += 1
-    return distinct[order], server_starts, starts, positions, hit_places, hit_slots
+    return grouped, server_starts, starts, positions, hit_places, hit_slots
 
 
 @njit(cache=True, nogil=True)
@@ -427,22 +428,22 @@ def _split(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, A
 
 @njit(cache=True, nogil=True)
 def group_by_range(ids: Array, bounds: Array) -> tuple[Array, Array]:
-    """Return the positions of (k,) int64 ``ids`` by range, in their order, and where those of each begin.
+    """Return the (k,) place of each of ``ids`` when they are sorted by range, in their order, and the starts.
 
-    Range r has the ids ``bounds[r]:bounds[r + 1]``; its positions are ``[starts[r]:starts[r + 1]]``.
+    Range r has the ids ``bounds[r]:bounds[r + 1]`` and the places ``starts[r]:starts[r + 1]``.
     """
-    range_of = np.empty(len(ids), np.int32)
+    places = np.empty(len(ids), np.int64)
     starts = np.zeros(len(bounds), np.int64)
     for k in range(len(ids)):
-        range_of[k] = np.searchsorted(bounds, ids[k], side="right") - 1
-        starts[range_of[k] + 1] += 1
+        places[k] = np.searchsorted(bounds, ids[k], side="right") - 1
+        starts[places[k] + 1] += 1
     starts = np.cumsum(starts)
     following = starts[:-1].copy()
-    positions = np.empty(len(ids), np.int64)
     for k in range(len(ids)):
-        positions[following[range_of[k]]] = k
-        following[range_of[k]] += 1
-    return positions, starts
+        place = following[places[k]]
+        following[places[k]] += 1
+        places[k] = place
+    return places, starts
 
 
 @njit(cache=True, nogil=True)

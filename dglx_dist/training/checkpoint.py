@@ -198,7 +198,7 @@ def _sparse_folder(checkpoint: Path, number: int) -> Path:
 
 
 STATE_NAME = "state.json"
-_FOLDER_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.old.*)?")
+_FOLDER_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.old(?:-[0-9a-f]{8}\.partial)?)?")
 
 
 class Positioned(Protocol):

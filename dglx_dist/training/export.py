@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_json, run_on_all_ranks
 from dglx_dist.data.storage.columns import safe_name
-from dglx_dist.data.storage.files import named_failures, publish, replace_folder
+from dglx_dist.data.storage.files import check_replaceable, named_failures, place_folder
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.shared_memory import shared_partial_folder
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 INDEX = "_index.json"
 """Readers of Parquet folders skip names that begin with ``_``."""
 FORMAT = "dglx_dist rows"
+_WHAT = "exported rows"
 ID = "id"
 ROW_GROUP_BYTES = 1 << 24
 """Size of a row group, and of the rows that a rank holds at a time."""
@@ -141,20 +142,12 @@ def _check_column(name: str, row_group_bytes: int) -> None:
 
 def check_target(target: Path, overwrite: bool) -> None:
     """Raise StorageError when :func:`write_embeddings` may not replace ``target``."""
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise StorageError(f"{target} is a file; choose another folder")
-    if not any(target.iterdir()):
-        return
-    if not overwrite:
-        raise StorageError(f"{target} exists already; choose another folder, or pass overwrite=True")
-    index = target / INDEX
-    if not index.is_file() or FORMAT not in index.read_text(encoding="utf-8", errors="replace"):
-        raise StorageError(
-            f"{target} has other contents than exported rows and is not overwritten; choose another folder, "
-            "or remove it yourself"
-        )
+    check_replaceable(target, overwrite, _WHAT, _is_export)
+
+
+def _is_export(folder: Path) -> bool:
+    index = folder / INDEX
+    return index.is_file() and FORMAT in index.read_text(encoding="utf-8", errors="replace")
 
 
 def _make_folders(partial: Path, tables: tuple[_Table, ...]) -> None:
@@ -189,10 +182,7 @@ def _finish(partial: Path, target: Path, files: list[Any], overwrite: bool) -> N
     text = json.dumps({"format": FORMAT, "version": 1, "files": entries}, indent=1)
     with named_failures(target):
         (partial / INDEX).write_text(text, encoding="utf-8")
-        if publish(partial, target):
-            return
-        check_target(target, overwrite)
-        replace_folder(partial, target)
+        place_folder(partial, target, overwrite, _WHAT, _is_export)
 
 
 def _id_type(g: DistGraph, ntype: str) -> pa.DataType:

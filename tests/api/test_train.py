@@ -173,7 +173,7 @@ def test_the_class_of_every_node_under_its_original_id(tmp_path: Path) -> None:
 def test_a_folder_of_something_else_is_found_before_training(tmp_path: Path) -> None:
     (tmp_path / "classes").mkdir()
     (tmp_path / "classes" / "letter.txt").write_text("dear")
-    with pytest.raises(dx.StorageError, match="other contents than exported rows"):
+    with pytest.raises(dx.StorageError, match="something other than exported rows"):
         _train(predicted_dataset(tmp_path, 1), str(tmp_path))
     assert not (tmp_path / "run").exists()
 

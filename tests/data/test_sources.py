@@ -293,37 +293,24 @@ def test_a_wrong_path_is_named_with_its_neighbours_and_what_is_expected(folder: 
     assert "expected a .npz file" in message.lower()
 
 
-def test_a_missing_folder_is_named(folder: Path) -> None:
-    with pytest.raises(DatasetError, match=r"the folder .*nowhere does not exist either"):
-        load_dataset(folder / "nowhere" / "a.npz")
-
-
-def test_a_mistyped_source_gets_the_nearest_name() -> None:
-    with pytest.raises(UnknownNameError, match="did you mean 'synthetic'"):
-        load_dataset("sinthetic:nodes=10")
-    with pytest.raises(DatasetError, match="near it: synthetic"):
-        load_dataset("sinthetic")
-
-
-def test_a_file_of_no_known_kind_is_refused(folder: Path) -> None:
-    with pytest.raises(DatasetError, match=r"notes\.txt: the suffix '\.txt' belongs to no dataset source"):
-        load_dataset(folder / "notes.txt")
-
-
-def test_an_unknown_option_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="'npz' has no option 'seed'"):
-        load_dataset(folder / "friends.npz", seed=3)
-
-
-def test_an_option_named_like_our_argument_is_the_sources_to_refuse() -> None:
-    with pytest.raises(ConfigError, match="no option 'spec'"):
-        load_dataset("synthetic", **{"spec": "x"})
-
-
-def test_what_a_source_returns_is_checked(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("spec", "options", "error", "named"),
+    [
+        ("{}/nowhere/a.npz", {}, DatasetError, r"the folder .*nowhere does not exist either"),
+        ("sinthetic:nodes=10", {}, UnknownNameError, "did you mean 'synthetic'"),
+        ("sinthetic", {}, DatasetError, "near it: synthetic"),
+        ("{}/notes.txt", {}, DatasetError, r"notes\.txt: the suffix '\.txt' belongs to no dataset source"),
+        ("{}/friends.npz", {"seed": 3}, ConfigError, "'npz' has no option 'seed'"),
+        ("synthetic", {"spec": "x"}, ConfigError, "no option 'spec'"),
+        ("{}/bad.npz", {}, DatasetError, r"bad\.npz: column 'dst', row 0: node id 5"),
+    ],
+)
+def test_a_wrong_spec_is_named(
+    folder: Path, spec: str, options: dict[str, object], error: type[Exception], named: str
+) -> None:
     np.savez(folder / "bad.npz", src=np.array([0]), dst=np.array([5]), num_nodes=np.array(2))
-    with pytest.raises(DatasetError, match=r"bad\.npz: column 'dst', row 0: node id 5"):
-        load_dataset(folder / "bad.npz")
+    with pytest.raises(error, match=named):
+        load_dataset(spec.format(folder), **options)
 
 
 def test_reading_a_file_needs_neither_dgl_nor_torch(folder: Path) -> None:
@@ -708,31 +695,22 @@ every_source = pytest.mark.parametrize("name", DATASETS.names())
 
 
 @every_source
-def test_ids_are_those_of_the_nodes_and_columns_have_a_row_for_each(name: str, tmp_path: Path) -> None:
-    graph = example(name, tmp_path)
+def test_ids_columns_and_splits_are_consistent_and_the_same_each_time(name: str, tmp_path: Path) -> None:
+    graph, again = example(name, tmp_path), example(name, tmp_path)
     check_raw_graph(graph, name)
-    for (source, _, destination), (source_ids, destination_ids) in graph.edges.items():
+    assert graph.num_nodes == again.num_nodes
+    for (source, relation, destination), (source_ids, destination_ids) in graph.edges.items():
         assert source_ids.dtype in (np.int32, np.int64)
         assert len(source_ids) == len(destination_ids) > 0
         assert 0 <= source_ids.min() <= source_ids.max() < graph.num_nodes[source]
         assert 0 <= destination_ids.min() <= destination_ids.max() < graph.num_nodes[destination]
+        ends = again.edges[source, relation, destination]
+        assert np.array_equal(ends[0], source_ids)
+        assert np.array_equal(ends[1], destination_ids)
     for node_type, columns in graph.node_data.items():
         assert all(column.shape[0] == graph.num_nodes[node_type] for column in columns.values())
-
-
-@every_source
-def test_splits_do_not_overlap(name: str, tmp_path: Path) -> None:
-    for columns in example(name, tmp_path).node_data.values():
         masks = [np.asarray(columns[split]) for split in SPLITS if split in columns]
         assert not any((one & other).any() for one, other in combinations(masks, 2))
-
-
-@every_source
-def test_loading_twice_gives_the_same_graph(name: str, tmp_path: Path) -> None:
-    one, two = example(name, tmp_path), example(name, tmp_path)
-    assert one.num_nodes == two.num_nodes
-    for edge_type, ends in one.edges.items():
-        assert all(np.array_equal(a, b) for a, b in zip(ends, two.edges[edge_type], strict=True))
 
 
 @every_source

@@ -247,12 +247,29 @@ def open_dgl_format(part_config: Path) -> tuple[bool, int]:
         return bool((g.ndata["feat"][:].numpy()[order] == features()).all()), g.num_edges()
 
 
-def test_dgls_own_files_are_imported_once_and_opened(tmp_path: Path) -> None:
+def _two_parts() -> Assignment:
     parts = np.where(part_of() == 2, 1, 0).astype(np.int32)
-    assignment = Assignment(num_parts=2, part_of={NODE_TYPE: parts}, method="hand", seed=0)
-    part_config = write_dgl_format(build(), assignment, tmp_path / "dgl")
+    return Assignment(num_parts=2, part_of={NODE_TYPE: parts}, method="hand", seed=0)
+
+
+def test_dgls_own_files_are_imported_once_and_opened(tmp_path: Path) -> None:
+    part_config = write_dgl_format(build(), _two_parts(), tmp_path / "dgl")
     assert run_ranks(open_dgl_format, 2, args=(part_config,), ranks_per_server=1) == [(True, 45)] * 2
     assert [one.name for one in part_config.parent.glob("*.dglx")] == [f"{part_config.stem}.dglx"]
+
+
+def config_of_one_rank(part_config: Path) -> str:
+    with start_session(timeout_s=20) as session:
+        seen = part_config if session.topology.rank == 0 else part_config.with_name("elsewhere.json")
+        with pytest.raises(StorageError, match=r"elsewhere\.json does not exist") as caught:
+            DistGraph(part_config=seen)
+        return str(caught.value)
+
+
+def test_a_part_config_that_one_rank_does_not_see_is_an_error_on_all(tmp_path: Path) -> None:
+    part_config = write_dgl_format(build(), _two_parts(), tmp_path / "dgl")
+    first, _ = run_ranks(config_of_one_rank, 2, args=(part_config,), ranks_per_server=1)
+    assert first.startswith("rank 1 on ")
 
 
 def damaged_on_one_rank(folder: Path) -> list[str]:

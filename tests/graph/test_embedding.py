@@ -154,8 +154,14 @@ def test_wrong_arguments_are_named(graph: DistGraph) -> None:
     ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             optim.SparseSGD([embedding], **{"lr": 0.1, **wrong})
-    with pytest.raises(ConfigError, match="betas"):
+    with pytest.raises(ConfigError, match=r"betas=\(0\.9, 1\.0\) must be two numbers"):
         optim.SparseAdam([embedding], lr=0.1, betas=(0.9, 1.0))
+    with pytest.raises(ConfigError, match=r"eps=-1\.0 must be"):
+        optim.SparseAdagrad([embedding], lr=0.1, eps=-1.0)
+    optimizer = optim.SparseAdagrad([embedding], lr=0.1)
+    with pytest.raises(ConfigError, match="must be a number, at least 0"):
+        optimizer.lr = float("inf")
+    assert optimizer.lr == 0.1
 
 
 def test_the_gradient_counts_as_much_as_the_rank_has_targets(graph: DistGraph) -> None:

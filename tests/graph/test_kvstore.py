@@ -27,7 +27,6 @@ from dglx_dist.graph.row_kernels import (
     SlotTable,
     fill_table,
     numpy_view,
-    plan_pull,
     slot_of,
     table_sizes,
 )
@@ -309,9 +308,6 @@ def test_a_fence_does_not_wait_for_what_is_pushed_after_it(queue: AsyncPushQueue
         queue.fence(0.0)
 
 
-BOUNDS = np.array([0, 10, 20, 30])
-
-
 def pulled(ids: Array, num_ids: int, direct_limit: int = 1 << 20) -> SlotTable:
     num_slots, num_keys = table_sizes(len(ids), num_ids, direct_limit)
     made = SlotTable(np.empty(num_slots, np.int32), np.empty(num_keys, np.int64))
@@ -336,29 +332,6 @@ def test_a_large_graph_is_hashed_where_that_is_smaller() -> None:
     assert table_sizes(1000, 1 << 30) == (2048, 2048)
     # 12 bytes x 2**28 would be more than 4 bytes x 2**27 ids.
     assert table_sizes(1 << 26, 1 << 27) == (1 << 27, 0)
-
-
-@pytest.mark.parametrize("distinct", [False, True])
-def test_own_cached_and_remote_ids_part_ways(distinct: bool) -> None:
-    ids = np.array([12, 3, 25, 29, 0, 15, 4])
-    plan, hits = plan_pull(ids, BOUNDS, 1, pulled(np.array([3, 29]), 30), distinct=distinct)
-    assert (hits.places.tolist(), hits.slots.tolist()) == ([1, 3], [0, 1])
-    assert plan.ids.tolist() == [0, 4, 25]
-    assert plan.server_starts.tolist() == [0, 2, 2, 3]
-    assert plan.starts.tolist() == [0, 1, 2, 3]
-    assert plan.positions.tolist() == [4, 6, 2]
-
-
-def test_repeated_misses_are_asked_for_once_and_repeated_hits_count_each() -> None:
-    plan, hits = plan_pull(np.array([25, 3, 25, 3, 25]), BOUNDS, 1, pulled(np.array([3]), 30))
-    assert (plan.ids.tolist(), plan.positions.tolist()) == ([25], [0, 2, 4])
-    assert (hits.places.tolist(), hits.slots.tolist()) == ([1, 3], [0, 0])
-
-
-def test_nothing_asked_for() -> None:
-    plan, hits = plan_pull(np.empty(0, np.int64), BOUNDS, 1, NO_SLOTS, distinct=True)
-    assert (len(plan.ids), len(plan.positions), len(hits.places)) == (0, 0, 0)
-    assert plan.server_starts.tolist() == [0, 0, 0, 0]
 
 
 def test_counts_add_up() -> None:

@@ -20,9 +20,7 @@ from dglx_dist.graph.row_kernels import (
     plan_remote,
     read_ahead,
     scatter_rows,
-    spread_rows,
     sum_repeated,
-    take_rows,
     tensor_view,
 )
 from dglx_dist.records import ColumnInfo
@@ -124,13 +122,6 @@ def test_scatter_equals_assignment(dtype: str, shape: tuple[int, ...]) -> None:
     assert table.tobytes() == expected[6:14].tobytes()
 
 
-def test_spread_puts_a_row_at_each_of_its_places() -> None:
-    out = np.zeros((5, 2), dtype=np.float32)
-    starts, positions = np.array([0, 1, 3, 4]), np.array([4, 0, 2, 1])
-    spread_rows(np.array([[1, 2], [3, 4]], dtype=np.float32), out, starts, positions, 1)
-    assert out.tolist() == [[1, 2], [3, 4], [1, 2], [0, 0], [0, 0]]
-
-
 def test_a_buffer_off_the_word_boundary_is_read_in_smaller_words() -> None:
     raw = np.arange(1 + 3 * 8, dtype=np.uint8)[1:]
     source = raw.view(np.uint64)
@@ -152,13 +143,6 @@ def test_the_first_id_out_of_range_is_found(ids: list[int], position: int) -> No
     assert first_outside(np.array(ids, dtype=np.int64), 5) == position
 
 
-@pytest.mark.parametrize(("dtype", "shape"), ROWS)
-def test_taken_rows_are_those_that_indexing_gives(dtype: str, shape: tuple[int, ...]) -> None:
-    source, places = rows(9, dtype, shape), np.array([8, 0, 3, 3])
-    assert take_rows(source, places).tobytes() == source[places].tobytes()
-    assert take_rows(source, places[:0]).shape == (0, *shape)
-
-
 @njit
 def ask_for_all(rows: np.ndarray) -> None:
     for row in range(rows.shape[0]):
@@ -176,21 +160,6 @@ def test_rows_that_are_asked_for_stay_as_they_are(shape: tuple[int, int]) -> Non
 
 
 BOUNDS = np.array([0, 10, 20, 20, 30])
-
-
-def test_remote_ids_once_grouped_by_server_with_their_places() -> None:
-    plan = plan_remote(np.array([25, 12, 3, 25, 3, 29, 14]), BOUNDS, own_server=1)
-    assert plan.ids.tolist() == [3, 25, 29]
-    assert plan.server_starts.tolist() == [0, 1, 1, 1, 3]
-    assert plan.starts.tolist() == [0, 2, 4, 5]
-    assert plan.positions.tolist() == [2, 4, 0, 3, 5]
-
-
-@pytest.mark.parametrize("ids", [[], [12, 19, 10]])
-def test_nothing_remote(ids: list[int]) -> None:
-    plan = plan_remote(np.array(ids, dtype=np.int64), BOUNDS, own_server=1)
-    assert plan.ids.tolist() == []
-    assert plan.server_starts.tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("own", [0, 1, 2, 3])

@@ -20,20 +20,14 @@ from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.partition_book import RowOwners
-from dglx_dist.graph.row_kernels import group_by_range
 from dglx_dist.graph.sparse_gradient import (
-    NEVER,
     RowGradient,
     RowSum,
-    add_rows,
-    count_rows,
-    forget_rows,
     one_row_each,
-    split_rows,
     weight_of,
     weighted_sum,
 )
-from dglx_dist.graph.sparse_gradient_exchange import StepMessage, read_message
+from dglx_dist.graph.sparse_update import StepMessage, read_message
 from dglx_dist.records import StepShare
 from tests.graph.small import NUM_NODES, zeros
 from tests.graph.sparse_cases import DIM, STEPS, batch, embeddings, expected, make_optimizer, train
@@ -76,61 +70,8 @@ def test_a_single_gradient_is_neither_copied_nor_changed() -> None:
     assert (total.weight, given.rows.tolist()) == (0.25, [[8.0], [8.0]])
 
 
-def test_what_is_sent_is_weighed_and_in_order() -> None:
-    rows = np.array([[1.0], [2.0], [4.0]])
-    sent = RowSum(np.array([9, 5]), rows, np.array([2, 0]), 0.5).for_sending()
-    assert (sent.ids.tolist(), sent.rows.tolist()) == ([9, 5], [[2.0], [0.5]])
-    assert (sent.places.tolist(), sent.weight) == ([0, 1], 1.0)
-
-
-def test_positions_are_grouped_by_owner_in_their_order_and_an_owner_may_have_no_rows() -> None:
-    # Owner 0 has rows 0 to 3, owner 1 none, owner 2 the rows 4 to 9.
-    positions, first = group_by_range(np.array([9, 0, 4, 3, 5]), np.array([0, 4, 4, 10]))
-    assert positions.tolist() == [1, 3, 0, 2, 4]
-    assert first.tolist() == [0, 2, 2, 5]
-    none, first = group_by_range(np.empty(0, np.int64), np.array([0, 4, 4, 10]))
-    assert (none.tolist(), first.tolist()) == ([], [0, 0, 0, 0])
-
-
-def test_rows_of_one_rank_stay_where_they_are_and_others_are_summed() -> None:
-    slot_of, ids = np.full(4, NEVER, np.int32), (np.array([12, 10]), np.array([10, 13]))
-    assert [count_rows(some, 10, slot_of) for some in ids] == [0, 1]
-    touched, sums = np.empty(1, np.int64), np.full((1, 1), 99.0)
-    first = RowSum(ids[0], np.array([[2.0], [1.0]]), np.array([1, 0]), 0.5)
-    rows, places, count = split_rows(first, 10, slot_of, touched, sums, 0)
-    assert (rows.tolist(), places.tolist(), count) == ([2], [1], 1)
-    second = RowSum(ids[1], np.array([[4.0], [8.0]]), np.array([0, 1]), 1.0)
-    rows, places, count = split_rows(second, 10, slot_of, touched, sums, count)
-    assert (rows.tolist(), places.tolist(), count) == ([3], [1], 1)
-    assert (touched.tolist(), sums.tolist()) == ([0], [[5.0]])
-    for some in ids:
-        forget_rows(some, 10, slot_of)
-    assert slot_of.tolist() == [NEVER] * 4
-
-
-def test_weighed_rows_are_added_where_their_places_say() -> None:
-    out = np.zeros((2, 1), np.float32)
-    add_rows(np.array([[1.0], [2.0], [4.0]], np.float32), 0.5, np.array([1, 0, 1]), out)
-    assert out.tolist() == [[1.0], [2.5]]
-
-
 def rows_of(*ids: int) -> RowSum:
     return one_row_each(np.array(ids, np.int64), np.ones((len(ids), 2)))
-
-
-def test_what_is_read_is_what_was_sent() -> None:
-    sent = StepMessage(sender=3, step=17, used=(True, False), gradients=(rows_of(4, 2), rows_of()))
-    read = read_message(sent.name(), sent.arrays(), 2)
-    assert (read.sender, read.step, read.used, read.problem) == (3, 17, (True, False), "")
-    assert [part.ids.tolist() for part in read.gradients] == [[4, 2], []]
-    assert [part.places.tolist() for part in read.gradients] == [[0, 1], []]
-    assert sum(array.nbytes for array in sent.arrays()) == 2 * (8 + 2 * 8)
-
-
-def test_a_problem_travels_without_rows_and_keeps_its_words() -> None:
-    sent = StepMessage(sender=0, step=1, used=(True,), gradients=(), problem="no  targets: set it")
-    read = read_message(sent.name(), sent.arrays(), 1)
-    assert (read.problem, read.gradients) == ("no  targets: set it", ())
 
 
 def test_another_number_of_embeddings_is_refused() -> None:

@@ -112,21 +112,6 @@ def test_a_first_step_of_gradient_2(kind: str) -> None:
     assert [np.flatnonzero(state).tolist() for state in states] == [[7]] * len(states)
 
 
-@pytest.mark.parametrize("lr", [-1.0, float("nan"), float("inf")])
-def test_a_rate_is_checked_when_it_is_set(lr: float) -> None:
-    rule = SgdRule(0.5)
-    with pytest.raises(ConfigError, match="must be a number, at least 0"):
-        rule.lr = lr
-    assert rule.lr == 0.5
-
-
-def test_settings_that_make_no_sense_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"eps=-1\.0 must be"):
-        AdagradRule(0.5, -1.0)
-    with pytest.raises(ConfigError, match=r"betas=\(0\.5, 1\.0\) must be two numbers"):
-        AdamRule(0.5, (0.5, 1.0), 0.0)
-
-
 def summed(ids: list[int], values: list[float], weight: float = 1.0, dtype: Any = np.float32) -> RowSum:
     """Rows of one column, kept in the opposite order."""
     rows = np.array(values[::-1], dtype=dtype)[:, None]

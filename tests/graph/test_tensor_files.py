@@ -333,27 +333,3 @@ def test_facts_that_make_no_sense_change_nothing(
     with pytest.raises(StorageError, match="is damaged"):
         optimizer.load(tmp_path / "saved")
     assert bool((embedding.weight.to_local() == 7.0).all())
-
-
-def test_a_save_that_fails_leaves_the_earlier_one(
-    session: Any, small_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dglx_dist.graph import optim as sparse_files
-
-    DistGraph(small_dataset)
-    embedding = DistEmbedding(NUM_NODES, 2, "e")
-    optimizer = optim.SparseSGD([embedding], lr=0.1)
-    optimizer.save(tmp_path / "saved")
-    kept = embedding.weight.to_local()
-    embedding.weight[:] = 7.0
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sparse_files, "write_rows", full)
-        with pytest.raises(StorageError, match="No space left"):
-            optimizer.save(tmp_path / "saved")
-    assert os.listdir(tmp_path) == ["saved"]
-    optimizer.load(tmp_path / "saved")
-    assert torch.equal(embedding.weight.to_local(), kept)

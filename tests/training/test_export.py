@@ -136,7 +136,7 @@ def test_an_error_on_one_rank_is_one_on_all_and_leaves_what_was_there(tmp_path: 
     for found in results:
         for what, kind, text in (
             ("exists", "StorageError", "pass overwrite=True"),
-            ("foreign", "StorageError", "other contents than exported rows"),
+            ("foreign", "StorageError", "something other than exported rows"),
             ("only rank 1", "ConfigError", "rows is a Tensor"),
             ("misnamed", "ConfigError", "has the nodes of type 'author'"),
             ("nothing", "ConfigError", "no rows to write"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,6 +280,11 @@ class Spill:
         with self._path.open("ab") as file:
             np.ascontiguousarray(rows, dtype=self._dtype).tofile(file)
         self.num_rows += len(rows)
+
+    def extend(self, chunks: Iterable[Array]) -> Spill:
+        for rows in chunks:
+            self.append(rows)
+        return self
 
     def chunks(self, num_rows: int) -> Iterator[Array]:
         """Yield all rows in order, at most ``num_rows`` at a time."""

@@ -154,14 +154,8 @@ def _labels(spec: LabelSpec | None) -> Labels | None:
 def _scan_nodes(
     spec: NodeSpec, table: Table, features: Features, labels: Labels | None, is_text: bool
 ) -> _NodeScan:
-    # One pass over everything that must be known of all rows.
-    names = [*features.scanned_columns, *([labels.column] if labels is not None else [])]
-    names += [spec.id_column] if spec.id_column is not None else []
     num_rows, id_bytes, is_range = 0, 0, True
-    for piece in table.pieces(names):
-        features.scan(piece)
-        if labels is not None:
-            labels.scan(piece.columns[labels.column], piece.where, piece.first_row)
+    for piece in _scanned(table, features, labels, spec.id_column):
         if spec.id_column is not None:
             ids = _ids(spec.id_column, piece, is_text)
             if is_text:
@@ -173,6 +167,18 @@ def _scan_nodes(
     if num_rows == 0:
         raise DatasetError(f"{spec.files.paths[0]}: the table has no row, so there is no node {spec.ntype!r}")
     return _NodeScan(num_rows=num_rows, id_bytes=id_bytes, is_range=is_range and not is_text)
+
+
+def _scanned(
+    table: Table, features: Features, labels: Labels | None, id_column: str | None = None
+) -> Iterator[Piece]:
+    # One pass over everything that must be known of all rows.
+    others = ([labels.column] if labels is not None else []) + ([id_column] if id_column is not None else [])
+    for piece in table.pieces([*features.scanned_columns, *others]):
+        features.scan(piece)
+        if labels is not None:
+            labels.scan(piece.columns[labels.column], piece.where, piece.first_row)
+        yield piece
 
 
 def _ids(column: str, piece: Piece, is_text: bool) -> Any:
@@ -300,10 +306,7 @@ class InEdges:
         for rows in self.rows.chunks(memory // 64 + 1):
             scatter.put(rows, np.arange(first, first + len(rows)))
             first += len(rows)
-        positions = Spill(folder / "positions", np.int64)
-        for piece in scatter.chunks():
-            positions.append(piece)
-        return positions
+        return Spill(folder / "positions", np.int64).extend(scatter.chunks())
 
 
 def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path, memory: int) -> InEdges:
@@ -415,10 +418,15 @@ def _ingest_edges(
     table = Table(spec.files, output.budget.batch)
     features = Features(spec.features, output.budget.batch)
     labels = _labels(spec.label)
-    num_edges = _scan_edges(table, features, labels)
+    if features.scanned_columns or labels is not None:
+        num_edges = sum(piece.num_rows for piece in _scanned(table, features, labels))
+    else:
+        num_edges = table.count()
     if num_edges == 0:
         raise DatasetError(f"{spec.files.paths[0]}: the table has no row, so there is no edge {spec.etype}")
     found_settings = features.finalize(str(spec.files.paths[0]))
+    if labels is not None:
+        labels.finalize(str(spec.files.paths[0]))
     ends = _find_ends(spec, table, num_edges, nodes, output)
     sizes = nodes[spec.etype[0]].ids.num_nodes, nodes[spec.etype[2]].ids.num_nodes
     edges = _write_structure(spec.etype, ends, sizes, "forward", output)
@@ -445,21 +453,6 @@ def _ingest_edges(
     )
 
 
-def _scan_edges(table: Table, features: Features, labels: Labels | None) -> int:
-    names = [*features.scanned_columns, *([labels.column] if labels is not None else [])]
-    if not names:
-        return table.count()
-    num_rows = 0
-    for piece in table.pieces(names):
-        features.scan(piece)
-        if labels is not None:
-            labels.scan(piece.columns[labels.column], piece.where, piece.first_row)
-        num_rows += piece.num_rows
-    if labels is not None:
-        labels.finalize(str(table.files.paths[0]))
-    return num_rows
-
-
 def _find_ends(
     spec: EdgeSpec, table: Table, num_edges: int, nodes: Mapping[str, _IngestedNodes], output: DatasetOutput
 ) -> Ends:
@@ -470,10 +463,7 @@ def _find_ends(
         ids = (_ids(column, piece, known.is_text) for piece in table.pieces([column]))
         result = known.ids.find(ids, num_edges, folder)
         check_known(result.unknown, table.locate, column, f"the {ntype!r} nodes")
-        spill = Spill(folder / "nodes", np.int64)
-        for piece in result.rows.chunks():
-            spill.append(piece)
-        found.append(spill)
+        found.append(Spill(folder / "nodes", np.int64).extend(result.rows.chunks()))
         output.advance(1)
     return Ends(sources=found[0], destinations=found[1])
 

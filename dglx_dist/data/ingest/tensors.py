@@ -147,13 +147,10 @@ def draw_split_codes(
     rows gets its part of each split by a hypergeometric draw, then a permutation.
 
     Args:
-        has_label: (K,) bool pieces, in the order of the rows.
+        has_label: (K,) bool pieces, in the order of the rows; (K,) uint8 codes are yielded for each.
         num_labelled: Number of True values in all pieces.
         shares: Of train, validation and test; if they sum to 1, every row is in a split.
         seed: The same seed gives the same codes.
-
-    Yields:
-        (K,) uint8 for each piece.
 
     Raises:
         ConfigError: there are 10**9 labelled rows or more.
@@ -377,10 +374,10 @@ def _at_once(output: DatasetOutput) -> int:
 
 
 def _spill_labels(rows: Rows, labels: Labels, output: DatasetOutput) -> Spill:
-    spill = Spill(output.work / "labels", labels.dtype)
-    for piece in rows.table.pieces([labels.column]):
-        spill.append(labels.codes(piece.columns[labels.column], piece.where, piece.first_row))
-    return spill
+    return Spill(output.work / "labels", labels.dtype).extend(
+        labels.codes(piece.columns[labels.column], piece.where, piece.first_row)
+        for piece in rows.table.pieces([labels.column])
+    )
 
 
 def _write_masks(
@@ -394,9 +391,8 @@ def _write_masks(
         by_row.append(piece)
         counts += np.bincount(piece, minlength=256)
     _check_labelled(rows, labels, by_row, at_once)
-    stored = Spill(output.work / "stored_codes", np.uint8)
-    for piece in rows.reorder(by_row.chunks(at_once), _CODE):
-        stored.append(piece)
+    reordered = rows.reorder(by_row.chunks(at_once), _CODE)
+    stored = Spill(output.work / "stored_codes", np.uint8).extend(reordered)
     written = {}
     for code, name in enumerate(SPLITS):
         if counts[code]:

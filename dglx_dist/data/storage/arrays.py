@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import shutil
-import time
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping
@@ -280,9 +279,9 @@ class ArrayCache:
     def clean(self) -> None:
         """Remove what killed processes left, and evict entries that no process uses.
 
-        Evicted are those not opened for 30 days, and, the least recently opened ones first, as many as take
-        more than a quarter of the disk space that would be free without a cache. ``limits.json`` in the
-        folder may set ``max_age_days``, and ``max_size`` such as ``"64GB"``.
+        Evicted are those last opened 30 days before the most recent one, and, the least recently opened ones
+        first, as many as take more than a quarter of the disk space that would be free without a cache.
+        ``limits.json`` in the folder may set ``max_age_days``, and ``max_size`` such as ``"64GB"``.
 
         Raises:
             StorageError: ``limits.json`` is damaged.
@@ -292,11 +291,13 @@ class ArrayCache:
         remove_abandoned(self._folder)
         max_bytes, max_age_s = _read_limits(self._folder / LIMITS)
         entries = sorted(_entries(self._folder), key=lambda entry: entry.used_s)
-        total, now = sum(entry.num_bytes for entry in entries), time.time()
+        total = sum(entry.num_bytes for entry in entries)
+        # Not the time now: the entries of a dataset that rested for months may be used next.
+        last_s = entries[-1].used_s if entries else 0.0
         if max_bytes is None:
             max_bytes = (total + shutil.disk_usage(self._folder).free) // _SHARE_OF_DISK
         for entry in entries:
-            age_s = now - entry.used_s
+            age_s = last_s - entry.used_s
             if (total > max_bytes or age_s > max_age_s or not entry.num_bytes) and _evict(entry.path):
                 total -= entry.num_bytes
                 if entry.num_bytes:

@@ -66,14 +66,7 @@ def column_info(array: Array, what: str) -> ColumnInfo:
 
 
 def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> FileInfo:
-    """Write rows that arrive in chunks as one file, synchronised to disk.
-
-    Args:
-        path: New file; its folder is made.
-        info: Dtype and row shape.
-        num_rows: Rows of all chunks.
-        chunks: Arrays (k, *row) of ``info``'s dtype, in order; one at a time is in memory.
-    """
+    """Write rows that arrive in chunks (k, *row) as a new file, synchronised to disk; makes its folder."""
     stored = np.dtype(_STORED_AS.get(info.dtype, info.dtype))
     num_values = num_rows * math.prod(info.row_shape)
     num_bytes = num_values * stored.itemsize
@@ -94,12 +87,8 @@ def write_string_chunks(
 ) -> FileInfo:
     """Write texts that arrive in chunks as an Arrow string column.
 
-    Args:
-        path: New file; its folder is made.
-        num_rows: Number of texts.
-        num_bytes: Size of all texts in UTF-8.
-        ends: Chunks of the (num_rows + 1,) int64 offsets of texts, starting at 0.
-        data: Chunks of the (num_bytes,) uint8 bytes.
+    ``ends`` are chunks of the (num_rows + 1,) int64 offsets of texts, starting at 0, and ``data`` chunks of
+    their (num_bytes,) uint8 bytes in UTF-8.
     """
     space = _space(8 * (num_rows + 1), writable=True)
     # Arrow reads the size of the data from the last offset.
@@ -111,16 +100,10 @@ def write_string_chunks(
 
 
 def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows: int | None = None) -> Array:
-    """Memory-map one file and return its read-only values (N, *row).
-
-    Args:
-        path: The file.
-        name: Its name in messages.
-        info: Required dtype and row shape; None: any.
-        num_rows: Required number of rows; None: any.
+    """Memory-map one file, called ``name`` in messages, and return its read-only values (N, *row).
 
     Raises:
-        StorageError: the file is missing, damaged, or has another dtype or shape.
+        StorageError: it is missing, damaged, or has another dtype or shape than ``info`` and ``num_rows``.
     """
     column, metadata = _open_column(path, name)
     try:

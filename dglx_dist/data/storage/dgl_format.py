@@ -15,8 +15,8 @@ from dgl.data.utils import load_tensors, save_tensors
 
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.columns import safe_name
-from dglx_dist.data.storage.files import named_failures, partial_folder, publish
-from dglx_dist.data.storage.manifest import Manifest
+from dglx_dist.data.storage.files import named_failures, partial_folder
+from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place
 from dglx_dist.data.storage.writer import EdgeOrder, NodeOrder, relabel_edges, relabel_nodes, write_dataset
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.progress import progress
@@ -74,11 +74,6 @@ def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = Fals
     ``original_edge_ids`` are DGL's per-type global edge ids. Ids in ``orig_nids.dgl`` beside ``graph.dgl``
     become user ids. DGL stores booleans as uint8, so uint8 columns named ``*mask`` become booleans. The whole
     graph is in memory.
-
-    Args:
-        part_config: DGL's JSON file.
-        folder: Target, as for ``write_dataset``.
-        overwrite: Replace an existing dataset.
 
     Raises:
         StorageError: a file is missing or damaged, or the parts are of an unsupported kind.
@@ -370,7 +365,7 @@ def write_dgl_format(
         graph: The graph.
         assignment: The owner of every node.
         folder: Must not exist, or be empty.
-        bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.
+        bfloat16: As for :func:`write_dataset`.
         formats: Structure formats to store, of ``coo``, ``csc`` and ``csr``; None: ``coo``.
 
     Returns:
@@ -381,8 +376,7 @@ def write_dgl_format(
         StorageError: ``folder`` is not empty, or cannot be written.
     """
     folder = Path(folder).absolute()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise StorageError(f"{folder} exists already; choose another folder")
+    check_target(folder, overwrite=False)
     _check_names(graph)
     writer = _DglWriter(graph, relabel_nodes(graph, assignment), frozenset(bfloat16), formats)
     config = f"{safe_name(graph.name)}.json"
@@ -395,8 +389,7 @@ def write_dgl_format(
             writer.write_part(part, partial / f"part{part}")
             advance(1)
         (partial / config).write_text(json.dumps(writer.config(assignment), indent=4))
-        if not publish(partial, folder):
-            raise StorageError(f"{folder} appeared while it was being written; choose another folder")
+        put_in_place(partial, folder, overwrite=False)
     return folder / config
 
 

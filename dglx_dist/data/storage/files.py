@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -149,6 +149,36 @@ def publish_over(folder: Path, target: Path) -> None:
         replace_folder(folder, target)
 
 
+def check_replaceable(folder: Path, overwrite: bool, what: str, is_same: Callable[[Path], bool]) -> None:
+    """Raise StorageError unless ``folder`` is absent, empty, or with ``overwrite`` holds ``what``."""
+    if folder.exists() and not folder.is_dir():
+        raise StorageError(f"{folder} is a file; choose another folder")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise StorageError(
+            f"{folder} exists already; choose another folder, or pass overwrite=True (--overwrite)"
+        )
+    if not is_same(folder):
+        raise StorageError(
+            f"{folder} holds something other than {what} and is not overwritten; choose another folder, or "
+            "remove it yourself"
+        )
+
+
+def place_folder(
+    partial: Path, folder: Path, overwrite: bool, what: str, is_same: Callable[[Path], bool]
+) -> None:
+    """Rename ``partial`` to ``folder``, whose old content is removed after that.
+
+    Raises:
+        StorageError: as :func:`check_replaceable`, for what is there now.
+    """
+    if not publish(partial, folder):
+        check_replaceable(folder, overwrite, what, is_same)
+        replace_folder(partial, folder)
+
+
 def replace_folder(folder: Path, target: Path) -> None:
     """Replace ``target`` by ``folder``, then remove the old content.
 
@@ -175,12 +205,16 @@ def hold(path: Path, mode: int = 0o777) -> int:
     while True:
         path.parent.mkdir(mode, parents=True, exist_ok=True)
         try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode & 0o666)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode & 0o666)
         except FileNotFoundError:
             continue  # another process has just removed the folder
-        except PermissionError:
-            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # another user's
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        except OSError:
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # another user's, or a read-only disk
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        except OSError:
+            os.close(lock)
+            raise
         # Before it was locked, it looked unused: another process may have removed it.
         if _is_at(lock, path):
             return lock

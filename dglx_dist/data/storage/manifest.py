@@ -15,7 +15,7 @@ import numpy as np
 
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.columns import CACHE, DTYPES, MANIFEST, FileInfo, part_files
-from dglx_dist.data.storage.files import publish, replace_folder
+from dglx_dist.data.storage.files import check_replaceable, place_folder
 from dglx_dist.errors import StorageError
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
@@ -281,38 +281,17 @@ def _check_files(manifest: Manifest, where: str) -> None:
         raise StorageError(f"{where}: key 'files' {problem} {wrong[0]!r}; partition the graph again")
 
 
-_PART = re.compile(r"part\d+")
+_PART, _WHAT = re.compile(r"part\d+"), "a dataset of this program"
 
 
 def check_target(folder: Path, overwrite: bool) -> None:
-    """Raise StorageError if ``folder`` holds something that must not be replaced."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise StorageError(f"{folder} is a file; choose another folder")
-    if not any(folder.iterdir()):
-        return
-    if not overwrite:
-        raise StorageError(f"{folder} exists already; choose another folder, or ask for overwriting")
-    if not _is_dataset(folder):
-        raise StorageError(
-            f"{folder} holds something other than a dataset of this program and is not overwritten; "
-            f"choose another folder, or remove it yourself"
-        )
+    """Raise StorageError if ``folder`` holds something that must not be replaced by a dataset."""
+    check_replaceable(folder, overwrite, _WHAT, _is_dataset)
 
 
 def put_in_place(partial: Path, folder: Path, overwrite: bool) -> None:
-    """Rename the finished dataset ``partial`` to ``folder``; an old dataset is removed after that.
-
-    Raises:
-        StorageError: ``folder`` now holds something that must not be replaced.
-    """
-    if publish(partial, folder):
-        return
-    if not overwrite:
-        raise StorageError(f"{folder} appeared while it was being written; choose another folder")
-    check_target(folder, overwrite)
-    replace_folder(partial, folder)
+    """Rename the finished dataset ``partial`` to ``folder``; raises as :func:`check_target`."""
+    place_folder(partial, folder, overwrite, _WHAT, _is_dataset)
 
 
 def _is_dataset(folder: Path) -> bool:

@@ -106,11 +106,11 @@ def write_rows(
         name: Of the tensor.
         first: Number of the first row.
         rows: (n, *row); bfloat16 as uint16.
-        info: Dtype and row shape, required for bfloat16; None: those of ``rows``.
+        info: Required for bfloat16; None: that of ``rows``.
 
     Raises:
         ConfigError: values of this dtype cannot be stored.
-        OSError: the file cannot be written; see ``named_failures``.
+        OSError: the file cannot be written.
     """
     info = info or column_info(rows, name)
     path = f"{safe_name(name)}.{first}-{first + len(rows)}{SUFFIX}"
@@ -212,14 +212,9 @@ def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:
 
 
 def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array) -> None:
-    """Copy the rows ``first`` to ``last - 1`` into ``out``; see :func:`check_rows` for verification.
+    """Copy the rows ``first`` to ``last - 1`` into ``out``, (last - first, *row); bfloat16 as uint16.
 
-    Args:
-        folder: Folder of the files.
-        saved: A tensor of ``read_index(folder)``.
-        first: Number of the first row.
-        last: Number of the row after the last one.
-        out: (last - first, *row) of the tensor's dtype; bfloat16 as uint16.
+    Call :func:`check_rows` before.
 
     Raises:
         StorageError: a file is missing or of another shape or dtype, or the tensor has no such rows.

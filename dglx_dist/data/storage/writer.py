@@ -40,15 +40,9 @@ CHUNK_VALUES = 1 << 22
 
 def check_feature_dtype(feature_dtype: FeatureDtype | None) -> None:
     """Raise ConfigError if a dtype is not a valid feature dtype."""
-    named = (
-        {}
-        if feature_dtype is None
-        else feature_dtype
-        if isinstance(feature_dtype, Mapping)
-        else {"all features": feature_dtype}
-    )
+    named = feature_dtype if isinstance(feature_dtype, Mapping) else {"all features": feature_dtype}
     for column, dtype in named.items():
-        if dtype not in _FEATURE_DTYPES:
+        if dtype not in (None, *_FEATURE_DTYPES):
             raise ConfigError(
                 f"the feature dtype of {column} is {dtype!r}; give one of {', '.join(_FEATURE_DTYPES)}"
             )
@@ -74,20 +68,18 @@ def in_precision(
     if isinstance(feature_dtype, Mapping):
         _check_names(graph, feature_dtype)
     bits: set[tuple[str | EdgeType, str]] = set()
-    node_data: dict[str, dict[str, NodeColumn]] = {}
-    for ntype, columns in graph.node_data.items():
-        node_data[ntype] = dict(columns)
-        for name, dtype in _chosen(columns, feature_dtype).items():
-            what = f"node data {name!r}" + (f" of {ntype!r}" if len(graph.num_nodes) > 1 else "")
-            node_data[ntype][name] = _converted(columns[name], dtype, what)
-            bits |= {(ntype, name)} if dtype == "bfloat16" else set()
-    edge_data: dict[EdgeType, dict[str, Array]] = {}
-    for etype, values in graph.edge_data.items():
-        edge_data[etype] = dict(values)
-        for name, dtype in _chosen(values, feature_dtype).items():
-            what = f"edge data {name!r}" + (f" of {etype}" if len(graph.edges) > 1 else "")
-            edge_data[etype][name] = _narrowed(values[name], dtype, what, None)
-            bits |= {(etype, name)} if dtype == "bfloat16" else set()
+
+    def converted(data: Mapping[K, Mapping[str, Any]], kind: str, is_only: bool) -> dict[K, dict[str, Any]]:
+        out = {owner: dict(columns) for owner, columns in data.items()}
+        for owner, columns in out.items():
+            for name, dtype in _chosen(columns, feature_dtype).items():
+                what = f"{kind} data {name!r}" + ("" if is_only else f" of {owner!r}")
+                columns[name] = _converted(columns[name], dtype, what)
+                bits.update([(owner, name)] if dtype == "bfloat16" else [])
+        return out
+
+    node_data = converted(graph.node_data, "node", len(graph.num_nodes) == 1)
+    edge_data = converted(graph.edge_data, "edge", len(graph.edges) == 1)
     return replace(graph, node_data=node_data, edge_data=edge_data), frozenset(bits)
 
 

@@ -231,12 +231,13 @@ class PlanCache:
     def __init__(self, cache: ArrayCache, facts: Mapping[str, Any], rank: int) -> None:
         text = json.dumps({**facts, "version": VERSION}, sort_keys=True)
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        self._entry = cache.entry("cobatches", key)
+        # The cache object keeps the entry from eviction.
+        self._cache, self.folder = cache, cache.entry("cobatches", key)
         self._rank, self._can_write = rank, True
 
     def rows(self, server: int) -> RowFiles:
         """Return the fetched rows of the plans."""
-        return RowFiles(self._entry.below(f"rows-{self._rank}"), server)
+        return RowFiles(self.folder.below(f"rows-{self._rank}"), server)
 
     def holds(self, step: int) -> bool:
         """Return whether the plan of ``step`` exists and is undamaged; damage is logged."""
@@ -257,7 +258,7 @@ class PlanCache:
         return self._can_write
 
     def _folder_of(self, step: int) -> ArrayFolder:
-        return self._entry.below(f"{step}-{self._rank}")
+        return self.folder.below(f"{step}-{self._rank}")
 
 
 ROWS = "rows"

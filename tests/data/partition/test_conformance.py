@@ -1,5 +1,7 @@
 """What every partitioner promises, tried on every name in the registry."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -35,14 +37,17 @@ every_graph = pytest.mark.parametrize(
 )
 
 
-def assign(name: str, graph: RawGraph, num_parts: int, seed: int = 0) -> Assignment:
-    """Give each method the least that it needs to be told."""
-    options = PartitionOptions()
+def assign(name: str, graph: RawGraph, num_parts: int, seed: int = 0, **options: Any) -> Assignment:
+    """Give each method the least that it needs to be told, and ``options``."""
     if name == "file":
-        options = PartitionOptions(vector=np.arange(graph.total_nodes) % num_parts)
+        options["vector"] = np.arange(graph.total_nodes) % num_parts
     elif name == "hierarchical":
-        options = PartitionOptions(servers=2 if num_parts % 2 == 0 else 1)
-    return PARTITIONERS.get(name)(options).assign(graph, num_parts, seed)
+        options["servers"] = 2 if num_parts % 2 == 0 else 1
+    return PARTITIONERS.get(name)(PartitionOptions(**options)).assign(graph, num_parts, seed)
+
+
+def those_that_honour(*fields: str) -> list[str]:
+    return [name for name in PARTITIONERS.names() if PARTITIONERS.get(name).honours >= {*fields}]
 
 
 @every_partitioner
@@ -72,6 +77,24 @@ def check_balance(assignment: Assignment, graph: RawGraph) -> None:
         # A share of 2.33 nodes cannot be met better than by 2 and 3.
         share = graph.total_nodes / num_parts
         assert sizes.max() <= max(share * (1 + stated["nodes"]), share + 1)
+
+
+@pytest.mark.parametrize("name", those_that_honour("balance", "tolerance"))
+@pytest.mark.parametrize("balance", ["nodes", "degree"])
+@pytest.mark.parametrize("tolerance", [0.01, 0.2])
+def test_the_tolerance_holds(name: str, balance: str, tolerance: float) -> None:
+    graph = communities()
+    quality = measure(graph, assign(name, graph, 4, balance=(balance,), tolerance=tolerance))
+    assert quality.balance[balance] <= 1 + tolerance + 0.01  # a part may end one node of 20 in-edges above
+    assert quality.missed == {}
+
+
+@pytest.mark.parametrize("name", those_that_honour("target_weights"))
+def test_unequal_machines_get_unequal_parts(name: str) -> None:
+    graph = communities()
+    options = {"tolerance": 0.02} if name in those_that_honour("tolerance") else {}
+    sizes = np.array(measure(graph, assign(name, graph, 2, target_weights=(3, 1), **options)).num_nodes)
+    assert (sizes <= np.array([1530, 510])).all()
 
 
 @every_partitioner

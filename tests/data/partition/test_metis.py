@@ -51,15 +51,6 @@ def test_train_val_and_test_together() -> None:
     assert all(quality.balance[c] <= 1.1 + 1e-9 for c in ("nodes", "train", "val", "test"))
 
 
-def test_target_weights_give_unequal_parts() -> None:
-    graph = communities()
-    options = PartitionOptions(target_weights=(2, 1, 1))
-    quality = measure(graph, Metis(options).assign(graph, 3, 0))
-    for size, share in zip(quality.num_nodes, (1000, 500, 500), strict=True):
-        assert 0.85 * share <= size <= 1.05 * share
-    assert quality.balance["nodes"] <= 1.05
-
-
 def test_every_node_type_is_balanced() -> None:
     graph = communities(num_nodes=400)
     (src, dst), half = graph.edges[("_N", "_E", "_N")], 200

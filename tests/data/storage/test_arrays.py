@@ -237,6 +237,13 @@ def test_entries_are_evicted_by_age_and_size(
     assert len(list(tmp_path.rglob("*.lock"))) == len(expected)
 
 
+def test_entries_of_a_dataset_that_rested_are_kept(tmp_path: Path) -> None:
+    for name, days_ago in (("a", 300), ("b", 310), ("c", 331)):
+        used(tmp_path, name, days_ago)
+    ArrayCache(tmp_path, "abc").clean()
+    assert kept(tmp_path) == ["a", "b"]
+
+
 def test_without_limits_a_quarter_of_the_disk_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

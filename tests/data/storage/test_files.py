@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from dglx_dist.data.storage import files as folders
-from dglx_dist.data.storage.arrays import STAMP
 from dglx_dist.data.storage.files import (
     partial_folder,
     peak,
@@ -38,7 +37,6 @@ from tests.data.storage.graphs import (
     RATES,
     TWO_TRIANGLES,
     flip,
-    flipped_bits,
     put_together,
     random_heterogeneous,
     random_homogeneous,
@@ -231,43 +229,10 @@ def test_a_copy_of_an_older_dataset_is_not_used(tmp_path: Path) -> None:
     assert len(copies(folder)) == 2
 
 
-@pytest.mark.parametrize("damage", ["shorten", "remove"])
-def test_a_damaged_copy_is_made_again(tmp_path: Path, damage: str) -> None:
-    dataset = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
-    expected = open_structure(dataset, EDGE_TYPE).indices.tolist()
-    (copy,) = copies(tmp_path / "d")
-    path = copy / "indices.npy"
-    if damage == "shorten":
-        path.write_bytes(path.read_bytes()[:-1])
-    else:
-        path.unlink()
-    assert open_structure(dataset, EDGE_TYPE).indices.tolist() == expected
-    assert copies(tmp_path / "d") == [copy]
-
-
-@pytest.mark.parametrize("name", ["indptr.npy", "indices.npy", STAMP])
-def test_a_flipped_bit_in_the_copy_is_told_once_and_mended(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    dataset = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
-    expected = open_structure(dataset, EDGE_TYPE)
-    expected_values = expected.indptr.tolist(), expected.indices.tolist()
-    (copy,) = copies(tmp_path / "d")
-    for _ in flipped_bits(copy / name, every=7 if name == STAMP else 331):
-        caplog.clear()
-        found = open_structure(open_dataset(tmp_path / "d"), EDGE_TYPE)
-        assert (found.indptr.tolist(), found.indices.tolist()) == expected_values
-        assert [
-            one.message for one in caplog.records if str(copy) in one.message and "damaged" in one.message
-        ]
-        assert len(caplog.records) == 1
-    caplog.clear()
-    open_structure(dataset, EDGE_TYPE)
-    assert not caplog.records
-
-
 @pytest.mark.parametrize("how", ["auto", "full", "never"])
-def test_a_flipped_bit_in_the_copy_is_trusted_if_nothing_is_to_be_verified(tmp_path: Path, how: Any) -> None:
+def test_a_damaged_copy_is_logged_once_and_rebuilt_unless_nothing_is_verified(
+    tmp_path: Path, how: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     expected = open_structure(store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d"), EDGE_TYPE).indices.tolist()
     (path,) = tmp_path.rglob("structure-*/*/indices.npy")
     flip(path, path.stat().st_size - 4)
@@ -275,6 +240,7 @@ def test_a_flipped_bit_in_the_copy_is_trusted_if_nothing_is_to_be_verified(tmp_p
     for checked in (False, True):
         found = open_structure(open_dataset(tmp_path / "d", verify=how, checked=checked), EDGE_TYPE)
         assert (found.indices.tolist() == expected) is (how != "never")
+    assert [str(path.parent) in one.message for one in caplog.records] == [True] * (how != "never")
 
 
 def test_it_works_in_memory_where_nothing_can_be_written(

@@ -224,7 +224,7 @@ def kept_at(folder: str, seed: int) -> tuple[str, bool]:
         g = DistGraph(folder)
         strategy: Any = STRATEGIES.get("cooperative")(session, {"batches": 3})
         loader = strategy.loader(g, runs.my_share(g), runs.sampler(), seed=5)
-        kept = str(loader._source._cache.folder)
+        kept = str(loader._source._cache.folder.path)
         g.close()
         graph = weakref.ref(g)
         del g, loader

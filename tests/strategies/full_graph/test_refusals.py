@@ -98,6 +98,17 @@ LOADERS: Mapping[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "a seed twice": (runs.sampler, {"seeds": torch.tensor([3, 3])}, "node 3 more than once"),
     "no seed anywhere": (runs.sampler, {"seeds": torch.empty(0, dtype=torch.int64)}, "at least one"),
 }
+WORDS: Mapping[str, str] = {
+    "layers": "disagree on a loader: rank 0 has 2 layers.*rank 1 has 3 layers",
+    "on one rank": "node 3 more than once",
+    "edge loader": "trains on nodes, not on batches of edges",
+    "batch norm": "'norm' is a BatchNorm1d.*twice; use torch.nn.LayerNorm",
+    "pooling": "'pool' is a AvgPooling, which reads all nodes.*layerwise_in",
+    "shallow": "rows for .* seeds, as if it had fewer layers than the 2 bl",
+    "reduction": "reduction='max' must be 'mean' or 'sum'",
+    "other blocks": r"neither blocks of the strategy's loader.*model\.whole\(\)",
+    "cut rows": "source rows of shape .* for a block of",
+}
 OPTIONS: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "unknown": (
         "full_graph",
@@ -132,18 +143,19 @@ def on_rank(folder: str) -> dict[str, str]:
                 options = dict(more)
                 seeds = options.pop("seeds", runs.my_share(g))
                 found[f"{name}/{case}"] = refusal(lambda: strategy.loader(g, seeds, make(), **options))  # noqa: B023
-            found[f"{name}/layers"] = refusal(
-                lambda: strategy.loader(g, runs.my_share(g), runs.sampler(2 + topology.rank))  # noqa: B023
-            )
-            found[f"{name}/on one rank"] = refusal(
-                lambda: strategy.loader(g, torch.tensor([3, 3][topology.rank :]), runs.sampler())  # noqa: B023
-            )
-            found[f"{name}/edge loader"] = refusal(
-                lambda: strategy.edge_loader(g, torch.arange(3), as_edge_prediction_sampler(runs.sampler()))  # noqa: B023
-            )
-            found[f"{name}/batch norm"] = refusal(lambda: strategy.wrap(Normed(), g))  # noqa: B023
-            found[f"{name}/pooling"] = refusal(lambda: strategy.wrap(Pooled(), g))  # noqa: B023
-            found[f"{name}/reduction"] = refusal(lambda: strategy.wrap(runs.first_model("sage"), g, "max"))  # noqa: B023
+            others: dict[str, Callable[[], Any]] = {
+                "layers": lambda: strategy.loader(g, runs.my_share(g), runs.sampler(2 + topology.rank)),  # noqa: B023
+                "on one rank": lambda: strategy.loader(  # noqa: B023
+                    g, torch.tensor([3, 3][topology.rank :]), runs.sampler()
+                ),
+                "edge loader": lambda: strategy.edge_loader(  # noqa: B023
+                    g, torch.arange(3), as_edge_prediction_sampler(runs.sampler())
+                ),
+                "batch norm": lambda: strategy.wrap(Normed(), g),  # noqa: B023
+                "pooling": lambda: strategy.wrap(Pooled(), g),  # noqa: B023
+                "reduction": lambda: strategy.wrap(runs.first_model("sage"), g, "max"),  # noqa: B023
+            }
+            found |= {f"{name}/{case}": refusal(work) for case, work in others.items()}
             found |= {f"{name}/{case}": text for case, text in in_training(g, strategy).items()}
         too_many: Any = STRATEGIES.get("shared_preload")(session, {"hops": 3})
         found["hops"] = refusal(lambda: too_many.loader(g, runs.my_share(g), runs.sampler()))
@@ -177,27 +189,8 @@ def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
         for name in STRATEGY_NAMES:
             for case, (_, _, words) in LOADERS.items():
                 match(found[f"{name}/{case}"], words, f"{name}/{case}")
-            match(
-                found[f"{name}/layers"],
-                "disagree on a loader: rank 0 has 2 layers.*rank 1 has 3 layers",
-                name,
-            )
-            match(found[f"{name}/on one rank"], "node 3 more than once", f"{name}, rank {rank}")
-            match(found[f"{name}/edge loader"], "trains on nodes, not on batches of edges", name)
-            match(found[f"{name}/batch norm"], "'norm' is a BatchNorm1d.*twice; use torch.nn.LayerNorm", name)
-            match(
-                found[f"{name}/pooling"], "'pool' is a AvgPooling, which reads all nodes.*layerwise_in", name
-            )
-            match(
-                found[f"{name}/shallow"], "rows for .* seeds, as if it had fewer layers than the 2 bl", name
-            )
-            match(found[f"{name}/reduction"], "reduction='max' must be 'mean' or 'sum'", name)
-            match(
-                found[f"{name}/other blocks"],
-                r"neither blocks of the strategy's loader.*model\.whole\(\)",
-                name,
-            )
-            match(found[f"{name}/cut rows"], "source rows of shape .* for a block of", name)
+            for case, words in WORDS.items():
+                match(found[f"{name}/{case}"], words, f"{name}/{case}, rank {rank}")
         match(found["hops"], "hops=3, but the sampler has 2 layers: give at most 2", "hops")
         match(found["differing"], "disagree on an option of full_graph: rank 0 has use_pp=False", "differing")
 
