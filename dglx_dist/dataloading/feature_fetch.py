@@ -9,7 +9,6 @@ from typing import TypeAlias, final
 import dgl
 import numpy as np
 from dgl.heterograph import DGLBlock
-from torch import Tensor
 
 from dglx_dist.dataloading.row_buffers import Precision, RowMemory
 from dglx_dist.graph.column import PendingPull
@@ -85,20 +84,13 @@ class Fetch:
             for layer, edges in enumerate(blocks, start=1)
         ]
 
-    def finish(self, blocks: Sequence[DGLBlock], ready: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Wait, and set the columns on ``blocks``.
-
-        Args:
-            blocks: The input-most first.
-            ready: Input columns that are copied already: node type to name to rows.
+    def finish(self, blocks: Sequence[DGLBlock]) -> None:
+        """Wait, and set the columns on ``blocks``, the input-most first.
 
         Raises:
             PeerError: an owner of rows is dead or silent.
         """
         converted = self._columns.precision.converted
-        for ntype, columns in ready.items():
-            for name, rows in columns.items():
-                blocks[0].srcnodes[ntype].data[name] = converted(rows)
         for (ntype, name), pull in self._inputs.items():
             blocks[0].srcnodes[ntype].data[name] = converted(pull.result())
         for (ntype, name), pull in self._targets.items():

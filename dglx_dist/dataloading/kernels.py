@@ -1,7 +1,7 @@
-"""Compiled sampling kernels: all hops of a mini-batch in one call, for one or for several types.
+"""Compiled sampling kernels: all hops of a mini-batch in one call.
 
 Each hop draws, for every edge type, in-edges of the nodes of its destination type that earlier hops have
-reached. Both kernels draw the same edges of a graph with one node type and one edge type.
+reached.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.structure import NO_EDGES
 from dglx_dist.keyed_random import Csc, Rule, count_hop, draw_hop
 from dglx_dist.records import Array, EdgeType
 
@@ -96,16 +95,6 @@ def number(table: Table, sources: Array, nodes: Array, count: int, local: Array)
 
 
 @njit(cache=True, nogil=True)
-def grown_table(table: Table, nodes: Array, count: int, more: int) -> Table:
-    """Return a table with space for ``more`` nodes, holding the numbers of ``nodes[:count]``."""
-    if len(table.keys) == 0 or len(table.keys) >= 2 * (count + more):
-        return table
-    table = enlarged(table, 2 * (count + more))
-    insert(table, nodes, count)
-    return table
-
-
-@njit(cache=True, nogil=True)
 def enlarged(table: Table, slots: int) -> Table:
     """Return an empty hashed table with at least ``slots`` slots and the base of ``table``."""
     capacity = np.int64(len(table.keys))
@@ -126,150 +115,12 @@ def insert(table: Table, nodes: Array, count: int) -> None:
 _CHUNK = 2048
 
 
-class RawBatch(NamedTuple):
-    """All hops of a mini-batch, one after another, hop 0 (at the seeds) first.
-
-    Hop h draws for the nodes ``[0, node_ends[h])`` and reaches nodes ``[0, node_ends[h + 1])``.
-    """
-
-    nodes: Array
-    """(n,) int64 distinct global ids; the seeds come first."""
-    node_ends: Array
-    """(L + 1,) int64; the first is the number of seeds."""
-    indptr: Array
-    """The hops' indptr, each of ``node_ends[h] + 1`` entries and starting at 0."""
-    sources: Array
-    """The hops' source numbers, positions in ``nodes``."""
-    edge_ids: Array
-    """The hops' global edge ids."""
-    edge_ends: Array
-    """(L + 1,) int64; hop h has the edges ``[edge_ends[h], edge_ends[h + 1])``."""
-
-
-class SampleRequest(NamedTuple):
-    """A mini-batch to sample."""
-
-    seeds: Array
-    """(B,) int64 distinct global ids."""
-    fanouts: Array
-    """(L,) int64, hop 0 (at the seeds) first; -1 for all in-edges."""
-    streams: Array
-    """(L,) uint64 keys of the hops."""
-    rule: Rule
-    """How edges are drawn."""
-    like: Array
-    """Any array of the output dtype of indptr, sources and edge ids."""
-    batch_exclude: Array = NO_EDGES
-    """(X,) int64 those of ``rule.exclude`` that only this batch excludes; requests to servers carry them."""
-
-
 @njit(cache=True, nogil=True)
 def longer(array: Array, used: int, length: int) -> Array:
     """Return an array of ``length`` that begins with ``array[:used]``."""
     out = np.empty(length, array.dtype)
     out[:used] = array[:used]
     return out
-
-
-@njit(cache=True, nogil=True)
-def number_seeds(table: Table, seeds: Array) -> tuple[Table, Array, int]:
-    """Return (table, nodes, count) of a new batch; a count below len(seeds) means repeated seeds."""
-    nodes = np.empty(len(seeds) + 1, np.int64)
-    table = grown_table(table, nodes, 0, len(seeds))
-    count = number(table, seeds, nodes, 0, np.empty(len(seeds), np.int64))
-    return table, nodes, count
-
-
-@njit(cache=True, nogil=True)
-def _relabel_edges(csc: Csc, table: Table, edges: Array, nodes: Array, count: int, local: Array) -> int:
-    # Reading a chunk of ids first lets the processor overlap their cache misses.
-    chunk = np.empty(min(_CHUNK, len(edges)), csc.indices.dtype)
-    for first in range(0, len(edges), _CHUNK):
-        length = min(_CHUNK, len(edges) - first)
-        for i in range(length):
-            chunk[i] = csc.indices[np.uint64(edges[first + i] - csc.first_edge)]
-        count = number(table, chunk[:length], nodes, count, local[first : first + length])
-    return count
-
-
-@njit(cache=True, nogil=True)
-def sample_batch(csc: Csc, request: SampleRequest, table: Table) -> tuple[RawBatch, Table]:
-    """Sample all hops of a batch and number the nodes that appear.
-
-    Args:
-        csc: The whole structure.
-        request: What to sample. With repeated seeds, ``node_ends[0] < B`` and no hop is drawn.
-        table: The calling thread's own.
-
-    Returns:
-        The batch, and the table to pass next time.
-    """
-    num_hops = len(request.fanouts)
-    like, rule = request.like, request.rule
-    node_ends = np.zeros(num_hops + 1, np.int64)
-    edge_ends = np.zeros(num_hops + 1, np.int64)
-    table, nodes, count = number_seeds(table, request.seeds)
-    node_ends[0] = count
-    indptr = np.empty(0, like.dtype)
-    sources = np.empty(0, like.dtype)
-    edge_ids = np.empty(0, like.dtype)
-    if count < len(request.seeds):
-        num_hops = 0
-    for hop in range(num_hops):
-        fanout = request.fanouts[hop]
-        frontier = nodes[:count]
-        row_end = len(indptr)
-        indptr = longer(indptr, row_end, row_end + count + 1)
-        starts = np.empty(count, np.int64)
-        rows = indptr[row_end:]
-        largest = count_hop(csc, frontier, fanout, rule, rows, starts)
-        first, new = edge_ends[hop], np.int64(rows[count])
-        edge_ids = longer(edge_ids, first, first + new)
-        sources = longer(sources, first, first + new)
-        draw_hop(
-            csc, frontier, request.streams[hop], fanout < 0, rule, (rows, starts, largest), edge_ids[first:]
-        )
-        nodes = longer(nodes, count, count + new + 1)
-        table = grown_table(table, nodes, count, new)
-        count = _relabel_edges(csc, table, edge_ids[first:], nodes, count, sources[first:])
-        node_ends[hop + 1] = count
-        edge_ends[hop + 1] = first + new
-    used = Table(table.slots, table.keys, table.base + count)
-    return RawBatch(nodes[:count], node_ends, indptr, sources, edge_ids, edge_ends), used
-
-
-@njit(cache=True, nogil=True)
-def copy_rows(rows: Array, ids: Array, out: Array) -> None:
-    """Copy ``rows[ids]`` to ``out``: (n, words) and (K, words) of one unsigned dtype, ids in range."""
-    words = rows.shape[1]
-    for i in range(len(ids)):
-        row = np.uint64(ids[i])
-        for word in range(words):
-            out[np.uint64(i), np.uint64(word)] = rows[row, np.uint64(word)]
-
-
-@njit(cache=True, nogil=True)
-def sample_and_slice(
-    csc: Csc, request: SampleRequest, table: Table, rows: Array, out: Array
-) -> tuple[RawBatch, Table, Array]:
-    """Sample a batch and copy the feature rows of its nodes, in one call.
-
-    Args:
-        csc: The whole structure.
-        request: What to sample.
-        table: The calling thread's own.
-        rows: (N, words) the features of all nodes as words of one unsigned dtype.
-        out: (any, words) memory to use if it is long enough.
-
-    Returns:
-        The batch, the table to pass next time, and the memory used; its first rows are the features.
-    """
-    batch, table = sample_batch(csc, request, table)
-    if len(out) < len(batch.nodes):
-        # Batches differ a little in size: a margin saves the next ones from reallocating.
-        out = np.empty((len(batch.nodes) * 5 // 4, rows.shape[1]), rows.dtype)
-    copy_rows(rows, batch.nodes, out)
-    return batch, table, out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,7 +232,7 @@ def read_sources(relations: Relations, number: int, edges: Array, out: Array) ->
             out[i] = first + narrow[np.uint64(edges[i])]
 
 
-class TypedRequest(NamedTuple):
+class SampleRequest(NamedTuple):
     """A mini-batch to sample, over T node types and R edge types."""
 
     seeds: Array
@@ -402,7 +253,7 @@ class TypedRequest(NamedTuple):
     """Any array of the output dtype of indptr, sources and edge ids."""
 
 
-class TypedBatch(NamedTuple):
+class RawBatch(NamedTuple):
     """All hops of a mini-batch, hop 0 (at the seeds) first, and in a hop edge type by edge type.
 
     Hop h draws for the first ``node_ends[h, t]`` nodes of type t and reaches ``node_ends[h + 1, t]``.
@@ -472,7 +323,7 @@ def grown_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
 
 
 @njit(cache=True, nogil=True)
-def grown_typed_table(table: Table, nodes: NumberedNodes, more: int) -> Table:
+def grown_table(table: Table, nodes: NumberedNodes, more: int) -> Table:
     """Return a table with space for ``more`` nodes, holding the numbers of ``nodes``."""
     needed = 2 * (nodes.counts.sum() + more)
     if len(table.keys) == 0 or len(table.keys) >= needed:
@@ -492,15 +343,13 @@ def number_type(table: Table, nodes: NumberedNodes, node_type: int, keys: Array,
 
 
 @njit(cache=True, nogil=True)
-def number_typed_seeds(
-    table: Table, offsets: Array, seeds: Array, seed_ends: Array
-) -> tuple[Table, NumberedNodes]:
+def number_seeds(table: Table, offsets: Array, seeds: Array, seed_ends: Array) -> tuple[Table, NumberedNodes]:
     """Number the seeds; fewer nodes than ``len(seeds)`` mean repeated seeds."""
     num_types = len(offsets) - 1
     nothing = np.empty(0, np.int64)
     empty = NumberedNodes(nothing, nothing, np.zeros(num_types + 1, np.int64), np.zeros(num_types, np.int64))
     nodes = grown_nodes(empty, np.diff(seed_ends))
-    table = grown_typed_table(table, nodes, len(seeds))
+    table = grown_table(table, nodes, len(seeds))
     local = np.empty(len(seeds), np.int64)
     for node_type in range(num_types):
         first, last = seed_ends[node_type], seed_ends[node_type + 1]
@@ -531,7 +380,7 @@ def packed_ids(nodes: NumberedNodes) -> tuple[Array, Array]:
 
 
 @njit(cache=True, nogil=True)
-def _rule(request: TypedRequest, relation: int) -> Rule:
+def _rule(request: SampleRequest, relation: int) -> Rule:
     return Rule(
         request.replace, request.exclude[request.exclude_ends[relation] : request.exclude_ends[relation + 1]]
     )
@@ -545,7 +394,7 @@ def _frontier(relations: Relations, nodes: NumberedNodes, hop: _Hop, relation: i
 
 
 @njit(cache=True, nogil=True)
-def _count(relations: Relations, request: TypedRequest, nodes: NumberedNodes, hop: _Hop) -> None:
+def _count(relations: Relations, request: SampleRequest, nodes: NumberedNodes, hop: _Hop) -> None:
     # Fills indptr, starts, largest and ends; the caller has set ends[0].
     row = 0
     for relation in range(len(hop.fanouts)):
@@ -568,7 +417,9 @@ def _count(relations: Relations, request: TypedRequest, nodes: NumberedNodes, ho
 
 
 @njit(cache=True, nogil=True)
-def _draw(relations: Relations, request: TypedRequest, nodes: NumberedNodes, hop: _Hop, edges: Array) -> None:
+def _draw(
+    relations: Relations, request: SampleRequest, nodes: NumberedNodes, hop: _Hop, edges: Array
+) -> None:
     # Like `ends`, `edges` and `sources` below cover the whole batch.
     row = 0
     for relation in range(len(hop.fanouts)):
@@ -605,7 +456,7 @@ def _number(
 
 @njit(cache=True, nogil=True)
 def _new_hop(
-    relations: Relations, request: TypedRequest, hop_index: int, sizes: Array, indptr: Array
+    relations: Relations, request: SampleRequest, hop_index: int, sizes: Array, indptr: Array
 ) -> _Hop:
     rows, num_relations = len(indptr), len(relations.source_types)
     return _Hop(
@@ -620,7 +471,7 @@ def _new_hop(
 
 
 @njit(cache=True, nogil=True)
-def sample_relations(relations: Relations, request: TypedRequest, table: Table) -> tuple[TypedBatch, Table]:
+def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> tuple[RawBatch, Table]:
     """Sample all hops of a batch and number the nodes that appear, each type from 0.
 
     Args:
@@ -636,7 +487,7 @@ def sample_relations(relations: Relations, request: TypedRequest, table: Table) 
     like = request.like
     node_ends = np.zeros((num_hops + 1, len(relations.offsets) - 1), np.int64)
     edge_ends = np.zeros(num_hops * num_relations + 1, np.int64)
-    table, nodes = number_typed_seeds(table, relations.offsets, request.seeds, request.seed_ends)
+    table, nodes = number_seeds(table, relations.offsets, request.seeds, request.seed_ends)
     node_ends[0] = nodes.counts
     indptr = np.empty(0, like.dtype)
     sources = np.empty(0, like.dtype)
@@ -659,13 +510,13 @@ def sample_relations(relations: Relations, request: TypedRequest, table: Table) 
         for relation in range(num_relations):
             more[relations.source_types[relation]] += hop.ends[relation + 1] - hop.ends[relation]
         nodes = grown_nodes(nodes, more)
-        table = grown_typed_table(table, nodes, last - first)
+        table = grown_table(table, nodes, last - first)
         _number(relations, table, nodes, hop, edge_ids, sources)
         write_ids(nodes, relations.offsets, sizes)
         node_ends[hop_index + 1] = nodes.counts
     ids, starts = packed_ids(nodes)
     used = Table(table.slots, table.keys, table.base + nodes.counts.max())
-    return TypedBatch(ids, starts, node_ends, indptr, sources, edge_ids, edge_ends), used
+    return RawBatch(ids, starts, node_ends, indptr, sources, edge_ids, edge_ends), used
 
 
 DIRECT_LIMIT = 1 << 26

@@ -17,24 +17,18 @@ from dglx_dist.dataloading.feature_fetch import Columns
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import (
     BatchMaker,
-    Draws,
     Excluded,
     KernelMaker,
-    LocalColumn,
-    LocalSlicer,
     MiniBatch,
     NodeIds,
     SamplerMaker,
-    TypedMaker,
 )
 from dglx_dist.dataloading.row_buffers import Precision, RowMemory
 from dglx_dist.dataloading.sampler import (
+    BatchSource,
+    Draws,
     RemoteSource,
-    RemoteTypedSource,
-    TypedDraws,
-    TypedSource,
     WholeSource,
-    WholeTypedSource,
     csc_of,
     keyed_draw,
 )
@@ -58,7 +52,6 @@ from dglx_dist.dataloading.step_loader import (
 from dglx_dist.dataloading.step_loader import LoaderTimes as LoaderTimes
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids
-from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.graph.sampling import by_type, fanout_by_type
 from dglx_dist.keyed_random import Csc, Rule
 from dglx_dist.records import Array, EdgeType, StepShare
@@ -87,14 +80,12 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
         return SamplerMaker(
             lambda seeds, exclude: _call_sampler(sampler, g, seeds, exclude), g.kvstore, columns, g.ntypes
         )
-    if len(g.ntypes) == len(g.canonical_etypes) == 1:
-        return _homogeneous_maker(g, plan, draws, columns, options)
-    return TypedMaker(_typed_source(g, plan, draws), draws, g.kvstore, columns)
+    return KernelMaker(_source(g, plan, draws), draws, g.kvstore, columns)
 
 
 def _local_plan(
     g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int
-) -> tuple[Columns, TypedDraws | None]:
+) -> tuple[Columns, Draws | None]:
     # Not collective. No draws: the sampler runs its own code.
     alive = options.depth + _SPARE_BUFFERS
     columns = find_columns(g, plan, Precision(options.feature_dtype, alive))
@@ -108,7 +99,7 @@ def _local_plan(
         return columns, None
     if plan.weights is not None:
         check_every_type_has(g, plan.weights)
-    return columns, TypedDraws(
+    return columns, Draws(
         schema=_schema(g),
         fanouts=_fanouts(plan.fanouts, g.canonical_etypes),
         replace=plan.replace,
@@ -118,49 +109,19 @@ def _local_plan(
     )
 
 
-def _homogeneous_maker(
-    g: DistGraph, plan: SamplePlan, typed: TypedDraws, columns: Columns, options: LoaderOptions
-) -> KernelMaker:
-    # One node and edge type has its own kernel, which copies features in the same call.
-    (etype,) = g.canonical_etypes
-    structure, slicer = g.structure(etype), None
-    draws = Draws(
-        fanouts=tuple(typed.fanouts[::-1, 0].tolist()),
-        replace=typed.replace,
-        exclude=typed.exclude.get(etype, np.empty(0, np.int64)),
-        seed=typed.seed,
-        idtype=typed.idtype,
-    )
-    source: WholeSource | RemoteSource
-    if structure.is_whole:
-        source = WholeSource(_whole(g, plan.weights)[0])
-        columns, slicer = _with_slicer(g, source, columns, options)
-    else:
-        source = RemoteSource(structure, _serve(g, plan.weights, typed))
-    return KernelMaker(
-        source,
-        draws,
-        g.kvstore,
-        columns,
-        num_nodes=structure.num_sources,
-        etype=structure.etype,
-        slicer=slicer,
-    )
-
-
-def _typed_source(g: DistGraph, plan: SamplePlan, draws: TypedDraws) -> TypedSource:
+def _source(g: DistGraph, plan: SamplePlan, draws: Draws) -> BatchSource:
     structures = [g.structure(etype) for etype in draws.schema.etypes]
     if all(structure.is_whole for structure in structures):
-        return WholeTypedSource(draws.schema, _whole(g, plan.weights))
-    return RemoteTypedSource(draws.schema, structures, _serve(g, plan.weights, draws))
+        return WholeSource(draws.schema, _whole(g, plan.weights))
+    return RemoteSource(draws.schema, structures, _serve(g, plan.weights, draws))
 
 
-def all_in_edges(g: DistGraph) -> tuple[Schema, TypedSource]:
+def all_in_edges(g: DistGraph) -> tuple[Schema, BatchSource]:
     """Return the types of ``g`` and what samples its nodes' in-edges with fan-out -1. Not collective."""
     schema, structures = _schema(g), [g.structure(etype) for etype in g.canonical_etypes]
     if all(structure.is_whole for structure in structures):
-        return schema, WholeTypedSource(schema, _whole(g, None))
-    return schema, RemoteTypedSource(schema, structures, "in_edges")
+        return schema, WholeSource(schema, _whole(g, None))
+    return schema, RemoteSource(schema, structures, "in_edges")
 
 
 def _whole(g: DistGraph, weights: str | None) -> list[Csc]:
@@ -175,7 +136,7 @@ def _whole(g: DistGraph, weights: str | None) -> list[Csc]:
     )
 
 
-def _serve(g: DistGraph, weights: str | None, draws: TypedDraws) -> str:
+def _serve(g: DistGraph, weights: str | None, draws: Draws) -> str:
     """Register this loader's rule as an RPC operation on all servers; return its name. Collective.
 
     The name is a hash of all ranks' rules, so loaders with the same rule share an operation.
@@ -199,7 +160,7 @@ def _serve(g: DistGraph, weights: str | None, draws: TypedDraws) -> str:
     return op
 
 
-def _rule_digest(draws: TypedDraws, weights: Mapping[EdgeType, Mapping[int, Array]]) -> str:
+def _rule_digest(draws: Draws, weights: Mapping[EdgeType, Mapping[int, Array]]) -> str:
     # By contents, since weights may change under the same name.
     digest = hashlib.sha256(str(draws.replace).encode())
     for etype in draws.schema.etypes:
@@ -241,27 +202,6 @@ def _excluded(exclude: Any, g: DistGraph) -> dict[EdgeType, Array]:
         return {}
     counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
     return {etype: np.unique(ids) for etype, ids in by_type(exclude, counts, "edge").items() if len(ids)}
-
-
-def _with_slicer(
-    g: DistGraph, source: WholeSource, columns: Columns, options: LoaderOptions
-) -> tuple[Columns, LocalSlicer | None]:
-    # The sampling kernel copies the first input column whose rows are all local; the others are fetched.
-    for ntype, keys in columns.inputs.items():
-        for name, key in keys.items():
-            local = _local_column(g, name, key)
-            if local is not None:
-                slicer = LocalSlicer(source, local, options.depth + _SPARE_BUFFERS)
-                rest = {other: value for other, value in keys.items() if other != name}
-                return replace(columns, inputs={ntype: rest}), slicer
-    return columns, None
-
-
-def _local_column(g: DistGraph, name: str, key: str) -> LocalColumn | None:
-    shards = g.kvstore.shards(key)
-    if len(shards) != 1 or len(shards[0][1]) != g.num_nodes() or shards[0][1].size == 0:
-        return None
-    return LocalColumn(name=name, rows=shards[0][1], dtype=torch_dtype(g.kvstore.column(key).info.dtype))
 
 
 def _call_sampler(sampler: Any, g: DistGraph, seeds: NodeIds, exclude: Excluded) -> Any:

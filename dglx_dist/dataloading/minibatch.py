@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import queue
 import time
 from abc import ABC, abstractmethod
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 import dgl
 import numpy as np
@@ -23,14 +22,10 @@ from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
 from dglx_dist.dataloading.feature_fetch import Columns, EdgesOfBlock, Fetch, edges_of
-from dglx_dist.dataloading.kernels import RawBatch, SampleRequest, Schema, TypedBatch, Workspace
-from dglx_dist.dataloading.row_buffers import BufferPool
-from dglx_dist.dataloading.sampler import BatchSource, TypedDraws, TypedSource, WholeSource
+from dglx_dist.dataloading.kernels import RawBatch, Schema, Workspace
+from dglx_dist.dataloading.sampler import BatchSource, Draws
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.row_kernels import as_words
-from dglx_dist.graph.structure import NO_EDGES
-from dglx_dist.keyed_random import Rule, merged, stream_key
 from dglx_dist.records import EDGE_TYPE, Array, EdgeType
 
 
@@ -72,25 +67,10 @@ class BlockBuilder:
         source, relation, destination = self._etype
         return DGLBlock(index, ([source], [destination]), [relation], nodes, [Frame(num_rows=num_edges)])
 
-    def blocks(self, batch: RawBatch) -> tuple[Tensor, list[DGLBlock]]:
-        """Return (input node ids, blocks), the input-most first; they share the arrays of ``batch``."""
-        nodes = torch.from_numpy(batch.nodes)
-        indptr, sources = torch.from_numpy(batch.indptr), torch.from_numpy(batch.sources)
-        edge_ids = torch.from_numpy(batch.edge_ids)
-        node_ends, edge_ends = batch.node_ends.tolist(), batch.edge_ends.tolist()
-        blocks: list[DGLBlock] = []
-        row = 0
-        for hop, num_dst in enumerate(node_ends[:-1]):
-            edges = slice(edge_ends[hop], edge_ends[hop + 1])
-            rows = indptr[row : row + num_dst + 1]
-            blocks.append(self.block(rows, sources[edges], nodes[: node_ends[hop + 1]], edge_ids[edges]))
-            row += num_dst + 1
-        return nodes, blocks[::-1]
-
 
 @final
-class TypedBlockBuilder:
-    """Builds blocks of several node and edge types. Thread-safe.
+class BatchBlockBuilder:
+    """Builds the blocks of batches. Thread-safe.
 
     As with ``dgl.to_block``, every block has all node types on both sides, even those without a node, and all
     edge types in the graph's order; the destinations of a type are the first of its sources.
@@ -106,8 +86,8 @@ class TypedBlockBuilder:
         self._metagraph = graph_index.from_coo(2 * self._num_types, self._sources, targets, True)
         self._positions = _EdgePositions()
 
-    def blocks(self, batch: TypedBatch) -> tuple[dict[str, Tensor], list[DGLBlock]]:
-        """Return ({node type: input node ids}, blocks); see :meth:`BlockBuilder.blocks`."""
+    def blocks(self, batch: RawBatch) -> tuple[dict[str, Tensor], list[DGLBlock]]:
+        """Return ({node type: input node ids}, blocks), the input-most first; they share its arrays."""
         all_nodes, starts = torch.from_numpy(batch.nodes), batch.node_starts.tolist()
         nodes = [all_nodes[first:last] for first, last in pairwise(starts)]
         arrays = [torch.from_numpy(array) for array in (batch.indptr, batch.sources, batch.edge_ids)]
@@ -232,125 +212,6 @@ class BatchMaker(ABC):
         return ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Draws:
-    """How all batches of a loader are drawn."""
-
-    fanouts: tuple[int, ...]
-    """Layer 1 first; -1 for all in-edges."""
-    replace: bool
-    exclude: Array
-    """(X,) int64 ascending ids of edges never drawn."""
-    seed: int
-    idtype: np.dtype[Any]
-    """Of the blocks' structure: int32 or int64."""
-
-    def signature(self) -> str:
-        """Return the fields, with a digest of the excluded edges."""
-        digest = hashlib.sha256(np.ascontiguousarray(self.exclude).data).hexdigest()[:16]
-        return f"fanouts={self.fanouts}, replace={self.replace}, exclude={digest}, seed={self.seed}"
-
-    def request(self, seeds: Array, epoch: int, exclude: Array = NO_EDGES) -> SampleRequest:
-        """Return the kernels' request for the batch of ``seeds``; ``exclude`` adds to the excluded edges."""
-        fanouts = np.array(self.fanouts[::-1], np.int64)
-        streams = np.array([stream_key(self.seed, epoch, hop) for hop in range(len(fanouts))], np.uint64)
-        rule = Rule(self.replace, merged(self.exclude, exclude))
-        return SampleRequest(seeds, fanouts, streams, rule, np.empty(0, self.idtype), exclude)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalColumn:
-    """An input column whose rows are all in this server's memory, in one piece."""
-
-    name: str
-    rows: Array
-    """(N, *row), C-contiguous; bfloat16 as its bits."""
-    dtype: torch.dtype
-
-
-@final
-class KernelMaker(BatchMaker):
-    """Makes batches with the compiled kernels; ``slicer`` also copies a column that ``columns`` lacks."""
-
-    def __init__(
-        self,
-        source: BatchSource,
-        draws: Draws,
-        store: KVStore,
-        columns: Columns,
-        *,
-        num_nodes: int,
-        etype: EdgeType,
-        slicer: LocalSlicer | None = None,
-    ) -> None:
-        self._source, self._draws, self._store, self._columns = source, draws, store, columns
-        self._slicer, self._workspaces = slicer, Workspaces(num_nodes)
-        self._etype, self._builder = etype, BlockBuilder(etype)
-        self._num_nodes = num_nodes
-
-    def offline(self) -> BatchMaker:
-        if not self._source.is_whole:
-            raise ConfigError(
-                "this server has only a part of the graph's structure; open the graph with "
-                "structure='replicated'"
-            )
-        return KernelMaker(
-            self._source, self._draws, self._store, Columns(), num_nodes=self._num_nodes, etype=self._etype
-        )
-
-    def sampling_signature(self) -> str:
-        return self._draws.signature()
-
-    def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
-        begin = time.perf_counter()
-        targets = seeds.get(self._etype[2], np.empty(0, np.int64))
-        request = self._draws.request(targets, epoch, exclude.get(self._etype, NO_EDGES))
-        with self._workspaces.borrowed() as workspace:
-            batch, ready = self._sample(request, workspace)
-        fetch = Fetch(self._store, self._columns)
-        sampled = time.perf_counter()
-        ntype = self._etype[0]
-        fetch.start({ntype: batch.nodes}, {ntype: targets}, self._edges(batch))
-        building = time.perf_counter()
-        nodes, blocks = self._builder.blocks(batch)
-        built = time.perf_counter()
-        fetch.finish(blocks, {ntype: ready})
-        end = time.perf_counter()
-        return MiniBatch(
-            input_nodes=nodes,
-            output_nodes=torch.from_numpy(targets),
-            blocks=blocks,
-            sample_s=(sampled - begin) + (built - building),
-            fetch_s=(building - sampled) + (end - built),
-        )
-
-    def _sample(self, request: SampleRequest, workspace: Workspace) -> tuple[RawBatch, dict[str, Tensor]]:
-        if self._slicer is None:
-            return self._source.sample(request, workspace), {}
-        return self._slicer.sample(request, workspace)
-
-    def _edges(self, batch: RawBatch) -> Sequence[EdgesOfBlock]:
-        return [{self._etype: batch.edge_ids[first:last]} for first, last in pairwise(batch.edge_ends)][::-1]
-
-
-@final
-class LocalSlicer:
-    """Samples and copies one local input column in one call, for at most ``num_batches`` live batches."""
-
-    def __init__(self, source: WholeSource, column: LocalColumn, num_batches: int) -> None:
-        self._source, self._column = source, column
-        self._words, _ = as_words(column.rows, column.rows)
-        self._pool = BufferPool(self._words.shape[1], self._words.dtype, num_batches)
-
-    def sample(self, request: SampleRequest, workspace: Workspace) -> tuple[RawBatch, dict[str, Tensor]]:
-        """Return the batch, and the column's name to its rows of the batch's nodes."""
-        batch, out = self._source.sample_and_slice(request, workspace, self._words, self._pool.borrow())
-        self._pool.keep(out)
-        rows = out[: len(batch.nodes)].reshape(-1).view(self._column.rows.dtype)
-        shaped = torch.from_numpy(rows.reshape(len(batch.nodes), *self._column.rows.shape[1:]))
-        return batch, {self._column.name: shaped.view(self._column.dtype)}
-
-
 @final
 class SamplerMaker(BatchMaker):
     """Makes batches with a sampler's own code."""
@@ -367,7 +228,7 @@ class SamplerMaker(BatchMaker):
         fetch = Fetch(self._store, self._columns, distinct=False)
         edges = [edges_of(block) for block in blocks] if self._columns.edges else []
         fetch.start(self._arrays(input_nodes), self._arrays(output_nodes), edges)
-        fetch.finish(blocks, {})
+        fetch.finish(blocks)
         end = time.perf_counter()
         return MiniBatch(
             input_nodes=input_nodes,
@@ -410,14 +271,25 @@ def ids_by_type(nodes: dict[str, Tensor]) -> NodeIds:
 
 
 @final
-class TypedMaker(BatchMaker):
-    """Makes batches of graphs with several types with the compiled kernel."""
+class KernelMaker(BatchMaker):
+    """Makes batches with the compiled kernels."""
 
-    def __init__(self, source: TypedSource, draws: TypedDraws, store: KVStore, columns: Columns) -> None:
+    def __init__(self, source: BatchSource, draws: Draws, store: KVStore, columns: Columns) -> None:
         self._source, self._draws, self._store, self._columns = source, draws, store, columns
         self._schema = draws.schema
-        self._builder = TypedBlockBuilder(draws.schema)
+        self._builder = BatchBlockBuilder(draws.schema)
         self._workspaces = Workspaces(sum(draws.schema.num_nodes))
+
+    def offline(self) -> BatchMaker:
+        if not self._source.is_whole:
+            raise ConfigError(
+                "this server has only a part of the graph's structure; open the graph with "
+                "structure='replicated'"
+            )
+        return KernelMaker(self._source, self._draws, self._store, Columns())
+
+    def sampling_signature(self) -> str:
+        return self._draws.signature()
 
     def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
         begin = time.perf_counter()
@@ -434,7 +306,7 @@ class TypedMaker(BatchMaker):
         building = time.perf_counter()
         nodes, blocks = self._builder.blocks(batch)
         built = time.perf_counter()
-        fetch.finish(blocks, {})
+        fetch.finish(blocks)
         targets = {
             ntype: torch.from_numpy(seeds.get(ntype, np.empty(0, np.int64))) for ntype in self._schema.ntypes
         }
@@ -447,7 +319,7 @@ class TypedMaker(BatchMaker):
             fetch_s=(building - sampled) + (end - built),
         )
 
-    def _edges(self, batch: TypedBatch) -> Sequence[EdgesOfBlock]:
+    def _edges(self, batch: RawBatch) -> Sequence[EdgesOfBlock]:
         ends, num_relations = batch.edge_ends, len(self._schema.etypes)
         return [
             {

@@ -5,6 +5,7 @@ A partitioned structure is sampled hop by hop: the requests of all edge types ar
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,22 +20,15 @@ from dglx_dist.dataloading.kernels import (
     SampleRequest,
     Schema,
     Table,
-    TypedBatch,
-    TypedRequest,
     Workspace,
     check_seeds,
     grown_nodes,
     grown_table,
-    grown_typed_table,
-    number,
     number_seeds,
     number_type,
-    number_typed_seeds,
     packed_ids,
     relations_of,
-    sample_and_slice,
     sample_batch,
-    sample_relations,
     write_ids,
 )
 from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, PendingInEdges, Structure
@@ -43,7 +37,7 @@ from dglx_dist.records import Array, EdgeType
 
 
 @dataclass(frozen=True, kw_only=True)
-class TypedDraws:
+class Draws:
     """How all batches of a loader are drawn."""
 
     schema: Schema
@@ -56,9 +50,20 @@ class TypedDraws:
     idtype: np.dtype[Any]
     """Of the blocks' structure: int32 or int64."""
 
+    def signature(self) -> str:
+        """Return the fields but types and index dtype, with a digest of the excluded edges."""
+        digest = hashlib.sha256()
+        for etype, ids in self.exclude.items():
+            digest.update(f"{etype} {len(ids)} ".encode())
+            digest.update(np.ascontiguousarray(ids).data)
+        return (
+            f"fanouts={self.fanouts.tolist()}, replace={self.replace}, exclude={digest.hexdigest()[:16]}, "
+            f"seed={self.seed}"
+        )
+
     def request(
         self, seeds: Mapping[str, Array], epoch: int, exclude: Mapping[EdgeType, Array]
-    ) -> TypedRequest:
+    ) -> SampleRequest:
         """Return the kernel's request for the batch of ``seeds``; ``exclude`` adds to the excluded edges."""
         nothing = np.empty(0, np.int64)
         nodes = [seeds.get(ntype, nothing) for ntype in self.schema.ntypes]
@@ -70,7 +75,7 @@ class TypedDraws:
                 for etype in self.schema.etypes
             ]
             edges, edge_ends = np.concatenate(lists), _ends(lists)
-        return TypedRequest(
+        return SampleRequest(
             np.concatenate(nodes),
             _ends(nodes),
             self.fanouts,
@@ -82,13 +87,16 @@ class TypedDraws:
         )
 
 
-class TypedSource(ABC):
-    """Samples whole batches of several types. Thread-safe; each thread passes its own workspace."""
+class BatchSource(ABC):
+    """Samples whole batches. Thread-safe; each thread passes its own workspace."""
+
+    is_whole: ClassVar[bool]
+    """Whether it samples without other servers."""
 
     @abstractmethod
     def sample(
-        self, request: TypedRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
-    ) -> TypedBatch:
+        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
+    ) -> RawBatch:
         """Sample a batch; the draws depend only on ``request``, not on where the structure is.
 
         Args:
@@ -103,8 +111,10 @@ class TypedSource(ABC):
 
 
 @final
-class WholeTypedSource(TypedSource):
+class WholeSource(BatchSource):
     """Samples from the whole structure in one compiled call."""
+
+    is_whole = True
 
     def __init__(self, schema: Schema, cscs: Sequence[Csc]) -> None:
         # Keeps the arrays alive: the record has only their addresses.
@@ -112,15 +122,15 @@ class WholeTypedSource(TypedSource):
         self._relations = relations_of(schema, self._cscs)
 
     def sample(
-        self, request: TypedRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
-    ) -> TypedBatch:
-        batch, table = sample_relations(self._relations, request, workspace.table)
+        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
+    ) -> RawBatch:
+        batch, table = sample_batch(self._relations, request, workspace.table)
         workspace.keep(table)
-        _check_typed_seeds(request, batch.node_ends[0])
+        _check_all_seeds(request, batch.node_ends[0])
         return batch
 
 
-def _check_typed_seeds(request: TypedRequest, num_distinct: Array) -> None:
+def _check_all_seeds(request: SampleRequest, num_distinct: Array) -> None:
     for node_type, count in enumerate(num_distinct.tolist()):
         check_seeds(request.seeds[request.seed_ends[node_type] : request.seed_ends[node_type + 1]], count)
 
@@ -130,13 +140,15 @@ def _ends(lists: Sequence[Array]) -> Array:
 
 
 @final
-class RemoteTypedSource(TypedSource):
+class RemoteSource(BatchSource):
     """Samples when each server has only the in-edges of its own nodes; one round of requests per hop.
 
     For every hop and edge type it sends 8 bytes per remote destination and receives 24 per edge drawn there;
     each request also has 8 bytes per edge of the type that the batch excludes there. All ranks serve ``op``
-    as for :class:`RemoteSource`.
+    with :func:`keyed_draw`, by the rule of the requests without what single batches exclude.
     """
+
+    is_whole = False
 
     def __init__(self, schema: Schema, structures: Sequence[Structure], op: str) -> None:
         self._structures, self._op, self._etypes = tuple(structures), op, schema.etypes
@@ -145,12 +157,12 @@ class RemoteTypedSource(TypedSource):
         self._destination_types = schema.destination_types.tolist()
 
     def sample(
-        self, request: TypedRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
-    ) -> TypedBatch:
-        table, nodes = number_typed_seeds(workspace.table, self._offsets, request.seeds, request.seed_ends)
+        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
+    ) -> RawBatch:
+        table, nodes = number_seeds(workspace.table, self._offsets, request.seeds, request.seed_ends)
         node_ends, parts = [nodes.counts.copy()], []
         try:
-            _check_typed_seeds(request, nodes.counts)
+            _check_all_seeds(request, nodes.counts)
             for hop in range(len(request.fanouts)):
                 edges = self._draw(request, exclude, hop, nodes)
                 table, nodes, local = self._number(table, nodes, edges, request.like.dtype)
@@ -163,10 +175,10 @@ class RemoteTypedSource(TypedSource):
             # Also after an error, or the next batch would see the numbers assigned so far.
             workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
         ids, starts = packed_ids(nodes)
-        return TypedBatch(ids, starts, np.array(node_ends), *_joined(parts, request.like.dtype))
+        return RawBatch(ids, starts, np.array(node_ends), *_joined(parts, request.like.dtype))
 
     def _draw(
-        self, request: TypedRequest, exclude: Mapping[EdgeType, Array], hop: int, nodes: NumberedNodes
+        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, nodes: NumberedNodes
     ) -> list[InEdges]:
         pending: list[PendingInEdges | int] = []
         for relation, structure in enumerate(self._structures):
@@ -186,7 +198,7 @@ class RemoteTypedSource(TypedSource):
         more, done = np.zeros(len(nodes.counts), np.int64), nodes.counts.copy()
         np.add.at(more, self._source_types, [len(of_type.sources) for of_type in edges])
         nodes = grown_nodes(nodes, more)
-        table = grown_typed_table(table, nodes, int(more.sum()))
+        table = grown_table(table, nodes, int(more.sum()))
         local = [np.empty(len(of_type.sources), dtype) for of_type in edges]
         for relation, of_type in enumerate(edges):
             node_type = self._source_types[relation]
@@ -202,51 +214,6 @@ class RemoteTypedSource(TypedSource):
 
 def _no_edges(num_nodes: int) -> InEdges:
     return InEdges(indptr=np.zeros(num_nodes + 1, np.int64), sources=NO_EDGES, edge_ids=NO_EDGES)
-
-
-class BatchSource(ABC):
-    """Samples whole batches of one type. Thread-safe; each thread passes its own workspace."""
-
-    is_whole: ClassVar[bool]
-    """Whether it samples without other servers."""
-
-    @abstractmethod
-    def sample(self, request: SampleRequest, workspace: Workspace) -> RawBatch:
-        """Sample a batch; the draws depend only on ``request``, not on where the structure is.
-
-        Raises:
-            ConfigError: the seeds repeat an id.
-            PeerError: a server did not answer in time.
-        """
-
-
-@final
-class WholeSource(BatchSource):
-    """Samples from the whole structure in one compiled call."""
-
-    is_whole = True
-
-    def __init__(self, csc: Csc) -> None:
-        self._csc = csc
-
-    def sample(self, request: SampleRequest, workspace: Workspace) -> RawBatch:
-        batch, table = sample_batch(self._csc, request, workspace.table)
-        workspace.keep(table)
-        check_seeds(request.seeds, int(batch.node_ends[0]))
-        return batch
-
-    def sample_and_slice(
-        self, request: SampleRequest, workspace: Workspace, rows: Array, out: Array
-    ) -> tuple[RawBatch, Array]:
-        """As :meth:`sample`, and copy feature rows; see :func:`kernels.sample_and_slice`.
-
-        Returns:
-            The batch and the memory used, whose first rows are the features of its nodes.
-        """
-        batch, table, out = sample_and_slice(self._csc, request, workspace.table, rows, out)
-        workspace.keep(table)
-        check_seeds(request.seeds, int(batch.node_ends[0]))
-        return batch, out
 
 
 def csc_of(shard: CSCShard, weights: Array | None = None) -> Csc:
@@ -271,43 +238,6 @@ def keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
         return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
     return draw
-
-
-@final
-class RemoteSource(BatchSource):
-    """Samples when each server has only the in-edges of its own nodes; one round of requests per hop.
-
-    Sends 8 bytes per remote destination and receives 24 per edge drawn there; each request
-    also has 8 bytes per edge that the batch excludes there. All ranks serve ``op`` with :func:`keyed_draw`,
-    by the rule of the requests without what single batches exclude.
-    """
-
-    is_whole = False
-
-    def __init__(self, structure: Structure, op: str) -> None:
-        self._structure, self._op = structure, op
-
-    def sample(self, request: SampleRequest, workspace: Workspace) -> RawBatch:
-        table, nodes, count = number_seeds(workspace.table, request.seeds)
-        node_ends, hops = [count], []
-        try:
-            check_seeds(request.seeds, count)
-            for hop, fanout in enumerate(request.fanouts.tolist()):
-                parameters = json.dumps({"fanout": fanout, "stream": int(request.streams[hop])})
-                layer = len(request.fanouts) - hop
-                edges = self._structure.ask(
-                    self._op, nodes[:count], parameters, exclude=request.batch_exclude, layer=layer
-                )
-                nodes = np.concatenate([nodes[:count], np.empty(len(edges.sources) + 1, np.int64)])
-                table = grown_table(table, nodes, count, len(edges.sources))
-                local = np.empty(len(edges.sources), request.like.dtype)
-                count = number(table, edges.sources, nodes, count, local)
-                hops.append((edges.indptr, local, edges.edge_ids))
-                node_ends.append(count)
-        finally:
-            # Also after an error, or the next batch would see the numbers assigned so far.
-            workspace.keep(table._replace(base=table.base + count))
-        return RawBatch(nodes[:count], np.array(node_ends), *_joined(hops, request.like.dtype))
 
 
 def _joined(

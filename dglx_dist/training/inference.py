@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks, sum_over_ranks
 from dglx_dist.dataloading.kernels import Workspace
 from dglx_dist.dataloading.loader import all_in_edges
-from dglx_dist.dataloading.minibatch import TypedBlockBuilder
-from dglx_dist.dataloading.sampler import TypedDraws
+from dglx_dist.dataloading.minibatch import BatchBlockBuilder
+from dglx_dist.dataloading.sampler import Draws
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
@@ -42,7 +42,7 @@ class FullBlocks:
     def __init__(self, g: DistGraph, device: torch.device) -> None:
         self._g, self.device = g, device
         self._schema, self._source = all_in_edges(g)
-        self._builder = TypedBlockBuilder(self._schema)
+        self._builder = BatchBlockBuilder(self._schema)
         self._workspace = Workspace(sum(self._schema.num_nodes))
 
     def block(self, destinations: Mapping[str, Array]) -> tuple[Any, dict[str, Array]]:
@@ -59,7 +59,7 @@ class FullBlocks:
         self, destinations: Mapping[str, Array], num_layers: int
     ) -> tuple[list[Any], dict[str, Array]]:
         """Return the blocks of ``num_layers`` hops, input-most first, and the source ids of the first."""
-        draws = TypedDraws(
+        draws = Draws(
             schema=self._schema,
             fanouts=np.full((num_layers, len(self._schema.etypes)), -1),
             replace=False,

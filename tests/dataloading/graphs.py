@@ -1,14 +1,15 @@
 """Small graphs for the tests of sampling, and batches of them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dglx_dist.dataloading.kernels import RawBatch, SampleRequest
-from dglx_dist.keyed_random import Csc, Rule, stream_key
-
-NO_EDGES = np.empty(0, np.int64)
+from dglx_dist.dataloading.kernels import RawBatch, Schema, Workspace
+from dglx_dist.dataloading.sampler import Draws, WholeSource
+from dglx_dist.keyed_random import Csc
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 
 
 def csc_from(in_edges: Sequence[Sequence[int]], weights: Sequence[float] = (), dtype: str = "int32") -> Csc:
@@ -27,29 +28,47 @@ def random_csc(num_nodes: int, mean_degree: int, seed: int = 0, dtype: str = "in
     return csc_from([row.tolist() for row in rows], dtype=dtype)
 
 
-def request_for(
-    seeds: Sequence[int] | NDArray[np.int64],
+def draws_of(
+    num_nodes: int,
     fanouts: Sequence[int],
     *,
     replace: bool = False,
     exclude: Sequence[int] = (),
     seed: int = 0,
-    epoch: int = 0,
     dtype: str = "int64",
-) -> SampleRequest:
-    """``fanouts`` as DGL orders them: input-most layer first."""
-    streams = np.array([stream_key(seed, epoch, hop) for hop in range(len(fanouts))], np.uint64)
-    rule = Rule(replace, np.array(sorted(exclude), np.int64))
-    hops = np.array(list(fanouts)[::-1], np.int64)
-    return SampleRequest(np.asarray(seeds, np.int64), hops, streams, rule, np.empty(0, dtype))
+) -> Draws:
+    """Draws on a graph of one type; ``fanouts`` as DGL orders them: input-most layer first."""
+    schema = Schema(ntypes=(NODE_TYPE,), num_nodes=(num_nodes,), etypes=(EDGE_TYPE,))
+    hops = np.array(list(fanouts)[::-1], np.int64)[:, None]
+    excluded = {EDGE_TYPE: np.array(sorted(exclude), np.int64)}
+    return Draws(
+        schema=schema, fanouts=hops, replace=replace, exclude=excluded, seed=seed, idtype=np.dtype(dtype)
+    )
+
+
+def sampled(
+    csc: Csc,
+    seeds: Sequence[int] | NDArray[np.int64],
+    fanouts: Sequence[int],
+    *,
+    epoch: int = 0,
+    workspace: Workspace | None = None,
+    **draws: Any,
+) -> RawBatch:
+    """A batch of a graph of one type."""
+    num_nodes = len(csc.indptr) - 1
+    drawn = draws_of(num_nodes, fanouts, **draws)
+    request = drawn.request({NODE_TYPE: np.asarray(seeds, np.int64)}, epoch, {})
+    return WholeSource(drawn.schema, [csc]).sample(request, {}, workspace or Workspace(num_nodes))
 
 
 def edges_of_hop(batch: RawBatch, hop: int) -> list[tuple[int, int, int]]:
     """(global source, global destination, edge id) of a hop, in order."""
-    num_rows = batch.node_ends[:-1] + 1
+    node_ends = batch.node_ends[:, 0]
+    num_rows = node_ends[:-1] + 1
     first = int(num_rows[:hop].sum())
     indptr = batch.indptr[first : first + num_rows[hop]]
     edges = slice(batch.edge_ends[hop], batch.edge_ends[hop + 1])
-    destinations = np.repeat(batch.nodes[: batch.node_ends[hop]], np.diff(indptr))
+    destinations = np.repeat(batch.nodes[: node_ends[hop]], np.diff(indptr))
     sources = batch.nodes[batch.sources[edges]]
     return list(zip(sources.tolist(), destinations.tolist(), batch.edge_ids[edges].tolist(), strict=True))

@@ -13,18 +13,15 @@ import torch
 
 from dglx_dist.dataloading.feature_fetch import Columns, Fetch, edges_of
 from dglx_dist.dataloading.minibatch import (
+    BatchBlockBuilder,
     BatchMaker,
-    BlockBuilder,
-    Draws,
     KernelMaker,
-    TypedBlockBuilder,
-    TypedMaker,
 )
-from dglx_dist.dataloading.sampler import WholeSource, WholeTypedSource
+from dglx_dist.dataloading.sampler import WholeSource
 from dglx_dist.dataloading.step_loader import run_ahead
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, ColumnInfo
-from tests.dataloading.graphs import random_csc
+from tests.dataloading.graphs import draws_of, random_csc
 from tests.dataloading.shop import KNOWS, LIKE, shop_draws, typed_shop
 
 
@@ -40,9 +37,8 @@ def test_columns_land_where_they_belong(graph: DistGraph) -> None:
     )
     fetch = Fetch(graph.kvstore, columns)
     fetch.start({"_N": np.array([5, 9, 2])}, {"_N": np.array([5])}, [edges_of(block)])
-    fetch.finish([block], {"_N": {"ready": torch.tensor([1, 2, 3])}})
+    fetch.finish([block])
     assert block.srcdata["feat"][:, 0].tolist() == [5, 9, 2]
-    assert block.srcdata["ready"].tolist() == [1, 2, 3]
     assert block.dstdata["label"].tolist() == [5]
     assert torch.equal(block.edata["source"], graph.edata["source"][torch.tensor([7, 3])])
 
@@ -82,17 +78,14 @@ class FakeStore:
 
 
 def homogeneous(note: Callable[[str, str], None]) -> BatchMaker:
-    draws = Draws(
-        fanouts=(2, 3), replace=False, exclude=np.empty(0, np.int64), seed=1, idtype=np.dtype(np.int64)
-    )
-    store = FakeStore(note)
-    return KernelMaker(WholeSource(CSC), draws, store, HOMOGENEOUS, num_nodes=100, etype=EDGE_TYPE)
+    draws = draws_of(100, (2, 3), seed=1)
+    return KernelMaker(WholeSource(draws.schema, [CSC]), draws, FakeStore(note), HOMOGENEOUS)
 
 
 def typed(note: Callable[[str, str], None]) -> BatchMaker:
     schema, cscs = typed_shop()
     draws = shop_draws(schema, [2, 3])
-    return TypedMaker(WholeTypedSource(schema, cscs), draws, FakeStore(note), TYPED)
+    return KernelMaker(WholeSource(schema, cscs), draws, FakeStore(note), TYPED)
 
 
 SEEDS = {homogeneous: {NODE_TYPE: np.array([4, 8])}, typed: {"user": np.array([4, 8]), "item": np.array([2])}}
@@ -104,13 +97,12 @@ def test_all_requests_of_a_batch_leave_before_blocks_are_built_and_before_any_wa
 ) -> None:
     events: list[str] = []
     maker = open_one(lambda what, _key: events.append(what))
-    for builder in (BlockBuilder, TypedBlockBuilder):
 
-        def build(self, batch, blocks=builder.blocks):
-            events.append("build")
-            return blocks(self, batch)
+    def build(self, batch, blocks=BatchBlockBuilder.blocks):
+        events.append("build")
+        return blocks(self, batch)
 
-        monkeypatch.setattr(builder, "blocks", build)
+    monkeypatch.setattr(BatchBlockBuilder, "blocks", build)
     maker.make(SEEDS[open_one], 0)
     assert events == ["ask"] * num_asked + ["build"] + ["wait"] * num_asked
 

@@ -9,7 +9,7 @@ import torch
 from dgl.dataloading import NeighborSampler
 
 from dglx_dist.dataloading.loader import DataLoader, open_maker
-from dglx_dist.dataloading.minibatch import SamplerMaker, TypedMaker
+from dglx_dist.dataloading.minibatch import KernelMaker, SamplerMaker
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import LoaderOptions
 from dglx_dist.errors import ConfigError
@@ -116,7 +116,7 @@ def test_a_samplers_own_code_draws_the_same_full_neighbourhood(shop_graph: DistG
         open_maker(shop_graph, sampler, read_sampler(sampler), LoaderOptions(), seed=0)
         for sampler in (NeighborSampler([-1, -1], **PREFETCH), Own([-1, -1], **PREFETCH))
     )
-    assert type(mine) is TypedMaker
+    assert type(mine) is KernelMaker
     assert type(theirs) is SamplerMaker
     seeds = {ntype: ids.numpy() for ntype, ids in SEEDS.items()}
     for given in (seeds, {}):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.dataloading.kernels import Schema, Workspace, relations_of, sample_batch, sample_relations
-from dglx_dist.dataloading.minibatch import TypedBlockBuilder
-from dglx_dist.dataloading.sampler import RemoteTypedSource, WholeTypedSource, keyed_draw
+from dglx_dist.dataloading.kernels import Schema, Workspace
+from dglx_dist.dataloading.minibatch import BatchBlockBuilder
+from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, keyed_draw
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.structure import CSCShard
 from dglx_dist.keyed_random import Rule, stream_key
-from tests.dataloading.graphs import random_csc, request_for
+from tests.dataloading.graphs import random_csc
 from tests.dataloading.shop import (
     BUYS,
     KNOWS,
@@ -30,48 +30,14 @@ from tests.dataloading.shop import (
 )
 from tests.helpers.ranks import run_ranks
 
-ONE = ("_N", "_E", "_N")
 SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 
 
 def blocks_of(schema, cscs, fanouts, seeds=SEEDS, exclude=None, direct_limit=1000, **draws):
     request = shop_draws(schema, fanouts, **draws).request(seeds, 0, exclude or {})
     workspace = Workspace(sum(schema.num_nodes), direct_limit=direct_limit)
-    batch = WholeTypedSource(schema, cscs).sample(request, exclude or {}, workspace)
-    return TypedBlockBuilder(schema).blocks(batch)
-
-
-@pytest.mark.parametrize("direct_limit", [0, 1000])
-@pytest.mark.parametrize(
-    ("weighted", "options"),
-    [
-        (False, {}),
-        (False, {"exclude": range(0, 900, 3)}),
-        (False, {"replace": True}),
-        (True, {}),
-        (True, {"replace": True, "exclude": range(0, 900, 3)}),
-    ],
-)
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-def test_one_type_draws_what_its_own_kernel_draws(direct_limit, weighted, options, dtype) -> None:
-    csc = random_csc(300, 6, dtype=dtype)
-    if weighted:
-        csc = csc._replace(weights=(np.arange(len(csc.indices)) % 5).astype(np.float32))
-    schema = Schema(ntypes=("_N",), num_nodes=(300,), etypes=(ONE,))
-    seeds = np.array([4, 0, 150, 299])
-    exclude = {ONE: np.array(options.get("exclude", []), np.int64)}
-    replace = options.get("replace", False)
-    draws = shop_draws(schema, [3, 5, -1], replace=replace, exclude=exclude, seed=7)
-    workspace = Workspace(300, direct_limit=direct_limit)
-    batch, _ = sample_relations(
-        relations_of(schema, [csc]), draws.request({"_N": seeds}, 2, {}), workspace.table
-    )
-    request = request_for(seeds, [3, 5, -1], seed=7, epoch=2, **options)
-    expected, _ = sample_batch(csc, request, Workspace(300).table)
-    assert batch.node_starts.tolist() == [0, len(expected.nodes)]
-    assert batch.node_ends[:, 0].tolist() == expected.node_ends.tolist()
-    for name in ("nodes", "indptr", "sources", "edge_ids", "edge_ends"):
-        assert getattr(batch, name).tolist() == getattr(expected, name).tolist()
+    batch = WholeSource(schema, cscs).sample(request, exclude or {}, workspace)
+    return BatchBlockBuilder(schema).blocks(batch)
 
 
 @pytest.mark.parametrize("direct_limit", [0, 1000])
@@ -226,7 +192,7 @@ def cut_source(events, schema, cscs):
         Recording(etype, csc, (len(csc.indptr) - 1) // 2, draw, events)
         for etype, csc in zip(schema.etypes, cscs, strict=True)
     ]
-    return RemoteTypedSource(schema, structures, "draw")
+    return RemoteSource(schema, structures, "draw")
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
@@ -239,7 +205,7 @@ def test_joined_pieces_make_the_batch_of_the_kernel(dtype: str, direct_limit: in
     workspace = Workspace(80, direct_limit=direct_limit)
     source = cut_source([], schema, cscs)
     batch, again = source.sample(request, once, workspace), source.sample(request, once, workspace)
-    expected = WholeTypedSource(schema, cscs).sample(request, once, Workspace(80))
+    expected = WholeSource(schema, cscs).sample(request, once, Workspace(80))
     for one, two, other in zip(batch, again, expected, strict=True):
         assert one.tolist() == two.tolist() == other.tolist()
     assert batch.sources.dtype == dtype
@@ -272,7 +238,7 @@ def test_a_repeated_seed_is_refused_and_the_workspace_stays_good() -> None:
     with pytest.raises(ConfigError, match="node 3 more than once"):
         source.sample(draws.request({"item": np.array([3, 5, 3])}, 0, {}), {}, workspace)
     batch = source.sample(draws.request(SEEDS, 0, {}), {}, workspace)
-    expected = WholeTypedSource(schema, cscs).sample(draws.request(SEEDS, 0, {}), {}, Workspace(80))
+    expected = WholeSource(schema, cscs).sample(draws.request(SEEDS, 0, {}), {}, Workspace(80))
     assert batch.nodes.tolist() == expected.nodes.tolist()
 
 
@@ -308,4 +274,4 @@ def test_a_repeated_seed_is_named() -> None:
     schema, cscs = typed_shop()
     request = shop_draws(schema, [1]).request({"user": np.array([1, 2]), "item": np.array([4, 4])}, 0, {})
     with pytest.raises(ConfigError, match="node 4 more than once"):
-        WholeTypedSource(schema, cscs).sample(request, {}, Workspace(80))
+        WholeSource(schema, cscs).sample(request, {}, Workspace(80))

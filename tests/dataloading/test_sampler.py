@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import dgl
 import numpy as np
 import pytest
 import torch
 from dgl import nn as dgl_nn
 
-from dglx_dist.dataloading.kernels import Workspace, sample_batch
-from dglx_dist.dataloading.minibatch import (
-    BlockBuilder,
-    Draws,
-    LocalColumn,
-    LocalSlicer,
-    TypedBlockBuilder,
-    Workspaces,
-    ids_by_type,
-)
-from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, WholeTypedSource, csc_of, keyed_draw
-from dglx_dist.errors import ConfigError
+from dglx_dist.dataloading.kernels import Workspace
+from dglx_dist.dataloading.minibatch import BatchBlockBuilder, BlockBuilder, Workspaces, ids_by_type
+from dglx_dist.dataloading.sampler import WholeSource, csc_of
 from dglx_dist.graph.structure import CSCShard
-from dglx_dist.keyed_random import Rule
-from tests.dataloading.graphs import csc_from, random_csc, request_for
+from tests.dataloading.graphs import csc_from, draws_of, random_csc, sampled
 from tests.dataloading.rings import NUM_NODES, draws_in_rank
 from tests.dataloading.shop import edges_in, shop_draws, typed_shop
 from tests.helpers import wide
@@ -38,15 +26,16 @@ CONVOLUTIONS = {
 }
 
 
-def sampled(seeds, fanouts, dtype="int64", csc=None):
+def blocks_of(seeds, fanouts, dtype="int64", csc=None):
     csc = random_csc(200, 5) if csc is None else csc
-    return WholeSource(csc).sample(request_for(seeds, fanouts, dtype=dtype), Workspace(len(csc.indptr) - 1))
+    schema = draws_of(len(csc.indptr) - 1, fanouts).schema
+    nodes, blocks = BatchBlockBuilder(schema).blocks(sampled(csc, seeds, fanouts, dtype=dtype))
+    return ids_by_type(nodes), blocks
 
 
 def test_ids_by_hand() -> None:
     # 0 <- 1, 2    1 <- 3
-    batch = sampled([0], [-1, -1], csc=csc_from([[1, 2], [3], [], []]))
-    nodes, (outer, inner) = BlockBuilder().blocks(batch)
+    nodes, (outer, inner) = blocks_of([0], [-1, -1], csc=csc_from([[1, 2], [3], [], []]))
     assert nodes.tolist() == outer.srcdata[dgl.NID].tolist() == [0, 1, 2, 3]
     assert outer.dstdata[dgl.NID].tolist() == inner.srcdata[dgl.NID].tolist() == [0, 1, 2]
     assert inner.dstdata[dgl.NID].tolist() == [0]
@@ -60,7 +49,7 @@ def test_ids_by_hand() -> None:
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 def test_convolutions_agree_with_dgls_own_block(kind: str, dtype: str) -> None:
-    _, (block,) = BlockBuilder().blocks(sampled([3, 0, 9], [6], dtype))
+    _, (block,) = blocks_of([3, 0, 9], [6], dtype)
     src, dst = block.edges()
     theirs = dgl.create_block((src, dst), block.num_src_nodes(), block.num_dst_nodes())
     torch.manual_seed(0)
@@ -79,7 +68,7 @@ def test_convolutions_agree_with_dgls_own_block(kind: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 def test_a_block_without_destinations_runs_forward_and_backward(kind: str, dtype: str) -> None:
-    _, (outer, inner) = BlockBuilder().blocks(sampled([], [5, 5], dtype))
+    _, (outer, inner) = blocks_of([], [5, 5], dtype)
     assert outer.num_src_nodes() == outer.num_dst_nodes() == outer.num_edges() == inner.num_dst_nodes() == 0
     conv = CONVOLUTIONS[kind]()
     out = conv(outer, torch.rand(0, 4))
@@ -89,7 +78,7 @@ def test_a_block_without_destinations_runs_forward_and_backward(kind: str, dtype
 
 
 def test_two_layers_by_hand() -> None:
-    _, blocks = BlockBuilder().blocks(sampled([0], [-1, -1], csc=csc_from([[1, 2], [3], [], []])))
+    _, blocks = blocks_of([0], [-1, -1], csc=csc_from([[1, 2], [3], [], []]))
     x = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
     for block in blocks:
         block.srcdata["x"] = x
@@ -110,7 +99,7 @@ def test_edge_positions_grow_with_the_blocks() -> None:
 
 
 def test_blocks_move_and_copy_like_dgls() -> None:
-    _, (block,) = BlockBuilder().blocks(sampled([3, 0], [4]))
+    _, (block,) = blocks_of([3, 0], [4])
     moved = block.to("cpu").int()
     assert moved.idtype == torch.int32
     assert moved.edata[dgl.EID].tolist() == block.edata[dgl.EID].tolist()
@@ -123,8 +112,8 @@ TYPED_SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 def typed_blocks(seeds, dtype="int64"):
     schema, cscs = typed_shop()
     request = shop_draws(schema, [4, 3], idtype=np.dtype(dtype)).request(seeds, 0, {})
-    batch = WholeTypedSource(schema, cscs).sample(request, {}, Workspace(80))
-    return schema, *TypedBlockBuilder(schema).blocks(batch)
+    batch = WholeSource(schema, cscs).sample(request, {}, Workspace(80))
+    return schema, *BatchBlockBuilder(schema).blocks(batch)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
@@ -173,44 +162,6 @@ def test_moved_blocks_of_several_types_keep_their_ids() -> None:
         assert edges_in(moved, etype) == edges_in(outer, etype)
 
 
-CSC = random_csc(100, 5)
-DRAWS = Draws(fanouts=(2, 3), replace=False, exclude=np.empty(0, np.int64), seed=1, idtype=np.dtype(np.int64))
-
-
-def test_hops_start_at_the_seeds_and_have_keys_of_their_own() -> None:
-    request = DRAWS.request(np.array([4]), 0)
-    assert request.fanouts.tolist() == [3, 2]
-    keys = {int(key) for epoch in range(3) for key in DRAWS.request(np.array([4]), epoch).streams}
-    assert len(keys) == 6
-
-
-@pytest.mark.parametrize(
-    ("rows", "dtype"),
-    [
-        (np.arange(300, dtype=np.float32).reshape(100, 3), torch.float32),
-        (np.arange(100, dtype=np.int64), torch.int64),
-        (np.arange(100) % 2 == 0, torch.bool),
-        (np.arange(400, dtype=np.uint16).reshape(100, 2, 2), torch.bfloat16),
-    ],
-    ids=["float32", "scalar", "bool", "bfloat16"],
-)
-def test_local_columns_of_any_dtype_and_shape(rows: np.ndarray, dtype: torch.dtype) -> None:
-    slicer = LocalSlicer(WholeSource(CSC), LocalColumn(name="x", rows=rows, dtype=dtype), num_batches=2)
-    for seed in (0, 5, 9):
-        batch, ready = slicer.sample(DRAWS.request(np.array([seed]), 0), Workspace(100))
-        expected = torch.from_numpy(rows[batch.nodes])
-        assert ready["x"].dtype == dtype
-        assert torch.equal(ready["x"].view(expected.dtype), expected)
-
-
-def test_what_a_batch_leaves_out_is_told_apart_from_what_is_always_left_out() -> None:
-    draws = dataclasses.replace(DRAWS, exclude=np.array([3, 9]))
-    request = draws.request(np.array([4]), 0, np.array([5, 9]))
-    assert request.rule.exclude.tolist() == [3, 5, 9]
-    assert request.batch_exclude.tolist() == [5, 9]
-    assert draws.request(np.array([4]), 0).rule.exclude.tolist() == [3, 9]
-
-
 def test_workspaces_are_lent_to_one_borrower_at_a_time_and_used_again() -> None:
     workspaces = Workspaces(10)
     with workspaces.borrowed() as one, workspaces.borrowed() as other:
@@ -223,24 +174,6 @@ def test_ids_come_without_a_dict_where_there_is_one_type() -> None:
     ids = torch.tensor([1])
     assert ids_by_type({"_N": ids}) is ids
     assert ids_by_type({"a": ids, "b": ids}) == {"a": ids, "b": ids}
-
-
-SOURCE = WholeSource(random_csc(100, 5))
-ROWS = np.arange(100, dtype=np.uint32).reshape(100, 1)
-
-
-def test_slicing_samples_what_sampling_samples() -> None:
-    request = request_for([1, 0, 50], [3, 4])
-    plain = SOURCE.sample(request, Workspace(100))
-    sliced, out = SOURCE.sample_and_slice(request, Workspace(100), ROWS, np.empty((0, 1), np.uint32))
-    for one, other in zip(plain, sliced, strict=True):
-        assert one.tolist() == other.tolist()
-    assert out[: len(plain.nodes), 0].tolist() == plain.nodes.tolist()
-
-
-def test_repeated_seeds_are_refused_with_the_first() -> None:
-    with pytest.raises(ConfigError, match=r"node 4 more than once \(3 seeds, 2 distinct\)"):
-        SOURCE.sample_and_slice(request_for([4, 9, 4], [2]), Workspace(100), ROWS, ROWS[:0])
 
 
 SEEDS = list(range(1, NUM_NODES, 2))
@@ -330,51 +263,6 @@ def same_seeds_on_all(folder: str) -> list[str]:
 def test_ranks_with_the_same_seeds_are_told(rings) -> None:
     for messages in run_ranks(same_seeds_on_all, 2, args=(str(rings[1]),)):
         assert any("the same 3 indices" in message and "node_split" in message for message in messages)
-
-
-class TwoPieces:
-    """Stands in for a structure: asks two pieces of a graph in turn."""
-
-    def __init__(self, csc, cut: int, draw) -> None:
-        edge = int(csc.indptr[cut])
-        self._draw, self._cut = draw, cut
-        self._pieces = [
-            CSCShard(indptr=csc.indptr[: cut + 1], indices=csc.indices[:edge], first_node=0, first_edge=0),
-            CSCShard(
-                indptr=csc.indptr[cut:] - edge, indices=csc.indices[edge:], first_node=cut, first_edge=edge
-            ),
-        ]
-
-    def ask(self, op, nodes, parameters, *, exclude, layer):
-        from dglx_dist.graph.structure import Piece, join_pieces
-
-        pieces = []
-        for piece, places in zip(
-            self._pieces, [np.flatnonzero(nodes < self._cut), np.flatnonzero(nodes >= self._cut)], strict=True
-        ):
-            edges = self._draw(piece, nodes[places], parameters, exclude)
-            pieces.append(Piece(edges=edges, starts=np.arange(len(places) + 1), positions=places))
-        return join_pieces(len(nodes), pieces)
-
-
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize("direct_limit", [0, 1000])
-def test_joined_pieces_make_the_batch_of_the_kernel(dtype: str, direct_limit: int) -> None:
-    csc = random_csc(300, 6)
-    # Edges 0, 7, ... are left out of every batch, and 0, 5, ... of this one.
-    always, once = np.arange(0, len(csc.indices), 7), np.arange(0, len(csc.indices), 5)
-    request = request_for(
-        [4, 0, 150, 299], [3, 5, -1], dtype=dtype, exclude={*always.tolist(), *once.tolist()}
-    )
-    request = request._replace(batch_exclude=once)
-    pieces = TwoPieces(csc, 120, keyed_draw(Rule(False, always), {}))
-    workspace = Workspace(300, direct_limit=direct_limit)
-    batch = RemoteSource(pieces, "draw").sample(request, workspace)
-    again = RemoteSource(pieces, "draw").sample(request, workspace)
-    expected, _ = sample_batch(csc, request, Workspace(300).table)
-    for one, two, other in zip(batch, again, expected, strict=True):
-        assert one.tolist() == two.tolist() == other.tolist()
-    assert batch.sources.dtype == dtype
 
 
 def test_a_piece_without_weights_has_none() -> None:
