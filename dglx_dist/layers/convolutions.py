@@ -621,10 +621,7 @@ CONVOLUTIONS: Mapping[type[nn.Module], Convolution] = MappingProxyType(
 def stages_of(module: nn.Module, sync: Sync = "columns") -> SplittableConv:
     """Return ``module`` as stages; its parameters are shared, not copied.
 
-    Args:
-        module: A convolution.
-        sync: "columns": sums over in-edges are summed over the parts. "inputs": also layers that only begin
-            with a linear map of each source row; those rows, (L0, width), are summed over the parts.
+    With ``sync="inputs"`` also layers that only begin with a linear map of each source row can be split.
 
     Raises:
         ConfigError: it cannot be split; the message has the reason and a remedy.

@@ -97,7 +97,6 @@ def _is_rows(value: Any) -> bool:
 class Call:
     """Call of a module, as the tracer saw it."""
 
-    name: str
     module: nn.Module
     block: int | None
     """Position among the blocks, if it was called with one."""
@@ -123,23 +122,18 @@ def trace_calls(model: nn.Module, blocks: Sequence[Any], x: Tensor) -> list[Call
         call = read_call(module, args, kwargs)
         entered.append(None if call is None else index_of(call.graph))
 
-    def leave(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-            block, call = entered.pop(), read_call(module, args, kwargs)
-            rows = args[0] if call is None and args else None if call is None else call.rows
-            rows = rows[0] if isinstance(rows, tuple) else rows
-            if torch.is_tensor(rows) and rows.dim() > 1:
-                around = next((one for one in entered if one is not None), None)
-                calls.append(
-                    Call(name=name, module=module, block=block, rows=rows, result=result, inside=around)
-                )
-
-        return hook
+    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        block, call = entered.pop(), read_call(module, args, kwargs)
+        rows = args[0] if call is None and args else None if call is None else call.rows
+        rows = rows[0] if isinstance(rows, tuple) else rows
+        if torch.is_tensor(rows) and rows.dim() > 1:
+            around = next((one for one in entered if one is not None), None)
+            calls.append(Call(module=module, block=block, rows=rows, result=result, inside=around))
 
     with ExitStack() as stack:
-        for name, module in model.named_modules():
+        for module in model.modules():
             stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            stack.callback(module.register_forward_hook(leave(name), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
         stack.enter_context(restored(model, training=False))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         model(blocks, x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import dgl
@@ -113,6 +114,35 @@ def test_options_and_intervals_change_nothing(
 def test_ranks_drop_alike(folder: str, expected: dict[str, Any], ranks: int, ranks_per_server: int) -> None:
     for found in run_ranks(under_lambda, ranks, args=(folder,), ranks_per_server=ranks_per_server):
         check(found, expected)
+
+
+def sent_with_and_without(folder: str) -> list[dict[str, int]]:
+    """Bytes by phase of two epochs of SAGE, whose features and rows are dropped, or nothing is."""
+    found = []
+    for scale in (1.0, 0.0):
+        with dx.init("lambda", timeout=60, executor="inline", intervals=3) as session:
+            model = Dropping("sage").double()
+            # A dropout of the scores would separate the last step from the loss.
+            model.features.p = 0.0
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p *= scale
+            config = FitConfig(epochs=2, eval_every=0, num_layers=2, show_progress=False)
+            dx.fit(model, dx.DistGraph(folder), config=config)
+            phases: Counter[str] = Counter()
+            for row in session.ledger.rows():
+                phases[row.phase] += row.num_bytes
+        found.append({name: phases[name] for name in PHASES})
+    return found
+
+
+PHASES = ("preload", "ghosts", "ghost_gradients", "weights_down", "weights_up")
+
+
+def test_no_byte_is_sent_for_dropout(folder: str) -> None:
+    for dropping, plain in run_ranks(sent_with_and_without, 2, args=(folder,), ranks_per_server=1):
+        assert dropping == plain
+        assert plain["ghosts"] > 0
 
 
 def test_masks_are_of_their_seed_and_epoch(folder: str, expected: dict[str, Any]) -> None:
