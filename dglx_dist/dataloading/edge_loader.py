@@ -169,10 +169,8 @@ def check_reverse(g: DistGraph, rule: ExcludeRule, edges: Edges) -> None:
         wrong = ((sources != back_destinations) | (destinations != back_sources)).nonzero()[:, 0]
         if len(wrong):
             at = int(wrong[0])
-            edge, back = (
-                f"{sources[at]} -> {destinations[at]}",
-                f"{back_sources[at]} -> {back_destinations[at]}",
-            )
+            edge = f"{sources[at]} -> {destinations[at]}"
+            back = f"{back_sources[at]} -> {back_destinations[at]}"
             raise ConfigError(
                 f"reverse_eids[{ids[at]}] of {etype} is {reverse[at]}, but edge {ids[at]} is {edge} and edge "
                 f"{reverse[at]} is {back}; ids change when a graph is partitioned: pass "

@@ -77,7 +77,9 @@ class Fetch:
         }
         self._edges = [
             {
-                (etype, name): self._store.submit_pull(key, _ids(edges[etype]), phase=EDGE_PHASE, layer=layer)
+                (etype, name): self._store.submit_pull(
+                    key, edges[etype].astype(np.int64, copy=False), phase=EDGE_PHASE, layer=layer
+                )
                 for etype, names in self._columns.edges.items()
                 for name, key in names.items()
             }
@@ -108,7 +110,3 @@ class Fetch:
 def edges_of(block: DGLBlock) -> dict[EdgeType, Array]:
     """Return the edge ids of a block."""
     return {etype: block.edges[etype].data[dgl.EID].numpy() for etype in block.canonical_etypes}
-
-
-def _ids(ids: Array) -> Array:
-    return ids.astype(np.int64, copy=False)

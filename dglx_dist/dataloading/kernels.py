@@ -14,7 +14,6 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import Csc, Rule, count_hop, draw_hop
 from dglx_dist.records import Array, EdgeType
 
@@ -547,14 +546,3 @@ class Workspace:
     def keep(self, table: Table) -> None:
         """Keep the table that a kernel returned for the next batch."""
         self._table = table
-
-
-def check_seeds(seeds: Array, num_distinct: int) -> None:
-    """Raise ConfigError, with the first repeated id, unless all ``seeds`` are distinct."""
-    if num_distinct == len(seeds):
-        return
-    ids, counts = np.unique(seeds, return_counts=True)
-    raise ConfigError(
-        f"the seeds have node {ids[counts > 1][0]} more than once ({len(seeds)} seeds, {num_distinct} "
-        f"distinct); a block has one row per node: pass torch.unique(seeds)"
-    )

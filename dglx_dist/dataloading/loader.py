@@ -49,7 +49,6 @@ from dglx_dist.dataloading.step_loader import (
     read_options,
     seed_of,
 )
-from dglx_dist.dataloading.step_loader import LoaderTimes as LoaderTimes
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type, fanout_by_type

@@ -37,30 +37,14 @@ class BlockBuilder:
         self._etype = etype
         self._positions = _EdgePositions()
 
-    def block(self, indptr: Tensor, sources: Tensor, src_ids: Tensor, edge_ids: Tensor) -> DGLBlock:
-        """Build a block that shares the given arrays.
+    def block(self, indptr: Tensor, sources: Tensor, num_src: int) -> DGLBlock:
+        """Build a block without data that shares the given arrays.
 
         Args:
-            indptr: (D + 1,) int32 or int64, CSC offsets of the D >= 0 destinations.
-            sources: (E,) of the dtype of ``indptr``, rows of ``src_ids``.
-            src_ids: (num_src,) int64 global ids; the first D are the destinations.
-            edge_ids: (E,) global edge ids.
-
-        Returns:
-            The block, with ``dgl.NID`` on both sides and ``dgl.EID`` on the edges.
+            indptr: (D + 1,) int32 or int64, CSC offsets of the D >= 0 destinations, the first sources.
+            sources: (E,) of the dtype of ``indptr``, in [0, ``num_src``).
+            num_src: Number of sources.
         """
-        num_src, num_dst, num_edges = len(src_ids), len(indptr) - 1, len(sources)
-        index = self._positions.bipartite(num_src, num_dst, indptr, sources)
-        nodes = [
-            Frame({dgl.NID: src_ids}, num_rows=num_src),
-            Frame({dgl.NID: src_ids[:num_dst]}, num_rows=num_dst),
-        ]
-        edges = [Frame({dgl.EID: edge_ids}, num_rows=num_edges)]
-        source, relation, destination = self._etype
-        return DGLBlock(index, ([source], [destination]), [relation], nodes, edges)
-
-    def bare(self, indptr: Tensor, sources: Tensor, num_src: int) -> DGLBlock:
-        """Build a block as :meth:`block` does, without any data."""
         num_dst, num_edges = len(indptr) - 1, len(sources)
         index = self._positions.bipartite(num_src, num_dst, indptr, sources)
         nodes = [Frame(num_rows=num_src), Frame(num_rows=num_dst)]

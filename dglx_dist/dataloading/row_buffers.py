@@ -17,6 +17,9 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import column_info, empty_rows, tensor_view
 from dglx_dist.records import Array, ColumnInfo
 
+_MARGIN = 8
+"""New buffers get 1/8 spare rows, so that batches of about the same size fit."""
+
 
 @final
 class BufferPool:
@@ -32,33 +35,26 @@ class BufferPool:
     """
 
     def __init__(self, words: int, dtype: np.dtype[np.generic], most: int) -> None:
-        self._empty = np.empty((0, words), dtype)
-        self._most = most
+        self._words, self._dtype, self._most = words, dtype, most
         self._kept: list[Array] = []
         self._lock = threading.Lock()
         # Measured, because interpreters differ in the references that a loop itself holds.
         self._references_of_idle = _references([np.empty(0)])[0]
 
-    def borrow(self) -> Array:
-        """Return the longest idle array, or an array without rows."""
+    def take(self, count: int) -> Array:
+        """Return ``count`` uninitialised rows: of the longest idle array, else of one that replaces it."""
         with self._lock:
-            idle = self._idle()
-            return max((self._kept[place] for place in idle), key=len, default=self._empty)
-
-    def keep(self, array: Array) -> None:
-        """Add ``array`` to the pool, replacing a shorter idle one if there is any."""
-        with self._lock:
-            if any(kept is array for kept in self._kept):
-                return
-            shorter = [place for place in self._idle() if len(self._kept[place]) < len(array)]
-            if shorter:
-                self._kept[shorter[0]] = array
+            counts = _references(self._kept)
+            idle = [place for place, n in enumerate(counts) if n == self._references_of_idle]
+            longest = max(idle, key=lambda place: len(self._kept[place]), default=None)
+            if longest is not None and len(self._kept[longest]) >= count:
+                return self._kept[longest][:count]
+            array = np.empty((count + count // _MARGIN, self._words), self._dtype)
+            if longest is not None:
+                self._kept[longest] = array
             elif len(self._kept) < self._most:
                 self._kept.append(array)
-
-    def _idle(self) -> list[int]:
-        counts = _references(self._kept)
-        return [place for place, count in enumerate(counts) if count == self._references_of_idle]
+            return array[:count]
 
 
 def _references(arrays: Sequence[Array]) -> list[int]:
@@ -67,10 +63,6 @@ def _references(arrays: Sequence[Array]) -> list[int]:
     for array in arrays:
         counts.append(sys.getrefcount(array))
     return counts
-
-
-_MARGIN = 8
-"""New buffers get 1/8 spare rows, so that batches of about the same size fit."""
 
 
 @final
@@ -93,11 +85,7 @@ class RowMemory:
             return empty_rows(count, info)
         with self._lock:
             pool = self._pools.setdefault((key, info), BufferPool(width, dtype, self._num_batches))
-        array = pool.borrow()
-        if len(array) < count:
-            array = np.empty((count + count // _MARGIN, width), dtype)
-        pool.keep(array)
-        return tensor_view(array[:count].reshape(count, *info.row_shape), info)
+        return tensor_view(pool.take(count).reshape(count, *info.row_shape), info)
 
 
 HALVES = (torch.float16, torch.bfloat16)

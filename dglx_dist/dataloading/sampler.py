@@ -10,6 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -21,7 +22,6 @@ from dglx_dist.dataloading.kernels import (
     Schema,
     Table,
     Workspace,
-    check_seeds,
     grown_nodes,
     grown_table,
     number_seeds,
@@ -31,6 +31,7 @@ from dglx_dist.dataloading.kernels import (
     sample_batch,
     write_ids,
 )
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, PendingInEdges, Structure
 from dglx_dist.keyed_random import Csc, Rule, draw_edges, merged, relation_keys
 from dglx_dist.records import Array, EdgeType
@@ -126,13 +127,19 @@ class WholeSource(BatchSource):
     ) -> RawBatch:
         batch, table = sample_batch(self._relations, request, workspace.table)
         workspace.keep(table)
-        _check_all_seeds(request, batch.node_ends[0])
+        _check_seeds(request, batch.node_ends[0])
         return batch
 
 
-def _check_all_seeds(request: SampleRequest, num_distinct: Array) -> None:
-    for node_type, count in enumerate(num_distinct.tolist()):
-        check_seeds(request.seeds[request.seed_ends[node_type] : request.seed_ends[node_type + 1]], count)
+def _check_seeds(request: SampleRequest, num_distinct: Array) -> None:
+    for (first, last), count in zip(pairwise(request.seed_ends), num_distinct, strict=True):
+        if last - first == count:
+            continue
+        ids, times = np.unique(request.seeds[first:last], return_counts=True)
+        raise ConfigError(
+            f"the seeds have node {ids[times > 1][0]} more than once ({last - first} seeds, {count} "
+            "distinct); a block has one row per node: pass torch.unique(seeds)"
+        )
 
 
 def _ends(lists: Sequence[Array]) -> Array:
@@ -162,7 +169,7 @@ class RemoteSource(BatchSource):
         table, nodes = number_seeds(workspace.table, self._offsets, request.seeds, request.seed_ends)
         node_ends, parts = [nodes.counts.copy()], []
         try:
-            _check_all_seeds(request, nodes.counts)
+            _check_seeds(request, nodes.counts)
             for hop in range(len(request.fanouts)):
                 edges = self._draw(request, exclude, hop, nodes)
                 table, nodes, local = self._number(table, nodes, edges, request.like.dtype)

@@ -12,7 +12,6 @@ from dglx_dist.dataloading.kernels import (
     Schema,
     Table,
     Workspace,
-    check_seeds,
     csc_at,
     enlarged,
     grown_table,
@@ -233,10 +232,6 @@ def test_a_refused_batch_leaves_no_trace() -> None:
 
 def test_memory_is_bounded_on_huge_graphs() -> None:
     assert Workspace(10**12).table.slots.nbytes < 1 << 20
-
-
-def test_distinct_seeds_pass() -> None:
-    check_seeds(np.array([4, 2]), 2)
 
 
 def test_tables_start_with_nothing_known() -> None:

@@ -92,9 +92,7 @@ def test_edge_positions_grow_with_the_blocks() -> None:
     builder = BlockBuilder()
     for size in (0, 1, 5, 2, 40):
         indptr = torch.tensor([0, size])
-        block = builder.block(
-            indptr, torch.zeros(size, dtype=torch.int64), torch.tensor([7]), torch.arange(size)
-        )
+        block = builder.block(indptr, torch.zeros(size, dtype=torch.int64), 1)
         assert block.edges(form="eid").tolist() == list(range(size))
 
 

@@ -478,8 +478,9 @@ def halo_block(
     own = nodes[: layer.own_rows]
     repeated = own[:1] if needs_repeated_row(layer) else own[:0]
     sources = torch.cat([own, _tensor(layer.halo_nodes), repeated])
-    edges = _tensor(layer.indices), sources, _tensor(layer.edge_ids)
-    plain = BlockBuilder(etype).block(_tensor(layer.indptr), *edges)
+    plain = BlockBuilder(etype).block(_tensor(layer.indptr), _tensor(layer.indices), len(sources))
+    plain.srcdata[dgl.NID], plain.dstdata[dgl.NID] = sources, sources[: plain.num_dst_nodes()]
+    plain.edata[dgl.EID] = _tensor(layer.edge_ids)
     types = [etype[0]], [etype[2]]
     halo = Halo(layer, exchange, sources, out_degrees)
     return HaloBlock(plain._graph, types, [etype[1]], plain._node_frames, plain._edge_frames, halo=halo)

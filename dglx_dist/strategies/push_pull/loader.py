@@ -229,7 +229,7 @@ def unpack_block(arrays: list[Array], builder: BlockBuilder, idtype: torch.dtype
     ``idtype`` is that of the owner's block, so that all parts run the same kernels.
     """
     nodes, indptr, indices = (torch.tensor(array) for array in arrays)
-    block = builder.bare(indptr.to(idtype), indices.to(idtype), len(nodes))
+    block = builder.block(indptr.to(idtype), indices.to(idtype), len(nodes))
     return OwnerBlock(block=block, nodes=nodes.to(torch.int64))
 
 
@@ -285,7 +285,7 @@ class Resampler:
     def _sampled(self, items: Mapping[Any, Array], epoch: int) -> OwnerBlock:
         batch = self._sample(items, epoch)
         indptr, indices, _ = batch.blocks[0].adj_tensors("csc")
-        block = self._builder.bare(indptr, indices, len(batch.input_nodes))
+        block = self._builder.block(indptr, indices, len(batch.input_nodes))
         return OwnerBlock(block=block, nodes=batch.input_nodes)
 
     def _seeds_of_epoch(self, epoch: int) -> dict[int, Callable[[int], dict[Any, Array]]]:
