@@ -90,7 +90,9 @@ def to_wire(nodes: Array, edges: InEdges) -> list[Array]:
     return [edges.sources.astype(np.int64, copy=False), destinations, edges.edge_ids]
 
 
-def from_wire(nodes: Array, arrays: Sequence[Array], num_sources: int, edge_range: Sequence[int]) -> InEdges:
+def from_wire(
+    nodes: Array, arrays: Sequence[Array], num_sources: int, edge_range: Array | tuple[int, int]
+) -> InEdges:
     """Undo :func:`to_wire` for the distinct (k,) int64 ``nodes``.
 
     ValueError when it holds other nodes, sources outside [0, ``num_sources``), or edges outside
