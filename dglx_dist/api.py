@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -81,18 +81,20 @@ def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
     """
     folder = (cache / f"{Path(graph.name).name}-{content_key(graph, plan)}").absolute()
     if not (folder / MANIFEST).is_file():
-        check_target(folder, overwrite=False)
+        check_target(folder, overwrite=None)
     elif not (damage := _damage(folder)):
         return folder
     else:
         log.warning("%s is partitioned again: %s", folder, damage)
-    with named_failures(cache), partial_folder(folder) as aside:
-        remove_abandoned(folder.parent, below=False)
-        made = aside / "dataset"
+    with ExitStack() as stack:
+        with named_failures(cache):
+            made = stack.enter_context(partial_folder(folder)) / "dataset"
+            remove_abandoned(folder.parent, below=False)
         partition_to_disk(graph, made, plan)
-        # Another run may have put an intact one there meanwhile, and trains on it.
-        if not publish(made, folder) and _damage(folder):
-            replace_folder(made, folder)
+        with named_failures(cache):
+            # Another run may have put an intact one there meanwhile, and trains on it.
+            if not publish(made, folder) and _damage(folder):
+                replace_folder(made, folder)
     return folder
 
 

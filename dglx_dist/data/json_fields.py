@@ -47,6 +47,7 @@ class Fields:
 
     def has(self, key: str) -> bool:
         """Return whether ``key`` has a value other than null."""
+        self._seen.add(key)
         return self._value.get(key) is not None
 
     def wrong(self, key: str, expected: str) -> DglxError:
@@ -89,6 +90,7 @@ class Fields:
     def words(self, key: str) -> tuple[str, ...]:
         """Return one text or a list of texts, none of them empty."""
         value = self._value.get(key)
+        self._seen.add(key)
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not values or not all(isinstance(v, str) and v for v in values):
             raise self.wrong(key, "a text, or a list of texts")

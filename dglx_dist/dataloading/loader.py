@@ -115,7 +115,7 @@ def _source(g: DistGraph, plan: SamplePlan, draws: Draws) -> BatchSource:
     return RemoteSource(draws.schema, structures, _serve(g, plan.weights, draws))
 
 
-def all_in_edges(g: DistGraph) -> tuple[Schema, BatchSource]:
+def in_edges_source(g: DistGraph) -> tuple[Schema, BatchSource]:
     """Return the types of ``g`` and what samples its nodes' in-edges with fan-out -1. Not collective."""
     schema, structures = _schema(g), [g.structure(etype) for etype in g.canonical_etypes]
     if all(structure.is_whole for structure in structures):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks, sum_over_ranks
 from dglx_dist.dataloading.kernels import Workspace
-from dglx_dist.dataloading.loader import all_in_edges
+from dglx_dist.dataloading.loader import in_edges_source
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import Draws
 from dglx_dist.errors import ConfigError
@@ -41,7 +41,7 @@ class FullBlocks:
 
     def __init__(self, g: DistGraph, device: torch.device) -> None:
         self._g, self.device = g, device
-        self._schema, self._source = all_in_edges(g)
+        self._schema, self._source = in_edges_source(g)
         self._builder = BatchBlockBuilder(self._schema)
         self._workspace = Workspace(sum(self._schema.num_nodes))
 
@@ -93,7 +93,7 @@ class _FullBlock(DGLBlock):
     def out_degrees(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
         """Return the degrees, which are read only when a convolution asks for them."""
         assert self.graph is not None
-        etype = self.canonical_etypes[0] if etype is None else self.to_canonical_etype(etype)
+        etype = self.to_canonical_etype(etype)  # an error without a type where there are several
         ids = self.srcnodes[etype[0]].data[dgl.NID]
         ids = ids if isinstance(u, str) else ids[u]
         return self.graph.out_degrees(ids, etype).to(ids.device)

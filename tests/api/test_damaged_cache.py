@@ -173,10 +173,22 @@ def test_a_cut_that_fails_is_an_error(tmp_path: Path, instead: Callable[..., Non
     assert not list(tmp_path.iterdir())
 
 
+def test_a_failure_of_the_cutting_is_not_blamed_on_the_cache(
+    tmp_path: Path, instead: Callable[..., None]
+) -> None:
+    def cut(*_: object) -> None:
+        raise FileNotFoundError("a file of the source")
+
+    instead(cut)
+    with pytest.raises(FileNotFoundError, match="of the source"):
+        partition_cached(two_triangles(), PLAN, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_no_cut_stays(tmp_path: Path) -> None:
     folder = partition_cached(two_triangles(), PLAN, tmp_path)
     (folder / MANIFEST).unlink()
-    with pytest.raises(StorageError, match="exists already"):
+    with pytest.raises(StorageError, match=r"exists already; .* remove it yourself$"):
         partition_cached(two_triangles(), PLAN, tmp_path)
 
 

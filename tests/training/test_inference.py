@@ -131,6 +131,12 @@ def _wrong_layers(g: DistGraph, inputs: dict[str, DistTensor]) -> None:
         ids = block.dstnodes["paper"].data[dgl.NID]
         return {} if 59 in ids else {"paper": torch.zeros(len(ids), 2)}
 
+    def degrees_of_no_type(block: Any, h: dict[str, Tensor]) -> Any:
+        with pytest.raises(dgl.DGLError, match="must be specified"):
+            block.out_degrees()
+        return {ntype: h[ntype][: block.num_dst_nodes(ntype)] for ntype in h}
+
+    layerwise_inference(nn.Linear(1, 1), g, inputs=inputs, layers=[degrees_of_no_type], batch_size=99)
     refuse(some, "returned rows for some nodes of type 'paper' but not for|rank . on")
     refuse(lambda block, h: {"paper": torch.zeros(99, 2)}, r"\['paper'\] is \(99, 2\)|rank . on")
     refuse(lambda block, h: torch.zeros(7, 2), "a tensor belong to no node type")

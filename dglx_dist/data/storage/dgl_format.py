@@ -376,7 +376,7 @@ def write_dgl_format(
         StorageError: ``folder`` is not empty, or cannot be written.
     """
     folder = Path(folder).absolute()
-    check_target(folder, overwrite=False)
+    check_target(folder, overwrite=None)
     _check_names(graph)
     writer = _DglWriter(graph, relabel_nodes(graph, assignment), frozenset(bfloat16), formats)
     config = f"{safe_name(graph.name)}.json"
@@ -389,7 +389,7 @@ def write_dgl_format(
             writer.write_part(part, partial / f"part{part}")
             advance(1)
         (partial / config).write_text(json.dumps(writer.config(assignment), indent=4))
-        put_in_place(partial, folder, overwrite=False)
+        put_in_place(partial, folder, overwrite=None)
     return folder / config
 
 

@@ -149,16 +149,20 @@ def publish_over(folder: Path, target: Path) -> None:
         replace_folder(folder, target)
 
 
-def check_replaceable(folder: Path, overwrite: bool, what: str, is_same: Callable[[Path], bool]) -> None:
-    """Raise StorageError unless ``folder`` is absent, empty, or with ``overwrite`` holds ``what``."""
+def check_replaceable(
+    folder: Path, overwrite: bool | None, what: str, is_same: Callable[[Path], bool]
+) -> None:
+    """Raise StorageError unless ``folder`` is absent, empty, or with ``overwrite`` holds ``what``.
+
+    ``overwrite`` is None where the user has no such choice.
+    """
     if folder.exists() and not folder.is_dir():
         raise StorageError(f"{folder} is a file; choose another folder")
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not overwrite:
-        raise StorageError(
-            f"{folder} exists already; choose another folder, or pass overwrite=True (--overwrite)"
-        )
+        remedy = "remove it yourself" if overwrite is None else "pass overwrite=True (--overwrite)"
+        raise StorageError(f"{folder} exists already; choose another folder, or {remedy}")
     if not is_same(folder):
         raise StorageError(
             f"{folder} holds something other than {what} and is not overwritten; choose another folder, or "
@@ -167,7 +171,7 @@ def check_replaceable(folder: Path, overwrite: bool, what: str, is_same: Callabl
 
 
 def place_folder(
-    partial: Path, folder: Path, overwrite: bool, what: str, is_same: Callable[[Path], bool]
+    partial: Path, folder: Path, overwrite: bool | None, what: str, is_same: Callable[[Path], bool]
 ) -> None:
     """Rename ``partial`` to ``folder``, whose old content is removed after that.
 
@@ -209,7 +213,8 @@ def hold(path: Path, mode: int = 0o777) -> int:
         except FileNotFoundError:
             continue  # another process has just removed the folder
         except OSError:
-            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # another user's, or a read-only disk
+            # Another user's, or a read-only disk.
+            lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(lock, fcntl.LOCK_SH)
         except OSError:

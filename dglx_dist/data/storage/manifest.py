@@ -284,12 +284,12 @@ def _check_files(manifest: Manifest, where: str) -> None:
 _PART, _WHAT = re.compile(r"part\d+"), "a dataset of this program"
 
 
-def check_target(folder: Path, overwrite: bool) -> None:
+def check_target(folder: Path, overwrite: bool | None) -> None:
     """Raise StorageError if ``folder`` holds something that must not be replaced by a dataset."""
     check_replaceable(folder, overwrite, _WHAT, _is_dataset)
 
 
-def put_in_place(partial: Path, folder: Path, overwrite: bool) -> None:
+def put_in_place(partial: Path, folder: Path, overwrite: bool | None) -> None:
     """Rename the finished dataset ``partial`` to ``folder``; raises as :func:`check_target`."""
     place_folder(partial, folder, overwrite, _WHAT, _is_dataset)
 

@@ -438,7 +438,7 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
         part = dataset.part(0)
         return CSC(indptr=part.indptr(etype), indices=part.indices(etype))
     copy = dataset.cache.entry("structure", edge_type_name(etype))
-    found = copy.find()
+    found = copy.find(_facts(manifest, etype))
     if found is None:
         try:
             found = _build(dataset, etype, copy)
@@ -467,8 +467,13 @@ def _build(dataset: StoredDataset, etype: EdgeType, copy: ArrayFolder) -> tuple[
             piece = dataset.part(part).indices(etype)
             indices.append(piece)
             advance(len(piece))
-        writer.publish({})
+        writer.publish(_facts(manifest, etype))
     return copy.read()
+
+
+def _facts(manifest: Manifest, etype: EdgeType) -> dict[str, int]:
+    # Compiled code reads the arrays without checks, so their lengths must be those of this manifest.
+    return {"indptr": manifest.num_nodes(etype[2]) + 1, "indices": manifest.num_edges(etype)}
 
 
 def _indptr_pieces(dataset: StoredDataset, etype: EdgeType) -> Iterator[Array]:

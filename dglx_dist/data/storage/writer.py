@@ -40,9 +40,11 @@ CHUNK_VALUES = 1 << 22
 
 def check_feature_dtype(feature_dtype: FeatureDtype | None) -> None:
     """Raise ConfigError if a dtype is not a valid feature dtype."""
+    if feature_dtype is None:
+        return
     named = feature_dtype if isinstance(feature_dtype, Mapping) else {"all features": feature_dtype}
     for column, dtype in named.items():
-        if dtype not in (None, *_FEATURE_DTYPES):
+        if dtype not in _FEATURE_DTYPES:
             raise ConfigError(
                 f"the feature dtype of {column} is {dtype!r}; give one of {', '.join(_FEATURE_DTYPES)}"
             )

@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 
 from dglx_dist.data.storage import files as folders
+from dglx_dist.data.storage.arrays import ArrayFolder
 from dglx_dist.data.storage.files import (
+    hold,
     partial_folder,
     peak,
     publish,
@@ -68,6 +70,13 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    (tmp_path / "lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="symbolic links"):
+        hold(tmp_path / "lock")
 
 
 def test_publishing_never_replaces(tmp_path: Path) -> None:
@@ -214,6 +223,14 @@ def test_the_second_opening_uses_the_copy(tmp_path: Path) -> None:
     open_structure(open_dataset(tmp_path / "d"), EDGE_TYPE)
     after = (copy / "indices.npy").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_a_copy_of_other_lengths_is_not_used(tmp_path: Path) -> None:
+    dataset = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    expected = open_structure(dataset, EDGE_TYPE).indices.tolist()
+    (path,) = copies(tmp_path / "d")
+    assert ArrayFolder(path).keep({"indptr": np.arange(3), "indices": np.zeros(2, np.int32)}, {}, "it")
+    assert open_structure(open_dataset(tmp_path / "d"), EDGE_TYPE).indices.tolist() == expected
 
 
 def test_a_copy_of_an_older_dataset_is_not_used(tmp_path: Path) -> None:

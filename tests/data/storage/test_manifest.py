@@ -157,6 +157,13 @@ def test_every_kind_comes_back() -> None:
     top.finish()
 
 
+def test_every_accessor_counts_as_read() -> None:
+    top = Fields({"a": None, "b": "x", "c": ["y"]}, "file")
+    assert not top.has("a")
+    assert (top.words("b"), top.words("c")) == (("x",), ("y",))
+    top.finish()
+
+
 def test_the_path_leads_into_lists_and_objects() -> None:
     inner = Fields({"a": [{"b": {"c": "x" * 100}}]}, "file").records("a")[0].record("b")
     with pytest.raises(StorageError, match=r"^file: key 'a\[0\]\.b\.c' is 'x+\.\.\., expected a whole"):
