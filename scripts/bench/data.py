@@ -21,9 +21,9 @@ from dglx_dist.records import RawGraph
 from dglx_dist.strategies.cost import Survey
 from scripts.bench.pool import do_alone
 from scripts.bench.records import Job
-from scripts.bench.results import write_text
 from scripts.bench.simulate import ComputeCost
 from scripts.bench.worker import read_json
+from scripts.out_files import write_text
 
 log = logging.getLogger(__name__)
 

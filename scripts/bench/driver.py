@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -29,6 +29,7 @@ from scripts.bench.records import (
 )
 from scripts.json_records import read_record
 from scripts.netlab.calibrate import Calibration, Measured, find_rate
+from scripts.out_files import make_folder
 
 log = logging.getLogger(__name__)
 Tell: TypeAlias = Callable[[str], None]
@@ -113,7 +114,7 @@ def run(
     Raises:
         StorageError: results cannot be written.
     """
-    results.make_folder(plan.out)
+    make_folder(plan.out)
     running = _Running(experiment, plan, tell)
     reason = suites.why_absent(experiment)
     if reason:
@@ -308,6 +309,4 @@ def without_paths(plan: ExperimentPlan, work: str) -> ExperimentPlan:
 
 
 def _calibration_note(calibration: Calibration, baseline: str) -> dict[str, Any]:
-    tries = [{"rate": str(one.rate), "seconds": one.seconds, "phi": one.phi} for one in calibration.tries]
-    known: Mapping[str, Any] = asdict(calibration) | {"rate": str(calibration.rate), "tries": tries}
-    return {"phi": calibration.phi, "calibration": {"baseline": baseline, **known}}
+    return {"phi": calibration.phi, "calibration": {"baseline": baseline, **calibration.to_json()}}

@@ -15,6 +15,7 @@ from scripts.bench.notes import Notes, read_notes
 from scripts.bench.plots import WHAT
 from scripts.bench.records import Experiment
 from scripts.bench.suites import everything, find
+from scripts.out_files import write_text
 
 _WIDTH = 120
 _HEAD = """<!-- Made by `python scripts/bench performance` from docs/results: change what is there. -->
@@ -42,9 +43,7 @@ def write_page(out: Path) -> Path:
             note = notes.experiments.get(experiment.id, {})
             sections.append(_section(experiment, found, note, pictures_of(experiment, out), detailed=True))
     overview = markdown_table(("experiment", "claim of, or aim", "measured here", "verdict"), rows)
-    return results.write_text(
-        out / "README.md", "\n\n".join(["# Results", overview, _LEGEND, *sections]) + "\n"
-    )
+    return write_text(out / "README.md", "\n\n".join(["# Results", overview, _LEGEND, *sections]) + "\n")
 
 
 def render(figures: Mapping[str, Mapping[str, Any]], notes: Notes, folder: Path) -> str:

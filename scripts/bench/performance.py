@@ -17,8 +17,9 @@ from typing import Any
 from scripts.bench.figures import figures_of
 from scripts.bench.notes import DOCS, read_notes
 from scripts.bench.pages import render
-from scripts.bench.results import make_folder, read, result_path, write_text
+from scripts.bench.results import read, result_path
 from scripts.bench.suites import find
+from scripts.out_files import make_folder, write_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int | str:

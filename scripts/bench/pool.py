@@ -22,6 +22,7 @@ from scripts.netlab import alive
 from scripts.netlab.alive import scratch_folder
 from scripts.netlab.base import Lab, LabSpec
 from scripts.netlab.labs import open_lab
+from scripts.out_files import last_lines
 
 POLL_S = 0.02
 LOOK_S = 0.25
@@ -181,11 +182,8 @@ class WorkerPool:
 
     def _log_of(self, rank: int) -> str:
         launcher = self._folder / "launch" / f"server-{rank // self._ranks_per_server}.log"
-        for log in (worker.log_path(self._folder, rank), launcher):
-            lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-            if lines:
-                return "\n" + "\n".join(f"  {log.name}: {line}" for line in lines[-LOG_LINES:])
-        return ""
+        own = worker.log_path(self._folder, rank)
+        return last_lines([own], LOG_LINES) or last_lines([launcher], LOG_LINES)
 
 
 def start_under_torchrun(lab: Lab, command: list[str], ranks_per_server: int, logs: Path) -> Started:

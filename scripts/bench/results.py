@@ -5,17 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
-import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from dglx_dist.errors import StorageError
 from scripts.bench.records import Outcome
 from scripts.json_records import read_record
+from scripts.out_files import make_folder, write_text
 
 FORMAT, VERSION = "dglx bench result", 1
 _DAMAGES = (
@@ -44,31 +42,6 @@ def write(folder: Path, outcome: Outcome) -> Path:
     value = _plain({"format": FORMAT, "version": VERSION, **asdict(outcome)})
     make_folder(folder)
     return write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> Path:
-    """Write ``text`` to ``path``, in the place of what was there and at once; return ``path``.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with _named(path):
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    return path
-
-
-def make_folder(folder: Path) -> None:
-    """Make ``folder`` and see that files can be written to it, before anybody waits for what goes there.
-
-    Raises:
-        StorageError: they cannot.
-    """
-    with _named(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
 
 
 def read(folder: Path) -> tuple[Outcome, ...]:
@@ -108,16 +81,6 @@ def read_one(path: Path) -> Outcome | None:
         f"{path} has version {value['version']}, this release reads {VERSION}; measure again, or use the "
         "release that wrote it"
     )
-
-
-@contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}; choose another folder with --out"
-        ) from error
 
 
 def _plain(value: object) -> object:

@@ -27,8 +27,8 @@ from dglx_dist.comm.topology import read_topology
 from dglx_dist.errors import ConfigError, PeerError, UnknownNameError
 from dglx_dist.registry import did_you_mean
 from scripts.bench.records import Job
-from scripts.bench.results import write_text
 from scripts.netlab import alive
+from scripts.out_files import write_text
 
 POOL, DRIVER = "pool.json", "driver.alive"
 END = "end"

@@ -19,14 +19,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import final
+from typing import Any, final
 
-from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import CommandError, ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab.base import Lab
 from scripts.netlab.launch import run
-from scripts.netlab.traces import Trace, read_trace
+from scripts.netlab.traces import Trace, make_out, read_trace
+from scripts.out_files import last_lines, write_text
 
 LEAST_RATE, MOST_RATE = Rate(100_000), Rate(100_000_000_000)
 _LEAST_BYTES = 1_000
@@ -73,6 +73,11 @@ class Calibration:
     """In ``seconds_free``."""
     tries: tuple[Try, ...]
     """In their order."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values, rates in words."""
+        tries = [asdict(one) | {"rate": str(one.rate)} for one in self.tries]
+        return asdict(self) | {"rate": str(self.rate), "tries": tries}
 
 
 def find_rate(
@@ -181,16 +186,6 @@ CALIBRATION_FILE = "calibration.json"
 _SHOWN_LINES = 20
 
 
-@dataclass(frozen=True, kw_only=True)
-class CalibrationPlan:
-    """What is run, and how."""
-
-    command: Sequence[str]
-    ranks_per_server: int = 1
-    timeout_s: float | None = None
-    """Of one run of the command."""
-
-
 @final
 class CommandMeasure:
     """Measures a command's epochs at a rate, as :func:`find_rate` calls it, on an idle lab of namespaces.
@@ -198,12 +193,22 @@ class CommandMeasure:
     Each run leaves its output and its trace in ``folder``/run-<i>; ``tell`` gets a line before and after it.
     """
 
-    def __init__(self, lab: Lab, plan: CalibrationPlan, folder: Path, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        lab: Lab,
+        command: Sequence[str],
+        folder: Path,
+        tell: Callable[[str], None],
+        *,
+        ranks_per_server: int = 1,
+        timeout_s: float | None = None,
+    ) -> None:
         if lab.kind == "loopback":
             raise LabError(
                 f"a rate can only be found where links can be limited: {lab.missing or 'this is loopback'}"
             )
-        self._lab, self._plan, self._folder, self._tell = lab, plan, folder, tell
+        self.lab, self.command, self.ranks_per_server = lab, command, ranks_per_server
+        self._folder, self._tell, self._timeout_s = folder, tell, timeout_s
         self._runs = 0
 
     def __call__(self, rate: Rate | None) -> Measured:
@@ -211,24 +216,25 @@ class CommandMeasure:
 
         CommandError: the command failed. ConfigError: it noted fewer than two epochs.
         """
-        self._lab.set_rates(rate, self._lab.spec.internal)
+        self.lab.set_rates(rate, self.lab.spec.internal)
         at = "without a limit" if rate is None else f"at {rate}"
         self._tell(f"running the command {at}")
         folder = self._folder / f"run-{self._runs}"
         self._runs += 1
-        _clear(folder)
+        make_out(folder)
         done = run(
-            self._lab,
-            self._plan.command,
-            ranks_per_server=self._plan.ranks_per_server,
+            self.lab,
+            self.command,
+            ranks_per_server=self.ranks_per_server,
             trace=folder / "trace",
             log_folder=folder,
             show=False,
-            timeout_s=self._plan.timeout_s,
+            timeout_s=self._timeout_s,
         )
         if done.exit_code:
             why = done.failure or f"exit code {done.exit_code}"
-            raise CommandError(f"the command failed {at}: {why}\n{_last_lines(folder)}")
+            logs = last_lines(sorted(folder.glob("server-*.log")), _SHOWN_LINES)
+            raise CommandError(f"the command failed {at}: {why}{logs}")
         measured = measured_of(read_trace(folder / "trace"))
         self._tell(f"{measured.seconds:.3g} s per epoch {at}")
         return measured
@@ -258,30 +264,11 @@ def _bytes_per_epoch(trace: Trace) -> float:
     return sent / len(trace.epoch_seconds())
 
 
-def write_calibration(folder: Path, found: Calibration, lab: Lab, plan: CalibrationPlan) -> Path:
+def write_calibration(folder: Path, found: Calibration, measure: CommandMeasure) -> Path:
     """Write ``calibration.json`` to ``folder``, whole or not at all; return its path."""
-    values = asdict(found) | {
-        "rate": str(found.rate),
-        "tries": [asdict(one) | {"rate": str(one.rate)} for one in found.tries],
-        "command": list(plan.command),
-        "ranks_per_server": plan.ranks_per_server,
-        "lab": lab.describe(),
+    values = found.to_json() | {
+        "command": list(measure.command),
+        "ranks_per_server": measure.ranks_per_server,
+        "lab": measure.lab.describe(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    with replaced_file(folder / CALIBRATION_FILE) as unfinished:
-        unfinished.write_text(json.dumps(values, indent=2) + "\n")
-    return folder / CALIBRATION_FILE
-
-
-def _clear(folder: Path) -> None:
-    (folder / "trace").mkdir(parents=True, exist_ok=True)
-    for earlier in [*folder.glob("trace/rank-*"), *folder.glob("server-*.log")]:
-        earlier.unlink()
-
-
-def _last_lines(folder: Path) -> str:
-    lines = []
-    for log in sorted(folder.glob("server-*.log")):
-        last = log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
-        lines += [f"{log.stem} | {line}" for line in last]
-    return "\n".join(lines)
+    return write_text(folder / CALIBRATION_FILE, json.dumps(values, indent=2) + "\n")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn, TypeAlias
@@ -19,18 +18,18 @@ from dglx_dist.cli import run_command_line
 from dglx_dist.cli.common import say, show, warn
 from dglx_dist.cli.train import INTERRUPTED
 from dglx_dist.data.storage.files import readable_bytes
-from dglx_dist.errors import ConfigError, LabError, StorageError
+from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from dglx_dist.report.tables import plural, readable_seconds
 from scripts.netlab import calibrate as calibration
 from scripts.netlab import labs, state
 from scripts.netlab.alive import scratch_folder
 from scripts.netlab.base import Card, LabSpec, label
-from scripts.netlab.calibrate import Calibration, CalibrationPlan, CommandMeasure, check_arguments, find_rate
+from scripts.netlab.calibrate import Calibration, CommandMeasure, check_arguments, find_rate
 from scripts.netlab.labs import attach, open_lab
 from scripts.netlab.launch import run as run_on
 from scripts.netlab.launch import torchrun_arguments
-from scripts.netlab.traces import LabOutcome, find_outcome, write_outcome
+from scripts.netlab.traces import LabOutcome, find_outcome, make_out, write_outcome
 
 PROGRAM = "python scripts/netlab"
 EMULATED = "What is emulated"
@@ -151,20 +150,20 @@ def run(  # noqa: PLR0913  # one argument per option
     _refuse_beside_name(name, {**given, "--loopback": loopback})
     spec = read_spec(2 if servers is None else servers, external, internal, cpus)
     if out is not None:
-        prepare(out)
+        make_out(out)
     signal.signal(signal.SIGTERM, end)
     with ExitStack() as closing:
         lab = closing.enter_context(open_lab(spec, force_loopback=loopback) if name is None else attach(name))
         if lab.kind == "loopback" and not loopback:
             warn(f"nothing is emulated, COMMAND runs on plain loopback, because of: {lab.missing}")
         say(f"{plural(len(lab.servers), 'server')} of {plural(ranks_per_server, 'rank')}; {label(lab)}")
-        trace = closing.enter_context(_trace_folder(out))
+        folder = out or closing.enter_context(scratch_folder())
         try:
             done = run_on(
                 lab,
                 command,
                 ranks_per_server=ranks_per_server,
-                trace=trace,
+                trace=folder / "trace",
                 log_folder=out,
                 timeout_s=timeout,
             )
@@ -185,34 +184,6 @@ def _refuse_beside_name(name: str | None, given: dict[str, object]) -> None:
             f"--name {name} uses a lab that is up as it is: leave out {', '.join(beside)}, or take it down "
             f"with `python scripts/netlab down {name}` and make another"
         )
-
-
-@contextmanager
-def _trace_folder(out: Path | None) -> Iterator[Path]:
-    if out is None:
-        with scratch_folder() as temporary:
-            yield temporary / "trace"
-        return
-    yield out / "trace"
-
-
-def prepare(out: Path) -> None:
-    """Make ``out`` and what is below it, without the traces of an earlier command.
-
-    Raises:
-        StorageError: nothing can be written there.
-    """
-    try:
-        (out / "trace").mkdir(parents=True, exist_ok=True)
-        # They would be taken for further sessions of this one.
-        for earlier in out.glob("trace/rank-*"):
-            earlier.unlink()
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise StorageError(
-            f"cannot write to {out}: {error.strerror}; choose another folder with --out"
-        ) from error
 
 
 def _report(outcome: LabOutcome, out: Path | None) -> None:
@@ -310,21 +281,22 @@ def calibrate(  # noqa: PLR0913  # one argument per option
     missing = labs.what_is_missing()
     if missing:
         raise LabError(f"a rate can only be found where links can be limited: {missing}")
-    plan = CalibrationPlan(command=command, ranks_per_server=ranks_per_server, timeout_s=timeout)
     spec = read_spec(servers, None, internal, cpus)
     if out is not None:
-        prepare(out)
+        make_out(out)
     signal.signal(signal.SIGTERM, end)
     with ExitStack() as closing:
         lab = closing.enter_context(open_lab(spec))
         folder = out or closing.enter_context(scratch_folder())
         try:
-            measure = CommandMeasure(lab, plan, folder, say)
+            measure = CommandMeasure(
+                lab, command, folder, say, ranks_per_server=ranks_per_server, timeout_s=timeout
+            )
             found = find_rate(measure, phi, tolerance=tolerance, max_tries=tries)
         except KeyboardInterrupt:
             say("interrupted; COMMAND has ended on all servers")
             raise typer.Exit(INTERRUPTED) from None
-        written = None if out is None else calibration.write_calibration(out, found, lab, plan)
+        written = None if out is None else calibration.write_calibration(out, found, measure)
     show(tries_table(found))
     if not found.within_tolerance:
         warn(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -12,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -99,18 +98,8 @@ def _without_ranks(arguments: list[str]) -> list[str]:
 _FIRST, _LAST, _TRIES = 20_000, 32_000, 200
 
 
-class Port:
-    """A port of 127.0.0.1 or of a lab's server 0, claimed until it is closed or the process ends."""
-
-    def __init__(self, number: int, claim: socket.socket) -> None:
-        self.number = number
-        self._claim = claim
-
-    def close(self) -> None:
-        self._claim.close()
-
-
-def claim_port(where: str, *, is_free: Callable[[int], bool]) -> Port:
+@contextmanager
+def claimed_port(where: str, *, is_free: Callable[[int], bool]) -> Iterator[int]:
     """Claim a port of ``where`` that is free and that no other process has claimed by this function.
 
     The claim is an abstract Unix socket named after the port: the system lets one process have it, and
@@ -118,15 +107,14 @@ def claim_port(where: str, *, is_free: Callable[[int], bool]) -> Port:
     """
     # Seeded by nothing: two labs that start at once shall not look at the same ports in the same order.
     for number in random.SystemRandom().sample(range(_FIRST, _LAST), _TRIES):
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            claim.bind(f"\0dglx-lab-port-{where}-{number}")
-        except OSError:
-            claim.close()
-            continue
-        if is_free(number):
-            return Port(number, claim)
-        claim.close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
+            try:
+                claim.bind(f"\0dglx-lab-port-{where}-{number}")
+            except OSError:
+                continue
+            if is_free(number):
+                yield number
+                return
     raise LabError(
         f"no free port between {_FIRST} and {_LAST} after {_TRIES} tries; end other programs of user "
         f"{os.getuid()} that listen there"
@@ -173,7 +161,7 @@ class Relay:
     """
 
     def __init__(
-        self, source: IO[bytes], screen: Screen | None, stream: TextIO, prefix: str, log: LogFile | None
+        self, source: IO[bytes], screen: Screen | None, stream: TextIO, prefix: str, log: IO[bytes] | None
     ) -> None:
         self._source, self._screen, self._stream = source, screen, stream
         self._prefix, self._log = prefix, log
@@ -187,27 +175,12 @@ class Relay:
         with self._source:
             while line := self._source.readline(_LINE_LIMIT):
                 if self._log is not None:
-                    self._log.write(line)
+                    # When the disk is full the line is lost, so that no rank waits for its output.
+                    with suppress(OSError, ValueError):
+                        self._log.write(line)
                 if self._screen is not None:
                     text = line.decode(errors="replace").removesuffix("\n")
                     self._screen.write(self._stream, f"{self._prefix}{text}\n")
-
-
-class LogFile:
-    """A file that several threads write to."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Not buffered: each line is one call of the system, which keeps lines of several threads apart.
-        self._file = path.open("wb", buffering=0)
-
-    def write(self, line: bytes) -> None:
-        """Write ``line`` at once; when the disk is full it is lost, so that no rank waits for its output."""
-        with contextlib.suppress(OSError, ValueError):
-            self._file.write(line)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 GRACE_S = 8.0
@@ -224,9 +197,6 @@ class Failure:
     """Whether it failed because another rank had."""
     second: int
     """When it was seen."""
-
-    def order(self) -> tuple[bool, int]:
-        return (self.lost_a_peer, self.second)
 
 
 class Launcher:
@@ -248,7 +218,10 @@ class Launcher:
         self.server = server
         self._failure_file = failure_file
         self._told_to_end = False
-        self._log = None if log is None else LogFile(log)
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        # Not buffered: each line is one call of the system, which keeps lines of several threads apart.
+        self._log = None if log is None else log.open("wb", buffering=0)
         # Server 0 keeps the terminal, where there is one; a log wants what it writes too. Anywhere else its
         # lines go through the screen as the others' do, which would otherwise come in the middle of them.
         keeps = server.number == 0 and screen is not None and log is None
@@ -445,7 +418,8 @@ class Started:
         failures = [launcher.failure(seen) for launcher, seen in self._failed.items()]
         self._code = 0 if all(launcher.poll() == 0 for launcher in self._launchers) else 1
         if failures:
-            first = min(failures, key=Failure.order)
+            # A cause comes before what it caused.
+            first = min(failures, key=lambda one: (one.lost_a_peer, one.second))
             self._code, self._failure = first.exit_code, first.message
         self._closing.close()
         return self._code
@@ -489,18 +463,27 @@ def start(
         extra["DGLX_TRACE"] = str(trace.absolute())
     with ExitStack() as undo:
         folder = undo.enter_context(scratch_folder())
-        port = _claim_meeting_port(lab)
-        undo.callback(port.close)
+        # In a network of its own nobody but this package's commands listens.
+        alone = lab.kind != "loopback"
+        is_free = (lambda _number: True) if alone else nobody_listens
+        port = undo.enter_context(claimed_port(lab.name if alone else "loopback", is_free=is_free))
         screen = Screen() if show else None
         launchers = []
         for server in lab.servers:
+            failure_file = folder / f"server-{server.number}.json"
+            meeting = ("--master-addr", lab.servers[0].address, "--master-port", str(port))
             launcher = Launcher(
                 server,
-                _launcher_command(lab, server, port.number, ranks_per_server, folder, arguments),
+                [
+                    *(sys.executable, "-m", "dglx_dist.cli.torchrun", "--failure-file", str(failure_file)),
+                    *("--nnodes", str(len(lab.servers)), "--node-rank", str(server.number)),
+                    *("--nproc-per-node", str(ranks_per_server), *meeting, "--local-addr", server.address),
+                    *arguments,
+                ],
                 with_changes(server_environment(server, ranks_per_server), extra),
                 screen=screen,
                 log=None if log_folder is None else log_folder / f"server-{server.number}.log",
-                failure_file=_failure_file(folder, server),
+                failure_file=failure_file,
             )
             launchers.append(launcher)
             # Called first when something here goes wrong, and once more, without effect, at the end.
@@ -559,28 +542,3 @@ def server_environment(server: Server, ranks: int) -> dict[str, str]:
 def with_changes(environment: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
     """Return ``environment`` with ``changes``; None unsets a variable."""
     return {name: value for name, value in {**environment, **changes}.items() if value is not None}
-
-
-def _claim_meeting_port(lab: Lab) -> Port:
-    if lab.kind == "loopback":
-        return claim_port("loopback", is_free=nobody_listens)
-    # A network of its own: nobody but this package's commands listens there.
-    return claim_port(lab.name, is_free=lambda number: True)
-
-
-def _launcher_command(
-    lab: Lab, server: Server, port: int, ranks: int, folder: Path, arguments: Sequence[str]
-) -> list[str]:
-    return [
-        *(sys.executable, "-m", "dglx_dist.cli.torchrun"),
-        *("--failure-file", str(_failure_file(folder, server))),
-        *("--nnodes", str(len(lab.servers)), "--node-rank", str(server.number)),
-        *("--nproc-per-node", str(ranks)),
-        *("--master-addr", lab.servers[0].address, "--master-port", str(port)),
-        *("--local-addr", server.address),
-        *arguments,
-    ]
-
-
-def _failure_file(folder: Path, server: Server) -> Path:
-    return folder / f"server-{server.number}.json"

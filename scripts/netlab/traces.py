@@ -25,12 +25,12 @@ from typing import Literal
 
 from dglx_dist.comm.ledger import WORKER, LedgerRow
 from dglx_dist.comm.trace import UNFINISHED, Pass
-from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 from scripts.json_records import read_record
 from scripts.netlab.base import Card, Lab, label
 from scripts.netlab.launch import LabRun
+from scripts.out_files import make_folder, write_text, writing_to
 
 _NAME = re.compile(r"rank-(\d+)(?:\.(\d+))?\.json")
 
@@ -273,9 +273,20 @@ def find_outcome(lab: Lab, command: Sequence[str], ranks_per_server: int, run: L
     )
 
 
+def make_out(out: Path) -> None:
+    """Make ``out`` and what is below it, without the traces and logs of an earlier command.
+
+    Raises:
+        StorageError: nothing can be written there.
+    """
+    make_folder(out)
+    make_folder(out / "trace")
+    with writing_to(out):
+        # Earlier traces would be taken for further sessions of this one.
+        for earlier in (*out.glob("trace/rank-*"), *out.glob("server-*.log")):
+            earlier.unlink()
+
+
 def write_outcome(outcome: LabOutcome, folder: Path) -> Path:
     """Write ``outcome`` to ``folder``/lab.json, which is replaced at once or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with replaced_file(folder / OUTCOME_FILE) as unfinished:
-        unfinished.write_text(json.dumps(outcome.to_json(), indent=2) + "\n")
-    return folder / OUTCOME_FILE
+    return write_text(folder / OUTCOME_FILE, json.dumps(outcome.to_json(), indent=2) + "\n")

@@ -18,7 +18,6 @@ from scripts.netlab import calibrate, cli, labs
 from scripts.netlab.base import LabSpec, LoopbackLab
 from scripts.netlab.calibrate import (
     LEAST_RATE,
-    CalibrationPlan,
     CommandMeasure,
     Measured,
     find_rate,
@@ -146,13 +145,13 @@ def test_a_command_that_takes_no_time_is_told_so() -> None:
         find_rate(lambda _rate: Measured(seconds=0.0, bytes_per_server=SENT), 0.5)
 
 
-PLAN = CalibrationPlan(command=["train.py"])
+COMMAND = ["train.py"]
 
 
 def test_the_first_epoch_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "run", ranks_that_train(4))
     lab, said = PaperLab(LabSpec(servers=2, internal=Rate.parse("1gbit"))), []
-    measure = CommandMeasure(lab, PLAN, tmp_path, said.append)
+    measure = CommandMeasure(lab, COMMAND, tmp_path, said.append)
     free, limited = measure(None), measure(Rate.parse("80mbit"))
     assert (free.seconds, limited.seconds) == (COMPUTE_S, COMPUTE_S + 1.0)
     assert free.bytes_per_server == BYTES
@@ -167,8 +166,9 @@ def test_a_calibration_is_found_and_written(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(calibrate, "run", ranks_that_train(3))
     lab = PaperLab(LabSpec(servers=2))
     for _ in range(2):  # what a calibration has left is replaced by the next
-        found = find_rate(CommandMeasure(lab, PLAN, tmp_path, lambda _line: None), 0.5)
-        path = write_calibration(tmp_path, found, lab, PLAN)
+        measure = CommandMeasure(lab, COMMAND, tmp_path, lambda _line: None)
+        found = find_rate(measure, 0.5)
+        path = write_calibration(tmp_path, found, measure)
     assert found.rate == Rate.parse("40mbit")  # 10 MB in the 2 s of computing
     assert path == tmp_path / "calibration.json"
     values = json.loads(path.read_text())
@@ -181,7 +181,7 @@ def test_a_calibration_is_found_and_written(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("epochs", [0, 1])
 def test_too_few_epochs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int) -> None:
     monkeypatch.setattr(calibrate, "run", ranks_that_train(epochs))
-    measure = CommandMeasure(PaperLab(LabSpec(servers=2)), PLAN, tmp_path, lambda _line: None)
+    measure = CommandMeasure(PaperLab(LabSpec(servers=2)), COMMAND, tmp_path, lambda _line: None)
     with pytest.raises(ConfigError, match=rf"noted {epochs} epochs and two are needed.*--epochs"):
         measure(None)
 
@@ -194,12 +194,12 @@ def test_a_command_that_fails_is_told_with_its_output(
         return ended(3, "server 1: rank 1 ended with exit code 3")
 
     monkeypatch.setattr(calibrate, "run", fails)
-    measure = CommandMeasure(PaperLab(LabSpec(servers=2)), PLAN, tmp_path, lambda _line: None)
+    measure = CommandMeasure(PaperLab(LabSpec(servers=2)), COMMAND, tmp_path, lambda _line: None)
     with pytest.raises(CommandError) as caught:
         measure(Rate.parse("1mbit"))
     assert str(caught.value) == (
         "the command failed at 1mbit: server 1: rank 1 ended with exit code 3\n"
-        "server-1 | first\nserver-1 | TypeError: no"
+        "  server-1.log: first\n  server-1.log: TypeError: no"
     )
 
 
@@ -214,7 +214,7 @@ def test_a_loop_of_ones_own_is_measured_by_its_passes() -> None:
 def test_plain_loopback_is_refused(tmp_path: Path) -> None:
     lab = LoopbackLab(LabSpec(servers=2), missing="tc: not installed")
     with pytest.raises(LabError, match="links can be limited: tc: not installed"):
-        CommandMeasure(lab, PLAN, tmp_path, lambda _line: None)
+        CommandMeasure(lab, COMMAND, tmp_path, lambda _line: None)
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from dglx_dist.cli.app import app as dglx
 from dglx_dist.comm.trace import UNFINISHED
 from dglx_dist.errors import ConfigError, LabError, StorageError
 from scripts.netlab import labs
-from scripts.netlab.cli import app, prepare
+from scripts.netlab.cli import app
 from scripts.netlab.labs import what_is_missing
+from scripts.netlab.traces import make_out
 from tests.helpers import wide
 from tests.netlab.helpers import FAILS, WAITS, script, wait_until_gone
 
@@ -178,11 +179,11 @@ def test_what_is_missing_is_told_and_the_command_runs_on_loopback(tmp_path: Path
 
 
 def test_traces_of_an_earlier_command_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    prepare(tmp_path / "out")
+    make_out(tmp_path / "out")
     kept = [tmp_path / "out" / "D1.json", tmp_path / "out" / "trace" / "notes"]
     for path in (*kept, tmp_path / "out" / "trace" / "rank-0.json"):
         path.write_bytes(b"")
-    prepare(tmp_path / "out")
+    make_out(tmp_path / "out")
     assert {path for path in (tmp_path / "out").rglob("*") if path.is_file()} == set(kept)
 
 

@@ -23,11 +23,10 @@ from scripts.netlab.base import Lab, LabSpec, LoopbackLab, Server
 from scripts.netlab.launch import (
     Failure,
     Launcher,
-    LogFile,
     Relay,
     Screen,
     Started,
-    claim_port,
+    claimed_port,
     nobody_listens,
     run,
     server_environment,
@@ -168,6 +167,13 @@ def test_the_others_end_soon_after_one_has_failed(shells: Callable[..., Started]
     assert started.failure == "server 0: its launcher ended with code 9; see its output"
 
 
+def test_of_several_causes_the_earliest_is_told(shells: Callable[..., Started], tmp_path: Path) -> None:
+    late, early = told(tmp_path, 0, "late", 3, lost=False), told(tmp_path, 1, "early", 2, lost=False)
+    with shells(f"{late}; exit 3", f"sleep 0.3; {early}; exit 4") as started:
+        assert started.wait(30) == 4
+    assert started.failure == "server 1: early"
+
+
 def test_leaving_the_block_ends_all(shells: Callable[..., Started], tmp_path: Path) -> None:
     with shells(f"sleep 1000 # {tmp_path}", f"sleep 1000 # {tmp_path}") as started:
         assert started.poll() is None
@@ -189,7 +195,7 @@ def pipe() -> tuple[io.BufferedReader, int]:
 
 
 def test_every_line_comes_whole_behind_its_prefix_and_as_it_was_in_the_file(tmp_path: Path) -> None:
-    shown, log, screen = io.StringIO(), LogFile(tmp_path / "new" / "server-1.log"), Screen()
+    shown, log, screen = io.StringIO(), (tmp_path / "server-1.log").open("wb", buffering=0), Screen()
     pipes = [pipe() for _ in range(3)]
     relays = [Relay(source, screen, shown, f"server {n} | ", log) for n, (source, _) in enumerate(pipes)]
     lines = 500
@@ -217,7 +223,7 @@ def test_every_line_comes_whole_behind_its_prefix_and_as_it_was_in_the_file(tmp_
             f"server {number} | " + "x" * 200_000,
         ]
     assert len(found) == 3 * (lines + 1)
-    logged = (tmp_path / "new" / "server-1.log").read_bytes()
+    logged = (tmp_path / "server-1.log").read_bytes()
     assert len(logged) == sum(len(f"{n} {line}\n") for n in range(3) for line in range(lines)) + 600_000
 
 
@@ -233,31 +239,32 @@ def test_bytes_that_are_no_text_are_shown_as_such() -> None:
 
 def test_a_screen_that_is_gone_and_a_full_disk_stop_nobody() -> None:
     source, end = pipe()
-    full = LogFile(Path("/dev/full"))
-    relay = Relay(source, Screen(), Closed(), "", full)
-    # Writing returns only because the relay goes on reading.
-    for _ in range(50):
-        os.write(end, b"line\n" * 10_000)
-    os.close(end)
-    relay.join(30)
-    full.close()
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        relay = Relay(source, Screen(), Closed(), "", full)
+        # Writing returns only because the relay goes on reading.
+        for _ in range(50):
+            os.write(end, b"line\n" * 10_000)
+        os.close(end)
+        relay.join(30)
 
 
 def test_a_claimed_port_is_nobody_elses_until_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_FIRST", 20_000)
     monkeypatch.setattr(launch, "_LAST", 20_002)
     monkeypatch.setattr(launch, "_TRIES", 2)
-    first = claim_port("a test", is_free=lambda number: True)
-    second = claim_port("a test", is_free=lambda number: True)
-    assert {first.number, second.number} == {20_000, 20_001}
-    with pytest.raises(LabError, match="no free port between 20000 and 20002"):
-        claim_port("a test", is_free=lambda number: True)
-    elsewhere = claim_port("another test", is_free=lambda number: True)
-    second.close()
-    again = claim_port("a test", is_free=lambda number: True)
-    assert again.number == second.number
-    for port in (first, elsewhere, again):
-        port.close()
+    first, elsewhere = (
+        claimed_port(where, is_free=lambda _number: True) for where in ("a test", "another test")
+    )
+    with first as one, elsewhere:
+        with claimed_port("a test", is_free=lambda _number: True) as other:
+            assert {one, other} == {20_000, 20_001}
+            with (
+                pytest.raises(LabError, match="no free port between 20000 and 20002"),
+                claimed_port("a test", is_free=lambda _number: True),
+            ):
+                pass
+        with claimed_port("a test", is_free=lambda _number: True) as again:
+            assert again == other
 
 
 def test_a_port_that_somebody_listens_at_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +276,8 @@ def test_a_port_that_somebody_listens_at_is_not_taken(monkeypatch: pytest.Monkey
         monkeypatch.setattr(launch, "_FIRST", number)
         monkeypatch.setattr(launch, "_LAST", number + 1)
         monkeypatch.setattr(launch, "_TRIES", 1)
-        with pytest.raises(LabError):
-            claim_port("a test", is_free=nobody_listens)
+        with pytest.raises(LabError), claimed_port("a test", is_free=nobody_listens):
+            pass
 
 
 ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin"}
@@ -381,11 +388,3 @@ def test_ranks_in_sessions_of_their_own_end_with_a_guard_that_does_not_answer(
 def _is_guard_of(pid: int, folder: Path) -> bool:
     line = Path(f"/proc/{pid}/cmdline").read_text()
     return guard.__file__ in line and str(folder) in line
-
-
-def test_a_cause_comes_before_what_it_caused() -> None:
-    def failure(message: str, second: int, lost_a_peer: bool = False) -> Failure:
-        return Failure(message=message, exit_code=1, lost_a_peer=lost_a_peer, second=second)
-
-    failures = [failure("lost", 1, lost_a_peer=True), failure("late", 3), failure("early", 2)]
-    assert [one.message for one in sorted(failures, key=Failure.order)] == ["early", "late", "lost"]

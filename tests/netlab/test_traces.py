@@ -246,8 +246,8 @@ def test_cards_without_a_session_are_told_and_nothing_is_compared(lab: LoopbackL
 
 def test_what_was_run_where_and_how_it_ended_is_in_the_file(lab: LoopbackLab, tmp_path: Path) -> None:
     outcome = find_outcome(lab, ["dglx", "train", "x"], 2, ended(None))
-    target = write_outcome(outcome, tmp_path / "new")
-    assert [path.name for path in (tmp_path / "new").iterdir()] == [OUTCOME_FILE]
+    target = write_outcome(outcome, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [OUTCOME_FILE]
     said = json.loads(target.read_text())
     assert said["label"] == "loopback, links not limited: no root"
     assert said["lab"]["kind"] == "loopback"

@@ -23,6 +23,7 @@ from scripts.bench.peers.workload import TOLD, TRAINERS, Launch
 from scripts.bench.suites import installed
 from scripts.netlab.base import Lab
 from scripts.netlab.launch import Launcher, server_environment, start, with_changes
+from scripts.out_files import last_lines
 
 
 def versions() -> dict[str, str]:
@@ -281,11 +282,7 @@ def _ip_config(folder: Path) -> Path:
 
 
 def _logs(folder: Path) -> str:
-    lines = []
-    for log in sorted(folder.glob("*.log")):
-        kept = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-        lines += [f"\n  {log.name}: {line}" for line in kept]
-    return "".join(lines)
+    return last_lines(sorted(folder.glob("*.log")), _LOG_LINES)
 
 
 def _reports(

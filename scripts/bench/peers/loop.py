@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -22,6 +21,7 @@ from dglx_dist.data.storage.files import peak
 from scripts.bench.peers.workload import TOLD, Launch, Workload
 from scripts.json_records import read_record
 from scripts.netlab.servers import read_card
+from scripts.out_files import write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +106,7 @@ class Report:
 
     def write(self) -> None:
         """Write everything; called once, at the end."""
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps({"epochs": self._epochs, "peak_bytes": peak()}))
-        os.replace(partial, self._path)
+        write_text(self._path, json.dumps({"epochs": self._epochs, "peak_bytes": peak()}))
 
     def _sent(self) -> int | None:
         return None if self._device is None else read_card(self._device).sent
