@@ -226,10 +226,12 @@ class GlooExchange(Exchange):
         self._tag, self._span = tag, span
         self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closed = False
         session.before_close.append(if_alive(self.close))
 
     def close(self) -> None:
         """End the thread once all posted exchanges have completed."""
+        self._closed = True
         # Joined, as a thread inside torch must not outlive the process.
         self._posted.put(None)
         if self._thread is not None:
@@ -238,6 +240,8 @@ class GlooExchange(Exchange):
     def _post(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str, batch: int | None
     ) -> Callable[[Iterator[bool]], None]:
+        if self._closed:
+            raise ConfigError(f"{name} cannot be exchanged: the session is closed; open another one")
         if self._thread is None:
             self._start()
         _fill(outgoing)

@@ -113,7 +113,10 @@ class Mailbox(Generic[M]):
                 raise self._reason or RoundEnded(f"round {round_number} ended before step {step}")
             if missing() and round_number in self._failures:
                 raise self._failures[round_number]()
-            return missing() or self._arrived.pop((round_number, step), {})
+            if late := missing():
+                return late
+            arrived = self._arrived.pop((round_number, step), {})
+            return {rank: arrived[rank] for rank in senders}
 
 
 @final
@@ -129,10 +132,12 @@ class OneSidedExchange:
     ) -> None:
         self._session, self._op = session, op
         self.mailbox: Mailbox[list[Array]] = Mailbox(session, advice)
-        mailbox = self.mailbox
+        mailbox, world_size = self.mailbox, session.topology.world_size
 
         def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
             round_number, sender, step = name.split(" ", 2)
+            if not 0 <= int(sender) < world_size:
+                raise ValueError(f"sender {sender} is not one of the {world_size} ranks")
             if check is not None:
                 check(arrays)
             mailbox.put(int(round_number), step, int(sender), list(arrays))

@@ -29,6 +29,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import (
     Around,
     DeclaredStage,
+    LayerWork,
     PartialSums,
     SplittableConv,
     StageInput,
@@ -217,6 +218,17 @@ class GinStages(SplittableConv):
             # A buffer, as in DGL's own layer: so that checkpoints of either have it.
             self.register_buffer("eps", conv.eps)
 
+    def work(self) -> LayerWork:
+        """Return the work of ``GINConv``, which sums inputs before all products."""
+        linears = [one for one in self.apply_func.modules() if isinstance(one, nn.Linear)]
+        return LayerWork(
+            inputs=self.width,
+            outputs=linears[-1].out_features,
+            summed=self.width,
+            per_source=0,
+            per_target=sum(one.weight.numel() for one in linears),
+        )
+
     def transform(self, given: StageInput) -> Tensor:
         return functional.linear(given.x, self._first[0].weight)
 
@@ -301,6 +313,17 @@ class RelationalStages(SplittableConv):
             self.layer_norm_weight = conv.layer_norm_weight
         self.activation = conv.activation
         self._loop, self._bias, self._norm = conv.self_loop, conv.bias, conv.layer_norm
+
+    def work(self) -> LayerWork:
+        """Return the work; the products, one for each edge, count as one for each source, a lower bound."""
+        columns, width = self.linear_r.W.shape[1:]
+        return LayerWork(
+            inputs=columns,
+            outputs=width,
+            summed=width,
+            per_source=columns * width,
+            per_target=columns * width if self._loop else 0,
+        )
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         """Return (D1, H) sums of messages plus the nodes' own share, apart if a norm lies between them."""
@@ -403,6 +426,15 @@ class PoolStages(SplittableConv):
         self.fc_pool, self.fc_neigh, self.fc_self = conv.fc_pool, conv.fc_neigh, conv.fc_self
         self.activation, self.norm = conv.activation, conv.norm
         self.cut = {"fc_pool.weight": 1, "fc_self.weight": 1}
+
+    def work(self) -> LayerWork:
+        return LayerWork(
+            inputs=self.width,
+            outputs=self.fc_neigh.out_features,
+            summed=self.fc_pool.out_features,
+            per_source=self.fc_pool.weight.numel(),
+            per_target=self.fc_self.weight.numel() + self.fc_neigh.weight.numel(),
+        )
 
     def transform(self, given: StageInput) -> Tensor:
         return self.drop_inputs(given, self._feat_drop)
@@ -516,7 +548,7 @@ def _graph_conv_stage(conv: dglnn.GraphConv) -> DeclaredStage:
     around: dict[str, Around] = {"none": "sum", "right": "mean", "left": "left", "both": "both"}
     return DeclaredStage(
         stage="rows" if conv.weight is None else "dense",
-        config={**({"width": conv._in_feats} if conv.weight is None else widths), "bias": bool(bias)},
+        config={**widths, "bias": bool(bias)},
         weights=bias if conv.weight is None else ("weight", *bias),
         around=around[conv._norm],
         takes_activation=True,

@@ -185,7 +185,7 @@ def _kind_of(module: nn.Module) -> str:
 def _work_of(module: nn.Module, inputs: int, outputs: int) -> LayerWork:
     """Return the work of a module that is called with a block, but for linear layers in an unknown one."""
     try:
-        return stages_of(module, "inputs").work()
+        return replace(stages_of(module, "inputs").work(), outputs=outputs)
     except ConfigError:
         uses_edges = not isinstance(module, Declares) or module.vertex_stage().around is not None
         summed = min(inputs, outputs) if uses_edges else 0
@@ -265,4 +265,6 @@ def _inspected(module: nn.Module, features: int) -> tuple[dict[str, Any], dict[s
         except ConfigError as error:
             # Without the reasons and the remedy that follow.
             refused[name] = re.split(r"[;:] ", str(error), maxsplit=1)[0]
+        except MODEL_ERRORS as error:
+            refused[name] = f"its inspection of the model failed: {type(error).__name__}: {error}"
     return found, refused

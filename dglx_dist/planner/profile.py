@@ -122,7 +122,7 @@ def _time_swap(
     begin = time.perf_counter()
     if neighbors is not None:
         before, after = neighbors
-        outgoing = [Outgoing(rank=after, rows=torch.empty(num_bytes, dtype=torch.uint8))]
+        outgoing = [Outgoing(rank=after, rows=torch.zeros(num_bytes, dtype=torch.uint8))]
         incoming = [Incoming(rank=before, rows=torch.empty(num_bytes, dtype=torch.uint8))]
         streams.post(outgoing, incoming, _EXCHANGE_NAME, phase=None).wait()
     return time.perf_counter() - begin

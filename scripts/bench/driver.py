@@ -191,15 +191,8 @@ class _Running:
     def write(self, status: Any, reason: str = "") -> Outcome:
         """Write and return what is known."""
         bench, plan = self._bench, self._plan
-        told = [
-            "--suite",
-            bench.suite,
-            "--only",
-            self._experiment.id,
-            "--repetitions",
-            str(bench.repetitions),
-        ]
-        told += ["--seed", str(bench.seed)] if bench.seed else []
+        told = f"--suite {bench.suite} --only {self._experiment.id} --repetitions {bench.repetitions}"
+        told += f" --seed {bench.seed}" if bench.seed else ""
         outcome = Outcome(
             experiment=self._experiment.id,
             status=status,
@@ -209,7 +202,7 @@ class _Running:
             measurements=tuple(self._measurements),
             machine=describe_machine(),
             label=QUICK_LOOK if bench.repetitions < FEWEST else "",
-            command=" ".join(["python scripts/bench", *told, "--out DIR"]),
+            command=f"python scripts/bench {told} --out DIR",
             date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
         results.write(bench.out, outcome)

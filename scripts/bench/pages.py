@@ -79,15 +79,19 @@ def _overview_row(experiment: Experiment, figures: Mapping[str, Any] | None) -> 
     bounded = [one for one in figures["ratios"] if one["bound"]]
     met = sum(one["verdict"].startswith("reproduced") for one in bounded)
     shown = [f"{one['name']}: {_measured(one)}" for one in (bounded or figures["ratios"])[:1]]
-    verdict = "; ".join(text for text in (figures["verdict"], figures["label"]) if text)
+    verdict = _verdict(figures)
     count = f" ({met} of {len(bounded)} bounds)" if verdict.startswith("partly") else ""
     link = _link(_title(experiment), experiment.id)
     return f"{link}: {experiment.title}", paper, " ".join(shown) or "-", verdict + count
 
 
+def _verdict(figures: Mapping[str, Any]) -> str:
+    return "; ".join(text for text in (figures["verdict"], figures["label"]) if text)
+
+
 def summary(figures: Mapping[str, Any]) -> str:
     """Say in a line how an experiment ended, and what its ratios came to."""
-    verdict = "; ".join(text for text in (figures["verdict"], figures["label"]) if text)
+    verdict = _verdict(figures)
     why = "" if figures["ratios"] else figures["why"].splitlines()[0]
     return ": ".join(text for text in (verdict, why, "; ".join(map(_in_words, figures["ratios"]))) if text)
 
@@ -101,7 +105,7 @@ def _section(
     detailed: bool = False,
 ) -> str:
     claim = experiment.claim
-    verdict = "; ".join(text for text in (figures["verdict"], figures["label"]) if text)
+    verdict = _verdict(figures)
     # The lesson is that of the result on the page, which a new one need not teach.
     told = f"{figures['why']}." if detailed else note.get("Lesson", "")
     shown = [one for one in figures["ratios"] if one["bound"] or not _is_formula(one)]

@@ -22,6 +22,7 @@ from scripts.netlab import alive
 from scripts.netlab.alive import scratch_folder
 from scripts.netlab.base import Lab, LabSpec
 from scripts.netlab.labs import open_lab
+from scripts.netlab.launch import start as torchrun
 from scripts.out_files import last_lines
 
 POLL_S = 0.02
@@ -188,9 +189,7 @@ class WorkerPool:
 
 def start_under_torchrun(lab: Lab, command: list[str], ranks_per_server: int, logs: Path) -> Started:
     """Start ``command`` on every server of ``lab``, see ``netlab.launch``."""
-    from scripts.netlab.launch import start
-
-    return start(lab, command, ranks_per_server=ranks_per_server, log_folder=logs, show=False)
+    return torchrun(lab, command, ranks_per_server=ranks_per_server, log_folder=logs, show=False)
 
 
 def _ranks(numbers: list[int]) -> str:
@@ -259,7 +258,7 @@ class Stage:
 
     def _limit(self, shape: Shape, rate: Rate | None) -> None:
         if self.limits(shape):
-            self._labs[shape].set_rates(rate, shape.internal)
+            self._labs[shape].set_rates(rate, None)
 
 
 OpenStage: TypeAlias = Callable[[Sequence[Shape]], AbstractContextManager[Stage]]
@@ -273,6 +272,6 @@ def open_stage(shapes: Sequence[Shape]) -> Iterator[Stage]:
         folder = closing.enter_context(scratch_folder())
         labs = {}
         for shape in shapes:
-            spec = LabSpec(servers=shape.servers, external=None, internal=shape.internal, cpus=shape.cpus)
+            spec = LabSpec(servers=shape.servers, cpus=shape.cpus)
             labs[shape] = closing.enter_context(open_lab(spec))
         yield Stage(labs, folder, closing)

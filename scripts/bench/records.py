@@ -54,7 +54,6 @@ class Shape:
 
     servers: int
     ranks_per_server: int = 1
-    internal: Rate | None = None
     cpus: float | None = None
     """Cores per server; None: this machine's cores / servers."""
 

@@ -16,6 +16,7 @@ from dglx_dist.planner.records import Rate
 
 MOST_SERVERS = 250
 LEAST_CPUS = 0.01
+HeldBy = Literal["affinity", "quota", "affinity and quota", "nothing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Server(ABC):
     """Cores that its processes may run on."""
     cpu_share: float
     """Cores' worth of time that its processes get at most; see ``cpu_held_by``."""
-    cpu_held_by: Literal["affinity", "quota", "affinity and quota", "nothing"]
+    cpu_held_by: HeldBy
 
     @abstractmethod
     def inside(self, command: Sequence[str]) -> list[str]:
@@ -131,7 +132,6 @@ def label(lab: Lab) -> str:
     return f"namespaces, {between}" + ("" if internal is None else f", {internal} within")
 
 
-HeldBy = Literal["affinity", "quota", "affinity and quota", "nothing"]
 _EXACT = 1e-9
 
 
@@ -200,7 +200,7 @@ class LoopbackServer(Server):
         self.cores = share.cores
         self.cpu_share = share.share
         self._keeps_to_cores = shutil.which("taskset") is not None
-        self.cpu_held_by: HeldBy = held_by(share, quota=False) if self._keeps_to_cores else "nothing"
+        self.cpu_held_by = held_by(share, quota=False) if self._keeps_to_cores else "nothing"
 
     def inside(self, command: Sequence[str]) -> list[str]:
         if not self._keeps_to_cores:
@@ -218,7 +218,7 @@ class LoopbackLab(Lab):
     def __init__(self, spec: LabSpec, missing: str | None = None) -> None:
         self.spec = spec
         self.name = f"loopback-{secrets.token_hex(4)}"
-        self.kind: Literal["namespaces", "loopback"] = "loopback"
+        self.kind = "loopback"
         self.missing = missing
         self.servers: tuple[Server, ...] = tuple(
             LoopbackServer(number, share)

@@ -243,7 +243,6 @@ def open_lab(spec: LabSpec, *, name: str | None = None, force_loopback: bool = F
 
 def open_detached(spec: LabSpec, name: str) -> NamespaceLab:
     """Make a lab that stays up when this process ends, until ``state.take_down(name)``."""
-    state.check_name(name)
     missing = what_is_missing()
     if missing:
         raise LabError(f"no lab can stay up here: {missing}")

@@ -211,7 +211,7 @@ def outcome_of(plan: ExperimentPlan) -> Outcome:
     """Everything that an outcome can hold, with other values in every field than the default ones."""
     odd = Variant(
         name="odd",
-        shape=Shape(servers=3, ranks_per_server=2, internal=Rate(40_123_456_789), cpus=0.5),
+        shape=Shape(servers=3, ranks_per_server=2, cpus=0.5),
         job=Job(kind="echo", params={"a": [1, {"b": None}]}, warm={"c": True}),
         rate=Rate(123_456_789),
         simulated="compute",

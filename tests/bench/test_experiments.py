@@ -24,10 +24,6 @@ from tests.bench.helpers import experiment_of, plan_of
 COST = ComputeCost(forward=Line(base_s=0.0, per_edge_s=1e-6), backward=Line(base_s=0.0, per_edge_s=1e-6))
 
 
-def bench_plan(tmp_path: Path) -> BenchPlan:
-    return BenchPlan(suite="quick", out=tmp_path / "out", work=tmp_path / "work")
-
-
 def check(name: str, plan: ExperimentPlan) -> None:
     """What every experiment that is built must keep."""
     check_plan(name, plan)
@@ -42,11 +38,8 @@ def check(name: str, plan: ExperimentPlan) -> None:
 
 
 @pytest.fixture(scope="module")
-def small_d1(tmp_path_factory: pytest.TempPathFactory) -> ExperimentPlan:
-    return data_parallel.partition(
-        bench_plan(tmp_path_factory.mktemp("d1")),
-        data_parallel.Size(nodes=1200, degree=8, hidden=8, batch_size=8),
-    )
+def small_d1(bench: BenchPlan) -> ExperimentPlan:
+    return data_parallel.partition(bench, data_parallel.Size(nodes=1200, degree=8, hidden=8, batch_size=8))
 
 
 @pytest.mark.wide
@@ -71,9 +64,9 @@ def test_d1_measures_both_at_the_rate_that_suits_random(small_d1: ExperimentPlan
 
 
 @pytest.mark.wide
-def test_d2_is_uneven_without_constraints(tmp_path: Path) -> None:
+def test_d2_is_uneven_without_constraints(bench: BenchPlan) -> None:
     plan = data_parallel.balance(
-        bench_plan(tmp_path),
+        bench,
         data_parallel.Size(nodes=4000, degree=8, train_rate=0.02, hidden=8, batch_size=8),
     )
     check("D2", plan)
@@ -85,10 +78,10 @@ def test_d2_is_uneven_without_constraints(tmp_path: Path) -> None:
 
 
 @pytest.mark.wide
-def test_d3_gives_every_server_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_d3_gives_every_server_the_same(bench: BenchPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_parallel, "calibrated", lambda _: COST)
     size = data_parallel.Size(nodes=4000, degree=8, train_rate=0.08, hidden=8, batch_size=8, steps=8)
-    plan = data_parallel.scaling(bench_plan(tmp_path), size)
+    plan = data_parallel.scaling(bench, size)
     check("D3", plan)
     assert set(plan.facts["steps of an epoch"].values()) == {8}
     edges = plan.facts["edges of a batch"].values()
@@ -128,12 +121,12 @@ def test_weak_scaling_by_hand() -> None:
     assert data_parallel.weak_scaling(0.2, found(gradient_bytes=4_000_000), rate) == pytest.approx(1.0)
 
 
-def test_the_experiment_of_the_docs_can_be_copied(tmp_path: Path) -> None:
+def test_the_experiment_of_the_docs_can_be_copied(bench: BenchPlan, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
     (code,) = re.findall(r"```python\n(\"\"\".*?)```", page, flags=re.DOTALL)
     found: dict[str, Any] = {}
     exec(compile(code, "x1.py", "exec"), found)
-    check("X1", found["BUILDS"]["X1"](bench_plan(tmp_path)))
+    check("X1", found["BUILDS"]["X1"](bench))
     (section,) = re.findall(r"```\n## X1\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "notes.md").write_text(f"## X1\n{section}")
     told = read_notes(tmp_path / "notes.md").experiments["X1"]

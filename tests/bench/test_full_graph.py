@@ -40,12 +40,6 @@ TINY = Size(nodes=2400, epochs=1, curve_epochs=1, deep_layers=4)
 WIDTHS = Widths(first=10, hidden=3, first_learns=False, gradient_bytes=40)
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
-    folder = tmp_path_factory.mktemp("granndis")
-    return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
-
-
 @pytest.mark.parametrize("name", full_graph.BUILDS)
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = full_graph.plan_at(name, bench, TINY)

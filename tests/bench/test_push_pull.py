@@ -27,12 +27,6 @@ TINY = Size(nodes=1200, degree=8, batch_size=8, steps=2)
 RATE = Rate.parse("1gbit")
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
-    folder = tmp_path_factory.mktemp("p3")
-    return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
-
-
 COUNTED = Survey(
     steps=2, input_rows=400, remote_rows=300, edges=900, seeds_per_rank=[16] * 4, feature_bytes=122_400,
     sampling_bytes=0, label_bytes=48, gradient_bytes=50_000, first_targets=60, first_edges=600,

@@ -25,12 +25,6 @@ from tests.helpers.ranks import run_ranks
 TINY = Size(nodes=600, degree=8, features=12, hidden=8, intervals=2, workers=2, epochs=2, latency_s=0.0)
 
 
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> BenchPlan:
-    folder = tmp_path_factory.mktemp("dorylus")
-    return BenchPlan(suite="papers", out=folder / "out", work=folder / "work")
-
-
 @pytest.mark.parametrize("name", BUILDS)
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = plan_at(name, bench, TINY)

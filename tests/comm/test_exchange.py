@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dglx_dist.comm import exchange
 from dglx_dist.comm.exchange import (
+    GlooExchange,
     Incoming,
     Outgoing,
     PeerTransfer,
@@ -24,7 +25,7 @@ from dglx_dist.comm.exchange import (
     open_devices,
 )
 from dglx_dist.comm.session import start_session
-from dglx_dist.errors import PeerError
+from dglx_dist.errors import ConfigError, PeerError
 
 
 def test_memory_is_kept_and_grows_only() -> None:
@@ -179,3 +180,12 @@ def test_closed_end_is_an_error() -> None:
         one.close()
         with pytest.raises(ConnectionResetError, match="the peer closed it"):
             receiving(two, 1, filled(0, 8)).serve(BOTH)
+
+
+def test_nothing_is_posted_after_the_end() -> None:
+    with start_session() as session:
+        exchange = GlooExchange(session, tag=1, span="pull")
+        exchange.post([], [], "rows", phase=None).wait()
+        exchange.close()
+        with pytest.raises(ConfigError, match="rows cannot be exchanged: the session is closed"):
+            exchange.post([], [], "rows", phase=None)

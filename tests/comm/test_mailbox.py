@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.comm.mailbox import Mailbox, RoundEnded
+from dglx_dist.comm.mailbox import Mailbox, OneSidedExchange, RoundEnded
 from dglx_dist.comm.session import start_session
-from dglx_dist.errors import PeerError
+from dglx_dist.errors import PeerError, RemoteError
 
 OTHERS = (1, 2)
 
@@ -47,6 +47,21 @@ def test_it_waits_for_all_senders_and_gives_messages_once(mailbox: Mailbox[str])
         assert waiting.result(10) == {1: "a", 2: "b"}
     assert len(mailbox._arrived) == 1
     assert mailbox.take(0, 9, (), "nothing") == {}
+
+
+def test_messages_of_others_than_the_senders_are_left_out(mailbox: Mailbox[str]) -> None:
+    mailbox.put(0, 0, 7, "from nobody asked")
+    mailbox.put(0, 0, 1, "a")
+    assert mailbox.take(0, 0, (1,), "rows") == {1: "a"}
+
+
+def test_a_sender_that_is_no_rank_is_refused() -> None:
+    with start_session() as session:
+        exchange = OneSidedExchange(session, "box", "all ranks must send")
+        for sender in (1, -1):
+            with pytest.raises((RemoteError, ValueError), match=f"sender {sender} is not one of the 1 ranks"):
+                session.rpc.call(0, "box", f"0 {sender} rows", [], phase="other")
+        assert not exchange.mailbox._arrived
 
 
 def test_a_cancelled_round_ends_the_wait_and_drops_what_came(mailbox: Mailbox[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,3 +46,11 @@ def pair(needs_lab: None) -> Iterator[NamespaceLab]:
     lab = lab_of(2, external=Rate.parse("20mbit"))
     yield lab
     lab.close()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits for the end of its input."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()

@@ -177,10 +177,9 @@ def ranks_that_train(epochs: int) -> Callable[..., LabRun]:
     return run
 
 
-def ended(code: int, failure: str | None) -> LabRun:
-    return LabRun(
-        exit_code=code, seconds=1.0, cards_before=(), cards_after=(), trace_folder=None, failure=failure
-    )
+def ended(code: int, failure: str | None, **more: Any) -> LabRun:
+    nothing: dict[str, Any] = {"cards_before": (), "cards_after": (), "trace_folder": None}
+    return LabRun(exit_code=code, seconds=1.0, failure=failure, **nothing | more)
 
 
 LIMIT_S = 60

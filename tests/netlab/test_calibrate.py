@@ -15,7 +15,7 @@ from dglx_dist.comm.trace import Pass
 from dglx_dist.errors import CommandError, ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import calibrate, cli, labs
-from scripts.netlab.base import LabSpec, LoopbackLab
+from scripts.netlab.base import LabSpec
 from scripts.netlab.calibrate import (
     LEAST_RATE,
     CommandMeasure,
@@ -211,12 +211,6 @@ def test_a_loop_of_ones_own_is_measured_by_its_passes() -> None:
     assert (measured.seconds, measured.bytes_per_server) == (1.5, 100.0)
 
 
-def test_plain_loopback_is_refused(tmp_path: Path) -> None:
-    lab = LoopbackLab(LabSpec(servers=2), missing="tc: not installed")
-    with pytest.raises(LabError, match="links can be limited: tc: not installed"):
-        CommandMeasure(lab, COMMAND, tmp_path, lambda _line: None)
-
-
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A command; what runs it leaves what ranks would that compute 2 s and send 10 MB per epoch."""
@@ -273,6 +267,7 @@ def test_a_command_that_is_not_there_is_told(script: str) -> None:
 def test_without_emulated_servers_it_says_what_is_missing(
     script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cli, "open_lab", labs.open_lab)
     monkeypatch.setattr(labs, "what_is_missing", lambda: "tc: not installed, apt-get install iproute2")
     refused = _calibrate("--", script).exception
     assert isinstance(refused, LabError)

@@ -125,15 +125,7 @@ def shells(lab: Lab, tmp_path: Path) -> Callable[..., Started]:
 
     def make(*scripts: str) -> Started:
         launchers = [
-            Launcher(
-                server,
-                ["sh", "-c", text],
-                {"PATH": "/usr/bin:/bin"},
-                screen=None,
-                log=None,
-                failure_file=tmp_path / f"server-{server.number}.json",
-            )
-            for server, text in zip(lab.servers, scripts, strict=True)
+            launcher(server, text, tmp_path) for server, text in zip(lab.servers, scripts, strict=True)
         ]
         return Started(launchers, ExitStack())
 
@@ -289,7 +281,7 @@ def servers() -> Sequence[Server]:
 
 
 def launcher(server: Server, script: str, folder: Path, **options: object) -> Launcher:
-    given = {"screen": None, "log": None, "failure_file": folder / f"{server.number}.json", **options}
+    given = {"screen": None, "log": None, "failure_file": folder / f"server-{server.number}.json", **options}
     return Launcher(server, ["sh", "-c", script], ENVIRONMENT, **given)  # type: ignore[arg-type]
 
 

@@ -225,24 +225,26 @@ def test_a_lab_that_stays_up_lives_with_its_servers(own_notes: Path) -> None:
     assert state.lab_names() == []
 
 
-def test_a_process_that_got_the_number_of_a_holder_is_left_alone(own_notes: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        earlier = replace(find_process(child.pid), started=1)
-        state.reserve(noted("a", owner=NOBODY, switch=(earlier,)))
-        state.take_down("a")
-        assert state.lab_names() == []
-        assert child.poll() is None
-        child.communicate(b"\n", timeout=30)
+def test_a_process_that_got_the_number_of_a_holder_is_left_alone(
+    own_notes: Path, child: subprocess.Popen[bytes]
+) -> None:
+    earlier = replace(find_process(child.pid), started=1)
+    state.reserve(noted("a", owner=NOBODY, switch=(earlier,)))
+    state.take_down("a")
+    assert state.lab_names() == []
+    assert child.poll() is None
+    child.communicate(b"\n", timeout=30)
 
 
-def test_a_process_that_notes_name_without_its_being_a_holder_is_left_alone(own_notes: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        state.reserve(noted("a", owner=NOBODY, switch=(find_process(child.pid),)))
-        assert state.clean_stale() == []
-        state.take_down("a")
-        assert state.lab_names() == []
-        assert child.poll() is None
-        child.communicate(b"\n", timeout=30)
+def test_a_process_that_notes_name_without_its_being_a_holder_is_left_alone(
+    own_notes: Path, child: subprocess.Popen[bytes]
+) -> None:
+    state.reserve(noted("a", owner=NOBODY, switch=(find_process(child.pid),)))
+    assert state.clean_stale() == []
+    state.take_down("a")
+    assert state.lab_names() == []
+    assert child.poll() is None
+    child.communicate(b"\n", timeout=30)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"format": 99}'])

@@ -15,9 +15,8 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.comm.trace import Pass, TraceWriter
 from dglx_dist.errors import ConfigError, StorageError
 from scripts.netlab.base import Card, LabSpec, LoopbackLab
-from scripts.netlab.launch import LabRun
 from scripts.netlab.traces import OUTCOME_FILE, Trace, compare, find_outcome, read_trace, write_outcome
-from tests.netlab.helpers import epoch, rank_trace, row, trace_of
+from tests.netlab.helpers import ended, epoch, rank_trace, row, trace_of
 
 SERVERS = (0, 0, 1)
 
@@ -213,17 +212,6 @@ def test_more_servers_than_cards_is_an_error() -> None:
         compare(BEFORE, BEFORE, three)
 
 
-def ended(folder: Path | None, cards: tuple[Card, ...] = (), after: tuple[Card, ...] = ()) -> LabRun:
-    return LabRun(
-        exit_code=3,
-        seconds=1.5,
-        cards_before=cards,
-        cards_after=after,
-        trace_folder=folder,
-        failure="server 1",
-    )
-
-
 @pytest.fixture
 def lab() -> LoopbackLab:
     return LoopbackLab(LabSpec(servers=2), "no root")
@@ -232,7 +220,9 @@ def lab() -> LoopbackLab:
 def test_cards_without_a_session_are_told_and_nothing_is_compared(lab: LoopbackLab, tmp_path: Path) -> None:
     before = (Card(sent=1, received=2), Card(sent=3, received=4))
     after = (Card(sent=11, received=22), Card(sent=33, received=44))
-    outcome = find_outcome(lab, ["a.py"], 1, ended(tmp_path, before, after))
+    outcome = find_outcome(
+        lab, ["a.py"], 1, ended(0, None, trace_folder=tmp_path, cards_before=before, cards_after=after)
+    )
     said = json.loads(json.dumps(outcome.to_json()))
     assert said["cards_after"] == [{"sent": 11, "received": 22}, {"sent": 33, "received": 44}]
     assert [one["card"] for one in said["servers"]] == [
@@ -245,14 +235,14 @@ def test_cards_without_a_session_are_told_and_nothing_is_compared(lab: LoopbackL
 
 
 def test_what_was_run_where_and_how_it_ended_is_in_the_file(lab: LoopbackLab, tmp_path: Path) -> None:
-    outcome = find_outcome(lab, ["dglx", "train", "x"], 2, ended(None))
+    outcome = find_outcome(lab, ["dglx", "train", "x"], 2, ended(3, "server 1"))
     target = write_outcome(outcome, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [OUTCOME_FILE]
     said = json.loads(target.read_text())
     assert said["label"] == "loopback, links not limited: no root"
     assert said["lab"]["kind"] == "loopback"
     assert (said["command"], said["ranks_per_server"]) == (["dglx", "train", "x"], 2)
-    assert (said["exit_code"], said["failure"], said["seconds"]) == (3, "server 1", 1.5)
+    assert (said["exit_code"], said["failure"], said["seconds"]) == (3, "server 1", 1.0)
     assert (said["servers"], said["sum"], said["ledger_outside"]) == ([], None, {})
 
 
@@ -262,7 +252,7 @@ def test_the_first_epoch_compiles_and_does_not_count(
 ) -> None:
     epochs = [epoch(number, one) for number, one in enumerate(seconds)]
     outcome = replace(
-        find_outcome(lab, ["a.py"], 1, ended(None)),
+        find_outcome(lab, ["a.py"], 1, ended(0, None)),
         trace=Trace(sessions=((rank_trace(0, [0], epochs=epochs),),)),
     )
     assert outcome.epoch_seconds == shown
@@ -271,7 +261,7 @@ def test_the_first_epoch_compiles_and_does_not_count(
 
 def test_a_trace_that_is_not_whole_is_told_and_not_raised(lab: LoopbackLab, tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text("{")
-    outcome = find_outcome(lab, ["a.py"], 1, ended(tmp_path))
+    outcome = find_outcome(lab, ["a.py"], 1, ended(0, None, trace_folder=tmp_path))
     assert outcome.trace.sessions == ()
     assert outcome.trace_missing is not None
     assert "rank-0.json" in outcome.trace_missing

@@ -13,6 +13,7 @@ from torch import nn
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.profile import assumed_rates, fit_rates, time_batches
+from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import Rates
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
@@ -119,6 +120,41 @@ def test_layers_are_read_from_a_call_of_the_model(kind: str) -> None:
     assert ("push_pull" in found.refused) == (kind in ("mlp", "resgcn"))
 
 
+class One(nn.Module):
+    """A convolution, called with ``given`` beside its block and rows."""
+
+    def __init__(self, conv: nn.Module, **given: Any) -> None:
+        super().__init__()
+        self.conv, self._given = conv, given
+
+    def forward(self, blocks: Any, x: torch.Tensor) -> Any:
+        given = {name: value.expand(blocks[0].num_edges()) for name, value in self._given.items()}
+        return self.conv(blocks[0], x, **given)
+
+
+RELATION = torch.zeros(1, dtype=torch.int64)
+MLP = nn.Sequential(nn.Linear(100, 256), nn.ReLU(), nn.Linear(256, 16))
+RELATIONAL = dgl.nn.RelGraphConv(100, 16, 5, "basis", 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        # As PARTS. Pool: fc_pool is 100 x 100, for each source.
+        (One(dgl.nn.SAGEConv(100, 16, "pool")), (100, 16, 100, 10000, 2 * 1600)),
+        (One(dgl.nn.GINConv(MLP)), (100, 16, 100, 0, 100 * 256 + 256 * 16)),
+        (One(RELATIONAL, etypes=RELATION), (100, 16, 16, 1600, 1600)),
+    ],
+)
+def test_layers_with_more_than_one_product_are_counted_whole(model: One, expected: tuple[int, ...]) -> None:
+    found = shape_of_module(model, 100, 16, 1)
+    (layer,) = found.layers
+    assert (layer.inputs, layer.outputs, layer.summed, layer.per_source, layer.per_target) == expected
+    assert found.hidden == 16
+    # The same where the model cannot be called.
+    assert shape_of_module(Loops(model.conv), 100, 16, 1).layers == (layer,)
+
+
 class Loops(nn.Module):
     """Takes what the planner does not give: its layers are those that it has registered."""
 
@@ -162,3 +198,15 @@ def test_a_module_tells_what_refuses_it() -> None:
     assert found.refused["full_graph"] == "'0' is a BatchNorm1d"
     assert found.refused["lambda"].startswith("'0', BatchNorm1d, takes means over all nodes")
     assert "push_pull" in found.refused
+
+
+def test_an_error_in_a_strategys_inspection_refuses_that_strategy_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_model: nn.Module, _features: int) -> None:
+        raise KeyError("no such layer")
+
+    monkeypatch.setattr(STRATEGIES.get("lambda"), "inspect", fails)
+    found = shape_of_module(build_model("gcn", 100, 16, 10, 2), 100, 10)
+    assert found.refused == {"lambda": "its inspection of the model failed: KeyError: 'no such layer'"}
+    assert "full_graph" in found.inspected

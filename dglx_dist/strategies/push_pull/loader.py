@@ -234,9 +234,22 @@ def unpack_block(arrays: list[Array], builder: BlockBuilder, idtype: torch.dtype
 
 
 def _check_block(arrays: Sequence[Array]) -> None:
-    # The sender gets this ValueError.
-    if len(arrays) != 3 or not len(arrays[1]) or int(arrays[1][-1]) != len(arrays[2]):
-        raise ValueError(f"{len(arrays)} arrays of {[len(array) for array in arrays]} values are no block")
+    # The sender gets this ValueError; kernels would read outside of the arrays.
+    if len(arrays) != 3 or any(one.ndim != 1 or one.dtype.kind != "i" for one in arrays):
+        found = [f"{one.dtype} {one.shape}" for one in arrays]
+        raise ValueError(f"arrays {found} are no block; it has three of whole numbers, of one dimension")
+    nodes, indptr, indices = arrays
+    if (
+        not len(indptr)
+        or (int(indptr[0]), int(indptr[-1])) != (0, len(indices))
+        or len(indptr) - 1 > len(nodes)
+        or (indptr[1:] < indptr[:-1]).any()
+        or (len(indices) and not 0 <= indices.min() <= indices.max() < len(nodes))
+    ):
+        raise ValueError(
+            f"{[len(one) for one in arrays]} source ids, bounds and indices of in-edges are no block: bounds "
+            "rise from 0 to the number of edges, and indices are positions of source ids"
+        )
 
 
 @final

@@ -220,6 +220,9 @@ def probe(
     ):
         try:
             result = model(blocks, x)
+        except ConfigError:
+            # Of a stand-in: it has the reason.
+            raise
         except MODEL_ERRORS as error:
             raise ConfigError(
                 f"the model could not be called as model(blocks, x) with {len(blocks)} blocks and x of "

@@ -23,22 +23,37 @@ def trained(
     folder: Path,
     params: Mapping[str, Any],
     *,
+    curve: Mapping[str, Any] | None = None,
+    **where: Any,
+) -> Variant:
+    """Return a variant of the job "train" on the dataset in ``folder``; ``where``: as of :func:`of_job`.
+
+    ``params``: see ``jobs.params.TrainParams``.
+    """
+    drawn = None if curve is None else {"accuracy": True, **curve}
+    return of_job(name, "train", {"data": str(folder), **params}, curve=drawn, **where)
+
+
+def of_job(
+    name: str,
+    kind: str,
+    params: Mapping[str, Any],
+    *,
     shape: Shape,
-    rate: Rate | MatchedPhi | None,
+    rate: Rate | MatchedPhi | None = None,
     curve: Mapping[str, Any] | None = None,
     simulated: str = "",
 ) -> Variant:
-    """Return a variant of the job "train" on the dataset in ``folder``; one epoch of it warms up.
+    """Return a variant of a job, one epoch of which warms up.
 
-    ``params``: see ``jobs.params.TrainParams``; ``curve``: what of them is different where accuracy is drawn.
+    ``curve``: what of ``params`` is different where accuracy is drawn from the first epoch on.
     """
-    told = {"data": str(folder), **params}
     return Variant(
         name=name,
         shape=shape,
-        job=Job(kind="train", params=told, warm={"warmup": 0, "epochs": 1}),
+        job=Job(kind=kind, params=params, warm={"warmup": 0, "epochs": 1}),
         rate=rate,
-        curve=None if curve is None else Job(kind="train", params={**told, "accuracy": True, **curve}),
+        curve=None if curve is None else Job(kind=kind, params={**params, "warmup": 0, **curve}),
         simulated=simulated,
     )
 
@@ -46,3 +61,9 @@ def trained(
 def quotient(*, over: str, under: str, name: str = "", **more: Any) -> Ratio:
     """Return the ratio of two variants; ``name``: in place of "OVER / UNDER"."""
     return Ratio(name=name or f"{over} / {under}", over=over, under=under, **more)
+
+
+def bytes_quotient(over: str, under: str, name: str = "", **more: Any) -> Ratio:
+    """Return the ratio of what two variants send between servers."""
+    name = name or f"bytes, {over} / {under}"
+    return Ratio(name=name, over=over, under=under, quantity="bytes_outside", **more)

@@ -11,7 +11,7 @@ from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
-from scripts.bench.experiments.common import GIGABIT
+from scripts.bench.experiments.common import GIGABIT, bytes_quotient
 from scripts.bench.peers.data import copy_of, launch_of, launched
 from scripts.bench.peers.launch import versions
 from scripts.bench.records import BenchPlan, ExperimentPlan, Ratio, Shape
@@ -47,10 +47,6 @@ def _time(name: str, over: str, under: str, predicted: float) -> Ratio:
     return Ratio(name=name, over=over, under=under, predicted=predicted, high=1.0)
 
 
-def _bytes(over: str, under: str, name: str, predicted: float, high: float) -> Ratio:
-    return Ratio(name=name, over=over, under=under, quantity="bytes_outside", predicted=predicted, high=high)
-
-
 _OURS_OVER_STOCK = "time, ours over stock"
 _AT_GIGABIT = _time("time at 1 Gbit/s, ours over stock", "ours, 1 Gbit/s", "stock, 1 Gbit/s", 0.55)
 _CACHED_AT_GIGABIT = "time at 1 Gbit/s with a halo cache over stock"
@@ -69,7 +65,7 @@ COMPARISONS: Mapping[str, Comparison] = {
         ),
         ratios=(
             _time(_OURS_OVER_STOCK, "ours", "stock", 0.53),
-            _bytes("ours", "stock", "bytes, ours over stock", 0.94, 1.05),
+            bytes_quotient("ours", "stock", "bytes, ours over stock", predicted=0.94, high=1.05),
             _time("time with a halo cache over stock", "ours, halo cache", "stock", 0.47),
             _AT_GIGABIT,
             _time(_CACHED_AT_GIGABIT, _CACHED, "stock, 1 Gbit/s", 0.32),
@@ -89,7 +85,7 @@ COMPARISONS: Mapping[str, Comparison] = {
         ),
         ratios=(
             _time(_OURS_OVER_STOCK, "ours", "stock", 0.64),
-            _bytes("ours", "stock", "bytes, ours over stock", 0.89, 1.05),
+            bytes_quotient("ours", "stock", "bytes, ours over stock", predicted=0.89, high=1.05),
             _time("time, both with a tuned allocator", "ours, tuned", "stock, tuned", 0.85),
             _AT_GIGABIT,
             _time(_CACHED_AT_GIGABIT, _CACHED, "stock, 1 Gbit/s", 0.5),
@@ -109,7 +105,7 @@ COMPARISONS: Mapping[str, Comparison] = {
         ratios=(
             _time(_OURS_OVER_STOCK, "ours", "stock", 0.41),
             _time("time, ours over dense", "ours", "dense under DDP", 0.31),
-            _bytes("ours", "dense under DDP", "bytes, ours over dense", 0.1, 0.2),
+            bytes_quotient("ours", "dense under DDP", "bytes, ours over dense", predicted=0.1, high=0.2),
             _AT_GIGABIT,
         ),
     ),

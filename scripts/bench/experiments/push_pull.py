@@ -20,7 +20,7 @@ from dglx_dist.strategies.data_parallel import row_bytes
 from dglx_dist.strategies.push_pull.cost import break_even_width, column_bytes
 from scripts.bench import data
 from scripts.bench.data import survey
-from scripts.bench.experiments.common import GIGABIT, clustered, quotient, trained
+from scripts.bench.experiments.common import GIGABIT, bytes_quotient, clustered, quotient, trained
 from scripts.bench.peers.data import launch_of, launched
 from scripts.bench.records import (
     PREDICTED_BYTES,
@@ -98,11 +98,6 @@ def matched(name: str) -> MatchedPhi:
     return MatchedPhi(phi=PHI, baseline=name)
 
 
-def _bytes(over: str, under: str, name: str = "", **bounds: float) -> Ratio:
-    name = name or f"bytes, {over} / {under}"
-    return quotient(over=over, under=under, name=name, quantity="bytes_outside", **bounds)
-
-
 def _p1(size: Size) -> Table:
     # Of the ratio of times at each width: 2.4 to 3.0, 1.8 to 2.1, 1.2 to 1.4 and 0.9 are predicted.
     bounds = {16: (2.4, None), 32: (1.8, None), 64: (1.2, None), 100: (None, 1.0)}
@@ -111,7 +106,7 @@ def _p1(size: Size) -> Table:
     for width, (low, high) in bounds.items():
         hashed, ours = f"hash, {width}", f"push_pull, {width}"
         cases += _pair(hashed, ours, width)
-        compared += [quotient(over=hashed, under=ours, low=low, high=high), _bytes(ours, hashed)]
+        compared += [quotient(over=hashed, under=ours, low=low, high=high), bytes_quotient(ours, hashed)]
     resampled = "push_pull, 16, resampled"
     cases.append(Case(name=resampled, rate=matched("hash, 16"), **push_pull(structure="resample")))
     compared.append(quotient(over="hash, 16", under=resampled))
@@ -150,7 +145,10 @@ def _p2(size: Size) -> Table:
         compared += [quotient(over=one, under=name, low=1.25) for name in (three, split)]
         if not own:
             what = f"bytes, depth 3 / depth 1, {width}"
-            compared += [quotient(over=hashed, under=three), _bytes(three, one, what, low=0.999, high=1.001)]
+            compared += [
+                quotient(over=hashed, under=three),
+                bytes_quotient(three, one, what, low=0.999, high=1.001),
+            ]
     return cases, compared
 
 
@@ -168,7 +166,7 @@ def _p4(size: Size) -> Table:
     compared += [
         quotient(over=most, under=least, high=2.0),
         quotient(over="hash, F 512", under="hash, F 16"),
-        _bytes(most, least, "bytes, push_pull, F 512 / F 16", high=1.001),
+        bytes_quotient(most, least, "bytes, push_pull, F 512 / F 16", high=1.001),
     ]
     return cases, compared
 
@@ -182,7 +180,7 @@ def _p5(size: Size) -> Table:
         quotient(over="groups of 4", under="groups of 1"),
         quotient(over="hash", under="groups of 4"),
         quotient(over="hash", under="groups of 2"),
-        _bytes("groups of 2", "groups of 4", "bytes, groups of 2 / 4"),
+        bytes_quotient("groups of 2", "groups of 4", "bytes, groups of 2 / 4"),
     ]
     return cases, compared
 
@@ -204,7 +202,7 @@ def _p6(size: Size) -> Table:
             quotient(over=metis, under=depth_1, low=1.0 if width == 16 else None),
             quotient(over=metis, under=depth_3),
             quotient(over=hashed, under=metis),
-            _bytes(depth_1, metis),
+            bytes_quotient(depth_1, metis),
         ]
     return cases, compared
 
@@ -227,7 +225,7 @@ def trios(named: Mapping[str, Mapping[str, Any]]) -> Table:
         compared += [
             quotient(over=hashed, under=ours, low=low),
             quotient(over=hashed, under=deep),
-            _bytes(ours, hashed),
+            bytes_quotient(ours, hashed),
         ]
     return cases, compared
 

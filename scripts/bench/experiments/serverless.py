@@ -19,7 +19,7 @@ from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array, NodeColumn, RawG
 from dglx_dist.serverless.cost import prices
 from dglx_dist.strategies.serverless.cost import ServerlessSetting, serverless_bytes
 from scripts.bench import data
-from scripts.bench.experiments.common import clustered, quotient
+from scripts.bench.experiments.common import bytes_quotient, clustered, quotient
 from scripts.bench.records import (
     PREDICTED_BYTES,
     BenchPlan,
@@ -199,10 +199,7 @@ def _y4(plan: BenchPlan, size: Size) -> ExperimentPlan:
 
 def _bytes(over: str, under: str, predicted: float, tolerance: float, short: str = "") -> Ratio:
     around = {"low": (1 - tolerance) * predicted, "high": (1 + tolerance) * predicted}
-    name = f"bytes, {over} / {short or under}"
-    return quotient(
-        over=over, under=under, name=name, quantity="bytes_outside", predicted=predicted, **around
-    )
+    return bytes_quotient(over, under, f"bytes, {over} / {short or under}", predicted=predicted, **around)
 
 
 def _y5(plan: BenchPlan, size: Size) -> ExperimentPlan:

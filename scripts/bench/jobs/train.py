@@ -231,15 +231,12 @@ class CountingLoader:
             yield batch
 
     def times(self, *, reset: bool = False) -> LoaderTimes:
-        """See the inner loader."""
         return self._inner.times(reset=reset)
 
     def state_dict(self) -> Any:
-        """See the inner loader."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """See the inner loader."""
         self._inner.load_state_dict(state)
 
     def _count(self, nodes: Tensor, num_targets: int, edges: int) -> None:

@@ -23,6 +23,7 @@ from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.graph.analysis import Expansion, measure_expansion
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import RawGraph
+from dglx_dist.report.tables import markdown_table
 from scripts.bench.micro.timing import parser
 
 REAL = ("cora", "dblp_full", "coauthor_physics")
@@ -41,11 +42,10 @@ def expansion_of(graph: RawGraph, method: str, servers: int, hops: int) -> Expan
         return measure_expansion(open_dataset(target, verify="never"), servers, hops)
 
 
-def row(name: str, method: str, found: Expansion) -> str:
+def row(name: str, method: str, found: Expansion) -> list[str]:
     """Return a line of the table: ``expansion (work)`` for each hop from 1 on."""
     factors, work = found.factors.mean(axis=1), found.work.max(axis=1)
-    cells = [f"{factors[hop]:.2f} ({work[hop]:.2f})" for hop in range(1, found.hops + 1)]
-    return " | ".join([f"| {name}", method, *cells]) + " |"
+    return [name, method, *(f"{factors[hop]:.2f} ({work[hop]:.2f})" for hop in range(1, found.hops + 1))]
 
 
 def draw(curves: dict[str, Sequence[float]], servers: int, path: Path, title: str) -> None:
@@ -75,14 +75,13 @@ def main(argv: list[str]) -> None:
     sources = {name: str(chosen.data / f"{name}.npz") for name in REAL} | BUILT_IN
     graphs = {name: load_dataset(source) for name, source in sources.items()}
     headings = [f"{hop} hop{'s' * (hop > 1)}" for hop in range(1, chosen.hops + 1)]
-    print(" | ".join(["| graph", "cut", *headings]) + " |")
-    print("|---" * (len(headings) + 2) + "|")
+    rows = []
     for method in METHODS:
         curves: dict[str, Sequence[float]] = {}
         for name, graph in graphs.items():
             found = expansion_of(graph, method, chosen.servers, chosen.hops)
             curves[name] = found.factors.mean(axis=1).tolist()
-            print(row(name, method, found), flush=True)
+            rows.append(row(name, method, found))
         way = "by METIS" if method == "metis" else "at random"
         draw(
             curves,
@@ -90,3 +89,4 @@ def main(argv: list[str]) -> None:
             chosen.out / f"shared_preload_{method}.png",
             f"{chosen.servers} parts {way}",
         )
+    print(markdown_table(["graph", "cut", *headings], rows))

@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.bench.micro.timing import parser
+from scripts.bench.micro.timing import dglx, parser
 
 SEEDS = (0, 1, 2)
 BUILT_IN = "synthetic:nodes=20000,features=100,seed=0"
@@ -87,14 +85,6 @@ COMPARED: Mapping[str, tuple[float, tuple[str, ...], Mapping[str, Setting]]] = {
     ),
 }
 """Name -> points that others may be behind the first (with push_pull: or ahead), graphs, columns."""
-
-
-def dglx(*arguments: object) -> None:
-    """Run one ``dglx`` command and stop with what it printed if it fails."""
-    command = [sys.executable, "-m", "dglx_dist.cli", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
 
 
 def test_accuracy(source: str, run: Path, setting: Setting, seed: int, epochs: int) -> float:

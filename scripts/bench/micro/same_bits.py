@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from scripts.bench.micro.timing import parser
+from scripts.bench.micro.timing import dglx, parser
 
 GRAPH = "synthetic:nodes=2000,degree=10,classes=5,features=24,seed=3"
 RUNS: dict[str, tuple[str, ...]] = {
@@ -41,22 +39,16 @@ def main(argv: list[str]) -> None:
     chosen = options.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        dglx(chosen.root, folder, "partition", GRAPH, "--parts", "2", "--method", "hash", "--out", "data")
+        # With the package of that checkout.
+        how_run: Any = {
+            "folder": folder,
+            "environment": {"PYTHONPATH": str(chosen.root), "OMP_NUM_THREADS": "1"},
+        }
+        dglx("partition", GRAPH, "--parts", 2, "--method", "hash", "--out", "data", **how_run)
         for name, how in RUNS.items():
             if name.startswith(chosen.only):
-                dglx(
-                    chosen.root, folder, "train", "data", "--strategy", *how, *LAUNCH, "--out", f"run-{name}"
-                )
+                dglx("train", "data", "--strategy", *how, *LAUNCH, "--out", f"run-{name}", **how_run)
                 print(f"{name:<24} {digest_of(folder / f'run-{name}')}", flush=True)
-
-
-def dglx(root: Path, folder: Path, *arguments: str) -> None:
-    """Run ``dglx`` of the checkout ``root`` in ``folder``; end with its output where it fails."""
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = (sys.executable, "-m", "dglx_dist.cli", *arguments)
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
 
 
 def digest_of(run: Path) -> str:

@@ -1,9 +1,12 @@
-"""What the programs share: options, the timing loop, tables and JSON."""
+"""What the programs share: options, the timing loop, commands, tables and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +40,17 @@ def in_turn(
         for name, contestant in contestants.items():
             found[name].append(contestant())
     return {name: values[warm_up:] for name, values in found.items()}
+
+
+def dglx(
+    *arguments: object, folder: Path | None = None, environment: Mapping[str, str] | None = None
+) -> None:
+    """Run one ``dglx`` command in ``folder`` and stop with what it printed if it fails."""
+    command = [sys.executable, "-m", "dglx_dist.cli", *map(str, arguments)]
+    more = {**os.environ, **(environment or {})}
+    done = subprocess.run(command, cwd=folder, env=more, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
 
 
 def text_table(rows: Sequence[Mapping[str, object]]) -> str:

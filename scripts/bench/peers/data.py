@@ -12,13 +12,13 @@ import numpy as np
 from dglx_dist.data.storage.files import partial_folder
 from dglx_dist.data.storage.reader import StoredDataset, open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
-from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Assignment, RawGraph
 from scripts.bench import data
+from scripts.bench.experiments.common import of_job
 from scripts.bench.peers.launch import KIND
 from scripts.bench.peers.workload import Launch, Workload
-from scripts.bench.records import Job, MatchedPhi, Shape, Variant
+from scripts.bench.records import Variant
 
 
 def launch_of(
@@ -37,23 +37,9 @@ def launch_of(
     return Launch(system=system, workload=workload, data=str(copy_of(system, graph, cut, work)), **settings)
 
 
-def launched(
-    name: str,
-    launch: Launch,
-    *,
-    shape: Shape,
-    rate: Rate | MatchedPhi | None = None,
-    curve: Mapping[str, Any] | None = None,
-) -> Variant:
-    """Return a variant that is launched anew for every repetition; one epoch of one launch warms up."""
-    params, one_epoch = asdict(launch), {"epochs": 1, "warmup": 0}
-    return Variant(
-        name=name,
-        shape=shape,
-        job=Job(kind=KIND, params=params, warm=one_epoch),
-        rate=rate,
-        curve=None if curve is None else Job(kind=KIND, params={**params, "warmup": 0, **curve}),
-    )
+def launched(name: str, launch: Launch, **where: Any) -> Variant:
+    """Return a variant that is launched anew for every repetition; ``where``: as of ``common.of_job``."""
+    return of_job(name, KIND, asdict(launch), **where)
 
 
 def copy_of(system: str, graph: SyntheticConfig, cut: PartitionPlan, work: Path) -> Path:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import dgl
+import numpy as np
 import pytest
 import torch
 
 from dglx_dist.dataloading.minibatch import BlockBuilder
 from dglx_dist.strategies.push_pull.loader import (
     OwnerBlock,
+    _check_block,
     pack_block,
     unpack_block,
 )
@@ -48,6 +52,30 @@ def test_an_unpacked_block_shares_nothing_with_what_came() -> None:
     found = unpack_block(arrays, BlockBuilder(), torch.int32)
     arrays[2][:] = 1
     assert found.block.adj_tensors("csc")[1].tolist()[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "indptr", "indices"),
+    [
+        ([7, 8], [0, 1], [2]),
+        ([7, 8], [0, 1], [-1]),
+        ([7, 8], [0, 2, 1], [0]),
+        ([7, 8], [-1, 1], [0]),
+        ([7, 8], [0, 2], [0]),
+        ([7, 8], [], []),
+        ([7], [0, 0, 1], [0]),
+        ([], [0, 1], [0]),
+        ([7, 8], [0, 1], [0.0]),
+        ([7, 8], [0, 1], [[0]]),
+    ],
+)
+def test_arrays_that_are_no_block_are_refused(
+    nodes: list[Any], indptr: list[Any], indices: list[Any]
+) -> None:
+    arrays = [np.array(one, None if one else np.int32) for one in (nodes, indptr, indices)]
+    with pytest.raises(ValueError, match="are no block"):
+        _check_block(arrays)
+    _check_block(pack_block(block_of(torch.int32), wide=False))
 
 
 def test_no_destination() -> None:

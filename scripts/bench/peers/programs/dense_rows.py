@@ -47,7 +47,6 @@ class DenseRows(Trainer):
         ]
 
     def inputs(self, batch: Any, clock: Clock) -> tuple[tuple[Any, ...], Tensor]:
-        """Return blocks and the ids of their rows, and the labels."""
         input_nodes, _, blocks = batch
         return (blocks, input_nodes), blocks[-1].dstdata["label"]
 
@@ -60,7 +59,6 @@ class DenseRows(Trainer):
 
 
 def main() -> None:
-    """Train and report."""
     told = read_arguments()
     torch.set_num_threads(1)
     with dx.init():

@@ -38,7 +38,6 @@ class Ours(Trainer):
             self.sparse = dx.optim.SparseAdagrad([self.embedding], lr=workload.lr)
 
     def inputs(self, batch: Any, clock: Clock) -> tuple[tuple[Any, ...], Tensor]:
-        """Return blocks and their rows, and the labels."""
         input_nodes, _, blocks = batch
         with clock.of("pull"):
             x = self.embedding(input_nodes) if self.embedding else blocks[0].srcdata["feat"]
@@ -57,7 +56,6 @@ class Ours(Trainer):
 
 
 def main() -> None:
-    """Train and report."""
     told = read_arguments()
     torch.set_num_threads(1)
     with dx.init(strategy="data_parallel") as session:

@@ -74,17 +74,14 @@ class PyG(Trainer):
         self.optimizers = [torch.optim.Adam(self.model.parameters(), lr=workload.lr)]
 
     def inputs(self, batch: Any, clock: Clock) -> tuple[tuple[Any, ...], Tensor]:
-        """Return the batch, and the labels of its seeds."""
         return (batch,), batch.y[: batch.batch_size]
 
     def note(self, clock: Clock, batch: Any) -> None:
-        """Count what one batch holds."""
         clock.count("input_rows", batch.num_nodes)
         clock.count("edges", batch.num_edges)
 
 
 def main() -> None:
-    """Train and report."""
     told = read_arguments()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -49,7 +49,6 @@ class Stock(Trainer):
         return self._steps
 
     def inputs(self, batch: Any, clock: Clock) -> tuple[tuple[Any, ...], Tensor]:
-        """Return blocks and their rows, and the labels."""
         input_nodes, seeds, blocks = batch
         with clock.of("pull"):
             labels = self.g.ndata["label"][seeds].long()
@@ -57,7 +56,6 @@ class Stock(Trainer):
         return (blocks, x), labels
 
     def clear(self) -> None:
-        """Drop the gradients of the step before."""
         super().clear()
         if self.sparse is not None:
             self.sparse.zero_grad()  # else every step applies all gradients since the start again
@@ -80,7 +78,6 @@ class Stock(Trainer):
 
 
 def main() -> None:
-    """Train and report."""
     told = read_arguments()
     torch.set_num_threads(1)
     dgl.distributed.initialize(told.ip_config, net_type="socket")
