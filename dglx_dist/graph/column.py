@@ -197,7 +197,7 @@ class PendingPull:
         out: Tensor,
         plan: RemotePlan,
         hits: Hits,
-        replies: list[tuple[Pending, int]],
+        replies: list[tuple[Pending, int, int]],
     ) -> None:
         self._column, self._ids, self._out = column, ids, out
         self._plan, self._hits, self._replies = plan, hits, replies
@@ -215,9 +215,9 @@ class PendingPull:
             self._column.read(self._ids, out)
             if self._column.cache is not None:
                 move_rows(self._column.cache.rows, self._hits.slots, out, self._hits.places)
-            for reply, first_slot in self._replies:
+            for reply, first, last in self._replies:
                 (rows,) = reply.result()
-                spread_rows(rows, out, self._plan.starts, self._plan.positions, first_slot)
+                spread_rows(rows, out, self._plan.starts, self._plan.positions, first, last)
             self._done = True
         return self._out
 

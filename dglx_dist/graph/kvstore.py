@@ -313,7 +313,7 @@ class KVStore:
         for rank, first, last in plan.requests(self.placement.serving_ranks, column.rows_per_message):
             requested = [plan.ids[first:last]]
             pending = rpc.submit(rank, self._pull_op, name, requested, phase=phase, layer=layer)
-            replies.append((pending, first))
+            replies.append((pending, first, last))
         with self._counts_lock:
             column.counts[0] += len(ids) - len(hits.places) - len(plan.positions)
             column.counts[1] += len(hits.places)

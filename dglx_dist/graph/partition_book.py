@@ -320,7 +320,7 @@ def submit_to_owners(
     own = placement.topology.server
     plan = plan_remote(ids, bounds, own)
     calls = [
-        (session.rpc.submit(rank, op, "", [plan.ids[first:last]], phase="structure"), first)
+        (session.rpc.submit(rank, op, "", [plan.ids[first:last]], phase="structure"), first, last)
         for rank, first, last in plan.requests(placement.serving_ranks)
     ]
 
@@ -330,9 +330,9 @@ def submit_to_owners(
         out = [np.empty(len(ids), dtype=np.int64) for _ in answers]
         for column, values in zip(out, answers, strict=True):
             column[local] = values
-        for pending, first in calls:
+        for pending, first, last in calls:
             for column, values in zip(out, pending.result(), strict=True):
-                spread_rows(values, column, plan.starts, plan.positions, first)
+                spread_rows(values, column, plan.starts, plan.positions, first, last)
         return out
 
     return answered

@@ -14,7 +14,7 @@ from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Answered, Placement, submit_to_owners
-from dglx_dist.graph.row_kernels import plan_remote
+from dglx_dist.graph.row_kernels import first_outside, plan_remote
 from dglx_dist.records import Array, EdgeType
 
 
@@ -90,9 +90,22 @@ def to_wire(nodes: Array, edges: InEdges) -> list[Array]:
     return [edges.sources.astype(np.int64, copy=False), destinations, edges.edge_ids]
 
 
-def from_wire(nodes: Array, arrays: Sequence[Array]) -> InEdges:
-    """Undo :func:`to_wire` for the distinct (k,) int64 ``nodes``; ValueError when it holds other nodes."""
+def from_wire(
+    nodes: Array, arrays: Sequence[Array], num_sources: int, edge_range: Array | tuple[int, int]
+) -> InEdges:
+    """Undo :func:`to_wire` for the distinct (k,) int64 ``nodes``.
+
+    ValueError when it holds other nodes, sources outside [0, ``num_sources``), or edges outside
+    ``edge_range`` (first, last + 1): compiled code uses them as indices without checks.
+    """
     sources, destinations, edge_ids = arrays
+    if any(array.dtype != np.int64 or array.shape != (len(sources),) for array in arrays):
+        kinds = ", ".join(f"{array.dtype} of shape {array.shape}" for array in arrays)
+        raise ValueError(f"the answer must have three (e,) int64 arrays of one length, not {kinds}")
+    first, last = int(edge_range[0]), int(edge_range[1])
+    for what, ids, start, stop in (("source", sources, 0, num_sources), ("edge", edge_ids, first, last)):
+        if (at := first_outside(ids - start, stop - start)) >= 0:
+            raise ValueError(f"the answer has the {what} {ids[at]}; they are {start} to {stop - 1}")
     indptr = np.empty(len(nodes) + 1, dtype=np.int64)
     if _runs(nodes, destinations, indptr) != len(destinations):
         raise ValueError("the answer has edges of nodes that were not requested, or in another order")
@@ -348,16 +361,17 @@ class PartitionedStructure(Structure):
             submitted = self._session.rpc.submit(
                 rank, self._op(op), parameters, arrays, phase=phase, layer=layer
             )
-            calls.append((submitted, first, last))
+            server = self._placement.topology.server_of_rank[rank]
+            calls.append((submitted, first, last, self._edge_bounds[server : server + 2]))
 
         def pieces() -> list[Piece]:
             return [
                 Piece(
-                    edges=from_wire(plan.ids[first:last], call.result()),
+                    edges=from_wire(plan.ids[first:last], call.result(), self.num_sources, edge_range),
                     starts=plan.starts[first : last + 1],
                     positions=plan.positions,
                 )
-                for call, first, last in calls
+                for call, first, last, edge_range in calls
             ]
 
         return pieces

@@ -20,10 +20,11 @@ from dglx_dist.graph.row_kernels import (
     plan_remote,
     read_ahead,
     scatter_rows,
+    spread_rows,
     sum_repeated,
     tensor_view,
 )
-from dglx_dist.records import ColumnInfo
+from dglx_dist.records import Array, ColumnInfo
 
 DTYPES = ["float32", "float64", "int64", "int8", "uint16", "float16", "bfloat16"]
 
@@ -178,3 +179,20 @@ def test_distinct_ids_are_numbered_in_order_of_appearance() -> None:
     assert (distinct.tolist(), places.tolist()) == ([7, 3, 0], [0, 1, 0, 2, 1])
     none, places = number_distinct(np.empty(0, np.int64))
     assert (none.tolist(), places.tolist()) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.zeros((3, 2), np.float32),
+        np.zeros((1, 2), np.float32),
+        np.zeros((2, 3), np.float32),
+        np.zeros((2, 2)),
+    ],
+)
+def test_an_answer_of_other_rows_is_refused(rows: Array) -> None:
+    plan, out = plan_remote(np.array([12, 3, 11, 12]), np.array([0, 10, 20]), 0), np.ones((4, 2), np.float32)
+    spread_rows(np.zeros((2, 2), np.float32), out, plan.starts, plan.positions, 0, 2)
+    assert out.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
+    with pytest.raises(ValueError, match=r"asked for was float32 of shape \(2, 2\)"):
+        spread_rows(rows, out, plan.starts, plan.positions, 0, 2)

@@ -124,5 +124,17 @@ def test_all_in_edges_in_the_order_asked() -> None:
 
 
 def test_an_answer_for_other_nodes_is_refused() -> None:
+    nodes, arrays = np.array([10, 12]), to_wire(np.array([12, 10]), all_in_edges(SHARD, np.array([12, 10])))
     with pytest.raises(ValueError, match="not requested"):
-        from_wire(np.array([10, 12]), to_wire(np.array([12, 10]), all_in_edges(SHARD, np.array([12, 10]))))
+        from_wire(nodes, arrays, 4, (100, 103))
+    assert from_wire(nodes[::-1].copy(), arrays, 4, (100, 103)).sources.tolist() == [3, 1, 2]
+    for wrong, expected in (
+        ([arrays[0][:1], *arrays[1:]], "three .* of one length, not int64 of shape .1,."),
+        ([*arrays[:2], arrays[2][:0]], "of one length"),
+        ([arrays[0].astype(np.int32), *arrays[1:]], "not int32"),
+        ([arrays[0] + 1, *arrays[1:]], "the source 4; they are 0 to 3"),
+        ([-arrays[0], *arrays[1:]], "the source -3"),
+        ([*arrays[:2], arrays[2] + 1], "the edge 103; they are 100 to 102"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            from_wire(nodes[::-1].copy(), wrong, 4, (100, 103))

@@ -26,6 +26,7 @@ import numpy as np
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.columns import FileInfo, checksum
 from dglx_dist.data.storage.files import (
+    PARTIAL_SUFFIX,
     hold,
     locked,
     partial_folder,
@@ -48,6 +49,9 @@ CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQU
 """Errors of a folder without permission or space, where a run goes on without the cache."""
 
 _MAX_AGE_S = 30 * 86400.0
+_RECENT_S = 86400.0
+"""What was opened so shortly before the most recent opening counts as in use."""
+
 _SHARE_OF_DISK = 4
 _LOG = logging.getLogger(__name__)
 
@@ -61,7 +65,7 @@ class ArrayStream:
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._path, self._dtype, self._row_shape = path, dtype, shape[1:]
+        self._path, self._dtype, self._shape = path, dtype, shape
         needed = math.prod(shape) * dtype.itemsize
         if shutil.disk_usage(path.parent).free < needed:
             # Checked before a byte has moved.
@@ -82,7 +86,7 @@ class ArrayStream:
 
     def written(self) -> Array:
         """Return the rows in the file, (k, *row), in memory."""
-        rows = np.empty((self.num_rows, *self._row_shape), self._dtype)
+        rows = np.empty((self.num_rows, *self._shape[1:]), self._dtype)
         data, done = rows.reshape(-1).view(np.uint8).data, 0
         while done < len(data):
             # From the open file: it may have another name by now, or none.
@@ -93,7 +97,12 @@ class ArrayStream:
         return rows
 
     def finish(self) -> FileInfo:
-        """Flush to disk and return the size and checksum of the file."""
+        """Flush to disk and return the size and checksum of the file; StorageError if rows are missing."""
+        if self.num_rows != self._shape[0]:
+            raise StorageError(
+                f"{self._path} got {self.num_rows} rows instead of {self._shape[0]}; check the dataset "
+                "that it is made from with verify='full'"
+            )
         os.fsync(self._file.fileno())
         return FileInfo(num_bytes=self._file.tell(), checksum=f"{self._checksum:08x}")
 
@@ -168,7 +177,7 @@ class ArrayFolder:
             stamp = json.loads((self.path / STAMP).read_bytes())
             if not isinstance(stamp, dict) or stamp.get("crc32") != _checksum_of(stamp.get("head")):
                 raise ValueError(f"{STAMP} does not match its checksum")
-            arrays = {}
+            told, arrays = stamp["head"]["told"], {}
             for name, (num_bytes, crc32) in stamp["head"]["files"].items():
                 path, expected = self.path / name, FileInfo(num_bytes=num_bytes, checksum=crc32)
                 size = path.stat().st_size
@@ -176,9 +185,9 @@ class ArrayFolder:
                 if found != expected:
                     raise ValueError(f"{name} does not match its checksum")
                 arrays[path.stem] = np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
-        except (OSError, ValueError, RecursionError) as problem:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as problem:
             raise self._damaged(problem) from problem
-        return stamp["head"]["told"], arrays
+        return told, arrays
 
     def find(
         self, facts: Mapping[str, Any] | None = None, mode: Literal["r", "c"] = "r"
@@ -279,9 +288,11 @@ class ArrayCache:
     def clean(self) -> None:
         """Remove what killed processes left, and evict entries that no process uses.
 
-        Evicted are those last opened 30 days before the most recent one, and, the least recently opened ones
-        first, as many as take more than a quarter of the disk space that would be free without a cache.
-        ``limits.json`` in the folder may set ``max_age_days``, and ``max_size`` such as ``"64GB"``.
+        Evicted are those last opened 30 days before the most recent one, and as many as take more than a
+        quarter of the disk space that would be free without a cache: first those of other contents, then the
+        least recently opened ones. What was opened within a day of the most recent one stays, however large,
+        since the next run needs it; a warning says so. ``limits.json`` in the folder may set
+        ``max_age_days``, and ``max_size`` such as ``"64GB"``.
 
         Raises:
             StorageError: ``limits.json`` is damaged.
@@ -290,29 +301,45 @@ class ArrayCache:
             return
         remove_abandoned(self._folder)
         max_bytes, max_age_s = _read_limits(self._folder / LIMITS)
-        entries = sorted(_entries(self._folder), key=lambda entry: entry.used_s)
+        entries = sorted(_entries(self._folder), key=lambda one: (self._is_of_content(one), one.used_s))
         total = sum(entry.num_bytes for entry in entries)
         # Not the time now: the entries of a dataset that rested for months may be used next.
-        last_s = entries[-1].used_s if entries else 0.0
+        last_s = max((entry.used_s for entry in entries), default=0.0)
         if max_bytes is None:
             max_bytes = (total + shutil.disk_usage(self._folder).free) // _SHARE_OF_DISK
         for entry in entries:
             age_s = last_s - entry.used_s
-            if (total > max_bytes or age_s > max_age_s or not entry.num_bytes) and _evict(entry.path):
+            is_too_much = total > max_bytes and (age_s > _RECENT_S or not self._is_of_content(entry))
+            if (is_too_much or age_s > max_age_s or not entry.num_bytes) and _evict(entry.path):
                 total -= entry.num_bytes
                 if entry.num_bytes:
                     size, days = readable_bytes(entry.num_bytes), age_s / 86400
                     _LOG.info("%s (%s, unused for %.1f days) was evicted", entry.path, size, days)
+        if total > max_bytes:
+            size, limit = readable_bytes(total), readable_bytes(max_bytes)
+            _LOG.warning(
+                "%s takes %s, more than its limit of %s, and is in use; make room, or raise max_size in %s",
+                self._folder,
+                size,
+                limit,
+                LIMITS,
+            )
+
+    def _is_of_content(self, entry: _Entry) -> bool:
+        return entry.path.relative_to(self._folder).parts[0].endswith(f"-{self._content}")
 
 
 def _entries(folder: Path) -> Iterator[_Entry]:
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            if name.endswith(_LOCK):
-                path = Path(parent, name.removesuffix(_LOCK))
-                # Another process may evict it at the same time.
-                with suppress(OSError):
-                    yield _Entry(path=path, used_s=_lock_of(path).stat().st_mtime, num_bytes=_size(path))
+    for parent, folders, names in os.walk(folder):
+        with_lock = {name.removesuffix(_LOCK) for name in names if name.endswith(_LOCK)}
+        folders[:] = [name for name in folders if name not in with_lock and not name.endswith(PARTIAL_SUFFIX)]
+        found = [(path, _lock_of(path)) for path in (Path(parent, name) for name in with_lock)]
+        if STAMP in names:  # copied here without its lock, say
+            found.append((Path(parent), Path(parent, STAMP)))
+        for path, opened in found:
+            # Another process may evict it at the same time.
+            with suppress(OSError):
+                yield _Entry(path=path, used_s=opened.stat().st_mtime, num_bytes=_size(path))
 
 
 def _size(folder: Path) -> int:
@@ -321,15 +348,17 @@ def _size(folder: Path) -> int:
 
 
 def _evict(path: Path) -> bool:
+    is_gone = False
     with suppress(OSError), partial_folder(path) as aside:
-        with locked(_lock_of(path)) as is_free:
-            if not is_free:
-                return False
-            if path.exists():
-                path.rename(aside)
-            _lock_of(path).unlink()
-        return True
-    return False
+        lock = _lock_of(path)
+        os.close(os.open(lock, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
+        with locked(lock) as is_free:
+            if is_free:
+                if path.exists():
+                    path.rename(aside)
+                is_gone = True
+                lock.unlink()
+    return is_gone
 
 
 _LOCK = ".lock"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import multiprocessing
 import os
@@ -19,7 +20,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.data.storage.arrays import LIMITS, STAMP, ArrayCache, ArrayFolder, ArrayWriter
+from dglx_dist.data.storage.arrays import (
+    LIMITS,
+    STAMP,
+    ArrayCache,
+    ArrayFolder,
+    ArrayWriter,
+    _checksum_of,
+)
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import StorageError
 from tests.data.storage.graphs import ODD_ONES_OUT, TWO_TRIANGLES, flip, flipped_bits, store
@@ -87,6 +95,24 @@ def test_another_stamp_is_damage(tmp_path: Path, stamp: str) -> None:
     write(ArrayFolder(tmp_path / "a"))
     (tmp_path / "a" / STAMP).write_text(stamp)
     assert ArrayFolder(tmp_path / "a").find() is None
+
+
+@pytest.mark.parametrize(
+    "head", [{}, [], None, {"files": {}}, {"files": 1, "told": {}}, {"files": {"x.npy": 1}, "told": {}}]
+)
+def test_a_stamp_of_another_form_is_damage(tmp_path: Path, head: Any) -> None:
+    write(ArrayFolder(tmp_path / "a"))
+    (tmp_path / "a" / STAMP).write_text(json.dumps({"crc32": _checksum_of(head), "head": head}))
+    assert ArrayFolder(tmp_path / "a").find() is None
+
+
+def test_an_array_with_too_few_rows_is_not_published(tmp_path: Path) -> None:
+    folder = ArrayFolder(tmp_path / "a")
+    with folder.writing() as writer:
+        writer.stream("rows", ROWS.dtype, ROWS.shape).append(ROWS[:4])
+        with pytest.raises(StorageError, match="got 4 rows instead of 10"):
+            writer.publish(FACTS)
+    assert not folder.path.exists()
 
 
 @pytest.mark.parametrize("trusted", [False, True])
@@ -247,7 +273,7 @@ def test_entries_of_a_dataset_that_rested_are_kept(tmp_path: Path) -> None:
 def test_without_limits_a_quarter_of_the_disk_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, days_ago in (("old", 2), ("new", 1)):
+    for name, days_ago in (("old", 3), ("new", 1)):
         used(tmp_path, name, days_ago)
     usage = namedtuple("usage", ["free"])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(60_000))
@@ -255,6 +281,46 @@ def test_without_limits_a_quarter_of_the_disk_is_used(
     assert kept(tmp_path) == ["new", "old"]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(20_000))
     ArrayCache(tmp_path, "abc").clean()
+    assert kept(tmp_path) == ["new"]
+
+
+def test_what_the_latest_runs_used_is_not_evicted_for_its_size(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / LIMITS).write_text('{"max_size": "9KB"}')
+    for name, days_ago in (("old", 9), ("recent", 7.5), ("last", 7)):
+        used(tmp_path, name, days_ago)
+    other = used(tmp_path, "other", 7)
+    (tmp_path / "columns-old").mkdir()
+    for name in ("other", "other.lock"):
+        other.with_name(name).rename(tmp_path / "columns-old" / name)
+    ArrayCache(tmp_path, "abc").clean()
+    assert kept(tmp_path) == ["last", "recent"]
+    assert not list((tmp_path / "columns-old").iterdir())
+    assert "more than its limit" in caplog.text
+
+
+def test_entries_without_a_lock_are_evicted_too(tmp_path: Path) -> None:
+    for name, days_ago in (("copied", 40), ("now", 0)):
+        path = used(tmp_path, name, days_ago)
+        os.utime(path / STAMP, (time.time() - 86400 * days_ago,) * 2)
+        path.with_name(f"{name}.lock").unlink()
+    ArrayCache(tmp_path, "abc").clean()
+    assert kept(tmp_path) == ["now"]
+    assert not list(tmp_path.rglob("*copied*"))
+
+
+def test_an_entry_counts_as_evicted_when_it_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    (tmp_path / LIMITS).write_text('{"max_size": "9KB"}')
+    for name, days_ago in (("old", 9), ("new", 1)):
+        used(tmp_path, name, days_ago)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    ArrayCache(tmp_path, "def").clean()
     assert kept(tmp_path) == ["new"]
 
 
@@ -283,24 +349,24 @@ def test_what_a_live_process_uses_is_not_evicted(tmp_path: Path) -> None:
     other.start()
     assert ready.wait(60)
     os.utime(path.with_name("mine.lock"), (0, 0))
-    ArrayCache(tmp_path, "abc").clean()
+    ArrayCache(tmp_path, "def").clean()
     assert kept(tmp_path) == ["mine"]
     end.set()
     other.join(60)
     # Nor what this process uses, until it drops its cache.
     own = ArrayCache(tmp_path, "abc")
     own.entry("columns", "mine")
-    own.clean()
+    ArrayCache(tmp_path, "def").clean()
     assert kept(tmp_path) == ["mine"]
     del own
-    ArrayCache(tmp_path, "abc").clean()
+    ArrayCache(tmp_path, "def").clean()
     assert kept(tmp_path) == []
 
 
 def open_and_write(folder: Path) -> None:
     for turn in range(20):
+        ArrayCache(folder, "def").clean()
         cache = ArrayCache(folder, "abc")
-        cache.clean()
         entry = cache.entry("columns", f"{turn % 3}")
         write(entry)
         assert np.array_equal(entry.read()[1]["rows"], ROWS)
@@ -316,7 +382,7 @@ def test_processes_that_evict_and_write_at_once(tmp_path: Path) -> None:
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    ArrayCache(tmp_path, "abc").clean()
+    ArrayCache(tmp_path, "def").clean()
     assert kept(tmp_path) == []
 
 
