@@ -282,6 +282,9 @@ def _choose(
     candidates = _candidates(g, shape, cluster, draws, constraints, allow_cache=options.caches)
     if training.own_loop:
         candidates = tuple(one for one in candidates if STRATEGIES.get(one.strategy).traits.own_loop)
+    # Each rank has its own registry; measuring is collective.
+    offered = [f"{one.name} {one.works}" for one in candidates]
+    check_equal(session, "a candidate of strategy 'auto'", offered, "load the same plugins on every rank")
     deep = (NO_BATCHES,) if is_deep(options.unit, layers, training.fanouts) else ()
     known = measure(
         g,

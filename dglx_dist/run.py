@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import json
 import runpy
 import sys
 from collections.abc import Sequence
@@ -13,6 +11,7 @@ from pathlib import Path
 from dglx_dist.comm.session import session_if_open
 from dglx_dist.comm.topology import read_settings, tell_settings
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import literals
 from dglx_dist.strategies.base import resolve_strategy
 
 
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     script = Path(parsed.script)
     if not script.is_file():
         raise ConfigError(f"there is no script {parsed.script!r}; give the path of a Python file")
-    options = {**read_settings().options, **dict(_option(word) for word in parsed.option)}
+    options = {**read_settings().options, **literals(parsed.option, "--option")}
     tell_settings(resolve_strategy(parsed.strategy), options)
     # Imported here: DGL reads the environment when it is imported.
     from dglx_dist.compat import install
@@ -61,22 +60,6 @@ def _close_session(error: BaseException) -> None:
     if session is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
         session.fail(error)
         session.close(failed=True)
-
-
-def _option(word: str) -> tuple[str, object]:
-    name, equals, text = word.partition("=")
-    if not equals or not name:
-        raise ConfigError(f"--option {word!r} must be NAME=VALUE, like depth=2")
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return name, text
-    try:
-        return name, json.loads(json.dumps(value))
-    except TypeError:
-        raise ConfigError(
-            f"--option {word!r} must be a string, a number, True, False, None, or a list or dict of them"
-        ) from None
 
 
 if __name__ == "__main__":

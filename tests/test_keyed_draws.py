@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 
 from dglx_dist.keyed_random import Csc, Rule, count_hop, draw_among, draw_edges, draw_hop, stream_key
-from tests.dataloading.graphs import NO_EDGES, csc_from
+from tests.dataloading.graphs import csc_from
+
+NO_EDGES = np.empty(0, np.int64)
 
 CHI2_P_1E3 = {4: 18.47, 9: 27.88, 99: 148.2}
 """Critical values of chi^2 at p = 1e-3 by degrees of freedom."""

@@ -20,7 +20,8 @@ from typing import final
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
+
+from dglx_dist.comm.wire import read_event
 
 _DOMAIN = b"dglx"
 _USER = b"rank"
@@ -145,11 +146,10 @@ class ZapAuthenticator:
         self._requests.send_multipart([version, request, b"400", b"not of this job", b"", b""])
 
     def _note_event(self) -> None:
-        event = recv_monitor_message(self._events)
-        handle = int(event["value"])
-        if event["event"] == zmq.EVENT_ACCEPTED:
+        event, handle = read_event(self._events)
+        if event == zmq.EVENT_ACCEPTED:
             self._names[handle] = _peer_name(handle)
-        elif event["event"] == zmq.EVENT_DISCONNECTED:
+        elif event == zmq.EVENT_DISCONNECTED:
             name = self._names.pop(handle, "")
             # A message proves the handshake, and no rank connects without sending one.
             if handle in self._accepted:

@@ -17,7 +17,6 @@ from typing import TypeAlias, final
 
 import numpy as np
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from dglx_dist.comm.auth import Credentials, ZapAuthenticator
 from dglx_dist.comm.ledger import Ledger
@@ -34,6 +33,7 @@ from dglx_dist.comm.wire import (
     WireError,
     frames_of,
     payload_bytes,
+    read_event,
     send_frames,
 )
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
@@ -385,7 +385,7 @@ class Link:
             self._notice()
 
     def _notice(self) -> None:
-        event = recv_monitor_message(self._monitor)["event"]
+        event = read_event(self._monitor)[0]
         if event == zmq.EVENT_CONNECTED:
             self._retries = 0
         elif event == zmq.EVENT_DISCONNECTED:

@@ -402,3 +402,14 @@ def _require_frame(socket: zmq.Socket[bytes]) -> None:
 
 
 _NBYTES = attrgetter("nbytes")
+
+_EVENT = struct.Struct("=Hi")
+
+
+def read_event(monitor: zmq.Socket[Any]) -> tuple[int, int]:
+    """Return number and value of the next event of a monitored socket.
+
+    Workers import this module, and must not import asyncio, as pyzmq's reader of events does.
+    """
+    number, value = _EVENT.unpack(monitor.recv_multipart()[0])
+    return number, value

@@ -141,6 +141,11 @@ class SplittableConv(nn.Module, ABC):
         name, dimension = next(iter(self.cut.items()))
         return int(self.get_parameter(name).shape[dimension])
 
+    @property
+    def sum_width(self) -> int:
+        """Columns of all results of :meth:`gather` together; by default those of the first weight's."""
+        return self.get_parameter(next(iter(self.cut))).numel() // self.width
+
     def work(self) -> LayerWork:
         """Return the work of the uncut layer, whose first weight in :attr:`cut` projects the sources."""
         first, *others = (self.get_parameter(name).numel() for name in self.cut)

@@ -218,6 +218,10 @@ class GinStages(SplittableConv):
             # A buffer, as in DGL's own layer: so that checkpoints of either have it.
             self.register_buffer("eps", conv.eps)
 
+    @property
+    def sum_width(self) -> int:
+        return int(1 + self.eps.requires_grad) * self._first[0].out_features
+
     def work(self) -> LayerWork:
         """Return the work of ``GINConv``, which sums inputs before all products."""
         linears = [one for one in self.apply_func.modules() if isinstance(one, nn.Linear)]
@@ -313,6 +317,10 @@ class RelationalStages(SplittableConv):
             self.layer_norm_weight = conv.layer_norm_weight
         self.activation = conv.activation
         self._loop, self._bias, self._norm = conv.self_loop, conv.bias, conv.layer_norm
+
+    @property
+    def sum_width(self) -> int:
+        return (1 + (self._loop and self._norm)) * int(self.linear_r.W.shape[2])
 
     def work(self) -> LayerWork:
         """Return the work; the products, one for each edge, count as one for each source, a lower bound."""

@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from dglx_dist import auto
 from dglx_dist.api import DataLoader, choose_strategy, distribute, fit, init, wrap
 from dglx_dist.auto import Training, adopt_checkpointed, check_equal_servers, read_auto_options
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.planner.choose import enumerate_candidates
 from dglx_dist.planner.profile import probe
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import AUTO
+from dglx_dist.strategies.cost import Candidate, PlanContext
 from dglx_dist.training import checkpoint
 from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.fit import TRAINED_WITH, FitConfig
@@ -52,6 +57,10 @@ def out_of_luck(*_: Any) -> None:
     raise RuntimeError("out of luck")
 
 
+def offered(context: PlanContext, *, fewer: int) -> list[Candidate]:
+    return list(enumerate_candidates(context))[fewer:]
+
+
 def choose_and_train(data: str, out: str) -> dict[str, Any]:
     """On every rank: what auto came to, stopped and resumed, and the same strategy by its name."""
     train_dataset(plan_of(data, Path(out) / "auto", epochs=2, checkpoint_every=1))
@@ -81,6 +90,14 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
             fit(model, g, config=replace(told, feature="label"))
         with pytest.raises(ConfigError, match=r"rank 0 has batch_size=2\d, rank \d has batch_size=2\d"):
             choose_strategy(model, g, fanouts=(3, 2), batch_size=20 + session.topology.rank)
+        model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
+        # Rank 1 knows fewer candidates, as if it lacked a plugin.
+        known = partial(offered, fewer=session.topology.rank)
+        with (
+            mock.patch.object(auto, "enumerate_candidates", known),
+            pytest.raises(ConfigError, match="load the same plugins on every rank"),
+        ):
+            choose_strategy(model, g, fanouts=(3, 2), batch_size=20)
         fails = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
         if session.topology.rank == 1:
             fails.register_forward_pre_hook(out_of_luck)

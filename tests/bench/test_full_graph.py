@@ -11,7 +11,7 @@ import pytest
 
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner.model_shape import count_pairs, gradient_bytes, topology_of
+from dglx_dist.planner.model_shape import gradient_bytes, topology_of
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.strategies.cost import Widths
 from dglx_dist.strategies.full_graph.cost import exchanged_bytes
@@ -34,6 +34,7 @@ from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.records import PREDICTED_BYTES, PREDICTED_ONCE, BenchPlan, MatchedPhi
 from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks
+from tests.planner.plain_counts import count_pairs
 from tests.strategies import equality
 
 TINY = Size(nodes=2400, epochs=1, curve_epochs=1, deep_layers=4)

@@ -15,7 +15,6 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "rgcn.py")
     [
         (["--strategy", "auto", "--", SCRIPT], "does not call; ask `dglx plan` which strategy suits"),
         (["--option", "depth", "--", SCRIPT], "--option 'depth' must be NAME=VALUE"),
-        (["--option", "group={1, 2}", SCRIPT], "must be a string, a number"),
         (["--strategy", "p3", "--", "no.py"], "there is no script 'no.py'"),
     ],
 )

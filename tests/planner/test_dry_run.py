@@ -12,7 +12,7 @@ from torch import nn
 
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.graph.structure import ReplicatedStructure
-from dglx_dist.planner.model_shape import count_pairs, topology_of
+from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.planner.profile import busy_cores, time_on_plans
 from dglx_dist.planner.workload import stats_of_dataset
 from dglx_dist.records import EDGE_TYPE
@@ -27,7 +27,7 @@ from dglx_dist.strategies.full_graph.plan_counts import (
 from dglx_dist.strategies.serverless.cost import count_ghosts
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
-from tests.planner.plain_counts import exchanging_work, preloading_work
+from tests.planner.plain_counts import count_pairs, exchanging_work, preloading_work
 from tests.strategies import equality
 
 LAYERS = 3

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.base import StageInput
+from dglx_dist.layers.convolutions import stages_of
+from dglx_dist.layers.tracer import random_block
 from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.profile import assumed_rates, fit_rates, time_batches
 from dglx_dist.strategies.base import STRATEGIES
@@ -153,6 +156,27 @@ def test_layers_with_more_than_one_product_are_counted_whole(model: One, expecte
     assert found.hidden == 16
     # The same where the model cannot be called.
     assert shape_of_module(Loops(model.conv), 100, 16, 1).layers == (layer,)
+
+
+@pytest.mark.parametrize(
+    ("conv", "width", "known"),
+    [
+        (dgl.nn.SAGEConv(8, 3, "mean"), 3, True),
+        (dgl.nn.GINConv(nn.Linear(8, 3)), 3, True),
+        (dgl.nn.GINConv(nn.Linear(8, 3), learn_eps=True), 6, True),
+        (dgl.nn.RelGraphConv(8, 3, 5, "basis", 4), 3, False),
+        (dgl.nn.RelGraphConv(8, 3, 5, layer_norm=True), 6, False),
+        (dgl.nn.RelGraphConv(8, 3, 5, layer_norm=True, self_loop=False), 3, False),
+    ],
+)
+def test_columns_that_push_pull_sums_are_those_of_a_call(conv: nn.Module, width: int, known: bool) -> None:
+    block = random_block(4, 7, 20, torch.Generator().manual_seed(0))
+    edges = {"etypes": RELATION.expand(block.num_edges())} if "Rel" in type(conv).__name__ else {}
+    stages = stages_of(conv)
+    sums = stages.sync(StageInput(block=block, x=torch.ones(7, 8), edges=edges))
+    assert stages.sum_width == width == sum(one.shape[1] for one in sums)
+    first = STRATEGIES.get("push_pull").inspect(Loops(conv), 8)
+    assert (first.sum_width, first.known) == (width, known)
 
 
 class Loops(nn.Module):

@@ -94,6 +94,9 @@ def wait_for(client: ParameterClient, updates: int, within_s: float = 60.0) -> N
         client.raise_if_stopped()
         if time.monotonic() > deadline:
             raise PeerError(ops.what_misses(client._rpc, [0]))
+        if time.monotonic() > deadline - within_s + 10:
+            # The message of a server that stops may be lost with the server.
+            ops.raise_for_silent(client._rpc, range(len(client._updates)), "waiting for an update")
         time.sleep(0.001)
 
 

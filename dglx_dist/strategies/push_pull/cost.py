@@ -10,7 +10,7 @@ from functools import partial
 from torch import nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.convolutions import stages_of
+from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of
 from dglx_dist.strategies.cost import (
     GRADIENTS,
     Candidate,
@@ -57,6 +57,8 @@ class FirstLayer:
     """Of the split parameters, all parts together."""
     replicated_bytes: int
     """Of all others, as their gradients are sent: those of the owner side with a flag of one element each."""
+    known: bool
+    """Whether the sums have just these widths and no values of edges are sent; False: they may differ."""
 
 
 def first_layer(model: nn.Module, convolution: nn.Module) -> FirstLayer:
@@ -72,13 +74,15 @@ def first_layer(model: nn.Module, convolution: nn.Module) -> FirstLayer:
     # Parameters used before the sum have a gradient on every rank, and need no flag.
     unflagged = {id(stages.get_parameter(name)) for name in stages.shared}
     return FirstLayer(
-        sum_width=cut[0].numel() // stages.width,
+        sum_width=stages.sum_width,
         logit_width=stages.heads,
         itemsize=cut[0].element_size(),
         cut_bytes=sum(parameter.numel() * parameter.element_size() for parameter in cut),
         replicated_bytes=sum(
             (other.numel() + (id(other) not in unflagged)) * other.element_size() for other in others
         ),
+        # Relations of edges are sent with the structure; a layer of the user may sum anything.
+        known=type(convolution) in CONVOLUTIONS and "etypes" not in stages.edge_arguments,
     )
 
 
@@ -208,7 +212,7 @@ def _traffic(known: Measured, first: FirstLayer, size: int, *, pushed: bool) -> 
         inside,
         sums,
         once=cluster.ranks * moved // size,
-        exact=work.counted and aligned,
+        exact=work.counted and aligned and first.known,
     )
 
 

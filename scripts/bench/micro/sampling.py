@@ -25,10 +25,9 @@ from dgl.dataloading import NeighborSampler
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
-from dglx_dist.dataloading.kernels import copy_rows
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.row_kernels import as_words
+from dglx_dist.graph.row_kernels import gather_rows
 from dglx_dist.records import Assignment, RawGraph
 from scripts.bench.micro.timing import in_turn, parser, text_table, timed, write_json
 
@@ -91,14 +90,13 @@ def compare_slicing(g: DistGraph, steps: int, rows_of_batch: int) -> Row:
     ((_, rows),) = g.kvstore.shards(g.ndata["feat"].kvstore_key)
     rng = np.random.default_rng(0)
     out = np.empty((rows_of_batch, rows.shape[1]), rows.dtype)
-    source, target = as_words(rows, out)
 
     def rate(copy: Callable[[np.ndarray], object]) -> float:
         ids = rng.integers(0, len(rows), rows_of_batch)
         return out.nbytes / timed(lambda: copy(ids))[0] / 1e9
 
     contestants = {
-        "ours": lambda: rate(lambda ids: copy_rows(source, ids, target)),
+        "ours": lambda: rate(lambda ids: gather_rows(rows, 0, ids, out)),
         "take": lambda: rate(lambda ids: np.take(rows, ids, axis=0, out=out, mode="clip")),
     }
     rates = in_turn(contestants, steps, WARM_UP)
