@@ -369,7 +369,7 @@ def test_a_dataset_whose_columns_find_no_room_is_whole(
     assert len(list((tmp_path / "d").rglob(FILE))) == 2
 
 
-LOADED_NODES, WIDTH = 4000, 6
+LOADED_NODES, WIDTH = 16_000, 6
 
 
 def write_large(folder: Path, method: str = "hash", num_parts: int = 4) -> Path:
