@@ -17,7 +17,7 @@ from dglx_dist.strategies.serverless.graph_partition import (
     Part,
     cut_intervals,
     local_graph,
-    routes_of,
+    part_of,
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
 from tests.serverless.programs import PlainRun, dropping, gat, gcn, sage
@@ -48,15 +48,13 @@ class Case:
             found.append(local_graph(rank, starts, indptr, self.sources[edges], edges.start))
         return found
 
-    def part(self, graph: LocalGraph, boundary: Sequence[Array], intervals: int, first_interval: int) -> Part:
+    def part(self, graph: LocalGraph, boundary: Sequence[Array], intervals: int) -> Part:
         first, end = graph.starts[graph.rank], graph.starts[graph.rank + 1]
         edges = slice(int(self.indptr[first]), int(self.indptr[end]))
-        bounds = cut_intervals(graph.indptr, graph.sources, intervals)
-        return Part(
-            graph=graph,
-            bounds=bounds,
-            first_interval=first_interval,
-            routes=routes_of(graph, bounds, boundary),
+        return part_of(
+            graph,
+            boundary,
+            cut_intervals(graph.indptr, graph.sources, intervals),
             features=np.concatenate([self.x[first:end], self.x[graph.ghosts]]),
             labels=self.labels[first:end],
             fixed={"fixed:0": self.fixed[edges]},
@@ -65,14 +63,11 @@ class Case:
     def parts(self, starts: Sequence[int], intervals: int) -> list[Part]:
         graphs = self.graphs(starts)
         boundaries = boundaries_of(graphs)
-        return [
-            self.part(graph, boundary, intervals, graph.rank * intervals)
-            for graph, boundary in zip(graphs, boundaries, strict=True)
-        ]
+        return [self.part(*one, intervals) for one in zip(graphs, boundaries, strict=True)]
 
 
 def boundaries_of(graphs: Sequence[LocalGraph]) -> list[list[Array]]:
-    """``Routes.boundary`` per graph server and peer."""
+    """``Part.boundary`` per graph server and peer."""
     return [
         [graph.own_positions(peer.ghost_ids(graph.rank), peer.rank) for peer in graphs] for graph in graphs
     ]

@@ -38,10 +38,10 @@ from dglx_dist.strategies.serverless.engine import (
     Account,
     Engine,
     EpochTotals,
-    LiveProgress,
     account_of_ranks,
     check_reachable,
     progress_line,
+    repeated,
 )
 from dglx_dist.strategies.serverless.graph_partition import (
     Part,
@@ -50,8 +50,7 @@ from dglx_dist.strategies.serverless.graph_partition import (
     read_structure,
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
-from dglx_dist.strategies.serverless.options import StalenessPolicy, read_settings
-from dglx_dist.strategies.serverless.scheduler import Snapshot
+from dglx_dist.strategies.serverless.options import StalenessPolicy, read_lambda_options
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies.equality import write_parts
 
@@ -139,11 +138,11 @@ def engine_of(
     *,
     twice: bool = False,
     **settings: Any,
-) -> tuple[Engine, ThreadWorkers]:
+) -> tuple[Engine[ThreadWorkers], ThreadWorkers]:
     rank, world = session.topology.rank, session.topology.world_size
     graph = cases.case().graphs(STARTS[world])[rank]
     boundary = exchange_boundaries(session, graph)
-    part = cases.case().part(graph, boundary, INTERVALS, rank * INTERVALS)
+    part = cases.case().part(graph, boundary, INTERVALS)
     plan = cases.plan_of(program, parts_of(world), num_servers, policy.staleness)
     started: list[ThreadWorkers] = []
 
@@ -160,7 +159,7 @@ def parts_of(world: int) -> list[Part]:
     return cases.case().parts(STARTS[world], INTERVALS)
 
 
-def check_plain(name: str, engine: Engine, totals: list[EpochTotals]) -> None:
+def check_plain(name: str, engine: Engine[ThreadWorkers], totals: list[EpochTotals]) -> None:
     weights, losses = cases.plain_answer(name, EPOCHS)
     for key, value in engine.parameters.latest().items():
         np.testing.assert_allclose(value, weights[key], rtol=1e-10, atol=1e-12, err_msg=key)
@@ -177,7 +176,7 @@ def train(session: Session, name: str, policy: StalenessPolicy, **settings: Any)
     )
     totals = engine.run(EPOCHS // 2)
     assert engine.epoch == EPOCHS // 2
-    assert engine.scheduler.snapshot().steps == ("",) * INTERVALS
+    assert engine.scheduler.state() == (EPOCHS // 2, "drained")
     totals += engine.run(EPOCHS - EPOCHS // 2)
     if policy.mode != "async":
         check_plain(name, engine, totals)
@@ -215,8 +214,6 @@ def check_what_is_read(session: Session, folder: str) -> None:
     features = read_features(g, graph, "feat", "float64")
     assert (features == g.ndata["feat"][torch.from_numpy(ids)].numpy()).all()
     assert read_features(g, graph, "feat", "float32").dtype == np.float32
-    with pytest.raises(ConfigError, match="features are"):
-        read_features(g, graph, "label", "float64")
     barrier(session, "reading")
     rows = [row for row in session.ledger.since(before) if row.phase == "preload"]
     asked = gather_json([row.num_bytes for row in rows], session)
@@ -349,10 +346,9 @@ def test_a_next_task_that_cannot_be_sent_ends_the_run_and_not_the_worker() -> No
         workers.close()
 
 
-SETTINGS = read_settings({"prices": "dorylus"})
+SETTINGS = read_lambda_options({"prices": "dorylus"})
 # A million functions of 192 MB that took 100 ms each.
 MILLION = Counts(invocations=10**6, cold=10, warm=10**6 - 10, billed_s=1e5, gb_s=1e5 * 192 / 1024)
-NOW = Snapshot(epochs=(3, 4, 3), steps=("GA1", "AV1", "AV1"), queue=2, tasks=1)
 
 
 def accounts_of_two() -> tuple[Account, int]:
@@ -385,32 +381,21 @@ def test_dollars_of_functions_and_servers() -> None:
 
 
 def test_the_line_says_stages_workers_queue_relaunches_and_dollars() -> None:
-    bill = Account(counts=MILLION).bill(SETTINGS, simulated=True)
-    assert progress_line(NOW, Counts(relaunched=5), 4, bill) == (
+    workers = SimpleNamespace(simulated=True, controller=SimpleNamespace(workers=4))
+    scheduler = SimpleNamespace(state=lambda: (3, "AV1 2 GA1 1"), queue_length=2)
+    engine: Any = SimpleNamespace(workers=workers, scheduler=scheduler)
+    account = Account(counts=MILLION + Counts(relaunched=5))
+    assert progress_line(engine, SETTINGS, account) == (
         "epoch 3 | AV1 2 GA1 1 | 4 workers | queue 2 | 5 relaunched | $0.512 simulated"
     )
-    drained = Snapshot(epochs=(5,), steps=("",), queue=0, tasks=0)
-    assert "| drained | 1 worker |" in progress_line(drained, Counts(), 1, bill)
 
 
 def test_lines_come_while_a_run_goes_on_and_no_longer() -> None:
-    pool = SimpleNamespace(counts=MILLION, simulated=True, controller=SimpleNamespace(workers=3))
-    scheduler = SimpleNamespace(snapshot=lambda: NOW)
-    running: Any = SimpleNamespace(pool=pool, engine=SimpleNamespace(scheduler=scheduler))
-    seen: list[str] = []
     first = threading.Event()
-
-    def show(line: str) -> None:
-        seen.append(line)
-        first.set()
-
-    with LiveProgress(running, SETTINGS, Account(counts=MILLION), show):
+    with repeated(lambda _seconds: first.set()):
         assert first.wait(20)
-    assert "3 workers" in seen[0]
-    # What was done before is in the bill.
-    assert "$1.02" in seen[0] or "$1.03" in seen[0]
     assert not any(thread.name == "lambda-progress" for thread in threading.enumerate())
-    with LiveProgress(running, SETTINGS, Account(), None):
+    with repeated(None):
         assert not any(thread.name == "lambda-progress" for thread in threading.enumerate())
 
 

@@ -56,8 +56,11 @@ class Idle:
     def raise_if_failed(self) -> None:
         """Nothing."""
 
+    def close(self) -> None:
+        """Nothing."""
 
-def idle_engine(session: Session) -> Engine:
+
+def idle_engine(session: Session) -> Engine[Idle]:
     program, parts, rank = cases.gcn(), cases.case().parts([0, 17, 40], 3), session.topology.rank
     plan = cases.plan_of(program, parts, 2)
     parameters, server = cases.parameter_server(program, plan, rank), GraphServer(parts[rank], program)
@@ -286,7 +289,7 @@ def _other_forms(good: Sequence[Array]) -> Iterator[list[Array]]:
         yield [other, *rest]
 
 
-def engine_of(session: Session, access: ClientAccess) -> tuple[Engine, Besieged]:
+def engine_of(session: Session, access: ClientAccess) -> tuple[Engine[Besieged], Besieged]:
     program = cases.gcn()
     (part,) = cases.case().parts([0, cases.case().num_nodes], INTERVALS)
     plan = cases.plan_of(program, [part])
