@@ -6,20 +6,25 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from dglx_dist.comm.session import Session
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.program import Program
+from dglx_dist.strategies.serverless.engine import Engine, WorkerPool, open_engine
 from dglx_dist.strategies.serverless.graph_partition import (
     LocalGraph,
     Part,
     cut_intervals,
+    exchange_boundaries,
     local_graph,
     part_of,
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
+from dglx_dist.strategies.serverless.options import StalenessPolicy, read_lambda_options
 from tests.serverless.programs import PlainRun, dropping, gat, gcn, sage
 
 PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "dropping": dropping}
@@ -158,3 +163,21 @@ def servers(
 
 def latest(parameters: ParameterServer) -> dict[str, Array]:
     return dict(zip(parameters.plan.shapes, parameters.latest(), strict=True))
+
+
+STARTS = {1: [0, 40], 2: [0, 17, 40], 4: [0, 9, 9, 24, 40]}
+"""By ranks; the second of four graph servers has no nodes."""
+INTERVALS, PIPE = 3, StalenessPolicy()
+
+
+def engine(session: Session, name: str, policy: StalenessPolicy = PIPE, **options: Any) -> Engine[WorkerPool]:
+    """Return a real engine on this rank, whose workers are threads."""
+    program, starts = PROGRAMS[name](), STARTS[session.topology.world_size]
+    graph, names = case().graphs(starts)[session.topology.rank], list(program.weight_shapes)
+    part = case().part(graph, exchange_boundaries(session, graph), INTERVALS)
+    sizes = np.concatenate([np.diff(one.bounds) for one in case().parts(starts, INTERVALS)])
+    given = {"mode": policy.mode, "staleness": policy.staleness, "executor": "inline", "workers": 3}
+    weights = [first_weights(program)[name] for name in names]
+    update = Update("SGD", [{"lr": LR, "params": names}], names)
+    read = read_lambda_options({**given, **options})
+    return open_engine(session, program, part, sizes, read, policy, weights, update)
