@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from ipaddress import ip_address
@@ -18,9 +17,9 @@ from typing import Generic, NamedTuple, TypeVar, final
 import numpy as np
 
 from dglx_dist.comm.collectives import barrier, gather_int64, raise_for_missing
-from dglx_dist.comm.endpoints import open_client_access
+from dglx_dist.comm.endpoints import ClientAccess, open_client_access
 from dglx_dist.comm.ledger import WORKER as WORKERS
-from dglx_dist.comm.rpc import Handler, PeerAddress
+from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.topology import link_speed
 from dglx_dist.comm.trace import WAIT, WORKER, Span, Timeline
@@ -116,19 +115,13 @@ class WorkerPool:
         handlers: Mapping[str, Handler],
     ) -> None:
         self._plan, rank = plan, session.topology.rank
-        access = open_client_access(session, options.interface)
-        shown = access.credentials
-        self._addresses = {peer: _address(one) for peer, one in access.addresses.items()}
+        self._addresses, secrets = addresses_of(open_client_access(session, options.interface))
         own_host = self._addresses[rank].endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
         self._task = partial(
             Task,
             program=program.digest,
             graph_server=self._addresses[rank],
-            secrets=Secrets(
-                secret=shown.secret.decode(),
-                public_key=_text(shown.public_key),
-                secret_key=_text(shown.secret_key),
-            ),
+            secrets=secrets,
             timeout_s=min(session.timeout_s, MAX_TIMEOUT_S),
             options=TaskOptions(streaming=options.streaming, rematerialise=options.rematerialise),
         )
@@ -189,12 +182,19 @@ def check_reachable(host: str, *, paid: bool) -> None:
         )
 
 
-def _address(peer: PeerAddress) -> Address:
-    return Address(rank=peer.rank, host=peer.host, endpoint=peer.endpoint, public_key=_text(peer.public_key))
+def addresses_of(access: ClientAccess) -> tuple[dict[int, Address], Secrets]:
+    """Return the address of each rank, and the credentials of workers."""
 
+    def text(key: bytes | None) -> str | None:
+        return None if key is None else key.decode()
 
-def _text(key: bytes | None) -> str | None:
-    return None if key is None else key.decode()
+    addresses = {
+        rank: Address(rank=rank, host=one.host, endpoint=one.endpoint, public_key=text(one.public_key))
+        for rank, one in access.addresses.items()
+    }
+    shown = access.credentials
+    keys = {"public_key": text(shown.public_key), "secret_key": text(shown.secret_key)}
+    return addresses, Secrets(secret=shown.secret.decode(), **keys)
 
 
 def _note_spans(timeline: Timeline, program: Program, done: Finished) -> None:
@@ -284,15 +284,21 @@ class Engine(Generic[W]):
             self.abandon = undo.pop_all().close
             """Releases everything after a failure, without waiting for other ranks."""
 
-    def run(self, epochs: int) -> list[EpochTotals]:
+    def run(self, epochs: int, show: Callable[[], None] | None = None) -> list[EpochTotals]:
         """Train ``epochs`` more epochs; no rank has work in flight afterwards. Collective.
 
-        Raises PeerError, naming who is missing, if a rank is dead or there was no progress for the session's
-        time-out; or if a task failed in all allowed attempts.
+        Calls ``show`` every half a second. Raises PeerError, naming who is missing, if a rank is dead or
+        there was no progress for the session's time-out; or if a task failed in all allowed attempts.
         """
         first, end = self.epoch, self.epoch + epochs
         self._updated_at = {first: time.perf_counter()}
-        self.scheduler.run(end, self._check)
+
+        def check(quiet_s: float, behind: Sequence[int]) -> None:
+            if show is not None:
+                show()
+            self._check(quiet_s, behind)
+
+        self.scheduler.run(end, check)
         self.epoch = end
         barrier(self._session, f"the end of epoch {end - 1}")
         if self._parameter_server is not None:
@@ -459,27 +465,3 @@ def progress_line(engine: Engine[WorkerPool], options: LambdaOptions, account: A
         f"queue {engine.scheduler.queue_length} | {account.counts.relaunched} relaunched | "
         f"{dollars(paid.total)}{' simulated' if paid.simulated else ''}"
     )
-
-
-_PROGRESS_INTERVAL_S = 0.5
-
-
-@contextmanager
-def repeated(action: Callable[[float], None] | None) -> Iterator[None]:
-    """Call ``action`` with the seconds since the start, every half a second, on a thread."""
-    if action is None:
-        yield
-        return
-    over, began = threading.Event(), time.perf_counter()
-
-    def repeat() -> None:
-        while not over.wait(_PROGRESS_INTERVAL_S):
-            action(time.perf_counter() - began)
-
-    thread = threading.Thread(target=repeat, name="lambda-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from dglx_dist.comm.collectives import barrier, run_on_all_ranks
+from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import RowOwners
@@ -270,22 +271,12 @@ def read_structure(g: DistGraph) -> LocalGraph:
 
 def exchange_boundaries(session: Session, graph: LocalGraph) -> list[Array]:
     """Return, per peer, (b,) int32 own nodes that are its ghosts, ascending. Collective."""
-
-    def answer(name: str, _arrays: Sequence[Array]) -> list[Array]:
-        if not name.isdecimal() or int(name) >= graph.num_servers:
-            raise ConfigError(f"{name[:20]!r} is not one of the {graph.num_servers} graph servers")
-        return [graph.ghost_ids(int(name))]
-
-    session.rpc.register(GHOST_IDS, answer)
+    exchange = OneSidedExchange(session, GHOST_IDS, "look at its output")
     barrier(session, "listing the ghosts of all graph servers")
-    name = str(graph.rank)
-    replies = [
-        session.rpc.submit(peer, GHOST_IDS, name, [], phase=PRELOAD) for peer in range(graph.num_servers)
-    ]
-    lists = [pending.result()[0] for pending in replies]
-    barrier(session, "exchanging the ghosts of all graph servers")
-    session.rpc.unregister(GHOST_IDS)
-    return [graph.own_positions(ids, peer) for peer, ids in enumerate(lists)]
+    lists = {peer: [graph.ghost_ids(peer)] for peer in range(graph.num_servers)}
+    exchange.post(0, "", lists, phase=PRELOAD)
+    found = exchange.mailbox.take(0, "", lists, "the list of its ghosts")
+    return [graph.own_positions(ids, peer) for peer, (ids,) in found.items()]
 
 
 def read_features(g: DistGraph, graph: LocalGraph, name: str, dtype: str) -> Array:
@@ -327,8 +318,8 @@ def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, 
     Collective; ``targets`` (n,) bool tells which own nodes are trained on. ConfigError on all ranks if the
     graph does not fit on any.
     """
-    session = g.session
-    run_on_all_ranks(session, lambda: check_columns(g, objective, chain.features), ConfigError)
+    session, program = g.session, chain.program
+    run_on_all_ranks(session, lambda: check_columns(g, objective, program.features), ConfigError)
     graph = read_structure(g)
     boundary = exchange_boundaries(session, graph)
     bounds = cut_intervals(graph.indptr, graph.sources, intervals)
@@ -340,9 +331,9 @@ def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, 
             graph,
             boundary,
             bounds,
-            features=read_features(g, graph, objective.feature, chain.dtype),
-            labels=_labels(g, own, objective.label, targets, chain.classes),
-            fixed={name: edge_values(one, g, own, chain.dtype) for name, one in chain.factors.items()},
+            features=read_features(g, graph, objective.feature, program.dtype),
+            labels=_labels(g, own, objective.label, targets, program.classes),
+            fixed={name: edge_values(one, g, own, program.dtype) for name, one in chain.factors.items()},
         )
 
     return run_on_all_ranks(session, read, ConfigError)

@@ -61,8 +61,7 @@ class Progress:
         self._peer_positions = dict.fromkeys(peers, start)
         self._announced = start
         self._correct: dict[int, dict[int, int]] = {}
-        self._undecided = self._next_loss_epoch = first
-        self._loss_index = next(at for at, task in enumerate(self._schedule) if _has_loss(task))
+        self._undecided = first
 
     @property
     def is_done(self) -> bool:
@@ -136,23 +135,21 @@ class Progress:
         before, self.floor = self.floor, min(self.position)
         return self.floor > before
 
-    def new_barrier(self) -> int | None:
-        """Return the furthest global barrier that all own intervals reached and that is not announced yet."""
-        first, self._announced = self._announced, self.floor
-        for position in range(self.floor, first, -1):
+    def news(self) -> tuple[int | None, list[int]]:
+        """Return what all own intervals have reached since the last call, for the peers.
+
+        That is the furthest global barrier, and, if there is a target, the epochs with a loss.
+        """
+        barrier, epochs = None, []
+        for position in range(self._announced + 1, self.floor + 1):
             epoch, index = divmod(position, len(self._schedule))
             if self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch):
-                return position
-        return None
-
-    def epochs_with_loss(self) -> range:
-        """Return the epochs whose losses all own intervals have computed, each once, if there is a target."""
-        if not self._may_switch:
-            return range(0)
-        end = (self.floor - self._loss_index - 1) // len(self._schedule) + 1
-        found = range(self._next_loss_epoch, end)
-        self._next_loss_epoch = max(self._next_loss_epoch, end)
-        return found
+                barrier = position
+            epoch, index = divmod(position - 1, len(self._schedule))
+            if self._may_switch and _has_loss(self._schedule[index]):
+                epochs.append(epoch)
+        self._announced = self.floor
+        return barrier, epochs
 
     def record_position(self, peer: int, position: int) -> None:
         """Record that all intervals of ``peer`` reached ``position``."""
@@ -410,10 +407,10 @@ class ThreadScheduler:
         if self._stopping:
             return
         if self._progress.finish(interval):
-            network, barrier = self._queues[NETWORK], self._progress.new_barrier()
+            network, (barrier, epochs) = self._queues[NETWORK], self._progress.news()
             if barrier is not None:
                 network.put((_ANNOUNCE_POSITION, barrier, partial(self._broadcast, REACHED, barrier)))
-            for epoch in self._progress.epochs_with_loss():
+            for epoch in epochs:
                 network.put((_ANNOUNCE_CORRECT, epoch, partial(self._announce_correct, epoch)))
             self._enqueue_all()
         elif self._progress.can_start(interval):

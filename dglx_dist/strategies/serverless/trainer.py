@@ -7,6 +7,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast, final
 
 import numpy as np
@@ -42,7 +43,6 @@ from dglx_dist.strategies.serverless.engine import (
     account_of_ranks,
     open_engine,
     progress_line,
-    repeated,
 )
 from dglx_dist.strategies.serverless.graph_partition import open_part
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
@@ -232,7 +232,7 @@ def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> N
         if one.requires_grad and (one.dim() > 1 or name.rpartition(".")[2] == "bias")
     }
     shapes = {name: tuple(one.shape) for name, one in trained.items()}
-    drawn = initialise(shapes, scheme, seed, np.dtype(chain.dtype), inputs_first=chain.inputs_first)
+    drawn = initialise(shapes, scheme, seed, np.dtype(chain.program.dtype), inputs_first=chain.inputs_first)
     with torch.no_grad():
         for name, weight in drawn.items():
             trained[name].copy_(torch.from_numpy(weight))
@@ -306,7 +306,7 @@ class LambdaTrainer(EpochTrainer):
         self._options, self._show = options, show
         self._session = loader.g.session
         targets, self._num_train = loader.own_targets()
-        self._program = chain.program(self._num_train)
+        self._program = replace(chain.program, num_train=self._num_train)
         self._names = list(self._program.weight_shapes)
         run_on_all_ranks(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
         self._part = open_part(loader.g, chain, objective, targets, options.intervals)
@@ -318,15 +318,15 @@ class LambdaTrainer(EpochTrainer):
 
     def run(self, first: int, number: int) -> Sequence[EpochRecord]:
         engine = self._engine_from(first)
-        counted, began, show = self._session.ledger.snapshot(), time.perf_counter(), self._show
+        counted, began = self._session.ledger.snapshot(), time.perf_counter()
 
-        def show_line(seconds: float) -> None:
+        def show() -> None:
+            seconds = time.perf_counter() - began
             account = self._past + Account(counts=engine.workers.counts, server_seconds=seconds)
-            assert show is not None
-            show(progress_line(engine, self._options, account))
+            if self._show is not None:
+                self._show(progress_line(engine, self._options, account))
 
-        with repeated(None if show is None else show_line):
-            totals = engine.run(number)
+        totals = engine.run(number, show)
         write_back(self._model, self._optimizer, engine.parameters.latest(), engine.parameters.state())
         self._past += Account(server_seconds=time.perf_counter() - began)
         self._last_fingerprint = fingerprint(self._model, self._optimizer)
@@ -436,7 +436,7 @@ class LambdaModel(WrappedModel):
         columns = {name: tuple(g.edata[name].shape[1:]) for name in g.edata}
         self._chain, self._options = chain_of(model, columns), options
         if not options.in_process:
-            check_imports(stages_of(self._chain.steps), options.executor)
+            check_imports(stages_of(self._chain.program.steps), options.executor)
         if options.initialise:
             draw_weights(model, self._chain, options.initialise, g.session.seed)
 

@@ -226,8 +226,9 @@ class SerialScheduler:
         progress = self.progress[number]
         if not progress.finish(interval):
             return
-        self._unannounced += [(number, epoch) for epoch in progress.epochs_with_loss()]
-        if (new_barrier := progress.new_barrier()) is not None:
+        new_barrier, epochs = progress.news()
+        self._unannounced += [(number, epoch) for epoch in epochs]
+        if new_barrier is not None:
             for other in self.progress:
                 if other is not progress:
                     other.record_position(number, new_barrier)

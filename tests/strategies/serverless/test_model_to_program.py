@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def run(chain: Chain, model: nn.Module, g: Any, x: Array, labels: Array) -> Plai
     sources, targets = (ends.numpy() for ends in g.edges())
     indptr = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=NODES))])
     return PlainRun(
-        chain.program(int((labels >= 0).sum())),
+        replace(chain.program, num_train=int((labels >= 0).sum())),
         {name: value.numpy() for name, value in model.state_dict().items()},
         x=x,
         indptr=indptr,
@@ -208,17 +209,17 @@ def test_the_program_is_the_model(kind: str) -> None:
 def test_steps_are_those_of_the_paper() -> None:
     """No Scatter of features, none behind the last layer; one name for equal weights of edges."""
     chain = chain_of(MODELS["gcn"]())
-    assert [step.name for step in chain.steps] == ["GA1", "AV1", "SC1", "GA2", "AV2"]
-    assert chain.dtype == "float32"
+    assert [step.name for step in chain.program.steps] == ["GA1", "AV1", "SC1", "GA2", "AV2"]
+    assert chain.program.dtype == "float32"
     assert chain.factors == {"fixed:0": EdgeFactor(target=-1.0)}
-    kinds = [type(step) for step in chain_of(MODELS["gat"]()).steps]
+    kinds = [type(step) for step in chain_of(MODELS["gat"]()).program.steps]
     assert kinds == [*[Vertex, Scatter, Edge, Gather] * 3, Vertex]
     shared = chain_of(MODELS["sage"]())
-    assert {step.edges for step in shared.steps if isinstance(step, Gather)} == {"fixed:0"}
+    assert {step.edges for step in shared.program.steps if isinstance(step, Gather)} == {"fixed:0"}
 
 
 def names_of(model: nn.Module) -> list[str]:
-    return [step.name for step in chain_of(model).steps]
+    return [step.name for step in chain_of(model).program.steps]
 
 
 def test_small_stages_join_their_neighbours_and_drops_are_steps() -> None:
