@@ -231,11 +231,8 @@ class EpochTotals(NamedTuple):
 class Engine(Generic[W]):
     """Runs epochs on this rank together with all others. All methods but :meth:`abandon` are collective.
 
-    Args:
-        plan, policy: Equal on all ranks.
-        parameters: This rank's parameter server, if it has one.
-        start_workers: Starts the workers of this rank, given the handlers of their operations in this
-            process. The engine closes them.
+    ``parameters`` is this rank's parameter server, if it has one. ``start_workers`` gets the handlers of
+    workers in this process; the engine closes them.
     """
 
     def __init__(
@@ -369,7 +366,7 @@ class Engine(Generic[W]):
             self.scheduler.task_done(key, attempt)
         elif result is SubmitResult.LATE and half == 1:
             self.scheduler.duplicate_done(key, attempt)
-        return [np.array([result.accepted], dtype=np.int64)]
+        return [np.array([result in (SubmitResult.TAKEN, SubmitResult.LAST)], dtype=np.int64)]
 
     def _updated(self, updates: int) -> None:
         now = time.perf_counter()
@@ -420,9 +417,8 @@ def open_engine(
 ) -> Engine[WorkerPool]:
     """Return an engine with workers as ``options`` say. Collective.
 
-    Args:
-        interval_sizes: Nodes of each interval of all graph servers.
-        weights: To start from, in the order of the program; equal on all ranks, as is ``update``.
+    ``interval_sizes`` are those of all graph servers; ``weights``, to start from, in the order of the program
+    and, as ``update``, equal on all ranks.
     """
     num_servers, rank = options.parameter_servers, session.topology.rank
     plan = ParameterPlan.of(

@@ -97,12 +97,9 @@ class LocalGraph:
 def local_graph(
     rank: int, starts: Sequence[int] | Array, indptr: Array, sources: Array, first_edge: int = 0
 ) -> LocalGraph:
-    """Return the local graph of graph server ``rank``; ConfigError if it is too large for int32 local ids.
+    """Return the local graph of ``rank`` from (E,) global ``sources``, the others as in :class:`LocalGraph`.
 
-    Args:
-        starts: (W + 1,) global id of the first node of each graph server.
-        indptr: (n + 1,) in-edges of its n nodes, from 0.
-        sources: (E,) global ids.
+    ConfigError if it is too large for int32 local ids.
     """
     bounds = np.asarray(starts, dtype=np.int64)
     first, end = int(bounds[rank]), int(bounds[rank + 1])

@@ -45,26 +45,26 @@ from dglx_dist.strategies.serverless.graph_rows import Stores
 
 
 class TaskKind(Enum):
-    """Type of a task, and who executes it."""
+    """Type of a task; graph servers execute all but WORK."""
 
     GATHER = "gather"
-    """Sum source rows over in-edges; graph server."""
+    """Sum source rows over in-edges."""
     DROP = "drop"
-    """Drop entries of rows or of edge values; graph server."""
+    """Drop entries of rows or of edge values."""
     SCATTER = "scatter"
-    """Send boundary rows to ghosts; graph server."""
+    """Send boundary rows to ghosts."""
     WORK = "work"
-    """Apply a stage forward, backward or fused; worker."""
+    """Apply a stage forward, backward or fused."""
     LOSS = "loss"
-    """Compute the loss where the last step is not fused; graph server."""
+    """Compute the loss where the last step is not fused."""
     PUBLISH = "publish"
-    """Publish the gradient of a gathered sum to its sources, and compute those of its edges; graph server."""
+    """Publish the gradient of a gathered sum to its sources, and compute those of its edges."""
     SEND_BACK = "send_back"
-    """Send the gradients of ghosts to their owners; graph server."""
+    """Send the gradients of ghosts to their owners."""
     DROP_GRADIENT = "drop_gradient"
-    """Drop the same entries of the gradient; graph server."""
+    """Drop the same entries of the gradient."""
     COLLECT = "collect"
-    """Add gradients from out-edges to those of own rows; graph server."""
+    """Add gradients from out-edges to those of own rows."""
 
 
 class Barrier(Enum):
@@ -138,19 +138,12 @@ def _has_gradient(program: Program, step: Step) -> bool:
 
 
 class SubmitResult(Enum):
-    """Outcome of submitting one half of a task."""
+    """Outcome of submitting one half of a task: accepted (and then it is complete), or dropped."""
 
     TAKEN = "taken"
     LAST = "last"
-    """Accepted, and the task is complete."""
-    AGAIN = "again"
-    """Dropped: this half was submitted before."""
-    LATE = "late"
-    """Dropped: the task is complete."""
-
-    @property
-    def accepted(self) -> bool:
-        return self in (SubmitResult.TAKEN, SubmitResult.LAST)
+    AGAIN = "this half was submitted before"
+    LATE = "the task is complete"
 
 
 class _OpenTask(NamedTuple):
@@ -161,12 +154,9 @@ class _OpenTask(NamedTuple):
 
 @final
 class TaskTable:
-    """Open tasks of one graph server, which workers may take. Thread-safe; never blocks.
+    """Open tasks of one graph server's ``intervals`` (global numbers). Thread-safe; never blocks.
 
-    Args:
-        works: Work by step and direction, in the order of an epoch.
-        intervals: Global numbers of this graph server's intervals.
-        run: Number of the run in its session; workers of other runs are rejected.
+    ``works`` are in the order of an epoch. Workers of other runs in the session than ``run`` are rejected.
     """
 
     def __init__(self, works: Mapping[tuple[int, Direction], Work], intervals: range, run: int = 0) -> None:
@@ -254,11 +244,7 @@ class GhostMessage(NamedTuple):
 class GraphServer:
     """Executes the tasks of its intervals: in order within an interval, concurrently across intervals.
 
-    Args:
-        fused: Whether the last step runs forward and backward in one task (Dorylus, section 6: fusion).
-        rematerialise: See TaskOptions.
-        run: Number of the run in its session, equal on all graph servers; part of the task keys.
-        seed: The session's seed, by which dropout masks are keyed.
+    ``run``, the number of the run in its session, is part of the task keys, and ``seed`` of those of dropout.
     """
 
     def __init__(

@@ -98,11 +98,7 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """Return the outermost modules that are layers, in the order of the model's modules.
-
-    Raises:
-        ConfigError: a convolution, norm or dropout is unknown, or there is no layer.
-    """
+    """Return the outermost modules that are layers; ConfigError if one is unknown, or there is none."""
     layers = _outermost("", model)
     if all(layer.width is None for layer in layers):
         raise ConfigError(
@@ -151,10 +147,7 @@ class _Call:
 class _Trace:
     """Calls ``model(blocks, x)``, one block for each layer that takes one; the model does not change.
 
-    Stand-ins for the layers return random rows, which differ by mode.
-
-    Raises:
-        ConfigError: the model cannot be called this way, or calls a layer in an unknown way.
+    Stand-ins for the layers return random rows, which differ by mode; ConfigError for unknown calls.
     """
 
     def __init__(
@@ -344,11 +337,7 @@ def _check_order(layers: Sequence[Layer], seen: _Trace) -> None:
 def _function_of(
     where: str, call: _Call, in_training: _Call, outside: Mapping[str, nn.Parameter]
 ) -> RowFunction:
-    """Return the function that the model applies after a call, of which a trace in each mode is given.
-
-    Raises:
-        ConfigError: it is not a known function, it differs in training, or its gradients are not its own.
-    """
+    """Return the function that the model applies after a call, which is given as in both modes."""
     function = find_function(call.result, call.then, call.layer.own_function)
     if function is None:
         sums = torch.logsumexp(call.then.detach(), -1)

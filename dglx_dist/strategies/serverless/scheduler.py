@@ -292,9 +292,8 @@ class ThreadScheduler:
     def run(self, end: int, check: Callable[[float, Sequence[int]], None]) -> None:
         """Train until all own intervals have completed the epoch before ``end``, and its update is made.
 
-        Args:
-            check: Called periodically with the seconds without progress and the peers that are waited for;
-                raises if something is wrong. After any error the scheduler cannot run again.
+        ``check`` is called every half a second with the seconds without progress and the peers that are
+        waited for; it raises if something is wrong. After any error the scheduler cannot run again.
         """
         rows = [GRAPH_SERVER] * self._num_threads + [NETWORK] * _NETWORK_THREADS
         threads = [

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
 import numpy as np
 import torch
@@ -61,17 +61,10 @@ _IGNORED_OPTIONS = ("batch_size", "shuffle", "drop_last", "seed", "depth", "num_
 
 @final
 class IntervalLoader:
-    """The training nodes of all ranks, for ``dx.fit``. One step per epoch.
+    """The training nodes of all ranks, for ``dx.fit``: this rank's ``indices``, (K,) ids or a mask.
 
-    Args:
-        g: The distributed graph, of one node and edge type.
-        indices: This rank's training nodes: (K,) ids or a mask; K may be 0. No node on two ranks.
-        sampler: Of ``dgl.dataloading``, with all in-neighbours: ``MultiLayerFullNeighborSampler``.
-        options: Loader options; those that define mini-batches only raise a warning.
-
-    Raises:
-        ConfigError: on all ranks, when on any rank the sampler draws only some in-neighbours, an option is
-            unknown or changes what is trained, or a node is given twice; or the graph has several types.
+    ConfigError on all ranks, when on any rank the sampler draws only some in-neighbours, an option is unknown
+    or changes what is trained, or a node is given twice; or the graph has several types.
     """
 
     def __init__(self, g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> None:
@@ -107,15 +100,10 @@ class IntervalLoader:
         self._epoch += epochs
 
     def own_targets(self) -> tuple[Array, int]:
-        """Return which of the rank's own nodes are trained on, and their number over all ranks. Collective.
+        """Return which own nodes are trained on, (n,) bool, and M, their number over all ranks. Collective.
 
-        Sends 16 bytes per training node that another rank owns.
-
-        Returns:
-            (n,) bool over the rows that ``RowOwners`` gives this rank, and M.
-
-        Raises:
-            ConfigError: on all ranks: two of them have the same node, or there is no training node.
+        Sends 16 bytes per training node that another rank owns. ConfigError on all ranks if two of them have
+        the same node, or there is no training node.
         """
         g, (ntype,) = self.g, self.g.ntypes
         policy = g.get_node_partition_policy(ntype)
@@ -126,7 +114,15 @@ class IntervalLoader:
         first, last = policy.owned_range
         own_counts: Array = counts[torch.arange(first, last)].numpy()
         counts.delete()
-        run_on_all_ranks(g.session, lambda: _check_once(own_counts, first), ConfigError)
+
+        def check_once() -> None:
+            if len(twice := np.flatnonzero(own_counts > 1)):
+                raise ConfigError(
+                    f"node {first + int(twice[0])} is a training node of {int(own_counts[twice[0]])} ranks; "
+                    "give each node to one rank, as dx.node_split(mask) does"
+                )
+
+        run_on_all_ranks(g.session, check_once, ConfigError)
         num_own = torch.tensor([int(own_counts.sum())])
         num_train = int(sum_over_ranks(num_own, g.session, phase="control")[0])
         if num_train == 0:
@@ -146,10 +142,15 @@ def check_types(g: DistGraph) -> None:
 
 def _checked(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> Items[str]:
     plan = read_sampler(sampler)
-    if plan.fanouts is None:
-        _refuse(f"{type(sampler).__name__} makes blocks with its own code")
-    if any(fanout != -1 for fanout in plan.fanouts):
-        _refuse(f"the sampler draws {list(plan.fanouts)} in-neighbours per layer")
+    if plan.fanouts is None or any(fanout != -1 for fanout in plan.fanouts):
+        what = f"{type(sampler).__name__} makes blocks with its own code"
+        if plan.fanouts is not None:
+            what = f"the sampler draws {list(plan.fanouts)} in-neighbours per layer"
+        raise ConfigError(
+            f"{what}, but strategy 'lambda' takes all in-neighbours of all training nodes in every step; "
+            "give it dgl.dataloading.MultiLayerFullNeighborSampler(layers) (leave fanouts= and --fanout out), or use "
+            "strategy='data_parallel'"
+        )
     given = {name: value for name, value in options.items() if value is not None}
     for name in given:
         if name not in _IGNORED_OPTIONS:
@@ -164,23 +165,6 @@ def _checked(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any
             stacklevel=2,
         )
     return read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
-
-
-def _refuse(what: str) -> NoReturn:
-    raise ConfigError(
-        f"{what}, but strategy 'lambda' takes all in-neighbours of all training nodes in every step; give it "
-        "dgl.dataloading.MultiLayerFullNeighborSampler(layers) (leave fanouts= and --fanout out), or use "
-        "strategy='data_parallel'"
-    )
-
-
-def _check_once(counts: Array, first: int) -> None:
-    twice = np.flatnonzero(counts > 1)
-    if len(twice):
-        raise ConfigError(
-            f"node {first + int(twice[0])} is a training node of {int(counts[twice[0]])} ranks; give each "
-            "node to one rank, as dx.node_split(mask) does"
-        )
 
 
 def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequence[str]) -> Update:
@@ -419,12 +403,8 @@ class LambdaTrainer(EpochTrainer):
 class LambdaModel(WrappedModel):
     """A model trained by graph servers, workers and parameter servers; its module is the user's, unchanged.
 
-    Args:
-        model: The user's model; equal on all ranks, except that rank 0's weights are used.
-
-    Raises:
-        ConfigError: on all ranks: the model has layers that workers do not know (the message has the
-            place and a remedy); or the graph has several types, or the ranks differ.
+    Rank 0's weights are used. ConfigError on all ranks if the model has layers that workers do not know (the
+    message has the place and a remedy), the graph has several types, or the ranks differ.
     """
 
     def __init__(self, model: nn.Module, g: DistGraph, options: LambdaOptions) -> None:
