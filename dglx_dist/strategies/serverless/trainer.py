@@ -148,8 +148,8 @@ def _checked(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any
             what = f"the sampler draws {list(plan.fanouts)} in-neighbours per layer"
         raise ConfigError(
             f"{what}, but strategy 'lambda' takes all in-neighbours of all training nodes in every step; "
-            "give it dgl.dataloading.MultiLayerFullNeighborSampler(layers) (leave fanouts= and --fanout out), or use "
-            "strategy='data_parallel'"
+            "give it dgl.dataloading.MultiLayerFullNeighborSampler(layers) (leave fanouts= and --fanout "
+            "out), or use strategy='data_parallel'"
         )
     given = {name: value for name, value in options.items() if value is not None}
     for name in given:

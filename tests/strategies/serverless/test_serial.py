@@ -116,23 +116,6 @@ def test_options_and_modes_change_no_bit(name: str) -> None:
     assert all(one == found[0] for one in found)
 
 
-def test_runs_go_on_where_they_ended_and_async_can_become_synchronous() -> None:
-    policy = StalenessPolicy(mode="async", staleness=2)
-    servers, parameters = cases.servers(cases.gcn(), CUTS[2], 2, staleness=2)
-    schedule = SerialScheduler(servers, parameters, policy, seeded(5))
-    schedule.run(3)
-    between = cases.latest(parameters[0])
-    for progress in schedule.progress:
-        progress.synchronous_from = 3
-    schedule.run(5)
-    program, graph = cases.gcn(), cases.case()
-    for _ in range(2):
-        gradients = cases.plain_run(program, between, graph).gradients
-        between = {key: value - cases.LR * gradients[key] for key, value in between.items()}
-    for key, value in cases.latest(parameters[0]).items():
-        np.testing.assert_allclose(value, between[key], rtol=1e-10, atol=1e-12)
-
-
 class Bounds:
     """Watches a schedule and checks every bound of bounded asynchrony after each event."""
 
