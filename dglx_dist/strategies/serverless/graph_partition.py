@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 import torch
 
-from dglx_dist.comm.collectives import barrier, run_on_all_ranks
+from dglx_dist.comm.collectives import barrier, gather_int64, run_on_all_ranks
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
@@ -142,6 +142,8 @@ class Part:
     """(k + 1,) int64 local ids: interval i has the nodes ``bounds[i]:bounds[i + 1]``."""
     first_interval: int
     """Global number of this server's interval 0."""
+    interval_sizes: Array
+    """(W k,) nodes of each interval of all graph servers."""
     boundary: Sequence[Array]
     """Per peer (b,) int32: own nodes that are ghosts of the peer, ascending; see :class:`LocalGraph`."""
     boundary_bounds: Sequence[Array]
@@ -175,6 +177,7 @@ def part_of(
     boundary: Sequence[Array],
     bounds: Array,
     *,
+    interval_sizes: Array,
     features: Array,
     labels: Array,
     fixed: Mapping[str, Array],
@@ -197,6 +200,7 @@ def part_of(
         graph=graph,
         bounds=bounds,
         first_interval=graph.rank * (len(bounds) - 1),
+        interval_sizes=interval_sizes,
         boundary=boundary,
         boundary_bounds=[np.searchsorted(nodes, bounds) for nodes in boundary],
         returned=returned,
@@ -320,6 +324,7 @@ def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, 
     graph = read_structure(g)
     boundary = exchange_boundaries(session, graph)
     bounds = cut_intervals(graph.indptr, graph.sources, intervals)
+    sizes = gather_int64(np.diff(bounds), session).reshape(-1)
 
     def read() -> Part:
         _check_in_edges(graph, chain.want_in_edges)
@@ -328,6 +333,7 @@ def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, 
             graph,
             boundary,
             bounds,
+            interval_sizes=sizes,
             features=read_features(g, graph, objective.feature, program.dtype),
             labels=_labels(g, own, objective.label, targets, program.classes),
             fixed={name: edge_values(one, g, own, program.dtype) for name, one in chain.factors.items()},

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from queue import PriorityQueue
-from typing import Protocol, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 
@@ -21,10 +21,10 @@ from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, Timeline
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_service import pair_name, parse_pair
-from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import Direction, TaskKey
 from dglx_dist.strategies.serverless.graph_server import Barrier, GraphServer, ScheduledTask, TaskKind
 from dglx_dist.strategies.serverless.options import StalenessPolicy
+from dglx_dist.strategies.serverless.worker_pool import WorkerPool
 
 
 @final
@@ -176,42 +176,15 @@ def _has_loss(task: ScheduledTask) -> bool:
     return task.kind is TaskKind.LOSS or task.direction is Direction.FUSED
 
 
-_SPANS: dict[TaskKind | Direction, str] = {
+_SPANS = {
     TaskKind.WORK: "open {}",
     TaskKind.LOSS: "loss of {}",
     TaskKind.PUBLISH: "publish {}",
     TaskKind.DROP_GRADIENT: "grad{}",
     TaskKind.SEND_BACK: "grad{}",
     TaskKind.COLLECT: "collect {}",
-    Direction.BACKWARD: "grad{}",
-    Direction.FUSED: "{}+grad",
 }
-
-
-def span_name(program: Program, step: int, kind: TaskKind | Direction) -> str:
-    """Return "GA1", "gradSC1" or "open AV1" for a task of a graph server, "AV2+grad" for one of a worker."""
-    return _SPANS.get(kind, "{}").format(program.steps[step].name)
-
-
-class Workers(Protocol):
-    """Executes tasks. Thread-safe."""
-
-    def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
-        """Launch a task of ``rows`` nodes; ``ready``: whether its rows can be pulled already."""
-
-    def ready(self, key: TaskKey) -> None:
-        """Signal that the rows of a launched task can be pulled now."""
-
-    def done(self, key: TaskKey, attempt: int) -> None:
-        """Signal that all rows of ``attempt`` arrived, including those of a rejected duplicate."""
-
-    def raise_if_failed(self) -> None:
-        """Raise the error that prevents tasks from being executed."""
-
-    def close(self) -> None:
-        """Stop all workers immediately; may be called twice."""
-
-
+"""Names of spans; of other tasks that of the step."""
 GHOSTS, GHOST_GRADIENTS = "lambda.ghosts", "lambda.ghost_gradients"
 """Operations named "step/sender"."""
 REACHED, CORRECT = "lambda.reached", "lambda.correct"
@@ -242,7 +215,7 @@ class ThreadScheduler:
         rpc: Rpc,
         server: GraphServer,
         progress: Progress,
-        workers: Workers,
+        workers: WorkerPool,
         timeline: Timeline,
         *,
         threads: int,
@@ -425,7 +398,8 @@ class ThreadScheduler:
 
     def _execute(self, interval: int, epoch: int, task: ScheduledTask, row: str) -> None:
         server = self._server
-        name, number = span_name(server.program, task.step, task.kind), server.part.first_interval + interval
+        name = _SPANS.get(task.kind, "{}").format(server.program.steps[task.step].name)
+        number = server.part.first_interval + interval
         with self._timeline.span(name, row, epoch, number):
             if task.kind is TaskKind.WORK:
                 self._open(interval, epoch, task)

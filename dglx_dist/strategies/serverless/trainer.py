@@ -39,9 +39,7 @@ from dglx_dist.strategies.serverless.engine import (
     Account,
     Engine,
     EpochTotals,
-    WorkerPool,
     account_of_ranks,
-    open_engine,
     progress_line,
 )
 from dglx_dist.strategies.serverless.graph_partition import open_part
@@ -294,8 +292,7 @@ class LambdaTrainer(EpochTrainer):
         self._names = list(self._program.weight_shapes)
         run_on_all_ranks(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
         self._part = open_part(loader.g, chain, objective, targets, options.intervals)
-        self._interval_sizes = gather_int64(np.diff(self._part.bounds).tolist(), self._session).reshape(-1)
-        self._engine: Engine[WorkerPool] | None = None
+        self._engine: Engine | None = None
         self._last_fingerprint = ""
         self._synchronous_from: int | None = None
         self._past, self._simulated, self._warned = Account(), True, False
@@ -340,7 +337,7 @@ class LambdaTrainer(EpochTrainer):
             found["synchronous_from"] = self._synchronous_from
         return found
 
-    def _engine_from(self, epoch: int) -> Engine[WorkerPool]:
+    def _engine_from(self, epoch: int) -> Engine:
         now = fingerprint(self._model, self._optimizer)
         # Checked each time: if only some ranks had changed something, the others would wait for them.
         remedy = "make weights and optimizer equal, and change them on all ranks"
@@ -351,11 +348,10 @@ class LambdaTrainer(EpochTrainer):
             self.close()
         if self._engine is None:
             is_synchronous = self._synchronous_from is not None
-            self._engine = open_engine(
+            self._engine = Engine(
                 self._session,
                 self._program,
                 self._part,
-                self._interval_sizes,
                 self._options,
                 self._options.policy(epoch, self._num_train, is_synchronous=is_synchronous),
                 weights_of(self._model, self._names),

@@ -56,8 +56,8 @@ def compute_task(server: GraphServer, parameters: LocalParameters, key: TaskKey)
 
 
 class EventKind(Enum):
-    """A graph server executes a task or opens it; a worker computes it; submits it; the weights are updated; a
-    graph server announces how many predictions of an epoch were correct."""
+    """A graph server executes or opens a task, or tells its correct predictions of an epoch; a worker
+    computes a task, or submits it; the weights are updated."""
 
     START = "start"
     COMPUTE = "compute"

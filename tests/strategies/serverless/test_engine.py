@@ -23,7 +23,6 @@ from dglx_dist.serverless.worker import GIVE
 from dglx_dist.strategies.serverless.engine import (
     Account,
     account_of_ranks,
-    check_reachable,
     progress_line,
 )
 from dglx_dist.strategies.serverless.graph_partition import (
@@ -32,6 +31,7 @@ from dglx_dist.strategies.serverless.graph_partition import (
     read_structure,
 )
 from dglx_dist.strategies.serverless.options import StalenessPolicy, read_lambda_options
+from dglx_dist.strategies.serverless.worker_pool import check_reachable
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies.equality import write_parts
 

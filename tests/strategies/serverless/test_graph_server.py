@@ -183,7 +183,12 @@ def test_routes_by_hand() -> None:
     ]
 
     def routes_of(rank: int, bounds: list[int]) -> Any:
-        none = {"features": np.empty(0), "labels": np.empty(0), "fixed": {}}
+        none: dict[str, Any] = {
+            "interval_sizes": np.empty(0),
+            "features": np.empty(0),
+            "labels": np.empty(0),
+            "fixed": {},
+        }
         return part_of(all_graphs[rank], boundary[rank], np.array(bounds), **none)
 
     first = routes_of(0, [0, 1, 2])

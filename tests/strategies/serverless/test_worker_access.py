@@ -99,7 +99,7 @@ NO_KEYS = (
 class Attacker:
     """Does what somebody with a worker's secret can do to each task before a worker takes it."""
 
-    def __init__(self, access: ClientAccess, engine: Engine[WorkerPool]) -> None:
+    def __init__(self, access: ClientAccess, engine: Engine) -> None:
         self._attacker, self._works = WorkerClient(access), engine._server.works
         self._launch = engine.workers.launch
         engine.workers.launch = self.launch  # type: ignore[method-assign]
