@@ -36,6 +36,10 @@ _ATTEMPT = re.compile(r"0|[1-9][0-9]{0,5}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
+TASK_OVER: Array = np.zeros(0, np.bool_)
+"""Answer to a pull in place of rows: another attempt has done the task."""
+
+
 class Direction(str, Enum):
     """Direction of a task; the value is its text in a key."""
 

@@ -24,6 +24,7 @@ from dglx_dist.serverless.program import MAX_PROGRAM_BYTES, Program
 from dglx_dist.serverless.stages.base import register_stage
 from dglx_dist.serverless.tasks import (
     MAX_ATTEMPT,
+    TASK_OVER,
     Address,
     Computed,
     Direction,
@@ -61,7 +62,7 @@ class WorkerAnswer:
     key: TaskKey
     attempt: Annotated[int, Within(0, MAX_ATTEMPT)]
     accepted: bool
-    """Whether the graph server accepted the rows; False: it had them already."""
+    """Whether the graph server accepted the rows; False: another attempt has done the task."""
     seconds: Annotated[float, Within(0, 1e9)]
     cold: bool
     """Whether it was the first task of its worker."""
@@ -222,6 +223,10 @@ def _bytes(text: str | None) -> bytes | None:
     return None if text is None else text.encode()
 
 
+class _TaskOver(Exception):
+    """Another attempt has done the task."""
+
+
 @final
 class TaskCalls:
     """The calls of one task.
@@ -272,6 +277,8 @@ class TaskCalls:
             time.sleep(min(max(waited_s / 2, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
             answer = self._from_graph_server(PULL, half_name(task.key, half))
         self._halves[half] = None
+        if [array.dtype for array in arrays] == [TASK_OVER.dtype]:
+            raise _TaskOver
         return arrays
 
     def push(self, gradients: Sequence[Array]) -> None:
@@ -346,6 +353,8 @@ class Worker:
         cold, self._cold = self._cold, False
         try:
             accepted = self._run(task)
+        except _TaskOver:
+            accepted = False
         except DglxError as error:
             raise type(error)(f"task {task.key}, attempt {task.attempt}: {error}") from error
         except Exception as error:
