@@ -527,10 +527,9 @@ class TrainingRun:
     ) -> None:
         options, topology = settings.options, session.topology
         num_servers = options.parameter_servers
-        plan = ParameterPlan.of(
-            program,
-            assign(interval_sizes, num_servers),
-            num_servers=num_servers,
+        plan = ParameterPlan(
+            program=program,
+            server_of_interval=assign(interval_sizes, num_servers),
             staleness=options.staleness,
             first_epoch=start.epoch,
         )

@@ -196,7 +196,7 @@ def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
 
         def keep(event: Event, weights=weights, parameters=parameters) -> None:
             if event.kind is EventKind.UPDATE:
-                weights[parameters[0]._versions.latest] = cases.latest(parameters[0])
+                weights[parameters[0].updates] = cases.latest(parameters[0])
 
         schedule.watch = keep
         schedule.run(epochs)
