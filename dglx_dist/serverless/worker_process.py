@@ -156,13 +156,12 @@ def _start(target: object, *args: object) -> None:
     threading.Thread(target=target, args=args, name="dglx-relay", daemon=True).start()  # type: ignore[arg-type]
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """Limits that a worker process enforces itself."""
 
     cpu_share: Annotated[float, Within(MIN_SHARE, 1)] | None = None
-    """Share of one core, kept by sleeping; None: no limit."""
+    """Share of one core, kept by sleeping; 0.11 is AWS's share of 192 MB. None: no limit."""
     bytes_per_s: Annotated[float, Within(MIN_BYTES_PER_S, MAX_BYTES_PER_S)] | None = None
     """Network rate in each direction; None: no limit."""
 

@@ -498,7 +498,7 @@ def test_wrong_options_are_refused() -> None:
         ({"stalenes": 1}, "did you mean 'staleness'"),
         ({"initialise": "he_norml"}, "did you mean 'he_normal'"),
         ({"parameter_servers": 2}, "but there are 1 ranks"),
-        ({"executor": "inline", "memory_mb": 192}, "no option 'memory_mb'.*also faults"),
+        ({"executor": "inline", "memory_mb": 192}, "no option 'memory_mb'.*also latency_s"),
         ({"executor": "inlin"}, "did you mean 'inline'"),
         ({"prices": "awz"}, "no price table 'awz'"),
         ({"server": "c5.tiny"}, r"no server 'c5\.tiny'"),
