@@ -186,8 +186,8 @@ class _Process:
         self._cold = True
         self._faults = FaultInjector(_die)
         self._throttle = None if setup.cpu_share is None else CpuThrottle(setup.cpu_share)
-        relay = None if setup.bytes_per_s is None else Relay(setup.bytes_per_s)
-        self._worker = Worker(RemoteCaller(None if relay is None else relay.endpoint), self._at_phase)
+        through = str if setup.bytes_per_s is None else Relay(setup.bytes_per_s).endpoint
+        self._worker = Worker(RemoteCaller(through), self._at_phase)
 
     def answer(self, line: bytes) -> Mapping[str, Json]:
         fields = Fields(read_json(line, _LONGEST_LINE, "a line of input"), "a line of input")
