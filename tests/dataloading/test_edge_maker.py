@@ -8,7 +8,7 @@ import torch
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading import negative
-from dglx_dist.dataloading.edge_loader import EdgeMaker, EdgePlan
+from dglx_dist.dataloading.edge_loader import EdgeMaker
 from dglx_dist.dataloading.minibatch import BatchMaker, MiniBatch
 from dglx_dist.dataloading.negative import open_negative
 from dglx_dist.errors import ConfigError
@@ -40,7 +40,7 @@ def maker(g: DistGraph, **options: Any) -> tuple[EdgeMaker, Notes]:
         "negative": None,
         "columns": {},
     } | options
-    return EdgeMaker(g, notes, EdgePlan(**fields)), notes
+    return EdgeMaker(g=g, blocks=notes, **fields), notes
 
 
 def test_blocks_are_asked_around_the_ends_without_what_is_excluded(graph: DistGraph) -> None:
@@ -106,7 +106,9 @@ def note_requests(shop: str) -> tuple[list[str], bool]:
     with start_session(timeout_s=30) as session:
         g = DistGraph(shop, structure="partitioned")
         edges = {etype: np.arange(g.num_edges(etype)) for etype in g.canonical_etypes}
-        plan = EdgePlan(seed=1, exclude=lambda edges: edges, negative=None, columns={})
+        maker = EdgeMaker(
+            g=g, blocks=NotedNodes(), seed=1, exclude=lambda edges: edges, negative=None, columns={}
+        )
         events: list[str] = []
         submit = session.rpc.submit
 
@@ -116,7 +118,7 @@ def note_requests(shop: str) -> tuple[list[str], bool]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(session.rpc, "submit", noted)
-            batch = EdgeMaker(g, NotedNodes(), plan).make(edges, 0)
+            batch = maker.make(edges, 0)
         right = True
         for etype, ids in edges.items():
             found = batch.positive.edges(etype=etype)

@@ -6,9 +6,10 @@ import json
 import threading
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 import pytest
@@ -246,12 +247,22 @@ class Echo:
     fetch_s: float = 0.5
 
 
+class EchoMaker:
+    """Makes what it was asked for."""
+
+    def make(self, items: Mapping[str, Any], epoch: int) -> Echo:
+        return Echo([int(row) for ids in items.values() for row in ids], epoch)
+
+    def offline(self) -> Self:
+        return self
+
+    def sampling_signature(self) -> str:
+        return ""
+
+
 @final
 class Echoes(StepLoader[str, Echo, tuple[list[int], int, StepShare]]):
-    """Hands out what it was asked to make."""
-
-    def _make(self, items: dict[str, Any], epoch: int) -> Echo:
-        return Echo([int(row) for ids in items.values() for row in ids], epoch)
+    """Hands out what its maker made."""
 
     def _on_device(self, batch: Echo, share: StepShare) -> tuple[list[int], int, StepShare]:
         assert self._session.step_share is share
@@ -260,7 +271,7 @@ class Echoes(StepLoader[str, Echo, tuple[list[int], int, StepShare]]):
 
 def echoes(session: Session, ids: list[int], size: int = 2, **pace: Any) -> Echoes:
     items = Items(ids={"a": np.array(ids[:3], np.int64), "b": np.array(ids[3:], np.int64)})
-    return Echoes(session, items, Pace(batch_size=size, **pace), LoaderOptions(seed=7))
+    return Echoes(session, items, Pace(batch_size=size, **pace), LoaderOptions(seed=7), EchoMaker())
 
 
 def test_steps_in_the_order_given() -> None:
@@ -292,16 +303,16 @@ def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -
     """Making a batch takes 3 seconds and using it 10: without threads the loop waits 3 for each."""
     now = 0.0
 
-    def make(self: Echoes, items: dict[str, Any], epoch: int) -> Echo:
+    def make(self: EchoMaker, items: dict[str, Any], epoch: int) -> Echo:
         nonlocal now
         now += 3
         return Echo([], epoch)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr(Echoes, "_make", make)
+    monkeypatch.setattr(EchoMaker, "make", make)
     with start_session() as session:
         items = Items(ids={"a": np.arange(5)})
-        loader = Echoes(session, items, Pace(batch_size=2), LoaderOptions(num_threads=0))
+        loader = Echoes(session, items, Pace(batch_size=2), LoaderOptions(num_threads=0), EchoMaker())
         for _ in loader:
             now += 10
         assert loader.times().wait_s == 3 * 3
