@@ -21,7 +21,7 @@ from dglx_dist.strategies.serverless.graph_partition import (
     part_of,
 )
 from dglx_dist.strategies.serverless.graph_rows import SharedRows
-from dglx_dist.strategies.serverless.graph_server import SubmitResult, TaskKind
+from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
 
 from . import cases
 from .cases import boundaries_of
