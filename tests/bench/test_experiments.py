@@ -32,7 +32,7 @@ def check(name: str, plan: ExperimentPlan) -> None:
             assert job.kind in KINDS
             told = read_params(TrainParams, {**job.params, **job.warm})
             assert Path(told.data).is_dir()
-            assert bool(variant.simulated) == (told.cost is not None)
+            assert bool(variant.simulated) == (told.simulated is not None)
     assert plan.ratios
     assert plan.facts
 

@@ -80,8 +80,8 @@ def _make(told: TrainParams, g: DistGraph) -> _Training:
     sampler, nodes = sampler_of(told), nodes[: told.max_seeds]
     loader = DataLoader(g, nodes, sampler, batch_size=told.batch_size, shuffle=True, **dict(told.loader))
     model = model_of(told, g)
-    if told.cost is not None:
-        model = SleepingModel(model, told.cost, int(g.num_classes(NODE_TYPE) or 0))
+    if told.simulated is not None:
+        model = SleepingModel(model, told.simulated, int(g.num_classes(NODE_TYPE) or 0))
     wrapped = wrap(model, g)
     optimizer = torch.optim.Adam(wrapped.parameters(), lr=told.lr)
     bounds = g.get_node_partition_policy(NODE_TYPE).bounds
@@ -114,7 +114,7 @@ def _measured(training: _Training, told: TrainParams, context: JobContext, began
     g.barrier()
     sent = session.ledger.since(ledger)
     return {
-        "epochs": [_json(record) for record in records],
+        "epochs": [asdict(record) for record in records],
         # What evaluation sends is not of the epochs.
         "bytes_outside_wire": None if told.accuracy else _sent_by_cards(card, context, session),
         "peak_bytes": context.peak_bytes(),
@@ -143,17 +143,10 @@ def _follow(
 def _epoch(training: _Training, told: TrainParams, epoch: int) -> EpochRecord:
     # So that a rank that was late does not lengthen what the others measure.
     training.g.barrier()
-    record = train_epoch(training.step, training.loader, training.g.session, epoch, _nothing)
+    record = train_epoch(training.step, training.loader, training.g.session, epoch, lambda: None)
     if told.simulated is None:
         return record
     return replace(record, loss=math.nan, train_accuracy=math.nan)
-
-
-def _json(record: EpochRecord) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in asdict(record).items()
-    }
 
 
 def _sent_by_cards(before: int | None, context: JobContext, session: Session) -> int | None:
@@ -245,7 +238,3 @@ class CountingLoader:
         self.remote += int(((nodes < self._first) | (nodes >= self._last)).sum())
         self.edges += edges
         self.num_targets += num_targets
-
-
-def _nothing() -> None:
-    """Show no progress: ranks of a pool have no terminal."""
