@@ -120,7 +120,7 @@ def test_the_same_ranks_do_job_after_job_until_the_pool_is_closed(lab: Lab, tmp_
     [
         (
             {"fails_on": 1},
-            r"(?s)job 1 \(echo\) failed: server 1: rank 1 failed: ConfigError: .*told to fail.*\n  server-1.log",
+            r"(?s)job 1 \(echo\) failed: server 1: rank 1 failed: ConfigError: .*to fail.*\n  server-1.log",
         ),
         *wide(
             ({"dies_on": 1}, r"job 1 \(echo\) failed: server 1: rank 1 .*was ended by SIGKILL"),
@@ -144,9 +144,8 @@ BENCH_PROGRAM = """
 import signal
 from scripts.bench.records import Job, Shape
 from scripts.bench.pool import open_stage
-from scripts.bench.cli import interrupt
 
-signal.signal(signal.SIGTERM, interrupt)
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 shape = Shape(servers=1)
 with open_stage([shape]) as stage:
     stage.do(shape, Job(kind="echo"), None)

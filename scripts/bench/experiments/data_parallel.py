@@ -14,9 +14,8 @@ from dglx_dist.prepare import PartitionPlan
 from dglx_dist.strategies.cost import Survey
 from scripts.bench import data
 from scripts.bench.data import calibrated, survey
-from scripts.bench.experiments.common import GIGABIT, clustered, trained
+from scripts.bench.experiments.common import GIGABIT, clustered, speedup_added, speedup_hidden, trained
 from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi, Ratio, Shape
-from scripts.bench.speedup_model import speedup_added, speedup_hidden
 
 SERVERS = 4
 SHAPE = Shape(servers=SERVERS)

@@ -26,7 +26,7 @@ from scripts.out_files import last_lines
 
 
 def versions() -> dict[str, str]:
-    """Return name to version of the packages that the peers are made of, as far as they are installed."""
+    """Return name to version of what the peers are made of, as far as it is installed."""
     return installed(("torch", "dgl", "torch_geometric", "pyg_lib", "torch_sparse"))
 
 
@@ -105,8 +105,8 @@ class MemoryWatch:
             try:
                 namespace = os.readlink(f"/proc/{process.pid}/ns/pid")
                 if namespace != self._mine:
-                    now[namespace] = now.get(namespace, 0) + _proportional(process.pid)
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                    now[namespace] = now.get(namespace, 0) + process.memory_full_info().pss
+            except (OSError, psutil.Error):
                 continue  # just ended, or nobody may look at it
         for namespace, size in now.items():
             self._peaks[namespace] = max(self._peaks.get(namespace, 0), size)
@@ -115,11 +115,6 @@ class MemoryWatch:
     def peak_bytes(self) -> int | None:
         """Of the server that used most; None when no server was seen."""
         return max(self._peaks.values(), default=None)
-
-
-def _proportional(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
 
 
 KIND = "program"
@@ -139,12 +134,9 @@ def run_once(
 
     The (W,) reports by rank are as the job "train" makes them. "peak_bytes" is a rank's share of the memory
     of its whole server, graph servers and launchers included, and on plain loopback its own. "extra", per
-    epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the
-    versions, the sum of each rank's seeds in the first measured epoch.
-
-    Raises:
-        ConfigError: the lab cannot host the system, or its data is not there.
-        JobError: it failed or took too long; the message has the end of its output.
+    epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the versions, the
+    sum of each rank's seeds in the first measured epoch. ConfigError: the lab cannot host the system, or its
+    data is not there. JobError: it failed or took too long.
     """
     if launch.system == "stock" and lab.kind != "namespaces":
         raise ConfigError(
