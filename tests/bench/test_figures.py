@@ -144,12 +144,6 @@ def test_a_target_that_one_repetition_did_not_reach_leaves_no_ratio() -> None:
     assert reached(10, 11, 12, None, None) == [None]
 
 
-def test_a_ratio_of_an_unknown_variant_is_refused_by_name() -> None:
-    wrong = Ratio(name="speed-up", over="random", under="mettis")
-    with pytest.raises(ConfigError, match=r"no variant is called mettis \(there are: random, metis\)"):
-        ratio_figures(outcome(ratio=wrong))
-
-
 def test_what_was_not_measured_has_no_figures() -> None:
     for nothing in (replace(outcome(), plan=None), replace(outcome(), measurements=())):
         assert variant_rows(nothing) == []

@@ -115,8 +115,7 @@ def test_bytes_and_work_are_those_that_are_predicted(bench: BenchPlan) -> None:
     size = replace(TINY, nodes=1200)
     plans = [full_graph.plan_of(bench, size, [flat], [])]
     # Others of deep models are as the flat ones.
-    some = [one for one in full_graph.SCHEMES if one.name in (BASE, BASE_PP, PRELOAD)]
-    plans.append(full_graph.plan_of(bench, size, [deep], [], some))
+    plans.append(full_graph.plan_of(bench, size, [deep], [], (BASE, BASE_PP, PRELOAD)))
     jobs = {variant.name: dict(variant.job.params) for plan in plans for variant in plan.variants}
     found = run_ranks(
         train_all,
