@@ -22,7 +22,13 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Fields, Within, read_json, write_json
 from dglx_dist.serverless.program import Edge, Program, Vertex
-from dglx_dist.serverless.stages.base import Arrays, cross_entropy, first_of_second_half
+from dglx_dist.serverless.stages.base import (
+    Arrays,
+    cross_entropy,
+    edge_stage,
+    first_of_second_half,
+    vertex_stage,
+)
 
 MAX_EVENT_BYTES = 256 * 1024
 MAX_EPOCH, MAX_STEP, MAX_INTERVAL, MAX_ATTEMPT = 10**9 - 1, 10**4 - 1, 10**9 - 1, 10**6 - 1
@@ -266,20 +272,20 @@ class Item:
 def pulled_items(program: Program, step: int, direction: Direction, rematerialise: bool) -> tuple[Item, ...]:
     """Return the arrays that a task of ``step`` pulls from its graph server per half."""
     found = program.steps[step]
-    indptr = Item(Role.INDPTR, Per.BOUND, "int64")
     if isinstance(found, Edge):
         sources = _item(program, found.sources, Role.SOURCES, Per.EDGE)
-        both = (sources, _item(program, found.targets, Role.INPUT, Per.NODE), indptr)
-        out = found.output.name
+        indptr = Item(Role.INDPTR, Per.BOUND, "int64")
+        both, out = (sources, _item(program, found.targets, Role.INPUT), indptr), found.output.name
         values = (_item(program, out, Role.OUTPUT, Per.EDGE), _item(program, out, Role.GRADIENT, Per.EDGE))
-        return both if _edge_direction(direction) is Direction.FORWARD else both + values
-    inputs = tuple(_item(program, name, Role.INPUT) for name in _vertex(program, step).inputs)
+        return both if direction is Direction.FORWARD else both + values
+    assert isinstance(found, Vertex)
+    inputs = tuple(_item(program, name, Role.INPUT) for name in found.inputs)
     if direction is Direction.FORWARD:
         return inputs
     if direction is Direction.FUSED:
         return (*inputs, Item(Role.LABELS, Per.NODE, "int32"))
-    gradients = tuple(_item(program, slot.name, Role.GRADIENT) for slot in _vertex(program, step).outputs)
-    return inputs + gradients + (() if rematerialise else _saved(program, step))
+    gradients = tuple(_item(program, slot.name, Role.GRADIENT) for slot in found.outputs)
+    return inputs + gradients + (() if rematerialise else _saved(program, found))
 
 
 def given_items(program: Program, step: int, direction: Direction, rematerialise: bool) -> tuple[Item, ...]:
@@ -289,18 +295,16 @@ def given_items(program: Program, step: int, direction: Direction, rematerialise
     """
     found = program.steps[step]
     if isinstance(found, Edge):
-        forward = _edge_direction(direction) is Direction.FORWARD
-        role = Role.OUTPUT if forward else Role.GRADIENT
+        role = Role.OUTPUT if direction is Direction.FORWARD else Role.GRADIENT
         return (_item(program, found.output.name, role, Per.EDGE),)
-    vertex = _vertex(program, step)
+    assert isinstance(found, Vertex)
     if direction is Direction.FORWARD:
-        outputs = tuple(_item(program, slot.name, Role.OUTPUT) for slot in vertex.outputs)
-        return outputs + (() if rematerialise else _saved(program, step))
-    trained = [name for name in vertex.inputs if name in program.trained]
+        outputs = tuple(_item(program, slot.name, Role.OUTPUT) for slot in found.outputs)
+        return outputs + (() if rematerialise else _saved(program, found))
+    trained = [name for name in found.inputs if name in program.trained]
     gradients = tuple(_item(program, name, Role.GRADIENT) for name in trained)
-    if direction is Direction.FUSED:
-        return (*gradients, Item(Role.STATISTICS, Per.HALF, "float64"))
-    return gradients
+    statistics = (Item(Role.STATISTICS, Per.HALF, "float64"),)
+    return gradients + (statistics if direction is Direction.FUSED else ())
 
 
 def half_rows(rows: int, half: int) -> slice:
@@ -380,22 +384,9 @@ def _item(program: Program, slot: str, role: Role, per: Per = Per.NODE) -> Item:
     return Item(role, per, program.dtype, slot, program.slots[slot].width)
 
 
-def _saved(program: Program, step: int) -> tuple[Item, ...]:
-    widths = program.vertex_stage(step).saved_widths
+def _saved(program: Program, step: Vertex) -> tuple[Item, ...]:
+    widths = vertex_stage(step.stage, step.config).saved_widths
     return tuple(Item(Role.SAVED, Per.NODE, program.dtype, "", width) for width in widths)
-
-
-def _vertex(program: Program, step: int) -> Vertex:
-    found = program.steps[step]
-    if not isinstance(found, Vertex):
-        raise ConfigError(f"step {step} ({found.name}) is done by graph servers, not by workers")
-    return found
-
-
-def _edge_direction(direction: Direction) -> Direction:
-    if direction is Direction.FUSED:
-        raise ConfigError("an Edge step has no loss to be fused with; run it forward and backward")
-    return direction
 
 
 _OPENBLAS = [f"{prefix}openblas_get_config{end}" for prefix in ("scipy_", "") for end in ("64_", "")]
@@ -450,13 +441,13 @@ class Work:
         self._name, self._dtype = found.name, program.dtype
         self._direction, self._scale = direction, 1 / program.num_train
         if isinstance(found, Vertex):
-            self._vertex = program.vertex_stage(step)
+            self._vertex = vertex_stage(found.stage, found.config)
             self._outputs = given_items(program, step, Direction.FORWARD, True)
             self._num_inputs, self._num_outputs = len(found.inputs), len(found.outputs)
             self._wanted = [name in program.trained for name in found.inputs]
             self._rematerialise = rematerialise
-        else:
-            self._edge = program.edge_stage(step)
+        elif isinstance(found, Edge):
+            self._edge = edge_stage(found.stage, found.config)
 
     def half(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
         """Compute one half of ``rows`` rows, which may be 0, from one array per item of :attr:`pulled`.

@@ -69,14 +69,6 @@ def test_what_a_program_tells() -> None:
     assert sage().trained == {"h1", "a2", "h2"}
 
 
-@pytest.mark.parametrize("call", ["weights_of", "vertex_stage", "edge_stage"])
-def test_steps_that_are_not_there_are_refused(call: str) -> None:
-    program = gcn()
-    for index in (-1, 0, 99):
-        with pytest.raises(ConfigError, match="step"):
-            getattr(program, call)(index)
-
-
 def changed(index: int, **fields: Any) -> Callable[[], Program]:
     """gcn with other fields in one step."""
 
@@ -282,14 +274,6 @@ def test_edges_are_checked() -> None:
     work.half([], arrays, 2)
     with pytest.raises(ConfigError, match="what step 'AE1' pulled has an indptr"):
         work.half([], [*arrays[:2], np.array([0, 2, 1])], 2)
-
-
-def test_only_steps_of_workers_become_work() -> None:
-    for step, direction in ((0, Direction.FORWARD), (2, Direction.BACKWARD)):
-        with pytest.raises(ConfigError, match="done by graph servers"):
-            Work(gcn(), step, direction, True)
-    with pytest.raises(ConfigError, match="no loss to be fused"):
-        Work(gat(), 2, Direction.FUSED, True)
 
 
 class Careless(VertexStage):
