@@ -339,11 +339,6 @@ def test_it_settles_within_ten_steps(best: int) -> None:
     assert all(0.5 * best <= number <= 1.5 * best for number in numbers[10:])
 
 
-def test_where_the_cpu_is_half_as_fast_as_the_workers_half_of_them_are_left() -> None:
-    assert settle(100, 50, 10)[-1] == 50
-    assert settle(8, 4, 10)[-1] == 4
-
-
 def test_it_follows_a_change() -> None:
     tuner, queue = Autotuner(100), 0.0
     for best in [10.0] * 20 + [80.0] * 20:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from dglx_dist.serverless.stages.base import (
     Backward,
     Config,
     Forward,
+    Mask,
+    Rows,
     StageShapes,
     VertexStage,
     register_stage,
@@ -283,7 +285,7 @@ class Careless(VertexStage):
         self._mistake = config["mistake"]
         self.shapes = StageShapes({"w": (4, 3)}, (4,), (3,))
 
-    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+    def forward(self, weights: Rows, inputs: Rows) -> Forward:
         h = inputs[0] @ weights[0]
         if self._mistake == "a class more":
             h = np.concatenate([h, h[:, :1]], axis=1)
@@ -294,13 +296,7 @@ class Careless(VertexStage):
         return Forward((h, h) if self._mistake == "an output more" else (h,), ())
 
     def backward(
-        self,
-        weights: Sequence[Array],
-        inputs: Sequence[Array],
-        gradients: Sequence[Array],
-        *,
-        saved: Sequence[Array] | None = None,
-        wanted: Sequence[bool] | None = None,
+        self, weights: Rows, inputs: Rows, gradients: Rows, *, saved: Rows | None = None, wanted: Mask = None
     ) -> Backward:
         slope = gradients[0][:, :3]
         if self._mistake == "writes to its weights":

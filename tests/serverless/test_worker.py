@@ -5,17 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
 from dglx_dist.serverless import worker as caller_module
 from dglx_dist.serverless.aws import function
@@ -256,24 +253,6 @@ def test_an_encrypted_job_never_shows_its_secret_in_clear() -> None:
             Worker(caller).handle(naked.to_event())
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("key", "r0.e0.s0.i0.f", "graph servers do themselves"),
-        ("key", "r0.e0.s1.i0.fb", "only the last, 4, can be"),
-        ("program", "0" * 64, "it belongs to another run"),
-        ("rows", -1, "'rows' = -1"),
-    ],
-)
-def test_events_that_make_no_sense_are_refused(field: str, value: object, message: str) -> None:
-    """What is no event at all is refused by ``Task.from_event``: see test_tasks."""
-    bench = Bench(gcn(), ROWS)
-    event = json.loads(bench.task(TaskKey(0, 1, 0, Direction.FORWARD)).to_event())
-    with pytest.raises(DglxError, match=message):
-        Worker(DirectCaller(bench.handlers())).handle({**event, field: value})
-    assert [what for what, _ in bench.calls if what != "program"] == []
-
-
 @pytest.mark.parametrize("body", ["?", "\u00e9", "bm8gSlNPTg==", "e30="])
 def test_malicious_bodies_of_requests_are_refused(body: str) -> None:
     with pytest.raises(ConfigError, match=r"not base64|not valid JSON|lacks the field"):
@@ -298,14 +277,6 @@ def test_what_is_not_the_program_of_the_task_is_refused(answer: list[Array], mes
     with pytest.raises(ConfigError, match=rf"task r0\.e0\.s1\.i0\.f, attempt 0: .*{message}"):
         Worker(DirectCaller(handlers)).handle(bench.task(TaskKey(0, 1, 0, Direction.FORWARD)).to_event())
     assert bench.calls == []
-
-
-def test_a_program_names_registered_stages_only() -> None:
-    bench = Bench(gcn(), ROWS)
-    text = bench.program.to_json().replace(b'"dense"', b'"os:system"')
-    handlers = bench.handlers() | {"lambda.program": lambda name, arrays: [np.frombuffer(text, np.uint8)]}
-    with pytest.raises(DglxError, match="there is no stage 'os:system'"):
-        Worker(DirectCaller(handlers)).handle(bench.task(keys_of(gcn())[0]).to_event())
 
 
 @pytest.mark.parametrize(
@@ -341,79 +312,3 @@ def test_a_server_that_raises_is_named() -> None:
             RemoteError, match=r"i3\.f, attempt 0: rank 0 on here failed at lambda\.pull 'r0\.e0\.s1\.i3"
         ):
             Worker(caller).handle(event)
-
-
-ROOT = Path(__file__).parents[2]
-OWN = ("json_fields", "program", "tasks", "worker", "worker_process", "aws.function")
-HEAVY = (
-    *("torch", "numba", "dgl", "pyarrow", "rich", "llvmlite", "scipy", "pandas"),
-    *("matplotlib", "boto3", "typer"),
-    # Quick to write, slow to import: each takes as long as half of NumPy.
-    *("asyncio", "importlib.metadata"),
-)
-
-
-def worker_modules() -> list[str]:
-    """The worker's own modules, all stages, and how it calls others."""
-    stages = sorted((ROOT / "dglx_dist" / "serverless" / "stages").glob("*.py"))
-    names = [*OWN, *(f"stages.{path.stem}" for path in stages if path.stem != "__init__")]
-    return [*(f"dglx_dist.serverless.{name}" for name in names), "dglx_dist.comm.rpc"]
-
-
-PROGRAM = """
-import importlib, json, sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.startswith(tuple(heavy)) and any(name == one or name.startswith(one + ".") for one in heavy):
-            raise ImportError(f"a worker must not import {name}")
-
-heavy, modules, text = json.load(sys.stdin)
-# What was imported before the first line, by this Python's own start, is not the worker's doing.
-for name in [name for name in sys.modules if any(name == one or name.startswith(one + ".") for one in heavy)]:
-    del sys.modules[name]
-sys.meta_path.insert(0, Blocked())
-for module in modules:
-    importlib.import_module(module)
-
-import numpy as np
-from dglx_dist.serverless.program import Program
-from dglx_dist.serverless.tasks import Direction, Work
-
-program = Program.from_json(text)
-for step in (0, 2, 4, 8):
-    work = Work(program, step, Direction.FORWARD, True)
-    weights = [np.ones(shape) for shape in work.weights.values()]
-    lengths = {"node": 3, "edge": 5}
-    arrays = [
-        np.ones((lengths[item.per.value], item.width)) if item.width else np.array([0, 2, 2, 5])
-        for item in work.pulled
-    ]
-    work.whole(weights, arrays, 3)
-known = set(sys.stdlib_module_names) | {"numpy", "zmq", "dglx_dist", "__main__"}
-files = {name.partition(".")[0] for name, module in sys.modules.items() if getattr(module, "__file__", None)}
-print(json.dumps(sorted(files - known)))
-"""
-
-
-def run(modules: list[str]) -> subprocess.CompletedProcess[str]:
-    given = json.dumps([HEAVY, modules, gat().to_json().decode()])
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM], input=given, capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
-
-
-def test_a_worker_needs_numpy_and_pyzmq_only() -> None:
-    found = run(worker_modules())
-    assert found.returncode == 0, found.stderr
-    # Cython and setuptools leave modules of theirs behind: parts of pyzmq's build and of an editable install.
-    others = [
-        name for name in json.loads(found.stdout) if not name.startswith(("_cython", "_distutils", "__ed"))
-    ]
-    assert others == []
-
-
-def test_the_check_sees_what_it_looks_for() -> None:
-    found = run(["dglx_dist.layers.convolutions"])
-    assert found.returncode != 0
-    assert "a worker must not import" in found.stderr
