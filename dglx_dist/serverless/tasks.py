@@ -24,6 +24,10 @@ from dglx_dist.serverless.json_fields import Fields, Within, read_json, write_js
 from dglx_dist.serverless.program import Edge, Program, Vertex
 from dglx_dist.serverless.stages.base import (
     Arrays,
+    EdgeStage,
+    Rows,
+    Shapes,
+    VertexStage,
     cross_entropy,
     edge_stage,
     first_of_second_half,
@@ -423,21 +427,22 @@ class Work:
         self.given = given_items(program, step, direction, rematerialise)
         """Arrays sent per half."""
         found = program.steps[step]
-        self._is_vertex = isinstance(found, Vertex)
-        self.weights = program.weights_of(step) if isinstance(found, Vertex) else {}
-        """Shape of each weight by the user's name, in order."""
-        self.pushes = self._is_vertex and direction is not Direction.FORWARD
-        """Whether gradients of the weights, possibly none, go to the parameter server."""
+        assert isinstance(found, Vertex | Edge)
         self._name, self._dtype = found.name, program.dtype
-        self._direction, self._scale = direction, 1 / program.num_train
-        if isinstance(found, Vertex):
-            self._vertex = vertex_stage(found.stage, found.config)
+        self._direction, self._rematerialise = direction, rematerialise
+        self._scale = 1 / program.num_train
+        self._stage: VertexStage | EdgeStage
+        self.weights: Shapes = {}
+        """Shape of each weight by the user's name, in order."""
+        self.pushes = isinstance(found, Vertex) and direction is not Direction.FORWARD
+        """Whether gradients of the weights, possibly none, go to the parameter server."""
+        if isinstance(found, Edge):
+            self._stage = edge_stage(found.stage, found.config)
+        else:
+            self._stage = vertex_stage(found.stage, found.config)
+            self.weights = program.weights_of(step)
             self._outputs = given_items(program, step, Direction.FORWARD, True)
-            self._num_inputs, self._num_outputs = len(found.inputs), len(found.outputs)
             self._wanted = [name in program.trained for name in found.inputs]
-            self._rematerialise = rematerialise
-        elif isinstance(found, Edge):
-            self._edge = edge_stage(found.stage, found.config)
 
     def half(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
         """Compute one half of ``rows`` rows, which may be 0, from one array per item of :attr:`pulled`.
@@ -466,43 +471,27 @@ class Work:
     def _returned(self) -> str:
         return f"what the stage of step {self._name!r} returned"
 
-    def _compute(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
-        if not self._is_vertex:
-            return Computed((self._edge_half(arrays),), ())
-        if self._direction is Direction.FORWARD:
-            outputs, saved = self._vertex.forward(weights, arrays)
-            return Computed(outputs if self._rematerialise else outputs + saved, ())
-        if self._direction is Direction.FUSED:
-            return self._fused_half(weights, arrays, rows)
-        inputs, others = arrays[: self._num_inputs], arrays[self._num_inputs :]
-        saved_rows = None if self._rematerialise else others[self._num_outputs :]
-        return self._backward(weights, inputs, others[: self._num_outputs], saved_rows)
-
-    def _edge_half(self, arrays: Sequence[Array]) -> Array:
-        sources, targets, indptr = arrays[:3]
-        if self._direction is Direction.FORWARD:
-            return self._edge.forward(sources, targets, indptr)
-        return self._edge.backward(sources, targets, indptr, *arrays[3:])
-
-    def _fused_half(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
-        inputs, labels = arrays[:-1], arrays[-1]
-        outputs, saved = self._vertex.forward(weights, inputs)
-        # Nothing else checks them: they are not sent.
-        check_payload(self._outputs, outputs, rows, self._returned)
-        loss = cross_entropy(outputs[0], labels, self._scale)
-        found = self._backward(weights, inputs, (loss.gradient,), saved)
-        return Computed((*found.rows, np.array([loss.loss_sum, loss.correct])), found.gradients)
-
-    def _backward(
-        self,
-        weights: Sequence[Array],
-        inputs: Sequence[Array],
-        gradients: Sequence[Array],
-        saved: Sequence[Array] | None,
-    ) -> Computed:
-        found = self._vertex.backward(weights, inputs, gradients, saved=saved, wanted=self._wanted)
+    def _compute(self, weights: Rows, arrays: Rows, rows: int) -> Computed:
+        stage, direction = self._stage, self._direction
+        if isinstance(stage, EdgeStage):
+            run = stage.forward if direction is Direction.FORWARD else stage.backward
+            return Computed((run(*arrays),), ())
+        inputs, others = arrays[: len(self._wanted)], arrays[len(self._wanted) :]
+        gradients: Rows = others[: len(self._outputs)]
+        saved: Rows | None = None if self._rematerialise else others[len(self._outputs) :]
+        statistics: Arrays = ()
+        if direction is not Direction.BACKWARD:
+            outputs, saved = stage.forward(weights, inputs)
+            if direction is Direction.FORWARD:
+                return Computed(outputs if self._rematerialise else outputs + saved, ())
+            # Nothing else checks them: they are not sent.
+            check_payload(self._outputs, outputs, rows, self._returned)
+            loss = cross_entropy(outputs[0], others[0], self._scale)
+            gradients, statistics = (loss.gradient,), (np.array([loss.loss_sum, loss.correct]),)
+        found = stage.backward(weights, inputs, gradients, saved=saved, wanted=self._wanted)
         pairs = zip(found.inputs, self._wanted, strict=True)
-        return Computed(tuple(row for row, wanted in pairs if wanted and row is not None), found.weights)
+        given = tuple(row for row, wanted in pairs if wanted and row is not None)
+        return Computed(given + statistics, found.weights)
 
     def _check_weights(self, weights: Sequence[Array], what: str) -> None:
         found = [(np.shape(weight), str(getattr(weight, "dtype", "no array"))) for weight in weights]

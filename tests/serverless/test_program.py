@@ -270,14 +270,6 @@ def test_weights_are_checked() -> None:
             work.half(bad, arrays, 2)
 
 
-def test_edges_are_checked() -> None:
-    work = Work(gat(), 2, Direction.FORWARD, True)
-    arrays = [np.zeros((2, 3)), np.zeros((2, 3)), np.array([0, 1, 2])]
-    work.half([], arrays, 2)
-    with pytest.raises(ConfigError, match="what step 'AE1' pulled has an indptr"):
-        work.half([], [*arrays[:2], np.array([0, 2, 1])], 2)
-
-
 class Careless(VertexStage):
     """h = x w, with a mistake of choice."""
 
