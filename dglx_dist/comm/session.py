@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dglx_dist.comm.auth import Credentials, make_credentials_keys
 from dglx_dist.comm.ledger import Ledger
-from dglx_dist.comm.rendezvous import JobStore, open_store
+from dglx_dist.comm.rendezvous import JobStore, listening_address, open_store
 from dglx_dist.comm.rpc import PeerAddress, Rpc
 from dglx_dist.comm.system import keep_memory
 from dglx_dist.comm.topology import (
@@ -39,7 +39,6 @@ from dglx_dist.comm.topology import (
     Topology,
     bind_alike,
     launched_by_torchrun,
-    listening_address,
     read_rendezvous,
     read_settings,
     read_topology,
