@@ -307,12 +307,19 @@ Answered: TypeAlias = Callable[[], list[Array]]
 
 
 def submit_to_owners(
-    session: Session, placement: Placement, op: str, ids: Array, bounds: Array, compute: Compute
+    session: Session,
+    placement: Placement,
+    op: str,
+    ids: Array,
+    bounds: Array,
+    compute: Compute,
+    parameters: str = "",
 ) -> Answered:
     """Ask ``op`` of the servers that own ``ids``, and return at once.
 
     Sends 8 bytes per distinct remote id and receives 8 per answer. Not collective. Every rank has registered
-    ``op``, which answers its ids with ``compute``; ``bounds``: (S + 1,) int64 id ranges of the servers.
+    ``op``, which answers ``parameters`` and its ids as ``compute`` does; ``bounds``: (S + 1,) int64 id ranges
+    of the servers.
 
     Returns:
         A function that waits for as many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.
@@ -320,7 +327,7 @@ def submit_to_owners(
     own = placement.topology.server
     plan = plan_remote(ids, bounds, own)
     calls = [
-        (session.rpc.submit(rank, op, "", [plan.ids[first:last]], phase="structure"), first, last)
+        (session.rpc.submit(rank, op, parameters, [plan.ids[first:last]], phase="structure"), first, last)
         for rank, first, last in plan.requests(placement.serving_ranks)
     ]
 
