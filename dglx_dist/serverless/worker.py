@@ -15,7 +15,7 @@ import zmq
 
 import dglx_dist
 from dglx_dist.comm.auth import Credentials
-from dglx_dist.comm.rpc import Client, Handler, PeerAddress, ServeConfig, run_handler
+from dglx_dist.comm.rpc import Client, Handler, PeerAddress, run_handler
 from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Fields, Json, Within, printable, read_json
@@ -162,7 +162,7 @@ class RemoteCaller(Caller):
             public_key=_bytes(secrets.public_key),
             secret_key=_bytes(secrets.secret_key),
         )
-        self._client = Client(self._context, self._peers, credentials, ServeConfig())
+        self._client = Client(self._context, self._peers, credentials)
 
 
 def _bytes(text: str | None) -> bytes | None:
