@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -336,19 +335,13 @@ def apply_to_edges(
         return out
 
 
-def part_of(layer: SplittableConv, runs: Sequence[Columns]) -> SplittableConv:
-    """Return a copy of ``layer`` whose cut weights have only the columns ``runs``.
-
-    Its parameters are leaves: training it does not change ``layer``.
-    """
-    part = copy.deepcopy(layer)
-    for name, dimension in layer.cut.items():
-        whole = layer.get_parameter(name)
+def cut_in_place(module: nn.Module, cut: Mapping[str, int], runs: Sequence[Columns]) -> None:
+    """Replace the parameters ``cut`` (name to dimension) by leaves with their columns ``runs``."""
+    for name, dimension in cut.items():
+        whole = module.get_parameter(name)
         owner, _, last = name.rpartition(".")
-        piece = cut_out(whole.detach(), runs, dimension)
-        trained = nn.Parameter(piece, requires_grad=whole.requires_grad)
-        part.get_submodule(owner).register_parameter(last, trained)
-    return part
+        piece = nn.Parameter(cut_out(whole.detach(), runs, dimension), requires_grad=whole.requires_grad)
+        module.get_submodule(owner).register_parameter(last, piece)
 
 
 def cut_out(whole: Tensor, runs: Sequence[Columns], dimension: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
@@ -102,15 +102,15 @@ class DataParallel(Strategy):
         """
         return DataParallelModel(model, self._session, reduction=reduction, bucket_bytes=self._bucket_bytes)
 
-    @classmethod
-    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+    @staticmethod
+    def candidates(context: PlanContext) -> Iterator[Candidate]:
         if context.steps:
             yield Candidate(unit="mini_batch")
             for alpha in context.caches if context.servers > 1 else ():
                 yield Candidate(unit="mini_batch", cache="vip", cache_alpha=alpha)
 
-    @classmethod
-    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+    @staticmethod
+    def cost(candidate: Candidate, known: Measured) -> Cost:
         work, memory, cache = known.mini_batches, known.memory, known.cache_of(candidate)
         traffic = _traffic(known, cache)
         kept = 0 if cache is None else cache.rows * (known.graph.feature_bytes + 4) // known.cluster.servers
@@ -189,7 +189,7 @@ class DataParallelModel(WrappedModel):
         self._exchange = GradientExchange(trained, session, bucket_bytes)
         self._buffer_means = BufferMeans(model, session, reduction)
         if self._buffer_means.needed:
-            self._exchange.after_backward(self._buffer_means.average)
+            self._exchange.after = self._buffer_means.average
 
     @property
     def parts(self) -> Parts:
@@ -215,18 +215,8 @@ class DataParallelModel(WrappedModel):
         check_frozen(self.module, self._trained)
         return mark_output(output, (self._exchange, gradient_weight(share, self._reduction)))
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        result = super().load_state_dict(state_dict, strict, assign)
+    def note_buffers(self) -> None:
         self._buffer_means.note()
-        return result
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Called by .to(), .double() and the like: the buffers to compare with change, too.
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
-        self._buffer_means.note()
-        return result
 
 
 def broadcast_state(model: nn.Module, session: Session) -> None:

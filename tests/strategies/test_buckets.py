@@ -34,10 +34,10 @@ def test_weight_zero_turns_nan_into_unused_zero() -> None:
     assert not bucket.complete
     bucket.put(1, torch.tensor([2.0, 4.0], dtype=torch.float64), 0.5)
     assert bucket.complete
-    assert bucket.get(0).tolist() == [0, 0, 0]
-    assert bucket.get(1).tolist() == [1, 2]
+    assert bucket.views[0].tolist() == [0, 0, 0]
+    assert bucket.views[1].tolist() == [1, 2]
     assert bucket.used() == {0: False, 1: True}
     bucket.clear()
     assert not bucket.complete
-    assert bucket.get(1).tolist() == [0, 0]
+    assert bucket.views[1].tolist() == [0, 0]
     assert bucket.used() == {0: False, 1: False}

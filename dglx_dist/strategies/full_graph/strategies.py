@@ -14,7 +14,6 @@ from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
-from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext
 from dglx_dist.strategies.full_graph import cost as costs
 from dglx_dist.strategies.full_graph.cooperative import (
     CooperativePlanner,
@@ -67,6 +66,9 @@ class FullGraph(Strategy):
     )
 
     read_options = staticmethod(partial(read_full_graph_options, FULL_GRAPH, known=COMMON, hops=0))
+    inspect = staticmethod(check_rows_stay_apart)
+    candidates = staticmethod(costs.exchanging_candidates)
+    cost = staticmethod(costs.cost)
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
@@ -95,18 +97,6 @@ class FullGraph(Strategy):
         """
         return _wrap_model(FULL_GRAPH, model, g, self._options, reduction)
 
-    @classmethod
-    def inspect(cls, model: nn.Module, features: int) -> None:
-        check_rows_stay_apart(model)
-
-    @classmethod
-    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
-        return costs.exchanging_candidates(context)
-
-    @classmethod
-    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
-        return costs.cost(candidate, known)
-
 
 @final
 class SharedPreload(Strategy):
@@ -131,6 +121,9 @@ class SharedPreload(Strategy):
     )
 
     read_options = staticmethod(partial(read_full_graph_options, SHARED_PRELOAD, known=PRELOADING))
+    inspect = staticmethod(check_rows_stay_apart)
+    candidates = staticmethod(costs.preloading_candidates)
+    cost = staticmethod(costs.cost)
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
@@ -141,18 +134,6 @@ class SharedPreload(Strategy):
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
         return _wrap_model(SHARED_PRELOAD, model, g, self._options, reduction)
-
-    @classmethod
-    def inspect(cls, model: nn.Module, features: int) -> None:
-        check_rows_stay_apart(model)
-
-    @classmethod
-    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
-        return costs.preloading_candidates(context)
-
-    @classmethod
-    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
-        return costs.cost(candidate, known)
 
 
 def _open_loader(
@@ -206,6 +187,9 @@ class Cooperative(Strategy):
     )
 
     read_options = staticmethod(partial(read_cooperative_options, COOPERATIVE))
+    inspect = staticmethod(check_rows_stay_apart)
+    candidates = staticmethod(costs.cooperative_candidates)
+    cost = staticmethod(costs.cost)
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
@@ -261,18 +245,6 @@ class Cooperative(Strategy):
         wrapped = HaloModel(model, g.session, reduction=reduction, bucket_bytes=self._options.bucket_bytes)
         _STATE.of(g.session).set_model(wrapped)
         return wrapped
-
-    @classmethod
-    def inspect(cls, model: nn.Module, features: int) -> None:
-        check_rows_stay_apart(model)
-
-    @classmethod
-    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
-        return costs.cooperative_candidates(context)
-
-    @classmethod
-    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
-        return costs.cost(candidate, known)
 
 
 def _spec(request: LoaderRequest, options: CooperativeOptions, num_batches: int) -> CooperativeSpec:

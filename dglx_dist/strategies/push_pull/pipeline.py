@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, final
 
 import torch
@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from dglx_dist.comm.collectives import peers_named, sum_over_ranks
+from dglx_dist.comm.collectives import gather_int64, peers_named, sum_over_ranks
 from dglx_dist.comm.ledger import ring_bytes
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import COMPUTE, WAIT
@@ -120,62 +120,34 @@ class Version:
 
 @final
 class VersionLog:
-    """Counts the optimizer's steps on both sides and records the versions of each batch."""
-
-    def __init__(self) -> None:
-        self.steps: dict[Side, int] = {"M": 0, "D": 0}
-        self.done: deque[Version] = deque(maxlen=_KEPT)
-        """The latest, oldest first."""
-        self._pending: list[tuple[int, Side, int]] = []
-
-    def waits(self, side: Side) -> bool:
-        """Whether gradients of ``side`` wait for a step."""
-        return any(one[1] == side for one in self._pending)
-
-    def computed(self, batch: int, side: Side, read: int) -> None:
-        """Record that the gradients of ``batch`` on one side wait for a step."""
-        self._pending.append((batch, side, read))
-
-    @contextmanager
-    def put_aside(self) -> Iterator[None]:
-        """Ignore the gradients that wait, inside the block."""
-        pending, self._pending = self._pending, []
-        yield
-        self._pending = pending + self._pending
-
-    def stepped(self, sides: tuple[Side, ...]) -> None:
-        """Record an optimizer's step that writes ``sides``; it counts where a gradient waited."""
-        # A batch on which the model was called twice has one gradient, their sum.
-        taken = list(dict.fromkeys(one for one in self._pending if one[1] in sides))
-        self._pending = [one for one in self._pending if one[1] not in sides]
-        for batch, side, read in taken:
-            self.done.append(Version(batch=batch, side=side, read=read, written=self.steps[side]))
-        for side in {side for _, side, _ in taken}:
-            self.steps[side] += 1
-
-
-@final
-class OptimizerHooks:
-    """Records every step of an optimizer that has parameters of the pipeline.
+    """Counts the optimizers' steps on both sides, and records the versions of each batch.
 
     torch calls global hooks at every optimizer's steps, so the user's loop does not have to register its own.
     """
 
-    def __init__(self, part: Iterable[nn.Parameter], owner: Iterable[nn.Parameter], log: VersionLog) -> None:
+    def __init__(self, part: Iterable[nn.Parameter], owner: Iterable[nn.Parameter]) -> None:
+        self.steps: dict[Side, int] = {"M": 0, "D": 0}
+        self.done: deque[Version] = deque(maxlen=_KEPT)
+        """The latest, oldest first."""
+        self._pending: list[tuple[int, Side, int]] = []
+        """(batch, side, read) of gradients that wait for a step."""
         self._side: dict[int, Side] = {id(parameter): "M" for parameter in part}
         self._side |= {id(parameter): "D" for parameter in owner}
-        self._log = log
         self._known: list[weakref.ref[Optimizer]] = []
         self._held_back: tuple[Side, ...] = ()
         self._stepped_without_part: set[int] = set()
         """Optimizers that have stepped since the part side's gradients wait."""
         self._warned = False
-        handles = [
-            register_optimizer_step_pre_hook(_weak_hook(weakref.WeakMethod(self._before))),
-            register_optimizer_step_post_hook(_weak_hook(weakref.WeakMethod(self._after))),
-        ]
-        for handle in handles:
+        for register, action in (
+            (register_optimizer_step_pre_hook, self._before),
+            (register_optimizer_step_post_hook, self._after),
+        ):
+            handle = register(_weak_hook(weakref.WeakMethod(action)))
             weakref.finalize(self, handle.remove)
+
+    def computed(self, batch: int, side: Side, read: int) -> None:
+        """Record that the gradients of ``batch`` on one side wait for a step."""
+        self._pending.append((batch, side, read))
 
     def hold_back(self, sides: tuple[Side, ...]) -> None:
         """Set the sides that have no gradient in the coming step, as all their batches are still in flight.
@@ -195,13 +167,13 @@ class OptimizerHooks:
         parameters = [parameter for one in optimizers for parameter in _parameters(one)]
         before = [parameter.grad for parameter in parameters]
         held_back, self._held_back = self._held_back, ()
+        pending, self._pending = self._pending, []
         for parameter in parameters:
             parameter.grad = None
-        with self._log.put_aside():
-            yield
-            for one in optimizers:
-                one.step()
-        self._held_back = held_back
+        yield
+        for one in optimizers:
+            one.step()
+        self._held_back, self._pending = held_back, pending + self._pending
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 
@@ -223,13 +195,21 @@ class OptimizerHooks:
         ]
 
     def _after(self, optimizer: Optimizer) -> None:
-        if sides := tuple(sorted({self._side[one] for one in self._stepped_by(optimizer)})):
-            self._log.stepped(sides)
-            self._warn_if_part_is_left_out(optimizer)
+        sides = {self._side[one] for one in self._stepped_by(optimizer)}
+        if not sides:
+            return
+        # A batch on which the model was called twice has one gradient, their sum.
+        taken = list(dict.fromkeys(one for one in self._pending if one[1] in sides))
+        self._pending = [one for one in self._pending if one[1] not in sides]
+        for batch, side, read in taken:
+            self.done.append(Version(batch=batch, side=side, read=read, written=self.steps[side]))
+        for side in {side for _, side, _ in taken}:
+            self.steps[side] += 1
+        self._warn_if_part_is_left_out(optimizer)
 
     def _warn_if_part_is_left_out(self, optimizer: Optimizer) -> None:
         # The part side's gradients wait while another optimizer steps for the second time.
-        if not self._log.waits("M"):
+        if not any(side == "M" for _, side, _ in self._pending):
             self._stepped_without_part = set()
         elif id(optimizer) not in self._stepped_without_part:
             self._stepped_without_part.add(id(optimizer))
@@ -342,8 +322,8 @@ class InFlightBatch:
     """Steps that each side's weights had seen."""
     values: list[Tensor] | None
     """The owner side's weights at fM; None where they need not be the same."""
-    rows: list[Tensor] = field(default_factory=list)
-    """(N_f,) inputs of the first layer, (L0, F_p) of each owner."""
+    sources: list[Tensor] = field(default_factory=list)
+    """(N_f,) what the inputs of the first layer are made of, (L0, F_p) of each owner."""
     shares: list[list[Tensor]] = field(default_factory=list)
     """This part's shares by gathered tensor, then by owner, with their graph."""
     pulls: list[Transfer] = field(default_factory=list)
@@ -352,8 +332,8 @@ class InFlightBatch:
     """The owners' gradients of those sums."""
     gradients: Sequence[Tensor | None] = ()
     """Of the trained parameters over all owners: the cut ones, then the shared ones (bM)."""
-    of_rows: Mapping[int, Tensor | None] = field(default_factory=dict)
-    """Owner to the gradient of its input rows, where they are trained (bM)."""
+    of_sources: Sequence[Tensor | None] = ()
+    """(N_f,) gradients of the sources, where they are trained (bM)."""
     weight: float = 1.0
     """Of this rank's gradient in the step (the gradient rule, docs/design/contracts.md)."""
 
@@ -420,17 +400,18 @@ class PartGradients:
         self._shared = [name for name in trained if name in shared]
         self._names = [*self._cut, *self._shared]
         self._replicas = _replicas_group(session, group)
+        replicas = Group(rank=group.rank, members=group.replicas, replicas=(group.rank,))
+        self._between_replicas = AsyncExchange(session, replicas)
 
     def compute(self, batch: InFlightBatch) -> None:
         """Run the backward of a batch through this part (bM); collective where the layer scatters."""
-        rows = [number for number, rows in enumerate(batch.rows) if rows.requires_grad]
+        sources = [one for one in batch.sources if one.requires_grad]
         # Parameters that the user has frozen meanwhile have none.
         trained = [name for name in self._names if batch.leaves[name].requires_grad]
-        leaves = [*(batch.leaves[name] for name in trained), *(batch.rows[number] for number in rows)]
-        found = batch.backward(leaves)
+        found = batch.backward([*(batch.leaves[name] for name in trained), *sources])
         by_name = dict(zip(trained, found, strict=False))
         batch.gradients = [by_name.get(name) for name in self._names]
-        batch.of_rows = dict(zip(rows, found[len(trained) :], strict=True))
+        batch.of_sources = found[len(trained) :]
 
     def add(self, batch: InFlightBatch) -> None:
         """Add to ``.grad``; collective where something is shared or replicated."""
@@ -442,9 +423,12 @@ class PartGradients:
             if batch.leaves[name].requires_grad and gradient is not None:
                 parameter, new = self._part.parameters[name], gradient.detach()
                 parameter.grad = new if parameter.grad is None else parameter.grad + new
-        of_rows = [(batch.inputs[number], gradient) for number, gradient in batch.of_rows.items()]
-        if of_rows:
-            batch.origin.accumulate(self._of_all_replicas(of_rows, batch.rows))
+        if batch.of_sources and batch.origin.embedding is not None:
+            nodes = [one.nodes for one in batch.inputs]
+            found = list(zip(nodes, batch.of_sources, strict=True))
+            if len(self._group.replicas) > 1:
+                found = self._of_all_replicas(found, batch.sources)
+            batch.origin.embedding.add_gradients(found)
 
     def _over_replicas(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
@@ -460,33 +444,21 @@ class PartGradients:
         return _unflattened(flat, like)
 
     def _of_all_replicas(
-        self, of_rows: Sequence[tuple[PartInput, Tensor | None]], rows: Sequence[Tensor]
-    ) -> Sequence[tuple[PartInput, Tensor | None]]:
-        """Return the gradients of input rows of all replicas, in their order, so that all ranks add alike."""
-        count = len(self._group.replicas)
-        if count == 1:
-            return of_rows
-        nodes = torch.cat([owners.nodes for owners, _ in of_rows])
+        self, found: Sequence[tuple[Tensor, Tensor | None]], like: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Return nodes and gradients of all replicas, in their order, so that all ranks add alike."""
+        nodes = torch.cat([ids for ids, _ in found])
         values = torch.cat(
-            [
-                torch.zeros_like(row) if one is None else one
-                for (_, one), row in zip(of_rows, rows, strict=True)
-            ]
-        ).contiguous()
-        with peers_named(self._session, "the gradients of input rows of replicas"):
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
-            dist.all_gather(sizes, torch.tensor([len(nodes)]), group=self._replicas)
-            most = max(int(size) for size in sizes)
-            of_replicas = [_padded_gather(one, most, count, self._replicas) for one in (nodes, values)]
-        num_bytes = most * (nodes.element_size() + values.element_size() * values.shape[1])
-        self._session.ledger.add(
-            PHASE, 1, self._group.rank, self._group.next_replica, (count - 1) * num_bytes
+            [torch.zeros_like(row) if one is None else one for (_, one), row in zip(found, like, strict=True)]
         )
-        owners = of_rows[0][0]
-        return [
-            (replace(owners, nodes=ids[: int(size)]), gradient[: int(size)])
-            for ids, gradient, size in zip(*of_replicas, sizes, strict=True)
+        sizes = gather_int64([len(nodes)], self._session)[list(self._group.replicas), 0].tolist()
+        pushed = [
+            self._between_replicas.push(
+                rows, [rows.new_empty(size, *rows.shape[1:]) for size in sizes], PHASE
+            )
+            for rows in (nodes, values)
         ]
+        return list(zip(*(one.result() for one in pushed), strict=True))
 
     def _over_all(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
@@ -508,16 +480,6 @@ def _replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
             for part in range(group.size)
         ]
     return made[group.part]
-
-
-def _padded_gather(rows: Tensor, most: int, count: int, replicas: dist.ProcessGroup | None) -> list[Tensor]:
-    """Return the padded rows of every replica, (most, ...) each, in their order."""
-    padded = rows.new_zeros((most, *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    found = [torch.empty_like(padded) for _ in range(count)]
-    if padded.numel():
-        dist.all_gather(found, padded, group=replicas)
-    return found
 
 
 def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
@@ -547,6 +509,7 @@ class Pipeline:
         session: Session,
         group: Group,
         options: PushPullOptions,
+        module: nn.Module,
         split: SplitModel,
         names: Sequence[str],
         provenance: InputProvenance,
@@ -557,21 +520,20 @@ class Pipeline:
         local = {*split.cuts, *split.shared}
         trained = [
             (name, parameter)
-            for name, parameter in split.module.named_parameters()
+            for name, parameter in module.named_parameters()
             if parameter.requires_grad and name not in local
         ]
-        self._part = part = PartSide(split.module, split.stashed)
+        self._part = part = PartSide(module, split.stashed)
         self._gradients = PartGradients(session, group, part, split.shared)
         self._owner = owner = OwnerSide([parameter for _, parameter in trained])
         self.exchange = GradientExchange(trained, session, options.bucket_bytes)
         self._activations = AsyncExchange(session, group)
         self._depth, self._delay, self._looks_ahead = options.depth, options.delay, options.in_flight > 1
         self._whole = options.weights == "whole" and self._looks_ahead
-        self.exchange.set_delay(options.delay if self._whole else 0)
-        self.exchange.after_backward(self._after_backward)
-        self.log = VersionLog()
-        by_rows = [split.module.get_parameter(name) for name in split.cuts if name not in split.stashed]
-        self._steps = OptimizerHooks([*part.parameters.values(), *by_rows], owner.parameters, self.log)
+        self.exchange.delay = options.delay if self._whole else 0
+        self.exchange.after = self._after_backward
+        by_rows = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
+        self.log = VersionLog([*part.parameters.values(), *by_rows], owner.parameters)
         self._spec: InputSpec | None = None
         self._in_flight: dict[int, InFlightBatch] = {}
         """Begun and not yet reached by the user's loop, by number."""
@@ -598,7 +560,7 @@ class Pipeline:
         if group_batch is None:
             return
         for features in self._features:
-            self._provenance.add(features.rows(group_batch.inputs[self._group.part]), features)
+            self._provenance.add(features.source(group_batch.inputs[self._group.part]), features)
         if not torch.is_grad_enabled():
             return
         batch = self._in_flight.get(group_batch.number)
@@ -650,7 +612,7 @@ class Pipeline:
             batch.sums()
         self._in_flight.clear()
         while self._pushed:
-            with self._steps.own_step():
+            with self.log.own_step():
                 self.exchange.add_delayed()
                 self._add(self._backward_part(self._pushed.pop(0)))
 
@@ -731,16 +693,16 @@ class Pipeline:
             )
             edges = share_edge_values(own_edges, group_batch.inputs, self._group, self._activations)
             with self._part.placed(batch.leaves):
-                batch.rows = [spec.origin.rows(one) for one in group_batch.inputs]
+                batch.sources = [spec.origin.source(one) for one in group_batch.inputs]
                 given = [
                     StageInput(
                         block=one.block,
-                        x=x,
+                        x=spec.origin.rows(source, one),
                         edges=values,
                         draws=self._draws(one, spec.origin),
                         runs=spec.origin.runs,
                     )
-                    for one, x, values in zip(group_batch.inputs, batch.rows, edges, strict=True)
+                    for one, source, values in zip(group_batch.inputs, batch.sources, edges, strict=True)
                 ]
                 batch.shares = compute_shares(layer, given, self._group, self._activations)
             batch.pulls = [self._activations.pull(one, FORWARD, batch.number) for one in batch.shares]
@@ -759,7 +721,7 @@ class Pipeline:
     def _add(self, batch: InFlightBatch) -> None:
         self._gradients.add(batch)
         # A frozen side is never stepped.
-        if batch.of_rows or any(leaf.requires_grad for leaf in batch.leaves.values()):
+        if batch.of_sources or any(leaf.requires_grad for leaf in batch.leaves.values()):
             self.log.computed(batch.number, "M", batch.read["M"])
         if self._whole:
             self.log.computed(batch.number, "D", batch.read["D"])
@@ -769,7 +731,7 @@ class Pipeline:
         self._owner.restore()
         self._buffers.average(weight)
         waiting: tuple[Side, ...] = ("M", "D") if self._whole else ("M",)
-        self._steps.hold_back(waiting if self._pushed and not self._ready else ())
+        self.log.hold_back(waiting if self._pushed and not self._ready else ())
         while self._ready:
             self._add(self._ready.pop(0))
         if self._current is not None and not self._whole:

@@ -77,6 +77,13 @@ class Notes:
     """On one rank: what the simulator makes of the same blocks."""
 
 
+SIZES = ("L0", "D1", "E1")
+
+
+def size_of(block: Any) -> tuple[int, int, int]:
+    return block.num_src_nodes(), block.num_dst_nodes(), block.num_edges()
+
+
 def sampler() -> Any:
     return dgl.dataloading.MultiLayerFullNeighborSampler(
         2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
@@ -114,7 +121,8 @@ def train(g: DistGraph, run: Run, watch: Callable[[Any], None] | None = None) ->
             if len(notes.targets) in run.drains:
                 _ = model.state_dict() if len(notes.targets) % 2 else model.whole()
             notes.targets.append(g.orig_ids(targets, "_N").tolist())
-            notes.moved["D1"] += blocks[0].num_dst_nodes()
+            for name, count in zip(SIZES, size_of(blocks[0]), strict=True):
+                notes.moved[name] += count
             kept.append(blocks)
     for row in session.ledger.since(before):
         notes.moved[row.phase] += row.num_bytes
