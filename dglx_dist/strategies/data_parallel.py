@@ -14,7 +14,6 @@ from dglx_dist.comm.collectives import check_equal, peers_named
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import (
-    Parts,
     Reduction,
     Strategy,
     Traits,
@@ -177,9 +176,7 @@ class DataParallelModel(WrappedModel):
         self, model: nn.Module, session: Session, *, reduction: Reduction, bucket_bytes: int
     ) -> None:
         super().__init__()
-        if reduction not in ("mean", "sum"):
-            raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
-        check_same_model(model, session, f"reduction={reduction}, bucket_bytes={bucket_bytes}")
+        check_same_model(model, session, reduction, f"bucket_bytes={bucket_bytes}")
         self.module = model
         self._session = session
         self._reduction: Reduction = reduction
@@ -190,10 +187,6 @@ class DataParallelModel(WrappedModel):
         self._buffer_means = BufferMeans(model, session, reduction)
         if self._buffer_means.needed:
             self._exchange.after = self._buffer_means.average
-
-    @property
-    def parts(self) -> Parts:
-        return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._exchange.seconds(reset=reset)
@@ -236,13 +229,15 @@ def broadcast_state(model: nn.Module, session: Session) -> None:
             session.ledger.add("weights", 0, 0, rank, values.numel() * values.element_size())
 
 
-def check_same_model(model: nn.Module, session: Session, settings: str) -> None:
-    """Raise ConfigError if the models of the ranks differ; every rank must call it.
+def check_same_model(model: nn.Module, session: Session, reduction: Reduction, settings: str) -> None:
+    """Raise ConfigError if the models of the ranks differ, or ``reduction`` is unknown; collective.
 
-    Compares names, shapes, dtypes, frozen parameters and ``settings``.
+    Compares names, shapes, dtypes, frozen parameters, ``reduction`` and ``settings``.
     """
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
     described = [
-        settings,
+        f"reduction={reduction}, {settings}",
         *(f"{name} {_kind(p)}{'' if p.requires_grad else ' frozen'}" for name, p in model.named_parameters()),
         *(f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()),
     ]

@@ -24,7 +24,7 @@ from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
-from dglx_dist.strategies.base import Parts, Reduction, WrappedModel, find_share, gradient_weight
+from dglx_dist.strategies.base import Reduction, WrappedModel, find_share, gradient_weight
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.full_graph.halo_block import (
     EmptyPartition,
@@ -202,9 +202,7 @@ class HaloModel(WrappedModel):
         self, model: nn.Module, session: Session, *, reduction: Reduction, bucket_bytes: int
     ) -> None:
         super().__init__()
-        if reduction not in ("mean", "sum"):
-            raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
-        check_same_model(model, session, f"reduction={reduction}, bucket_bytes={bucket_bytes}")
+        check_same_model(model, session, reduction, f"bucket_bytes={bucket_bytes}")
         check_rows_stay_apart(model)
         self.module = model
         self._session, self._reduction = session, reduction
@@ -218,10 +216,6 @@ class HaloModel(WrappedModel):
         if self._buffer_means.needed:
             self._exchange.after = self._buffer_means.average
         self._rows = row_exchanges(session)
-
-    @property
-    def parts(self) -> Parts:
-        return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._exchange.seconds(reset=reset) + self._rows.seconds(reset=reset)

@@ -339,7 +339,7 @@ class InFlightBatch:
 
     def sums(self) -> PartialSums:
         """Wait for the parts' shares and return their sums, without a gradient."""
-        return tuple(add_in_order(pull.result()) for pull in self.pulls)
+        return tuple(add_in_order(pull()) for pull in self.pulls)
 
     def push_gradients(self, gradients: Sequence[Tensor], exchange: AsyncExchange) -> None:
         """Send the weighted gradients of the sums to all parts (end of bD)."""
@@ -355,7 +355,7 @@ class InFlightBatch:
         """
         outputs, gradients = [], []
         for push, shares in zip(self.pushes, self.shares, strict=True):
-            for share, gradient in zip(shares, push.result(), strict=True):
+            for share, gradient in zip(shares, push(), strict=True):
                 if share.requires_grad:
                     outputs.append(share)
                     gradients.append(gradient)
@@ -458,7 +458,7 @@ class PartGradients:
             )
             for rows in (nodes, values)
         ]
-        return list(zip(*(one.result() for one in pushed), strict=True))
+        return list(zip(*(one() for one in pushed), strict=True))
 
     def _over_all(
         self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
@@ -535,8 +535,8 @@ class Pipeline:
         by_rows = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
         self.log = VersionLog([*part.parameters.values(), *by_rows], owner.parameters)
         self._spec: InputSpec | None = None
-        self._in_flight: dict[int, InFlightBatch] = {}
-        """Begun and not yet reached by the user's loop, by number."""
+        self._begun: InFlightBatch | None = None
+        """Not yet reached by the user's loop."""
         self._pushed: list[InFlightBatch] = []
         """The gradients of their sums were pushed; bM is still to come."""
         self._ready: list[InFlightBatch] = []
@@ -561,10 +561,8 @@ class Pipeline:
             return
         for features in self._features:
             self._provenance.add(features.source(group_batch.inputs[self._group.part]), features)
-        if not torch.is_grad_enabled():
-            return
-        batch = self._in_flight.get(group_batch.number)
-        if batch is not None and batch.inputs is group_batch.inputs and batch.values is not None:
+        batch = self._begun_for(group_batch)
+        if batch is not None and batch.values is not None:
             self._owner.place(batch.values)
 
     def resume(self) -> None:
@@ -590,7 +588,7 @@ class Pipeline:
         if ahead:
             self._check_first_call(group_batch)
         spec = read_input_spec(layer, given, self._provenance)
-        batch = self._take_started(group_batch, spec)
+        batch = self._take_begun(group_batch, spec)
         if batch is None:
             batch = self._start(layer, group_batch, spec, given.edges)
         if ahead:
@@ -608,9 +606,9 @@ class Pipeline:
         A batch with fM only is begun anew when its turn comes.
         """
         self._owner.restore()
-        for batch in self._in_flight.values():
-            batch.sums()
-        self._in_flight.clear()
+        if self._begun is not None:
+            self._begun.sums()
+            self._begun = None
         while self._pushed:
             with self.log.own_step():
                 self.exchange.add_delayed()
@@ -648,31 +646,30 @@ class Pipeline:
             )
         self._last_called = weakref.ref(group_batch)
 
-    def _take_started(self, group_batch: GroupBatch, spec: InputSpec) -> InFlightBatch | None:
-        """Return the state of a batch that was begun ahead with the same inputs, if it was."""
-        batch = self._in_flight.get(group_batch.number)
-        if batch is None or batch.inputs is not group_batch.inputs or not torch.is_grad_enabled():
-            return None
-        del self._in_flight[group_batch.number]
-        if self._spec != spec:
-            raise ConfigError(
-                "the model gave its first layer other inputs than in the batch before, which batches in "
-                "flight do not allow; use depth=1"
-            )
+    def _begun_for(self, group_batch: GroupBatch) -> InFlightBatch | None:
+        """Return the batch that was begun ahead, if it is this one with the same inputs."""
+        begun = self._begun if torch.is_grad_enabled() else None
+        return begun if begun is not None and begun.inputs is group_batch.inputs else None
+
+    def _take_begun(self, group_batch: GroupBatch, spec: InputSpec) -> InFlightBatch | None:
+        batch = self._begun_for(group_batch)
+        if batch is not None:
+            self._begun = None
+            if self._spec != spec:
+                raise ConfigError(
+                    "the model gave its first layer other inputs than in the batch before, which batches in "
+                    "flight do not allow; use depth=1"
+                )
         return batch
 
     def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec) -> None:
         following = group_batch.following
-        if following is None:
+        if following is None or self._begun_for(following) is not None:
             return
-        begun = self._in_flight.get(following.number)
-        if begun is not None and begun.inputs is following.inputs:
-            return
-        # Batches that were begun by a loop that was left are not needed any more.
-        self._in_flight.clear()
-        self._spec = spec
+        # A batch that was begun by a loop that was left is not needed any more.
+        self._begun, self._spec = None, spec
         edges = spec.edges(layer, following.inputs[self._group.part].block)
-        self._in_flight[following.number] = self._start(layer, following, spec, edges)
+        self._begun = self._start(layer, following, spec, edges)
 
     def _start(
         self,
@@ -713,7 +710,7 @@ class Pipeline:
 
     def _backward_part(self, batch: InFlightBatch) -> InFlightBatch:
         for push in batch.pushes:
-            self._timed(push.result, f"{WAIT} for the push", batch.number)
+            self._timed(push, f"{WAIT} for the push", batch.number)
         with self._session.timeline.span("backward M", COMPUTE, batch.number):
             self._gradients.compute(batch)
         return batch

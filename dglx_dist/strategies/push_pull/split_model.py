@@ -78,7 +78,7 @@ class CutState:
         if not gather_int64([is_piece], self._session).all():
             return piece
         like = [piece.new_empty(cut.piece_shape(part)) for part in range(self._group.size)]
-        return join_parts(self._exchange.push(piece, like, PHASE).result(), cut.runs, cut.dimension)
+        return join_parts(self._exchange.push(piece, like, PHASE)(), cut.runs, cut.dimension)
 
     def cut(self, name: str, uncut: Tensor) -> Tensor:
         """Return a copy of this rank's piece; a tensor of another shape is returned as it is."""

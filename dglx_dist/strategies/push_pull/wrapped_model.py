@@ -108,10 +108,8 @@ class PushPullModel(WrappedModel):
         reduction: Reduction,
     ) -> None:
         super().__init__()
-        if reduction not in ("mean", "sum"):
-            raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
         session = g.session
-        check_same_model(model, session, f"reduction={reduction}, {options}")
+        check_same_model(model, session, reduction, str(options))
         broadcast_state(model, session)
         self._session, self._reduction = session, reduction
         self._group, self._provenance = group, InputProvenance()

@@ -34,7 +34,7 @@ from dglx_dist.serverless.aws.package import check_imports, stages_of
 from dglx_dist.serverless.executors.base import EXECUTORS
 from dglx_dist.serverless.parameter_server import Scheme, Update, initialise
 from dglx_dist.serverless.stages.base import Backward, Forward
-from dglx_dist.strategies.base import EpochTrainer, Objective, Parts, WrappedModel
+from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.serverless.engine import (
     Account,
@@ -439,7 +439,7 @@ class LambdaModel(WrappedModel):
     def __init__(self, model: nn.Module, g: DistGraph, settings: LambdaSettings) -> None:
         super().__init__()
         check_types(g)
-        check_same_model(model, g.session, str(settings.options))
+        check_same_model(model, g.session, "mean", str(settings.options))
         broadcast_state(model, g.session)
         self.module = model
         columns = {name: tuple(g.edata[name].shape[1:]) for name in g.edata}
@@ -448,10 +448,6 @@ class LambdaModel(WrappedModel):
             check_imports(stages_of(self._chain.steps), settings.options.executor)
         if settings.options.initialise:
             draw_weights(model, self._chain, settings.options.initialise, g.session.seed)
-
-    @property
-    def parts(self) -> Parts:
-        return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return 0.0  # Epochs overlap, so no rank waits only for exchanges.

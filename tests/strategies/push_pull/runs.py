@@ -139,7 +139,7 @@ def left_over(model: Any) -> dict[str, int]:
     """Count what is in flight, stashed, delayed, or on its way."""
     pipeline = model._pipeline
     return {
-        "begun": len(pipeline._in_flight),
+        "begun": int(pipeline._begun is not None),
         "pushed": len(pipeline._pushed),
         "computed": len(pipeline._ready),
         "delayed": len(pipeline.exchange._pending),
