@@ -176,7 +176,7 @@ class DataParallelModel(WrappedModel):
         self, model: nn.Module, session: Session, *, reduction: Reduction, bucket_bytes: int
     ) -> None:
         super().__init__()
-        check_same_model(model, session, reduction, f"bucket_bytes={bucket_bytes}")
+        check_same_model(model, session, f"bucket_bytes={bucket_bytes}", reduction)
         self.module = model
         self._session = session
         self._reduction: Reduction = reduction
@@ -229,10 +229,12 @@ def broadcast_state(model: nn.Module, session: Session) -> None:
             session.ledger.add("weights", 0, 0, rank, values.numel() * values.element_size())
 
 
-def check_same_model(model: nn.Module, session: Session, reduction: Reduction, settings: str) -> None:
+def check_same_model(
+    model: nn.Module, session: Session, settings: str = "", reduction: Reduction = "mean"
+) -> None:
     """Raise ConfigError if the models of the ranks differ, or ``reduction`` is unknown; collective.
 
-    Compares names, shapes, dtypes, frozen parameters, ``reduction`` and ``settings``.
+    Compares names, shapes, dtypes, frozen parameters, ``settings`` and ``reduction``.
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")

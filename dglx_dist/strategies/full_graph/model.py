@@ -202,7 +202,7 @@ class HaloModel(WrappedModel):
         self, model: nn.Module, session: Session, *, reduction: Reduction, bucket_bytes: int
     ) -> None:
         super().__init__()
-        check_same_model(model, session, reduction, f"bucket_bytes={bucket_bytes}")
+        check_same_model(model, session, f"bucket_bytes={bucket_bytes}", reduction)
         check_rows_stay_apart(model)
         self.module = model
         self._session, self._reduction = session, reduction

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Parts, Reduction, WrappedModel, find_share, gradient_weight
@@ -62,7 +63,7 @@ class InputGuard:
         name = self._names.get(id(module))
         if name is None:
             return
-        tensors = list(_tensors(arguments))
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         given = next((one for one in tensors if self._provenance.holds(one)), None)
         if given is None and isinstance(module, nn.Linear) and tensors:
             # Columns that were concatenated to something else, as in torch.cat([h, x], 1).
@@ -74,14 +75,6 @@ class InputGuard:
                 "Let nothing else with weights use the input (no skip connection around the first layer, no "
                 "second layer on the same rows), or use strategy='data_parallel'"
             )
-
-
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, tuple | list):
-            yield from _tensors(argument)
 
 
 @final
@@ -109,7 +102,7 @@ class PushPullModel(WrappedModel):
     ) -> None:
         super().__init__()
         session = g.session
-        check_same_model(model, session, reduction, str(options))
+        check_same_model(model, session, str(options), reduction)
         broadcast_state(model, session)
         self._session, self._reduction = session, reduction
         self._group, self._provenance = group, InputProvenance()

@@ -439,7 +439,7 @@ class LambdaModel(WrappedModel):
     def __init__(self, model: nn.Module, g: DistGraph, settings: LambdaSettings) -> None:
         super().__init__()
         check_types(g)
-        check_same_model(model, g.session, "mean", str(settings.options))
+        check_same_model(model, g.session, str(settings.options))
         broadcast_state(model, g.session)
         self.module = model
         columns = {name: tuple(g.edata[name].shape[1:]) for name in g.edata}
