@@ -52,6 +52,11 @@ def _then(function: Callable[[Tensor], Tensor] | None, rows: Tensor) -> Tensor:
     return rows if function is None else function(rows)
 
 
+def _narrows(given: StageInput, weight: Tensor) -> bool:
+    """Whether the (outputs, columns) ``weight`` is applied before the sum."""
+    return narrows_first(given.block, weight.shape[1], weight.shape[0])
+
+
 _TWO_WIDTHS = "separate widths for sources and destinations"
 
 
@@ -396,7 +401,8 @@ class SageStages(SplittableConv):
     def transform(self, given: StageInput) -> tuple[Tensor, Tensor]:
         """Return the source rows, projected if that is cheaper now, and the destinations' inputs."""
         x = self.drop_inputs(given, self._feat_drop)
-        rows = functional.linear(x, self.fc_neigh.weight) if self._narrows_first(given) else x
+        weight = self.fc_neigh.weight
+        rows = functional.linear(x, weight) if _narrows(given, weight) else x
         return rows, x[: given.block.num_dst_nodes()]
 
     def gather(
@@ -415,11 +421,8 @@ class SageStages(SplittableConv):
         return _then(self.norm, _then(self.activation, _plus(out, bias)))
 
     def _projected(self, given: StageInput, rows: Tensor) -> Tensor:
-        return rows if self._narrows_first(given) else functional.linear(rows, self.fc_neigh.weight)
-
-    def _narrows_first(self, given: StageInput) -> bool:
-        width, columns = self.fc_neigh.weight.shape
-        return narrows_first(given.block, columns, width)
+        weight = self.fc_neigh.weight
+        return rows if _narrows(given, weight) else functional.linear(rows, weight)
 
 
 @final
@@ -528,7 +531,7 @@ class SgcStages(SplittableConv):
             block = given.block
             degrees = block.out_degrees() if block.is_block else block.in_degrees()
             rows = rows * degrees.to(rows).clamp(min=1).rsqrt().unsqueeze(-1)
-        return functional.linear(rows, self.fc.weight) if self._narrows_first(given.block) else rows
+        return functional.linear(rows, self.fc.weight) if _narrows(given, self.fc.weight) else rows
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         self.check_in_edges(given.block)
@@ -538,14 +541,10 @@ class SgcStages(SplittableConv):
         else:
             degrees = given.block.in_degrees().to(transformed).clamp(min=1)
             total = sum_in_edges(given.block, transformed) * degrees.rsqrt().unsqueeze(-1)
-        return (total if self._narrows_first(given.block) else functional.linear(total, self.fc.weight),)
+        return (total if _narrows(given, self.fc.weight) else functional.linear(total, self.fc.weight),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         return _plus(gathered[0], self.fc.bias)
-
-    def _narrows_first(self, block: DGLBlock) -> bool:
-        width, columns = self.fc.weight.shape
-        return narrows_first(block, columns, width)
 
 
 def _graph_conv_stage(conv: dglnn.GraphConv) -> DeclaredStage:

@@ -330,8 +330,8 @@ class InFlightBatch:
     """The owner's sums, by gathered tensor."""
     pushes: list[Transfer] = field(default_factory=list)
     """The owners' gradients of those sums."""
-    gradients: Sequence[Tensor | None] = ()
-    """Of the trained parameters over all owners: the cut ones, then the shared ones (bM)."""
+    gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
+    """Of the trained parameters over all owners (bM)."""
     of_sources: Sequence[Tensor | None] = ()
     """(N_f,) gradients of the sources, where they are trained (bM)."""
     weight: float = 1.0
@@ -340,28 +340,6 @@ class InFlightBatch:
     def sums(self) -> PartialSums:
         """Wait for the parts' shares and return their sums, without a gradient."""
         return tuple(add_in_order(pull()) for pull in self.pulls)
-
-    def push_gradients(self, gradients: Sequence[Tensor], exchange: AsyncExchange) -> None:
-        """Send the weighted gradients of the sums to all parts (end of bD)."""
-        for gradient, shares in zip(gradients, self.shares, strict=True):
-            # A mean over no targets is nan, which a weight of 0 does not undo.
-            weighed = gradient * self.weight if self.weight else torch.zeros_like(gradient)
-            self.pushes.append(exchange.push(weighed, shares, BACKWARD, self.number))
-
-    def backward(self, wanted: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of all owners with respect to ``wanted``, leaves of this batch (bM).
-
-        Collective where the layer scatters.
-        """
-        outputs, gradients = [], []
-        for push, shares in zip(self.pushes, self.shares, strict=True):
-            for share, gradient in zip(shares, push(), strict=True):
-                if share.requires_grad:
-                    outputs.append(share)
-                    gradients.append(gradient)
-        if not outputs or not wanted:
-            return [None] * len(wanted)
-        return list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
 
 
 def compute_shares(
@@ -398,7 +376,6 @@ class PartGradients:
         trained = [name for name, parameter in part.parameters.items() if parameter.requires_grad]
         self._cut = [name for name in trained if name not in shared]
         self._shared = [name for name in trained if name in shared]
-        self._names = [*self._cut, *self._shared]
         self._replicas = _replicas_group(session, group)
         replicas = Group(rank=group.rank, members=group.replicas, replicas=(group.rank,))
         self._between_replicas = AsyncExchange(session, replicas)
@@ -407,41 +384,65 @@ class PartGradients:
         """Run the backward of a batch through this part (bM); collective where the layer scatters."""
         sources = [one for one in batch.sources if one.requires_grad]
         # Parameters that the user has frozen meanwhile have none.
-        trained = [name for name in self._names if batch.leaves[name].requires_grad]
-        found = batch.backward([*(batch.leaves[name] for name in trained), *sources])
-        by_name = dict(zip(trained, found, strict=False))
-        batch.gradients = [by_name.get(name) for name in self._names]
+        trained = [name for name in (*self._cut, *self._shared) if batch.leaves[name].requires_grad]
+        wanted = [*(batch.leaves[name] for name in trained), *sources]
+        shares, received = [], []
+        for push, of_owners in zip(batch.pushes, batch.shares, strict=True):
+            for share, gradient in zip(of_owners, push(), strict=True):
+                if share.requires_grad:
+                    shares.append(share)
+                    received.append(gradient)
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if shares and wanted:
+            found = torch.autograd.grad(shares, wanted, received, allow_unused=True)
+        batch.gradients = dict(zip(trained, found, strict=False))
         batch.of_sources = found[len(trained) :]
 
     def add(self, batch: InFlightBatch) -> None:
         """Add to ``.grad``; collective where something is shared or replicated."""
-        split = len(self._cut)
-        like = [batch.leaves[name] for name in self._names]
-        cut = self._over_replicas(batch.gradients[:split], like[:split])
-        shared = self._over_all(batch.gradients[split:], like[split:])
-        for name, gradient in zip(self._names, [*cut, *shared], strict=True):
+        found = {name: batch.gradients.get(name) for name in self._cut}
+        if len(self._group.replicas) > 1:
+            found = self._summed(batch, self._cut, self._over_replicas)
+        for name, gradient in (found | self._summed(batch, self._shared, self._over_all)).items():
             if batch.leaves[name].requires_grad and gradient is not None:
                 parameter, new = self._part.parameters[name], gradient.detach()
                 parameter.grad = new if parameter.grad is None else parameter.grad + new
         if batch.of_sources and batch.origin.embedding is not None:
             nodes = [one.nodes for one in batch.inputs]
-            found = list(zip(nodes, batch.of_sources, strict=True))
+            rows = list(zip(nodes, batch.of_sources, strict=True))
             if len(self._group.replicas) > 1:
-                found = self._of_all_replicas(found, batch.sources)
-            batch.origin.embedding.add_gradients(found)
+                rows = self._of_all_replicas(rows, batch.sources)
+            batch.origin.embedding.add_gradients(rows)
 
-    def _over_replicas(
-        self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
-        count = len(self._group.replicas)
-        if count == 1 or not like:
-            return gradients
-        flat = _flat(gradients, like)
+    def _summed(
+        self, batch: InFlightBatch, names: Sequence[str], all_reduce: Callable[[Tensor], Tensor]
+    ) -> dict[str, Tensor | None]:
+        if not names:
+            return {}
+        like = [batch.leaves[name] for name in names]
+        given = [batch.gradients.get(name) for name in names]
+        flat = torch.cat(
+            [
+                (torch.zeros_like(leaf) if one is None else one).reshape(-1)
+                for one, leaf in zip(given, like, strict=True)
+            ]
+        )
+        pieces = torch.split(all_reduce(flat), [leaf.numel() for leaf in like])
+        # Concatenation of several dtypes has promoted them to the widest.
+        return {
+            name: piece.view_as(leaf).to(leaf.dtype)
+            for name, piece, leaf in zip(names, pieces, like, strict=True)
+        }
+
+    def _over_replicas(self, flat: Tensor) -> Tensor:
         with peers_named(self._session, "the sum of gradients over replicas"):
             dist.all_reduce(flat, group=self._replicas)
-        sent = ring_bytes(flat.numel() * flat.element_size(), count, self._group.place)
+        sent = ring_bytes(flat.nbytes, len(self._group.replicas), self._group.place)
         self._session.ledger.add(PHASE, 1, self._group.rank, self._group.next_replica, sent)
-        return _unflattened(flat, like)
+        return flat
+
+    def _over_all(self, flat: Tensor) -> Tensor:
+        return sum_over_ranks(flat, self._session, phase=PHASE, layer=1, in_place=True)
 
     def _of_all_replicas(
         self, found: Sequence[tuple[Tensor, Tensor | None]], like: Sequence[Tensor]
@@ -460,14 +461,6 @@ class PartGradients:
         ]
         return list(zip(*(one() for one in pushed), strict=True))
 
-    def _over_all(
-        self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
-        if not like:
-            return gradients
-        flat = sum_over_ranks(_flat(gradients, like), self._session, phase=PHASE, layer=1, in_place=True)
-        return _unflattened(flat, like)
-
 
 def _replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
     """Return the process group of the replicas; every rank must call it."""
@@ -480,21 +473,6 @@ def _replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
             for part in range(group.size)
         ]
     return made[group.part]
-
-
-def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    return torch.cat(
-        [
-            torch.zeros_like(other).reshape(-1) if one is None else one.reshape(-1)
-            for one, other in zip(gradients, like, strict=True)
-        ]
-    )
-
-
-def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    pieces = torch.split(flat, [other.numel() for other in like])
-    # Concatenation of several dtypes has promoted them to the widest.
-    return [piece.view_as(other).to(other.dtype) for piece, other in zip(pieces, like, strict=True)]
 
 
 @final
@@ -632,7 +610,10 @@ class Pipeline:
                 "backward went through the first layer twice for one batch; call the model once for each "
                 "backward (retain_graph cannot be honoured here)"
             )
-        batch.push_gradients(gradients, self._activations)
+        for gradient, shares in zip(gradients, batch.shares, strict=True):
+            # A mean over no targets is nan, which a weight of 0 does not undo.
+            weighed = gradient * batch.weight if batch.weight else torch.zeros_like(gradient)
+            batch.pushes.append(self._activations.push(weighed, shares, BACKWARD, batch.number))
         self._pushed.append(batch)
         while len(self._pushed) > self._delay:
             self._ready.append(self._backward_part(self._pushed.pop(0)))
