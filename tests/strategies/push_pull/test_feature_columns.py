@@ -11,11 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import dgl
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.storage.arrays import STAMP, ArrayFolder
@@ -27,7 +25,6 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.dropout import Columns, deal_out_columns
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, ColumnInfo, RawGraph, SparseRows
-from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull import feature_columns
 from dglx_dist.strategies.push_pull.exchange import Group, make_group
 from dglx_dist.strategies.push_pull.feature_columns import (
@@ -215,31 +212,6 @@ def test_what_is_no_matrix_is_refused(tmp_path: Path, session: Session, name: st
     g = DistGraph(write(tmp_path))
     with pytest.raises(ConfigError, match=message):
         open_columns(g, [name], make_group(session, 1))
-    g.close()
-
-
-class Embedded(nn.Module):
-    """A layer on trained rows of all nodes."""
-
-    def __init__(self, num_nodes: int) -> None:
-        super().__init__()
-        self.rows, self.conv = nn.Embedding(num_nodes, 3), dgl.nn.SAGEConv(3, 2, "mean")
-
-    def forward(self, blocks: Any) -> torch.Tensor:
-        out: torch.Tensor = self.conv(blocks[0], self.rows(blocks[0].srcdata[dgl.NID]))
-        return out
-
-
-def test_a_graph_without_features_trains_an_embedding(tmp_path: Path, session: Session) -> None:
-    g = DistGraph(write(tmp_path))
-    assert "feat" not in g.ndata
-    strategy = STRATEGIES.get("push_pull")(session, {})
-    model = strategy.wrap(Embedded(g.num_nodes()), g)
-    sampler = dgl.dataloading.NeighborSampler([2])
-    ((nodes, _, blocks),) = strategy.loader(g, torch.arange(4), sampler, batch_size=4)
-    model(blocks).sum().backward()
-    trained = model.module.rows.weight.grad.any(1).nonzero().flatten()
-    assert torch.equal(trained, nodes.sort().values)
     g.close()
 
 
