@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import dgl.function as fn
 import torch
@@ -133,6 +133,19 @@ class SplittableConv(nn.Module, ABC):
     """Attention heads, each with a logit per edge; 0: no attention."""
     allow_zero_in_degree: bool = True
     """False: :meth:`check_in_edges` raises, as DGL's convolutions do by default."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        """Be a view of ``module``, if there is one: with its attributes and its members, which are shared."""
+        super().__init__()
+        if module is not None:
+            # One set of parameters, buffers and submodules: what is loaded, moved or cut is so in both.
+            self.__dict__.update(module.__dict__)
+            self.__dict__.pop("forward", None)
+            self.allow_zero_in_degree = getattr(module, "_allow_zero_in_degree", True)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @property
     def width(self) -> int:

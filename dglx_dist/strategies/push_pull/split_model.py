@@ -283,10 +283,6 @@ def _cuts(
 
 
 def _compute_by_stages(conv: nn.Module, stages: SplittableConv) -> None:
-    # One set of members: whoever loads, moves or replaces a parameter of the user's module does it here, too.
-    for members in ("_parameters", "_buffers", "_modules"):
-        stages.__dict__[members] = conv.__dict__[members]
-
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         stages.training = conv.training
         return stages.forward(*args, **kwargs)
