@@ -221,19 +221,12 @@ def _scaled_to_epoch(one: RankCount) -> RankCount:
     # By targets rather than batches, because the last batch of an epoch may be smaller.
     factor = one.seeds / max(one.targets[-1], 1)
 
-    def scaled(values: Sequence[int]) -> list[int]:
-        return [round(factor * value) for value in values]
+    def scaled(value: Any) -> Any:
+        return [round(factor * each) for each in value] if isinstance(value, list) else round(factor * value)
 
-    return replace(
-        one,
-        remote_rows=scaled(one.remote_rows),
-        remote_seeds=round(factor * one.remote_seeds),
-        sources=scaled(one.sources),
-        targets=scaled(one.targets),
-        edges=scaled(one.edges),
-        requested=round(factor * one.requested),
-        returned=round(factor * one.returned),
-        hits=scaled(one.hits),
+    kept = ("seeds", "steps", "counted", "largest")
+    return RankCount(
+        **{name: value if name in kept else scaled(value) for name, value in asdict(one).items()}
     )
 
 

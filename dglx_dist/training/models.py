@@ -141,6 +141,9 @@ def edge_scores(
     return scores
 
 
+InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
+"""(block, h) to the next h: tensors, or with several types or outputs dictionaries and tuples of them."""
+
 MODEL_KINDS = ("sage", "gcn", "sgc", "gat", "mlp", "resgcn")
 RELATIONAL_KINDS = ("rgcn", "hgt")
 """Models for graphs of several node or edge types."""
@@ -225,8 +228,35 @@ def _degrees_of(graph: DistGraph) -> Degrees:
     return degrees
 
 
+class Layered(nn.Module, ABC):
+    """A model of one layer for each block."""
+
+    layers: nn.ModuleList
+
+    def forward(self, blocks: Any, h: Tensor) -> Tensor:
+        """Map (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations.
+
+        Args:
+            blocks: One per layer, input-most first; or one graph for all layers.
+            h: Features.
+        """
+        if isinstance(blocks, dgl.DGLGraph):
+            blocks = [blocks] * len(self.layers)
+        for layer, block in zip(self.inference_layers(), blocks, strict=True):
+            h = layer(block, h)
+        return h
+
+    def inference_layers(self) -> list[InferenceLayer]:
+        """Return one ``(block, h) -> h`` per layer, first layer first."""
+        return [partial(self._layer, depth) for depth in range(len(self.layers))]
+
+    @abstractmethod
+    def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
+        """Return the (num_dst, H) result of one layer on (num_src, F) rows."""
+
+
 @final
-class ResGCN(nn.Module):
+class ResGCN(Layered):
     """ResGCN+: linear encoder, ``h <- h + conv(dropout(relu(norm(h))))`` per layer, linear decoder.
 
     Args:
@@ -260,23 +290,6 @@ class ResGCN(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.decoder = nn.Linear(hidden, classes)
         self.recompute = recompute
-
-    def forward(self, blocks: Any, h: Tensor) -> Tensor:
-        """Map (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations.
-
-        Args:
-            blocks: One per layer, input-most first; or one graph for all layers.
-            h: Features.
-        """
-        if isinstance(blocks, dgl.DGLGraph):
-            blocks = [blocks] * len(self.layers)
-        for layer, block in zip(self.inference_layers(), blocks, strict=True):
-            h = layer(block, h)
-        return h
-
-    def inference_layers(self) -> list[Callable[[Any, Tensor], Tensor]]:
-        """Return one ``(block, h) -> h`` per layer; the first one encodes, the last one decodes."""
-        return [partial(self._layer, depth) for depth in range(len(self.layers))]
 
     def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
         if depth == 0:
@@ -353,12 +366,8 @@ def build_resgcn(
     return ResGCN(in_dim, classes, convs, hidden=hidden, dropout=dropout, recompute=recompute)
 
 
-InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
-"""(block, h) to the next h: tensors, or with several types or outputs dictionaries and tuples of them."""
-
-
 @final
-class Stack(nn.Module):
+class Stack(Layered):
     """A sequence of convolutions, with activation and dropout between them.
 
     Args:
@@ -375,16 +384,6 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(convs)
         self.dropout = nn.Dropout(dropout)
         self._activation = activation
-
-    def forward(self, blocks: Sequence[Any], h: Tensor) -> Tensor:
-        """Map (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations."""
-        for layer, block in zip(self.inference_layers(), blocks, strict=True):
-            h = layer(block, h)
-        return h
-
-    def inference_layers(self) -> list[InferenceLayer]:
-        """Return one ``(block, h) -> h`` per layer, first layer first."""
-        return [partial(self._layer, depth) for depth in range(len(self.layers))]
 
     def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
         h = self.layers[depth](block, h)
