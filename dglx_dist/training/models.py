@@ -66,12 +66,7 @@ class DotProduct(Decoder):
 
 @final
 class DistMult(Decoder):
-    """``sum_i s_i r_i o_i`` with a row r per relation (Yang et al. 2015); the same in both directions.
-
-    Args:
-        num_relations: R.
-        width: d.
-    """
+    """``sum_i s_i r_i o_i`` with a row r per relation (Yang et al. 2015); the same in both directions."""
 
     def __init__(self, num_relations: int, width: int) -> None:
         super().__init__()
@@ -87,12 +82,7 @@ class DistMult(Decoder):
 
 @final
 class Bilinear(Decoder):
-    """``s' W_r o`` with a matrix per relation (RESCAL, Nickel et al. 2011).
-
-    Args:
-        num_relations: R.
-        width: d.
-    """
+    """``s' W_r o`` with a (d, d) matrix per relation (RESCAL, Nickel et al. 2011)."""
 
     def __init__(self, num_relations: int, width: int) -> None:
         super().__init__()
@@ -236,9 +226,7 @@ class Layered(nn.Module, ABC):
     def forward(self, blocks: Any, h: Tensor) -> Tensor:
         """Map (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations.
 
-        Args:
-            blocks: One per layer, input-most first; or one graph for all layers.
-            h: Features.
+        ``blocks`` are one per layer, input-most first, or one graph for all layers.
         """
         if isinstance(blocks, dgl.DGLGraph):
             blocks = [blocks] * len(self.layers)
@@ -311,11 +299,10 @@ class ResGCN(Layered):
 
 
 class _Halo:
-    """The halo rows of one layer in one step, kept for recomputation.
+    """The halo rows of one layer in one step, kept for recomputation if ``keep``.
 
-    Args:
-        block: The layer's block; those of strategies that exchange rows have a method ``all_rows``.
-        keep: Whether to keep the rows; otherwise the convolution exchanges them itself.
+    Blocks of strategies that exchange rows have a method ``all_rows``; without ``keep`` the convolution calls
+    it.
     """
 
     def __init__(self, block: Any, *, keep: bool) -> None:
@@ -346,15 +333,8 @@ def build_resgcn(
 ) -> ResGCN:
     """Build a ResGCN+; initial weights come from torch's global generator.
 
-    Args:
-        in_dim: Feature columns.
-        hidden: Width of all layers.
-        classes: Width of the result.
-        layers: At least 1; 28, 56 or 112 in the paper.
-        dropout: Probability in [0, 1).
-        conv: ``sage`` (mean; the paper's) or ``gcn``.
-        graph: For ``gcn``: as in :func:`build_model`.
-        recompute: See :class:`ResGCN`.
+    The paper has 28, 56 or 112 ``layers`` and ``conv="sage"`` (mean); for ``gcn``, ``graph`` is as in
+    :func:`build_model`; ``recompute`` as in :class:`ResGCN`.
 
     Raises:
         ConfigError: a number is out of range, or ``conv`` or ``recompute`` is unknown.
@@ -368,13 +348,9 @@ def build_resgcn(
 
 @final
 class Stack(Layered):
-    """A sequence of convolutions, with activation and dropout between them.
+    """A sequence of convolutions, with activation and dropout after all but the last.
 
-    Args:
-        convs: One module per layer, called as ``conv(block, h)``; returns (num_dst, H) or, for attention,
-            (num_dst, heads, H).
-        activation: Applied after all layers but the last.
-        dropout: Probability, applied after the activation.
+    They are called as ``conv(block, h)`` and return (num_dst, H) or, for attention, (num_dst, heads, H).
     """
 
     def __init__(
