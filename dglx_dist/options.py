@@ -123,7 +123,7 @@ def check_ranges(config: Any, spelled: str = "{flag} {value}") -> None:
 
 
 def check_values(config: object, checks: Iterable[tuple[str, bool, str]]) -> None:
-    """Raise ConfigError for the first (name without dashes, whether it is wrong, what it must be) at fault."""
+    """Raise ConfigError for the first (name with dashes, whether it is wrong, what it must be) at fault."""
     for name, wrong, allowed in checks:
         if wrong:
             raise ConfigError(f"--{name} {getattr(config, name.replace('-', '_'))} must be {allowed}")
