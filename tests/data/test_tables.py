@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from dglx_dist.data.sources import load_dataset
-from dglx_dist.data.tables import find_layout, id_column, number_column, read_table, stacked_columns
+from dglx_dist.data.tables import column, find_layout, id_column, number_values, read_table, stacked_columns
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
 
@@ -67,7 +67,7 @@ def test_a_missing_column_lists_those_there_are() -> None:
     ],
 )
 def test_numbers_and_lists_of_numbers_become_arrays(values: object, expected: list[object]) -> None:
-    assert number_column(pa.table({"x": values}), "x", "t").tolist() == expected
+    assert number_values(column(pa.table({"x": values}), "x", "t"), "x", "t").tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_numbers_and_lists_of_numbers_become_arrays(values: object, expected: li
 )
 def test_gaps_and_other_things_are_refused(values: object, message: str) -> None:
     with pytest.raises(DatasetError, match=f"t: {message}"):
-        number_column(pa.table({"x": values}), "x", "t")
+        number_values(column(pa.table({"x": values}), "x", "t"), "x", "t")
 
 
 def test_columns_stand_side_by_side_in_the_order_asked_for() -> None:

@@ -13,7 +13,7 @@ import pytest
 from dglx_dist.data.partition.balance import measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.graph_views import balance_weights, imbalance, in_degrees, symmetrise
-from dglx_dist.data.partition.metis import Metis, MetisRequest, library_path, part_graph
+from dglx_dist.data.partition.metis import Metis, library_path, part_graph
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import RawGraph
 from tests.data.partition.graphs import AUTHORS_AND_PAPERS, communities, flat, homogeneous
@@ -209,7 +209,7 @@ def test_tolerances_and_shares_reach_the_library() -> None:
     assert path is not None
     options = PartitionOptions(balance=("nodes", "degree"), target_weights=(3, 1))
     weights = balance_weights(graph, options, 2, None)
-    parts = part_graph(path, symmetrise(graph, dtype=np.int64), weights, MetisRequest(num_parts=2, seed=0))
+    parts = part_graph(path, symmetrise(graph, dtype=np.int64), weights, options, 0)
     assert parts.dtype == np.int32
     # METIS may end a hair above what it was allowed, which is why its answers are settled afterwards.
     assert [imbalance(loads, weights.shares) <= 1.06 for loads in weights.loads(parts)] == [True, True]
@@ -220,9 +220,9 @@ def test_bad_input_is_refused_by_name() -> None:
     graph = communities(num_nodes=400)
     path = library_path()
     assert path is not None
-    weights = balance_weights(graph, PartitionOptions(), 2, None)
+    weights = replace(balance_weights(graph, PartitionOptions(), 2, None), shares=np.empty(0))
     with pytest.raises(ConfigError, match="METIS failed with bad input on 400 nodes"):
-        part_graph(path, symmetrise(graph, dtype=np.int64), weights, MetisRequest(num_parts=0, seed=0))
+        part_graph(path, symmetrise(graph, dtype=np.int64), weights, PartitionOptions(), 0)
 
 
 def test_ids_of_another_width_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

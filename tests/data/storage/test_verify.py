@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -207,9 +208,9 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = verify._check_ids
 
-    def recording(folder: Path, ids: verify._Ids) -> None:
-        names.append(ids.path)
-        real(folder, ids)
+    def recording(folder: Path, path: str, *ranges: Any) -> None:
+        names.append(path)
+        real(folder, path, *ranges)
 
     monkeypatch.setattr(verify, "_check_ids", recording)
     return names
