@@ -9,9 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.data.partition.balance import measure
-from dglx_dist.data.partition.base import PartitionOptions
-from dglx_dist.data.partition.metis import Metis
 from dglx_dist.data.synthetic import (
     SyntheticConfig,
     assign_communities,
@@ -126,22 +123,6 @@ def test_one_class_in_one_community_is_a_graph_too() -> None:
     assert graph.total_edges == 200
 
 
-def test_metis_finds_the_communities_and_skew_makes_balance_matter() -> None:
-    # 28 % of the links leave their community; at random, 75 % of them all would be cut.
-    metis = Metis(PartitionOptions())
-    even, skewed = (generate(SyntheticConfig(features=0, skew=skew)) for skew in (0.0, 0.9))
-    assignment = metis.assign(even, num_parts=4, seed=0)
-    assert measure(even, assignment).edge_cut < 0.25
-
-    def largest_train_share(graph: RawGraph) -> float:
-        part_of = metis.assign(graph, num_parts=4, seed=0).part_of[NODE_TYPE]
-        counts = np.bincount(part_of[columns(graph)["train_mask"]], minlength=4)
-        return float(counts.max() / counts.mean())
-
-    assert largest_train_share(even) < 1.2
-    assert largest_train_share(skewed) > 1.5
-
-
 @pytest.mark.parametrize(
     ("text", "options", "expected"),
     [
@@ -221,17 +202,6 @@ def edges_of(
         locality=locality,
     )
     return draw_edges(config, np.arange(nodes, dtype=np.int32) % 4, np.random.default_rng(seed))
-
-
-def test_links_that_never_leave_stay_in_their_community() -> None:
-    source_ids, destination_ids = edges_of(200, 1.0, 1.0)
-    assert len(source_ids) == 1600
-    assert (source_ids % 4 == destination_ids % 4).all()
-
-
-def test_links_to_the_class_only_join_its_two_communities() -> None:
-    source_ids, destination_ids = edges_of(200, 1.0, 0.0)
-    assert (abs(source_ids % 4 - destination_ids % 4) == 2).all()
 
 
 def test_links_that_always_leave_the_class_reach_both_communities_of_the_other() -> None:

@@ -114,37 +114,24 @@ def constraint_columns(graph: RawGraph, constraint: str) -> list[tuple[str, Arra
     if constraint == "degree":
         return [("degree", in_degrees(graph))]
     if constraint == "ntype":
-        return [
-            (
-                f"ntype:{one}",
-                _over_types(graph, lambda ntype, count, one=one: np.full(count, ntype == one, np.int64)),
-            )
-            for one in graph.num_nodes
-        ]
+        number = np.repeat(np.arange(len(graph.num_nodes)), list(graph.num_nodes.values()))
+        return [(f"ntype:{name}", (number == i).astype(np.int64)) for i, name in enumerate(graph.num_nodes)]
     if constraint == "etype":
         return [(f"etype:{'.'.join(etype)}", in_degrees(graph, [etype])) for etype in graph.edges]
     return [(constraint, _data_column(graph, constraint, MASKS.get(constraint, constraint)))]
 
 
-def _over_types(graph: RawGraph, rows_of: Callable[[str, int], Array]) -> Array:
-    # (N,) int64 from the rows of each type, given with its number of nodes.
-    rows = [rows_of(ntype, count) for ntype, count in graph.num_nodes.items()]
-    return np.concatenate([*rows, np.zeros(0, np.int64)])
+def _slices(graph: RawGraph) -> dict[str, slice]:
+    # The nodes of each type in the concatenation of all types.
+    return {ntype: slice(first, first + graph.num_nodes[ntype]) for ntype, first in first_ids(graph).items()}
 
 
 def in_degrees(graph: RawGraph, etypes: Collection[EdgeType] | None = None) -> Array:
     """Return (N,) int64 in-degrees over the edge types; None: all."""
-
-    def of_type(ntype: str, count: int) -> Array:
-        ends = [
-            dst
-            for etype, (_, dst) in graph.edges.items()
-            if etypes is None or etype in etypes
-            if etype[2] == ntype
-        ]
-        return sum((np.bincount(dst, minlength=count) for dst in ends), np.zeros(count, np.int64))
-
-    return _over_types(graph, of_type)
+    degrees, rows = np.zeros(graph.total_nodes, np.int64), _slices(graph)
+    for etype in graph.edges if etypes is None else etypes:
+        degrees[rows[etype[2]]] += np.bincount(graph.edges[etype][1], minlength=graph.num_nodes[etype[2]])
+    return degrees
 
 
 def has_column(graph: RawGraph, column: str) -> bool:
@@ -159,12 +146,12 @@ def _data_column(graph: RawGraph, constraint: str, column: str) -> Array:
             f"cannot balance {constraint!r}: {graph.name} has no node column {column!r}{hint} (node columns: "
             f"{', '.join(existing) or 'none'}; besides these: nodes, degree, ntype, etype)"
         )
-
-    def of_type(ntype: str, count: int) -> Array:
+    weights = np.zeros(graph.total_nodes, np.int64)
+    for ntype, rows in _slices(graph).items():
         values = graph.node_data.get(ntype, {}).get(column)
-        return np.zeros(count, np.int64) if values is None else _weight_of(values, constraint, ntype)
-
-    return _over_types(graph, of_type)
+        if values is not None:
+            weights[rows] = _weight_of(values, constraint, ntype)
+    return weights
 
 
 def _weight_of(values: NodeColumn, constraint: str, node_type: str) -> Array:

@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 
 from dglx_dist.data.partition.base import Partitioner
-from dglx_dist.data.partition.graph_views import BalanceWeights, assign_parts
+from dglx_dist.data.partition.graph_views import BalanceWeights, assign_parts, check_request
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.keyed_random import splitmix64
 from dglx_dist.records import Array, Assignment, RawGraph
@@ -88,6 +88,7 @@ class File(Partitioner):
     honours = frozenset({"file", "vector"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+        check_request(num_parts, seed)
         source, parts, unit = self._parts(graph)
         _check_parts(parts, source, unit, graph.total_nodes, num_parts)
         return assign_parts(self, graph, (num_parts, seed), lambda _: parts, is_balanced=False, file=source)

@@ -51,20 +51,6 @@ def test_train_val_and_test_together() -> None:
     assert all(quality.balance[c] <= 1.1 + 1e-9 for c in ("nodes", "train", "val", "test"))
 
 
-def test_every_node_type_is_balanced() -> None:
-    graph = communities(num_nodes=400)
-    (src, dst), half = graph.edges[("_N", "_E", "_N")], 200
-    to = (src < half) & (dst >= half)
-    typed = type(graph)(
-        name="typed",
-        num_nodes={"left": half, "right": half},
-        edges={("left", "to", "right"): (src[to], dst[to] - half)},
-    )
-    quality = measure(typed, Metis(PartitionOptions(balance=("ntype",))).assign(typed, 2, 0))
-    assert quality.balance["ntype:left"] <= 1.05
-    assert quality.balance["ntype:right"] <= 1.05
-
-
 @pytest.mark.parametrize("tolerance", [0.05, 0.07], ids=["build-of-dgl", "one-pass"])
 def test_fast_reaches_the_library(tolerance: float) -> None:
     """Less effort is another answer where there is something to refine; a dead switch would give the same."""
@@ -196,12 +182,6 @@ def test_a_bipartite_graph_is_cut_between_its_groups(balance: tuple[str, ...]) -
         assert max(quality.num_edges) <= 240
 
 
-def test_pymetis_brings_the_library() -> None:
-    path = library_path()
-    assert path is not None
-    assert "pymetis" in path
-
-
 def test_tolerances_and_shares_reach_the_library() -> None:
     """METIS' own answer, before anything is repaired; 32-bit reals, or the shares would not sum to 1."""
     graph = communities()
@@ -230,8 +210,3 @@ def test_ids_of_another_width_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "pymetis._internal", other)
     with pytest.raises(ConfigError, match="32-bit ids"):
         library_path()
-
-
-def test_without_pymetis_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pymetis._internal", None)
-    assert library_path() is None
