@@ -36,6 +36,11 @@ def at_least(least: float) -> Check:
     return Check(lambda value: least <= value < math.inf, f"at least {least}")
 
 
+def between(least: float, most: float) -> Check:
+    """Return the check for numbers from ``least`` to ``most``."""
+    return Check(lambda value: least <= value <= most, f"from {least:g} to {most:g}")
+
+
 def one_of(*known: str) -> Check:
     """Return the check for one of several words."""
     return Check(lambda value: value in known, f"{', '.join(known[:-1])} or {known[-1]}")

@@ -26,9 +26,10 @@ import numpy as np
 
 from dglx_dist.comm.auth import Credentials, make_credentials_keys
 from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.rendezvous import interface_address
 from dglx_dist.comm.rpc import Handler, PeerAddress
 from dglx_dist.comm.session import Session, SessionField
-from dglx_dist.comm.topology import interface_address, read_settings
+from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import PeerError
 from dglx_dist.records import Array
 

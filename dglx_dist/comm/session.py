@@ -31,15 +31,14 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dglx_dist.comm.auth import Credentials, make_credentials_keys
 from dglx_dist.comm.ledger import Ledger
-from dglx_dist.comm.rendezvous import JobStore, open_store
-from dglx_dist.comm.rpc import PeerAddress, Rpc, ServeConfig
+from dglx_dist.comm.rendezvous import JobStore, listening_address, open_store
+from dglx_dist.comm.rpc import PeerAddress, Rpc
 from dglx_dist.comm.system import keep_memory
 from dglx_dist.comm.topology import (
     Settings,
     Topology,
     bind_alike,
     launched_by_torchrun,
-    listening_address,
     read_rendezvous,
     read_settings,
     read_topology,
@@ -588,7 +587,7 @@ def _parts_of_ranks(
         accepted_keys=frozenset(one["key"].encode() for one in hellos if one["key"]),
     )
     ledger = Ledger(topology)
-    rpc = Rpc(topology.rank, ledger, config.timeout_s, ServeConfig())
+    rpc = Rpc(topology.rank, ledger, config.timeout_s)
     with ExitStack() as undo:
         undo.callback(rpc.close)
         endpoint = rpc.listen(listening_address(rendezvous), credentials)

@@ -260,6 +260,27 @@ class Timed(Protocol):
 
 B = TypeVar("B", bound=Timed)
 
+
+class Maker(Protocol[K, B]):
+    """Makes the batches of one loader. Thread-safe."""
+
+    def make(self, items: Mapping[K, Any], epoch: int) -> B:
+        """Return the batch of ``items``: type to (n,) int64 ids, n may be 0."""
+        ...
+
+    def offline(self) -> Maker[K, B]:
+        """Return a maker of any rank's batches, without columns, that reads no structure of other servers.
+
+        Raises:
+            ConfigError: the draws need another server, or depend on more than seed, epoch and ids.
+        """
+        ...
+
+    def sampling_signature(self) -> str:
+        """Return a string that is equal on ranks that draw alike, "" if draws are not keyed."""
+        ...
+
+
 BatchHook: TypeAlias = Callable[[int, int, Callable[[], B]], B]
 """(epoch, step, function that makes the batch) to the batch; called on the loader's threads."""
 
@@ -413,14 +434,17 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         items: This rank's items.
         pace: Batch size and order.
         options: Depth, threads, seed and device.
+        maker: Makes the batches.
 
     Raises:
         ConfigError: the ranks differ in ``batch_size`` or ``drop_last``.
         PeerError: a rank did not take part.
     """
 
-    def __init__(self, session: Session, items: Items[K], pace: Pace, options: LoaderOptions) -> None:
-        self._items, self._pace = items, pace
+    def __init__(
+        self, session: Session, items: Items[K], pace: Pace, options: LoaderOptions, maker: Maker[K, B]
+    ) -> None:
+        self._items, self._pace, self._maker = items, pace, maker
         device = torch.device(session.device if options.device is None else options.device)
         # Batches are moved on threads, where "cuda" without an index would mean the first one.
         has_index = device.index is not None or device.type != session.device.type
@@ -434,10 +458,6 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         self._hook: BatchHook[B] = lambda _epoch, _step, make: make()
         seed = seed_of(options, session)
         super().__init__(session, seed=seed, depth=options.depth, num_threads=options.num_threads)
-
-    @abstractmethod
-    def _make(self, items: dict[K, Any], epoch: int) -> B:
-        """Make the batch of ``items`` (type to (n,) int64 ids, n may be 0); called on several threads."""
 
     @abstractmethod
     def _on_device(self, batch: B, share: StepShare) -> T:
@@ -460,18 +480,12 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         self._hook = hook
 
     def offline(self) -> Callable[[Mapping[K, Any], int], B]:
-        """Return (items, epoch) to that batch, without columns: samples any rank's batches locally.
-
-        The function is thread-safe and reads no structure of other servers.
-
-        Raises:
-            ConfigError: the draws need another server, or depend on more than seed, epoch and ids.
-        """
-        raise ConfigError(f"{type(self).__name__} cannot sample another rank's batches")
+        """Return (items, epoch) to that batch of any rank; see :meth:`Maker.offline`. Thread-safe."""
+        return self._maker.offline().make
 
     def sampling_signature(self) -> str:
         """Return a string that is equal on ranks that draw alike."""
-        return f"seed={self._seed}, {self._pace}"
+        return f"seed={self._seed}, {self._pace}, {self._maker.sampling_signature()}"
 
     def seeds_of_step(
         self, epoch: int, items: Items[K] | None = None, rank: int | None = None
@@ -488,7 +502,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         def make(step: int) -> B:
             def sampled() -> B:
                 with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
-                    return self._make(items_of(step), epoch)
+                    return self._maker.make(items_of(step), epoch)
 
             return hook(epoch, step, sampled)
 

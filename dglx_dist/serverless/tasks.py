@@ -36,6 +36,10 @@ _ATTEMPT = re.compile(r"0|[1-9][0-9]{0,5}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
+TASK_OVER: Array = np.zeros(0, np.bool_)
+"""Answer to a pull in place of rows: another attempt has done the task."""
+
+
 class Direction(str, Enum):
     """Direction of a task; the value is its text in a key."""
 
@@ -305,6 +309,11 @@ def half_rows(rows: int, half: int) -> slice:
     return slice(middle, rows) if half else slice(0, middle)
 
 
+def half_length(rows: int, half: int) -> int:
+    nodes = half_rows(rows, half)
+    return nodes.stop - nodes.start
+
+
 def take_half(items: Sequence[Item], arrays: Sequence[Array], rows: int, half: int) -> list[Array]:
     """Return half 0 or 1 of a task's arrays; views, except for indptr."""
     nodes = half_rows(rows, half)
@@ -466,7 +475,7 @@ class Work:
     def whole(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
         """Compute a whole task of ``rows`` rows in two halves, bit-identical to a worker."""
         halves = [
-            self.half(weights, take_half(self.pulled, arrays, rows, half), _length(rows, half))
+            self.half(weights, take_half(self.pulled, arrays, rows, half), half_length(rows, half))
             for half in (0, 1)
         ]
         joined = tuple(join_halves(self.given, halves[0].rows, halves[1].rows))
@@ -531,8 +540,3 @@ def _read_only(arrays: Sequence[Array]) -> list[Array]:
     for view in views:
         view.flags.writeable = False
     return views
-
-
-def _length(rows: int, half: int) -> int:
-    nodes = half_rows(rows, half)
-    return nodes.stop - nodes.start

@@ -13,12 +13,11 @@ from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.serverless.cost import ServerlessSetting, serverless_bytes
-from dglx_dist.strategies.serverless.options import read_settings
-from scripts.bench.driver import check_plan
+from dglx_dist.strategies.serverless.options import read_lambda_options
 from scripts.bench.experiments.serverless import BUILDS, Case, Size, plan_at, plan_of, projected
 from scripts.bench.jobs import bounded as job
 from scripts.bench.jobs.params import IntervalParams, read_params
-from scripts.bench.records import PREDICTED_BYTES, BenchPlan
+from scripts.bench.records import PREDICTED_BYTES, BenchPlan, check_plan
 from tests.bench.helpers import context, epoch
 from tests.helpers.ranks import run_ranks
 
@@ -33,7 +32,7 @@ def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
         for turn in range(2):
             told = read_params(IntervalParams, variant.job.turn(turn).params)
             assert Path(told.data).is_dir()
-            read_settings(told.options)
+            read_lambda_options(told.options)
         read_params(IntervalParams, {**variant.job.params, **variant.job.warm})
     assert plan.ratios
 

@@ -104,13 +104,6 @@ def test_excluded_edges_of_a_type_are_those_of_no_other() -> None:
     assert edges_in(blocks[-1], SOLD) == edges_in(usual[-1], SOLD)
 
 
-def test_no_seeds_give_empty_hops() -> None:
-    schema, cscs = typed_shop()
-    nodes, blocks = blocks_of(schema, cscs, [2, 2], seeds={})
-    assert all(len(ids) == 0 for ids in nodes.values())
-    assert all(block.num_edges() == 0 for block in blocks)
-
-
 SHARES = {"0": {"user": [0, 2, 4, 9, 17, 29], "item": [3, 44]}, "1": {"item": [0, 1, 7], "user": [8]}}
 
 
@@ -222,15 +215,6 @@ def test_in_every_hop_all_requests_leave_before_anything_is_drawn() -> None:
     assert [layer for _, layer, _ in events] == sorted((layer for _, layer, _ in events), reverse=True)
 
 
-def test_nothing_is_asked_where_nothing_is_drawn() -> None:
-    schema, cscs = typed_shop()
-    events: list[tuple[str, int, tuple[str, str, str]]] = []
-    only = {etype: 2 if etype == KNOWS else 0 for etype in schema.etypes}
-    source = cut_source(events, schema, cscs)
-    source.sample(shop_draws(schema, [only]).request(SEEDS, 0, {}), {}, Workspace(80))
-    assert {name for _, _, name in events} == {KNOWS}
-
-
 def test_a_repeated_seed_is_refused_and_the_workspace_stays_good() -> None:
     schema, cscs = typed_shop()
     draws, workspace = shop_draws(schema, [2]), Workspace(80)
@@ -261,17 +245,3 @@ def test_the_first_edge_type_has_the_streams_of_a_graph_with_one() -> None:
     streams = shop_draws(schema, [1, 2], seed=11).request({}, 4, {}).streams
     assert streams[:, 0].tolist() == [stream_key(11, 4, hop) for hop in range(2)]
     assert len(set(streams.ravel().tolist())) == streams.size
-
-
-def test_what_is_excluded_always_and_once_is_left_out_together() -> None:
-    schema, _ = typed_shop()
-    draws = shop_draws(schema, [1], exclude={SOLD: np.array([2, 8])})
-    assert draws.request({}, 0, {SOLD: np.array([3, 8])}).exclude.tolist() == [2, 3, 8]
-    assert draws.request({}, 0, {}).exclude.tolist() == [2, 8]
-
-
-def test_a_repeated_seed_is_named() -> None:
-    schema, cscs = typed_shop()
-    request = shop_draws(schema, [1]).request({"user": np.array([1, 2]), "item": np.array([4, 4])}, 0, {})
-    with pytest.raises(ConfigError, match="node 4 more than once"):
-        WholeSource(schema, cscs).sample(request, {}, Workspace(80))

@@ -18,9 +18,9 @@ from dglx_dist.serverless.aws import clients
 from dglx_dist.serverless.aws.clients import Place, is_amazon
 from dglx_dist.serverless.aws.deploy import try_function
 from dglx_dist.serverless.aws.executor import AwsExecutor, read_report
-from dglx_dist.serverless.aws.package import Package, write_zip
+from dglx_dist.serverless.aws.package import write_zip
 from dglx_dist.serverless.controller import Controller, ControllerOptions
-from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
+from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext, Invocation
 from dglx_dist.training.config import TrainConfig
 
 from ..helpers.functions_service import REGION, Function, FunctionsService
@@ -48,7 +48,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FunctionsServi
 
     NumPy and pyzmq are in a layer, so that 15 MB are neither packed nor unpacked.
     """
-    code = write_zip(tmp_path_factory.mktemp("package") / "worker.zip", Package(libraries=False)).path
+    code = write_zip(tmp_path_factory.mktemp("package") / "worker.zip", libraries=False).path
     with FunctionsService() as running:
         running.add(NAME, code.read_bytes(), Layers=[{"Arn": LAYER}])
         yield running
@@ -282,13 +282,9 @@ def test_report_lines_are_read_as_aws_writes_them() -> None:
     )
     found = read_report(line)
     assert found is not None
-    assert found.request == "6f747ee1-8c0b-4d4a-a1d5-1d0c2f6c1a11"
-    assert (found.invocation.duration_s, found.invocation.cold, found.invocation.memory_mb) == (
-        0.113,
-        True,
-        192,
-    )
+    invocation = Invocation(duration_s=0.113, cold=True, memory_mb=192)
+    assert found == ("6f747ee1-8c0b-4d4a-a1d5-1d0c2f6c1a11", invocation)
     warm = read_report(line.replace("Init Duration", "Other Duration"))
     assert warm is not None
-    assert not warm.invocation.cold
+    assert not warm[1].cold
     assert read_report("START RequestId: 6f747ee1-8c0b-4d4a-a1d5-1d0c2f6c1a11 Version: $LATEST") is None

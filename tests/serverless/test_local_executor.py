@@ -309,46 +309,6 @@ def test_bandwidth_and_processor_are_those_of_a_small_function() -> None:
         bench.check(task.key)
 
 
-def test_a_control_group_is_used_where_one_can_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    groups: list[tuple[int, float]] = []
-
-    def limit_cpu(pid: int, share: float) -> Path:
-        groups.append((pid, share))
-        return tmp_path
-
-    monkeypatch.setattr(local, "limit_cpu", limit_cpu)
-    monkeypatch.setattr(local.cgroups, "remove", lambda folder: groups.clear())
-    bench = Bench(gcn(), [4])
-    with served(bench), LocalExecutor(ExecutorContext(), {"cpu_share": 0.11}) as executor:
-        executor.invoke(bench.task(FORWARD).to_event())
-        bench.wait_for(executor, [FORWARD])
-        assert groups == [(workers()[0], 0.11)]
-    assert groups == []
-
-
-def test_groups_hold_their_process_and_go_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's files as plain ones; a group that took no process is left to nobody."""
-    made = tmp_path / "group"
-    monkeypatch.setattr(local.cgroups, "make", lambda name, share: made.mkdir() or made)
-    group = local.limit_cpu(123, 0.5)
-    assert group is not None
-    assert (made / "cgroup.procs").read_text() == "123"
-    (made / "cgroup.procs").unlink()
-    local.cgroups.remove(group)
-    assert not made.exists()
-    monkeypatch.setattr(local.cgroups, "make", lambda name, share: None)
-    assert local.limit_cpu(123, 0.5) is None
-    monkeypatch.setattr(local.cgroups, "_parents", lambda: [tmp_path])
-    busy = tmp_path / "dglx-worker-1-2"
-    (busy / "process").mkdir(parents=True)
-    (tmp_path / "dglx-worker-1-3").mkdir()
-    (tmp_path / "other").mkdir()
-    local.remove_stale_groups()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dglx-worker-1-2", "other"]
-
-
 def test_fewer_workers_are_used_when_fewer_are_wanted() -> None:
     bench = waiting_bench()
     with served(bench), LocalExecutor(ExecutorContext(), {}) as executor:

@@ -181,12 +181,11 @@ def test_connections_and_program_are_kept_for_the_next_task_and_renewed_after_a_
         worker = Worker(caller)
         for key in keys[:2]:
             worker.handle(bench.task(key).to_event())
-        job = caller._connections
-        assert job is not None
-        assert len(job._client._links) == 1
+        client = caller._client
+        assert len(client._links) == 1
         monkeypatch.setattr(caller_module, "_IDLE_S", -1.0)
         worker.handle(bench.task(keys[2]).to_event())
-        assert caller._connections is not job
+        assert caller._client is not client
     assert [name for what, name in bench.calls if what == "program"] == [kernels()]
 
 

@@ -476,7 +476,7 @@ def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: boo
     """Return this rank's columns of node features for all nodes; every rank must call it, for the same ones.
 
     Columns that are not in a file yet move once, under the phase ``columns``: the own columns of the rows of
-    other servers, and 32 bytes per request of 8 MiB. They are streamed into a file beside the dataset, which
+    other servers, and 32 bytes per request of 4 MiB. They are streamed into a file beside the dataset, which
     is mapped, or into memory without ``cache``, for tensors that the program made, and where no file can be
     made, which rank 0 logs. Later openings with the same number of parts, also of other jobs, move nothing.
 

@@ -1,4 +1,4 @@
-"""One graph server's part of a graph: local edges, ghosts, routes, intervals, features and labels."""
+"""One graph server's part of a graph: local edges, ghosts, intervals, rows to send, features and labels."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.records import Array
-from dglx_dist.serverless.program import FIXED, Gather, Program
 from dglx_dist.strategies.base import Objective
-from dglx_dist.strategies.serverless.layer_kinds import EdgeFactor, edge_values
+from dglx_dist.strategies.serverless.layer_kinds import EdgeFactor, degree_powers
+from dglx_dist.strategies.serverless.model_to_program import Chain
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -32,7 +32,7 @@ class LocalGraph:
     """n own nodes with local ids 0 to n - 1, m ghosts with ids n to n + m - 1, and E edges into own nodes.
 
     A ghost is a node of another graph server with an edge into an own node. The ghosts of an owner are in
-    the order of their global ids, and so is the owner's list of them (:attr:`Routes.boundary`): a position in
+    the order of their global ids, and so is the owner's list of them (:attr:`Part.boundary`): a position in
     it names a row on both sides.
     """
 
@@ -55,6 +55,11 @@ class LocalGraph:
     """(E,) int64 positions in the order of ``sources``."""
     first_edge: int = 0
     """Global id of the first edge; the others have the ids after it, in the order of ``sources``."""
+
+    @property
+    def own_ids(self) -> Array:
+        """(n,) int64 global ids of the own nodes."""
+        return np.arange(self.starts[self.rank], self.starts[self.rank + 1], dtype=np.int64)
 
     @property
     def num_own(self) -> int:
@@ -131,48 +136,76 @@ def local_graph(
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Routes:
-    """Rows that one graph server sends, by peer and interval. W graph servers, k intervals."""
+class Part:
+    """n own nodes in k intervals, m ghosts, E in-edges, and the rows exchanged with W graph servers."""
 
-    boundary: tuple[Array, ...]
+    graph: LocalGraph
+    bounds: Array
+    """(k + 1,) int64 local ids: interval i has the nodes ``bounds[i]:bounds[i + 1]``."""
+    first_interval: int
+    """Global number of this server's interval 0."""
+    boundary: Sequence[Array]
     """Per peer (b,) int32: own nodes that are ghosts of the peer, ascending; see :class:`LocalGraph`."""
-    boundary_bounds: tuple[Array, ...]
+    boundary_bounds: Sequence[Array]
     """Per peer (k + 1,) int64: those of interval i are ``boundary[peer][bounds[i]:bounds[i + 1]]``."""
-    returned: tuple[tuple[Array, ...], ...]
+    returned: Sequence[Sequence[Array]]
     """Per peer and interval (g,) int32: positions, among this server's ghosts that are the peer's, of those
     whose gradients the interval sends back."""
+    features: Array
+    """(n + m, F) of the program's dtype: own rows, then ghosts."""
+    labels: Array
+    """(n,) int32, -1 for nodes that are not trained on."""
+    fixed: Mapping[str, Array] = field(default_factory=dict)
+    """Fixed edge weights by name ("fixed:0"), (E, 1) of the program's dtype."""
+
+    @property
+    def num_intervals(self) -> int:
+        return len(self.bounds) - 1
+
+    def nodes_of(self, interval: int) -> slice:
+        """Return the local ids of the nodes of ``interval``."""
+        return slice(int(self.bounds[interval]), int(self.bounds[interval + 1]))
+
+    def edges_of(self, interval: int) -> slice:
+        """Return the positions of the in-edges of ``interval``."""
+        nodes = self.nodes_of(interval)
+        return slice(int(self.graph.indptr[nodes.start]), int(self.graph.indptr[nodes.stop]))
 
 
-def routes_of(graph: LocalGraph, bounds: Array, boundary: Sequence[Array]) -> Routes:
-    """Return the routes of ``graph``.
+def part_of(
+    graph: LocalGraph,
+    boundary: Sequence[Array],
+    bounds: Array,
+    *,
+    features: Array,
+    labels: Array,
+    fixed: Mapping[str, Array],
+) -> Part:
+    """Return the part of ``graph`` in the intervals ``bounds``; the other arguments as in :class:`Part`.
 
     A ghost's gradient is sent by its home: the highest interval with an edge from it. In the order of the
     layers and intervals, all others have computed their contributions by then.
-
-    Args:
-        bounds: (k + 1,) of its intervals.
-        boundary: Per peer, see :attr:`Routes.boundary`; of itself empty.
     """
-    home = _homes(graph, bounds)
+    # Out-edges are in the order of their targets, so the last one of a ghost has the highest.
+    highest = graph.out_targets[graph.out_indptr[graph.num_own + 1 :] - 1]
+    home = np.searchsorted(bounds, highest, side="right") - 1
     returned = []
     for peer in range(graph.num_servers):
-        first, end = int(graph.ghost_starts[peer]), int(graph.ghost_starts[peer + 1])
-        of_peer = home[first:end]
+        of_peer = home[graph.ghost_starts[peer] : graph.ghost_starts[peer + 1]]
         order = np.argsort(of_peer, kind="stable").astype(np.int32)
         cuts = np.searchsorted(of_peer[order], np.arange(1, len(bounds) - 1))
-        returned.append(tuple(np.split(order, cuts)))
-    return Routes(
-        boundary=tuple(boundary),
-        boundary_bounds=tuple(np.searchsorted(nodes, bounds) for nodes in boundary),
-        returned=tuple(returned),
+        returned.append(np.split(order, cuts))
+    return Part(
+        graph=graph,
+        bounds=bounds,
+        first_interval=graph.rank * (len(bounds) - 1),
+        boundary=boundary,
+        boundary_bounds=[np.searchsorted(nodes, bounds) for nodes in boundary],
+        returned=returned,
+        features=features,
+        labels=labels,
+        fixed=fixed,
     )
-
-
-def _homes(graph: LocalGraph, bounds: Array) -> Array:
-    # (m,) interval of the highest target of each ghost: out-edges are in the order of their targets.
-    last_edge = graph.out_indptr[graph.num_own + 1 :] - 1
-    highest = graph.out_targets[last_edge] if graph.num_ghosts else np.empty(0, dtype=np.int32)
-    return np.searchsorted(bounds, highest, side="right") - 1
 
 
 def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
@@ -184,24 +217,28 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
     Args:
         indptr: (n + 1,) int64 of the in-edges.
         sources: (E,) local ids; those of n and above are ghosts.
-        num_intervals: k; some are empty where there are fewer nodes.
+        num_intervals: k >= 1; some are empty where there are fewer nodes.
 
     Returns:
         (k + 1,) int64: interval i has the nodes ``bounds[i]:bounds[i + 1]``.
     """
-    if num_intervals < 1:
-        raise ConfigError(f"intervals={num_intervals} per graph server must be at least 1")
     num_nodes = len(indptr) - 1
     bounds = num_nodes * np.arange(num_intervals + 1, dtype=np.int64) // num_intervals
     best, best_load = bounds, np.inf
-    for _ in range(4):
+    for _ in range(5):
+        # The share of each node, half in nodes, half in edges; they sum to 1.
+        shares = np.full(num_nodes, 1 / max(num_nodes, 1))
         crossing = crossing_edges(indptr, sources, bounds)
-        load = _largest_share(crossing, bounds)
+        if num_crossing := crossing.sum():
+            shares = (shares + crossing / num_crossing) / 2
+        ends = np.cumsum(shares)
+        load = np.diff(np.concatenate([[0.0], ends])[bounds]).max()
         if load < best_load:
             best, best_load = bounds, load
-        bounds = _equal_shares(_shares(crossing), num_intervals)
-    last_load = _largest_share(crossing_edges(indptr, sources, bounds), bounds)
-    return bounds if last_load < best_load else best
+        # A node goes to the side where most of its share lies.
+        inner = np.searchsorted(ends - shares / 2, np.arange(1, num_intervals) / num_intervals)
+        bounds = np.concatenate([[0], inner, [num_nodes]]).astype(np.int64)
+    return best
 
 
 def crossing_edges(indptr: Array, sources: Array, bounds: Array) -> Array:
@@ -215,26 +252,6 @@ def crossing_edges(indptr: Array, sources: Array, bounds: Array) -> Array:
     return np.bincount(targets[crosses], minlength=num_nodes).astype(np.int64)
 
 
-def _shares(crossing: Array) -> Array:
-    # (n,) share of each node, half in nodes, half in edges; they sum to 1.
-    edges = crossing.sum()
-    by_node = np.full(len(crossing), 1 / max(len(crossing), 1))
-    return by_node if not edges else (by_node + crossing / edges) / 2
-
-
-def _largest_share(crossing: Array, bounds: Array) -> float:
-    sums = np.concatenate([[0.0], np.cumsum(_shares(crossing))])
-    return float(np.diff(sums[bounds]).max())
-
-
-def _equal_shares(shares: Array, num_intervals: int) -> Array:
-    ends = np.cumsum(shares)
-    wanted = np.arange(1, num_intervals) / num_intervals
-    # A node goes to the side where most of its share lies.
-    inner = np.searchsorted(ends - shares / 2, wanted)
-    return np.concatenate([[0], inner, [len(shares)]]).astype(np.int64)
-
-
 GHOST_IDS = "lambda.ghost_ids"
 PRELOAD = "preload"
 """Ledger phase: 8 bytes per ghost for the lists, 8 + s F per ghost of another server for features."""
@@ -242,11 +259,6 @@ PRELOAD = "preload"
 
 def read_structure(g: DistGraph) -> LocalGraph:
     """Return this rank's local graph; a server's nodes are split evenly over its ranks."""
-    if len(g.canonical_etypes) != 1 or len(g.ntypes) != 1:
-        raise ConfigError(
-            f"strategy 'lambda' trains on one node and one edge type, not on {g.ntypes} and "
-            f"{g.canonical_etypes}; use strategy='data_parallel'"
-        )
     rank = g.session.topology.rank
     starts = RowOwners(g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology).starts
     own = np.arange(starts[rank], starts[rank + 1], dtype=np.int64)
@@ -278,115 +290,60 @@ def exchange_boundaries(session: Session, graph: LocalGraph) -> list[Array]:
 
 def read_features(g: DistGraph, graph: LocalGraph, name: str, dtype: str) -> Array:
     """Return (n + m, F) features, the node data ``name``, of own nodes and ghosts."""
-    column = g.ndata[name]
-    if len(column.shape) != 2:
-        raise ConfigError(f"node data {name!r} has the shape {tuple(column.shape)}; features are (N, F)")
-    own = np.arange(graph.starts[graph.rank], graph.starts[graph.rank + 1], dtype=np.int64)
-    ids = np.concatenate([own, graph.ghosts])
-    rows = g.kvstore.pull(column.kvstore_key, ids, distinct=True, phase=PRELOAD)
+    ids = np.concatenate([graph.own_ids, graph.ghosts])
+    rows = g.kvstore.pull(g.ndata[name].kvstore_key, ids, distinct=True, phase=PRELOAD)
     # torch converts, because NumPy has no bfloat16.
     return np.ascontiguousarray(rows.to(torch_dtype(dtype)).numpy())
 
 
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
-    """n own nodes in k intervals, m ghosts, E in-edges; see :class:`LocalGraph`."""
+def edge_values(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: str) -> Array:
+    """Return the (E, 1) weights of the in-edges of this server's ``nodes``, (K,) int64, node by node.
 
-    graph: LocalGraph
-    bounds: Array
-    """(k + 1,) int64 local ids: interval i has the nodes ``bounds[i]:bounds[i + 1]``."""
-    first_interval: int
-    """Global number of this server's interval 0."""
-    routes: Routes
-    features: Array
-    """(n + m, F) of the program's dtype: own rows, then ghosts."""
-    labels: Array
-    """(n,) int32, -1 for nodes that are not trained on."""
-    fixed: Mapping[str, Array] = field(default_factory=dict)
-    """Fixed edge weights by name ("fixed:0"), (E, 1) of the program's dtype."""
-
-    @property
-    def num_intervals(self) -> int:
-        return len(self.bounds) - 1
-
-    def nodes_of(self, interval: int) -> slice:
-        """Return the local ids of the nodes of ``interval``."""
-        return slice(int(self.bounds[interval]), int(self.bounds[interval + 1]))
-
-    def edges_of(self, interval: int) -> slice:
-        """Return the positions of the in-edges of ``interval``."""
-        nodes = self.nodes_of(interval)
-        return slice(int(self.graph.indptr[nodes.start]), int(self.graph.indptr[nodes.stop]))
-
-    def check(self, program: Program) -> None:
-        """Raise ConfigError unless ``program`` can be trained on this part."""
-        graph, edges = self.graph, len(self.graph.sources)
-        wanted = {"features": (graph.num_local, program.features), "labels": (graph.num_own,)}
-        found: dict[str, Array] = {"features": self.features, "labels": self.labels}
-        for name in sorted(_fixed_value_names(program)):
-            if name not in self.fixed:
-                raise ConfigError(f"the program reads edge values {name!r}, which are not given")
-            wanted[name], found[name] = (edges, 1), self.fixed[name]
-        for name, array in found.items():
-            dtype = "int32" if name == "labels" else program.dtype
-            if array.shape != wanted[name] or array.dtype != dtype:
-                raise ConfigError(
-                    f"{name} of graph server {graph.rank} are {array.dtype} of shape {array.shape}, not "
-                    f"{dtype} of shape {wanted[name]}"
-                )
-        if len(self.labels) and not -1 <= self.labels.min() <= self.labels.max() < program.classes:
+    Asks other servers for degrees of their nodes and for edge data; not collective. ConfigError if the edge
+    data is not one number per edge.
+    """
+    (etype,) = g.canonical_etypes
+    edges = g.structure(etype).ask("in_edges", nodes)
+    degrees = np.diff(edges.indptr)
+    values = np.repeat(degree_powers(degrees, factor.target), degrees)
+    if factor.source:
+        sources, place = np.unique(edges.sources, return_inverse=True)
+        out_degrees = g.out_degrees(torch.from_numpy(sources)).numpy()
+        values *= degree_powers(out_degrees, factor.source)[place]
+    if factor.column is not None:
+        rows = g.edata[factor.column][torch.from_numpy(edges.edge_ids)].to(torch.float64).numpy()
+        if rows.size != len(edges.edge_ids):
             raise ConfigError(
-                f"labels of graph server {graph.rank} run from {self.labels.min()} to {self.labels.max()}; "
-                f"give classes below {program.classes}, and -1 for nodes that are not trained on"
+                f"the edge data {factor.column!r} has {rows.shape[1:]} numbers per edge, but a layer takes "
+                "one; name a column of one number per edge"
             )
+        values *= rows.reshape(-1)
+    return values.astype(dtype)[:, None]
 
 
-def _fixed_value_names(program: Program) -> set[str]:
-    gathers = [step for step in program.steps if isinstance(step, Gather)]
-    return {step.edges for step in gathers if step.edges is not None and step.edges.startswith(FIXED)}
+def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, intervals: int) -> Part:
+    """Return this rank's part, in ``intervals`` intervals, with what ``chain`` reads of the graph.
 
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PartRequest:
-    """What to load of a graph for a program."""
-
-    program: Program
-    factors: Mapping[str, EdgeFactor]
-    """Edge weights by the names that the program uses."""
-    objective: Objective
-    targets: Array
-    """(n,) bool: which of this rank's own nodes are trained on."""
-    intervals: int
-    """Per graph server."""
-    want_in_edges: Sequence[str] = ()
-    """Layers that raise for a node without in-edges."""
-
-
-def open_part(g: DistGraph, request: PartRequest) -> Part:
-    """Return this rank's part. Collective; ConfigError on all ranks if the graph does not fit on any."""
-    session, program = g.session, request.program
-    run_on_all_ranks(session, lambda: check_columns(g, request.objective, program.features), ConfigError)
+    Collective; ``targets`` (n,) bool tells which own nodes are trained on. ConfigError on all ranks if the
+    graph does not fit on any.
+    """
+    session = g.session
+    run_on_all_ranks(session, lambda: check_columns(g, objective, chain.features), ConfigError)
     graph = read_structure(g)
     boundary = exchange_boundaries(session, graph)
-    bounds = cut_intervals(graph.indptr, graph.sources, request.intervals)
+    bounds = cut_intervals(graph.indptr, graph.sources, intervals)
 
     def read() -> Part:
-        _check_in_edges(graph, request.want_in_edges)
-        own = np.arange(graph.starts[graph.rank], graph.starts[graph.rank + 1], dtype=np.int64)
-        dtype = np.dtype(program.dtype)
-        part = Part(
-            graph=graph,
-            bounds=bounds,
-            first_interval=graph.rank * request.intervals,
-            routes=routes_of(graph, bounds, boundary),
-            features=read_features(g, graph, request.objective.feature, program.dtype),
-            labels=_labels(g, own, request),
-            fixed={name: edge_values(one, g, own, dtype)[:, None] for name, one in request.factors.items()},
+        _check_in_edges(graph, chain.want_in_edges)
+        own = graph.own_ids
+        return part_of(
+            graph,
+            boundary,
+            bounds,
+            features=read_features(g, graph, objective.feature, chain.dtype),
+            labels=_labels(g, own, objective.label, targets, chain.classes),
+            fixed={name: edge_values(one, g, own, chain.dtype) for name, one in chain.factors.items()},
         )
-        part.check(program)
-        return part
 
     return run_on_all_ranks(session, read, ConfigError)
 
@@ -416,20 +373,19 @@ def _check_in_edges(graph: LocalGraph, layers: Sequence[str]) -> None:
     without = np.flatnonzero(np.diff(graph.indptr) == 0)
     if layers and len(without):
         raise ConfigError(
-            f"node {int(graph.starts[graph.rank] + without[0])} has no in-edge, and layer {layers[0]!r} "
+            f"node {int(graph.own_ids[without[0]])} has no in-edge, and layer {layers[0]!r} "
             "refuses such nodes; make it with allow_zero_in_degree=True, or add self-loops to the graph"
         )
 
 
-def _labels(g: DistGraph, own: Array, request: PartRequest) -> Array:
-    labels = g.ndata[request.objective.label][torch.from_numpy(own)].numpy()
-    classes = request.program.classes
+def _labels(g: DistGraph, own: Array, name: str, targets: Array, classes: int) -> Array:
+    labels = g.ndata[name][torch.from_numpy(own)].numpy()
     # Checked before narrowing to int32: a label of 2**32 would become class 0.
-    wrong = np.flatnonzero(request.targets & ((labels < 0) | (labels >= classes)))
+    wrong = np.flatnonzero(targets & ((labels < 0) | (labels >= classes)))
     if len(wrong):
         raise ConfigError(
             f"training node {int(own[wrong[0]])} has the label {int(labels[wrong[0]])}, but the model has "
             f"classes from 0 to {classes - 1}; remove nodes without a label from the training nodes, or "
             "build the model with more classes"
         )
-    return np.where(request.targets, labels, -1).astype(np.int32)
+    return np.where(targets, labels, -1).astype(np.int32)

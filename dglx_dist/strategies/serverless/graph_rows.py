@@ -6,17 +6,18 @@ Arrays of the kernels, for n own nodes, m ghosts, E edges into own nodes, K head
   node v from ``indptr[v]`` to ``indptr[v + 1]``.
 - ``out_indptr`` (n + m + 1,) int64, ``out_targets`` (E,) int32, ``out_edges`` (E,) positions in CSC order:
   the same edges by source, those of local id u from ``out_indptr[u]`` to ``out_indptr[u + 1]``.
-- ``rows`` (n + m, w) of sources; ``values`` (E, K) of edges in CSC order, where K divides w.
+- ``rows`` (n + m, w) of sources; ``values`` (E, K) of edges in CSC order, where K divides w; None: all 1.
 - ``first`` is the first of the nodes of ``out``; ``nodes`` (k,) int32 are local ids.
 
-Every sum runs in the order of the edges, so equal rows give equal bits. Kernels release the interpreter lock.
+Every sum runs in the order of the edges, so equal rows give equal bits. Kernels release the interpreter lock,
+and are compiled apart for values and None.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 import numpy as np
@@ -24,16 +25,7 @@ from numba import njit
 
 from dglx_dist.graph.row_kernels import read_ahead
 from dglx_dist.records import Array
-from dglx_dist.serverless.program import (
-    FEATURES,
-    FIXED,
-    Edge,
-    Gather,
-    Program,
-    Scatter,
-    drops_features,
-    outputs_of,
-)
+from dglx_dist.serverless.program import FEATURES, Edge, Gather, Program, Scatter, drops_features, outputs_of
 from dglx_dist.strategies.serverless.graph_partition import Part
 
 _AHEAD = 8
@@ -41,82 +33,58 @@ _AHEAD = 8
 
 
 @njit(cache=True, nogil=True)
-def gather_sums(indptr: Array, sources: Array, rows: Array, first: int, out: Array) -> None:
-    """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``."""
+def gather(indptr: Array, sources: Array, values: Array | None, rows: Array, first: int, out: Array) -> None:
+    """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``, times the values."""
+    heads = 1 if values is None else values.shape[1]
+    width = rows.shape[1] // heads
     last_edge = indptr[first + out.shape[0]]
     for i in range(out.shape[0]):
         out[i, :] = 0
         for edge in range(indptr[first + i], indptr[first + i + 1]):
             if edge + _AHEAD < last_edge:
                 read_ahead(rows, sources[edge + _AHEAD])
-            source = sources[edge]
-            for column in range(rows.shape[1]):
-                out[i, column] += rows[source, column]
-
-
-@njit(cache=True, nogil=True)
-def gather_weighted(
-    indptr: Array, sources: Array, values: Array, rows: Array, first: int, out: Array
-) -> None:
-    """As :func:`gather_sums`, each row multiplied by the value of its edge, by head."""
-    width = rows.shape[1] // values.shape[1]
-    last_edge = indptr[first + out.shape[0]]
-    for i in range(out.shape[0]):
-        out[i, :] = 0
-        for edge in range(indptr[first + i], indptr[first + i + 1]):
-            if edge + _AHEAD < last_edge:
-                read_ahead(rows, sources[edge + _AHEAD])
-            source = sources[edge]
-            for head in range(values.shape[1]):
-                value = values[edge, head]
+            for head in range(heads):
                 # Slices, because indices that might be negative keep the loop from becoming vector code.
                 total = out[i, head * width : (head + 1) * width]
-                row = rows[source, head * width : (head + 1) * width]
-                for column in range(width):
-                    total[column] += value * row[column]
+                row = rows[sources[edge], head * width : (head + 1) * width]
+                if values is None:
+                    for column in range(width):
+                        total[column] += row[column]
+                else:
+                    value = values[edge, head]
+                    for column in range(width):
+                        total[column] += value * row[column]
 
 
 @njit(cache=True, nogil=True)
-def pull_back_sums(out_indptr: Array, out_targets: Array, gradients: Array, nodes: Array, out: Array) -> None:
-    """Add to ``out[i]``, (k, w), the (n, w) gradients of the targets of ``nodes[i]``: gather transposed."""
-    for i in range(len(nodes)):
-        for place in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
-            target = out_targets[place]
-            for column in range(gradients.shape[1]):
-                out[i, column] += gradients[target, column]
-
-
-@njit(cache=True, nogil=True)
-def pull_back_weighted(
+def pull_back(
     out_indptr: Array,
-    out_targets: Array,
+    places: Array,
     out_edges: Array,
-    values: Array,
+    values: Array | None,
     gradients: Array,
     nodes: Array,
     out: Array,
 ) -> None:
-    """As :func:`pull_back_sums`, each row multiplied by the value of its edge, by head."""
-    width = gradients.shape[1] // values.shape[1]
+    """Add to ``out[i]``, (k, w), the gradients at the ``places`` of the out-edges of ``nodes[i]``.
+
+    Gather transposed: ``places`` are ``out_targets`` for the gradients of nodes, each times the value of its
+    edge, and ``out_edges`` for those of edges.
+    """
+    heads = 1 if values is None else values.shape[1]
+    width = gradients.shape[1] // heads
     for i in range(len(nodes)):
-        for place in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
-            target, edge = out_targets[place], out_edges[place]
-            for head in range(values.shape[1]):
-                value = values[edge, head]
+        for at in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
+            for head in range(heads):
                 total = out[i, head * width : (head + 1) * width]
-                row = gradients[target, head * width : (head + 1) * width]
-                for column in range(width):
-                    total[column] += value * row[column]
-
-
-@njit(cache=True, nogil=True)
-def pull_back_edges(out_indptr: Array, out_edges: Array, gradients: Array, nodes: Array, out: Array) -> None:
-    """Add to ``out[i]``, (k, K), the (E, K) gradients of the out-edges of ``nodes[i]``."""
-    for i in range(len(nodes)):
-        for place in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
-            edge = out_edges[place]
-            for column in range(gradients.shape[1]):
-                out[i, column] += gradients[edge, column]
+                row = gradients[places[at], head * width : (head + 1) * width]
+                if values is None:
+                    for column in range(width):
+                        total[column] += row[column]
+                else:
+                    value = values[out_edges[at], head]
+                    for column in range(width):
+                        total[column] += value * row[column]
 
 
 @njit(cache=True, nogil=True)
@@ -153,15 +121,6 @@ def segment_sums(indptr: Array, values: Array, first: int, out: Array) -> None:
                 out[i, column] += values[edge - begin, column]
 
 
-@njit(cache=True, nogil=True)
-def take_sources(sources: Array, rows: Array, first_edge: int, out: Array) -> None:
-    """Copy to ``out[i]``, (edges, w), the row of the source of edge ``first_edge + i``."""
-    for i in range(out.shape[0]):
-        source = sources[first_edge + i]
-        for column in range(rows.shape[1]):
-            out[i, column] = rows[source, column]
-
-
 @final
 class SharedRows:
     """An array of rows behind a readers-writer lock; waiting writers go before new readers."""
@@ -184,8 +143,7 @@ class SharedRows:
         finally:
             with self._changed:
                 self._readers -= 1
-                if not self._readers:
-                    self._changed.notify_all()
+                self._changed.notify_all()
 
     @contextmanager
     def writing(self) -> Iterator[Array]:
@@ -206,50 +164,7 @@ class SharedRows:
     def write(self, where: slice, *parts: Array) -> None:
         """Overwrite the rows ``where`` with the concatenated ``parts``."""
         with self.writing() as array:
-            rows, at = array[where], 0
-            for part in parts:
-                rows[at : at + len(part)] = part
-                at += len(part)
-            assert at == len(rows), f"{at} rows for {len(rows)}"
-
-
-@final
-class Stores:
-    """The latest rows of all slots; each own row is written only by its interval."""
-
-    def __init__(self, part: Part, program: Program) -> None:
-        graph, edges = part.graph, len(part.graph.sources)
-        scattered = {name for step in program.steps if isinstance(step, Scatter) for name in step.slots}
-        self._dtype = program.dtype
-        self.rows: dict[str, SharedRows] = {FEATURES: SharedRows(part.features)}
-        """Slot of nodes -> (n, width), or (n + m, width) if ghosts have rows."""
-        self.values: dict[str, SharedRows] = {
-            name: SharedRows(array) for name, array in part.fixed.items() if name.startswith(FIXED)
-        }
-        """Slot of edges, or name of fixed values -> (E, width)."""
-        self.gradients: dict[int, SharedRows] = {}
-        """Step -> gradient that sources read: of a Gather's output (n, width), of an Edge step's logits
-        (E, width)."""
-        self.received: dict[tuple[str, int], SharedRows] = {}
-        """(slot, peer) -> (b, width), the last gradient of boundary rows from the peer."""
-        for index, step in enumerate(program.steps):
-            for slot in outputs_of(step):
-                if slot.name in program.edge_slots:
-                    self.values[slot.name] = self._zeros(edges, slot.width)
-                else:
-                    has_ghosts = slot.name in scattered or drops_features(step)
-                    length = graph.num_local if has_ghosts else graph.num_own
-                    self.rows[slot.name] = self._zeros(length, slot.width)
-            if isinstance(step, Gather) and {step.source, step.output.name} <= program.trained:
-                self.gradients[index] = self._zeros(graph.num_own, step.output.width)
-            elif isinstance(step, Edge) and step.sources in program.trained:
-                self.gradients[index] = self._zeros(edges, step.output.width)
-        for name in scattered & program.trained:
-            for peer, nodes in enumerate(part.routes.boundary):
-                self.received[name, peer] = self._zeros(len(nodes), program.slots[name].width)
-
-    def _zeros(self, length: int, width: int) -> SharedRows:
-        return SharedRows(np.zeros((length, width), dtype=self._dtype))
+            np.concatenate(parts, out=array[where])
 
 
 _PIECE_NUMBERS = 1 << 22
@@ -258,88 +173,99 @@ serve workers and other graph servers, would wait tens of milliseconds for an in
 
 
 @final
-class EdgeOperations:
-    """Reads of a graph server's tasks over its edges. Thread-safe."""
+class Stores:
+    """The latest rows of all slots, and sums over edges. Thread-safe; only its interval writes an own row."""
 
-    def __init__(self, part: Part, program: Program, stores: Stores) -> None:
-        self._part, self._graph, self._program, self._stores = part, part.graph, program, stores
+    def __init__(self, part: Part, program: Program) -> None:
+        self._part, self._program = part, program
+        edges = len(part.graph.sources)
+        scattered = {name for step in program.steps if isinstance(step, Scatter) for name in step.slots}
+        self.rows: dict[str, SharedRows] = {FEATURES: SharedRows(part.features)}
+        """Slot of nodes -> (n, width), or (n + m, width) if ghosts have rows."""
+        self.values = {name: SharedRows(array) for name, array in part.fixed.items()}
+        """Slot of edges, or name of fixed values -> (E, width)."""
+        self.gradients: dict[int, SharedRows] = {}
+        """Step -> gradient that sources read: of a Gather's output (n, width), of an Edge step's logits
+        (E, width)."""
+        self.received: dict[tuple[str, int], SharedRows] = {}
+        """(slot, peer) -> (b, width), the last gradient of boundary rows from the peer."""
         self._readers: dict[str, list[int]] = {}
         for index, step in enumerate(program.steps):
-            if index in stores.gradients:
-                assert isinstance(step, Gather | Edge)
-                source = step.source if isinstance(step, Gather) else step.sources
-                self._readers.setdefault(source, []).append(index)
+            for slot in outputs_of(step):
+                if slot.name in program.edge_slots:
+                    self.values[slot.name] = self._zeros(edges, slot.width)
+                else:
+                    has_ghosts = slot.name in scattered or drops_features(step)
+                    length = part.graph.num_local if has_ghosts else part.graph.num_own
+                    self.rows[slot.name] = self._zeros(length, slot.width)
+            source = {Gather: "source", Edge: "sources"}.get(type(step))
+            if source and {name := getattr(step, source), outputs_of(step)[0].name} <= program.trained:
+                length = edges if isinstance(step, Edge) else part.graph.num_own
+                self.gradients[index] = self._zeros(length, outputs_of(step)[0].width)
+                self._readers.setdefault(name, []).append(index)
+        for name in scattered & program.trained:
+            for peer, nodes in enumerate(part.boundary):
+                self.received[name, peer] = self._zeros(len(nodes), program.slots[name].width)
+
+    def _zeros(self, length: int, width: int) -> SharedRows:
+        return SharedRows(np.zeros((length, width), dtype=self._program.dtype))
 
     def gather(self, step: Gather, interval: int) -> Array:
         """Return the sums over the in-edges of ``interval``, (nodes, width)."""
-        nodes = self._part.nodes_of(interval)
+        nodes, graph = self._part.nodes_of(interval), self._part.graph
+        # Only this interval writes the values of its in-edges.
+        values = None if step.edges is None else self.values[step.edges].array
         out = np.empty((nodes.stop - nodes.start, step.output.width), dtype=self._program.dtype)
         for first, end in self._pieces(nodes, step.output.width):
-            self._gather(step, first, out[first - nodes.start : end - nodes.start])
+            with self.rows[step.source].reading() as rows:
+                gather(
+                    graph.indptr,
+                    graph.sources,
+                    values,
+                    rows,
+                    first,
+                    out[first - nodes.start : end - nodes.start],
+                )
         return out
-
-    def _gather(self, step: Gather, first: int, out: Array) -> None:
-        graph = self._graph
-        with ExitStack() as held:
-            rows = held.enter_context(self._stores.rows[step.source].reading())
-            if step.edges is None:
-                gather_sums(graph.indptr, graph.sources, rows, first, out)
-            else:
-                values = held.enter_context(self._stores.values[step.edges].reading())
-                gather_weighted(graph.indptr, graph.sources, values, rows, first, out)
 
     def _pieces(self, nodes: slice, width: int) -> Iterator[tuple[int, int]]:
         # Runs of nodes, each with the in-edges of one piece and those of its last node.
-        indptr, first = self._graph.indptr, nodes.start
+        indptr, first = self._part.graph.indptr, nodes.start
         while first < nodes.stop:
             enough = indptr[first] + max(_PIECE_NUMBERS // width, 1)
             end = int(np.searchsorted(indptr[: nodes.stop], enough))
             yield first, end
             first = end
 
-    def products(self, step: Gather, interval: int, gradients: Array) -> Array:
+    def products(self, step: Gather, edge_slot: str, interval: int, gradients: Array) -> Array:
         """Return the gradient of the edge values of a Gather, (edges, K), from that of its sums."""
-        edges, nodes, graph = self._part.edges_of(interval), self._part.nodes_of(interval), self._graph
-        assert step.edges is not None
-        heads = self._program.slots[step.edges].width
+        edges, nodes, graph = self._part.edges_of(interval), self._part.nodes_of(interval), self._part.graph
+        heads = self._program.slots[edge_slot].width
         out = np.empty((edges.stop - edges.start, heads), dtype=gradients.dtype)
-        with self._stores.rows[step.source].reading() as rows:
+        with self.rows[step.source].reading() as rows:
             edge_products(graph.indptr, graph.sources, gradients, rows, nodes.start, out)
         return out
 
     def source_rows(self, slot: str, interval: int) -> Array:
         """Return the row of each in-edge's source, (edges, width)."""
-        edges, width = self._part.edges_of(interval), self._program.slots[slot].width
-        out = np.empty((edges.stop - edges.start, width), dtype=self._program.dtype)
-        with self._stores.rows[slot].reading() as rows:
-            take_sources(self._graph.sources, rows, edges.start, out)
-        return out
+        with self.rows[slot].reading() as rows:
+            return rows.take(self._part.graph.sources[self._part.edges_of(interval)], axis=0)
 
     def sum_to_targets(self, interval: int, values: Array) -> Array:
         """Return the sum of (edges, k) ``values`` over the in-edges of each node of ``interval``."""
         nodes = self._part.nodes_of(interval)
         out = np.empty((nodes.stop - nodes.start, values.shape[1]), dtype=values.dtype)
-        segment_sums(self._graph.indptr, values, nodes.start, out)
+        segment_sums(self._part.graph.indptr, values, nodes.start, out)
         return out
 
     def pull_back(self, slot: str, nodes: Array, out: Array) -> None:
         """Add to ``out``, (k, width), the gradients of ``slot`` over the out-edges of the (k,) ``nodes``."""
+        graph = self._part.graph
         for index in self._readers.get(slot, ()):
             step = self._program.steps[index]
-            if isinstance(step, Gather):
-                self._pull_back_sums(index, step, nodes, out)
-            else:
-                with self._stores.gradients[index].reading() as gradients:
-                    pull_back_edges(self._graph.out_indptr, self._graph.out_edges, gradients, nodes, out)
-
-    def _pull_back_sums(self, index: int, step: Gather, nodes: Array, out: Array) -> None:
-        graph = self._graph
-        with ExitStack() as held:
-            gradients = held.enter_context(self._stores.gradients[index].reading())
-            if step.edges is None:
-                pull_back_sums(graph.out_indptr, graph.out_targets, gradients, nodes, out)
-            else:
-                values = held.enter_context(self._stores.values[step.edges].reading())
-                pull_back_weighted(
-                    graph.out_indptr, graph.out_targets, graph.out_edges, values, gradients, nodes, out
-                )
+            places = graph.out_targets if isinstance(step, Gather) else graph.out_edges
+            held: AbstractContextManager[Array | None] = nullcontext()
+            if isinstance(step, Gather) and step.edges is not None:
+                held = self.values[step.edges].reading()
+            with self.gradients[index].reading() as gradients, held as values:
+                pull_back(graph.out_indptr, places, graph.out_edges, values, gradients, nodes, out)

@@ -1,15 +1,15 @@
 """Graph server of strategy ``lambda``: stored rows, and what each task of an interval does to them.
 
-It executes tasks (Dorylus, section 4); the scheduler decides their order and the exchange carries messages.
+It executes tasks (Dorylus, section 4); the scheduler decides their order and carries messages.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -17,9 +17,20 @@ import torch
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.dropout import MODULES, Columns, kept_entries
 from dglx_dist.records import Array
-from dglx_dist.serverless.program import Drop, Edge, Gather, Program, Scatter, Vertex, drops_features
+from dglx_dist.serverless.program import (
+    Drop,
+    Edge,
+    Gather,
+    Program,
+    Scatter,
+    Step,
+    Vertex,
+    drops_features,
+    inputs_of,
+)
 from dglx_dist.serverless.stages.base import loss_in_halves
 from dglx_dist.serverless.tasks import (
+    TASK_OVER,
     Direction,
     Item,
     Per,
@@ -31,7 +42,7 @@ from dglx_dist.serverless.tasks import (
     take_half,
 )
 from dglx_dist.strategies.serverless.graph_partition import Part
-from dglx_dist.strategies.serverless.graph_rows import EdgeOperations, Stores
+from dglx_dist.strategies.serverless.graph_rows import Stores
 
 
 class TaskKind(Enum):
@@ -79,30 +90,35 @@ class ScheduledTask:
     barrier: Barrier = Barrier.NONE
 
 
+_FORWARD = {Gather: TaskKind.GATHER, Scatter: TaskKind.SCATTER, Drop: TaskKind.DROP}
+_BACKWARD = {
+    Gather: [TaskKind.PUBLISH],
+    Scatter: [TaskKind.SEND_BACK, TaskKind.COLLECT],
+    Drop: [TaskKind.DROP_GRADIENT],
+}
+"""Tasks of a step; of other steps workers do the work."""
+_BARRIERS = {TaskKind.SEND_BACK: Barrier.LOCAL, TaskKind.COLLECT: Barrier.GLOBAL}
+
+
 def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
     """Return the tasks of an epoch in order; ``fused``: the last step forward and backward is one."""
-    forward = [_forward(program, index) for index in range(program.last)]
+    steps, last = program.steps, program.last
+    tasks = [
+        ScheduledTask(_FORWARD.get(type(step), TaskKind.WORK), index, barrier=_barrier_before(program, index))
+        for index, step in enumerate(steps)
+    ]
     if fused:
-        last = [
-            ScheduledTask(
-                TaskKind.WORK, program.last, Direction.FUSED, _barrier_before(program, program.last)
-            )
-        ]
+        tasks[last] = replace(tasks[last], direction=Direction.FUSED)
     else:
-        last = [
-            _forward(program, program.last),
-            ScheduledTask(TaskKind.LOSS, program.last, Direction.BACKWARD),
-            ScheduledTask(TaskKind.WORK, program.last, Direction.BACKWARD),
-        ]
-    back = [task for index in reversed(range(program.last)) for task in _backward(program, index)]
-    return (*forward, *last, *back)
-
-
-def _forward(program: Program, index: int) -> ScheduledTask:
-    step = program.steps[index]
-    kinds = {Gather: TaskKind.GATHER, Scatter: TaskKind.SCATTER, Drop: TaskKind.DROP}
-    kind = kinds.get(type(step), TaskKind.WORK)
-    return ScheduledTask(kind, index, barrier=_barrier_before(program, index))
+        both = (TaskKind.LOSS, TaskKind.WORK)
+        tasks += [ScheduledTask(kind, last, Direction.BACKWARD) for kind in both]
+    for index in reversed(range(last)):
+        if _has_gradient(program, steps[index]):
+            tasks += [
+                ScheduledTask(kind, index, Direction.BACKWARD, _BARRIERS.get(kind, Barrier.NONE))
+                for kind in _BACKWARD.get(type(steps[index]), [TaskKind.WORK])
+            ]
+    return tuple(tasks)
 
 
 def _barrier_before(program: Program, index: int) -> Barrier:
@@ -113,23 +129,13 @@ def _barrier_before(program: Program, index: int) -> Barrier:
     return Barrier.LOCAL if before is not None and drops_features(before) else Barrier.NONE
 
 
-def _backward(program: Program, index: int) -> list[ScheduledTask]:
-    """Tasks of one backward step; none if no trained weight gets a gradient from them."""
-    step = program.steps[index]
-    back = Direction.BACKWARD
-    if isinstance(step, Gather | Edge | Drop):
-        kinds = {Gather: TaskKind.PUBLISH, Edge: TaskKind.WORK, Drop: TaskKind.DROP_GRADIENT}
-        task = ScheduledTask(kinds[type(step)], index, back)
-        return [task] if step.output.name in program.trained else []
-    if isinstance(step, Scatter):
-        if program.trained.isdisjoint(step.slots):
-            return []
-        return [
-            ScheduledTask(TaskKind.SEND_BACK, index, back, Barrier.LOCAL),
-            ScheduledTask(TaskKind.COLLECT, index, back, Barrier.GLOBAL),
-        ]
-    is_needed = bool(step.weights) or not program.trained.isdisjoint(step.inputs)
-    return [ScheduledTask(TaskKind.WORK, index, back)] if is_needed else []
+def _has_gradient(program: Program, step: Step) -> bool:
+    # Whether a trained weight gets a gradient from the backward step.
+    if isinstance(step, Vertex) and step.weights:
+        return True
+    if isinstance(step, Vertex | Scatter):
+        return not program.trained.isdisjoint(inputs_of(step))
+    return step.output.name in program.trained
 
 
 class SubmitResult(Enum):
@@ -148,13 +154,10 @@ class SubmitResult(Enum):
         return self in (SubmitResult.TAKEN, SubmitResult.LAST)
 
 
-@final
-@dataclass(eq=False)
-class _OpenTask:
-    work: Work
+class _OpenTask(NamedTuple):
     rows: int
     halves: tuple[list[Array], list[Array]]
-    submitted: dict[int, Sequence[Array]] = field(default_factory=dict)
+    submitted: dict[int, Sequence[Array]]
 
 
 @final
@@ -162,20 +165,14 @@ class TaskTable:
     """Open tasks of one graph server, which workers may take. Thread-safe; never blocks.
 
     Args:
-        works: Work by step and direction.
-        order: Step and direction to position in an epoch.
+        works: Work by step and direction, in the order of an epoch.
         intervals: Global numbers of this graph server's intervals.
         run: Number of the run in its session; workers of other runs are rejected.
     """
 
-    def __init__(
-        self,
-        works: dict[tuple[int, Direction], Work],
-        order: dict[tuple[int, Direction], int],
-        intervals: range,
-        run: int = 0,
-    ) -> None:
-        self._works, self._order, self._intervals, self._run = works, order, intervals, run
+    def __init__(self, works: Mapping[tuple[int, Direction], Work], intervals: range, run: int = 0) -> None:
+        self._works, self._intervals, self._run = works, intervals, run
+        self._order = {kind: at for at, kind in enumerate(works)}
         self._open: dict[TaskKey, _OpenTask] = {}
         self._completed: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
@@ -187,18 +184,18 @@ class TaskTable:
 
     def open(self, key: TaskKey, rows: int, arrays: Sequence[Array]) -> None:
         """Open task ``key``; ``arrays`` are what its Work pulls; they must not change until then."""
-        work = self._work(key)
-        halves = tuple(take_half(work.pulled, arrays, rows, half) for half in (0, 1))
+        pulled = self._work(key).pulled
+        halves = take_half(pulled, arrays, rows, 0), take_half(pulled, arrays, rows, 1)
         with self._lock:
-            self._open[key] = _OpenTask(work, rows, (halves[0], halves[1]))
+            self._open[key] = _OpenTask(rows, halves, {})
 
     def pull(self, key: TaskKey, half: int) -> list[Array] | None:
-        """Return the arrays of half 0 or 1 of a task; None if the task is not open yet."""
+        """Return the arrays of half 0 or 1 of a task: TASK_OVER if it is done, None if it is not open yet."""
         self._work(key)
         with self._lock:
             task = self._open.get(key)
             if task is None and self._is_complete(key):
-                raise ConfigError(f"task {key} is over; the call comes from a worker that was replaced")
+                return [TASK_OVER]
         return None if task is None else task.halves[half]
 
     def submit(
@@ -207,31 +204,25 @@ class TaskTable:
         """Accept a worker's results for half 0 or 1; return also, for the last half, the arrays of both."""
         work = self._work(key)
         with self._lock:
-            task, refused = self._lookup(key, half)
-        if task is None or refused is not None:
-            return refused or SubmitResult.LATE, []
+            task = self._open.get(key)
+            if task is None and not self._is_complete(key):
+                raise ConfigError(f"rows of task {key} came before it began")
+        if task is None:
+            return SubmitResult.LATE, []
+        if half in task.submitted:
+            return SubmitResult.AGAIN, []
         nodes = half_rows(task.rows, half)
-        edges = len(task.halves[half][0]) if _has_edges(work) else None
+        edges = len(task.halves[half][0]) if any(item.role is Role.SOURCES for item in work.pulled) else None
         check_payload(work.given, arrays, nodes.stop - nodes.start, f"what came of {key}", num_edges=edges)
         with self._lock:
             # Another attempt may have submitted the same half meanwhile.
-            _, refused = self._lookup(key, half)
-            if refused is not None:
-                return refused, []
-            task.submitted[half] = arrays
+            if task.submitted.setdefault(half, arrays) is not arrays:
+                return SubmitResult.LATE if key not in self._open else SubmitResult.AGAIN, []
             if len(task.submitted) < 2:
                 return SubmitResult.TAKEN, []
             del self._open[key]
             self._completed[key.interval] = key.epoch, self._order[key.step, key.direction]
         return SubmitResult.LAST, [task.submitted[0], task.submitted[1]]
-
-    def _lookup(self, key: TaskKey, half: int) -> tuple[_OpenTask | None, SubmitResult | None]:
-        task = self._open.get(key)
-        if task is not None:
-            return task, SubmitResult.AGAIN if half in task.submitted else None
-        if not self._is_complete(key):
-            raise ConfigError(f"rows of task {key} came before it began")
-        return None, SubmitResult.LATE
 
     def _work(self, key: TaskKey) -> Work:
         key.check_run(self._run)
@@ -250,17 +241,13 @@ class TaskTable:
         return last is not None and (key.epoch, self._order[key.step, key.direction]) <= last
 
 
-def _has_edges(work: Work) -> bool:
-    return any(item.role is Role.SOURCES for item in work.pulled)
-
-
 class GhostMessage(NamedTuple):
     """Rows for another graph server."""
 
     peer: int
     positions: Array
     """(r,) int32 positions in the ghost list, which both sides have in the same order."""
-    rows: tuple[Array, ...]
+    rows: list[Array]
     """One (r, width) per slot."""
 
 
@@ -292,24 +279,21 @@ class GraphServer:
         run: int = 0,
         seed: int = 0,
     ) -> None:
-        part.check(program)
         self.part, self.program, self.run, self._seed = part, program, run, seed
         self.schedule = epoch_schedule(program, fused)
         """The tasks of each epoch."""
         self._stores = Stores(part, program)
-        self._edge_operations = EdgeOperations(part, program, self._stores)
         self._intervals = [_IntervalState() for _ in range(part.num_intervals)]
         self._statistics: dict[int, dict[int, Array]] = {}
         self._lock = threading.Lock()
-        order = {
-            (task.step, task.direction): at
-            for at, task in enumerate(self.schedule)
+        self.works = {
+            (task.step, task.direction): Work(program, task.step, task.direction, rematerialise)
+            for task in self.schedule
             if task.kind is TaskKind.WORK
         }
-        self.works = {key: Work(program, *key, rematerialise) for key in order}
         """Worker tasks by step and direction."""
         numbers = range(part.first_interval, part.first_interval + part.num_intervals)
-        self.task_table = TaskTable(self.works, order, numbers, run)
+        self.task_table = TaskTable(self.works, numbers, run)
 
     @property
     def rank(self) -> int:
@@ -328,7 +312,7 @@ class GraphServer:
         """Execute a task that involves neither workers nor other graph servers."""
         match task.kind, self.program.steps[task.step]:
             case TaskKind.GATHER, Gather() as step:
-                sums = self._edge_operations.gather(step, interval)
+                sums = self._stores.gather(step, interval)
                 self._stores.rows[step.output.name].write(self.part.nodes_of(interval), sums)
             case TaskKind.PUBLISH, Gather() as step:
                 self._publish(interval, task.step, step)
@@ -350,7 +334,7 @@ class GraphServer:
         step = self.program.steps[task.step]
         if isinstance(step, Edge) and task.direction is Direction.FORWARD:
             # Kept for backward, whose gradient must match the forward pass: ghost rows may change before it.
-            state.sources[task.step] = self._edge_operations.source_rows(step.sources, interval)
+            state.sources[task.step] = self._stores.source_rows(step.sources, interval)
         saved = iter(state.saved.pop(task.step, []))
         arrays = [
             next(saved) if item.role is Role.SAVED else self._pulled(interval, task.step, item)
@@ -361,23 +345,30 @@ class GraphServer:
     def submit(self, key: TaskKey, half: int, arrays: Sequence[Array]) -> SubmitResult:
         """Accept a worker's results for half 0 or 1 of a task."""
         result, both = self.task_table.submit(key, half, arrays)
-        if result is not SubmitResult.LAST:
-            return result
-        interval, step = key.interval - self.part.first_interval, self.program.steps[key.step]
-        items = self.works[key.step, key.direction].given
-        found = [(item, (both[0][at], both[1][at])) for at, item in enumerate(items)]
-        if isinstance(step, Edge):
-            self._take_edges(interval, key, step, found[0][1])
-        else:
-            self._take_rows(interval, key, found)
+        if result is SubmitResult.LAST:
+            interval, step = key.interval - self.part.first_interval, self.program.steps[key.step]
+            for item, *halves in zip(self.works[key.step, key.direction].given, *both, strict=True):
+                if isinstance(step, Edge):
+                    self._take_edges(interval, key, step, halves)
+                else:
+                    self._take_rows(interval, key, item, halves)
         return result
 
     def ghost_messages(self, interval: int, task: ScheduledTask) -> list[GhostMessage]:
         """Return what a SCATTER or SEND_BACK task sends: one message per graph server that needs rows."""
         step = self.program.steps[task.step]
         assert isinstance(step, Scatter)
-        found = self._boundary_rows if task.kind is TaskKind.SCATTER else self._ghost_gradients
-        return list(found(interval, step))
+        if task.kind is TaskKind.SEND_BACK:
+            return list(self._ghost_gradients(interval, step))
+        # Only this interval writes its own rows, so they can be read without the lock.
+        return [
+            GhostMessage(
+                peer,
+                np.arange(some.start, some.stop, dtype=np.int32),
+                [self._stores.rows[name].array[nodes] for name in step.slots],
+            )
+            for peer, some, nodes in self._boundary(interval)
+        ]
 
     def receive(self, peer: int, kind: TaskKind, index: int, arrays: Sequence[Array]) -> None:
         """Accept the positions and rows of a message; ConfigError if they are not what a Scatter sends."""
@@ -387,9 +378,9 @@ class GraphServer:
                 f"rows came from graph server {peer} for step {index}, but there is no such Scatter"
             )
         graph, back = self.part.graph, kind is TaskKind.SEND_BACK
-        slots = [name for name in step.slots if name in self.program.trained] if back else list(step.slots)
+        slots = self._trained(step) if back else step.slots
         first = 0 if back else graph.num_own + int(graph.ghost_starts[peer])
-        size = len(self.part.routes.boundary[peer]) if back else len(graph.ghost_ids(peer))
+        size = len(self.part.boundary[peer]) if back else len(graph.ghost_ids(peer))
         _check_message(self.program, slots, size, arrays, f"from graph server {peer} for step {step.name!r}")
         for name, rows in zip(slots, arrays[1:], strict=True):
             store = self._stores.received[name, peer] if back else self._stores.rows[name]
@@ -409,24 +400,19 @@ class GraphServer:
             return int(sum(found[1] for found in self._statistics.get(epoch, {}).values()))
 
     def _pulled(self, interval: int, index: int, item: Item) -> Array:
-        nodes, edges, state = (
-            self.part.nodes_of(interval),
-            self.part.edges_of(interval),
-            self._intervals[interval],
-        )
-        if item.role is Role.INPUT or (item.role is Role.OUTPUT and item.per is Per.NODE):
-            return self._stores.rows[item.slot].array[nodes]
-        if item.role is Role.OUTPUT:
-            return self._stores.values[item.slot].array[edges]
+        nodes, edges = self.part.nodes_of(interval), self.part.edges_of(interval)
         if item.role is Role.LABELS:
             return self.part.labels[nodes]
         if item.role is Role.INDPTR:
             bounds = self.part.graph.indptr[nodes.start : nodes.stop + 1]
             return bounds - bounds[0]
         if item.role is Role.SOURCES:
-            return state.sources[index]
-        assert item.role is Role.GRADIENT
-        return self._take_gradient(interval, item.slot, edges if item.per is Per.EDGE else nodes)
+            return self._intervals[interval].sources[index]
+        where = edges if item.per is Per.EDGE else nodes
+        if item.role is Role.GRADIENT:
+            return self._take_gradient(interval, item.slot, where)
+        stores = self._stores.values if item.per is Per.EDGE else self._stores.rows
+        return stores[item.slot].array[where]
 
     def _take_gradient(self, interval: int, slot: str, where: slice) -> Array:
         gradient = self._intervals[interval].gradients.pop(slot, None)
@@ -438,29 +424,24 @@ class GraphServer:
 
     def _add_gradient(self, interval: int, slot: str, *parts: Array) -> None:
         gradients = self._intervals[interval].gradients
-        if slot not in gradients:
-            gradients[slot] = np.concatenate(parts)
-            return
-        at = 0
-        for part in parts:
-            gradients[slot][at : at + len(part)] += part
-            at += len(part)
+        gradient = np.concatenate(parts)
+        if slot in gradients:
+            gradients[slot] += gradient
+        else:
+            gradients[slot] = gradient
 
-    def _take_rows(
-        self, interval: int, key: TaskKey, found: Sequence[tuple[Item, tuple[Array, Array]]]
-    ) -> None:
-        nodes, state = self.part.nodes_of(interval), self._intervals[interval]
-        for item, halves in found:
-            if item.role is Role.OUTPUT:
-                self._stores.rows[item.slot].write(nodes, *halves)
-            elif item.role is Role.GRADIENT:
-                self._add_gradient(interval, item.slot, *halves)
-            elif item.role is Role.SAVED:
-                state.saved.setdefault(key.step, []).append(np.concatenate(halves))
-            else:
-                self._note(interval, key.epoch, halves[0] + halves[1])
+    def _take_rows(self, interval: int, key: TaskKey, item: Item, halves: Sequence[Array]) -> None:
+        if item.role is Role.OUTPUT:
+            self._stores.rows[item.slot].write(self.part.nodes_of(interval), *halves)
+        elif item.role is Role.GRADIENT:
+            self._add_gradient(interval, item.slot, *halves)
+        elif item.role is Role.SAVED:
+            saved = self._intervals[interval].saved.setdefault(key.step, [])
+            saved.append(np.concatenate(halves))
+        else:
+            self._note(interval, key.epoch, halves[0] + halves[1])
 
-    def _take_edges(self, interval: int, key: TaskKey, step: Edge, halves: tuple[Array, Array]) -> None:
+    def _take_edges(self, interval: int, key: TaskKey, step: Edge, halves: Sequence[Array]) -> None:
         edges = self.part.edges_of(interval)
         if key.direction is Direction.FORWARD:
             self._stores.values[step.output.name].write(edges, *halves)
@@ -469,7 +450,7 @@ class GraphServer:
         if step.sources in self.program.trained:
             self._stores.gradients[key.step].write(edges, *halves)
         if step.targets in self.program.trained:
-            sums = self._edge_operations.sum_to_targets(interval, np.concatenate(halves))
+            sums = self._stores.sum_to_targets(interval, np.concatenate(halves))
             self._add_gradient(interval, step.targets, sums)
 
     def _publish(self, interval: int, index: int, step: Gather) -> None:
@@ -478,9 +459,8 @@ class GraphServer:
         if step.source in self.program.trained:
             self._stores.gradients[index].write(nodes, gradients)
         if step.edges is not None and step.edges in self.program.trained:
-            self._add_gradient(
-                interval, step.edges, self._edge_operations.products(step, interval, gradients)
-            )
+            products = self._stores.products(step, step.edges, interval, gradients)
+            self._add_gradient(interval, step.edges, products)
 
     def _drop(self, interval: int, epoch: int, step: Drop) -> None:
         of_edges, graph = step.source in self.program.edge_slots, self.part.graph
@@ -516,18 +496,11 @@ class GraphServer:
         own = np.arange(nodes.start, nodes.stop, dtype=np.int32)
         for name in self._trained(step):
             gradient = self._take_gradient(interval, name, nodes)
-            self._edge_operations.pull_back(name, own, gradient)
-            self._add_received(interval, name, gradient)
+            self._stores.pull_back(name, own, gradient)
+            for peer, some, of_peer in self._boundary(interval):
+                with self._stores.received[name, peer].reading() as rows:
+                    gradient[of_peer - nodes.start] += rows[some]
             self._intervals[interval].gradients[name] = gradient
-
-    def _add_received(self, interval: int, slot: str, gradient: Array) -> None:
-        first = self.part.nodes_of(interval).start
-        for peer in range(self.part.graph.num_servers):
-            boundary, bounds = self.part.routes.boundary[peer], self.part.routes.boundary_bounds[peer]
-            some = slice(int(bounds[interval]), int(bounds[interval + 1]))
-            if some.start < some.stop:
-                with self._stores.received[slot, peer].reading() as rows:
-                    gradient[boundary[some] - first] += rows[some]
 
     def _loss(self, interval: int, epoch: int, step: Vertex) -> None:
         nodes, name = self.part.nodes_of(interval), step.outputs[0].name
@@ -540,28 +513,27 @@ class GraphServer:
         with self._lock:
             self._statistics.setdefault(epoch, {})[interval] = statistics
 
-    def _boundary_rows(self, interval: int, step: Scatter) -> Iterator[GhostMessage]:
-        for peer in range(self.part.graph.num_servers):
-            boundary, bounds = self.part.routes.boundary[peer], self.part.routes.boundary_bounds[peer]
-            first, end = int(bounds[interval]), int(bounds[interval + 1])
-            if first < end:
-                # Only this interval writes its own rows, so they can be read without the lock.
-                own = boundary[first:end]
-                rows = tuple(self._stores.rows[name].array[own] for name in step.slots)
-                yield GhostMessage(peer, np.arange(first, end, dtype=np.int32), rows)
+    def _boundary(self, interval: int) -> Iterator[tuple[int, slice, Array]]:
+        """Yield each peer with ghosts in ``interval``, their positions in its list, and their local ids."""
+        for peer, (nodes, bounds) in enumerate(
+            zip(self.part.boundary, self.part.boundary_bounds, strict=True)
+        ):
+            some = slice(int(bounds[interval]), int(bounds[interval + 1]))
+            if some.start < some.stop:
+                yield peer, some, nodes[some]
 
     def _ghost_gradients(self, interval: int, step: Scatter) -> Iterator[GhostMessage]:
         graph = self.part.graph
         for peer in range(graph.num_servers):
-            positions = self.part.routes.returned[peer][interval]
+            positions = self.part.returned[peer][interval]
             if len(positions):
                 ghosts = positions + np.int32(graph.num_own + graph.ghost_starts[peer])
                 rows = []
                 for name in self._trained(step):
                     width = self.program.slots[name].width
                     rows.append(np.zeros((len(positions), width), dtype=self.program.dtype))
-                    self._edge_operations.pull_back(name, ghosts, rows[-1])
-                yield GhostMessage(peer, positions, tuple(rows))
+                    self._stores.pull_back(name, ghosts, rows[-1])
+                yield GhostMessage(peer, positions, rows)
 
     def _trained(self, step: Scatter) -> list[str]:
         return [name for name in step.slots if name in self.program.trained]
@@ -585,13 +557,3 @@ def _check_message(
             raise ConfigError(
                 f"{name!r} came {where} as {rows.dtype} {rows.shape}, not {program.dtype} {wanted}"
             )
-
-
-class Parameters(Protocol):
-    """Source of weights and sink of gradients."""
-
-    def weights(self, key: TaskKey) -> list[Array]:
-        """Return the weights of a task, in the version of its interval and epoch."""
-
-    def gradients(self, key: TaskKey, arrays: Sequence[Array]) -> None:
-        """Submit the gradients of a task's weights; idempotent."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import DeclaredStage, Declares
 from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.layers.dropout import NodeDropout
+from dglx_dist.layers.tracer import random_block
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Json
 from dglx_dist.serverless.program import (
@@ -34,89 +34,40 @@ from dglx_dist.serverless.program import (
 )
 from dglx_dist.serverless.stages.base import VertexStage, vertex_stage
 from dglx_dist.serverless.stages.conv import MAX_STAGES
-from dglx_dist.strategies.serverless.probe import IDENTITY, RowFunction, probe_block
+from dglx_dist.strategies.serverless.row_functions import IDENTITY, RowFunction
 
-if TYPE_CHECKING:
-    from dglx_dist.graph.dist_graph import DistGraph
-
-
-Power: TypeAlias = Literal["one", "root", "whole"]
-"""Divides by nothing, by the square root of a degree, or by the degree."""
-
-_EXPONENT = {"one": 0.0, "root": -0.5, "whole": -1.0}
+NUM_NODES, NUM_EDGES = 12, 40
+"""Of the random blocks on which models and layers are called."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeFactor:
-    """The weight of the edge from u to v; a degree of 0 counts as 1."""
+    """The weight of the edge from u to v: powers of degrees, where a degree of 0 counts as 1."""
 
-    target: Power = "one"
-    """By the in-degree of v."""
-    source: Power = "one"
-    """By the out-degree of u."""
+    target: float = 0.0
+    """Exponent of the in-degree of v."""
+    source: float = 0.0
+    """Exponent of the out-degree of u."""
     column: str | None = None
     """Edge data that multiplies the weight."""
-
-    @property
-    def is_one(self) -> bool:
-        return self == EdgeFactor()
 
 
 FACTOR_OF_NORM = {
     "sum": EdgeFactor(),
-    "mean": EdgeFactor(target="whole"),
-    "left": EdgeFactor(source="whole"),
-    "both": EdgeFactor(target="root", source="root"),
+    "mean": EdgeFactor(target=-1.0),
+    "left": EdgeFactor(source=-1.0),
+    "both": EdgeFactor(target=-0.5, source=-0.5),
 }
 """By the names of ``DeclaredStage.around``."""
 
 
-def edge_values(factor: EdgeFactor, g: DistGraph, nodes: Array, dtype: np.dtype[np.floating]) -> Array:
-    """Return the weights of the in-edges of ``nodes``, in the graph's order.
-
-    Asks other servers for degrees of their nodes and for edge data; not collective.
-
-    Args:
-        g: Graph of one edge type.
-        nodes: (K,) int64 ids of this server.
-        dtype: Of the result.
-
-    Returns:
-        (E,): the in-edges of the first node, then of the second, and so on.
-
-    Raises:
-        ConfigError: the edge data is not one number per edge.
-    """
-    (etype,) = g.canonical_etypes
-    edges = g.structure(etype).ask("in_edges", nodes)
-    degrees = np.diff(edges.indptr)
-    values = np.repeat(power_of(degrees, factor.target), degrees)
-    if factor.source != "one":
-        sources, place = np.unique(edges.sources, return_inverse=True)
-        out_degrees = g.out_degrees(torch.from_numpy(sources)).numpy()
-        values *= power_of(out_degrees, factor.source)[place]
-    if factor.column is not None:
-        values *= _column(g, factor.column, edges.edge_ids)
-    return values.astype(dtype)
-
-
-def power_of(degrees: Array, power: Power) -> Array:
+def degree_powers(degrees: Array, exponent: float) -> Array:
     """Return (n,) float64 factors of (n,) degrees."""
-    found: Array = np.power(np.maximum(degrees, 1).astype(np.float64), _EXPONENT[power])
+    found: Array = np.power(np.maximum(degrees, 1).astype(np.float64), exponent)
     return found
 
 
-def _column(g: DistGraph, name: str, edge_ids: Array) -> Array:
-    rows = g.edata[name][torch.from_numpy(edge_ids)].to(torch.float64).numpy()
-    if rows.size != len(edge_ids):
-        raise ConfigError(
-            f"the edge data {name!r} has {rows.shape[1:]} numbers per edge, but a layer takes one; name a "
-            "column of one number per edge"
-        )
-    return rows.reshape(-1)
-
-
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-8}
+_TOLERANCE = {"float32": 1e-3, "float64": 1e-8}
 
 
 def check_declared(name: str, module: Any, declared: DeclaredStage, stage: VertexStage) -> None:
@@ -130,70 +81,53 @@ def check_declared(name: str, module: Any, declared: DeclaredStage, stage: Verte
     """
     generator = torch.Generator().manual_seed(3)
     weights = [module.get_parameter(weight) for weight in declared.weights]
-    _check_shapes(name, declared, weights, stage)
-    dtype = weights[0].dtype if weights else torch.get_default_dtype()
-    block = probe_block(generator, dtype, {})
-    rows = torch.randn(
-        block.num_src_nodes(), stage.input_widths[0], dtype=dtype, generator=generator
-    ).requires_grad_()
-    out = module(block, rows)
-    cotangent = torch.randn(out.shape, dtype=dtype, generator=generator)
-    trained = [rows, *(weight for weight in weights if weight.requires_grad)]
-    expected = torch.autograd.grad(out, trained, cotangent, allow_unused=True)
-
-    inputs, back = _inputs(block, rows.detach().numpy(), declared)
-    own = [weight.detach().numpy() for weight in weights]
-    _compare(name, declared, "result", out.detach(), stage.forward(own, inputs).outputs[0])
-    found = stage.backward(own, inputs, [cotangent.numpy()])
-    _compare(name, declared, "gradient of its input", expected[0], back(found.inputs))
-    wanted = iter(expected[1:])
-    for weight_name, weight, gradient in zip(declared.weights, weights, found.weights, strict=True):
-        if weight.requires_grad:
-            _compare(name, declared, f"gradient of {weight_name!r}", next(wanted), gradient)
-
-
-def _inputs(
-    block: Any, rows: Array, declared: DeclaredStage
-) -> tuple[list[Array], Callable[[Sequence[Array | None]], Array]]:
-    """Return the stage's inputs, and a function that sums their gradients to the gradient of ``rows``."""
-    sources, targets = (ends.numpy() for ends in block.edges())
-    number = len(rows)
-    over_edges = np.zeros((number, number), dtype=rows.dtype)
-    if declared.around is not None:
-        factor = FACTOR_OF_NORM[declared.around]
-        into = power_of(np.bincount(targets, minlength=number), factor.target)
-        out_of = power_of(np.bincount(sources, minlength=number), factor.source)
-        np.add.at(over_edges, (targets, sources), (into[targets] * out_of[sources]).astype(rows.dtype))
-    inputs = ([over_edges @ rows] if declared.around is not None else []) + ([rows] if declared.own else [])
-
-    def back(gradients: Sequence[Array | None]) -> Array:
-        total: Array = np.zeros_like(rows)
-        for index, gradient in enumerate(gradients):
-            assert gradient is not None
-            is_around = index == 0 and declared.around is not None
-            total = total + (over_edges.T @ gradient if is_around else gradient)
-        return total
-
-    return inputs, back
-
-
-def _check_shapes(
-    name: str, declared: DeclaredStage, weights: Sequence[nn.Parameter], stage: VertexStage
-) -> None:
-    found, wanted = [tuple(weight.shape) for weight in weights], list(stage.weight_shapes.values())
-    if found != wanted:
+    shapes, wanted = [tuple(weight.shape) for weight in weights], list(stage.weight_shapes.values())
+    if shapes != wanted:
         raise ConfigError(
-            f"layer {name!r} declares weights {list(declared.weights)} of shapes {found}, but its stage "
+            f"layer {name!r} declares weights {list(declared.weights)} of shapes {shapes}, but its stage "
             f"{declared.stage!r} has {stage.weight_shapes}; name them in this order, with these shapes"
         )
+    dtype = weights[0].dtype if weights else torch.get_default_dtype()
+    block = random_block(NUM_NODES, NUM_NODES, NUM_EDGES, generator)
+    rows = torch.randn(NUM_NODES, stage.input_widths[0], dtype=dtype, generator=generator).requires_grad_()
+    out = module(block, rows)
+    cotangent = torch.randn(out.shape, dtype=dtype, generator=generator)
+    trained = {"its input": rows} | {
+        repr(key): weight
+        for key, weight in zip(declared.weights, weights, strict=True)
+        if weight.requires_grad
+    }
+    slopes = torch.autograd.grad(
+        out, [*trained.values()], cotangent, materialize_grads=True, allow_unused=True
+    )
+
+    matrices = [_sums_of(block, declared.around, rows)] if declared.around is not None else []
+    matrices += [torch.eye(NUM_NODES, dtype=dtype).numpy()] if declared.own else []
+    own, inputs = [one.detach().numpy() for one in weights], [one @ rows.detach().numpy() for one in matrices]
+    _compare(name, declared, "result", out.detach(), stage.forward(own, inputs).outputs[0])
+    found = stage.backward(own, inputs, [cotangent.numpy()])
+    back = [one.T @ slope for one, slope in zip(matrices, found.inputs, strict=True)]
+    of_stage = {"its input": sum(back[1:], back[0])}
+    of_stage |= {repr(key): slope for key, slope in zip(declared.weights, found.weights, strict=True)}
+    for what, slope in zip(trained, slopes, strict=True):
+        _compare(name, declared, f"gradient of {what}", slope, of_stage[what])
 
 
-def _compare(name: str, declared: DeclaredStage, what: str, module: Tensor | None, stage: Array) -> None:
-    expected = np.zeros_like(stage) if module is None else module.numpy()
+def _sums_of(block: Any, around: str, like: Tensor) -> Array:
+    # (n, n): multiplied by rows, it gives their sums over the in-edges of each node.
+    sources, targets = (ends.numpy() for ends in block.edges())
+    factor, sums = FACTOR_OF_NORM[around], np.zeros((NUM_NODES, NUM_NODES), dtype=like.detach().numpy().dtype)
+    into = degree_powers(np.bincount(targets, minlength=NUM_NODES), factor.target)
+    out_of = degree_powers(np.bincount(sources, minlength=NUM_NODES), factor.source)
+    np.add.at(sums, (targets, sources), (into[targets] * out_of[sources]).astype(sums.dtype))
+    return sums
+
+
+def _compare(name: str, declared: DeclaredStage, what: str, module: Tensor, stage: Array) -> None:
+    expected = module.numpy()
     largest = float(np.abs(expected - stage).max(initial=0.0)) if expected.shape == stage.shape else np.inf
     scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
-    tolerance = _TOLERANCE[torch.float64 if expected.dtype == np.float64 else torch.float32]
-    if not largest <= tolerance * scale:
+    if not largest <= _TOLERANCE.get(str(expected.dtype), 1e-3) * scale:
         raise ConfigError(
             f"layer {name!r} and the stage {declared.stage!r} that it declares differ in the {what}, by up "
             f"to {largest:.3g} (shapes {expected.shape} and {stage.shape}); make both compute the same"
@@ -217,28 +151,26 @@ class StepsBuilder:
         self.steps: list[Step] = []
         self.factors: dict[str, EdgeFactor] = {}
         self._names, self._taken = names, set[str]()
-        self._output = Slot(FEATURES, features)
+        self.output = Slot(FEATURES, features)
+        """Of the layer before."""
         self._with_ghosts = {FEATURES}
         self._counts: dict[str, int] = {}
         self._num_drops = 0
 
-    def rows(self) -> Slot:
-        """Return the output slot of the previous layer."""
-        return self._output
-
     def finish(self) -> int:
         """End the program with a Vertex step; return the number of classes."""
         if not isinstance(self.steps[-1], Vertex):
-            width = self._output.width
-            self.vertex("rows", {"width": width, "bias": False}, [self._output.name], {"h": width}, [])
-        return self._output.width
+            width = self.output.width
+            self.vertex("rows", {"width": width, "bias": False}, [self.output.name], {"h": width}, [])
+        return self.output.width
 
     def drop(self, probability: float) -> None:
         """Drop entries of the previous layer's rows, as the model's next dropout in a forward pass does."""
-        if probability:
-            self._output = self._drop(self._output, probability)
+        self.output = self._drop(self.output, probability)
 
     def _drop(self, source: Slot, probability: float) -> Slot:
+        if not probability:
+            return source
         name = self._name("DR")
         output = Slot("d" + name[2:], source.width)
         self.steps.append(
@@ -251,7 +183,7 @@ class StepsBuilder:
 
     def gather(self, factor: EdgeFactor) -> Slot:
         """Add the sum over in-edges of the previous layer's rows; return the slot of the sums."""
-        source = self.rows()
+        source = self.output
         self.scatter(source.name)
         name = self._name("GA")
         output = Slot("a" + name[2:], source.width)
@@ -281,7 +213,7 @@ class StepsBuilder:
             config = {"stages": [*_stages_in(before), {"stage": stage, "config": dict(config)}]}
             stage = "sequence"
         slots = tuple(Slot(kind + name[2:], width) for kind, width in widths.items())
-        self._output = slots[0]
+        self.output = slots[0]
         self.steps.append(
             Vertex(
                 name=name,
@@ -325,8 +257,7 @@ class StepsBuilder:
                 output=attention,
             )
         )
-        if dropout:
-            attention = self._drop(attention, dropout)
+        attention = self._drop(attention, dropout)
         sums = Slot(f"s{number}", widths["z"])
         self.steps.append(
             Gather(name=self._name("GA"), source=f"z{number}", output=sums, edges=attention.name)
@@ -351,12 +282,10 @@ class StepsBuilder:
         return name
 
     def _edges(self, factor: EdgeFactor) -> str | None:
-        if factor.is_one:
+        if factor == EdgeFactor():
             return None
-        for name, known in self.factors.items():
-            if known == factor:
-                return name
-        name = f"{FIXED}{len(self.factors)}"
+        names = {known: name for name, known in self.factors.items()}
+        name = names.get(factor, f"{FIXED}{len(names)}")
         self.factors[name] = factor
         return name
 
@@ -436,29 +365,30 @@ class GatLayer(Layer):
     def __init__(self, name: str, module: Any) -> None:
         self._shape = (int(module._num_heads), int(module._out_feats))
         super().__init__(name, module, int(module._in_src_feats), self._shape)
-        self._linear = module.res_fc if isinstance(module.res_fc, nn.Linear) else None
+        linear = isinstance(module.res_fc, nn.Linear)
+        self._residual = list(module.res_fc.parameters()) if linear else []
         if "fc" not in module._modules:
             self.refuse("has one width for sources and another for destinations; give it one")
         self.own_function = module.activation
-        linear = (None, None) if self._linear is None else (self._linear.weight, self._linear.bias)
-        self._check_parameters(module.fc.weight, module.attn_l, module.attn_r, module.bias, *linear)
+        self._check_parameters(module.fc.weight, module.attn_l, module.attn_r, module.bias, *self._residual)
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
         # AV, SC, AE, GA, AV.
-        module, linear = self.module, self._linear
+        module, (heads, width), bias = self.module, self._shape, self.module.bias
         if edge_column is not None:
             self.refuse("is given edge weights, which attention steps do not support; leave them out")
-        (heads, width), bias = self._shape, module.bias
-        residual = "none" if module.res_fc is None else "identity" if linear is None else "linear"
-        config: dict[str, Json] = {"in": self.width, "heads": heads, "width": width, "residual": residual}
-        config["residual_bias"] = linear is not None and linear.bias is not None
-        weights = [module.fc.weight, module.attn_l, module.attn_r]
-        weights += [] if linear is None else [linear.weight]
-        weights += [] if linear is None or linear.bias is None else [linear.bias]
+        config: dict[str, Json] = {
+            "in": self.width,
+            "heads": heads,
+            "width": width,
+            "residual": "linear" if self._residual else "none" if module.res_fc is None else "identity",
+            "residual_bias": len(self._residual) == 2,
+        }
+        weights = [module.fc.weight, module.attn_l, module.attn_r, *self._residual]
         widths = {"z": heads * width, "el": heads, "er": heads}
         widths |= {} if module.res_fc is None else {"r": heads * width}
         builder.drop(module.feat_drop.p)
-        number = builder.vertex("attention_project", config, [builder.rows().name], widths, weights)
+        number = builder.vertex("attention_project", config, [builder.output.name], widths, weights)
         sums = builder.attention(number, widths, module.leaky_relu.negative_slope, module.attn_drop.p)
         finish: dict[str, Json] = {
             "heads": heads,
@@ -475,42 +405,6 @@ class GatLayer(Layer):
 
 
 @final
-class LinearLayer(Layer):
-    """``nn.Linear`` on rows."""
-
-    takes_block = False
-
-    def __init__(self, name: str, module: Any) -> None:
-        super().__init__(name, module, int(module.in_features), (int(module.out_features),))
-
-    def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        bias, out = self.module.bias, int(self.module.out_features)
-        config: dict[str, Json] = {"in": self.width, "out": out, "bias": bias is not None, "transposed": True}
-        config["activation"] = then.activation.json()
-        weights = [self.module.weight] if bias is None else [self.module.weight, bias]
-        builder.vertex("dense", config, [builder.rows().name], {"h": out}, weights)
-
-
-@final
-class NormLayer(Layer):
-    """``nn.LayerNorm`` over the columns of rows."""
-
-    takes_block = False
-
-    def __init__(self, name: str, module: Any) -> None:
-        super().__init__(name, module, int(module.normalized_shape[-1]), (int(module.normalized_shape[-1]),))
-        if len(module.normalized_shape) != 1:
-            self.refuse(f"is over {len(module.normalized_shape)} dimensions; give it one, the columns")
-
-    def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        weight, bias, width = self.module.weight, self.module.bias, builder.rows().width
-        config: dict[str, Json] = {"width": width, "eps": self.module.eps, "scale": weight is not None}
-        config |= {"bias": bias is not None, "activation": then.activation.json()}
-        weights = [one for one in (weight, bias) if one is not None]
-        builder.vertex("layer_norm", config, [builder.rows().name], {"h": width}, weights)
-
-
-@final
 class DropoutLayer(Layer):
     """``nn.Dropout`` on rows, which may be called several times."""
 
@@ -522,23 +416,23 @@ class DropoutLayer(Layer):
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
         builder.drop(self.module.p)
-        if then.activation != IDENTITY:
-            rows = builder.rows()
-            config: dict[str, Json] = {"width": rows.width, "bias": False}
-            config["activation"] = then.activation.json()
+        if then.inside != IDENTITY:
+            rows = builder.output
+            config: dict[str, Json] = {"width": rows.width, "bias": False, "activation": then.inside.json()}
             builder.vertex("rows", config, [rows.name], {"h": rows.width}, [])
 
 
 @final
 class DeclaredLayer(Layer):
-    """A module that declares its stage, or whose stage ``layers.convolutions`` knows."""
+    """A module that declares its stage, or whose stage is known by its class."""
 
-    def __init__(self, name: str, module: Any, declare: Callable[[Any], DeclaredStage] | None = None) -> None:
-        self.name, self.module = name, module
+    def __init__(self, name: str, module: Any) -> None:
+        self.name, self.module, declare = name, module, _STAGES.get(type(module))
         try:
             self._declared = declared = module.vertex_stage() if declare is None else declare(module)
         except ConfigError as refused:
             self.refuse(str(refused))
+        self.takes_block = type(module) not in (nn.Linear, nn.LayerNorm)
         self.dropouts = (declared.dropout,) if declared.dropout else ()
         self.own_function = declared.activation
         stage = vertex_stage(declared.stage, declared.config)
@@ -564,18 +458,18 @@ class DeclaredLayer(Layer):
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
         declared, config = self._declared, dict(self._declared.config)
-        if then.activation != IDENTITY:
+        if then.inside != IDENTITY:
             if not declared.takes_activation:
                 self.refuse(
-                    f"is followed by {then.activation.name}, but its stage takes no activation; put it "
+                    f"is followed by {then.inside.name}, but its stage takes no activation; put it "
                     "into the stage, or declare takes_activation"
                 )
-            config["activation"] = then.activation.json()
+            config["activation"] = then.inside.json()
         if edge_column is not None and declared.around is None:
             self.refuse("is given edge weights, but uses no edges; leave them out")
         if declared.dropout:
             builder.drop(self.module.get_submodule(declared.dropout).p)
-        own, inputs = builder.rows(), []
+        own, inputs = builder.output, []
         if declared.around is not None:
             factor = replace(FACTOR_OF_NORM[declared.around], column=edge_column)
             inputs.append(builder.gather(factor).name)
@@ -584,20 +478,39 @@ class DeclaredLayer(Layer):
         builder.vertex(declared.stage, config, inputs, {"h": width}, self._weights)
 
 
-_OF_CLASS: Mapping[type, Callable[[str, Any], Layer]] = MappingProxyType(
-    {
-        **{
-            kind: partial(DeclaredLayer, declare=known.on_workers)
-            for kind, known in CONVOLUTIONS.items()
-            if known.on_workers is not None
-        },
-        GATConv: GatLayer,
-        nn.Linear: LinearLayer,
-        nn.LayerNorm: NormLayer,
-    }
+def _linear_stage(linear: nn.Linear) -> DeclaredStage:
+    bias = linear.bias is not None
+    config = {"in": linear.in_features, "out": linear.out_features, "bias": bias, "transposed": True}
+    return _stage_of_rows("dense", config, ("weight", "bias") if bias else ("weight",))
+
+
+def _norm_stage(norm: nn.LayerNorm) -> DeclaredStage:
+    if len(norm.normalized_shape) != 1:
+        raise ConfigError(f"is over {len(norm.normalized_shape)} dimensions; give it one, the columns")
+    weights = tuple(name for name, _ in norm.named_parameters())
+    config = {"width": norm.normalized_shape[0], "eps": norm.eps}
+    config |= {"scale": "weight" in weights, "bias": "bias" in weights}
+    return _stage_of_rows("layer_norm", config, weights)
+
+
+def _stage_of_rows(stage: str, config: Mapping[str, Any], weights: tuple[str, ...]) -> DeclaredStage:
+    return DeclaredStage(
+        stage=stage,
+        config=config,
+        weights=weights,
+        around=None,
+        own=True,
+        takes_activation=True,
+        inputs_first=False,
+    )
+
+
+_STAGES: Mapping[type, Callable[[Any], DeclaredStage]] = MappingProxyType(
+    {kind: known.on_workers for kind, known in CONVOLUTIONS.items() if known.on_workers is not None}
+    | {nn.Linear: _linear_stage, nn.LayerNorm: _norm_stage}
 )
 KNOWN_LAYERS = (
-    f"dgl.nn.{', '.join(kind.__name__ for kind in _OF_CLASS if kind in CONVOLUTIONS)} "
+    f"dgl.nn.{', '.join(kind.__name__ for kind in (*_STAGES, GATConv) if kind in CONVOLUTIONS)} "
     "(SAGEConv with 'mean'), nn.Linear, nn.LayerNorm, nn.Dropout, and modules with vertex_stage()"
 )
 
@@ -613,11 +526,11 @@ def layer_of(name: str, module: nn.Module) -> Layer | None:
     Raises:
         ConfigError: it is an unknown convolution, or its configuration has no stage.
     """
-    if isinstance(module, Declares):
-        return DeclaredLayer(name, module)
     kind = type(module)
-    if kind in _OF_CLASS:
-        return _OF_CLASS[kind](name, module)
+    if isinstance(module, Declares) or kind in _STAGES:
+        return DeclaredLayer(name, module)
+    if kind is GATConv:
+        return GatLayer(name, module)
     if is_dropping(module):
         if kind not in (nn.Dropout, NodeDropout):
             raise ConfigError(

@@ -1,130 +1,37 @@
-"""Conversion of the user's model to the steps of a program."""
+"""Conversion of the user's model to a program, by forward passes with stand-ins for its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.tracer import MODEL_ERRORS, random_block, restored, stand_ins
 from dglx_dist.serverless.program import Program, Step
 from dglx_dist.strategies.serverless.layer_kinds import (
     KNOWN_LAYERS,
+    NUM_EDGES,
+    NUM_NODES,
     EdgeFactor,
     Layer,
     StepsBuilder,
     layer_of,
 )
-from dglx_dist.strategies.serverless.probe import (
+from dglx_dist.strategies.serverless.row_functions import (
     KNOWN,
-    Probe,
     RowFunction,
     equal,
     find_function,
-    probe,
     same_gradient,
 )
 
 _REMEDY = "write a layer with vertex_stage() (docs/extending.md), or use strategy='data_parallel'"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Joint:
-    """The function between one layer and the next, as seen by two probes."""
-
-    layer: Layer
-    """The layer before it."""
-    where: str
-    results: tuple[Tensor, Tensor]
-    """The layer's result in evaluation and in training: random leaves."""
-    rows: tuple[Tensor, Tensor]
-    """What the model computed from it."""
-
-
-def find_joints(layers: Sequence[Layer], evaluating: Probe, training: Probe) -> list[Joint]:
-    """Return the joints in the order of the calls; the last one is at the end of the model.
-
-    Raises:
-        ConfigError: the model calls its layers differently in training.
-    """
-    if _call_order(evaluating) != _call_order(training):
-        raise ConfigError(
-            "the model calls other layers, or gives them other blocks or edge data, in training than in "
-            "evaluation; make it do the same in both, or use strategy='data_parallel'"
-        )
-    found = []
-    for number, call in enumerate(evaluating.calls):
-        layer, in_training = layers[call.place], training.calls[number]
-        if number + 1 < len(evaluating.calls):
-            after = evaluating.calls[number + 1]
-            where = f"between the layers {layer.name!r} and {layers[after.place].name!r}"
-            rows, between = (after.rows, training.calls[number + 1].rows), after.between
-        else:
-            where = f"after the last layer, {layer.name!r},"
-            rows, between = (evaluating.result, training.result), evaluating.between
-        if between:
-            where += f" (where {', '.join(between)} is called)"
-        results = (call.result, in_training.result)
-        found.append(Joint(layer=layer, where=where, results=results, rows=rows))
-    return found
-
-
-def function_of(joint: Joint, outside: Sequence[tuple[str, nn.Parameter]]) -> RowFunction:
-    """Return the function that the model applies at a joint.
-
-    Raises:
-        ConfigError: it is not a known function, it differs in training, or its gradients are not its own.
-    """
-    (z, in_training), (rows, rows_in_training) = joint.results, joint.rows
-    function = find_function(z, rows, joint.layer.own_function)
-    if function is None:
-        hint = (
-            "leave log_softmax out and use cross_entropy, which includes it"
-            if _is_log_softmax(rows)
-            else _REMEDY
-        )
-        raise ConfigError(
-            f"{joint.where} the model does something that no stage does; known are: {KNOWN}. Instead, {hint}"
-        )
-    if not equal(function(in_training), rows_in_training):
-        raise ConfigError(
-            f"{joint.where} the model does something else in training than in evaluation, as "
-            "torch.nn.functional.dropout does; use nn.Dropout for it, remove it, or use "
-            "strategy='data_parallel'"
-        )
-    _check_outside(joint, rows, outside)
-    if not same_gradient(z, rows, function, torch.Generator().manual_seed(5)):
-        raise ConfigError(
-            f"{joint.where} no gradient flows back, or not the gradient of the values, as after detach(); "
-            "remove it, or use strategy='data_parallel'"
-        )
-    return function
-
-
-def _call_order(seen: Probe) -> list[tuple[int, int | None, str | None]]:
-    return [(call.place, call.block, call.edge_column) for call in seen.calls]
-
-
-def _check_outside(joint: Joint, rows: Tensor, outside: Sequence[tuple[str, nn.Parameter]]) -> None:
-    if not outside or not rows.requires_grad:
-        return
-    parameters = [parameter for _, parameter in outside]
-    found = torch.autograd.grad(rows.sum(), parameters, allow_unused=True, retain_graph=True)
-    for (name, _), gradient in zip(outside, found, strict=True):
-        if gradient is not None:
-            raise ConfigError(
-                f"{joint.where} the model trains the parameter {name!r}, which belongs to no layer that "
-                f"workers know; instead, {_REMEDY}"
-            )
-
-
-def _is_log_softmax(rows: Tensor) -> bool:
-    sums = torch.logsumexp(rows.detach(), -1)
-    return equal(sums, torch.zeros_like(sums))
-
-
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 
@@ -169,19 +76,28 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
     """
     _check_parameters(model)
     layers = find_layers(model)
-    width = _width_of(model, layers, edge_columns or {})
-    evaluating, training = (
-        probe(model, layers, width, edge_columns or {}, training=mode) for mode in (False, True)
-    )
+    trace = partial(_Trace, model, layers, edge_columns or {})
+    width = _width_of(layers, trace)
+    evaluating, training = (trace(width, training=mode) for mode in (False, True))
     for seen in (evaluating, training):
         _check_order(layers, seen)
-    outside = _parameters_outside(layers, model)
-    joints = find_joints(layers, evaluating, training)
-    functions = [function_of(joint, outside) for joint in joints]
+    if evaluating.order != training.order:
+        raise ConfigError(
+            "the model calls other layers, or gives them other blocks or edge data, in training than in "
+            "evaluation; make it do the same in both, or use strategy='data_parallel'"
+        )
+    inside = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
+    outside = {
+        name: one for name, one in model.named_parameters() if one.requires_grad and id(one) not in inside
+    }
+    functions = [
+        _function_of(evaluating.where(number), call, training.calls[number], outside)
+        for number, call in enumerate(evaluating.calls)
+    ]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     builder = StepsBuilder(names, width)
-    for call, joint, function in zip(evaluating.calls, joints, functions, strict=True):
-        joint.layer.build(builder, function, call.edge_column)
+    for call, function in zip(evaluating.calls, functions, strict=True):
+        call.layer.build(builder, function, call.edge_column)
     classes = builder.finish()
     return Chain(
         classes=classes,
@@ -227,25 +143,202 @@ def _check_parameters(model: nn.Module) -> None:
         )
 
 
-def _width_of(model: nn.Module, layers: Sequence[Layer], edge_columns: Mapping[str, tuple[int, ...]]) -> int:
+@dataclass(kw_only=True)
+class _Call:
+    """Call of one layer in a forward pass of the model."""
+
+    layer: Layer
+    rows: Tensor
+    """(n, F) input."""
+    block: int | None
+    edge_column: str | None
+    """Edge data given as weights."""
+    result: Tensor
+    """(n, ...) random leaf that stands for the result before ``own_function``."""
+    then: Tensor
+    """What the model computes from it: the rows of the next call, or the model's result."""
+    between: Sequence[str] = ()
+    """Modules that are called after it, as "GroupNorm 'norm'"."""
+
+
+class _Trace:
+    """Calls ``model(blocks, x)``, one block for each layer that takes one; the model does not change.
+
+    Stand-ins for the layers return random rows, which differ by mode.
+
+    Raises:
+        ConfigError: the model cannot be called this way, or calls a layer in an unknown way.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        edge_columns: Mapping[str, tuple[int, ...]],
+        width: int,
+        *,
+        training: bool,
+    ) -> None:
+        self.calls: list[_Call] = []
+        self.before: Sequence[str] = ()
+        """Modules called before the first layer."""
+        self._called: list[str] = []
+        self._generator = torch.Generator().manual_seed(17 + training)
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        self._blocks = [self._block(dtype, edge_columns) for layer in layers if layer.takes_block]
+        self.x = torch.randn(NUM_NODES, width, dtype=dtype, generator=self._generator)
+        with (
+            restored(model, training=training),
+            torch.random.fork_rng(devices=[]),
+            self._replaced(model, layers),
+        ):
+            try:
+                result = model(self._blocks, self.x)
+            except ConfigError:
+                # Of a stand-in: it has the reason.
+                raise
+            except MODEL_ERRORS as error:
+                raise ConfigError(
+                    f"the model could not be called as model(blocks, x) with {len(self._blocks)} blocks and "
+                    f"x of {width} columns: {type(error).__name__}: {error}; make it support this call, or "
+                    "use strategy='data_parallel'"
+                ) from error
+        if not isinstance(result, Tensor):
+            raise ConfigError(
+                f"the model returns {type(result).__name__}; strategy 'lambda' needs one tensor, (nodes, "
+                "classes)"
+            )
+        self._end_call(result)
+
+    @property
+    def order(self) -> list[object]:
+        return [(call.layer, call.block, call.edge_column) for call in self.calls]
+
+    def where(self, number: int) -> str:
+        """Return the place after a call, for messages."""
+        names, between = [repr(call.layer.name) for call in self.calls], self.calls[number].between
+        where = f"after the last layer, {names[-1]},"
+        if number + 1 < len(names):
+            where = f"between the layers {names[number]} and {names[number + 1]}"
+        return where + (f" (where {', '.join(between)} is called)" if between else "")
+
+    def _block(self, dtype: torch.dtype, edge_columns: Mapping[str, tuple[int, ...]]) -> Any:
+        # Its destinations are all its sources.
+        block = random_block(NUM_NODES, NUM_NODES, NUM_EDGES, self._generator)
+        for name, shape in edge_columns.items():
+            rows = torch.rand((block.num_edges(), *shape), dtype=dtype, generator=self._generator)
+            block.edata[name] = rows
+        return block
+
+    @contextmanager
+    def _replaced(self, model: nn.Module, layers: Sequence[Layer]) -> Iterator[None]:
+        inside = {id(module) for layer in layers for module in layer.module.modules()}
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                if id(module) not in inside and not any(module.children()):
+                    note = partial(self._called.append, f"{type(module).__name__} {name!r}")
+                    stack.callback(module.register_forward_pre_hook(lambda *_, note=note: note()).remove)
+            stack.enter_context(stand_ins({layer.module: self._stand_in(layer) for layer in layers}))
+            yield
+
+    def _end_call(self, then: Tensor) -> None:
+        called, self._called[:] = tuple(self._called), []
+        if self.calls:
+            self.calls[-1].then, self.calls[-1].between = then, called
+        else:
+            self.before = called
+
+    def _stand_in(self, layer: Layer) -> Callable[..., Tensor]:
+        def call(*given: Any, **named: Any) -> Tensor:
+            # A dropout has no weights, and is a step for each call.
+            if layer.width is not None and any(one.layer is layer for one in self.calls):
+                raise ConfigError(
+                    f"layer {layer.name!r} is called twice, but its weights can belong to only one step; "
+                    "make it two layers, or use strategy='data_parallel'"
+                )
+            block = None
+            if layer.takes_block:
+                block, given = self._block_of(layer, given), given[1:]
+            own, *others = given or (None,)
+            rows = _rows_of(layer, own)
+            rest = {str(at): value for at, value in enumerate(others)} | named
+            column = self._column(layer, block, {n: value for n, value in rest.items() if value is not None})
+            shape = rows.shape if layer.row_shape is None else (len(rows), *layer.row_shape)
+            result = (3 * torch.randn(shape, dtype=rows.dtype, generator=self._generator)).requires_grad_()
+            self._end_call(rows)
+            self.calls.append(
+                _Call(layer=layer, rows=rows, block=block, edge_column=column, result=result, then=result)
+            )
+            # A copy, because the model may modify it in place.
+            out = result.clone()
+            return out if layer.own_function is None else layer.own_function(out)
+
+        return call
+
+    def _block_of(self, layer: Layer, given: tuple[Any, ...]) -> int:
+        for number, block in enumerate(self._blocks):
+            if given and block is given[0]:
+                return number
+        raise ConfigError(
+            f"layer {layer.name!r} is called with {type(given[0]).__name__ if given else 'nothing'}, not "
+            "with one of the model's blocks; call it as layer(block, h)"
+        )
+
+    def _column(self, layer: Layer, block: int | None, rest: Mapping[str, Any]) -> str | None:
+        # The only other argument allowed is edge data: the edges' weights.
+        if not rest:
+            return None
+        (name, values), *others = rest.items()
+        if not others and block is not None and isinstance(values, Tensor):
+            for column, rows in self._blocks[block].edata.items():
+                if rows.numel() == values.numel() and torch.equal(rows.flatten(), values.flatten()):
+                    return str(column)
+        raise ConfigError(
+            f"layer {layer.name!r} is given more than a block and rows ({', '.join(rest)}), and argument "
+            f"{name!r} is not edge data of its block; leave it out, or use strategy='data_parallel'"
+        )
+
+
+def _rows_of(layer: Layer, rows: Any) -> Tensor:
+    if isinstance(rows, tuple) and len(rows) == 2 and torch.equal(rows[1], rows[0][:NUM_NODES]):
+        rows = rows[0]
+        if getattr(getattr(layer.module, "feat_drop", None), "p", 0):
+            raise ConfigError(
+                f"layer {layer.name!r} is given a pair of rows, and would drop other entries of each; call "
+                "it as layer(block, h), set feat_drop to 0, or use strategy='data_parallel'"
+            )
+    if not isinstance(rows, Tensor) or rows.dim() != 2 or len(rows) != NUM_NODES:
+        kind = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise ConfigError(
+            f"layer {layer.name!r} is given {kind}; it must be (nodes, columns): flatten or average heads "
+            "before it, or use strategy='data_parallel'"
+        )
+    if layer.width is not None and rows.shape[1] != layer.width:
+        raise ConfigError(
+            f"layer {layer.name!r} is given {rows.shape[1]} columns but takes {layer.width}; make them "
+            "equal, or use strategy='data_parallel'"
+        )
+    return rows
+
+
+def _width_of(layers: Sequence[Layer], trace: Callable[..., _Trace]) -> int:
     # The columns of x are those of the layer that is called first, which need not be defined first.
     widths = list(dict.fromkeys(layer.width for layer in layers if layer.width is not None))
     for width in widths:
         try:
-            probe(model, layers, width, edge_columns, training=False)
+            trace(width, training=False)
         except ConfigError:
             continue
         return width
     return widths[0]
 
 
-def _check_order(layers: Sequence[Layer], seen: Probe) -> None:
-    called = {call.place for call in seen.calls}
-    missing = [layer for at, layer in enumerate(layers) if layer.width is not None and at not in called]
+def _check_order(layers: Sequence[Layer], seen: _Trace) -> None:
+    called = [call.layer for call in seen.calls]
+    missing = [layer.name for layer in layers if layer.width is not None and layer not in called]
     if missing:
         raise ConfigError(
-            f"layer {missing[0].name!r} is never called; remove it from the model, or use "
-            "strategy='data_parallel'"
+            f"layer {missing[0]!r} is never called; remove it from the model, or use strategy='data_parallel'"
         )
     blocks = [call.block for call in seen.calls if call.block is not None]
     if blocks != sorted(set(blocks)):
@@ -253,19 +346,49 @@ def _check_order(layers: Sequence[Layer], seen: Probe) -> None:
             f"the layers are called with the blocks {blocks}, in this order; call them with blocks[0], "
             "blocks[1] and so on, one each"
         )
-    first = seen.calls[0]
-    if not equal(seen.x, first.rows):
-        done = f" ({', '.join(first.between)} is called before)" if first.between else ""
+    if not equal(seen.x, seen.calls[0].rows):
+        done = f" ({', '.join(seen.before)} is called before)" if seen.before else ""
         raise ConfigError(
-            f"the first layer, {layers[first.place].name!r}, does not get the unchanged features{done}; "
-            "change them before partitioning, or use strategy='data_parallel'"
+            f"the first layer, {called[0].name!r}, does not get the unchanged features{done}; change them "
+            "before partitioning, or use strategy='data_parallel'"
         )
 
 
-def _parameters_outside(layers: Sequence[Layer], model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    inside = {id(parameter) for layer in layers for parameter in layer.module.parameters()}
-    return [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) not in inside
-    ]
+def _function_of(
+    where: str, call: _Call, in_training: _Call, outside: Mapping[str, nn.Parameter]
+) -> RowFunction:
+    """Return the function that the model applies after a call, of which a trace in each mode is given.
+
+    Raises:
+        ConfigError: it is not a known function, it differs in training, or its gradients are not its own.
+    """
+    function = find_function(call.result, call.then, call.layer.own_function)
+    if function is None:
+        sums = torch.logsumexp(call.then.detach(), -1)
+        is_log_softmax = equal(sums, torch.zeros_like(sums))
+        hint = "leave log_softmax out and use cross_entropy, which includes it" if is_log_softmax else _REMEDY
+        raise ConfigError(
+            f"{where} the model does something that no stage does; known are: {KNOWN}. Instead, {hint}"
+        )
+    if not equal(function(in_training.result), in_training.then):
+        raise ConfigError(
+            f"{where} the model does something else in training than in evaluation, as "
+            "torch.nn.functional.dropout does; use nn.Dropout for it, remove it, or use "
+            "strategy='data_parallel'"
+        )
+    if outside and call.then.requires_grad:
+        found = torch.autograd.grad(
+            call.then.sum(), [*outside.values()], allow_unused=True, retain_graph=True
+        )
+        for name, gradient in zip(outside, found, strict=True):
+            if gradient is not None:
+                raise ConfigError(
+                    f"{where} the model trains the parameter {name!r}, which belongs to no layer that "
+                    f"workers know; instead, {_REMEDY}"
+                )
+    if not same_gradient(call.result, call.then, function, torch.Generator().manual_seed(5)):
+        raise ConfigError(
+            f"{where} no gradient flows back, or not the gradient of the values, as after detach(); remove "
+            "it, or use strategy='data_parallel'"
+        )
+    return function

@@ -1,83 +1,41 @@
-"""Task queues and thread pool of one graph server (Dorylus, section 4): oldest work first."""
+"""Schedule of one graph server (Dorylus, section 4): which interval may proceed, threads, and messages.
+
+The oldest work goes first. Graph servers exchange ghost rows, progress and accuracy by one-sided RPC.
+"""
 
 from __future__ import annotations
 
-import heapq
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import NamedTuple, Protocol, final
+from functools import partial
+from itertools import pairwise
+from queue import PriorityQueue
+from typing import Protocol, TypeAlias, final
 
-from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, WAIT, WORKER, Span, Timeline
+import numpy as np
+
+from dglx_dist.comm.rpc import Handler, Rpc
+from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, Timeline
 from dglx_dist.errors import ConfigError, DglxError
-from dglx_dist.serverless.controller import Finished
+from dglx_dist.records import Array
+from dglx_dist.serverless.parameter_service import pair_name, parse_pair
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import Direction, TaskKey
-from dglx_dist.strategies.serverless.ghost_exchange import GhostExchange
-from dglx_dist.strategies.serverless.graph_server import (
-    Barrier,
-    GraphServer,
-    ScheduledTask,
-    TaskKind,
-)
+from dglx_dist.strategies.serverless.graph_server import Barrier, GraphServer, ScheduledTask, TaskKind
 from dglx_dist.strategies.serverless.options import StalenessPolicy
 
 
 @final
-class SyncSwitch:
-    """Sums correct predictions by epoch and sets ``StalenessPolicy.synchronous_from``. Not thread-safe.
-
-    When the sum of epoch e is known, intervals may be S epochs further, so the first epoch that no interval
-    can have begun is e + S + 1. It does not begin before the sum is known, because graph servers would
-    otherwise begin it in different modes.
-    """
-
-    def __init__(self, policy: StalenessPolicy, num_servers: int) -> None:
-        self._policy, self._num_servers = policy, num_servers
-        self._undecided = policy.first_epoch
-        self._counts: dict[int, dict[int, int]] = {}
-
-    @property
-    def is_over(self) -> bool:
-        """True if there is nothing to decide: no target is set, or the epoch is known."""
-        return self._policy.target is None or self._policy.synchronous_from is not None
-
-    def is_known(self, epoch: int) -> bool:
-        """True if it is known whether ``epoch`` is synchronous."""
-        return self.is_over or epoch - self._policy.staleness - 1 < self._undecided
-
-    def has_decided(self, end: int) -> bool:
-        """True if no count of an epoch before ``end`` is missing."""
-        return self.is_over or self._undecided >= end
-
-    def missing(self) -> list[int]:
-        """Return the graph servers whose count of the next undecided epoch is missing."""
-        known = self._counts.get(self._undecided, {})
-        return [server for server in range(self._num_servers) if server not in known]
-
-    def record(self, server: int, epoch: int, correct: int) -> None:
-        """Record that ``server`` has ``correct`` correct predictions in ``epoch``; in any order, but once."""
-        known = self._counts.setdefault(epoch, {})
-        if not 0 <= server < self._num_servers or server in known:
-            raise ConfigError(
-                f"graph server {server} of {self._num_servers} counted the predictions of epoch {epoch} "
-                "twice, or does not exist"
-            )
-        known[server] = correct
-        while not self.is_over and len(self._counts.get(self._undecided, ())) == self._num_servers:
-            self._decide(sum(self._counts.pop(self._undecided).values()))
-
-    def _decide(self, correct: int) -> None:
-        assert self._policy.target is not None
-        if correct >= self._policy.target:
-            self._policy.synchronous_from = self._undecided + self._policy.staleness + 1
-        self._undecided += 1
-
-
-@final
 class Progress:
-    """Positions of the intervals of one graph server: epoch x tasks per epoch + task. Not thread-safe."""
+    """Positions of the intervals of one graph server: epoch x tasks per epoch + task. Not thread-safe.
+
+    If the policy has a target, the correct predictions of an epoch, summed over the graph servers, set
+    :attr:`synchronous_from`. When the sum of epoch e is known, intervals may be S epochs further, so the
+    first epoch that no interval can have begun is e + S + 1. It does not begin before the sum is known,
+    because graph servers would otherwise begin it in different modes.
+    """
 
     def __init__(
         self,
@@ -86,55 +44,64 @@ class Progress:
         policy: StalenessPolicy,
         peers: Sequence[int],
     ) -> None:
-        self._schedule, self.policy = tuple(schedule), policy
-        self.switch = SyncSwitch(policy, len(peers) + 1)
-        """Receives the correct predictions of each epoch if the policy has a target."""
-        start = policy.first_epoch * len(schedule)
+        self._schedule, self._policy, first = tuple(schedule), policy, policy.first_epoch
+        start = first * len(schedule)
         self.position = [start] * num_intervals
         """Position of the next or running task of each interval."""
+        self.floor = start
+        """The least of them."""
         self.running: set[int] = set()
         """Intervals with a running task."""
-        self.updates = policy.first_epoch
+        self.updates = first
         """Weight updates that all parameter servers have made."""
-        self.end = policy.first_epoch
+        self.end = first
         """The epoch before which training stops."""
-        self.floor = start
-        """The least position of all intervals."""
-        self._at_floor = num_intervals
+        self.synchronous_from = policy.synchronous_from
+        """The epoch from which asynchronous training is synchronous; None: not known yet, or never."""
         self._peer_positions = dict.fromkeys(peers, start)
         self._announced = start
+        self._correct: dict[int, dict[int, int]] = {}
+        self._undecided = self._next_loss_epoch = first
         self._loss_index = next(at for at, task in enumerate(self._schedule) if _has_loss(task))
-        self._next_loss_epoch = policy.first_epoch
 
     @property
     def is_done(self) -> bool:
         """True if all intervals and the weights are at the end, and no count of predictions is missing."""
         over = self.floor >= self.end * len(self._schedule) and self.updates >= self.end
-        return over and self.switch.has_decided(self.end)
+        return over and (not self._may_switch or self._undecided >= self.end)
+
+    @property
+    def _may_switch(self) -> bool:
+        return self._policy.target is not None and self.synchronous_from is None
+
+    def is_synchronous(self, epoch: int) -> bool:
+        """True if ``epoch`` has a barrier at every Scatter."""
+        late = self.synchronous_from is not None and epoch >= self.synchronous_from
+        return self._policy.mode != "async" or epoch <= self._policy.first_epoch or late
+
+    def is_known(self, epoch: int) -> bool:
+        """True if it is known whether ``epoch`` is synchronous."""
+        return not self._may_switch or epoch - self._policy.staleness - 1 < self._undecided
 
     def task_of(self, interval: int) -> tuple[int, ScheduledTask]:
         """Return the epoch of ``interval`` and its next or running task."""
         epoch, index = divmod(self.position[interval], len(self._schedule))
         return epoch, self._schedule[index]
 
-    def next_task(self, interval: int) -> ScheduledTask | None:
-        """Return the task after that, if it is in the same epoch."""
-        index = self.position[interval] % len(self._schedule) + 1
-        return self._schedule[index] if index < len(self._schedule) else None
-
     def can_start(self, interval: int) -> bool:
         """True if ``interval`` may start its next task now."""
-        if interval in self.running:
-            return False
         position = self.position[interval]
         epoch, index = divmod(position, len(self._schedule))
-        may_begin = self.switch.is_known(epoch) and epoch <= self.updates + self.policy.lead(epoch)
-        if epoch >= self.end or (index == 0 and not may_begin):
+        if interval in self.running or epoch >= self.end:
             return False
-        if not self.policy.is_synchronous(epoch):
+        if index == 0:
+            lead = 0 if self.is_synchronous(epoch) else self._policy.staleness
+            if not self.is_known(epoch) or epoch > self.updates + lead:
+                return False
+        if not self.is_synchronous(epoch):
             return True
         barrier = self._schedule[index].barrier
-        if self.floor < position and (barrier is not Barrier.NONE or self.policy.mode == "no_pipe"):
+        if self.floor < position and (barrier is not Barrier.NONE or self._policy.mode == "no_pipe"):
             return False
         return barrier is not Barrier.GLOBAL or not self.behind(position)
 
@@ -146,6 +113,16 @@ class Progress:
         """Return the peers that have not reported ``position`` yet."""
         return [peer for peer, floor in self._peer_positions.items() if floor < position]
 
+    def waited_for(self) -> list[int]:
+        """Return the peers at whose barrier all own intervals wait, or whose counts are missing."""
+        epoch, index = divmod(self.floor, len(self._schedule))
+        if not self.is_known(epoch):
+            return [
+                peer for peer in self._peer_positions if peer not in self._correct.get(self._undecided, ())
+            ]
+        waits = self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch)
+        return self.behind(self.floor) if waits else []
+
     def start(self, interval: int) -> tuple[int, ScheduledTask]:
         """Mark the next task of ``interval`` as running; return its epoch and the task."""
         assert self.can_start(interval), f"interval {interval} cannot start"
@@ -155,96 +132,68 @@ class Progress:
     def finish(self, interval: int) -> bool:
         """Mark the task of ``interval`` as finished; return True if the least position advanced."""
         self.running.remove(interval)
-        before = self.position[interval]
         self.position[interval] += 1
-        if before > self.floor:
-            return False
-        self._at_floor -= 1
-        if self._at_floor:
-            return False
-        self.floor = min(self.position)
-        self._at_floor = self.position.count(self.floor)
-        return True
+        before, self.floor = self.floor, min(self.position)
+        return self.floor > before
 
     def new_barrier(self) -> int | None:
         """Return the furthest global barrier that all own intervals reached and that is not announced yet."""
-        num_tasks = len(self._schedule)
-        for position in range(self.floor, self._announced, -1):
-            epoch, index = divmod(position, num_tasks)
-            if self._schedule[index].barrier is Barrier.GLOBAL and self.policy.is_synchronous(epoch):
-                self._announced = position
+        first, self._announced = self._announced, self.floor
+        for position in range(self.floor, first, -1):
+            epoch, index = divmod(position, len(self._schedule))
+            if self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch):
                 return position
-        self._announced = self.floor
         return None
 
     def epochs_with_loss(self) -> range:
         """Return the epochs whose losses all own intervals have computed, each once, if there is a target."""
-        if self.switch.is_over:
+        if not self._may_switch:
             return range(0)
         end = (self.floor - self._loss_index - 1) // len(self._schedule) + 1
         found = range(self._next_loss_epoch, end)
         self._next_loss_epoch = max(self._next_loss_epoch, end)
         return found
 
-    def record_peer(self, peer: int, position: int) -> None:
+    def record_position(self, peer: int, position: int) -> None:
         """Record that all intervals of ``peer`` reached ``position``."""
         if peer not in self._peer_positions:
             raise ConfigError(f"graph server {peer} is not one of the peers {sorted(self._peer_positions)}")
         self._peer_positions[peer] = max(self._peer_positions[peer], position)
+
+    def record_correct(self, server: int, epoch: int, correct: int) -> None:
+        """Record that ``server`` has ``correct`` correct predictions in ``epoch``; in any order, but once."""
+        num_servers, known = len(self._peer_positions) + 1, self._correct.setdefault(epoch, {})
+        if not 0 <= server < num_servers or server in known:
+            raise ConfigError(
+                f"graph server {server} of {num_servers} counted the predictions of epoch {epoch} twice, or "
+                "does not exist"
+            )
+        known[server] = correct
+        while self._may_switch and len(self._correct.get(self._undecided, ())) == num_servers:
+            if sum(self._correct.pop(self._undecided).values()) >= (self._policy.target or 0):
+                self.synchronous_from = self._undecided + self._policy.staleness + 1
+            self._undecided += 1
 
 
 def _has_loss(task: ScheduledTask) -> bool:
     return task.kind is TaskKind.LOSS or task.direction is Direction.FUSED
 
 
-_NAMES = {
+_SPANS: dict[TaskKind | Direction, str] = {
     TaskKind.WORK: "open {}",
     TaskKind.LOSS: "loss of {}",
     TaskKind.PUBLISH: "publish {}",
     TaskKind.DROP_GRADIENT: "grad{}",
     TaskKind.SEND_BACK: "grad{}",
     TaskKind.COLLECT: "collect {}",
+    Direction.BACKWARD: "grad{}",
+    Direction.FUSED: "{}+grad",
 }
-_TASKS = {Direction.FORWARD: "{}", Direction.BACKWARD: "grad{}", Direction.FUSED: "{}+grad"}
 
 
-def server_span_name(step: str, kind: TaskKind) -> str:
-    """Return "GA1", "SC1", "gradSC1", "open AV1" and so on for a task of a graph server."""
-    return _NAMES.get(kind, "{}").format(step)
-
-
-def worker_span_name(program: Program, key: TaskKey) -> str:
-    """Return "AV1", "gradAV1", or "AV2+grad" for a fused task."""
-    return _TASKS[key.direction].format(program.steps[key.step].name)
-
-
-@final
-class WorkerSpans:
-    """Records a span for each completed task; observes a controller with clock ``time.perf_counter``."""
-
-    def __init__(self, timeline: Timeline, program: Program) -> None:
-        self._timeline, self._program = timeline, program
-
-    def __call__(self, done: Finished) -> None:
-        """Record the worker's wait for its rows, and its work."""
-        if not self._timeline.on:
-            return
-        work = max(done.sent, done.ready)
-        if done.sent < work:
-            self._note(done, f"{WAIT} for rows", done.sent, work)
-        self._note(done, worker_span_name(self._program, done.key), work, done.done)
-
-    def _note(self, done: Finished, name: str, begin_s: float, end_s: float) -> None:
-        self._timeline.note(
-            Span(
-                name=name,
-                row=WORKER,
-                begin_s=begin_s,
-                end_s=end_s,
-                batch=done.key.epoch,
-                interval=done.key.interval,
-            )
-        )
+def span_name(program: Program, step: int, kind: TaskKind | Direction) -> str:
+    """Return "GA1", "gradSC1" or "open AV1" for a task of a graph server, "AV2+grad" for one of a worker."""
+    return _SPANS.get(kind, "{}").format(program.steps[step].name)
 
 
 class Workers(Protocol):
@@ -262,78 +211,86 @@ class Workers(Protocol):
     def raise_if_failed(self) -> None:
         """Raise the error that prevents tasks from being executed."""
 
+    def close(self) -> None:
+        """Stop all workers immediately; may be called twice."""
 
+
+GHOSTS, GHOST_GRADIENTS = "lambda.ghosts", "lambda.ghost_gradients"
+"""Operations named "step/sender"."""
+REACHED, CORRECT = "lambda.reached", "lambda.correct"
+"""Operations named "position/sender" and "epoch/sender"."""
+EXCHANGED = {TaskKind.SCATTER: (GHOSTS, "ghosts"), TaskKind.SEND_BACK: (GHOST_GRADIENTS, "ghost_gradients")}
+"""Operation and ledger phase: |G| (4 + s d) bytes per Scatter, epoch and direction; the layer is the step."""
 _CHECK_INTERVAL_S, _JOIN_TIMEOUT_S = 0.5, 5.0
 _NETWORK_THREADS = 2
 """They mostly wait for replies: one waits while the other packs."""
-_EXCHANGED_KINDS = (TaskKind.SCATTER, TaskKind.SEND_BACK)
-_ANNOUNCE_POSITION, _ANNOUNCE_CORRECT, _IMMEDIATELY = -3, -2, -1
+_STOP, _ANNOUNCE_POSITION, _ANNOUNCE_CORRECT, _IMMEDIATELY = -4, -3, -2, -1
+"""Before all positions."""
 
-
-class Snapshot(NamedTuple):
-    """Current state of a graph server."""
-
-    epochs: tuple[int, ...]
-    steps: tuple[str, ...]
-    """Name of the step of each interval; "" at the end."""
-    queue: int
-    """Tasks that wait for a thread."""
-    tasks: int
-    """Tasks that workers have."""
-
-
-class _TaskQueue:
-    def __init__(self, lock: threading.Lock) -> None:
-        self.heap: list[tuple[int, int]] = []
-        """(position, interval), least position first. ``_ANNOUNCE_POSITION``, ``_ANNOUNCE_CORRECT`` and
-        ``_IMMEDIATELY`` go first; the former two carry a position and an epoch in place of the interval."""
-        self.changed = threading.Condition(lock)
+_Queue: TypeAlias = PriorityQueue[tuple[int, int, Callable[[], None] | None]]
+"""(position, interval or epoch, action), least position first; no action: the thread ends."""
 
 
 @final
 class ThreadScheduler:
     """Runs the epochs of one graph server on compute threads, one per core, and network threads.
 
-    ``early``: whether a worker is launched when the task before its own starts, to hide its start-up.
+    Graph server r is rank r. Every rank constructs its scheduler before any rank runs, and closes it after
+    all have stopped sending. ``early``: whether a worker is launched when the task before its own starts, to
+    hide its start-up.
     """
 
     def __init__(
         self,
+        rpc: Rpc,
         server: GraphServer,
         progress: Progress,
         workers: Workers,
-        exchange: GhostExchange,
+        timeline: Timeline,
         *,
         threads: int,
-        timeline: Timeline | None = None,
         early: bool = True,
     ) -> None:
-        self._server, self._progress = server, progress
-        self._workers, self._exchange = workers, exchange
-        self._num_threads, self._timeline, self._early = threads, timeline, early
+        self._rpc, self._server, self._progress, self._workers = rpc, server, progress, workers
+        self._timeline, self._num_threads = timeline, threads
+        self._early: dict[ScheduledTask, ScheduledTask] = {
+            before: task
+            for before, task in pairwise(server.schedule if early else ())
+            if task.kind is TaskKind.WORK
+            and task.barrier is Barrier.NONE
+            and before.kind is not TaskKind.WORK
+        }
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._compute_queue, self._network_queue = _TaskQueue(self._lock), _TaskQueue(self._lock)
-        self._launched: set[TaskKey] = set()
+        self._queues: dict[str, _Queue] = {row: PriorityQueue() for row in (GRAPH_SERVER, NETWORK)}
         self._failure: BaseException | None = None
-        self._stopping = True
-        self._progress_at = time.monotonic()
+        self._stopping, self._progress_at = True, time.monotonic()
+        self._handlers: dict[str, Handler] = {
+            GHOSTS: partial(self._receive_rows, TaskKind.SCATTER),
+            GHOST_GRADIENTS: partial(self._receive_rows, TaskKind.SEND_BACK),
+            REACHED: self._receive_position,
+            CORRECT: self._receive_correct,
+        }
+        for op, handler in self._handlers.items():
+            rpc.register(op, handler)
+
+    def close(self) -> None:
+        for op in self._handlers:
+            self._rpc.unregister(op)
 
     @property
     def queue_length(self) -> int:
         """Tasks that wait for a thread; the number of workers is tuned by it."""
-        return len(self._compute_queue.heap)
+        return self._queues[GRAPH_SERVER].qsize()
 
-    def snapshot(self) -> Snapshot:
-        """Return the current state; thread-safe."""
+    def state(self) -> tuple[int, str]:
+        """Return the least epoch, and the number of intervals at each step ("AV1 3 GA1 2"); thread-safe."""
         with self._lock:
-            numbers = range(len(self._progress.position))
-            found = [self._progress.task_of(interval) for interval in numbers]
-            end, queue = self._progress.end, len(self._compute_queue.heap)
-        steps = [self._server.program.steps[task.step].name if epoch < end else "" for epoch, task in found]
-        return Snapshot(
-            tuple(epoch for epoch, _ in found), tuple(steps), queue, len(self._server.task_table.keys)
-        )
+            found = [self._progress.task_of(interval) for interval in range(len(self._progress.position))]
+            end = self._progress.end
+        steps = Counter(self._server.program.steps[task.step].name for epoch, task in found if epoch < end)
+        told = " ".join(f"{step} {number}" for step, number in sorted(steps.items()))
+        return min(epoch for epoch, _ in found), told or "drained"
 
     def run(self, end: int, check: Callable[[float, Sequence[int]], None]) -> None:
         """Train until all own intervals have completed the epoch before ``end``, and its update is made.
@@ -342,18 +299,18 @@ class ThreadScheduler:
             check: Called periodically with the seconds without progress and the peers that are waited for;
                 raises if something is wrong. After any error the scheduler cannot run again.
         """
-        self._stopping, self._failure = False, None
-        targets = [(self._compute_queue, GRAPH_SERVER)] * self._num_threads
-        targets += [(self._network_queue, NETWORK)] * _NETWORK_THREADS
+        rows = [GRAPH_SERVER] * self._num_threads + [NETWORK] * _NETWORK_THREADS
         threads = [
-            threading.Thread(target=self._serve, args=target, name=f"dglx-graph-server-{number}", daemon=True)
-            for number, target in enumerate(targets)
+            threading.Thread(
+                target=self._serve, args=(self._queues[row],), name=f"dglx-graph-server-{number}", daemon=True
+            )
+            for number, row in enumerate(rows)
         ]
         for thread in threads:
             thread.start()
         try:
             with self._lock:
-                self._progress_at = time.monotonic()
+                self._stopping, self._progress_at = False, time.monotonic()
                 self._progress.end = end
                 self._enqueue_all()
             self._wait(check)
@@ -363,24 +320,11 @@ class ThreadScheduler:
         finally:
             with self._lock:
                 self._stopping = True
-                for queue in (self._compute_queue, self._network_queue):
-                    queue.heap.clear()
-                    queue.changed.notify_all()
+            for row in rows:
+                self._queues[row].put((_STOP, 0, None))
             for thread in threads:
                 # After a failure a thread may wait for a reply that never comes.
                 thread.join(None if self._failure is None else _JOIN_TIMEOUT_S)
-
-    def peer_reached(self, peer: int, position: int) -> None:
-        """Record that ``peer`` reached ``position``; thread-safe."""
-        with self._lock:
-            self._progress.record_peer(peer, position)
-            self._enqueue_all()
-
-    def peer_counted(self, peer: int, epoch: int, correct: int) -> None:
-        """Record that ``peer`` had ``correct`` correct predictions in ``epoch``; thread-safe."""
-        with self._lock:
-            self._progress.switch.record(peer, epoch, correct)
-            self._enqueue_all()
 
     def weights_updated(self, updates: int) -> None:
         """Record that the parameter servers made ``updates`` updates; thread-safe."""
@@ -390,10 +334,10 @@ class ThreadScheduler:
 
     def task_done(self, key: TaskKey, attempt: int) -> None:
         """Record that a worker completed a task; thread-safe."""
-        interval = key.interval - self._server.part.first_interval
-        with self._lock:
-            self._finish(interval)
+        # First: until the controller knows, it would count the loss of another attempt as one of the task.
         self.duplicate_done(key, attempt)
+        with self._lock:
+            self._finish(key.interval - self._server.part.first_interval)
 
     def duplicate_done(self, key: TaskKey, attempt: int) -> None:
         """Record that a worker finished an attempt of a task; thread-safe."""
@@ -403,6 +347,30 @@ class ThreadScheduler:
             # The next task could not be sent, which must not fail the call of the worker served here.
             self._fail(error)
 
+    def _receive_rows(self, kind: TaskKind, name: str, arrays: Sequence[Array]) -> list[Array]:
+        step, sender = parse_pair(name)
+        self._server.receive(sender, kind, step, arrays)
+        return []
+
+    def _receive_position(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
+        position, sender = parse_pair(name)
+        with self._lock:
+            self._progress.record_position(sender, position)
+            self._enqueue_all()
+        return []
+
+    def _receive_correct(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        epoch, sender = parse_pair(name)
+        if len(arrays) != 1 or arrays[0].dtype != np.int64 or arrays[0].shape != (1,):
+            raise ConfigError(f"graph server {sender} sent no count of correct predictions for epoch {epoch}")
+        self._record_correct(sender, epoch, int(arrays[0][0]))
+        return []
+
+    def _record_correct(self, server: int, epoch: int, correct: int) -> None:
+        with self._lock:
+            self._progress.record_correct(server, epoch, correct)
+            self._enqueue_all()
+
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._failure = self._failure or error
@@ -411,26 +379,16 @@ class ThreadScheduler:
     def _wait(self, check: Callable[[float, Sequence[int]], None]) -> None:
         while True:
             with self._lock:
-                over = self._failure is not None or self._progress.is_done
-                if not over:
+                if self._failure is None and not self._progress.is_done:
                     self._changed.wait(_CHECK_INTERVAL_S)
                 failure, done = self._failure, self._progress.is_done
-                quiet_s, behind = time.monotonic() - self._progress_at, self._waited_for()
+                quiet_s, behind = time.monotonic() - self._progress_at, self._progress.waited_for()
             if failure is not None:
                 raise failure
             if done:
                 return
             self._workers.raise_if_failed()
             check(quiet_s, behind)
-
-    def _waited_for(self) -> list[int]:
-        # The peers at whose barrier all own intervals wait, or whose counts of predictions are missing.
-        floor = self._progress.floor
-        epoch, task = self._progress.task_of(self._progress.position.index(floor))
-        if not self._progress.switch.is_known(epoch):
-            return [peer for peer in self._progress.switch.missing() if peer != self._server.rank]
-        stands = task.barrier is Barrier.GLOBAL and self._progress.policy.is_synchronous(epoch)
-        return self._progress.behind(floor) if stands else []
 
     def _enqueue_all(self) -> None:
         for interval in self._progress.startable():
@@ -440,12 +398,12 @@ class ThreadScheduler:
 
     def _enqueue(self, interval: int) -> None:
         position = self._progress.position[interval]
-        _, task = self._progress.start(interval)
-        queue = self._network_queue if task.kind in _EXCHANGED_KINDS else self._compute_queue
+        epoch, task = self._progress.start(interval)
+        row = NETWORK if task.kind in EXCHANGED else GRAPH_SERVER
         # Opening a task costs nothing and lets a worker begin. Queued after all gathers of its phase, workers
         # and graph server would take turns.
-        heapq.heappush(queue.heap, (_IMMEDIATELY if task.kind is TaskKind.WORK else position, interval))
-        queue.changed.notify()
+        first = _IMMEDIATELY if task.kind is TaskKind.WORK else position
+        self._queues[row].put((first, interval, partial(self._execute, interval, epoch, task, row)))
 
     def _finish(self, interval: int) -> None:
         # The caller holds the lock.
@@ -453,76 +411,67 @@ class ThreadScheduler:
         if self._stopping:
             return
         if self._progress.finish(interval):
-            barrier = self._progress.new_barrier()
-            announcements = [] if barrier is None else [(_ANNOUNCE_POSITION, barrier)]
-            announcements += [(_ANNOUNCE_CORRECT, epoch) for epoch in self._progress.epochs_with_loss()]
-            for announcement in announcements:
-                heapq.heappush(self._network_queue.heap, announcement)
-                self._network_queue.changed.notify()
+            network, barrier = self._queues[NETWORK], self._progress.new_barrier()
+            if barrier is not None:
+                network.put((_ANNOUNCE_POSITION, barrier, partial(self._broadcast, REACHED, barrier)))
+            for epoch in self._progress.epochs_with_loss():
+                network.put((_ANNOUNCE_CORRECT, epoch, partial(self._announce_correct, epoch)))
             self._enqueue_all()
         elif self._progress.can_start(interval):
             self._enqueue(interval)
 
-    def _serve(self, queue: _TaskQueue, row: str) -> None:
-        while True:
-            with self._lock:
-                while not queue.heap and not self._stopping:
-                    queue.changed.wait()
-                if self._stopping:
-                    return
-                position, interval = heapq.heappop(queue.heap)
+    def _serve(self, queue: _Queue) -> None:
+        while (action := queue.get()[2]) is not None:
             try:
-                if position == _ANNOUNCE_POSITION:
-                    self._exchange.announce_position(interval)
-                elif position == _ANNOUNCE_CORRECT:
-                    self._announce_correct(interval)
-                else:
-                    self._execute(interval, row)
+                action()
             except Exception as error:  # noqa: BLE001 - the thread that waits in run() raises it
                 self._fail(error)
                 return
 
-    def _execute(self, interval: int, row: str) -> None:
-        with self._lock:
-            epoch, task = self._progress.task_of(interval)
-            next_task = self._progress.next_task(interval)
-        name = server_span_name(self._server.program.steps[task.step].name, task.kind)
-        number = self._server.part.first_interval + interval
-        with self._timeline.span(name, row, epoch, number) if self._timeline else nullcontext():
+    def _execute(self, interval: int, epoch: int, task: ScheduledTask, row: str) -> None:
+        server = self._server
+        name, number = span_name(server.program, task.step, task.kind), server.part.first_interval + interval
+        with self._timeline.span(name, row, epoch, number):
             if task.kind is TaskKind.WORK:
                 self._open(interval, epoch, task)
                 return
-            if self._early and next_task is not None and _follows_at_once(next_task):
-                self._launch_early(self._server.key_of(interval, epoch, next_task), interval)
-            if task.kind in _EXCHANGED_KINDS:
-                self._exchange.send(task, self._server.ghost_messages(interval, task))
+            if (work := self._early.get(task)) is not None:
+                key = server.key_of(interval, epoch, work)
+                self._workers.launch(key, server.rows_of(interval), ready=False)
+            if task.kind in EXCHANGED:
+                self._send(interval, task)
             else:
-                self._server.compute(interval, epoch, task)
+                server.compute(interval, epoch, task)
         with self._lock:
             self._finish(interval)
-
-    def _announce_correct(self, epoch: int) -> None:
-        correct = self._server.correct(epoch)
-        self._exchange.announce_correct(epoch, correct)
-        # Counted only after the peers know it, because a graph server that is done sends nothing more.
-        self.peer_counted(self._server.rank, epoch, correct)
 
     def _open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
         key = self._server.key_of(interval, epoch, task)
         self._server.open(interval, epoch, task)
-        with self._lock:
-            launched = key in self._launched
-            self._launched.discard(key)
-        if launched:
+        if task in self._early.values():
             self._workers.ready(key)
         else:
             self._workers.launch(key, self._server.rows_of(interval), ready=True)
 
-    def _launch_early(self, key: TaskKey, interval: int) -> None:
-        with self._lock:
-            self._launched.add(key)
-        self._workers.launch(key, self._server.rows_of(interval), ready=False)
+    def _send(self, interval: int, task: ScheduledTask) -> None:
+        op, phase = EXCHANGED[task.kind]
+        name, submit = pair_name(task.step, self._server.rank), self._rpc.submit
+        sent = [
+            submit(one.peer, op, name, [one.positions, *one.rows], phase=phase, layer=task.step)
+            for one in self._server.ghost_messages(interval, task)
+        ]
+        for pending in sent:
+            pending.result()
 
+    def _announce_correct(self, epoch: int) -> None:
+        correct = self._server.correct(epoch)
+        self._broadcast(CORRECT, epoch, [np.array([correct], dtype=np.int64)])
+        # Counted only after the peers know it, because a graph server that is done sends nothing more.
+        self._record_correct(self._server.rank, epoch, correct)
 
-def _follows_at_once(task: ScheduledTask) -> bool:
-    return task.kind is TaskKind.WORK and task.barrier is Barrier.NONE
+    def _broadcast(self, op: str, number: int, arrays: Sequence[Array] = ()) -> None:
+        # To all peers; waits for their replies.
+        rank, name = self._server.rank, pair_name(number, self._server.rank)
+        peers = [peer for peer in range(self._server.part.graph.num_servers) if peer != rank]
+        for pending in [self._rpc.submit(peer, op, name, arrays, phase="control") for peer in peers]:
+            pending.result()

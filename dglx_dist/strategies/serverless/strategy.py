@@ -12,7 +12,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext
 from dglx_dist.strategies.serverless import cost as costs
-from dglx_dist.strategies.serverless.options import read_settings
+from dglx_dist.strategies.serverless.options import read_lambda_options
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 class Lambda(Strategy):
     """Graph servers on all ranks; an executor runs the tensor work on stateless workers.
 
-    Options: those of ``LambdaOptions``; ``prices`` (name or file of a table), ``server`` (its kind),
-    ``interface``; and the executor's own. See docs/strategies/lambda.md.
+    Options: those of ``LambdaOptions``, and the executor's own. See docs/strategies/lambda.md.
     """
 
     traits = Traits(
@@ -35,12 +34,11 @@ class Lambda(Strategy):
         complexity=50,
     )
 
-    read_options = staticmethod(read_settings)
+    read_options = staticmethod(read_lambda_options)
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
-        self._session = session
-        self._settings = self.read_options(options)
-        wanted, ranks = self._settings.options.parameter_servers, session.topology.world_size
+        self._options = self.read_options(options)
+        wanted, ranks = self._options.parameter_servers, session.topology.world_size
         if wanted > ranks:
             raise ConfigError(
                 f"option parameter_servers={wanted}, but there are {ranks} ranks; give at most as many, or "
@@ -60,7 +58,7 @@ class Lambda(Strategy):
                 f"reduction={reduction!r}: strategy 'lambda' trains the mean loss over all training nodes; "
                 "leave it out, and divide the learning rate instead"
             )
-        return LambdaModel(model, g, self._settings)
+        return LambdaModel(model, g, self._options)
 
     @classmethod
     def inspect(cls, model: nn.Module, features: int) -> None:

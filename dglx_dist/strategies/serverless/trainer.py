@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import time
 import warnings
@@ -31,22 +30,23 @@ from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids
 from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.aws.package import check_imports, stages_of
-from dglx_dist.serverless.executors.base import EXECUTORS
 from dglx_dist.serverless.parameter_server import Scheme, Update, initialise
 from dglx_dist.serverless.stages.base import Backward, Forward
 from dglx_dist.strategies.base import EpochTrainer, Objective, Parts, WrappedModel
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.serverless.engine import (
     Account,
+    Engine,
     EpochTotals,
-    LiveProgress,
-    Start,
-    TrainingRun,
+    WorkerPool,
     account_of_ranks,
+    open_engine,
+    progress_line,
+    repeated,
 )
-from dglx_dist.strategies.serverless.graph_partition import PartRequest, open_part
+from dglx_dist.strategies.serverless.graph_partition import open_part
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
-from dglx_dist.strategies.serverless.options import LambdaSettings
+from dglx_dist.strategies.serverless.options import LambdaOptions
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -260,28 +260,26 @@ def write_back(
 def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
     """Return a digest of the training state: parameters, which are frozen, optimizer, and its state."""
     digest = hashlib.sha256(type(optimizer).__name__.encode())
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {parameter.requires_grad}".encode())
-        _add(digest, parameter)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        settings = {key: repr(value) for key, value in group.items() if key != "params"}
-        settings["params"] = " ".join(names.get(id(parameter), "?") for parameter in group["params"])
-        digest.update(json.dumps(settings, sort_keys=True).encode())
-    for trained, entries in optimizer.state.items():
-        for key, value in sorted(entries.items()):
-            digest.update(f"{names.get(id(trained), '?')} {key}".encode())
-            if isinstance(value, Tensor):
-                _add(digest, value)
-            else:
-                digest.update(repr(value).encode())
+    groups = [[names.get(id(one), "?") for one in group["params"]] for group in optimizer.param_groups]
+    trained = {name: (one.requires_grad, one) for name, one in model.named_parameters()}
+    _add(digest, [trained, groups, optimizer.state_dict()])
     return digest.hexdigest()
 
 
-def _add(digest: hashlib._Hash, tensor: Tensor) -> None:
-    values = tensor.detach().cpu().contiguous()
-    digest.update(f"{tuple(values.shape)} {values.dtype}".encode())
-    digest.update(values.numpy().tobytes())
+def _add(digest: hashlib._Hash, value: Any) -> None:
+    if isinstance(value, Mapping):
+        value = sorted(value.items())
+    if isinstance(value, list | tuple):
+        digest.update(f"{len(value)} values".encode())
+        for one in value:
+            _add(digest, one)
+    elif isinstance(value, Tensor):
+        values = value.detach().cpu().contiguous()
+        digest.update(f"{tuple(values.shape)} {values.dtype}".encode())
+        digest.update(values.numpy().tobytes())
+    else:
+        digest.update(repr(value).encode())
 
 
 log = logging.getLogger(__name__)
@@ -301,91 +299,88 @@ class LambdaTrainer(EpochTrainer):
         chain: Chain,
         loader: IntervalLoader,
         objective: Objective,
-        settings: LambdaSettings,
+        options: LambdaOptions,
         show: Callable[[str], None] | None,
     ) -> None:
         self._model, self._optimizer, self._loader = model, optimizer, loader
-        self._settings, self._show = settings, show
+        self._options, self._show = options, show
         self._session = loader.g.session
         targets, self._num_train = loader.own_targets()
         self._program = chain.program(self._num_train)
         self._names = list(self._program.weight_shapes)
         run_on_all_ranks(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
-        request = PartRequest(
-            program=self._program,
-            factors=chain.factors,
-            objective=objective,
-            targets=targets,
-            intervals=settings.options.intervals,
-            want_in_edges=chain.want_in_edges,
-        )
-        self._part = open_part(loader.g, request)
-        bounds = self._part.bounds
-        self._interval_sizes = gather_int64((bounds[1:] - bounds[:-1]).tolist(), self._session).reshape(-1)
-        self._running: TrainingRun | None = None
+        self._part = open_part(loader.g, chain, objective, targets, options.intervals)
+        self._interval_sizes = gather_int64(np.diff(self._part.bounds).tolist(), self._session).reshape(-1)
+        self._engine: Engine[WorkerPool] | None = None
         self._last_fingerprint = ""
         self._synchronous_from: int | None = None
         self._past, self._simulated, self._warned = Account(), True, False
 
     def run(self, first: int, number: int) -> Sequence[EpochRecord]:
-        running = self._run_from(first)
-        counted, began = self._session.ledger.snapshot(), time.perf_counter()
-        with LiveProgress(running, self._settings, self._past, self._show):
-            totals = running.engine.run(number)
-        parameters = running.engine.parameters
-        write_back(self._model, self._optimizer, parameters.latest(), parameters.state())
+        engine = self._engine_from(first)
+        counted, began, show = self._session.ledger.snapshot(), time.perf_counter(), self._show
+
+        def show_line(seconds: float) -> None:
+            account = self._past + Account(counts=engine.workers.counts, server_seconds=seconds)
+            assert show is not None
+            show(progress_line(engine, self._options, account))
+
+        with repeated(None if show is None else show_line):
+            totals = engine.run(number)
+        write_back(self._model, self._optimizer, engine.parameters.latest(), engine.parameters.state())
         self._past += Account(server_seconds=time.perf_counter() - began)
         self._last_fingerprint = fingerprint(self._model, self._optimizer)
         self._loader.advance(number)
         if self._synchronous_from is None:
-            self._synchronous_from = running.engine.synchronous_from
-        self._compare_kernels(running.engine.kernels)
+            self._synchronous_from = engine.progress.synchronous_from
+        self._compare_kernels(sorted(engine.kernels.copy()))
         return self._records(totals, self._session.ledger.since(counted))
 
     def close(self, *, failed: bool = False) -> None:
-        running, self._running = self._running, None
-        if running is not None:
-            self._simulated = running.pool.simulated
-            self._past += Account(counts=running.close(failed=failed))
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._simulated = engine.workers.simulated
+            if failed:
+                engine.abandon()
+            else:
+                engine.close()
+            self._past += Account(counts=engine.workers.counts)
 
     def account(self) -> dict[str, object]:
         now, simulated = self._past, self._simulated
-        if self._running is not None:
-            now += Account(counts=self._running.pool.counts)
-            simulated = self._running.pool.simulated
-        total = account_of_ranks(now, self._session)
-        found = total.describe(self._settings, simulated=simulated)
-        if self._settings.options.switch_at:
+        if self._engine is not None:
+            now += Account(counts=self._engine.workers.counts)
+            simulated = self._engine.workers.simulated
+        found = account_of_ranks(now, self._session).describe(self._options, simulated=simulated)
+        if self._options.switch_at:
             found["synchronous_from"] = self._synchronous_from
         return found
 
-    def _run_from(self, epoch: int) -> TrainingRun:
+    def _engine_from(self, epoch: int) -> Engine[WorkerPool]:
         now = fingerprint(self._model, self._optimizer)
         # Checked each time: if only some ranks had changed something, the others would wait for them.
         remedy = "make weights and optimizer equal, and change them on all ranks"
         check_equal(self._session, "the digest of weights and optimizer", now, remedy)
         # A new run where the user changed weights, optimizer or epoch.
         changed = now != self._last_fingerprint
-        if self._running is not None and (changed or self._running.engine.epoch != epoch):
+        if self._engine is not None and (changed or self._engine.epoch != epoch):
             self.close()
-        if self._running is None:
-            self._running = TrainingRun(
+        if self._engine is None:
+            is_synchronous = self._synchronous_from is not None
+            self._engine = open_engine(
                 self._session,
                 self._program,
                 self._part,
                 self._interval_sizes,
-                self._settings,
-                Start(
-                    weights=weights_of(self._model, self._names),
-                    update=update_of(self._optimizer, self._model, self._names),
-                    epoch=epoch,
-                    is_synchronous=self._synchronous_from is not None,
-                ),
+                self._options,
+                self._options.policy(epoch, self._num_train, is_synchronous=is_synchronous),
+                weights_of(self._model, self._names),
+                update_of(self._optimizer, self._model, self._names),
             )
-        return self._running
+        return self._engine
 
-    def _compare_kernels(self, local: Sequence[str]) -> None:
-        per_rank = cast("list[list[str]]", gather_json(list(local), self._session))
+    def _compare_kernels(self, local: list[str]) -> None:
+        per_rank = cast("list[list[str]]", gather_json(local, self._session))
         kinds = {kind for rank in per_rank for kind in rank}
         if len(kinds) > 1 and not self._warned and self._session.topology.rank == 0:
             log.warning(
@@ -399,7 +394,7 @@ class LambdaTrainer(EpochTrainer):
         # Overlapping epochs share the bytes evenly: in the end all have moved the same.
         local = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
         both = gather_int64(local, self._session).sum(axis=0)
-        inside, outside = (_shares(int(total), len(totals)) for total in both)
+        ends = np.arange(len(totals) + 1)[:, None] * both // len(totals)
         return [
             EpochRecord(
                 epoch=one.epoch,
@@ -413,15 +408,11 @@ class LambdaTrainer(EpochTrainer):
                 wait_s=0.0,
                 compute_s=one.seconds,
                 exchange_s=0.0,
-                bytes_inside=inside[index],
-                bytes_outside=outside[index],
+                bytes_inside=int(inside),
+                bytes_outside=int(outside),
             )
-            for index, one in enumerate(totals)
+            for one, (inside, outside) in zip(totals, np.diff(ends, axis=0), strict=True)
         ]
-
-
-def _shares(total: int, number: int) -> list[int]:
-    return [total * (index + 1) // number - total * index // number for index in range(number)]
 
 
 @final
@@ -436,18 +427,18 @@ class LambdaModel(WrappedModel):
             place and a remedy); or the graph has several types, or the ranks differ.
     """
 
-    def __init__(self, model: nn.Module, g: DistGraph, settings: LambdaSettings) -> None:
+    def __init__(self, model: nn.Module, g: DistGraph, options: LambdaOptions) -> None:
         super().__init__()
         check_types(g)
-        check_same_model(model, g.session, str(settings.options))
+        check_same_model(model, g.session, str(options))
         broadcast_state(model, g.session)
         self.module = model
         columns = {name: tuple(g.edata[name].shape[1:]) for name in g.edata}
-        self._chain, self._settings = chain_of(model, columns), settings
-        if not EXECUTORS.get(settings.options.executor).in_process:
-            check_imports(stages_of(self._chain.steps), settings.options.executor)
-        if settings.options.initialise:
-            draw_weights(model, self._chain, settings.options.initialise, g.session.seed)
+        self._chain, self._options = chain_of(model, columns), options
+        if not options.in_process:
+            check_imports(stages_of(self._chain.steps), options.executor)
+        if options.initialise:
+            draw_weights(model, self._chain, options.initialise, g.session.seed)
 
     @property
     def parts(self) -> Parts:
@@ -481,7 +472,7 @@ class LambdaModel(WrappedModel):
                 "computes it from the features alone; leave it out, or use strategy='data_parallel'"
             )
         _check_loss(objective.loss)
-        return LambdaTrainer(self.module, optimizer, self._chain, loader, objective, self._settings, show)
+        return LambdaTrainer(self.module, optimizer, self._chain, loader, objective, self._options, show)
 
 
 def _check_loss(loss: object) -> None:
@@ -525,23 +516,15 @@ def backward_by_torch(
     with torch.enable_grad():
         outputs = compute(of_weights, of_inputs)
     leaves = [*of_weights, *(one for one in of_inputs if one.requires_grad)]
-    roots = [
-        (one, gradient)
-        for one, gradient in zip(outputs, _tensors(gradients), strict=True)
-        if one.requires_grad
-    ]
-    found: list[Array] = [torch.zeros_like(leaf).numpy() for leaf in leaves]
+    roots = [pair for pair in zip(outputs, _tensors(gradients), strict=True) if pair[0].requires_grad]
+    found = tuple(torch.zeros_like(leaf) for leaf in leaves)
     if roots and leaves:
-        of_leaves = torch.autograd.grad(
-            [one for one, _ in roots], leaves, [gradient for _, gradient in roots], allow_unused=True
-        )
-        found = [
-            zeros if gradient is None else gradient.contiguous().numpy()
-            for zeros, gradient in zip(found, of_leaves, strict=True)
-        ]
-    rest = iter(found[len(of_weights) :])
+        ends, slopes = zip(*roots, strict=True)
+        found = torch.autograd.grad(ends, leaves, slopes, allow_unused=True, materialize_grads=True)
+    arrays = [gradient.contiguous().numpy() for gradient in found]
+    rest = iter(arrays[len(of_weights) :])
     return Backward(
-        tuple(next(rest) if want else None for want in is_wanted), tuple(found[: len(of_weights)])
+        tuple(next(rest) if want else None for want in is_wanted), tuple(arrays[: len(of_weights)])
     )
 
 

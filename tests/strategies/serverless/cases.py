@@ -6,20 +6,25 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from dglx_dist.comm.session import Session
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.program import Program
+from dglx_dist.strategies.serverless.engine import Engine, WorkerPool, open_engine
 from dglx_dist.strategies.serverless.graph_partition import (
     LocalGraph,
     Part,
     cut_intervals,
+    exchange_boundaries,
     local_graph,
-    routes_of,
+    part_of,
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
+from dglx_dist.strategies.serverless.options import StalenessPolicy, read_lambda_options
 from tests.serverless.programs import PlainRun, dropping, gat, gcn, sage
 
 PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "dropping": dropping}
@@ -48,15 +53,13 @@ class Case:
             found.append(local_graph(rank, starts, indptr, self.sources[edges], edges.start))
         return found
 
-    def part(self, graph: LocalGraph, boundary: Sequence[Array], intervals: int, first_interval: int) -> Part:
+    def part(self, graph: LocalGraph, boundary: Sequence[Array], intervals: int) -> Part:
         first, end = graph.starts[graph.rank], graph.starts[graph.rank + 1]
         edges = slice(int(self.indptr[first]), int(self.indptr[end]))
-        bounds = cut_intervals(graph.indptr, graph.sources, intervals)
-        return Part(
-            graph=graph,
-            bounds=bounds,
-            first_interval=first_interval,
-            routes=routes_of(graph, bounds, boundary),
+        return part_of(
+            graph,
+            boundary,
+            cut_intervals(graph.indptr, graph.sources, intervals),
             features=np.concatenate([self.x[first:end], self.x[graph.ghosts]]),
             labels=self.labels[first:end],
             fixed={"fixed:0": self.fixed[edges]},
@@ -65,14 +68,11 @@ class Case:
     def parts(self, starts: Sequence[int], intervals: int) -> list[Part]:
         graphs = self.graphs(starts)
         boundaries = boundaries_of(graphs)
-        return [
-            self.part(graph, boundary, intervals, graph.rank * intervals)
-            for graph, boundary in zip(graphs, boundaries, strict=True)
-        ]
+        return [self.part(*one, intervals) for one in zip(graphs, boundaries, strict=True)]
 
 
 def boundaries_of(graphs: Sequence[LocalGraph]) -> list[list[Array]]:
-    """``Routes.boundary`` per graph server and peer."""
+    """``Part.boundary`` per graph server and peer."""
     return [
         [graph.own_positions(peer.ghost_ids(graph.rank), peer.rank) for peer in graphs] for graph in graphs
     ]
@@ -133,7 +133,8 @@ def plan_of(
     program: Program, parts: Sequence[Part], num_servers: int = 1, staleness: int = 0
 ) -> ParameterPlan:
     sizes = np.concatenate([np.diff(part.bounds) for part in parts])
-    return ParameterPlan.of(program, assign(sizes, num_servers), num_servers=num_servers, staleness=staleness)
+    server_of = assign(sizes, num_servers)
+    return ParameterPlan(program=program, server_of_interval=server_of, staleness=staleness)
 
 
 def parameter_server(program: Program, plan: ParameterPlan, index: int) -> ParameterServer:
@@ -163,3 +164,21 @@ def servers(
 
 def latest(parameters: ParameterServer) -> dict[str, Array]:
     return dict(zip(parameters.plan.shapes, parameters.latest(), strict=True))
+
+
+STARTS = {1: [0, 40], 2: [0, 17, 40], 4: [0, 9, 9, 24, 40]}
+"""By ranks; the second of four graph servers has no nodes."""
+INTERVALS, PIPE = 3, StalenessPolicy()
+
+
+def engine(session: Session, name: str, policy: StalenessPolicy = PIPE, **options: Any) -> Engine[WorkerPool]:
+    """Return a real engine on this rank, whose workers are threads."""
+    program, starts = PROGRAMS[name](), STARTS[session.topology.world_size]
+    graph, names = case().graphs(starts)[session.topology.rank], list(program.weight_shapes)
+    part = case().part(graph, exchange_boundaries(session, graph), INTERVALS)
+    sizes = np.concatenate([np.diff(one.bounds) for one in case().parts(starts, INTERVALS)])
+    given = {"mode": policy.mode, "staleness": policy.staleness, "executor": "inline", "workers": 3}
+    weights = [first_weights(program)[name] for name in names]
+    update = Update("SGD", [{"lr": LR, "params": names}], names)
+    read = read_lambda_options({**given, **options})
+    return open_engine(session, program, part, sizes, read, policy, weights, update)

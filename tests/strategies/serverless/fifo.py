@@ -9,8 +9,9 @@ import torch
 
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.serverless.parameter_server import ParameterServer
+from dglx_dist.strategies.serverless.graph_partition import edge_values
 from dglx_dist.strategies.serverless.graph_server import GraphServer
-from dglx_dist.strategies.serverless.layer_kinds import EdgeFactor, edge_values
+from dglx_dist.strategies.serverless.layer_kinds import EdgeFactor
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
 from dglx_dist.strategies.serverless.options import StalenessPolicy
 from dglx_dist.strategies.serverless.trainer import update_of, weights_of, write_back
@@ -54,5 +55,5 @@ def case_of(g: DistGraph, chain: Chain) -> Case:
         sources=edges.sources,
         x=g.ndata["feat"][:].numpy(),
         labels=np.where(mask, g.ndata["label"][:].numpy(), -1).astype(np.int32),
-        fixed=edge_values(factor, g, everyone, np.dtype(np.float64))[:, None],
+        fixed=edge_values(factor, g, everyone, "float64"),
     )

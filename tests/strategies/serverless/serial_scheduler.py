@@ -1,30 +1,23 @@
 """Deterministic single-threaded simulation of graph servers, parameter servers and workers.
 
 Whatever can happen next is an event, and a choice function picks one. So any interleaving of a real run can
-be tried, and repeated from its record.
+be tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.serverless.stages.base import Arrays
 from dglx_dist.serverless.tasks import TaskKey, add_gradients, half_rows
-from dglx_dist.strategies.serverless.graph_server import (
-    GraphServer,
-    Parameters,
-    ScheduledTask,
-    SubmitResult,
-    TaskKind,
-)
+from dglx_dist.strategies.serverless.graph_server import GraphServer, ScheduledTask, SubmitResult, TaskKind
 from dglx_dist.strategies.serverless.options import StalenessPolicy
 from dglx_dist.strategies.serverless.scheduler import Progress
 from tests.serverless.programs import exchange
@@ -58,7 +51,7 @@ class Computed(NamedTuple):
     gradients: Arrays
 
 
-def compute_task(server: GraphServer, parameters: Parameters, key: TaskKey) -> Computed:
+def compute_task(server: GraphServer, parameters: LocalParameters, key: TaskKey) -> Computed:
     """Pull weights and rows of the open task ``key``, and compute it in its two halves."""
     work = server.works[key.step, key.direction]
     rows = server.rows_of(key.interval - server.part.first_interval)
@@ -73,7 +66,7 @@ def compute_task(server: GraphServer, parameters: Parameters, key: TaskKey) -> C
     return Computed((found[0].rows, found[1].rows), gradients)
 
 
-def submit(server: GraphServer, parameters: Parameters, key: TaskKey, computed: Computed) -> bool:
+def submit(server: GraphServer, parameters: LocalParameters, key: TaskKey, computed: Computed) -> bool:
     """Push the gradients, then submit the rows; return whether that completes the task."""
     work = server.works[key.step, key.direction]
     if work.pushes and work.weights:
@@ -104,7 +97,7 @@ class Event:
     """Graph server; -1 for an update."""
     interval: int = -1
     """Local number of the interval; the epoch for ANNOUNCE."""
-    position: int = field(default=-1, compare=False)
+    position: int = -1
     """Position of the interval."""
 
 
@@ -125,23 +118,6 @@ def seeded(seed: int) -> Choice:
     return lambda events: int(draw.integers(len(events)))
 
 
-def replayed(record: Sequence[Event]) -> Choice:
-    """Return the choice that repeats ``record``.
-
-    Raises:
-        ConfigError: when called and the recorded event cannot happen: the run is another one.
-    """
-    recorded = iter(record)
-
-    def choose(events: Sequence[Event]) -> int:
-        wanted = next(recorded, None)
-        if wanted not in events:
-            raise ConfigError(f"the record has {wanted}, which cannot happen; is it of another run?")
-        return events.index(wanted)
-
-    return choose
-
-
 @final
 class SerialScheduler:
     """Runs epochs of all graph servers in this thread.
@@ -149,7 +125,7 @@ class SerialScheduler:
     Args:
         servers: All graph servers, by number.
         parameters: All parameter servers of one plan, in order.
-        pace: How epochs may overlap; each graph server goes on with a copy.
+        policy: How epochs may overlap.
         choose: Which event comes next.
     """
 
@@ -167,7 +143,7 @@ class SerialScheduler:
             Progress(
                 one.schedule,
                 one.part.num_intervals,
-                replace(policy),  # as on ranks, each finds out for itself when to switch
+                policy,
                 [peer for peer in numbers if peer != one.rank],
             )
             for one in servers
@@ -175,8 +151,6 @@ class SerialScheduler:
         self._waiting: dict[tuple[int, int], TaskKey] = {}
         self._computed: dict[tuple[int, int], tuple[TaskKey, Computed]] = {}
         self._unannounced: list[tuple[int, int]] = []
-        self.record: list[Event] = []
-        """What happened."""
         self.watch: Callable[[Event], None] = lambda _event: None
         """Called after each event."""
 
@@ -188,7 +162,6 @@ class SerialScheduler:
             events = self.events()
             assert events, f"nothing can happen: {[one.position for one in self.progress]}"
             event = events[self._choose(events)]
-            self.record.append(event)
             self._apply(event)
             self.watch(event)
 
@@ -218,7 +191,7 @@ class SerialScheduler:
             self._unannounced.remove((event.server, event.interval))
             correct = self.servers[event.server].correct(event.interval)
             for progress in self.progress:
-                progress.switch.record(event.server, event.interval, correct)
+                progress.record_correct(event.server, event.interval, correct)
         elif event.kind is EventKind.START:
             self._move(event.server, event.interval)
         elif event.kind is EventKind.COMPUTE:
@@ -257,4 +230,4 @@ class SerialScheduler:
         if (new_barrier := progress.new_barrier()) is not None:
             for other in self.progress:
                 if other is not progress:
-                    other.record_peer(number, new_barrier)
+                    other.record_position(number, new_barrier)

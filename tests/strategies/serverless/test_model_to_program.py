@@ -21,7 +21,8 @@ from dglx_dist.layers.base import DeclaredStage
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
 from dglx_dist.serverless.program import Edge, Gather, Scatter, Vertex
 from dglx_dist.serverless.stages.base import STAGES, register_stage
-from dglx_dist.strategies.serverless.layer_kinds import FACTOR_OF_NORM, EdgeFactor, edge_values
+from dglx_dist.strategies.serverless.graph_partition import edge_values
+from dglx_dist.strategies.serverless.layer_kinds import FACTOR_OF_NORM, EdgeFactor
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of, find_layers
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
@@ -157,9 +158,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def factor_values(factor: EdgeFactor, g: Any) -> Array:
     sources, targets = (ends.numpy() for ends in g.edges())
-    powers = {"one": 0.0, "root": -0.5, "whole": -1.0}
-    d = np.maximum(np.bincount(targets, minlength=NODES), 1).astype(float) ** powers[factor.target]
-    o = np.maximum(np.bincount(sources, minlength=NODES), 1).astype(float) ** powers[factor.source]
+    d = np.maximum(np.bincount(targets, minlength=NODES), 1).astype(float) ** factor.target
+    o = np.maximum(np.bincount(sources, minlength=NODES), 1).astype(float) ** factor.source
     column = 1.0 if factor.column is None else g.edata[factor.column].numpy()
     values: Array = (d[targets] * o[sources] * column)[:, None]
     return values
@@ -210,7 +210,7 @@ def test_steps_are_those_of_the_paper() -> None:
     chain = chain_of(MODELS["gcn"]())
     assert [step.name for step in chain.steps] == ["GA1", "AV1", "SC1", "GA2", "AV2"]
     assert chain.dtype == "float32"
-    assert chain.factors == {"fixed:0": EdgeFactor(target="whole")}
+    assert chain.factors == {"fixed:0": EdgeFactor(target=-1.0)}
     kinds = [type(step) for step in chain_of(MODELS["gat"]()).steps]
     assert kinds == [*[Vertex, Scatter, Edge, Gather] * 3, Vertex]
     shared = chain_of(MODELS["sage"]())
@@ -541,16 +541,12 @@ def test_values(folder: Path) -> None:
     }
     with dx.init():
         g = dx.DistGraph(folder)
-        everyone, float64 = np.arange(3), np.dtype(np.float64)
+        everyone = np.arange(3)
         for name, values in expected.items():
-            np.testing.assert_allclose(edge_values(FACTOR_OF_NORM[name], g, everyone, float64), values)
-        weighed = edge_values(EdgeFactor(target="whole", column="w"), g, np.array([2]), np.dtype(np.float32))
+            found = edge_values(FACTOR_OF_NORM[name], g, everyone, "float64")
+            np.testing.assert_allclose(found[:, 0], values)
+        weighed = edge_values(EdgeFactor(target=-1.0, column="w"), g, np.array([2]), "float32")
         assert weighed.dtype == np.float32
-        np.testing.assert_allclose(weighed, [2 / 3, 1, 4 / 3], rtol=1e-6)
+        np.testing.assert_allclose(weighed[:, 0], [2 / 3, 1, 4 / 3], rtol=1e-6)
         with pytest.raises(ConfigError, match=r"'two' has \(2,\) numbers per edge"):
-            edge_values(EdgeFactor(column="two"), g, everyone, float64)
-
-
-def test_sums_need_no_values() -> None:
-    assert FACTOR_OF_NORM["sum"].is_one
-    assert not FACTOR_OF_NORM["mean"].is_one
+            edge_values(EdgeFactor(column="two"), g, everyone, "float64")

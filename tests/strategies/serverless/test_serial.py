@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.serverless.program import Vertex
 from dglx_dist.serverless.tasks import TaskKey
@@ -23,7 +22,6 @@ from .serial_scheduler import (
     SerialScheduler,
     compute_task,
     first_come,
-    replayed,
     seeded,
 )
 
@@ -129,7 +127,7 @@ def test_runs_go_on_where_they_ended_and_async_can_become_synchronous() -> None:
     schedule.run(3)
     between = cases.latest(parameters[0])
     for progress in schedule.progress:
-        progress.policy.synchronous_from = 3
+        progress.synchronous_from = 3
     schedule.run(5)
     program, graph = cases.gcn(), cases.case()
     for _ in range(2):
@@ -137,21 +135,6 @@ def test_runs_go_on_where_they_ended_and_async_can_become_synchronous() -> None:
         between = {key: value - cases.LR * gradients[key] for key, value in between.items()}
     for key, value in cases.latest(parameters[0]).items():
         np.testing.assert_allclose(value, between[key], rtol=1e-10, atol=1e-12)
-
-
-def test_a_record_is_replayed_and_another_runs_record_is_refused() -> None:
-    policy = StalenessPolicy(mode="async", staleness=1)
-    first, parameters = train("sage", 2, 3, policy, seeded(7), epochs=4)
-    again, repeated = train("sage", 2, 3, policy, replayed(first.record), epochs=4)
-    assert again.record == first.record
-    assert [one.tobytes() for one in repeated[0].latest()] == [
-        one.tobytes() for one in parameters[0].latest()
-    ]
-    other, changed = train("sage", 2, 3, policy, seeded(8), epochs=4)
-    assert other.record != first.record
-    assert any((a != b).any() for a, b in zip(changed[0].latest(), parameters[0].latest(), strict=True))
-    with pytest.raises(ConfigError, match="is it of another run"):
-        train("sage", 2, 3, StalenessPolicy(mode="pipe"), replayed(first.record), epochs=4)
 
 
 def test_gradients_of_intervals_add_up_to_those_of_the_graph() -> None:
@@ -199,8 +182,8 @@ class Bounds:
         schedule.watch = self.look
 
     def look(self, event: Event) -> None:
-        updates = self.parameters[0]._versions.latest
-        alive = max(len(server._versions.alive) for server in self.parameters)
+        updates = self.parameters[0].updates
+        alive = max(len(server.versions) for server in self.parameters)
         assert alive <= self.staleness + 2
         self.alive = max(self.alive, alive)
         if event.kind is EventKind.UPDATE:
@@ -231,9 +214,9 @@ class Bounds:
         interval = server.part.first_interval + event.interval
         (index,) = {int(self.parameters[0].plan.server_of_interval[interval])}
         for number, parameters in enumerate(self.parameters):
-            stash = parameters._versions._stash_of.get(interval)
+            stash = parameters._stash_of.get(interval)
             assert (stash is not None) == (number == index)
-        stashed_epoch, version = self.parameters[index]._versions._stash_of[interval]
+        stashed_epoch, version = self.parameters[index]._stash_of[interval]
         assert stashed_epoch == epoch
         key = (event.server, event.interval, epoch)
         assert self.versions.setdefault(key, version) == version
@@ -287,9 +270,9 @@ def test_bounds_hold_in_a_thousand_random_schedules(staleness: int, runs: int) -
         schedule.run(epochs)
         for server in parameters:
             server.drain()
-            assert server._versions.latest == epochs
-            assert server._versions._stash_of == {}
-            assert server._versions.alive == (epochs,)
+            assert server.updates == epochs
+            assert server._stash_of == {}
+            assert server.versions == (epochs,)
         assert not any(server.task_table.keys for server in servers)
         worst = {name: max(value, getattr(bounds, name)) for name, value in worst.items()}
     # The bounds are reached, so that the test would see one that is exceeded.

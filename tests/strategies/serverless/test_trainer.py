@@ -493,19 +493,9 @@ def test_features_of_half_precision_are_read_as_the_programs_numbers(g: Any) -> 
     assert np.array_equal(found, narrow.float().numpy())
 
 
-def test_wrong_options_are_refused() -> None:
-    for options, reason in (
-        ({"stalenes": 1}, "did you mean 'staleness'"),
-        ({"initialise": "he_norml"}, "did you mean 'he_normal'"),
-        ({"parameter_servers": 2}, "but there are 1 ranks"),
-        ({"executor": "inline", "memory_mb": 192}, "no option 'memory_mb'.*also faults"),
-        ({"executor": "inlin"}, "did you mean 'inline'"),
-        ({"prices": "awz"}, "no price table 'awz'"),
-        ({"server": "c5.tiny"}, r"no server 'c5\.tiny'"),
-        ({"staleness": 1, "mode": "pipe"}, "no meaning with mode='pipe'"),
-    ):
-        with pytest.raises(ConfigError, match=reason):
-            dx.init("lambda", **options)
+def test_more_parameter_servers_than_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="parameter_servers=2, but there are 1 ranks"):
+        dx.init("lambda", parameter_servers=2)
 
 
 def test_several_types_are_refused() -> None:
