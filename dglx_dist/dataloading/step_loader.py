@@ -309,14 +309,7 @@ class Pace:
 
 
 class EpochLoader(ABC, Generic[B, T]):
-    """Yields the batches of an epoch, made ahead on threads; each iteration is the next epoch.
-
-    Args:
-        session: The run.
-        seed: Seed of all draws; a saved position holds it.
-        depth: Batches made ahead.
-        num_threads: Batches made at a time; 0: in the consumer's thread.
-    """
+    """Yields the batches of an epoch, made ahead on threads; each iteration is the next epoch."""
 
     def __init__(self, session: Session, *, seed: int, depth: int, num_threads: int) -> None:
         self._session, self._seed = session, seed
@@ -439,13 +432,6 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     Constructing it is collective; iterating calls no collective. A rank that has run out of items gets empty
     batches.
-
-    Args:
-        session: The run.
-        items: This rank's items.
-        pace: Batch size and order.
-        options: Depth, threads, seed and device.
-        maker: Makes the batches.
 
     Raises:
         ConfigError: the ranks differ in ``batch_size`` or ``drop_last``.
