@@ -21,16 +21,16 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.cache import check_budget
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.options import check_ranges
-from dglx_dist.planner.choose import Constraints, choosable, choose, enumerate_candidates, works_of
+from dglx_dist.planner.choose import choosable, choose
 from dglx_dist.planner.measure import MeasureConfig, measure
 from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.profile import probe
-from dglx_dist.planner.records import Choice, Outcome
-from dglx_dist.planner.workload import TRAIN_MASK, check_plannable, check_train_nodes
+from dglx_dist.planner.records import Choice, ChoiceOptions, Outcome
+from dglx_dist.planner.workload import check_plannable
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, EpochRecord
 from dglx_dist.report.run_folder import PLAN, read_plan
-from dglx_dist.report.tables import RunFacts, plan_lines, summarise
+from dglx_dist.report.tables import plan_lines, summarise
 from dglx_dist.strategies.base import (
     AUTO,
     CACHE_CHOICE,
@@ -39,15 +39,14 @@ from dglx_dist.strategies.base import (
     check_options,
     strategy_of,
 )
-from dglx_dist.strategies.cost import CACHE_SIZES, Candidate, Cluster, Draws, ModelShape, PlanContext
+from dglx_dist.strategies.cost import Candidate, Cluster, Draws, ModelShape
 from dglx_dist.strategies.data_parallel import check_same_model
 from dglx_dist.training import checkpoint
-from dglx_dist.training.config import ChoiceOptions
 from dglx_dist.training.fit import TRAINED_WITH, FitResult
 
 _DEEP = 4
 """Layers from which on mini-batches are not considered without explicit fan-outs."""
-NO_BATCHES = (
+_NO_BATCHES = (
     f"mini-batches of {_DEEP} layers and more are not considered unless fan-outs are given, so ways to train "
     "on whole graphs are compared (--fanout, --unit)"
 )
@@ -124,17 +123,13 @@ def check_session_options(session: Session) -> None:
         strategy_of(session)
 
 
-def steps_of(draws: Draws | None, seeds: int, ranks: int) -> int:
-    """Return the steps of an epoch on ``seeds`` training nodes of all ranks; 0 without mini-batches."""
-    if draws is None:
-        return 0
-    seeds_per_rank = -(-seeds // ranks)
-    return -(-seeds_per_rank // draws.batch_size)
-
-
-def is_deep(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> bool:
-    """Whether the depth alone excludes mini-batches."""
+def _is_deep(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> bool:
     return unit != "full_graph" and fanouts is None and num_layers >= _DEEP
+
+
+def batch_assumptions(unit: str, num_layers: int, fanouts: Sequence[int] | None) -> tuple[str, ...]:
+    """Return a line if the depth alone excludes mini-batches."""
+    return (_NO_BATCHES,) if _is_deep(unit, num_layers, fanouts) else ()
 
 
 def draws_of(
@@ -146,7 +141,7 @@ def draws_of(
     epoch: int,
 ) -> Draws | None:
     """Return the mini-batches of ``epoch`` to count, or None; fan-outs and batch size have defaults."""
-    if choice.unit == "full_graph" or is_deep(choice.unit, num_layers, fanouts):
+    if choice.unit == "full_graph" or _is_deep(choice.unit, num_layers, fanouts):
         return None
     if fanouts is None:
         fanouts = default_fanouts(DEFAULT_STRATEGY, num_layers)
@@ -246,7 +241,7 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
     options = read_auto_options(session.options)
     remedy = "strategy 'auto' needs the same options on every rank"
     check_equal(session, "an option", {**asdict(training), **asdict(options)}, remedy)
-    check_same_model(model, session, "a model")
+    check_same_model(model, session)
     check_plannable(g.dataset.manifest, str(g.dataset.folder))
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
         # Training must draw the same random numbers as if the strategy had been named.
@@ -268,78 +263,37 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
 def _choose(
     model: nn.Module, g: DistGraph, training: Training, options: AutoOptions, notify: Callable[[str], None]
 ) -> tuple[Choice, Draws | None]:
-    session = g.session
     shape = _shape(model, g, training)
     notify("probing the links")
-    cluster = _cluster(session, options)
+    cluster = _cluster(g.session, options)
     layers, epoch = len(shape.layers), min(1, training.epochs - 1)
     draws = draws_of(options, layers, training.fanouts, training.batch_size, epoch=epoch)
-    constraints = Constraints(
-        unit="full_graph" if draws is None else options.unit,
-        estimators=options.allow_estimators,
-        full_graph_epochs=options.full_graph_epochs,
-    )
-    candidates = _candidates(g, shape, cluster, draws, constraints, allow_cache=options.caches)
-    if training.own_loop:
-        candidates = tuple(one for one in candidates if STRATEGIES.get(one.strategy).traits.own_loop)
-    # Each rank has its own registry; measuring is collective.
-    offered = [f"{one.name} {one.works}" for one in candidates]
-    check_equal(session, "a candidate of strategy 'auto'", offered, "load the same plugins on every rank")
-    deep = (NO_BATCHES,) if is_deep(options.unit, layers, training.fanouts) else ()
-    known = measure(
-        g,
-        model,
-        shape,
-        MeasureConfig(
-            cluster=cluster,
-            draws=draws,
-            works=works_of(candidates),
-            caches=tuple(dict.fromkeys(one.cache_alpha for one in candidates if one.cache)),
-            partitioned=not g.structure().is_whole and cluster.servers > 1,
-            in_job=True,
-            program_bytes=resident(),
-            epoch=epoch,
-            assumptions=(*deep, *_model_assumptions(shape)),
+    wanted = options if draws is not None else replace(options, unit="full_graph")
+
+    def is_offered(one: Candidate) -> bool:
+        own_loop = not training.own_loop or STRATEGIES.get(one.strategy).traits.own_loop
+        return own_loop and (one.exact or wanted.allow_estimators) and wanted.unit in ("any", one.unit)
+
+    requested = MeasureConfig(
+        cluster=cluster,
+        draws=draws,
+        is_offered=is_offered,
+        caches=options.caches,
+        partitioned=not g.structure().is_whole and cluster.servers > 1,
+        in_job=True,
+        program_bytes=resident(),
+        epoch=epoch,
+        assumptions=(
+            *batch_assumptions(options.unit, layers, training.fanouts),
+            *_model_assumptions(shape),
         ),
-        lambda text: notify(f"counting: {text}"),
     )
-    return _agree(choose(candidates, known, constraints), session), draws
-
-
-def _agree(choice: Choice, session: Session) -> Choice:
-    """Return ``choice`` with the pick of rank 0: rounding could make ranks pick differently."""
-    picked = "" if choice.taken is None else choice.taken.candidate.name
-    name = broadcast_json(picked, session)
+    known, candidates = measure(g, model, shape, requested, lambda text: notify(f"counting: {text}"))
+    choice = choose(candidates, known, wanted)
+    # Rounding could make ranks pick differently: the pick of rank 0 counts.
+    name = broadcast_json("" if choice.taken is None else choice.taken.candidate.name, g.session)
     names = [one.candidate.name for one in choice.predictions]
-    return replace(choice, picked=names.index(str(name)) if name else -1)
-
-
-def _candidates(
-    g: DistGraph,
-    shape: ModelShape,
-    cluster: Cluster,
-    draws: Draws | None,
-    constraints: Constraints,
-    *,
-    allow_cache: bool,
-) -> tuple[Candidate, ...]:
-    """Return the candidates that the constraints allow; each is counted."""
-    marked = g.ndata[TRAIN_MASK]
-    count = marked.kvstore.count_nonzero(marked.kvstore_key)
-    check_train_nodes(count, str(g.dataset.folder))
-    caches = CACHE_SIZES if allow_cache and g.structure().is_whole else ()
-    context = PlanContext(
-        ranks=cluster.ranks,
-        servers=cluster.servers,
-        num_layers=len(shape.layers),
-        steps=steps_of(draws, count, cluster.ranks),
-        caches=caches,
-    )
-    return tuple(
-        one
-        for one in enumerate_candidates(context)
-        if (one.exact or constraints.estimators) and constraints.unit in ("any", one.unit)
-    )
+    return replace(choice, picked=names.index(str(name)) if name else -1), draws
 
 
 def _shape(model: nn.Module, g: DistGraph, training: Training) -> ModelShape:
@@ -407,7 +361,7 @@ def plan_of_run(folder: Path) -> dict[str, Any] | None:
     return value
 
 
-def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: RunFacts) -> Outcome:
+def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:
     """Return the measured cost: bytes of epoch ``counted``, else of the last; the rest of the whole run."""
     record = next((one for one in epochs if one.epoch == counted), epochs[-1])
     seconds = summarise(facts, epochs)["epoch_seconds"]
@@ -416,7 +370,7 @@ def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: RunFacts) -> 
         epoch_seconds=float(str(seconds)),
         bytes_outside=record.bytes_outside,
         bytes_inside=record.bytes_inside,
-        peak_memory_bytes=facts.peak_memory_bytes,
+        peak_memory_bytes=facts["peak_memory_bytes"],
     )
 
 
@@ -442,14 +396,13 @@ def plan_summary(value: Mapping[str, Any]) -> dict[str, object]:
     return found
 
 
-def facts_of(session: Session, result: FitResult) -> RunFacts:
-    """Return strategy, ranks, accuracies and the largest memory of any rank; collective."""
-    peaks = [int(str(one)) for one in gather_json(peak(), session)]
-    return RunFacts(
-        strategy=session.strategy,
-        ranks=session.topology.world_size,
-        servers=session.topology.num_servers,
-        test_accuracy=result.test_accuracy,
-        val_accuracy=result.val_accuracy,
-        peak_memory_bytes=max(peaks),
-    )
+def facts_of(session: Session, result: FitResult) -> dict[str, Any]:
+    """Return strategy, ranks, exact accuracies and the largest memory of any rank; collective."""
+    return {
+        "strategy": session.strategy,
+        "ranks": session.topology.world_size,
+        "servers": session.topology.num_servers,
+        "test_accuracy": result.test_accuracy,
+        "val_accuracy": result.val_accuracy,
+        "peak_memory_bytes": max(int(str(one)) for one in gather_json(peak(), session)),
+    }

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dglx_dist.data.storage.files import replaced_file
+from dglx_dist.data.storage.files import partial_folder, replaced_file
 from dglx_dist.errors import StorageError
 
 
@@ -43,6 +43,14 @@ def writing_to(path: Path) -> Iterator[None]:
         raise StorageError(
             f"cannot write to {path}: {error.strerror}; choose another folder with --out"
         ) from error
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Make a folder of this user's that is removed afterwards; remove those of processes that were killed."""
+    with partial_folder(Path(tempfile.gettempdir(), "dglx-scratch")) as folder:
+        folder.chmod(0o700)
+        yield folder
 
 
 def last_lines(logs: Iterable[Path], most: int) -> str:

@@ -8,14 +8,16 @@ from pathlib import Path
 
 from dglx_dist.cli.common import ranks_of_each
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import ABOVE_ZERO, at_least, in_option, option, path_option
-from dglx_dist.planner.records import Rate
-from dglx_dist.training.config import ChoiceOptions, ModelConfig
+from dglx_dist.options import ABOVE_ZERO, Check, at_least, between, in_option, option, path_option
+from dglx_dist.planner.records import ChoiceOptions, Rate
+from dglx_dist.training.config import ModelConfig
 
 _of_servers = partial(option, panel="Servers")
 _of_graph = partial(option, panel="A graph without a dataset")
 _MAX_BITS_PER_S = 10**14
 """Above the limit of tc, for links between accelerators inside of a server."""
+_MOST_NODES, _MOST_EDGES, _MOST_COLUMNS = 10**15, 10**21, 10**6
+"""Larger values are typing errors."""
 _rate = in_option(partial(Rate.parse, most=_MAX_BITS_PER_S))
 
 
@@ -71,14 +73,18 @@ class PlanConfig(ChoiceOptions, ModelConfig):
     speed: float = _of_graph(
         1.0, "Of a rank, relative to one core of a server; an accelerator: 50.", check=ABOVE_ZERO
     )
-    nodes: float | None = _of_graph(None, "E.g. 1e9.")
-    edges: float | None = _of_graph(None, "E.g. 2e10.")
-    features: int = _of_graph(100, "Columns.")
-    classes: int = _of_graph(50, "Of the labels.")
-    train_share: float = _of_graph(0.1, "Share of training nodes.")
+    nodes: float | None = _of_graph(None, "E.g. 1e9.", check=between(1, _MOST_NODES))
+    edges: float | None = _of_graph(None, "E.g. 2e10.", check=between(0, _MOST_EDGES))
+    features: int = _of_graph(100, "Columns.", check=between(1, _MOST_COLUMNS))
+    classes: int = _of_graph(50, "Of the labels.", check=between(1, _MOST_COLUMNS))
+    train_share: float = _of_graph(
+        0.1, "Share of training nodes.", check=Check(lambda value: 0 < value <= 1, "above 0 and at most 1")
+    )
     partitioner: str = _of_graph("metis", "random, or metis and the like.")
-    edge_cut: float | None = _of_graph(None, "Share of edges between servers, if known.")
-    degree_spread: float = _of_graph(4.0, "Mean square of the in-degrees over their squared mean.")
+    edge_cut: float | None = _of_graph(None, "Share of edges between servers, if known.", check=between(0, 1))
+    degree_spread: float = _of_graph(
+        4.0, "Mean square of the in-degrees over their squared mean.", check=between(1, _MOST_NODES)
+    )
     seed: int = option(0, "Of the planned run.", check=at_least(0))
     picture: Path | None = option(
         None,

@@ -11,39 +11,24 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from torch import nn
 
 from dglx_dist.api import init
-from dglx_dist.auto import NO_BATCHES, draws_of, is_deep, steps_of
+from dglx_dist.auto import batch_assumptions, draws_of
 from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.data.partition.base import PARTITIONERS
 from dglx_dist.data.storage.manifest import read_manifest
-from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.split import marked_ids
 from dglx_dist.planner import expected
-from dglx_dist.planner.choose import (
-    Constraints,
-    Regions,
-    choose,
-    enumerate_candidates,
-    find_regions,
-    works_of,
-)
+from dglx_dist.planner.choose import Regions, choose, enumerate_candidates, find_regions, works_of
 from dglx_dist.planner.measure import PROGRAM_BYTES, MeasureConfig, measure
 from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.profile import assumed_rates
-from dglx_dist.planner.records import Choice, Rate
-from dglx_dist.planner.workload import (
-    TRAIN_MASK,
-    check_plannable,
-    check_train_nodes,
-)
+from dglx_dist.planner.records import Choice, ChoiceOptions, Rate
+from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE, NODE_TYPE
 from dglx_dist.report.tables import plural
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
 from dglx_dist.strategies.cost import (
-    CACHE_SIZES,
     Candidate,
     Cluster,
     Draws,
@@ -69,20 +54,15 @@ _EPOCH = 1
 _METIS_CUT, _METIS_FLOOR = 0.35, 0.05
 """METIS's cut relative to a random partition's, on graphs with communities; and the least cut as a fraction
 of all edges. For graphs without a dataset only."""
-_MOST_NODES, _MOST_DEGREE, _MOST_COLUMNS = 10**15, 10**6, 10**6
-"""Larger values are typing errors."""
 MAP_WIDTHS = (8, 16, 32, 64, 128, 256)
 MAP_BITS_PER_S, MAP_STEPS = (0.05e9, 50e9), 31
 """Range of the bandwidths of a map, and their number."""
 
 
-def constraints_of(plan: PlanConfig) -> Constraints:
+def constraints_of(plan: PlanConfig) -> ChoiceOptions:
     """Return the constraints of the choice: whole graphs where there are no mini-batches."""
-    return Constraints(
-        unit="full_graph" if plan.unit == "mini_batch" and _draws_of(plan) is None else plan.unit,
-        estimators=plan.allow_estimators,
-        full_graph_epochs=plan.full_graph_epochs,
-    )
+    only_whole = plan.unit == "mini_batch" and _draws_of(plan) is None
+    return replace(plan, unit="full_graph") if only_whole else plan
 
 
 def _draws_of(plan: PlanConfig) -> Draws | None:
@@ -90,11 +70,7 @@ def _draws_of(plan: PlanConfig) -> Draws | None:
 
 
 def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
-    """Predict every way to train, and choose one; one process calls it.
-
-    Args:
-        plan: Graph, model and servers.
-        notify: Called with the name of each next step.
+    """Predict every way to train, and choose one; one process calls it. ``notify`` gets each next step.
 
     Raises:
         ConfigError: the dataset lacks what training needs, or has fewer parts than there are servers.
@@ -116,20 +92,14 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         graph=graph, shape=shape, cluster=cluster, program_bytes=PROGRAM_BYTES, replicated=True
     )
     partitioned = _is_partitioned(plan, memory.structure)
-    draws = _draws_of(plan)
-    batches = None
+    draws, batches = _draws_of(plan), None
     if draws is not None:
         batches = expected.batches(
             graph, cluster, draws, gradient_bytes=shape.gradient_bytes, partitioned=partitioned
         )
-    context = _context_of(plan, 0 if batches is None else batches.steps, caches=())
-    candidates = enumerate_candidates(context)
-    assumptions = (
-        *expected.ASSUMPTIONS,
-        f"{100 * graph.edge_cut:.1f}% of the edges are between servers ({graph.method}) (--edge-cut)",
-        f"the squares of in-degrees are {graph.degree_spread:g} times what equal ones have (--degree-spread)",
-        f"a rank computes as fast as {plural(plan.speed, 'core')} of a server (--speed, not measured)",
-        f"the structure of the graph is {'partitioned' if partitioned else 'on every server'}",
+    steps = 0 if batches is None else batches.steps
+    candidates = enumerate_candidates(
+        PlanContext(ranks=cluster.ranks, servers=plan.servers, num_layers=plan.layers, steps=steps, caches=())
     )
     known = Measured(
         graph=graph,
@@ -141,50 +111,41 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         works={work: work.estimate(graph, cluster, plan.layers) for work in works_of(candidates)},
         structure_partitioned=partitioned,
         epoch=_EPOCH,
-        assumptions=(*assumptions, *_batch_assumptions(plan)),
+        assumptions=(
+            *expected.ASSUMPTIONS,
+            f"{100 * graph.edge_cut:.1f}% of the edges are between servers ({graph.method}) (--edge-cut)",
+            f"the squares of in-degrees are {graph.degree_spread:g} times what equal ones have "
+            "(--degree-spread)",
+            f"a rank computes as fast as {plural(plan.speed, 'core')} of a server (--speed, not measured)",
+            f"the structure of the graph is {'partitioned' if partitioned else 'on every server'}",
+            *batch_assumptions(plan.unit, plan.layers, plan.fanouts),
+        ),
         draws=draws,
     )
     return known, candidates
 
 
 def _stats_of(plan: PlanConfig) -> GraphStats:
-    """Return the statistics that the user gave; ConfigError if one is out of range."""
-    nodes, edges, servers = plan.nodes or 0, plan.edges or 0, plan.servers
-    for name, value, least, most in (
-        ("nodes", nodes, 1, _MOST_NODES),
-        ("edges", edges, 0, _MOST_NODES * _MOST_DEGREE),
-        ("features", plan.features, 1, _MOST_COLUMNS),
-        ("classes", plan.classes, 1, _MOST_COLUMNS),
-        ("degree-spread", plan.degree_spread, 1, _MOST_NODES),
-    ):
-        if not least <= value <= most:
-            raise ConfigError(f"--{name} {value} must be from {least} to {most:g}")
-    random = (servers - 1) / servers
-    kept = max(_METIS_CUT * random, _METIS_FLOOR * (servers > 1))
-    assumed_cut = random if PARTITIONERS.get(plan.partitioner).scatters else kept
-    # With one server no edge is cut, whatever the user says.
-    cut = assumed_cut if plan.edge_cut is None or servers == 1 else plan.edge_cut
-    if not 0 < plan.train_share <= 1:
-        raise ConfigError(f"--train-share {plan.train_share:g} must be above 0 and at most 1")
-    if not 0 <= cut <= 1:
-        raise ConfigError(f"--edge-cut {cut:g} must be from 0 to 1: a share of the edges")
+    assert plan.nodes is not None
+    assert plan.edges is not None
+    cut = random = (plan.servers - 1) / plan.servers
+    if not PARTITIONERS.get(plan.partitioner).scatters:
+        cut = max(_METIS_CUT * random, _METIS_FLOOR * (plan.servers > 1))
+    if plan.edge_cut is not None and plan.servers > 1:
+        cut = plan.edge_cut
     return GraphStats(
         name="told by figures",
-        nodes=int(nodes),
-        edges=int(edges),
+        nodes=int(plan.nodes),
+        edges=int(plan.edges),
         features=plan.features,
         feature_bytes=4 * plan.features,
         classes=plan.classes,
-        train_nodes=max(int(plan.train_share * nodes), 1),
+        train_nodes=max(int(plan.train_share * plan.nodes), 1),
         edge_cut=cut,
         method=plan.partitioner,
         degree_spread=plan.degree_spread,
         counted=False,
     )
-
-
-def _batch_assumptions(plan: PlanConfig) -> tuple[str, ...]:
-    return (NO_BATCHES,) if is_deep(plan.unit, plan.layers, plan.fanouts) else ()
 
 
 def _from_dataset(
@@ -199,9 +160,12 @@ def _from_dataset(
             g = DistGraph(folder, structure="replicated", session=session)
             known, candidates = _measured_on(plan, g, cluster, notify)
             g.close()
-            return known, candidates
     finally:
         torch.set_num_threads(threads)
+    if cluster.cores < 1:
+        plans = None if known.plan_rates is None else known.plan_rates.slowed(1.0 / cluster.cores)
+        known = replace(known, rates=known.rates.slowed(1.0 / cluster.cores), plan_rates=plans)
+    return known, candidates
 
 
 def _measured_on(
@@ -209,54 +173,22 @@ def _measured_on(
 ) -> tuple[Measured, tuple[Candidate, ...]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(NODE_TYPE)
     module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
-    shape = _shape_of(module, plan, features, plan.hidden, classes)
-    seeds = len(marked_ids(g.ndata[TRAIN_MASK], g.num_nodes()))
-    check_train_nodes(seeds, str(plan.data))
-    draws = _draws_of(plan)
-    partitioned = _is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges())
-    # Cache policy vip needs all edges.
-    caches = () if partitioned else CACHE_SIZES
-    steps = steps_of(draws, seeds, cluster.ranks)
-    candidates = enumerate_candidates(_context_of(plan, steps, caches=caches))
+    shape = shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=plan.hidden)
+    here, assumptions = len(os.sched_getaffinity(0)), []
+    if cluster.cores > here:
+        cores = plural(cluster.cores, "core")
+        assumptions = [f"a rank of {cores} computes as fast as the {here} here, on which it was timed"]
     requested = MeasureConfig(
         cluster=cluster,
-        draws=draws,
-        works=works_of(candidates),
-        caches=caches,
-        partitioned=partitioned,
+        draws=_draws_of(plan),
+        partitioned=_is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges()),
         epoch=_EPOCH,
         clock=time.thread_time if torch.get_num_threads() == 1 else time.perf_counter,
-        other_ranks=_num_neighbors(plan),
-        assumptions=(*_batch_assumptions(plan), *_core_assumptions(cluster)),
+        # Ranks that compute on the machine of each, at most one per core.
+        other_ranks=max(min(plan.ranks_of_machine, here) - 1, 0),
+        assumptions=(*batch_assumptions(plan.unit, plan.layers, plan.fanouts), *assumptions),
     )
-    known = measure(g, module, shape, requested, notify)
-    if cluster.cores < 1:
-        plans = None if known.plan_rates is None else known.plan_rates.slowed(1.0 / cluster.cores)
-        known = replace(known, rates=known.rates.slowed(1.0 / cluster.cores), plan_rates=plans)
-    return known, candidates
-
-
-def _num_neighbors(plan: PlanConfig) -> int:
-    """Return the number of other ranks that compute on the machine of each, at most one per core."""
-    return max(min(plan.ranks_of_machine, len(os.sched_getaffinity(0))) - 1, 0)
-
-
-def _core_assumptions(cluster: Cluster) -> tuple[str, ...]:
-    here = len(os.sched_getaffinity(0))
-    if cluster.cores <= here:
-        return ()
-    cores = plural(cluster.cores, "core")
-    return (f"a rank of {cores} computes as fast as the {here} here, on which it was timed",)
-
-
-def _context_of(plan: PlanConfig, steps: int, caches: tuple[float, ...]) -> PlanContext:
-    return PlanContext(
-        ranks=plan.servers * plan.per_server,
-        servers=plan.servers,
-        num_layers=plan.layers,
-        steps=steps,
-        caches=caches,
-    )
+    return measure(g, module, shape, requested, notify)
 
 
 def cluster_of(plan: PlanConfig) -> Cluster:
@@ -306,10 +238,6 @@ def _is_partitioned(plan: PlanConfig, structure_bytes: int) -> bool:
 def _shape(plan: PlanConfig, features: int, hidden: int, classes: int) -> ModelShape:
     with torch.random.fork_rng(devices=[]):
         module = build_model(plan.model, features, hidden, classes, plan.layers, 0.5, plan.heads)
-    return _shape_of(module, plan, features, hidden, classes)
-
-
-def _shape_of(module: nn.Module, plan: PlanConfig, features: int, hidden: int, classes: int) -> ModelShape:
     return shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=hidden)
 
 
@@ -323,9 +251,9 @@ def make_map(plan: PlanConfig, notify: Notify | None = None) -> tuple[Choice, Re
     graph, heads = known.graph, plan.heads if plan.model == "gat" else 1
     # Widths are multiples of the attention heads.
     widths = {plan.hidden, *(-(-hidden // heads) * heads for hidden in MAP_WIDTHS)}
-    shapes = {hidden: _shape(plan, graph.features, hidden, graph.classes) for hidden in sorted(widths)} | {
-        plan.hidden: known.shape
-    }
+    shapes = {plan.hidden: known.shape}
+    for hidden in widths - {plan.hidden}:
+        shapes[hidden] = _shape(plan, graph.features, hidden, graph.classes)
     rates = [_PAYLOAD / 8 * bits for bits in np.geomspace(*MAP_BITS_PER_S, MAP_STEPS)]
     found = find_regions(known, candidates, constraints_of(plan), shapes, [float(rate) for rate in rates])
     return choose(candidates, known, constraints_of(plan)), found

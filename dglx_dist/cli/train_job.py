@@ -26,12 +26,11 @@ from dglx_dist.auto import (
     plan_of_run,
     plan_summary,
 )
-from dglx_dist.comm.collectives import barrier, broadcast_json, run_on_all_ranks
+from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
 from dglx_dist.options import common_fields
@@ -41,7 +40,6 @@ from dglx_dist.report.pictures import draw
 from dglx_dist.report.run_folder import PICTURE, append_epoch, launch_of, read_epochs, start_run, write_run
 from dglx_dist.report.tables import run_title, summarise
 from dglx_dist.strategies.base import AUTO, DEFAULT_STRATEGY, WrappedModel, strategy_of
-from dglx_dist.strategies.cost import Candidate
 from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.export import check_target, write_embeddings
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
@@ -65,8 +63,9 @@ def _resolve_auto(
 
     Returns the plan with the session's strategy, and ``Choice.to_json()`` if there was a choice.
     """
-    folder = Path(plan.out)
-    taken: Candidate | None = None
+    if plan.strategy != AUTO:
+        return plan, None
+    folder, taken = Path(plan.out), None
     if plan.resume:
         fanouts = default_fanouts(DEFAULT_STRATEGY, plan.layers) if plan.fanouts is None else plan.fanouts
         taken = adopt_checkpointed(g, folder / CHECKPOINTS, fanouts, plan.batch_size)
@@ -143,43 +142,36 @@ def _write_outputs(
     plan: TrainConfig, wrapped: WrappedModel, built: BuiltModel, g: DistGraph, ntype: str
 ) -> None:
     """Write predictions and last hidden layers, from all neighbours, over earlier ones; collective."""
-    if plan.save_embeddings is None and plan.predictions is None:
+    outputs = [(EMBEDDING, plan.save_embeddings), (PREDICTION, plan.predictions)]
+    if not any(folder for _, folder in outputs):
         return
     module = wrapped.whole()
-    inputs = None if built.inputs is None else built.inputs.tensors
-    if plan.save_embeddings is not None:
-        layers = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
-        rows = layerwise_inference(module, g, inputs=inputs, layers=layers[:-1])
-        written = _only_tensor(rows) if len(g.ntypes) == 1 else rows
-        write_embeddings(written, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
-        for tensor in flatten(rows).values():
+    *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
+
+    def classes(block: Any, h: Any) -> Any:
+        scores = last(block, h)
+        # Relational models give a dictionary, also of one node type.
+        return (
+            {name: rows.argmax(1) for name, rows in scores.items()}
+            if isinstance(scores, dict)
+            else scores.argmax(1)
+        )
+
+    for name, folder in outputs:
+        if folder is None:
+            continue
+        rows = layerwise_inference(
+            module,
+            g,
+            inputs=None if built.inputs is None else built.inputs.tensors,
+            layers=hidden if name == EMBEDDING else [*hidden, classes],
+            ntypes=None if name == EMBEDDING else [ntype],
+        )
+        tensors = list(flatten(rows).values())
+        several = name == EMBEDDING and len(g.ntypes) > 1
+        write_embeddings(rows if several else tensors[0], g, folder, name=name, overwrite=True)
+        for tensor in tensors:
             tensor.delete()
-    if plan.predictions is not None:
-        scores = _only_tensor(layerwise_inference(module, g, inputs=inputs, ntypes=[ntype]))
-        classes = _argmax(scores, g)
-        scores.delete()
-        write_embeddings(classes, g, plan.predictions, name=PREDICTION, overwrite=True)
-        classes.delete()
-
-
-def _only_tensor(rows: object) -> DistTensor:
-    # Relational models give a dictionary, also of one node type.
-    (tensor,) = flatten(rows).values()
-    assert isinstance(tensor, DistTensor)
-    return tensor
-
-
-def _argmax(scores: DistTensor, g: DistGraph) -> DistTensor:
-    """Return (N,) int64 columns of the highest scores; collective."""
-    policy = scores.part_policy
-    classes = DistTensor((len(scores),), torch.int64, part_policy=policy, is_gdata=False, graph=g)
-    first, last = policy.owned_range
-    step = 1 << 16
-    for start in range(first, last, step):
-        ids = torch.arange(start, min(start + step, last))
-        classes[ids] = scores[ids].argmax(1)
-    barrier(g.session, "the classes of all nodes")
-    return classes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +192,11 @@ def train_dataset(plan: TrainConfig) -> Trained:
     with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
         plan = _resume_after_restart(plan, session)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
-        plan, choice = _choose_strategy(plan, g)
-        plan = with_defaults(plan)
         ntype = _check_trainable(plan, g)
+        built = build(plan, g, ntype, g.num_classes(ntype))
+        plan, choice = _resolve_auto(plan, g, built.module)
+        plan = with_defaults(plan)
+        _check_cache(plan, session)
         _check_outputs(plan, session)
         writes = session.topology.rank == 0
         config = run_config(plan, g, session)
@@ -215,7 +209,6 @@ def train_dataset(plan: TrainConfig) -> Trained:
                 start_run(folder, config, keep_metrics=plan.resume, plan=choice)
 
         run_on_all_ranks(session, start)
-        built = build(plan, g, ntype, g.num_classes(ntype))
         wrapped, result = _fit(
             plan, g, ntype, built, lambda record: append_epoch(folder, record) if writes else None
         )
@@ -268,16 +261,6 @@ def _resume_after_restart(plan: TrainConfig, session: Session) -> TrainConfig:
     return replace(plan, resume=True)
 
 
-def _choose_strategy(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, dict[str, Any] | None]:
-    if plan.strategy != AUTO:
-        return plan, None
-    check_plannable(g.dataset.manifest, plan.data)
-    # The trained model draws its weights later from the same state, as if the strategy had been named.
-    with torch.random.fork_rng(devices=[]):
-        module = build(plan, g, g.ntypes[0], g.num_classes(g.ntypes[0])).module
-    return _resolve_auto(plan, g, module)
-
-
 def with_defaults(plan: TrainConfig) -> TrainConfig:
     """Return ``plan`` with the defaults of its strategy for batches and loader."""
     fanouts = default_fanouts(plan.strategy, plan.layers) if plan.fanouts is None else plan.fanouts
@@ -294,6 +277,8 @@ def with_defaults(plan: TrainConfig) -> TrainConfig:
 
 def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
     """Check that ``g`` has the types and data that the model needs; return the node type to classify."""
+    if plan.strategy == AUTO:
+        check_plannable(g.dataset.manifest, plan.data)
     where, relational = g.dataset.folder, plan.model in RELATIONAL_KINDS
     if not relational and (len(g.ntypes) != 1 or len(g.canonical_etypes) != 1):
         raise ConfigError(
@@ -311,17 +296,20 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
                 f"{where} has no node data {name!r} (known: {known}); partition a graph that has it "
                 "(docs/quickstart.md, Partition a graph, lists the names of columns)"
             )
-    traits = strategy_of(g.session).traits
-    if plan.cache is not None and (traits.features != "rows" or traits.unit == "full_graph"):
-        raise ConfigError(
-            f"--cache {plan.cache} keeps feature rows of other servers, and strategy {g.session.strategy!r} "
-            "moves none in training; leave --cache out"
-        )
     for name in g.ntypes:
         shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)
         if len(shape) != 2:
             raise ConfigError(f"{FEATURE!r} of {where} has shape {shape}; it must be (N, F)")
     return ntype
+
+
+def _check_cache(plan: TrainConfig, session: Session) -> None:
+    traits = strategy_of(session).traits
+    if plan.cache is not None and (traits.features != "rows" or traits.unit == "full_graph"):
+        raise ConfigError(
+            f"--cache {plan.cache} keeps feature rows of other servers, and strategy {session.strategy!r} "
+            "moves none in training; leave --cache out"
+        )
 
 
 def run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, object]:

@@ -26,7 +26,7 @@ from dglx_dist.dataloading.negative import (
     open_negative,
     read_negative,
 )
-from dglx_dist.dataloading.sampler_spec import read_sampler
+from dglx_dist.dataloading.sampler_spec import edge_columns, names_by_type, read_sampler
 from dglx_dist.dataloading.step_loader import (
     Items,
     LoaderOptions,
@@ -342,10 +342,13 @@ class EdgeBatch:
     """Seconds of fetching columns."""
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class EdgePlan:
-    """How the pairs of a batch are drawn, and the columns that they get."""
+class EdgeMaker:
+    """Makes the batches of one edge loader. Thread-safe."""
 
+    g: DistGraph
+    blocks: BatchMaker
     seed: int
     exclude: Exclude
     negative: DrawAll | None
@@ -356,25 +359,16 @@ class EdgePlan:
     signature: str = ""
     """Equal on ranks that draw the same pairs."""
 
-
-@final
-class EdgeMaker:
-    """Makes the batches of one edge loader. Thread-safe."""
-
-    def __init__(self, g: DistGraph, blocks: BatchMaker, plan: EdgePlan) -> None:
-        self._g, self._blocks, self._plan = g, blocks, plan
-
     def offline(self) -> EdgeMaker:
-        """Return a maker of the same batches without columns; see :meth:`BatchMaker.offline`."""
-        if self._plan.user_function:
+        if self.user_function:
             raise ConfigError(
-                f"{self._plan.user_function} is a function whose results may not be repeatable; use "
+                f"{self.user_function} is a function whose results may not be repeatable; use "
                 "dglx_dist.negative and the modes of exclude"
             )
-        return EdgeMaker(self._g, self._blocks.offline(), replace(self._plan, columns={}))
+        return replace(self, blocks=self.blocks.offline(), columns={})
 
     def sampling_signature(self) -> str:
-        return f"{self._blocks.sampling_signature()}, {self._plan.signature}"
+        return f"{self.blocks.sampling_signature()}, {self.signature}"
 
     def make(self, edges: Mapping[EdgeType, Array], epoch: int) -> EdgeBatch:
         """Make the batch of ``edges`` (every type to (B,) int64 ids, B may be 0) in ``epoch``.
@@ -387,9 +381,9 @@ class EdgeMaker:
         # First, so that the labels arrive while pairs and blocks are made.
         pulls = self._submit_columns(edges)
         pairs = self._pairs(edges, epoch)
-        exclude = self._plan.exclude(edges)
+        exclude = self.exclude(edges)
         paired = time.perf_counter()
-        batch = self._blocks.make(pairs.nodes, epoch, exclude)
+        batch = self.blocks.make(pairs.nodes, epoch, exclude)
         sampled = time.perf_counter()
         for etype, columns in pulls.items():
             for name, pull in columns.items():
@@ -406,30 +400,30 @@ class EdgeMaker:
     def _submit_columns(self, edges: Mapping[EdgeType, Array]) -> dict[EdgeType, dict[str, PendingPull]]:
         return {
             etype: {
-                name: self._g.kvstore.submit_pull(key, edges[etype], phase=EDGE_PHASE)
+                name: self.g.kvstore.submit_pull(key, edges[etype], phase=EDGE_PHASE)
                 for name, key in columns.items()
             }
-            for etype, columns in self._plan.columns.items()
+            for etype, columns in self.columns.items()
         }
 
     def _pairs(self, edges: Mapping[EdgeType, Array], epoch: int) -> PairGraphs:
         # All requests are sent before the first wait.
-        found = [self._g.structure(etype).submit_find_edges(ids) for etype, ids in edges.items()]
+        found = [self.g.structure(etype).submit_find_edges(ids) for etype, ids in edges.items()]
         batch = [
             self._positives(number, etype, ids, epoch, found[number])
             for number, (etype, ids) in enumerate(edges.items())
         ]
         ends = {one.etype: (one.sources, one.destinations) for one in batch}
-        if self._plan.negative is None:
-            return build_pairs(self._g.ntypes, edges, ends, None, self._g.idtype)
+        if self.negative is None:
+            return build_pairs(self.g.ntypes, edges, ends, None, self.g.idtype)
         nonempty = [one for one in batch if len(one.ids)]
-        drawn = self._plan.negative(nonempty) if nonempty else {}
+        drawn = self.negative(nonempty) if nonempty else {}
         nothing: Pairs = np.empty(0, np.int64), np.empty(0, np.int64)
         negative = {etype: drawn.get(etype, nothing) for etype in edges}
-        return build_pairs(self._g.ntypes, edges, ends, negative, self._g.idtype)
+        return build_pairs(self.g.ntypes, edges, ends, negative, self.g.idtype)
 
     def _positives(self, number: int, etype: EdgeType, ids: Array, epoch: int, ends: Answered) -> Positives:
-        structure = self._g.structure(etype)
+        structure = self.g.structure(etype)
         sources, destinations = ends()
         return Positives(
             etype=etype,
@@ -439,7 +433,7 @@ class EdgeMaker:
             destinations=destinations,
             num_sources=structure.num_sources,
             num_destinations=structure.num_destinations,
-            seed=self._plan.seed,
+            seed=self.seed,
             epoch=epoch,
         )
 
@@ -508,46 +502,34 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         drop_last: bool = False,
         **options: Any,
     ) -> None:
-        given = _EdgeSampling(
-            sampler=sampler,
-            rule=ExcludeRule(exclude=exclude, reverse_eids=reverse_eids, reverse_etypes=reverse_etypes),
-            negative=negative_sampler,
-        )
+        rule = ExcludeRule(exclude=exclude, reverse_eids=reverse_eids, reverse_etypes=reverse_etypes)
         pace, read = run_on_all_ranks(
             g.session,
             lambda: (
                 Pace(batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(drop_last)),
-                _check(g, eids, given, options),
+                _check(g, eids, _unwrapped(sampler, rule, negative_sampler), options),
             ),
             ConfigError,
         )
-        check_equal(g.session, "exclude=", _rule_signature(read.sampling.rule))
+        signature = _rule_signature(read.rule)
+        check_equal(g.session, "exclude=", signature)
         seed = seed_of(read.options, g.session)
-        blocks = open_maker(g, read.sampling.sampler, read_sampler(read.sampling.sampler), read.options, seed)
-        plan = EdgePlan(
+        blocks = open_maker(g, read.sampler, read_sampler(read.sampler), read.options, seed)
+        maker = EdgeMaker(
+            g=g,
+            blocks=blocks,
             seed=seed,
-            exclude=open_exclude(g, read.sampling.rule),
+            exclude=open_exclude(g, read.rule),
             negative=run_on_all_ranks(
                 g.session,
-                lambda: open_negative(g, read.sampling.negative, _negative_etypes(g, read.items)),
+                lambda: open_negative(g, read.negative, _negative_etypes(g, read.items)),
                 ConfigError,
             ),
             columns=read.columns,
-            user_function=_user_function(read.sampling),
-            signature=f"exclude {_rule_signature(read.sampling.rule)}, "
-            f"negative_sampler={read.sampling.negative!r}",
+            user_function=_user_function(read),
+            signature=f"exclude {signature}, negative_sampler={read.negative!r}",
         )
-        self._maker = EdgeMaker(g, blocks, plan)
-        super().__init__(g.session, read.items, pace, read.options)
-
-    def offline(self) -> Callable[[Mapping[EdgeType, Array], int], EdgeBatch]:
-        return self._maker.offline().make
-
-    def sampling_signature(self) -> str:
-        return f"{super().sampling_signature()}, {self._maker.sampling_signature()}"
-
-    def _make(self, items: Mapping[EdgeType, Array], epoch: int) -> EdgeBatch:
-        return self._maker.make(items, epoch)
+        super().__init__(g.session, read.items, pace, read.options, maker)
 
     def _on_device(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
         blocks, nodes = batch.blocks, batch.input_nodes
@@ -570,91 +552,60 @@ def samples_edges(sampler: object) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _EdgeSampling:
-    """The sampling options of an edge loader."""
+class _Checked:
+    """The options of an edge loader, checked on one rank, with DGL's wrapper taken off the node sampler."""
 
     sampler: Any
     rule: ExcludeRule
     negative: Any
-    labels: Any = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Checked:
-    """The options of an edge loader, checked on one rank, with DGL's wrapper taken off the node sampler."""
-
-    sampling: _EdgeSampling
     items: Items[EdgeType]
     options: LoaderOptions
     columns: Mapping[EdgeType, Mapping[str, str]]
 
 
 def _check(
-    g: DistGraph, eids: Ids | Mapping[Any, Ids], given: _EdgeSampling, options: Mapping[str, Any]
+    g: DistGraph,
+    eids: Ids | Mapping[Any, Ids],
+    sampling: tuple[Any, ExcludeRule, Any, Any],
+    options: Mapping[str, Any],
 ) -> _Checked:
-    sampling = _unwrapped(given)
-    read_sampler(sampling.sampler)
+    sampler, rule, negative, labels = sampling
+    read_sampler(sampler)
     read = read_options(options)
-    fixed = sampling.rule.exclude
-    if fixed is not None and not isinstance(fixed, str) and not callable(fixed):
-        read = replace(read, exclude=fixed)
-        sampling = replace(sampling, rule=replace(sampling.rule, exclude=None))
+    if rule.exclude is not None and not isinstance(rule.exclude, str) and not callable(rule.exclude):
+        # Fixed edges.
+        read, rule = replace(read, exclude=rule.exclude), replace(rule, exclude=None)
     items = read_items(eids, {etype: g.num_edges(etype) for etype in g.canonical_etypes}, "edge")
-    check_rule(g, sampling.rule, _etypes_with_items(items))
-    check_reverse(g, sampling.rule, items.ids)
+    check_rule(g, rule, _etypes_with_items(items))
+    check_reverse(g, rule, items.ids)
     return _Checked(
-        sampling=replace(sampling, negative=read_negative(sampling.negative)),
+        sampler=sampler,
+        rule=rule,
+        negative=read_negative(negative),
         items=items,
         options=read,
-        columns=_columns(g, sampling.labels),
+        columns=edge_columns(g, names_by_type(labels, "prefetch_labels"), "prefetch_labels"),
     )
 
 
-def _unwrapped(given: _EdgeSampling) -> _EdgeSampling:
-    wrapper = given.sampler
-    if not isinstance(wrapper, EdgePredictionSampler):
-        return given
-    rule = given.rule
-    options = (rule.exclude, rule.reverse_eids, rule.reverse_etypes, given.negative)
-    if any(option is not None for option in options):
+def _unwrapped(sampler: Any, rule: ExcludeRule, negative: Any) -> tuple[Any, ExcludeRule, Any, Any]:
+    """Return node sampler, rule, negative sampler and labels, from DGL's wrapper if ``sampler`` is one."""
+    if not isinstance(sampler, EdgePredictionSampler):
+        return sampler, rule, negative, ()
+    if any(option is not None for option in (rule.exclude, rule.reverse_eids, rule.reverse_etypes, negative)):
         raise ConfigError(
             "exclude, reverse_eids, reverse_etypes and negative_sampler belong either to the loader or to "
             "as_edge_prediction_sampler(...), not to both"
         )
-    if type(wrapper).sample is not EdgePredictionSampler.sample:
+    if type(sampler).sample is not EdgePredictionSampler.sample:
         raise ConfigError(
-            f"{type(wrapper).__qualname__} samples edges with its own code; pass its node sampler, and "
+            f"{type(sampler).__qualname__} samples edges with its own code; pass its node sampler, and "
             "its negative_sampler= and exclude= as functions"
         )
     rule = ExcludeRule(
-        exclude=wrapper.exclude, reverse_eids=wrapper.reverse_eids, reverse_etypes=wrapper.reverse_etypes
+        exclude=sampler.exclude, reverse_eids=sampler.reverse_eids, reverse_etypes=sampler.reverse_etypes
     )
-    return _EdgeSampling(
-        sampler=wrapper.sampler,
-        rule=rule,
-        negative=wrapper.negative_sampler,
-        labels=wrapper.prefetch_labels,
-    )
-
-
-def _columns(g: DistGraph, labels: Any) -> dict[EdgeType, dict[str, str]]:
-    # A list is for the only edge type; otherwise a dict of lists.
-    if not isinstance(labels, Mapping):
-        if labels and len(g.canonical_etypes) != 1:
-            raise ConfigError(
-                f"prefetch_labels is {labels!r}, but the graph has the edge types {', '.join(g.etypes)}; "
-                "give {edge type: list of names}"
-            )
-        labels = {g.canonical_etypes[0]: labels} if labels else {}
-    found: dict[EdgeType, dict[str, str]] = {}
-    for key, names in labels.items():
-        etype = g.to_canonical_etype(key)
-        data = g.edges[etype].data
-        for name in [names] if isinstance(names, str) else names:
-            if name not in data:
-                raise ConfigError(f"prefetch_labels names {name!r}, but edges of {etype} have {sorted(data)}")
-            found.setdefault(etype, {})[name] = data[name].kvstore_key
-    return found
+    return sampler.sampler, rule, sampler.negative_sampler, sampler.prefetch_labels
 
 
 def _rule_signature(rule: ExcludeRule) -> str:
@@ -663,11 +614,11 @@ def _rule_signature(rule: ExcludeRule) -> str:
     return mode if rule.reverse_etypes is None else f"{mode}, reverse_etypes={dict(rule.reverse_etypes)}"
 
 
-def _user_function(sampling: _EdgeSampling) -> str:
-    if callable(sampling.rule.exclude):
-        return f"exclude={sampling.rule.exclude!r}"
-    if sampling.negative is not None and not isinstance(sampling.negative, NegativeSampler):
-        return f"negative_sampler={sampling.negative!r}"
+def _user_function(read: _Checked) -> str:
+    if callable(read.rule.exclude):
+        return f"exclude={read.rule.exclude!r}"
+    if read.negative is not None and not isinstance(read.negative, NegativeSampler):
+        return f"negative_sampler={read.negative!r}"
     return ""
 
 

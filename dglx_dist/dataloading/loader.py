@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -264,17 +264,8 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
             ),
             ConfigError,
         )
-        self._maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))
-        super().__init__(g.session, seeds, pace, read)
-
-    def offline(self) -> Callable[[Mapping[str, Any], int], MiniBatch]:
-        return self._maker.offline().make
-
-    def sampling_signature(self) -> str:
-        return f"{super().sampling_signature()}, {self._maker.sampling_signature()}"
-
-    def _make(self, items: Mapping[str, Any], epoch: int) -> MiniBatch:
-        return self._maker.make(items, epoch)
+        maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))
+        super().__init__(g.session, seeds, pace, read, maker)
 
     def _on_device(self, batch: MiniBatch, share: StepShare) -> Batch:
         blocks, nodes, seeds = batch.blocks, batch.input_nodes, batch.output_nodes

@@ -169,7 +169,7 @@ class MiniBatch:
 
 
 class BatchMaker(ABC):
-    """Makes the batches of one loader. Thread-safe."""
+    """The :class:`dglx_dist.dataloading.step_loader.Maker` of blocks around nodes."""
 
     @abstractmethod
     def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
@@ -181,18 +181,12 @@ class BatchMaker(ABC):
         """
 
     def offline(self) -> BatchMaker:
-        """Return a maker of the same blocks without columns that needs no other server.
-
-        Raises:
-            ConfigError: this server has only a part of the structure, or the draws are not keyed.
-        """
         raise ConfigError(
             "draws of the sampler's own code cannot be reproduced by another rank; use "
             "dgl.dataloading.NeighborSampler"
         )
 
     def sampling_signature(self) -> str:
-        """Return a string that is equal on ranks that draw alike, "" if draws are not keyed."""
         return ""
 
 

@@ -69,9 +69,9 @@ def read_sampler(sampler: object) -> SamplePlan:
         raise ConfigError(f"{type(sampler).__qualname__} does not make blocks for a node loader; {_WORKS}")
     plan = SamplePlan(
         fanouts=None,
-        node_feats=_names(sampler.prefetch_node_feats, "prefetch_node_feats"),
-        labels=_names(sampler.prefetch_labels, "prefetch_labels"),
-        edge_feats=_names(sampler.prefetch_edge_feats, "prefetch_edge_feats"),
+        node_feats=names_by_type(sampler.prefetch_node_feats, "prefetch_node_feats"),
+        labels=names_by_type(sampler.prefetch_labels, "prefetch_labels"),
+        edge_feats=names_by_type(sampler.prefetch_edge_feats, "prefetch_edge_feats"),
     )
     if not _is_stock(sampler):
         return plan
@@ -116,7 +116,8 @@ def _number(fanout: Any, where: str) -> int:
     return int(fanout)
 
 
-def _names(given: object, option: str) -> Names:
+def names_by_type(given: object, option: str) -> Names:
+    """Check the columns that a sampler prefetches; ConfigError unless they are lists of names."""
     if not given:
         return ()
     if isinstance(given, Mapping):
@@ -142,13 +143,18 @@ def find_columns(g: DistGraph, plan: SamplePlan, precision: Precision) -> Column
     """Return the columns of ``g`` that ``plan`` attaches; ConfigError lists the existing ones."""
     feats = _by_type(plan.node_feats, g.ntypes, lambda name: _node_type(g, name), "prefetch_node_feats")
     labels = _by_type(plan.labels, g.ntypes, lambda name: _node_type(g, name), "prefetch_labels")
-    edges = _by_type(plan.edge_feats, g.canonical_etypes, g.to_canonical_etype, "prefetch_edge_feats")
     return Columns(
         inputs={ntype: _node_keys(g, ntype, names, "prefetch_node_feats") for ntype, names in feats.items()},
         targets={ntype: _node_keys(g, ntype, names, "prefetch_labels") for ntype, names in labels.items()},
-        edges={etype: edge_keys(g, etype, names, "prefetch_edge_feats") for etype, names in edges.items()},
+        edges=edge_columns(g, plan.edge_feats, "prefetch_edge_feats"),
         precision=precision,
     )
+
+
+def edge_columns(g: DistGraph, names: Names, option: str) -> dict[EdgeType, dict[str, str]]:
+    """Return edge type to name to store key; ConfigError lists the existing columns."""
+    by_type = _by_type(names, g.canonical_etypes, g.to_canonical_etype, option)
+    return {etype: edge_keys(g, etype, listed, option) for etype, listed in by_type.items()}
 
 
 def edge_keys(g: DistGraph, etype: EdgeType, names: Sequence[str], option: str) -> dict[str, str]:

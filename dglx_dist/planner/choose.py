@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from dglx_dist.data.storage.files import readable_bytes
-from dglx_dist.planner.records import Choice, Prediction
+from dglx_dist.planner.records import Choice, ChoiceOptions, Prediction
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import Candidate, Cost, Measured, ModelShape, PlanContext, Work
 
 _NEAR = 1.05
 """A prediction within this factor of the fastest is a tie, which the earlier, simpler candidate wins."""
-FULL_GRAPH_EPOCHS = 5.0
-"""Default number of full-graph epochs, of one step each, that are worth one epoch of mini-batches."""
 
 
 def enumerate_candidates(context: PlanContext) -> tuple[Candidate, ...]:
@@ -74,18 +71,7 @@ def _uncounted(candidate: Candidate, known: Measured) -> str:
     return ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Constraints:
-    """Which candidates may be chosen."""
-
-    unit: Literal["mini_batch", "full_graph", "any"] = "mini_batch"
-    estimators: bool = False
-    """Whether inexact candidates may be chosen too."""
-    full_graph_epochs: float = FULL_GRAPH_EPOCHS
-    """With unit ``any``: full-graph epochs that are worth one epoch of mini-batches."""
-
-
-def choose(candidates: Iterable[Candidate], known: Measured, constraints: Constraints) -> Choice:
+def choose(candidates: Iterable[Candidate], known: Measured, constraints: ChoiceOptions) -> Choice:
     """Predict every candidate and choose the fastest one that is allowed and feasible."""
     predictions = [predict(one, known) for one in candidates]
     allowed = [one for one in predictions if one.feasible and not _barred(one.candidate, constraints)]
@@ -119,14 +105,14 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Constr
     )
 
 
-def _barred(candidate: Candidate, constraints: Constraints) -> str:
+def _barred(candidate: Candidate, constraints: ChoiceOptions) -> str:
     # The option that would allow the candidate; empty: it is allowed.
     if constraints.unit not in ("any", candidate.unit):
         return f"--unit {candidate.unit}"
-    return "" if candidate.exact or constraints.estimators else "--allow-estimators"
+    return "" if candidate.exact or constraints.allow_estimators else "--allow-estimators"
 
 
-def worth(one: Prediction, constraints: Constraints) -> float:
+def worth(one: Prediction, constraints: ChoiceOptions) -> float:
     """Return the seconds to compare: of as many epochs as are worth an exact one of mini-batches."""
     whole = one.candidate.unit == "full_graph" and constraints.unit == "any"
     return one.epoch_seconds * one.candidate.epochs_factor * (constraints.full_graph_epochs if whole else 1.0)
@@ -136,7 +122,7 @@ def _reasons(
     taken: Prediction | None,
     allowed: Sequence[Prediction],
     every: Sequence[Prediction],
-    constraints: Constraints,
+    constraints: ChoiceOptions,
 ) -> list[str]:
     if taken is None:
         return [_nearest([one for one in every if not _barred(one.candidate, constraints)])]
@@ -186,7 +172,7 @@ def _nearest(allowed: Sequence[Prediction]) -> str:
     return f"no requested strategy can train this ({refused or 'there is none'}); try --unit any"
 
 
-def _ratio(one: Prediction, taken: Prediction, constraints: Constraints) -> float:
+def _ratio(one: Prediction, taken: Prediction, constraints: ChoiceOptions) -> float:
     return worth(one, constraints) / max(worth(taken, constraints), 1e-12)
 
 
@@ -210,7 +196,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
 
 
-def _compared(other: Prediction, taken: Prediction, constraints: Constraints) -> str:
+def _compared(other: Prediction, taken: Prediction, constraints: ChoiceOptions) -> str:
     ratio = _ratio(other, taken, constraints)
     if other.candidate.unit != taken.candidate.unit:
         # Their epochs are different work, so their bytes and seconds are not comparable.
@@ -247,7 +233,7 @@ class Regions:
 def find_regions(
     known: Measured,
     candidates: Iterable[Candidate],
-    constraints: Constraints,
+    constraints: ChoiceOptions,
     shapes: Mapping[int, ModelShape],
     bytes_per_s: Sequence[float],
 ) -> Regions:
@@ -277,7 +263,7 @@ def find_regions(
     )
 
 
-def _gain(found: Choice, usual: str, constraints: Constraints) -> float:
+def _gain(found: Choice, usual: str, constraints: ChoiceOptions) -> float:
     base = next((one for one in found.predictions if one.candidate.name == usual), None)
     if found.taken is None or base is None or not base.feasible:
         return 1.0
@@ -293,5 +279,5 @@ def _at_point(known: Measured, shape: ModelShape, bytes_per_s: float) -> Measure
     return replace(known, shape=shape, cluster=cluster, memory=memory)
 
 
-def _usual(candidates: Sequence[Candidate], constraints: Constraints) -> str:
+def _usual(candidates: Sequence[Candidate], constraints: ChoiceOptions) -> str:
     return next((one.name for one in candidates if constraints.unit in ("any", one.unit)), "")

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from dglx_dist.comm.collectives import gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.topology import silence_profiler
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.split import marked_ids
+from dglx_dist.planner.choose import enumerate_candidates, works_of
 from dglx_dist.planner.expected import ASSUMPTIONS
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.planner.profile import (
@@ -29,6 +30,7 @@ from dglx_dist.planner.profile import (
 )
 from dglx_dist.planner.workload import (
     TRAIN_MASK,
+    check_train_nodes,
     count_batches,
     row_sizes,
     stats_of_dataset,
@@ -36,12 +38,15 @@ from dglx_dist.planner.workload import (
 )
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
 from dglx_dist.strategies.cost import (
+    CACHE_SIZES,
+    Candidate,
     Cluster,
     Draws,
     Measured,
     MemoryModel,
     ModelShape,
     PartitionContext,
+    PlanContext,
     PlannedRun,
     Rates,
     Work,
@@ -62,8 +67,10 @@ class MeasureConfig:
     cluster: Cluster
     draws: Draws | None
     """Mini-batches; None: not requested."""
-    works: tuple[Work, ...]
-    caches: tuple[float, ...] = ()
+    is_offered: Callable[[Candidate], bool] = lambda _: True
+    """Which candidates are counted."""
+    caches: bool = True
+    """Whether caches of remote rows are offered, if servers have the whole structure, which ``vip`` needs."""
     partitioned: bool = False
     """Whether servers will ask each other for in-edges."""
     in_job: bool = False
@@ -85,34 +92,34 @@ def measure(
     shape: ModelShape,
     config: MeasureConfig,
     notify: Callable[[str], None] | None = None,
-) -> Measured:
-    """Count and measure; in a job collective, and all ranks get the same.
+) -> tuple[Measured, tuple[Candidate, ...]]:
+    """Count and measure, and return the candidates; in a job collective, and all ranks get the same.
 
-    Args:
-        g: Of one node and edge type, with features, labels and training nodes. Outside of a job its session
-            has one rank, and it has the whole graph's structure.
-        module: Called as ``module(blocks, features)``; not changed.
-        shape: Of it.
-        config: What to count.
-        notify: Called with a description of each step.
+    Outside of a job the session of ``g`` has one rank, and it has the whole graph's structure. ``module`` is
+    called as ``module(blocks, features)``, and not changed.
 
     Raises:
-        ConfigError: the graph lacks data, has fewer parts than servers, or the model fails on it.
+        ConfigError: the graph lacks data, has fewer parts than servers, the model fails on it, or the ranks
+            know other candidates.
         PeerError: a rank is dead or silent.
     """
     notify = notify or (lambda _: None)
     notify("figures of the graph")
     run = _run_of(g, len(shape.layers), config)
+    check_train_nodes(len(run.seeds), str(g.dataset.folder))
+    candidates = _candidates(run, config)
+    works = works_of(candidates)
     batches, per_edge = None, 0.0
     if config.draws is not None:
         notify("batches of all ranks")
         sizes = row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
-        batches, per_edge = count_batches(run, config.draws, config.caches, sizes, config.clock)
+        caches = tuple(dict.fromkeys(one.cache_alpha for one in candidates if one.cache))
+        batches, per_edge = count_batches(run, config.draws, caches, sizes, config.clock)
     notify("the model on some batches")
     with busy_cores(config.other_ranks):
-        rates, plan_rates = _rates(run, module, shape, config, per_edge)
+        rates, plan_rates = _rates(run, module, shape, works, config, per_edge)
     assumptions = config.assumptions
-    for work in config.works:
+    for work in works:
         notify(work.describe(run.num_layers))
         run.works[work] = work.count(run)
         if run.works[work] is None:
@@ -120,8 +127,7 @@ def measure(
             said = f"plans of whole graphs are too large to be counted: {ASSUMPTIONS[0]}"
             assumptions = tuple(dict.fromkeys((*assumptions, said)))
     programs = [int(str(one)) for one in gather_json(config.program_bytes, g.session)]
-    whole = bool(config.works)
-    return Measured(
+    known = Measured(
         graph=run.graph,
         shape=shape,
         cluster=config.cluster,
@@ -133,7 +139,7 @@ def measure(
             program_bytes=max(PROGRAM_BYTES, *programs),
             replicated=not config.partitioned,
             of_batches=_traced_memory(module, shape, with_halo=False),
-            of_graphs=_traced_memory(module, shape, with_halo=True) if whole else None,
+            of_graphs=_traced_memory(module, shape, with_halo=True) if works else None,
         ),
         batches=batches,
         works=run.works,
@@ -143,6 +149,24 @@ def measure(
         assumptions=assumptions,
         draws=config.draws,
     )
+    return known, candidates
+
+
+def _candidates(run: PlannedRun, config: MeasureConfig) -> tuple[Candidate, ...]:
+    cluster, draws = config.cluster, config.draws
+    seeds_per_rank = -(-len(run.seeds) // cluster.ranks)
+    context = PlanContext(
+        ranks=cluster.ranks,
+        servers=cluster.servers,
+        num_layers=run.num_layers,
+        steps=0 if draws is None else -(-seeds_per_rank // draws.batch_size),
+        caches=CACHE_SIZES if config.caches and not config.partitioned else (),
+    )
+    found = tuple(one for one in enumerate_candidates(context) if config.is_offered(one))
+    # Each rank has its own registry; measuring is collective.
+    offered = [f"{one.name} {one.works}" for one in found]
+    check_equal(run.g.session, "a candidate of strategy", offered, "load the same plugins on every rank")
+    return found
 
 
 def _run_of(g: DistGraph, num_layers: int, config: MeasureConfig) -> PlannedRun:
@@ -166,7 +190,12 @@ def _run_of(g: DistGraph, num_layers: int, config: MeasureConfig) -> PlannedRun:
 
 
 def _rates(
-    run: PlannedRun, module: nn.Module, shape: ModelShape, config: MeasureConfig, per_edge: float
+    run: PlannedRun,
+    module: nn.Module,
+    shape: ModelShape,
+    works: Sequence[Work],
+    config: MeasureConfig,
+    per_edge: float,
 ) -> tuple[Rates, Rates | None]:
     """Return the rates of steps on mini-batches, and on whole graphs; collective."""
     session, layers, clock = run.g.session, run.num_layers, config.clock
@@ -182,11 +211,11 @@ def _rates(
         ranks = [(np.array(work), np.array(seconds), float(fresh)) for work, seconds, fresh in found]
         return measured_rates(ranks, slowest, per_edge, layers)
 
-    trials = next((found for work in config.works if (found := list(work.trials(run)))), [])
+    trials = next((found for work in works if (found := list(work.trials(run)))), [])
     plan_rates = of_all(time_on_plans(module, shape, trials, clock)) if trials else None
     if config.draws is None and plan_rates is not None:
         return plan_rates, plan_rates
-    whole = plan_rates is None and bool(config.works)
+    whole = plan_rates is None and bool(works)
     batches = list(batch_trials(run.g, run.seeds, config.draws, layers, whole=whole))
 
     def timed() -> tuple[Array, Array, float]:

@@ -1,15 +1,18 @@
-"""Rates of links, predictions, and the choice. Frozen and JSON-serialisable."""
+"""Rates of links, options of a choice, predictions, and the choice. Frozen and JSON-serialisable."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import ABOVE_ZERO, at_least, option
 from dglx_dist.strategies.cost import Candidate, Cluster, GraphStats, Seconds
 
+_of_choice = partial(option, panel="Choice")
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
 _LEAST_RATE, _MOST_RATE = 8_000, 10**12
 """tc rejects rates above what the kernel counts, with an unhelpful message."""
@@ -71,6 +74,22 @@ class Rate:
             if self.bits_per_s >= size:
                 return f"{self.bits_per_s / size:g}{unit}"
         return f"{self.bits_per_s}bit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceOptions:
+    """Which candidates may be chosen: options of ``dglx plan``, and of strategy ``auto``."""
+
+    unit: Literal["mini_batch", "full_graph", "any"] = _of_choice(
+        "mini_batch", "mini_batch, full_graph, or any: an epoch of one is not an epoch of the other."
+    )
+    full_graph_epochs: float = _of_choice(
+        5.0, "With --unit any: epochs of whole graphs equivalent to one of mini-batches.", check=ABOVE_ZERO
+    )
+    allow_estimators: bool = _of_choice(False, "Also choose among strategies that do not train exactly.")
+    dry_batches: int = option(
+        20, "Counted batches of each rank; 0: all of an epoch, exactly.", check=at_least(0)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

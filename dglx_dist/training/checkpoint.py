@@ -1,14 +1,18 @@
 """Checkpoints of a run: model, optimizer, loader position, random state; loading executes no saved code.
 
 A checkpoint is a folder ``<folder>/epoch-<e>-step-<s>``. It is written under another name and renamed when
-complete, so an interrupted save does not affect earlier checkpoints.
+complete, so an interrupted save does not affect earlier checkpoints. It has ``state.json``,
+``tensors-<rank>.bin`` (the bytes of one tensor after another) and ``tensors.json`` (position, dtype, shape
+and CRC-32 of each tensor).
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
-import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +22,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from dglx_dist.comm.collectives import broadcast_json, gather_json, peers_named, run_on_all_ranks
+from dglx_dist.comm.collectives import broadcast_json, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session, current_session
 from dglx_dist.data.storage.files import named_failures, publish_over
 from dglx_dist.errors import CheckpointError, StorageError
@@ -38,32 +37,155 @@ from dglx_dist.training.optimizer_state import (
     restore_state,
     split_state,
 )
-from dglx_dist.training.tensor_files import RawReader, RawWriter, damage_named, read_json, whole, write_json
 
 VERSION = 1
+STATE_NAME, INDEX_NAME = "state.json", "tensors.json"
+_REMEDY = "load an older checkpoint; with --resume, move its folder away and the one before it is taken"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A tensor of a checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    path: Path
+    first_byte: int
+    crc32: int
+
+    def read(self, name: str) -> Tensor:
+        """Read the tensor; raise CheckpointError if its file is too short or its bytes have changed."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        raw = _bytes_of(tensor)
+        with self.path.open("rb") as file:
+            file.seek(self.first_byte)
+            if file.readinto(raw) != len(raw) or zlib.crc32(raw) != self.crc32:
+                raise CheckpointError(
+                    f"{self.path} is damaged in {name!r} (byte {self.first_byte}); {_REMEDY}"
+                )
+        return tensor
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> list[dict[str, Any]]:
+    """Write ``tensors`` into a new file, flushed to disk; return their lines of the index."""
+    lines = []
+    with path.open("wb") as file:
+        for name, tensor in tensors.items():
+            raw = _bytes_of(tensor.detach().cpu().contiguous())
+            lines.append({
+                "name": name,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "file": path.name,
+                "first_byte": file.tell(),
+                "num_bytes": len(raw),
+                "crc32": zlib.crc32(raw),
+            })  # fmt: skip
+            file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+    return lines
+
+
+def _index_of(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the content of ``tensors.json``; its pieces are whole tensors."""
+    tensors, pieces = {}, []
+    for line in lines:
+        name, shape = line["name"], line["shape"]
+        start = [0] * len(shape)
+        tensors[name] = {"dtype": line["dtype"], "shape": shape, "chunks": [[start, shape]]}
+        position = {key: line[key] for key in ("file", "first_byte", "num_bytes", "crc32")}
+        pieces.append({"name": name, "offset": start, **position})
+    return {"tensors": tensors, "pieces": pieces}
+
+
+def read_index(folder: Path) -> dict[str, SavedTensor]:
+    """Read and check the index. Nothing is allocated before, since an untrusted one may have any size.
+
+    Raises:
+        CheckpointError: it is damaged, or a file is missing, too short, or not in the folder.
+    """
+    path = folder / INDEX_NAME
+    index = _read_json(path)
+    with damage_named(path):
+        pieces = {piece["name"]: piece for piece in index["pieces"]}
+        return {name: _saved(folder, name, tensor, pieces) for name, tensor in index["tensors"].items()}
+
+
+def _saved(folder: Path, name: str, tensor: Any, pieces: Mapping[str, Any]) -> SavedTensor:
+    piece, shape = pieces[name], tuple(whole(size) for size in tensor["shape"])
+    file, dtype = piece["file"], getattr(torch, str(tensor["dtype"]), None)
+    path, first, num_bytes = folder / file, whole(piece["first_byte"]), whole(piece["num_bytes"])
+    if path.name != file:
+        raise CheckpointError(f"{folder} refers to {file!r} outside of it; load another checkpoint")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; {_REMEDY}")
+    if path.stat().st_size < first + num_bytes:
+        raise CheckpointError(f"{path} is damaged: it is shorter than {first + num_bytes} bytes; {_REMEDY}")
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"the checkpoint has the dtype {tensor['dtype']!r}, which this torch does not have"
+        )
+    if num_bytes != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name!r} has the shape {list(shape)} of {dtype} and {num_bytes} bytes")
+    return SavedTensor(dtype=dtype, shape=shape, path=path, first_byte=first, crc32=whole(piece["crc32"]))
+
+
+def whole(value: object) -> int:
+    """Return ``value`` if it is a whole number of at least 0, else raise ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no whole number of at least 0")
+    return value
+
+
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; {_REMEDY}") from error
+
+
+@contextmanager
+def damage_named(path: Path) -> Iterator[None]:
+    """Name the file ``path`` in errors of values read from it, as CheckpointError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as problem:
+        raise CheckpointError(
+            f"{path} is damaged ({type(problem).__name__}: {problem}); {_REMEDY}"
+        ) from problem
 
 
 def _below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) -> None:
+def _check_model(path: Path, saved_tensors: Mapping[str, SavedTensor], model: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless the model has the saved names, shapes and dtypes."""
-    saved_model = _below("model/", metadata.state_dict_metadata)
+    saved_model = _below("model/", saved_tensors)
     for name in dict.fromkeys([*model, *saved_model]):
         tensor, saved = model.get(name), saved_model.get(name)
         if tensor is None:
             raise CheckpointError(f"{path} has {name!r}, which this model lacks; build the model as it was")
         if saved is None:
             raise CheckpointError(f"this model has {name!r}, which {path} lacks; build the model as it was")
-        if tensor.shape != saved.size or tensor.dtype != saved.properties.dtype:
+        if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
             raise CheckpointError(
-                f"{name!r} is {tuple(saved.size)} {saved.properties.dtype} in {path} but "
+                f"{name!r} is {saved.shape} {saved.dtype} in {path} but "
                 f"{tuple(tensor.shape)} {tensor.dtype} in this model; build the model as it was"
             )
 
 
-def check_state(path: Path, state: Any) -> None:
+def _check_state(path: Path, state: Any) -> None:
     """Raise CheckpointError for another version, and what :func:`damage_named` catches for wrong values."""
     if state.get("version") != VERSION:
         raise CheckpointError(
@@ -76,29 +198,38 @@ def check_state(path: Path, state: Any) -> None:
         raise ValueError(f"{wrong[0] if wrong else 'loader'!r} has a wrong type or length")
 
 
-def check_random_state(path: Path, metadata: Metadata, rank: int) -> None:
-    """Raise CheckpointError when this torch cannot restore the saved state of ``rank``."""
-    saved = metadata.state_dict_metadata.get(f"random/{rank}/cpu")
-    current = torch.get_rng_state()
-    if isinstance(saved, TensorStorageMetadata) and (
-        saved.size != current.shape or saved.properties.dtype != current.dtype
-    ):
+def _check_run(
+    path: Path,
+    state: Mapping[str, Any],
+    tensors: Mapping[str, SavedTensor],
+    session: Session,
+    dataset: Mapping[str, object],
+    *,
+    loader: object,
+    random_state: bool,
+) -> None:
+    """Raise CheckpointError for another dataset, or a position or random state that cannot be restored."""
+    for name, value in dataset.items():
+        if state["dataset"].get(name, value) != value:
+            raise CheckpointError(
+                f"{path} was trained on a dataset with {name}={state['dataset'][name]!r}, but this one has "
+                f"{value!r}; use the same dataset"
+            )
+    if loader is not None and state["world_size"] != session.topology.world_size and state["step"] != 0:
+        raise CheckpointError(
+            f"{path} is inside epoch {state['epoch']} of a run on {state['world_size']} ranks; load it on as "
+            "many, or load one that was saved at the end of an epoch"
+        )
+    if loader is not None and state["loader"][0] is None:
+        raise CheckpointError(f"{path} has no loader position; load it without ``loader``")
+    saved, current = tensors.get(f"random/{session.topology.rank}/cpu"), torch.get_rng_state()
+    if random_state and saved is not None and (saved.shape, saved.dtype) != (current.shape, current.dtype):
         raise CheckpointError(
             f"{path} has the random state of another torch; load it with random_state=False"
         )
 
 
-def check_dataset(path: Path, saved: Mapping[str, object], current: Mapping[str, object]) -> None:
-    """Raise CheckpointError when a fact that both have differs."""
-    for name, value in current.items():
-        if name in saved and saved[name] != value:
-            raise CheckpointError(
-                f"{path} was trained on a dataset with {name}={saved[name]!r}, but this one has {value!r}; "
-                "use the same dataset"
-            )
-
-
-def check_optimizer(
+def _check_optimizer(
     path: Path,
     saved: Mapping[str, Any] | None,
     optimizer: torch.optim.Optimizer | None,
@@ -117,21 +248,8 @@ def check_optimizer(
         raise ValueError(f"the optimizer has state of {min(unknown)!r}, which is no parameter")
 
 
-def check_position(path: Path, state: Mapping[str, Any], loader: object, world_size: int) -> None:
-    """Raise CheckpointError when the loader cannot resume at the saved position."""
-    if loader is not None and state["world_size"] != world_size and state["step"] != 0:
-        raise CheckpointError(
-            f"{path} is inside epoch {state['epoch']} of a run on {state['world_size']} ranks; load it on as "
-            "many, or load one that was saved at the end of an epoch"
-        )
-    if loader is not None and state["loader"][0] is None:
-        raise CheckpointError(f"{path} has no loader position; load it without ``loader``")
-
-
 Sparse: TypeAlias = SparseOptimizer | Sequence[SparseOptimizer] | None
 """One optimiser of embeddings, several in a fixed order, or none."""
-
-FOLDER = "sparse"
 
 
 def optimizers_of(sparse: Sparse) -> Sequence[SparseOptimizer]:
@@ -141,31 +259,24 @@ def optimizers_of(sparse: Sparse) -> Sequence[SparseOptimizer]:
     return (sparse,) if isinstance(sparse, SparseOptimizer) else tuple(sparse)
 
 
-def save_sparse(sparse: Sparse, checkpoint: Path) -> int:
-    """Write embeddings and optimiser state below the existing folder ``checkpoint``. Collective.
-
-    Returns the number of optimisers. Raises StorageError on all ranks when one cannot write.
-    """
+def _save_sparse(sparse: Sparse, checkpoint: Path) -> int:
+    """Write embeddings and optimiser state below ``checkpoint``; return their number. Collective."""
     optimizers = optimizers_of(sparse)
     for number, optimizer in enumerate(optimizers):
         folder, session = _sparse_folder(checkpoint, number), optimizer.session
 
-        def make(folder: Path = folder) -> None:
-            with named_failures(folder):
-                folder.mkdir(parents=True)
+        def make(folder: Path = folder, is_first: bool = session.topology.rank == 0) -> None:
+            if is_first:
+                with named_failures(folder):
+                    folder.mkdir(parents=True)
 
-        run_on_all_ranks(session, lambda: make() if session.topology.rank == 0 else None)  # noqa: B023
+        run_on_all_ranks(session, make)
         optimizer.write_into(folder)
     return len(optimizers)
 
 
-def check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
-    """Check that ``sparse`` can load the ``saved`` optimisers of a finished checkpoint. Not collective.
-
-    Raises:
-        CheckpointError: only one of both has embeddings, or the saved ones are damaged or of another dataset,
-            optimiser or number of optimisers.
-    """
+def _check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
+    """Raise CheckpointError unless ``sparse`` can load the ``saved`` optimisers. Not collective."""
     optimizers = optimizers_of(sparse)
     if saved and not optimizers:
         raise CheckpointError(f"{checkpoint} has embeddings, which belong to the model; pass sparse=")
@@ -183,8 +294,8 @@ def check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
             raise CheckpointError(str(error)) from error
 
 
-def load_sparse(sparse: Sparse, checkpoint: Path) -> None:
-    """Overwrite embeddings and optimiser state by the saved ones, after :func:`check_sparse`. Collective."""
+def _load_sparse(sparse: Sparse, checkpoint: Path) -> None:
+    """Overwrite embeddings and optimiser state, after :func:`_check_sparse`. Collective."""
     for number, optimizer in enumerate(optimizers_of(sparse)):
         optimizer.flush()
         try:
@@ -194,10 +305,9 @@ def load_sparse(sparse: Sparse, checkpoint: Path) -> None:
 
 
 def _sparse_folder(checkpoint: Path, number: int) -> Path:
-    return checkpoint / FOLDER / str(number)
+    return checkpoint / "sparse" / str(number)
 
 
-STATE_NAME = "state.json"
 _FOLDER_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.old(?:-[0-9a-f]{8}\.partial)?)?")
 
 
@@ -268,40 +378,43 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
         of_optimizer, plain = join_optimizer(model, of_optimizer, plain, session)
     tensors = {f"model/{name}": value for name, value in of_model.items()}
     tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
-    tensors |= _random_state(rank)
+    own = _own_share(tensors, session) | _random_state(rank)
     try:
         with shared_partial_folder(session, final) as partial:
-            _save_tensors(tensors, partial, final, session)
+
+            def write() -> list[dict[str, Any]]:
+                with named_failures(final):
+                    return write_tensors(own, partial / f"tensors-{rank}.bin")
+
+            lines: Any = gather_json(run_on_all_ranks(session, write), session)
             state = {
                 "version": VERSION,
                 "epoch": epoch,
                 "step": step,
                 "world_size": session.topology.world_size,
                 "optimizer": plain,
-                "sparse": save_sparse(sparse, partial),
+                "sparse": _save_sparse(sparse, partial),
                 "loader": gather_json(loader.state_dict() if loader is not None else None, session),
                 "dataset": dict(dataset or {}),
                 "extra": dict(extra or {}),
             }
-            run_on_all_ranks(session, lambda: _publish(partial, final, state) if rank == 0 else None)
+            index = _index_of(list(chain.from_iterable(lines)))
+            run_on_all_ranks(session, lambda: _publish(partial, final, index, state) if rank == 0 else None)
     except StorageError as error:
         raise CheckpointError(str(error)) from error
     return final
 
 
-def _save_tensors(tensors: Mapping[str, Tensor], folder: Path, final: Path, session: Session) -> None:
-    try:
-        with _no_process_group_warning(), peers_named(session, "saving a checkpoint"):
-            save_tensors(
-                dict(tensors),
-                storage_writer=RawWriter(folder, session.topology.rank),
-                planner=DefaultSavePlanner(flatten_state_dict=False),
-                no_dist=session.topology.world_size == 1,
-            )
-    except CheckpointException as error:
-        failed, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
-        remedy = "; free space, or choose another folder" if isinstance(reason, OSError) else ""
-        raise CheckpointError(f"cannot write {final}: rank {failed}: {reason}{remedy}") from error
+def _own_share(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Tensor]:
+    """Return the tensors that this rank writes of those that all ranks have. Collective."""
+    names: Any = gather_json(list(tensors), session)
+    # A rank may lack the optimizer's state of a parameter that had no gradient there.
+    holders = {name: [rank for rank, own in enumerate(names) if name in own] for name in chain(*names)}
+    return {
+        name: tensors[name]
+        for place, (name, ranks) in enumerate(holders.items())
+        if ranks[place % len(ranks)] == session.topology.rank
+    }
 
 
 def load(
@@ -339,44 +452,36 @@ def load(
         session, lambda: str(latest(folder)) if session.topology.rank == 0 else "", CheckpointError
     )
     path = Path(str(broadcast_json(found, session)))
-    reader, of_model = RawReader(path), model.state_dict()
+    of_model = model.state_dict()
 
-    def read_and_check() -> tuple[dict[str, Any], Metadata]:
-        state, metadata = read_json(path / STATE_NAME), reader.read_metadata()
+    def checked() -> tuple[dict[str, Any], dict[str, SavedTensor]]:
+        state, tensors = _read_json(path / STATE_NAME), read_index(path)
         with damage_named(path / STATE_NAME):
-            check_state(path, state)
-            check_dataset(path, state["dataset"], dataset or {})
-            check_model(path, metadata, of_model)
-            check_position(path, state, loader, session.topology.world_size)
-            saved_tensors = _below("optimizer/", metadata.state_dict_metadata)
-            check_optimizer(path, state["optimizer"], optimizer, _plain_module(model), saved_tensors)
-        if random_state:
-            check_random_state(path, metadata, session.topology.rank)
-        check_sparse(path, state.get("sparse", 0), sparse)
-        return state, metadata
+            _check_state(path, state)
+            _check_model(path, tensors, of_model)
+            _check_run(path, state, tensors, session, dataset or {}, loader=loader, random_state=random_state)
+            saved_tensors = _below("optimizer/", tensors)
+            _check_optimizer(path, state["optimizer"], optimizer, _plain_module(model), saved_tensors)
+        _check_sparse(path, state.get("sparse", 0), sparse)
+        return state, tensors
 
-    state, metadata = run_on_all_ranks(session, read_and_check, CheckpointError)
-    same_ranks = state["world_size"] == session.topology.world_size
-    wanted = _wanted(metadata, session.topology.rank, optimizer is not None, same_ranks and random_state)
-    try:
-        with _no_process_group_warning(), peers_named(session, "loading a checkpoint"):
-            load_tensors(
-                wanted,
-                storage_reader=reader,
-                planner=DefaultLoadPlanner(flatten_state_dict=False),
-                no_dist=session.topology.world_size == 1,
-            )
-    except CheckpointException as error:
-        failed, (reason, _) = min(error.failures.items(), key=lambda item: item[0])
-        raise CheckpointError(f"cannot read {path}: rank {failed}: {reason}") from error
+    state, tensors = run_on_all_ranks(session, checked, CheckpointError)
+    rank, same_ranks = session.topology.rank, state["world_size"] == session.topology.world_size
+    prefixes = ("model/", *(["optimizer/"] if optimizer is not None else []))
+    prefixes += (f"random/{rank}/",) if random_state and same_ranks else ()
+
+    def read() -> dict[str, Tensor]:
+        return {name: one.read(name) for name, one in tensors.items() if name.startswith(prefixes)}
+
+    wanted = run_on_all_ranks(session, read, CheckpointError)
     model.load_state_dict(_below("model/", wanted))
     if optimizer is not None:
         of_optimizer = cut_optimizer(model, _below("optimizer/", wanted))
         restore_state(optimizer, _plain_module(model), of_optimizer, state["optimizer"])
-    load_sparse(sparse, path)
+    _load_sparse(sparse, path)
     if loader is not None:
-        loader.load_state_dict(state["loader"][session.topology.rank if same_ranks else 0])
-    _restore_random_state(_below(f"random/{session.topology.rank}/", wanted))
+        loader.load_state_dict(state["loader"][rank if same_ranks else 0])
+    _restore_random_state(_below(f"random/{rank}/", wanted))
     return Resumed(
         path=path,
         epoch=state["epoch"],
@@ -394,9 +499,9 @@ def read_extra(folder: str | Path) -> Mapping[str, Any] | None:
         path = _newest(Path(folder)) if session.topology.rank == 0 else None
         if path is None:
             return None
-        state: dict[str, Any] = read_json(path / STATE_NAME)
+        state: dict[str, Any] = _read_json(path / STATE_NAME)
         with damage_named(path / STATE_NAME):
-            check_state(path, state)
+            _check_state(path, state)
             return dict(state["extra"])
 
     found = broadcast_json(run_on_all_ranks(session, read, CheckpointError), session)
@@ -430,14 +535,6 @@ def _newest(folder: Path) -> Path | None:
     return max(complete)[1] if complete else None
 
 
-@contextmanager
-def _no_process_group_warning() -> Iterator[None]:
-    # A run of one process has no process group, and torch warns about that.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
 def _check_json(values: Mapping[str, object]) -> None:
     for name, value in values.items():
         try:
@@ -446,9 +543,10 @@ def _check_json(values: Mapping[str, object]) -> None:
             raise CheckpointError(f"{name} cannot be saved ({error}); give JSON values only") from error
 
 
-def _publish(partial: Path, final: Path, state: Mapping[str, object]) -> None:
+def _publish(partial: Path, final: Path, index: Mapping[str, object], state: Mapping[str, object]) -> None:
     """Complete and rename a checkpoint; a complete one that it replaces exists at every moment."""
     with named_failures(final):
+        write_json(partial / INDEX_NAME, index)
         write_json(partial / STATE_NAME, state)
         publish_over(partial, final)
 
@@ -469,14 +567,3 @@ def _restore_random_state(state: Mapping[str, Tensor]) -> None:
         torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _wanted(metadata: Metadata, rank: int, with_optimizer: bool, with_random: bool) -> dict[str, Any]:
-    prefixes = ["model/"]
-    prefixes += ["optimizer/"] if with_optimizer else []
-    prefixes += [f"random/{rank}/"] if with_random else []
-    return {
-        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
-        for name, tensor in metadata.state_dict_metadata.items()
-        if isinstance(tensor, TensorStorageMetadata) and name.startswith(tuple(prefixes))
-    }

@@ -31,7 +31,6 @@ _of_optimizer = partial(option, panel="Optimizer")
 _of_loading = partial(option, panel="Loading")
 _of_run = partial(option, panel="Run folder, evaluation, checkpoints")
 _path_of_run = partial(path_option, panel="Run folder, evaluation, checkpoints")
-_of_choice = partial(option, panel="Choice")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,22 +55,6 @@ class RunOptions:
     )
     """None: nothing is recorded."""
     trace_steps: int = _of_run(200, "Number of first steps in the trace.", check=at_least(1))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChoiceOptions:
-    """How a strategy is chosen: options of ``dglx plan``, and of strategy ``auto``."""
-
-    unit: Literal["mini_batch", "full_graph", "any"] = _of_choice(
-        "mini_batch", "mini_batch, full_graph, or any: an epoch of one is not an epoch of the other."
-    )
-    full_graph_epochs: float = _of_choice(
-        5.0, "With --unit any: epochs of whole graphs equivalent to one of mini-batches.", check=ABOVE_ZERO
-    )
-    allow_estimators: bool = _of_choice(False, "Also choose among strategies that do not train exactly.")
-    dry_batches: int = option(
-        20, "Counted batches of each rank; 0: all of an epoch, exactly.", check=at_least(0)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import CacheCounts
 from dglx_dist.graph.optim import SparseOptimizer
-from dglx_dist.options import check_ranges
+from dglx_dist.options import check_ranges, common_fields
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
 from dglx_dist.strategies.base import CACHE_CHOICE, EpochTrainer, Objective, WrappedModel
@@ -340,9 +340,9 @@ def train(
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config))
     run.resume()
     run.check_evaluation()
-    steps = len(loader) * (config.epochs - run.first_epoch)
+    steps = len(loader) * (config.epochs - run.result.first_epoch)
     enabled = config.show_progress and g.session.topology.rank == 0
-    bar = progress(_progress_title(run.first_epoch, config.epochs), steps, enabled=enabled)
+    bar = progress(_progress_title(run.result.first_epoch, config.epochs), steps, enabled=enabled)
     trace = None if config.trace is None else Path(config.trace).absolute()
     traced = None if trace is None else TraceConfig(path=trace, num_steps=config.trace_steps)
     with recording(traced, g.session) as count_step, bar as advance:
@@ -363,7 +363,7 @@ def train(
         if trainer is not None:
             account = trainer.account()
             advance.say(f"cost {account['text']}")
-    return replace(run.result(), account=account)
+    return replace(run.result, account=account)
 
 
 def epoch_line(record: EpochRecord) -> str:
@@ -392,25 +392,25 @@ class _Run:
             # Must be equal in the run that loads the checkpoint.
             "dataset": {"num_nodes": g.num_nodes(), "num_edges": g.num_edges()},
         }
-        self.first_epoch = self._next = 0
-        self.stopped_early = False
-        self._records: list[EpochRecord] = []
-        self._accuracy: dict[str, float] = {}
-        self._best: tuple[int, float] | None = None
-        self._evaluations_since_best = 0
+        self.result = FitResult()
+        """Of the epochs so far."""
+        self._next, self._evaluations_since_best = 0, 0
 
     def resume(self) -> None:
         folder = self._config.checkpoint_folder
         if not self._config.resume or folder is None or not checkpoint.exists(folder):
             return
         resumed = checkpoint.load(folder, **self._state)
-        self.first_epoch = self._next = resumed.epoch
+        self._next = resumed.epoch
         best = resumed.extra.get("best")
-        self._best = (int(best[0]), float(best[1])) if best else None
         self._evaluations_since_best = int(resumed.extra.get("evaluations_since_best", 0))
-        self.stopped_early = self._patience_is_over()
-        accuracy = resumed.extra.get("accuracy", {})
-        self._accuracy = {str(name): float(value) for name, value in accuracy.items()}
+        self.result = FitResult(
+            accuracy={str(name): float(value) for name, value in resumed.extra.get("accuracy", {}).items()},
+            best_epoch=int(best[0]) if best else None,
+            best_val_accuracy=float(best[1]) if best else None,
+            first_epoch=resumed.epoch,
+            stopped_early=self._patience_is_over(),
+        )
 
     def check_evaluation(self) -> None:
         """Raise ConfigError before training if the evaluation after it is impossible."""
@@ -420,7 +420,7 @@ class _Run:
     @property
     def has_epochs(self) -> bool:
         """Whether there are epochs to train."""
-        return self._next < self._config.epochs and not self.stopped_early
+        return self._next < self._config.epochs and not self.result.stopped_early
 
     def advance(self, trainer: EpochTrainer | None, after_step: Callable[[], None]) -> Sequence[EpochRecord]:
         """Train one epoch, or with a ``trainer`` those until the next stop; evaluate and save there."""
@@ -434,7 +434,7 @@ class _Run:
         found[-1] = self._with_cache(found[-1], self._g.kvstore.cache_counts() - before)
         self._next += len(found)
         found[-1] = self._finish(found[-1])
-        self._records += found
+        self.result.epochs.extend(found)
         if self._session.trace is not None:
             for record in found:
                 self._session.trace.note_epoch(record)
@@ -451,9 +451,9 @@ class _Run:
         last = self._next == config.epochs
         if last or (config.eval_every and self._next % config.eval_every == 0):
             record = self._evaluate(record)
-        last = last or self.stopped_early
+        last = last or self.result.stopped_early
         if config.checkpoint_folder is not None and (last or self._next % config.checkpoint_every == 0):
-            self._save(self._next)
+            self._save()
         return record
 
     def _with_cache(self, record: EpochRecord, counts: CacheCounts) -> EpochRecord:
@@ -462,33 +462,26 @@ class _Run:
         hits, misses = gather_int64([counts.hits, counts.misses], self._session).sum(axis=0).tolist()
         return replace(record, cache_hits=hits, cache_misses=misses)
 
-    def result(self) -> FitResult:
-        return FitResult(
-            epochs=self._records,
-            accuracy=self._accuracy,
-            best_epoch=self._best[0] if self._best else None,
-            best_val_accuracy=self._best[1] if self._best else None,
-            first_epoch=self.first_epoch,
-            stopped_early=self.stopped_early,
-        )
-
     def _evaluate(self, record: EpochRecord) -> EpochRecord:
         config = self._config
         for rows in self._step.sparse:
             # With an asynchronous optimizer, other ranks may still be writing rows.
             rows.flush()
+        accuracy = self.result.accuracy
         if config.evaluate is not None:
-            self._accuracy = dict(config.evaluate(self._step.model))
+            accuracy = dict(config.evaluate(self._step.model))
         elif config.task is None:
-            self._accuracy = evaluate(self._step.model, self._g, **self._evaluate_options)
-        validation = self._accuracy.get(_VALIDATION)
+            accuracy = evaluate(self._step.model, self._g, **self._evaluate_options)
+        self.result = replace(self.result, accuracy=accuracy)
+        validation, best = self.result.val_accuracy, self.result.best_val_accuracy
         if validation is None:
             return record
-        if self._best is None or validation > self._best[1]:
-            self._best, self._evaluations_since_best = (record.epoch, validation), 0
+        if best is None or validation > best:
+            self._evaluations_since_best = 0
+            self.result = replace(self.result, best_epoch=record.epoch, best_val_accuracy=validation)
         else:
             self._evaluations_since_best += 1
-            self.stopped_early = self._patience_is_over()
+            self.result = replace(self.result, stopped_early=self._patience_is_over())
         return replace(record, val_accuracy=validation)
 
     @property
@@ -502,16 +495,17 @@ class _Run:
         patience = self._config.patience
         return patience is not None and self._evaluations_since_best >= patience
 
-    def _save(self, next_epoch: int) -> None:
+    def _save(self) -> None:
         assert self._config.checkpoint_folder is not None
+        best = (self.result.best_epoch, self.result.best_val_accuracy)
         checkpoint.save(
             self._config.checkpoint_folder,
             **self._state,
-            epoch=next_epoch,
+            epoch=self._next,
             extra={
-                "best": self._best,
+                "best": None if best[0] is None else best,
                 "evaluations_since_best": self._evaluations_since_best,
-                "accuracy": self._accuracy,
+                "accuracy": self.result.accuracy,
                 TRAINED_WITH: _trained_with(self._session),
             },
         )
@@ -520,13 +514,7 @@ class _Run:
 def _step_of(
     model: WrappedModel, optimizer: torch.optim.Optimizer, sparse: Sparse, config: FitConfig
 ) -> Step:
-    task = config.task or NodeClassification(
-        loss=config.loss,
-        feature=config.feature,
-        label=config.label,
-        ntype=config.ntype,
-        inputs=config.inputs,
-    )
+    task = config.task or NodeClassification(**common_fields(config, NodeClassification))
     return Step(model=model, optimizer=optimizer, task=task, sparse=optimizers_of(sparse))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
 
 import dgl
@@ -45,20 +44,14 @@ class FullBlocks:
         self._builder = BatchBlockBuilder(self._schema)
         self._workspace = Workspace(sum(self._schema.num_nodes))
 
-    def block(self, destinations: Mapping[str, Array]) -> tuple[Any, dict[str, Array]]:
-        """Return the block of ``destinations`` and the (S,) source ids per node type.
-
-        Args:
-            destinations: Node type to (K,) distinct int64 ids, which are the first K sources of their type;
-                types may be missing.
-        """
-        (block,), sources = self.blocks(destinations, 1)
-        return block, sources
-
     def blocks(
         self, destinations: Mapping[str, Array], num_layers: int
     ) -> tuple[list[Any], dict[str, Array]]:
-        """Return the blocks of ``num_layers`` hops, input-most first, and the source ids of the first."""
+        """Return the blocks of ``num_layers`` hops, input-most first, and the (S,) source ids per node type.
+
+        ``destinations`` are (K,) distinct int64 ids by node type, which are the first K sources of their
+        type; types may be missing.
+        """
         draws = Draws(
             schema=self._schema,
             fanouts=np.full((num_layers, len(self._schema.etypes)), -1),
@@ -183,6 +176,8 @@ _NO_EDGE_DATA = (
 )
 
 _Rows: TypeAlias = dict[Path, DistTensor]
+_Pass: TypeAlias = tuple[int, Callable[[list[Any], Any], Any]]
+"""Number of blocks, and (blocks, rows of their sources) to results of their destinations."""
 _Compute: TypeAlias = Callable[[str, Array], dict[Path, Tensor]]
 """(node type, (K,) ids) to the (K, ...) results of these nodes."""
 
@@ -231,20 +226,12 @@ def layerwise_inference(
             not return one row for each destination.
     """
     module = whole_of(model)
-    steps = layers_of(module, layers, between)
-    target = float_of(module)
-    work = _Work(g=g, blocks=FullBlocks(g, target.device), batch_size=batch_size)
-    rows = first_rows(g, feature, inputs)
-    with evaluating(module):
-        for depth, layer in enumerate(steps):
-            out_types = ntypes if depth == len(steps) - 1 else None
-            compute = _layer(layer, work, rows, target.dtype if depth == 0 else None)
-            computed = _for_all(work, compute, out_types, f"layer {depth} of all nodes")
-            if depth > 0:
-                for tensor in rows.values():
-                    tensor.delete()
-            rows = computed
-    return nest(rows)
+    passes: list[_Pass] = [(1, _on_block(layer)) for layer in layers_of(module, layers, between)]
+    return _infer(module, g, passes, first_rows(g, feature, inputs), batch_size, ntypes)
+
+
+def _on_block(layer: InferenceLayer) -> Callable[[list[Any], Any], Any]:
+    return lambda blocks, h: layer(blocks[0], h)
 
 
 def minibatch_inference(
@@ -259,20 +246,9 @@ def minibatch_inference(
 ) -> Any:
     """Compute every node's results from its whole neighbourhood of ``num_layers`` hops. Collective.
 
-    Exact for any model that is called as ``model(blocks, h)``, but each batch recomputes shared neighbours:
-    prefer :func:`layerwise_inference` if the model defines its layers.
-
-    Args:
-        model: Wrapped or plain, equal on all ranks; in evaluation mode during the call.
-        g: The graph.
-        num_layers: Number of blocks that the model takes.
-        feature: Input node data; every node type must have it.
-        inputs: Replaces ``feature``, as in :func:`layerwise_inference`.
-        batch_size: Nodes computed at once.
-        ntypes: Node types to compute; all by default.
-
-    Returns:
-        As :func:`layerwise_inference`.
+    Exact for any model that is called as ``model(blocks, h)`` with ``num_layers`` blocks, but each batch
+    recomputes shared neighbours: prefer :func:`layerwise_inference`, with the same other arguments and
+    result, if the model defines its layers.
 
     Raises:
         ConfigError: ``num_layers`` is below 1, a type has no input, or the model returns no rows for some
@@ -281,25 +257,51 @@ def minibatch_inference(
     if num_layers < 1:
         raise ConfigError(f"num_layers={num_layers} must be at least 1")
     module = whole_of(model)
+    return _infer(module, g, [(num_layers, module)], first_rows(g, feature, inputs), batch_size, ntypes)
+
+
+def _infer(
+    module: nn.Module,
+    g: DistGraph,
+    passes: Sequence[_Pass],
+    rows: _Rows,
+    batch_size: int,
+    ntypes: Sequence[str] | None,
+) -> Any:
+    """Compute the passes one after the other for all nodes, the last for those of ``ntypes``. Collective."""
     target = float_of(module)
-    work = _Work(g=g, blocks=FullBlocks(g, target.device), batch_size=batch_size)
-    rows = first_rows(g, feature, inputs)
+    blocks = FullBlocks(g, target.device)
+    with evaluating(module):
+        for depth, one in enumerate(passes):
+            # Later ones read what the one before has computed.
+            compute = _compute_of(one, g, blocks, rows, target.dtype if depth == 0 else None)
+            out_types = g.ntypes if ntypes is None or depth < len(passes) - 1 else ntypes
+            computed = _for_all(g, compute, batch_size, out_types, f"pass {depth} over all nodes")
+            if depth > 0:
+                for tensor in rows.values():
+                    tensor.delete()
+            rows = computed
+    return nest(rows)
+
+
+def _compute_of(
+    one: _Pass, g: DistGraph, blocks: FullBlocks, rows: _Rows, dtype: torch.dtype | None
+) -> _Compute:
+    num_layers, call = one
 
     def compute(ntype: str, ids: Array) -> dict[Path, Tensor]:
-        blocks, sources = work.blocks.blocks({ntype: ids}, num_layers)
-        return work.of_type(ntype, module(blocks, work.read(rows, sources, target.dtype)), len(ids))
+        made, sources = blocks.blocks({ntype: ids}, num_layers)
+        read = {path: tensor[torch.from_numpy(sources[type_of(path, g)])] for path, tensor in rows.items()}
+        h = nest({path: leaf.to(blocks.device, dtype) for path, leaf in read.items()})
+        return _leaves_of(ntype, call(made, h), g, len(ids))
 
-    with evaluating(module):
-        return nest(_for_all(work, compute, ntypes, "the results of all nodes"))
+    return compute
 
 
 def in_original_order(rows: DistTensor, g: DistGraph, ntype: str | None = None) -> Tensor:
     """Return all rows of a node tensor, (N, ...), by node id before partitioning. Not collective.
 
-    Args:
-        rows: One row per node.
-        g: The graph.
-        ntype: Required with several node types.
+    ``ntype`` is required with several node types.
     """
     values = rows.to_local()
     ordered = torch.empty_like(values)
@@ -377,47 +379,20 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    g: DistGraph
-    blocks: FullBlocks
-    batch_size: int
-
-    def read(self, rows: _Rows, sources: Mapping[str, Array], dtype: torch.dtype | None) -> Any:
-        device = self.blocks.device
-        return nest(
-            {
-                path: tensor[torch.from_numpy(sources[type_of(path, self.g)])].to(device, dtype)
-                for path, tensor in rows.items()
-            }
-        )
-
-    def of_type(self, ntype: str, output: Any, count: int) -> dict[Path, Tensor]:
-        """Return the leaves of an output for the ``count`` destinations of one type."""
-        leaves = {path: leaf for path, leaf in flatten(output).items() if type_of(path, self.g) == ntype}
-        for path, leaf in leaves.items():
-            if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count:
-                kind = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
-                where = "".join(f"[{key!r}]" for key in path) or "the output"
-                raise ConfigError(f"{where} is {kind}, not a tensor with a row for each of {count} {ntype!r}")
-        return leaves
+def _leaves_of(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, Tensor]:
+    """Return the leaves of an output for the ``count`` destinations of one type."""
+    leaves = {path: leaf for path, leaf in flatten(output).items() if type_of(path, g) == ntype}
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count:
+            kind = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+            where = "".join(f"[{key!r}]" for key in path) or "the output"
+            raise ConfigError(f"{where} is {kind}, not a tensor with a row for each of {count} {ntype!r}")
+    return leaves
 
 
-def _layer(layer: InferenceLayer, work: _Work, rows: _Rows, dtype: torch.dtype | None) -> _Compute:
-    def compute(ntype: str, ids: Array) -> dict[Path, Tensor]:
-        block, sources = work.blocks.block({ntype: ids})
-        return work.of_type(ntype, layer(block, work.read(rows, sources, dtype)), len(ids))
-
-    return compute
-
-
-def _for_all(work: _Work, compute: _Compute, ntypes: Sequence[str] | None, what: str) -> _Rows:
+def _for_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Sequence[str], what: str) -> _Rows:
     """Compute the results of all nodes of the types, each rank its share. Collective."""
-    g = work.g
-    shares = {
-        ntype: list(batches(local_share(g, ntype), work.batch_size))
-        for ntype in (g.ntypes if ntypes is None else ntypes)
-    }
+    shares = {ntype: list(batches(local_share(g, ntype), batch_size)) for ntype in ntypes}
     # All ranks, even without nodes, must know the shapes of the results before allocation.
     started = run_on_all_ranks(
         g.session,
@@ -538,12 +513,12 @@ def check_evaluable(
     model: nn.Module,
     g: DistGraph,
     *,
-    feature: str = FEATURE,
-    label: str = LABEL,
-    batch_size: int = 4096,
-    num_layers: int | None = None,
-    ntype: str | None = None,
-    inputs: Inputs | None = None,
+    feature: str,
+    label: str,
+    batch_size: int,
+    num_layers: int | None,
+    ntype: str | None,
+    inputs: Inputs | None,
 ) -> None:
     """Check the arguments of :func:`evaluate` without computing. Collective."""
     ntype = labelled_type(g, label) if ntype is None else ntype

@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -81,13 +81,11 @@ def bench(  # noqa: PLR0913  # one argument per option
     What is compared runs in turn (A B A B) on servers that are all up at once. Without root, ip and tc the
     servers share plain loopback, and no claim about a network is judged. Exit code 1: an experiment failed.
     """
-    if list_:
-        for table in list_tables():
-            show(table)
-        return
-    if report:
-        for folder in report:
-            write_pages(folder)
+    for table in list_tables() if list_ else ():
+        show(table)
+    for folder in () if list_ else report or ():
+        write_pages(folder)
+    if list_ or report:
         return
     if out is None:
         raise ConfigError("say with --out DIR where results go, or use --list to see what can be measured")
@@ -103,7 +101,8 @@ def bench(  # noqa: PLR0913  # one argument per option
         repetitions=repetitions,
         seed=seed,
     )
-    signal.signal(signal.SIGTERM, interrupt)
+    # As Ctrl-C does: what was started is ended on the way out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         outcomes = measure(chosen, plan)
     except KeyboardInterrupt:
@@ -174,11 +173,6 @@ def list_tables() -> tuple[Table, Table]:
         if what:
             programs.add_row(name, what)
     return experiments, programs
-
-
-def interrupt(*_: object) -> NoReturn:
-    """End as Ctrl-C does: what was started is ended on the way out."""
-    raise KeyboardInterrupt
 
 
 def main() -> None:

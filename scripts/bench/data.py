@@ -23,6 +23,7 @@ from scripts.bench.pool import do_alone
 from scripts.bench.records import Job
 from scripts.bench.simulate import ComputeCost
 from scripts.bench.worker import read_json
+from scripts.json_records import read_record
 from scripts.out_files import write_text
 
 log = logging.getLogger(__name__)
@@ -97,4 +98,5 @@ def survey(jobs: Mapping[str, Mapping[str, Any]], servers: Mapping[str, int] | i
 
 def calibrated(params: Mapping[str, Any]) -> ComputeCost:
     """Measure on one core what the job ``train`` with ``params`` computes; nothing else should run."""
-    return ComputeCost.from_json(do_alone(Job(kind="calibrate", params=params)))
+    found: ComputeCost = read_record(ComputeCost, do_alone(Job(kind="calibrate", params=params)))
+    return found

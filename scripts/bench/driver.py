@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from dglx_dist.errors import ConfigError, DglxError, JobError
+from dglx_dist.errors import DglxError, JobError
 from dglx_dist.planner.records import Rate
 from scripts.bench import results, suites
 from scripts.bench.pool import OpenStage, Stage, open_stage
@@ -26,6 +27,7 @@ from scripts.bench.records import (
     Outcome,
     Shape,
     Variant,
+    check_plan,
 )
 from scripts.json_records import read_record
 from scripts.netlab.calibrate import Calibration, Measured, find_rate
@@ -47,8 +49,10 @@ _PACKAGES = ("dglx-dist", "torch", "dgl", "numpy", "numba", "pyzmq", "pyarrow", 
 
 def describe_machine() -> dict[str, object]:
     """Return JSON values: cpu, cores (all and usable ones), memory in bytes, kernel, versions."""
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    named = re.search(r"(?m)^model name\s*: (.*)$", cpuinfo)
     return {
-        "cpu": _cpu_model(),
+        "cpu": named[1].strip() if named else platform.machine(),
         "cores": os.cpu_count() or 1,
         "cores_usable": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -58,22 +62,12 @@ def describe_machine() -> dict[str, object]:
     }
 
 
-def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.is_file() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
-
-
 KEYS = ("epochs", "bytes_outside_wire", "peak_bytes", "accuracy", "extra")
 """Of a report, as in :class:`Measurement`. All but ``peak_bytes`` are over all ranks, and rank 0's count."""
 
 
 def read_measurement(variant: Variant, repetition: int, reports: Sequence[Mapping[str, Any]]) -> Measurement:
-    """Put the reports, by rank, together.
-
-    Raises:
-        JobError: a report lacks the epochs, or has a key that is not in ``KEYS``.
-    """
+    """Put the reports, by rank, together; JobError: one lacks the epochs, or has a key not in ``KEYS``."""
     first = reports[0]
     if "epochs" not in first or not set(first) <= set(KEYS):
         raise JobError(
@@ -120,8 +114,7 @@ def run(
     if reason:
         return running.write("absent", reason)
     try:
-        running.build()
-        with open_stage(running.shapes) as stage:
+        with open_stage(running.build()) as stage:
             running.measure(stage)
     except DglxError as error:
         return running.write("failed", str(error))
@@ -146,26 +139,17 @@ class _Running:
         self._seconds: list[float] = []
         """Of each job that has ended."""
 
-    @property
-    def shapes(self) -> list[Shape]:
-        """Distinct shapes, in the order of the variants."""
-        return list(dict.fromkeys(variant.shape for variant in self._plan.variants))
-
-    def build(self) -> None:
-        """Have the experiment make its datasets and say what to run; ConfigError for a contradiction."""
+    def build(self) -> list[Shape]:
+        """Have the experiment make its datasets and say what to run; return distinct shapes, in order."""
         assert self._experiment.build is not None
         self._tell(f"{self._experiment.id}: making its datasets")
         plan = self._experiment.build(self._bench)
         check_plan(self._experiment.id, plan)
         self._plan = plan
+        return list(dict.fromkeys(variant.shape for variant in plan.variants))
 
     def measure(self, stage: Stage) -> None:
-        """Warm up, calibrate, repeat and draw curves.
-
-        Raises:
-            JobError: a job failed.
-            ConfigError: no rate gives the phi that is wanted.
-        """
+        """Warm up, calibrate, repeat and draw curves."""
         variants, repetitions = self._plan.variants, self._bench.repetitions
         colds = differing(variants)
         self._total = len(colds) + len(variants) * repetitions + sum(bool(one.curve) for one in variants)
@@ -226,13 +210,14 @@ class _Running:
         found: dict[MatchedPhi, Calibration] = {}
         rates: dict[str, Rate | None] = {}
         for variant in by_name.values():
-            rate, noted = variant.rate, {}
+            rate, noted = variant.rate, dict[str, Any]()
             if not stage.limits(variant.shape):
                 rate = None
             if isinstance(rate, MatchedPhi):
                 if rate not in found:
                     found[rate] = self._calibrate(stage, by_name[rate.baseline], rate.phi)
-                noted = _calibration_note(found[rate], rate.baseline)
+                calibration = {"baseline": rate.baseline, **found[rate].to_json()}
+                noted = {"phi": found[rate].phi, "calibration": calibration}
                 rate = found[rate].rate
             rates[variant.name] = rate
             self._network[variant.name] = stage.describe(variant.shape, rate) | noted
@@ -254,34 +239,14 @@ class _Running:
 
 def differing(variants: Sequence[Variant]) -> list[Variant]:
     """Return those that do something else than all before them, or on other servers; rates do not count."""
-    found: list[Variant] = []
-    for variant in variants:
-        if not any((one.shape, one.job) == (variant.shape, variant.job) for one in found):
-            found.append(variant)
-    return found
+    works = [(one.shape, one.job) for one in variants]
+    return [one for number, one in enumerate(variants) if works[number] not in works[:number]]
 
 
 def in_turn(variants: Sequence[Variant], repetition: int) -> list[Variant]:
     """Return ``variants`` in the order of this repetition: A B C, B C A, C A B, A B C, ..."""
     first = repetition % max(len(variants), 1)
     return [*variants[first:], *variants[:first]]
-
-
-def check_plan(experiment: str, plan: ExperimentPlan) -> None:
-    """Raise ConfigError where names in ``plan`` are double or belong to nobody."""
-    names = [variant.name for variant in plan.variants]
-    if not names or len(set(names)) != len(names):
-        raise ConfigError(
-            f"{experiment}: its variants are {names}; give it at least one, each with its own name"
-        )
-    asked = {variant.rate.baseline for variant in plan.variants if isinstance(variant.rate, MatchedPhi)}
-    asked |= {name for ratio in plan.ratios for name in (ratio.over, ratio.under)}
-    asked |= {name for ratio in plan.ratios for cell in ratio.cells for name in (cell.chosen, *cell.ways)}
-    unknown = sorted(asked - set(names))
-    if unknown:
-        raise ConfigError(
-            f"{experiment}: no variant is called {', '.join(unknown)} (there are: {', '.join(names)})"
-        )
 
 
 def without_paths(plan: ExperimentPlan, work: str) -> ExperimentPlan:
@@ -299,7 +264,3 @@ def without_paths(plan: ExperimentPlan, work: str) -> ExperimentPlan:
 
     variants = (replace(one, job=kept(one.job), curve=kept(one.curve)) for one in plan.variants)
     return replace(plan, variants=tuple(variants), facts=kept(plan.facts))
-
-
-def _calibration_note(calibration: Calibration, baseline: str) -> dict[str, Any]:
-    return {"phi": calibration.phi, "calibration": {"baseline": baseline, **calibration.to_json()}}

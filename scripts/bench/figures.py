@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, Literal
 
@@ -16,8 +16,8 @@ import numpy as np
 
 from dglx_dist.comm.collectives import CONTROL
 from dglx_dist.data.storage.files import readable_bytes
-from dglx_dist.errors import ConfigError
 from dglx_dist.report.tables import readable_percent
+from scripts.bench.experiments.common import predicted_time
 from scripts.bench.records import (
     COUNTED_BYTES,
     KAPPA,
@@ -32,7 +32,6 @@ from scripts.bench.records import (
     Ratio,
     Variant,
 )
-from scripts.bench.speedup_model import predicted_time
 from scripts.bench.suites import why_absent
 
 FORMAT, VERSION = "dglx bench figures", 1
@@ -40,8 +39,8 @@ PHASES = ("wait_s", "compute_s", "exchange_s")
 """Of the training loop, one after another."""
 HIDDEN = ("sample_s", "fetch_s")
 """On the loader's threads, beside the training loop."""
-_OF_REPORTS = ("epochs_to_target", "dollars", "value")
-"""Quantities that are no field of an epoch."""
+_OF_REPORTS = ("epochs_to_target", "dollars", "value")  # quantities that are no field of an epoch
+BYTES = ("bytes_inside", "bytes_outside")
 _MOST_NAMES = 60
 _OF_ONE_LAB = {"name", "external", "phi", "calibration"}
 """Of ``Lab.describe()`` and what the driver adds: not the same for variants that share a shape."""
@@ -91,12 +90,12 @@ class Spread:
 
     def rounded(self) -> list[float]:
         """Return the three, to 6 digits."""
-        return [_number(value) for value in (self.median, self.low, self.high)]
+        return [_number(value) for value in vars(self).values()]
 
 
 def spread(values: Sequence[float]) -> Spread:
     """Return median and quartiles (linear interpolation) of at least one value."""
-    low, middle, high = (float(value) for value in np.percentile(values, [25, 50, 75]))
+    low, middle, high = map(float, np.percentile(values, [25, 50, 75]))
     return Spread(median=middle, low=low, high=high)
 
 
@@ -124,20 +123,17 @@ def variant_rows(outcome: Outcome) -> list[dict[str, Any]]:
     """
     rows = []
     for variant, found in _measured(outcome):
-        inside, outside = (
-            median(mean_of(one, f"bytes_{where}") for one in found) for where in ("inside", "outside")
-        )
-        sent = [
-            one.bytes_outside_wire / len(one.epochs) for one in found if one.bytes_outside_wire is not None
-        ]
-        wire = median(sent) if sent else None
+        middle = {name: median(mean_of(one, name) for one in found) for name in (*PHASES, *HIDDEN, *BYTES)}
+        inside, outside = (middle.pop(name) for name in BYTES)
+        cards = [one.bytes_outside_wire for one in found if one.bytes_outside_wire is not None]
+        wire = median(cards) / len(found[0].epochs) if cards else None
         row = {
             "name": variant.name,
             "servers": variant.shape.servers,
             "ranks_per_server": variant.shape.ranks_per_server,
             "link": link_of(outcome, variant).words,
             "seconds": spread([one.seconds for one in found]).rounded(),
-            **{name: _number(median(mean_of(one, name) for one in found)) for name in (*PHASES, *HIDDEN)},
+            **{name: _number(value) for name, value in middle.items()},
             "mb_inside": _number(inside / 1e6),
             "mb_outside": _number(outside / 1e6),
             "mb_wire": None if wire is None else _number(wire / 1e6),
@@ -150,11 +146,8 @@ def variant_rows(outcome: Outcome) -> list[dict[str, Any]]:
 
 def medians(outcome: Outcome) -> dict[str, float]:
     """Return the median seconds of an epoch of each variant that has a measurement."""
-    took: dict[str, list[float]] = {}
-    for one in outcome.measurements:
-        if one.epochs:
-            took.setdefault(one.variant, []).append(one.seconds)
-    return {name: median(values) for name, values in took.items()}
+    names = dict.fromkeys(one.variant for one in outcome.measurements if one.epochs)
+    return {name: median(one.seconds for one in _of(name, outcome)) for name in names}
 
 
 def _number(value: float) -> float:
@@ -163,12 +156,11 @@ def _number(value: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How servers were joined."""
+    """How servers were joined; not limited on loopback of several, where no claim of a network is judged."""
 
     words: str
     """Rate between servers and share of time that the baseline spends on it, e.g. "96mbit, phi 0.65"."""
     limited: bool
-    """False on plain loopback with more than one server: then no claim about a network can be judged."""
     missed_phi: str
     """What phi was wanted where no rate gave it, in words; empty: none was, or it was reached."""
 
@@ -206,11 +198,7 @@ class RatioFigures:
 
 
 def ratio_figures(outcome: Outcome) -> tuple[RatioFigures, ...]:
-    """Return each ratio of the plan, in its order.
-
-    Raises:
-        ConfigError: a ratio names a variant that the plan lacks.
-    """
+    """Return each ratio of the plan, in its order."""
     if outcome.plan is None:
         return ()
     variants = {variant.name: variant for variant in outcome.plan.variants}
@@ -219,12 +207,6 @@ def ratio_figures(outcome: Outcome) -> tuple[RatioFigures, ...]:
 
 def _ratio(ratio: Ratio, variants: Mapping[str, Variant], outcome: Outcome) -> RatioFigures:
     names = [name for cell in ratio.cells for name in cell.ways] or [ratio.over, ratio.under]
-    unknown = {ratio.over, ratio.under, *names} - set(variants)
-    if unknown:
-        raise ConfigError(
-            f"{outcome.experiment}: ratio {ratio.name!r} names {sorted(unknown)}; "
-            f"the plan's variants are {list(variants)}"
-        )
     if ratio.cells:
         value = _of_cells(ratio, medians(outcome))
     else:
@@ -241,10 +223,8 @@ def _of_cells(ratio: Ratio, took: Mapping[str, float]) -> Spread | None:
     if any(not took.get(name) for cell in ratio.cells for name in cell.ways):
         return None
     regrets = [took[cell.chosen] / min(took[name] for name in cell.ways) for cell in ratio.cells]
-    around = spread(regrets)
-    if ratio.of_cells == "median":
-        return around
-    return Spread(median=max(regrets), low=around.low, high=max(regrets))
+    around, worst = spread(regrets), max(regrets)
+    return around if ratio.of_cells == "median" else replace(around, median=worst, high=worst)
 
 
 def _by_repetition(quantity: str, measured: Sequence[Measurement]) -> dict[int, float]:
@@ -309,15 +289,11 @@ def _judged(ratio: Ratio, value: Spread | None, links: Sequence[Link]) -> tuple[
     low, high = ratio.low, ratio.high
     if value is None:
         of = "a cell" if ratio.cells else f"{ratio.over} over {ratio.under}"
-        return "not reproduced", (
-            f"{of} could not be formed: one has no measurement or did not come to "
-            "the target in every repetition, or the lower is 0"
-        )
+        why = "one has no measurement or did not come to the target in every repetition, or the lower is 0"
+        return "not reproduced", f"{of} could not be formed: {why}"
     if not all(link.limited for link in links):
-        return (
-            "links not limited",
-            "the servers shared plain loopback: nothing can be said about a network",
-        )
+        why = "the servers shared plain loopback: nothing can be said about a network"
+        return "links not limited", why
     missed = "; ".join(dict.fromkeys(link.missed_phi for link in links if link.missed_phi))
     if missed:
         return "phi not matched", f"no rate was found at which it could be judged: {missed}"
@@ -327,8 +303,8 @@ def _judged(ratio: Ratio, value: Spread | None, links: Sequence[Link]) -> tuple[
         return "not reproduced", f"{value.median:.2f} is below the least that counts as reproduced, {low:g}"
     if high is not None and value.median > high:
         return "not reproduced", f"{value.median:.2f} is above the most that counts as reproduced, {high:g}"
-    holds_one = low is not None and high is not None and low <= 1 <= high
-    differs = not holds_one and ((low is not None and low >= 1) or (high is not None and high <= 1))
+    claims_none = low is not None and high is not None and low <= 1 <= high
+    differs = not claims_none and ((low or 0.0) >= 1 or (high is not None and high <= 1))
     if differs and value.low <= 1.0 <= value.high:
         around = f"{value.low:.2f} to {value.high:.2f}"
         return "not reproduced", f"its interquartile range, {around}, holds 1: no difference is shown"
@@ -408,13 +384,9 @@ def phase_rows(outcome: Outcome) -> list[Row]:
             {"MB per epoch": name}
             | {phase: f"{found[name].get(phase, 0) / 1e6:.3f}" for phase in phases}
             | {"total": f"{total / 1e6:.3f}", "by the formula": f"{predicted / 1e6:.3f}"}
-            | {"difference, bytes": _difference(total, predicted)}
+            | {"difference, bytes": f"{total - predicted:+.0f}" if total != predicted else "0"}
         )
     return rows
-
-
-def _difference(measured: float, predicted: float) -> str:
-    return f"{measured - predicted:+.0f}" if measured != predicted else "0"
 
 
 def closed_form_rows(outcome: Outcome) -> list[Row]:
@@ -552,14 +524,14 @@ def _servers(outcome: Outcome) -> list[str]:
     for name, values in outcome.network.items():
         # Namespaces' rates stand with each variant; plain loopback's label says why there are none.
         left_out = _OF_ONE_LAB | ({"label"} if values.get("kind") == "namespaces" else set())
-        known = {key: value for key, value in values.items() if key not in left_out}
-        words = flat({key: value for key, value in known.items() if value not in (None, {}, [], "")})
+        told = {key: of for key, of in values.items() if key not in left_out and of not in (None, {}, [], "")}
+        words = flat(told)
         found.setdefault(words, []).append(name)
-    some = {
-        words: ", ".join(names) if len(names) <= _MOST_NAMES else f"all {len(names)} variants"
-        for words, names in found.items()
-    }
-    return [f"Servers ({names}): {words}." for words, names in some.items()]
+    some = [
+        ", ".join(names) if len(names) <= _MOST_NAMES else f"all {len(names)} variants"
+        for names in found.values()
+    ]
+    return [f"Servers ({names}): {words}." for words, names in zip(found, some, strict=True)]
 
 
 def _calibrations(outcome: Outcome) -> list[str]:
@@ -584,14 +556,12 @@ def _calibrations(outcome: Outcome) -> list[str]:
 
 def flat(values: Mapping[str, Any]) -> str:
     """Write JSON values in one line: each name before its value, nested ones in brackets."""
-    return "; ".join(_named(name, value) for name, value in values.items())
-
-
-def _named(name: str, value: object) -> str:
-    words = name.replace("_", " ")
-    if name.endswith("_bytes") and isinstance(value, int):
-        return f"{words.removesuffix(' bytes')} {readable_bytes(value)}"
-    return f"{words} {_plain(value)}"
+    named = []
+    for name, value in values.items():
+        is_size = name.endswith("_bytes") and isinstance(value, int)
+        words, shown = name.replace("_", " "), readable_bytes(value) if is_size else _plain(value)
+        named.append(f"{words.removesuffix(' bytes') if is_size else words} {shown}")
+    return "; ".join(named)
 
 
 def fact_lines(facts: Mapping[str, Any]) -> list[str]:

@@ -27,6 +27,7 @@ value is within the bounds that its experiment states and, where these claim a d
 out. phi is the share of its time that the baseline spends on the network at the rate shown. Seconds, phases
 (means over ranks; sample and fetch run on threads beside the others) and MB are of one epoch, MB of all
 ranks. What is simulated is marked so. On plain loopback nothing limits the links, and no claim is judged."""
+_OVERVIEW = ("experiment", "claim of, or aim", "measured here", "verdict")
 _DETAILS = ("variants", "ratios", "cells", "bytes", "closed form", "done once")
 """Figures that are tables of a detailed section."""
 
@@ -42,7 +43,7 @@ def write_page(out: Path) -> Path:
             rows.append(_overview_row(experiment, found))
             note = notes.experiments.get(experiment.id, {})
             sections.append(_section(experiment, found, note, pictures_of(experiment, out), detailed=True))
-    overview = markdown_table(("experiment", "claim of, or aim", "measured here", "verdict"), rows)
+    overview = markdown_table(_OVERVIEW, rows)
     return write_text(out / "README.md", "\n\n".join(["# Results", overview, _LEGEND, *sections]) + "\n")
 
 
@@ -61,7 +62,7 @@ def render(figures: Mapping[str, Mapping[str, Any]], notes: Notes, folder: Path)
         if part["Overview"]:
             rows.append((_link(title), *(cell.strip() for cell in part["Overview"].split("|"))))
         sections.append(f"## {title}\n\n{part['Text']}")
-    overview = markdown_table(("experiment", "claim of, or aim", "measured here", "verdict"), rows)
+    overview = markdown_table(_OVERVIEW, rows)
     parts = [_HEAD, notes.intro, overview, _machines(list(figures.values())), *sections]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 

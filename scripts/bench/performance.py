@@ -11,6 +11,7 @@ import argparse
 import gzip
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int | str:
 
 def dump_figures(figures: Mapping[str, Any]) -> str:
     """Return ``figures`` as JSON text with one line for each variant, ratio or other entry."""
-    lines = []
+    dump, lines = partial(json.dumps, ensure_ascii=False), []
     for name, value in figures.items():
-        text = json.dumps(value, ensure_ascii=False)
-        if isinstance(value, list) and value:
-            inner = ",\n".join(f"  {json.dumps(one, ensure_ascii=False)}" for one in value)
-            text = f"[\n{inner}\n ]"
-        lines.append(f" {json.dumps(name)}: {text}")
+        entries = ",\n  ".join(map(dump, value)) if isinstance(value, list) else ""
+        lines.append(f" {dump(name)}: " + (f"[\n  {entries}\n ]" if entries else dump(value)))
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 

@@ -44,15 +44,14 @@ def draw_experiment(experiment: Experiment, outcome: Outcome, folder: Path) -> t
     painters: dict[str, Callable[[Any], None]] = {
         "phases": lambda axes: draw_phases(axes, rows),
         "bytes": lambda axes: draw_bytes(axes, rows),
-        "accuracy": lambda axes: _draw_accuracy(axes, outcome),
-        "scaling": lambda axes: draw_scaling(axes, outcome),
     }
-    wanted = {"phases": True, "bytes": True, "scaling": is_scaling(outcome)}
-    wanted["accuracy"] = any(one.accuracy for one in outcome.measurements)
+    if any(one.accuracy for one in outcome.measurements):
+        painters["accuracy"] = lambda axes: _draw_accuracy(axes, outcome)
+    if is_scaling(outcome):
+        painters["scaling"] = lambda axes: draw_scaling(axes, outcome)
     return tuple(
-        _save(folder / f"{experiment.id}-{what}.png", names, len(rows), painters[what])
-        for what in WHAT
-        if wanted[what]
+        _save(folder / f"{experiment.id}-{what}.png", names, len(rows), paint)
+        for what, paint in painters.items()
     )
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, NoReturn, TypeAlias, final
 
 from dglx_dist.errors import JobError
 from dglx_dist.planner.records import Rate
@@ -16,38 +15,17 @@ from scripts.bench import worker
 from scripts.bench.peers import launch
 from scripts.bench.peers.workload import Launch
 from scripts.bench.records import Job, Shape
-from scripts.bench.worker import Failure
 from scripts.json_records import read_record
-from scripts.netlab import alive
-from scripts.netlab.alive import scratch_folder
 from scripts.netlab.base import Lab, LabSpec
 from scripts.netlab.labs import open_lab
 from scripts.netlab.launch import start as torchrun
-from scripts.out_files import last_lines
+from scripts.out_files import last_lines, scratch_folder
 
 POLL_S = 0.02
-LOOK_S = 0.25
-"""How often a waiting driver asks whether the ranks still live."""
-GRACE_S = 3.0
-"""After the first failure: how long to wait for a rank that failed before, and whose report is on its way."""
 LEAVE_S = 5.0
 """How long ranks may take to leave when asked to, before they are ended."""
 JOB_TIMEOUT_S = 900.0
 LOG_LINES = 25
-
-
-class Started(Protocol):
-    """A command that runs on all servers; ``netlab.launch.start`` returns one."""
-
-    def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
-
-    def stop(self) -> None:
-        """End it."""
-
-
-Start = Callable[[Lab, list[str], int, Path], Started]
-"""(lab, command, ranks per server, folder for logs) -> what runs."""
 
 
 @final
@@ -58,22 +36,18 @@ class WorkerPool:
         lab: Where they run.
         ranks_per_server: How many on each server.
         folder: Empty, on a disk that all servers share (not ``/dev/shm``).
-        start: How the ranks are started; the default runs them under torchrun.
     """
 
-    def __init__(self, lab: Lab, ranks_per_server: int, folder: Path, *, start: Start | None = None) -> None:
+    def __init__(self, lab: Lab, ranks_per_server: int, folder: Path) -> None:
         self._ranks = range(len(lab.servers) * ranks_per_server)
-        self._ranks_per_server = ranks_per_server
-        self._folder = folder
-        self._number = 0
-        self._broken = ""
-        devices = [server.device for server in lab.servers]
+        self._folder, self._number, self._broken = folder, 0, ""
         folder.mkdir(parents=True, exist_ok=True)
-        told = {"devices": devices, "ranks_per_server": ranks_per_server}
+        told = {"devices": [one.device for one in lab.servers], "ranks_per_server": ranks_per_server}
         (folder / worker.POOL).write_text(json.dumps(told), encoding="utf-8")
-        self._held: int | None = alive.hold(folder / worker.DRIVER)
         command = [str(Path(__file__).parent), "worker", str(folder)]
-        self._started = (start or start_under_torchrun)(lab, command, ranks_per_server, folder / "launch")
+        self._started = torchrun(
+            lab, command, ranks_per_server=ranks_per_server, log_folder=folder, show=False
+        )
 
     def do(self, job: Job, timeout_s: float) -> list[dict[str, Any]]:
         """Have all ranks do ``job`` and return what they report, by rank.
@@ -86,22 +60,35 @@ class WorkerPool:
             raise JobError(
                 f"this worker pool takes no job after one that failed ({self._broken}); make a new one"
             )
-        number = self._number
+        number, what = self._number, f"job {self._number} ({job.kind})"
         self._number += 1
         worker.write_job(self._folder, number, job, timeout_s)
-        try:
-            return self._wait(number, job, timeout_s)
-        except JobError as error:
-            self._broken = str(error).splitlines()[0]
-            self._end(leave_s=0.0)
-            raise
+        reports = [worker.report_path(self._folder, number, rank) for rank in self._ranks]
+        deadline = time.monotonic() + timeout_s
+        while missing := [rank for rank in self._ranks if not reports[rank].is_file()]:
+            if (code := self._started.poll()) is not None:
+                self._fail(f"{what} failed: {self._started.failure or f'exit code {code}'}")
+            if time.monotonic() > deadline:
+                late = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+                others = "the others did" if len(missing) < len(reports) else "nobody did"
+                self._fail(f"{late} did not finish {what} in {timeout_s:g} s; {others}")
+            time.sleep(POLL_S)
+        return [json.loads(report.read_text(encoding="utf-8")) for report in reports]
+
+    def _fail(self, why: str) -> NoReturn:
+        self._broken = why
+        self._started.stop()
+        raise JobError(why + last_lines(sorted(self._folder.glob("server-*.log")), LOG_LINES))
 
     def close(self) -> None:
         """End all ranks, within seconds. May be called twice."""
-        if self._held is not None and not self._broken:
+        if not self._broken:
+            self._broken = "it was closed"
             worker.write_job(self._folder, self._number, Job(kind=worker.END), LEAVE_S)
-            self._end(leave_s=LEAVE_S)
-        self._end(leave_s=0.0)
+            deadline = time.monotonic() + LEAVE_S
+            while self._started.poll() is None and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        self._started.stop()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -110,90 +97,6 @@ class WorkerPool:
         if error is not None:
             self._broken = self._broken or "it was interrupted"
         self.close()
-
-    def _end(self, *, leave_s: float) -> None:
-        deadline = time.monotonic() + leave_s
-        while self._started.poll() is None and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        if self._held is not None:
-            self._started.stop()
-            # Ranks that the launcher did not reach see that their driver is gone.
-            os.close(self._held)
-            self._held = None
-
-    def _wait(self, number: int, job: Job, timeout_s: float) -> list[dict[str, Any]]:
-        reports: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + timeout_s
-        looked = time.monotonic()
-        what = f"job {number} ({job.kind})"
-        while len(reports) < len(self._ranks):
-            failures = self._collect(number, reports)
-            missing = [rank for rank in self._ranks if rank not in reports]
-            if failures:
-                if all(failure.lost_a_peer for failure in failures):
-                    # At once: the launcher soon ends those that are alive now.
-                    self._raise_for_dead(number, what, missing)
-                first = self._first(number, failures)
-                raise JobError(f"rank {first.rank} failed in {what}: {first.text}{self._log_of(first.rank)}")
-            now = time.monotonic()
-            if missing and now - looked > LOOK_S:
-                looked = now
-                self._raise_for_dead(number, what, missing)
-            if missing and now > deadline:
-                others = "the others did" if reports else "nobody did"
-                raise JobError(
-                    f"{_ranks(missing)} did not finish {what} in {timeout_s:g} s; {others}"
-                    f"{self._log_of(missing[0])}"
-                )
-            time.sleep(POLL_S)
-        return [reports[rank] for rank in self._ranks]
-
-    def _collect(self, number: int, reports: dict[int, dict[str, Any]]) -> list[Failure]:
-        failures = []
-        for rank in self._ranks:
-            found = None if rank in reports else worker.read_report(self._folder, number, rank)
-            if isinstance(found, Failure):
-                failures.append(found)
-            elif found is not None:
-                reports[rank] = found
-        return failures
-
-    def _first(self, number: int, failures: list[Failure]) -> Failure:
-        deadline = time.monotonic() + GRACE_S
-        while all(failure.lost_a_peer for failure in failures) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-            failures = self._collect(number, {})
-        return min(failures, key=lambda failure: (failure.lost_a_peer, failure.at_ns))
-
-    def _raise_for_dead(self, number: int, what: str, missing: list[int]) -> None:
-        code = self._started.poll()
-        dead = [rank for rank in missing if alive.has_ended(worker.alive_path(self._folder, rank))]
-        # A rank reports before it ends, and may have done both since its report was looked for.
-        dead = [rank for rank in dead if worker.read_report(self._folder, number, rank) is None]
-        if dead:
-            raise JobError(
-                f"{_ranks(dead)} died in {what} without a word; a system that is out of memory ends "
-                f"processes so{self._log_of(dead[0])}"
-            )
-        if code is not None and not self._collect(number, {}):
-            raise JobError(
-                f"the launcher of the pool ended with exit code {code} in {what}; "
-                f"missing: {_ranks(missing)}{self._log_of(missing[0])}"
-            )
-
-    def _log_of(self, rank: int) -> str:
-        launcher = self._folder / "launch" / f"server-{rank // self._ranks_per_server}.log"
-        own = worker.log_path(self._folder, rank)
-        return last_lines([own], LOG_LINES) or last_lines([launcher], LOG_LINES)
-
-
-def start_under_torchrun(lab: Lab, command: list[str], ranks_per_server: int, logs: Path) -> Started:
-    """Start ``command`` on every server of ``lab``, see ``netlab.launch``."""
-    return torchrun(lab, command, ranks_per_server=ranks_per_server, log_folder=logs, show=False)
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
 def do_alone(job: Job, *, timeout_s: float = 600.0) -> Mapping[str, Any]:
@@ -227,13 +130,7 @@ class Stage:
     def do(self, shape: Shape, job: Job, rate: Rate | None) -> list[dict[str, Any]]:
         """Do ``job`` on the servers of ``shape`` with ``rate`` between them; return the reports by rank.
 
-        Args:
-            shape: One of those that the stage was opened with.
-            job: What to do.
-            rate: Most that a server sends, or receives; None, or plain loopback: not limited.
-
-        Raises:
-            JobError: a rank failed, died or was silent for long.
+        ``rate`` None, or plain loopback: not limited. JobError: a rank failed, died or was silent for long.
         """
         self._limit(shape, rate)
         lab, ranks = self._labs[shape], shape.ranks_per_server

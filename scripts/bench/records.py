@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from dglx_dist.records import EpochRecord
 
@@ -142,6 +143,19 @@ class ExperimentPlan:
     ratios: tuple[Ratio, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the prediction rests on, e.g. the edge cut; JSON values, shown in the report."""
+
+
+def check_plan(experiment: str, plan: ExperimentPlan) -> None:
+    """Raise ConfigError where names in ``plan`` are double or belong to nobody."""
+    names = [variant.name for variant in plan.variants]
+    if not names or len(set(names)) != len(names):
+        why = "give it at least one, each with its own name"
+        raise ConfigError(f"{experiment}: its variants are {names}; {why}")
+    asked = {variant.rate.baseline for variant in plan.variants if isinstance(variant.rate, MatchedPhi)}
+    asked |= {name for ratio in plan.ratios for name in (ratio.over, ratio.under)}
+    asked |= {name for ratio in plan.ratios for cell in ratio.cells for name in (cell.chosen, *cell.ways)}
+    if unknown := ", ".join(sorted(asked - set(names))):
+        raise ConfigError(f"{experiment}: no variant is called {unknown} (there are: {', '.join(names)})")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,11 +60,7 @@ def read(folder: Path) -> tuple[Outcome, ...]:
 
 
 def read_one(path: Path) -> Outcome | None:
-    """Return the outcome in ``path``, gzipped where it ends in ``.gz``; None: another kind of JSON file.
-
-    Raises:
-        StorageError: it is damaged, or of another version.
-    """
+    """Return the outcome in ``path``, gzipped where it ends in ``.gz``; None: another kind of JSON file."""
     try:
         data = path.read_bytes()
         value = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)

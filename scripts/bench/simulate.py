@@ -8,8 +8,8 @@ and every result of it is labelled simulated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, final
 
@@ -24,7 +24,7 @@ from dglx_dist.records import FEATURE, LABEL
 Sleep = Callable[[float], None]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Line:
     """Seconds as ``base_s + per_edge_s * edges``, edges counted over all blocks of a batch."""
 
@@ -43,7 +43,7 @@ class Line:
         return self.base_s + self.per_edge_s * edges if edges else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ComputeCost:
     """What a batch costs on one free core."""
 
@@ -52,25 +52,8 @@ class ComputeCost:
 
     def scaled(self, factor: float) -> ComputeCost:
         """Return the cost on a core that takes ``factor`` times as long."""
-        scaled = {
-            name: Line(base_s=factor * line.base_s, per_edge_s=factor * line.per_edge_s)
-            for name, line in vars(self).items()
-        }
-        return ComputeCost(**scaled)
-
-    def to_json(self) -> dict[str, dict[str, float]]:
-        """Return JSON values, for the parameters of a job."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Mapping[str, float]]) -> ComputeCost:
-        """Read what :meth:`to_json` gave; ConfigError if it is no such value."""
-        try:
-            return cls(forward=Line(**value["forward"]), backward=Line(**value["backward"]))
-        except (KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{value!r} is no cost of compute ({error}); give what ComputeCost.to_json() returned"
-            ) from None
+        lines = (self.forward, self.backward)
+        return ComputeCost(*(Line(factor * line.base_s, factor * line.per_edge_s) for line in lines))
 
 
 def calibrate(

@@ -12,7 +12,6 @@ import faulthandler
 import gc
 import importlib
 import json
-import os
 import sys
 import time
 import traceback
@@ -24,38 +23,14 @@ from typing import Any, TypeAlias
 
 from dglx_dist.comm.session import current_session
 from dglx_dist.comm.topology import read_topology
-from dglx_dist.errors import ConfigError, PeerError, UnknownNameError
+from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.registry import did_you_mean
 from scripts.bench.records import Job
-from scripts.netlab import alive
 from scripts.out_files import write_text
 
-POOL, DRIVER = "pool.json", "driver.alive"
+POOL = "pool.json"
 END = "end"
 """Kind of the job after which the ranks leave."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """Why a rank could not do its job."""
-
-    rank: int
-    text: str
-    """Type and message."""
-    at_ns: int
-    """When, by a clock that all ranks of this machine share."""
-    lost_a_peer: bool
-    """Whether it failed because another rank had."""
-
-
-def alive_path(folder: Path, rank: int) -> Path:
-    """The sign of life of ``rank``."""
-    return folder / f"rank-{rank}.alive"
-
-
-def log_path(folder: Path, rank: int) -> Path:
-    """Everything that ``rank`` writes to its standard output and error."""
-    return folder / f"rank-{rank}.log"
 
 
 def write_job(folder: Path, number: int, job: Job, timeout_s: float) -> None:
@@ -70,18 +45,9 @@ def read_job(folder: Path, number: int) -> tuple[Job, float] | None:
     return None if value is None else (Job(kind=value["kind"], params=value["params"]), value["timeout_s"])
 
 
-def write_report(folder: Path, number: int, rank: int, report: Mapping[str, Any] | Failure) -> None:
-    """Report what ``rank`` found (JSON values, else TypeError), or why it found nothing."""
-    value = {"failure": vars(report)} if isinstance(report, Failure) else {"result": dict(report)}
-    write_text(folder / f"job-{number:05d}.rank-{rank}.json", json.dumps(value))
-
-
-def read_report(folder: Path, number: int, rank: int) -> dict[str, Any] | Failure | None:
-    """Return what ``rank`` found, or why it found nothing; None: neither is there yet."""
-    value = read_json(folder / f"job-{number:05d}.rank-{rank}.json")
-    if value is None:
-        return None
-    return Failure(**value["failure"]) if "failure" in value else dict(value["result"])
+def report_path(folder: Path, number: int, rank: int) -> Path:
+    """Where ``rank`` reports what it found in job ``number``, JSON values; it is there at once."""
+    return folder / f"job-{number:05d}.rank-{rank}.json"
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -154,70 +120,55 @@ def find_job(kind: str) -> JobFunction:
     return function
 
 
-POLL_S, IDLE_POLL_S = 0.01, 0.1
-"""How often a rank looks for its next job, and how often after it has waited for LOOK_S: the ranks of another
+POLL_S, IDLE_POLL_S, IDLE_S = 0.01, 0.1, 1.0
+"""How often a rank looks for its next job, and how often after it has waited for IDLE_S: the ranks of another
 pool are then measured on the same cores."""
-LOOK_S = 1.0
-"""How often a waiting rank asks whether its driver still lives."""
 SILENT_S = 3 * 3600.0
-"""After so long without a job a rank leaves, although its driver lives."""
+"""After so long without a job a rank leaves, although its launcher lives."""
 
 
 def serve(argv: list[str]) -> int:
     """Do the jobs that appear in the folder ``argv[0]`` until one says that it is the end.
 
-    Return 0 after the last job, 1 when the driver is gone or silent; SystemExit after a job that failed.
+    Return 0 after the last job, 1 when its driver is silent; SystemExit after a job that failed. Whoever ends
+    the driver ends this too: the launcher's guard does.
     """
-    folder, rank = Path(argv[0]), read_topology().rank
-    _write_to(log_path(folder, rank))
-    held = alive.hold(alive_path(folder, rank))
-    number = 0
-    try:
-        while found := wait_for_job(folder, number):
-            job, timeout_s = found
-            if job.kind == END:
-                return 0
-            do(job, _context(folder, rank, number, timeout_s))
-            number += 1
-        sys.stderr.write("the driver of this worker pool is gone or silent; leaving\n")
-        return 1
-    finally:
-        os.close(held)
+    folder, rank, number = Path(argv[0]), read_topology().rank, 0
+    while found := wait_for_job(folder, number):
+        job, timeout_s = found
+        if job.kind == END:
+            return 0
+        do(job, _context(folder, rank, number, timeout_s))
+        number += 1
+    sys.stderr.write("the driver of this worker pool is silent; leaving\n")
+    return 1
 
 
 def wait_for_job(folder: Path, number: int, *, silent_s: float = SILENT_S) -> tuple[Job, float] | None:
-    """Wait for job ``number``; None when the driver ended, or gave none in ``silent_s`` seconds."""
-    start = looked = time.monotonic()
-    while True:
-        found = read_job(folder, number)
-        if found is not None:
-            return found
-        now = time.monotonic()
-        if now - looked > LOOK_S:
-            looked = now
-            if now - start > silent_s or not folder.is_dir() or alive.has_ended(folder / DRIVER):
-                return None
-        time.sleep(POLL_S if now - start < LOOK_S else IDLE_POLL_S)
+    """Wait for job ``number``; None when none came in ``silent_s`` seconds, or the folder is gone."""
+    start = time.monotonic()
+    while (found := read_job(folder, number)) is None:
+        waited_s = time.monotonic() - start
+        if waited_s > silent_s or not folder.is_dir():
+            return None
+        time.sleep(POLL_S if waited_s < IDLE_S else IDLE_POLL_S)
+    return found
 
 
 def do(job: Job, context: JobContext) -> None:
-    """Do ``job`` and report; SystemExit after what went wrong has been reported."""
+    """Do ``job`` and report; SystemExit after the launcher was told what went wrong."""
     # Who hangs says where, just before the pool gives up and shows the end of its log.
     faulthandler.dump_traceback_later(max(context.timeout_s - 1.0, context.timeout_s / 2))
     try:
         _start_afresh()
-        report = find_job(job.kind)(job.params, context)
-        write_report(context.folder, context.number, context.rank, report)
+        report = dict(find_job(job.kind)(job.params, context))
+        write_text(report_path(context.folder, context.number, context.rank), json.dumps(report))
     except BaseException as error:
-        # In the log before the report: who reads the one shows the other.
+        # Imported here: it loads torch, which the driver does without.
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
         traceback.print_exc()
-        failure = Failure(
-            rank=context.rank,
-            text=f"{type(error).__name__}: {error}",
-            at_ns=time.monotonic_ns(),
-            lost_a_peer=isinstance(error, PeerError),
-        )
-        write_report(context.folder, context.number, context.rank, failure)
+        get_error_handler().record_exception(error)
         _leave_session(error)
         raise SystemExit(1) from error
     finally:
@@ -250,11 +201,3 @@ def _context(folder: Path, rank: int, number: int, timeout_s: float) -> JobConte
     return JobContext(
         rank=rank, server=server, device=device, folder=folder, number=number, timeout_s=timeout_s
     )
-
-
-def _write_to(log: Path) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(descriptor, stream.fileno())
-    os.close(descriptor)

@@ -9,7 +9,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
@@ -48,15 +48,16 @@ class Card:
     received: int
 
 
+@dataclass(frozen=True, kw_only=True)
 class Server(ABC):
     """One emulated server."""
 
+    device: ClassVar[str | None]
+    """Name of its card inside; None: plain loopback, which counts nothing of its own."""
     number: int
     """0..S-1."""
     address: str
     """IPv4, reached by all servers of the lab."""
-    device: str | None
-    """Name of its card inside; None: plain loopback, which counts nothing of its own."""
     cores: tuple[int, ...]
     """Cores that its processes may run on."""
     cpu_share: float
@@ -78,7 +79,7 @@ class Lab(ABC):
     name: str
     spec: LabSpec
     kind: Literal["namespaces", "loopback"]
-    missing: str | None
+    missing: str | None = None
     """Why it is plain loopback, and what to install; None when it is not."""
     servers: tuple[Server, ...]
 
@@ -109,8 +110,7 @@ class Lab(ABC):
             "missing": self.missing,
         }
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # nothing to end on plain loopback: commands end themselves
         """Take the servers down and end what runs on them. May be called twice."""
 
     def __enter__(self) -> Lab:
@@ -137,17 +137,24 @@ _EXACT = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class CpuShare:
-    """What one server gets."""
+    """What one server gets: its processes run on ``cores`` only, for ``share`` cores' worth of time."""
 
     cores: tuple[int, ...]
-    """Its processes run on these only."""
     share: float
-    """Cores' worth of time that they get at most."""
 
     @property
     def needs_quota(self) -> bool:
         """Whether keeping to the cores is not enough to keep to the share."""
         return self.share < len(self.cores) - _EXACT
+
+    def held_by(self, *, quota: bool) -> HeldBy:
+        """Say what keeps a server to its share: ``quota`` tells whether a control group does.
+
+        Its processes keep to its cores in any case.
+        """
+        if quota:
+            return "affinity and quota"
+        return "nothing" if self.needs_quota else "affinity"
 
 
 def usable_cores() -> tuple[int, ...]:
@@ -169,41 +176,23 @@ def deal_out(cores: tuple[int, ...], servers: int, cpus: float | None) -> tuple[
             f"give each at most {len(cores) / servers:g}, or let computation be simulated"
         )
     width = math.ceil(cpus - _EXACT)
-    on_one_core = math.floor(1 / cpus + _EXACT)
     if width * servers <= len(cores):
         own = [cores[server * width : (server + 1) * width] for server in range(servers)]
-    elif on_one_core * len(cores) >= servers:
+    elif math.floor(1 / cpus + _EXACT) * len(cores) >= servers:
         own = [(cores[server % len(cores)],) for server in range(servers)]
     else:
         own = [cores] * servers
     return tuple(CpuShare(cores=these, share=cpus) for these in own)
 
 
-def held_by(share: CpuShare, *, quota: bool) -> HeldBy:
-    """Say what keeps a server to its share: ``quota`` tells whether a control group does.
-
-    Its processes keep to its cores in any case; where that is not enough and there is no quota, nothing does.
-    """
-    if quota:
-        return "affinity and quota"
-    return "nothing" if share.needs_quota else "affinity"
-
-
 @final
 class LoopbackServer(Server):
     """Processes that torchrun takes for a machine of their own."""
 
-    def __init__(self, number: int, share: CpuShare) -> None:
-        self.number = number
-        self.address = "127.0.0.1"
-        self.device = None
-        self.cores = share.cores
-        self.cpu_share = share.share
-        self._keeps_to_cores = shutil.which("taskset") is not None
-        self.cpu_held_by = held_by(share, quota=False) if self._keeps_to_cores else "nothing"
+    device = None
 
     def inside(self, command: Sequence[str]) -> list[str]:
-        if not self._keeps_to_cores:
+        if shutil.which("taskset") is None:
             return list(command)
         return ["taskset", "-c", ",".join(map(str, self.cores)), *command]
 
@@ -216,12 +205,17 @@ class LoopbackLab(Lab):
     """
 
     def __init__(self, spec: LabSpec, missing: str | None = None) -> None:
-        self.spec = spec
-        self.name = f"loopback-{secrets.token_hex(4)}"
-        self.kind = "loopback"
-        self.missing = missing
+        self.spec, self.missing = spec, missing
+        self.name, self.kind = f"loopback-{secrets.token_hex(4)}", "loopback"
+        holds = shutil.which("taskset") is not None
         self.servers: tuple[Server, ...] = tuple(
-            LoopbackServer(number, share)
+            LoopbackServer(
+                number=number,
+                address="127.0.0.1",
+                cores=share.cores,
+                cpu_share=share.share,
+                cpu_held_by=share.held_by(quota=False) if holds else "nothing",
+            )
             for number, share in enumerate(deal_out(usable_cores(), spec.servers, spec.cpus))
         )
 
@@ -240,6 +234,3 @@ class LoopbackLab(Lab):
         asked = {"external": self.spec.external, "internal": self.spec.internal}
         not_held = {name: str(rate) for name, rate in asked.items() if rate is not None}
         return {**super().describe(), "external": None, "internal": None, "rates_not_held": not_held}
-
-    def close(self) -> None:
-        """Do nothing: commands end themselves."""

@@ -81,21 +81,16 @@ class Calibration:
 
 
 def find_rate(
-    measure: Callable[[Rate | None], Measured], phi: float, *, tolerance: float = 0.03, max_tries: int = 6
+    measure: Callable[[Rate | None], Measured], phi: float, tolerance: float = 0.03, max_tries: int = 6
 ) -> Calibration:
     """Find the rate at which ``measure`` takes ``1 / (1 - phi)`` of its time at no limit.
 
     The first guess takes the time on the wire to be added to that of computing; then secant steps follow, in
     seconds over 1 / rate, which is a line where the two are added and where the wire hides all computing.
 
-    Args:
-        measure: Runs the work with links of the given rate, None: not limited; at that first.
-        phi: Wanted share of the time, in (0, 1).
-        tolerance: Good enough when phi is no further off.
-        max_tries: Most rates that are tried; afterwards the nearest is returned, ``within_tolerance`` False.
-
-    Raises:
-        ConfigError: ``phi`` or another argument is out of range, or the work does not communicate.
+    ``measure`` runs the work with links of the given rate, None: not limited; at that first. After
+    ``max_tries`` rates the nearest is returned, ``within_tolerance`` False. ConfigError: an argument is out
+    of range, or the work does not communicate.
     """
     check_arguments(phi, tolerance, max_tries)
     free = measure(None)
@@ -146,7 +141,8 @@ def _next_rate(tries: Sequence[Try], free: Measured, phi: float) -> Rate:
     quick = [point for point in points if point[1] <= wanted_s]
     slow = [point for point in points if point[1] > wanted_s]
     if quick and slow and quick[-1][0] < slow[0][0]:
-        return _rounded(1 / _between(quick[-1], slow[0], wanted_s))
+        share = (wanted_s - quick[-1][1]) / (slow[0][1] - quick[-1][1])
+        return _rounded(1 / (quick[-1][0] + min(max(share, 0.1), 0.9) * (slow[0][0] - quick[-1][0])))
     # The outermost; where noise has made a slow link quicker than a fast one, whichever is nearest.
     ends = [*quick[-1:], *slow[:1]]
     nearest = min(ends, key=lambda point: abs(point[1] - wanted_s))
@@ -154,11 +150,6 @@ def _next_rate(tries: Sequence[Try], free: Measured, phi: float) -> Rate:
     # Away from what was too quick, or too slow, whatever noise makes of the line.
     least, most = (1.02, _FARTHEST) if nearest[1] <= wanted_s else (1 / _FARTHEST, 1 / 1.02)
     return _rounded(1 / (nearest[0] * min(max(factor, least), most)))
-
-
-def _between(quick: tuple[float, float], slow: tuple[float, float], wanted_s: float) -> float:
-    share = (wanted_s - quick[1]) / (slow[1] - quick[1])
-    return quick[0] + min(max(share, 0.1), 0.9) * (slow[0] - quick[0])
 
 
 def _extrapolated(points: Sequence[tuple[float, float]], free: Measured, wanted_s: float) -> float:
@@ -182,7 +173,6 @@ def _rounded(bits_per_s: float) -> Rate:
     return Rate(int(float(f"{inside:.{_ROUNDED_TO}g}")))
 
 
-CALIBRATION_FILE = "calibration.json"
 _SHOWN_LINES = 20
 
 
@@ -241,11 +231,7 @@ class CommandMeasure:
 
 
 def measured_of(trace: Trace) -> Measured:
-    """Return the median epoch of ``trace`` without the first, and the payload that a server sent in one.
-
-    Raises:
-        ConfigError: there are fewer than two epochs.
-    """
+    """Return the median epoch of ``trace`` without the first, and the payload that a server sent in one."""
     seconds = trace.epoch_seconds()
     if len(seconds) < 2:
         raise ConfigError(
@@ -253,15 +239,12 @@ def measured_of(trace: Trace) -> Measured:
             "it more (--epochs), and let it train with dglx_dist (`dglx train`, dx.fit, or a dx.DataLoader "
             "that is gone through as a whole)"
         )
-    return Measured(seconds=median(seconds[1:]), bytes_per_server=_bytes_per_epoch(trace) / trace.num_servers)
-
-
-def _bytes_per_epoch(trace: Trace) -> float:
     records = [record for ranks in trace.sessions for record in ranks[0].epochs]
     if records:
-        return median(record.bytes_outside for record in records)
-    sent = sum(sent for sent, _ in trace.ledger_outside_by_server().values())
-    return sent / len(trace.epoch_seconds())
+        sent = float(median(record.bytes_outside for record in records))
+    else:
+        sent = sum(sent for sent, _ in trace.ledger_outside_by_server().values()) / len(seconds)
+    return Measured(seconds=median(seconds[1:]), bytes_per_server=sent / trace.num_servers)
 
 
 def write_calibration(folder: Path, found: Calibration, measure: CommandMeasure) -> Path:
@@ -271,4 +254,4 @@ def write_calibration(folder: Path, found: Calibration, measure: CommandMeasure)
         "ranks_per_server": measure.ranks_per_server,
         "lab": measure.lab.describe(),
     }
-    return write_text(folder / CALIBRATION_FILE, json.dumps(values, indent=2) + "\n")
+    return write_text(folder / "calibration.json", json.dumps(values, indent=2) + "\n")

@@ -3,60 +3,121 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn, TypeAlias
+from typing import Annotated, NoReturn
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from dglx_dist.cli import run_command_line
-from dglx_dist.cli.common import say, show, warn
+from dglx_dist.cli.common import command, say, show, warn, write
 from dglx_dist.cli.train import INTERRUPTED
 from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import ABOVE_ZERO, at_least, check_ranges, in_option, option
 from dglx_dist.planner.records import Rate
 from dglx_dist.report.tables import plural, readable_seconds
 from scripts.netlab import calibrate as calibration
 from scripts.netlab import labs, state
-from scripts.netlab.alive import scratch_folder
 from scripts.netlab.base import Card, LabSpec, label
 from scripts.netlab.calibrate import Calibration, CommandMeasure, check_arguments, find_rate
 from scripts.netlab.labs import attach, open_lab
 from scripts.netlab.launch import run as run_on
 from scripts.netlab.launch import torchrun_arguments
 from scripts.netlab.traces import LabOutcome, find_outcome, make_out, write_outcome
+from scripts.out_files import scratch_folder
 
 PROGRAM = "python scripts/netlab"
-EMULATED = "What is emulated"
+
+_emulated = partial(option, panel="What is emulated")
+_rate = partial(_emulated, None, parse=in_option(Rate.parse), metavar="RATE")
+_external = partial(
+    _rate, "Most that each server sends, and most that it receives, e.g. 100mbit. Default: not limited."
+)
 
 
-def _emulated(text: str, metavar: str | None = None) -> Any:
-    return typer.Option(metavar=metavar, rich_help_panel=EMULATED, help=text)
+@dataclass(frozen=True, kw_only=True)
+class LabConfig:
+    """Options of all commands that make servers."""
+
+    servers: int = _emulated(2, "Emulated servers.")
+    external: Rate | None = None
+    internal: Rate | None = _rate(
+        "The same for sockets between the ranks of one server. Default: not limited."
+    )
+    cpus: float | None = _emulated(
+        None, "Cores of each server, may be a fraction. Default: this machine's, divided.", metavar="CORES"
+    )
+
+    @property
+    def spec(self) -> LabSpec:
+        """The lab that is asked for; ConfigError: it makes no sense."""
+        return LabSpec(servers=self.servers, external=self.external, internal=self.internal, cpus=self.cpus)
 
 
-External: TypeAlias = Annotated[
-    str | None,
-    _emulated(
-        "Most that each server sends, and most that it receives, e.g. 100mbit. Default: not limited.",
-        "RATE",
-    ),
-]
-Internal: TypeAlias = Annotated[
-    str | None,
-    _emulated("The same for sockets between the ranks of one server. Default: not limited.", "RATE"),
-]
-Cpus: TypeAlias = Annotated[
-    float | None,
-    _emulated("Cores of each server, may be a fraction. Default: this machine's, divided.", "CORES"),
-]
-RanksPerServer: TypeAlias = Annotated[int, _emulated("Processes that torchrun starts on each.")]
-Servers: TypeAlias = Annotated[int, _emulated("Emulated servers.")]
-_RESULTS, _SEARCH = "Results", "Search"
+@dataclass(frozen=True, kw_only=True)
+class CommandConfig(LabConfig):
+    """Options of what runs a command."""
+
+    command: list[str] = option(
+        ...,
+        "`dglx train ...`, `python script.py ...`, `python -m module ...`, `script.py ...` or "
+        "`-m module ...`; its options are its own.",
+        metavar="COMMAND",
+    )
+    ranks_per_server: int = _emulated(1, "Processes that torchrun starts on each.", check=at_least(1))
+    out: Path | None = option(
+        None, "Write what is found, and the output of each server.", metavar="DIR", panel="Results"
+    )
+    timeout: float | None = option(
+        None, "End COMMAND after so many seconds.", check=ABOVE_ZERO, metavar="S", panel="Results"
+    )
+
+    def __post_init__(self) -> None:
+        torchrun_arguments(self.command)
+        check_ranges(self)
+
+    def folder(self, closing: ExitStack) -> Path:
+        """Return where results go, a folder that is removed in the end without ``out``."""
+        return self.out or closing.enter_context(scratch_folder())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(CommandConfig):
+    """Options of ``run``."""
+
+    external: Rate | None = _external()
+    name: str | None = _emulated(None, "Use the lab of this name that `up` made, as it is, and leave it up.")
+    loopback: bool = _emulated(
+        False, "Emulate nothing: servers are torchrun nodes of this machine. Needs no root."
+    )
+    given: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateConfig(CommandConfig):
+    """Options of ``calibrate``."""
+
+    phi: float = option(
+        0.65, "Wanted share of its time that the network costs COMMAND, 0 to 1.", panel="Search"
+    )
+    tolerance: float = option(0.03, "Good enough when phi is no further off.", panel="Search")
+    tries: int = option(6, "Most rates that are tried; the nearest counts.", panel="Search")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig(LabConfig):
+    """Options of ``up``."""
+
+    external: Rate | None = _external()
+    name: str = option(..., "What it is called: up to 40 letters, digits and dashes.")
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -92,44 +153,8 @@ _OF_COMMAND = {"allow_interspersed_args": False}
 
 
 @app.command(no_args_is_help=True, context_settings=_OF_COMMAND)
-def run(  # noqa: PLR0913  # one argument per option
-    command: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="COMMAND",
-            help="`dglx train ...`, `python script.py ...`, `python -m module ...`, `script.py ...` or "
-            "`-m module ...`; its options are its own.",
-        ),
-    ],
-    servers: Annotated[int | None, _emulated("Emulated servers. Default: 2.")] = None,
-    ranks_per_server: RanksPerServer = 1,
-    external: External = None,
-    internal: Internal = None,
-    cpus: Cpus = None,
-    name: Annotated[
-        str | None, _emulated("Use the lab of this name that `up` made, as it is, and leave it up.")
-    ] = None,
-    loopback: Annotated[
-        bool,
-        typer.Option(
-            "--loopback",
-            rich_help_panel=EMULATED,
-            help="Emulate nothing: servers are torchrun nodes of this machine. Needs no root.",
-        ),
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            rich_help_panel=_RESULTS,
-            help="Write lab.json, the output of each server, and what each rank counted.",
-        ),
-    ] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(metavar="S", rich_help_panel=_RESULTS, help="End COMMAND after so many seconds."),
-    ] = None,
-) -> None:
+@command(RunConfig)
+def run(config: RunConfig) -> None:
     """Run COMMAND on emulated servers with slow links, started by torchrun on each, and count what they sent.
 
     Train on two servers, 100 Mbit/s between them, after `dglx partition ... --parts 2 --out data/demo`:
@@ -145,45 +170,52 @@ def run(  # noqa: PLR0913  # one argument per option
     and the programs ip and tc; where something is missing this says what, and runs on plain loopback, where
     no link is limited and the results say so.
     """
-    check_command(command, ranks_per_server, timeout)
-    given = {"--servers": servers, "--external": external, "--internal": internal, "--cpus": cpus}
-    _refuse_beside_name(name, {**given, "--loopback": loopback})
-    spec = read_spec(2 if servers is None else servers, external, internal, cpus)
+    beside = [
+        name for name in ("servers", "external", "internal", "cpus", "loopback") if name in config.given
+    ]
+    if config.name is not None and beside:
+        raise ConfigError(
+            f"--name {config.name} uses a lab that is up as it is: leave out --{', --'.join(beside)}, or "
+            f"take it down with `{PROGRAM} down {config.name}` and make another"
+        )
+    spec, ranks, out = config.spec, config.ranks_per_server, config.out
     if out is not None:
         make_out(out)
-    signal.signal(signal.SIGTERM, end)
-    with ExitStack() as closing:
-        lab = closing.enter_context(open_lab(spec, force_loopback=loopback) if name is None else attach(name))
-        if lab.kind == "loopback" and not loopback:
+    with _ended_on_signals(), ExitStack() as closing:
+        lab = closing.enter_context(
+            open_lab(spec, force_loopback=config.loopback) if config.name is None else attach(config.name)
+        )
+        if lab.kind == "loopback" and not config.loopback:
             warn(f"nothing is emulated, COMMAND runs on plain loopback, because of: {lab.missing}")
-        say(f"{plural(len(lab.servers), 'server')} of {plural(ranks_per_server, 'rank')}; {label(lab)}")
-        folder = out or closing.enter_context(scratch_folder())
-        try:
-            done = run_on(
-                lab,
-                command,
-                ranks_per_server=ranks_per_server,
-                trace=folder / "trace",
-                log_folder=out,
-                timeout_s=timeout,
-            )
-        except KeyboardInterrupt:
-            say("interrupted; COMMAND has ended on all servers", style="red")
-            raise typer.Exit(INTERRUPTED) from None
-        outcome = find_outcome(lab, command, ranks_per_server, done)
+        say(f"{plural(len(lab.servers), 'server')} of {plural(ranks, 'rank')}; {label(lab)}")
+        folder = config.folder(closing)
+        done = run_on(
+            lab,
+            config.command,
+            ranks_per_server=ranks,
+            trace=folder / "trace",
+            log_folder=out,
+            timeout_s=config.timeout,
+        )
+        outcome = find_outcome(lab, config.command, ranks, done)
     _report(outcome, out)
     if done.failure is not None:
         say(done.failure, style="red")
     raise typer.Exit(done.exit_code)
 
 
-def _refuse_beside_name(name: str | None, given: dict[str, object]) -> None:
-    beside = [option for option, value in given.items() if value not in (None, False)]
-    if name is not None and beside:
-        raise ConfigError(
-            f"--name {name} uses a lab that is up as it is: leave out {', '.join(beside)}, or take it down "
-            f"with `python scripts/netlab down {name}` and make another"
-        )
+@contextmanager
+def _ended_on_signals() -> Iterator[None]:
+    # Whoever ends the command means all that it started, which leaving its blocks ends.
+    def end(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt:
+        say("interrupted; COMMAND has ended on all servers", style="red")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _report(outcome: LabOutcome, out: Path | None) -> None:
@@ -192,7 +224,7 @@ def _report(outcome: LabOutcome, out: Path | None) -> None:
     if outcome.trace_missing is not None and outcome.run.failure is None:
         warn(f"the ledger of the ranks cannot be read: {outcome.trace_missing}")
     if out is not None:
-        _say(f"written to {write_outcome(outcome, out)}")
+        write(f"written to {write_outcome(outcome, out)}")
 
 
 def outcome_table(outcome: LabOutcome) -> Table:
@@ -237,35 +269,8 @@ def _both(card: Card) -> tuple[str, str]:
 
 
 @app.command(no_args_is_help=True, context_settings=_OF_COMMAND)
-def calibrate(  # noqa: PLR0913  # one argument per option
-    command: Annotated[
-        list[str],
-        typer.Argument(metavar="COMMAND", help="As for `run`; it must train two epochs or more."),
-    ],
-    phi: Annotated[
-        float,
-        typer.Option(
-            rich_help_panel=_SEARCH, help="Wanted share of its time that the network costs COMMAND, 0 to 1."
-        ),
-    ] = 0.65,
-    tolerance: Annotated[
-        float, typer.Option(rich_help_panel=_SEARCH, help="Good enough when phi is no further off.")
-    ] = 0.03,
-    tries: Annotated[
-        int, typer.Option(rich_help_panel=_SEARCH, help="Most rates that are tried; the nearest counts.")
-    ] = 6,
-    servers: Servers = 2,
-    ranks_per_server: RanksPerServer = 1,
-    internal: Internal = None,
-    cpus: Cpus = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Write calibration.json, and the output of every run."),
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(metavar="S", help="Give up when one run takes so many seconds.")
-    ] = None,
-) -> None:
+@command(CalibrateConfig)
+def calibrate(config: CalibrateConfig) -> None:
     """Find the rate between servers at which the network takes a wanted share of COMMAND's time.
 
     Machines differ in how fast they compute, so equal rates compare nothing; equal shares do. phi = 1 -
@@ -276,29 +281,28 @@ def calibrate(  # noqa: PLR0913  # one argument per option
 
     The rate it ends with is what `--external` of `run` takes. Needs emulated servers: Linux, root, ip and tc.
     """
-    check_command(command, ranks_per_server, timeout)
-    check_arguments(phi, tolerance, tries)
-    spec = read_spec(servers, None, internal, cpus)
+    search = config.phi, config.tolerance, config.tries
+    check_arguments(*search)
+    spec, out = config.spec, config.out
     if out is not None:
         make_out(out)
-    signal.signal(signal.SIGTERM, end)
-    with ExitStack() as closing:
+    with _ended_on_signals(), ExitStack() as closing:
         lab = closing.enter_context(open_lab(spec))
-        folder = out or closing.enter_context(scratch_folder())
-        try:
-            measure = CommandMeasure(
-                lab, command, folder, say, ranks_per_server=ranks_per_server, timeout_s=timeout
-            )
-            found = find_rate(measure, phi, tolerance=tolerance, max_tries=tries)
-        except KeyboardInterrupt:
-            say("interrupted; COMMAND has ended on all servers")
-            raise typer.Exit(INTERRUPTED) from None
+        measure = CommandMeasure(
+            lab,
+            config.command,
+            config.folder(closing),
+            say,
+            ranks_per_server=config.ranks_per_server,
+            timeout_s=config.timeout,
+        )
+        found = find_rate(measure, *search)
         written = None if out is None else calibration.write_calibration(out, found, measure)
     show(tries_table(found))
     if not found.within_tolerance:
         warn(
-            f"phi {found.phi:.2f} is the nearest to {phi:g} of {len(found.tries)} tries; more epochs per run "
-            "make it less noisy, --tries allows more rates"
+            f"phi {found.phi:.2f} is the nearest to {config.phi:g} of {len(found.tries)} tries; more epochs "
+            "per run make it less noisy, --tries allows more rates"
         )
     say(f"use --external {found.rate}" + ("" if written is None else f"; written to {written}"))
 
@@ -316,27 +320,19 @@ def tries_table(found: Calibration) -> Table:
 
 
 @app.command()
-def up(
-    name: Annotated[
-        str,
-        typer.Argument(help="What it is called: up to 40 letters, digits and dashes.", show_default=False),
-    ],
-    servers: Servers = 2,
-    external: External = None,
-    internal: Internal = None,
-    cpus: Cpus = None,
-) -> None:
+@command(UpConfig)
+def up(config: UpConfig) -> None:
     """Make a lab that stays up until `python scripts/netlab down NAME`.
 
     What is left of labs that were killed is removed first. A name that exists is refused.
 
     Example: `python scripts/netlab up slow --servers 4 --external 1gbit --internal 40gbit`
     """
-    made = labs.open_detached(read_spec(servers, external, internal, cpus), name)
+    name, made = config.name, labs.open_detached(config.spec, config.name)
     first, last = made.servers[0], made.servers[-1]
     share = f"{first.cpu_share:.3g} cores each, held by {first.cpu_held_by}"
-    _say(f"{name}: {servers} servers, {first.address} to {last.address}, {share}")
-    _say(f"run on it: {PROGRAM} run --name {name} -- COMMAND; take it down: {PROGRAM} down {name}")
+    write(f"{name}: {config.servers} servers, {first.address} to {last.address}, {share}")
+    write(f"run on it: {PROGRAM} run --name {name} -- COMMAND; take it down: {PROGRAM} down {name}")
 
 
 @app.command()
@@ -353,10 +349,8 @@ def down(
     """
     if (name is None) is not everything:
         raise ConfigError("name one lab, or give --all; `python scripts/netlab status` lists them")
-    if name is not None:
-        state.take_down(name)
-    gone = [name] if name is not None else state.take_down_all()
-    _say(f"down: {', '.join(gone)}" if gone else "no lab was up")
+    gone = state.take_down_all() if name is None else state.take_down(name)
+    write(f"down: {', '.join(gone)}" if gone else "no lab was up")
 
 
 @app.command()
@@ -370,7 +364,7 @@ def status() -> None:
         warn(f"no servers can be emulated here: {missing}")
     noted = state.list_labs()
     if not noted:
-        _say("no lab is up")
+        write("no lab is up")
         return
     table = Table("lab", "servers", "external", "internal", "cores each", "held by", "state", "created")
     for one in noted:
@@ -386,38 +380,6 @@ def status() -> None:
             one.created,
         )
     show(table)
-
-
-def _say(text: str) -> None:
-    Console(highlight=False, soft_wrap=True, markup=False).print(text)
-
-
-def read_spec(servers: int, external: str | None, internal: str | None, cpus: float | None) -> LabSpec:
-    """Return the lab that the options ask for (ConfigError: one of them makes no sense)."""
-    return LabSpec(
-        servers=servers,
-        external=None if external is None else Rate.parse(external),
-        internal=None if internal is None else Rate.parse(internal),
-        cpus=cpus,
-    )
-
-
-def check_command(command: Sequence[str], ranks_per_server: int, timeout: float | None) -> None:
-    """Find what is wrong with COMMAND and how it is run before any server is made.
-
-    Raises:
-        ConfigError: naming the option, or what to write in place of COMMAND.
-    """
-    torchrun_arguments(command)
-    if ranks_per_server < 1:
-        raise ConfigError(f"--ranks-per-server {ranks_per_server} must be at least 1")
-    if timeout is not None and not 0 < timeout < float("inf"):
-        raise ConfigError(f"--timeout {timeout:g} must be a number of seconds above 0")
-
-
-def end(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle SIGTERM: whoever ends the command means all that it started, which leaving its blocks ends."""
-    raise SystemExit(128 + number)
 
 
 def main() -> None:

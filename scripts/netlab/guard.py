@@ -27,44 +27,32 @@ def main(arguments: Sequence[str]) -> int:
     grace_s, command = float(arguments[0]), arguments[1:]
     # Ranks are in sessions of their own: what their launcher leaves behind becomes a child of this process.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    ending = Ending(grace_s)
+    asked, started = False, None
+
+    def end() -> None:
+        """Send SIGTERM now and SIGKILL after the grace; once there is a process."""
+        nonlocal asked
+        asked = True
+        if started is not None:
+            started.terminate()
+            timer = threading.Timer(grace_s, started.kill)
+            timer.daemon = True
+            timer.start()
+
     # Before the command starts: whoever sees its first line may ask for its end at once.
-    signal.signal(signal.SIGTERM, lambda *_: ending.begin())
-    signal.signal(signal.SIGINT, lambda *_: ending.begin())
+    signal.signal(signal.SIGTERM, lambda *_: end())
+    signal.signal(signal.SIGINT, lambda *_: end())
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        started = process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         return 127
-    ending.of(process)
-    threading.Thread(target=_call_at_end_of_input, args=(ending.begin,), daemon=True).start()
+    if asked:
+        end()
+    threading.Thread(target=_call_at_end_of_input, args=(end,), daemon=True).start()
     code = process.wait()
     kill_descendants()
     return code if code >= 0 else 128 - code
-
-
-class Ending:
-    """Ends a process, also when that was asked for before there was one."""
-
-    def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._asked = False
-
-    def of(self, process: subprocess.Popen[bytes]) -> None:
-        """Say which process."""
-        self._process = process
-        if self._asked:
-            self.begin()
-
-    def begin(self) -> None:
-        """Send SIGTERM now and SIGKILL after the grace."""
-        self._asked = True
-        if self._process is not None:
-            self._process.terminate()
-            timer = threading.Timer(self._grace_s, self._process.kill)
-            timer.daemon = True
-            timer.start()
 
 
 def kill_descendants() -> None:

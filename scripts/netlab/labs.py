@@ -8,29 +8,18 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from os import getpid
 from typing import Literal, final
 
 from dglx_dist.comm import system as cgroups
 from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import servers, state
-from scripts.netlab.base import (
-    Card,
-    CpuShare,
-    Lab,
-    LabSpec,
-    LoopbackLab,
-    deal_out,
-    held_by,
-    usable_cores,
-)
+from scripts.netlab.base import Card, CpuShare, Lab, LabSpec, LoopbackLab, deal_out, usable_cores
 from scripts.netlab.servers import (
     NAMESPACES,
     SETUP,
     Holder,
     NamespaceServer,
-    ServerFacts,
     call_it,
     cgroup_name,
     find_process,
@@ -71,22 +60,14 @@ def what_is_missing() -> str | None:
 
     Tries it out in namespaces of its own, which end with the trial. A normal user learns that root is needed.
     """
-    missing = missing_tools()
+    missing = [
+        f"{', '.join(lacking)}: not installed, apt-get install {package}"
+        for package, tools in _PACKAGES.items()
+        if (lacking := [tool for tool in tools if shutil.which(tool) is None])
+    ]
     if os.geteuid() != 0:
         missing.append("namespaces and network devices need root: sudo, or a privileged container")
     return "; ".join(missing) if missing else _what_is_refused()
-
-
-def missing_tools() -> list[str]:
-    lacking = {
-        package: [tool for tool in tools if shutil.which(tool) is None]
-        for package, tools in _PACKAGES.items()
-    }
-    return [
-        f"{', '.join(tools)}: not installed, apt-get install {package}"
-        for package, tools in lacking.items()
-        if tools
-    ]
 
 
 def _what_is_refused() -> str | None:
@@ -120,13 +101,9 @@ class NamespaceLab(Lab):
     servers: tuple[NamespaceServer, ...]
 
     def __init__(self, noted: LabState, holders: Sequence[Holder] = ()) -> None:
-        self.name = noted.name
-        self.spec = noted.spec
         self.kind = "namespaces"
-        self.missing = None
-        self.servers = tuple(NamespaceServer(facts) for facts in noted.servers)
-        self._noted = noted
-        self._holders = tuple(holders)
+        self.name, self.spec, self.servers = noted.name, noted.spec, noted.servers
+        self._noted, self._holders = noted, tuple(holders)
 
     def set_rates(self, external: Rate | None, internal: Rate | None) -> None:
         if not all(process.alive() for process in self._noted.processes):
@@ -159,11 +136,11 @@ def make_lab(spec: LabSpec, name: str, *, held: Literal["process", "detached"]) 
         name=state.check_name(name),
         spec=spec,
         held=held,
-        owner=find_process(getpid()),
+        owner=find_process(os.getpid()),
         boot=state.boot_id(),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
-    state.reserve(noted)
+    state.write_notes(noted, new=True)
     holders: list[Holder] = []
     try:
         noted = _raise_servers(noted, shares, holders)
@@ -189,38 +166,33 @@ def _raise_servers(noted: LabState, shares: Sequence[CpuShare], holders: list[Ho
     state.write_notes(noted)
     # A lab made inside a server takes no notes for its own whose process numbers it cannot see.
     setup = [*SETUP, ["mount", "-t", "tmpfs", "tmpfs", str(state.notes_folder())]]
-    addresses = {servers.host_name_of(number): servers.address_of(number) for number in range(len(shares))}
     for number, share in enumerate(shares):
-        named = [*setup, call_it(servers.host_name_of(number), addresses)]
-        holder = Holder(f"server {number}", NAMESPACES, named)
+        holder = Holder(f"server {number}", NAMESPACES, [*setup, call_it(number, len(shares))])
         holders.append(holder)
         servers.connect(number, init=holder.init.pid, switch=switch.init.pid)
         group = cgroups.make(cgroup_name(noted.name, number), share.share) if share.needs_quota else None
-        facts = ServerFacts(
+        made = NamespaceServer(
             number=number,
             address=servers.address_of(number),
             init=holder.init,
             outer=holder.outer,
             cores=share.cores,
             cpu_share=share.share,
-            cpu_held_by=held_by(share, quota=group is not None),
+            cpu_held_by=share.held_by(quota=group is not None),
             cgroup=None if group is None else str(group),
         )
-        noted = replace(noted, servers=(*noted.servers, facts))
+        noted = replace(noted, servers=(*noted.servers, made))
         state.write_notes(noted)
     return noted
 
 
 def _apply_rates(noted: LabState) -> None:
-    spec = noted.spec
-    ports = [servers.limit_command(servers.port_of(server.number), spec.external) for server in noted.servers]
+    limit, external = servers.limit_command, noted.spec.external
+    ports = [limit(servers.port_of(server.number), external) for server in noted.servers]
     servers.run_inside(noted.switch[0].pid, ports)
+    own = [limit(servers.CARD, external), limit(servers.LOOPBACK, noted.spec.internal)]
     for server in noted.servers:
-        commands = [
-            servers.limit_command(servers.CARD, spec.external),
-            servers.limit_command(servers.LOOPBACK, spec.internal),
-        ]
-        servers.run_inside(server.init.pid, commands)
+        servers.run_inside(server.init.pid, own)
 
 
 def open_lab(spec: LabSpec, *, name: str | None = None, force_loopback: bool = False) -> Lab:

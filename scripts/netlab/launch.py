@@ -11,25 +11,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TextIO
 
+from dglx_dist.cli.common import LAUNCHED
 from dglx_dist.comm.topology import inherited_environment, rank_environment
 from dglx_dist.errors import ConfigError, LabError, PeerError
 from scripts.netlab import guard
-from scripts.netlab.alive import scratch_folder
 from scripts.netlab.base import Card, Lab, Server
-from scripts.netlab.servers import Process, find_process, wait_until_ended
+from scripts.netlab.servers import find_process, wait_until_ended
+from scripts.out_files import scratch_folder
 
 _FORMS = (
     "write `dglx train ...`, `python script.py ...`, `python -m module ...`, `script.py ...` "
     "or `-m module ...`"
 )
-# What cli/common.py calls LAUNCHED: the launcher shows the error of the rank that failed first, once.
-_LAUNCHED = "--launched"
 
 
 def torchrun_arguments(command: Sequence[str]) -> list[str]:
@@ -62,17 +61,15 @@ def _dglx(arguments: list[str]) -> list[str]:
         raise ConfigError(
             f"`dglx {name}` runs in one process and needs no lab; run it by itself, and `dglx train` here"
         )
-    return _without_ranks(["-m", "dglx_dist.cli", _LAUNCHED, *arguments])
+    return _without_ranks(["-m", "dglx_dist.cli", LAUNCHED, *arguments])
 
 
 def _python(command: Sequence[str], arguments: list[str]) -> list[str]:
     if arguments[:1] == ["-m"] and len(arguments) > 1:
         return _without_ranks(arguments) if arguments[1] == "dglx_dist.cli" else arguments
     if not arguments or arguments[0].startswith("-"):
-        raise ConfigError(
-            f"{' '.join(command)!r}: torchrun starts a script or a module, without options of Python; "
-            + _FORMS
-        )
+        what = "torchrun starts a script or a module, without options of Python"
+        raise ConfigError(f"{' '.join(command)!r}: {what}; {_FORMS}")
     if not Path(arguments[0]).is_file() and not _is_program(arguments[0]):
         raise ConfigError(
             f"the script {arguments[0]!r} does not exist in {Path.cwd()}; give its path from "
@@ -95,29 +92,19 @@ def _without_ranks(arguments: list[str]) -> list[str]:
 
 
 # Below the ports that Linux gives to outgoing connections and to whoever asks for any port.
-_FIRST, _LAST, _TRIES = 20_000, 32_000, 200
+_PORTS, _TRIES = range(20_000, 32_000), 200
 
 
-@contextmanager
-def claimed_port(where: str, *, is_free: Callable[[int], bool]) -> Iterator[int]:
-    """Claim a port of ``where`` that is free and that no other process has claimed by this function.
-
-    The claim is an abstract Unix socket named after the port: the system lets one process have it, and
-    gives it back when that process ends, however it ends. LabError: none was found.
-    """
+def free_port(lab: Lab) -> int:
+    """Return a port at which server 0 can listen; LabError: none was found."""
     # Seeded by nothing: two labs that start at once shall not look at the same ports in the same order.
-    for number in random.SystemRandom().sample(range(_FIRST, _LAST), _TRIES):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
-            try:
-                claim.bind(f"\0dglx-lab-port-{where}-{number}")
-            except OSError:
-                continue
-            if is_free(number):
-                yield number
-                return
+    for number in random.SystemRandom().sample(_PORTS, min(_TRIES, len(_PORTS))):
+        # In a network of its own nobody but this package's commands listens.
+        if lab.kind != "loopback" or nobody_listens(number):
+            return number
     raise LabError(
-        f"no free port between {_FIRST} and {_LAST} after {_TRIES} tries; end other programs of user "
-        f"{os.getuid()} that listen there"
+        f"no free port among {_PORTS} after {_TRIES} tries; end other programs of user {os.getuid()} that "
+        "listen there"
     )
 
 
@@ -135,52 +122,30 @@ def nobody_listens(number: int) -> bool:
 _LINE_LIMIT = 1 << 20
 
 
-class Screen:
-    """Where the lines of all servers go; one at a time."""
+def relay(
+    source: IO[bytes], screen: threading.Lock | None, stream: TextIO, prefix: str, log: IO[bytes] | None
+) -> threading.Thread:
+    """Take the lines of a pipe until it closes, on the thread that is returned, so that no writer waits.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._broken = False
-
-    def write(self, stream: TextIO, text: str) -> None:
-        """Write ``text`` to ``stream``; nothing once that is closed, as when ``| head`` has seen enough."""
-        with self._lock:
-            if self._broken:
-                return
-            try:
-                stream.write(text)
-                stream.flush()
-            except (BrokenPipeError, ValueError):
-                self._broken = True
-
-
-class Relay:
-    """Takes the lines of one pipe of one server until it closes, so that no writer ever waits for long.
-
-    They go to ``stream`` of ``screen`` behind ``prefix``, and as they are to ``log``, which relays share.
+    They go to ``stream`` behind ``prefix``, one at a time by ``screen`` (None: not shown), and as they are to
+    ``log``. When a disk is full, or nobody reads the stream any more, they are lost.
     """
 
-    def __init__(
-        self, source: IO[bytes], screen: Screen | None, stream: TextIO, prefix: str, log: IO[bytes] | None
-    ) -> None:
-        self._source, self._screen, self._stream = source, screen, stream
-        self._prefix, self._log = prefix, log
-        self._thread = threading.Thread(target=self._run, name="lab output", daemon=True)
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        with self._source:
-            while line := self._source.readline(_LINE_LIMIT):
-                if self._log is not None:
-                    # When the disk is full the line is lost, so that no rank waits for its output.
+    def run() -> None:
+        with source:
+            while line := source.readline(_LINE_LIMIT):
+                if log is not None:
                     with suppress(OSError, ValueError):
-                        self._log.write(line)
-                if self._screen is not None:
+                        log.write(line)
+                if screen is not None:
                     text = line.decode(errors="replace").removesuffix("\n")
-                    self._screen.write(self._stream, f"{self._prefix}{text}\n")
+                    with screen, suppress(OSError, ValueError):
+                        stream.write(f"{prefix}{text}\n")
+                        stream.flush()
+
+    thread = threading.Thread(target=run, name="lab output", daemon=True)
+    thread.start()
+    return thread
 
 
 GRACE_S = 8.0
@@ -202,7 +167,7 @@ class Failure:
 class Launcher:
     """``command`` on ``server``, which ends with this object's process or when it is told to.
 
-    Its lines go to ``screen`` and ``log``; ``failure_file`` is what it writes when a rank of its own failed.
+    ``screen``, ``log``: as of :func:`relay`; ``failure_file``: what it writes when a rank of its own failed.
     """
 
     def __init__(
@@ -211,7 +176,7 @@ class Launcher:
         command: Sequence[str],
         environment: Mapping[str, str],
         *,
-        screen: Screen | None,
+        screen: threading.Lock | None,
         log: Path | None,
         failure_file: Path,
     ) -> None:
@@ -234,7 +199,9 @@ class Launcher:
             # Ctrl-C is for this process, which ends the command in order.
             start_new_session=True,
         )
-        self._relays = self._relay(screen)
+        prefix = f"server {server.number} | " if server.number else ""
+        pipes = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+        self._relays = [relay(pipe, screen, stream, prefix, self._log) for pipe, stream in pipes if pipe]
 
     def poll(self) -> int | None:
         """Return the exit code once everything on this server has ended."""
@@ -247,34 +214,27 @@ class Launcher:
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._process.stdin.close()
 
-    def wait_for_end(self) -> None:
-        """Wait after :meth:`end`; what does not end is killed (LabError: as :meth:`abandon`)."""
+    def stop(self) -> None:
+        """End everything on this server and close the files after the last lines. May be called again.
+
+        Raises:
+            LabError: a process that was killed has not ended 10 s later; the message names it.
+        """
+        self.end()
         try:
             self._process.wait(GRACE_S + 5.0)
         except subprocess.TimeoutExpired:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Kill all that this launcher started, at once, and close the files.
-
-        Raises:
-            LabError: a process has not ended 10 s later; the message names it.
-        """
-        if self._process.poll() is None:
             # Ranks are in sessions of their own: with the guard alone they would lose who ends them.
-            pids = [self._process.pid, *guard.descendants(self._process.pid)]
-            left = [process for process in map(_process_or_none, pids) if process is not None]
+            left = []
+            for pid in (self._process.pid, *guard.descendants(self._process.pid)):
+                with suppress(ProcessLookupError):
+                    left.append(find_process(pid))
             for process in left:
                 process.kill()
             wait_until_ended(left)
             self._process.wait()
-        self.close()
-
-    def close(self) -> None:
-        """Write the last lines and close the files, after the processes have ended. May be called twice."""
-        self.end()
-        for relay in self._relays:
-            relay.join(5.0)
+        for thread in self._relays:
+            thread.join(5.0)
         if self._log is not None:
             self._log.close()
 
@@ -288,31 +248,14 @@ class Launcher:
         try:
             told = json.loads(self._failure_file.read_text())
         except FileNotFoundError:
-            return Failure(
-                message=f"server {self.server.number}: its launcher ended with code {code}; see its output",
-                exit_code=code if code >= 0 else 128 - code,
-                lost_a_peer=False,
-                second=int(seen),
-            )
-        return Failure(
-            message=f"server {self.server.number}: {told['message']}",
-            exit_code=told["exit_code"],
-            lost_a_peer=told["lost_a_peer"],
-            second=told["second"],
-        )
-
-    def _relay(self, screen: Screen | None) -> list[Relay]:
-        number = self.server.number
-        prefix = f"server {number} | " if number else ""
-        pipes = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
-        return [Relay(pipe, screen, stream, prefix, self._log) for pipe, stream in pipes if pipe is not None]
-
-
-def _process_or_none(pid: int) -> Process | None:
-    try:
-        return find_process(pid)
-    except ProcessLookupError:
-        return None
+            told = {
+                "message": f"its launcher ended with code {code}; see its output",
+                "exit_code": code if code >= 0 else 128 - code,
+                "lost_a_peer": False,
+                "second": int(seen),
+            }
+        told.pop("rank", None)
+        return Failure(**told | {"message": f"server {self.server.number}: {told['message']}"})
 
 
 _SETTLE_S = 2.0
@@ -344,16 +287,13 @@ class Started:
     """
 
     def __init__(self, launchers: Sequence[Launcher], closing: ExitStack) -> None:
-        self._launchers, self._closing = tuple(launchers), closing
+        self._launchers, self._closing = launchers, closing
         self._failed: dict[Launcher, float] = {}
         """Those that failed by themselves and when that was seen, in this order."""
         self._stop_at: float | None = None
         self._code: int | None = None
-        self._failure: str | None = None
-
-    @property
-    def failure(self) -> str | None:
-        return self._failure
+        self.failure: str | None = None
+        """What to tell the user once it has ended; None when all is well."""
 
     def poll(self) -> int | None:
         """Return the exit code once the launchers of all servers have ended, None before; never waits long.
@@ -398,8 +338,6 @@ class Started:
         """End the command on all servers; returns when nothing of it is left. May be called at any time."""
         for launcher in self._running():
             launcher.end()
-        for launcher in self._launchers:
-            launcher.wait_for_end()
         if self._code is None:
             self._finish()
 
@@ -414,13 +352,13 @@ class Started:
 
     def _finish(self) -> int:
         for launcher in self._launchers:
-            launcher.close()
+            launcher.stop()
         failures = [launcher.failure(seen) for launcher, seen in self._failed.items()]
         self._code = 0 if all(launcher.poll() == 0 for launcher in self._launchers) else 1
         if failures:
             # A cause comes before what it caused.
             first = min(failures, key=lambda one: (one.lost_a_peer, one.second))
-            self._code, self._failure = first.exit_code, first.message
+            self._code, self.failure = first.exit_code, first.message
         self._closing.close()
         return self._code
 
@@ -439,14 +377,12 @@ def start(
 
     Ranks meet at server 0, find their card in GLOO_SOCKET_IFNAME, and have as many threads as their share of
     their server's cores, unless OMP_NUM_THREADS is set. What they start ends with them, and all of it with
-    this process, however that ends.
+    this process, however that ends. ``lab`` must stay open until then.
 
     Args:
-        lab: Must stay open until the command has ended.
         command: As :func:`torchrun_arguments` reads it.
-        ranks_per_server: At least 1.
         environment: Variables beside this process's own, which they override; None unsets one.
-        trace: Folder for what each session writes when it closes; made if need be.
+        trace: Folder for what each session writes when it closes.
         log_folder: Folder for ``server-<i>.log``, all output of each server; None: no files.
         show: Whether output is shown: server 0's as it is, the others' lines behind their server's name.
 
@@ -463,11 +399,7 @@ def start(
         extra["DGLX_TRACE"] = str(trace.absolute())
     with ExitStack() as undo:
         folder = undo.enter_context(scratch_folder())
-        # In a network of its own nobody but this package's commands listens.
-        alone = lab.kind != "loopback"
-        is_free = (lambda _number: True) if alone else nobody_listens
-        port = undo.enter_context(claimed_port(lab.name if alone else "loopback", is_free=is_free))
-        screen = Screen() if show else None
+        port, screen = free_port(lab), threading.Lock() if show else None
         launchers = []
         for server in lab.servers:
             failure_file = folder / f"server-{server.number}.json"
@@ -487,17 +419,12 @@ def start(
             )
             launchers.append(launcher)
             # Called first when something here goes wrong, and once more, without effect, at the end.
-            undo.callback(launcher.abandon)
+            undo.callback(launcher.stop)
         return Started(launchers, undo.pop_all())
 
 
 def run(lab: Lab, command: Sequence[str], *, timeout_s: float | None = None, **how: Any) -> LabRun:
-    """Run ``command`` as :func:`start` does (``how``) and wait; cards are read just before and just after.
-
-    Raises:
-        ConfigError: as :func:`start`.
-        PeerError: it had not ended after ``timeout_s``; the servers are named, and all of it was ended.
-    """
+    """Run ``command`` as :func:`start` does (``how``), and wait as :meth:`Started.wait`."""
     before, begin = lab.cards(), time.monotonic()
     with start(lab, command, **how) as started:
         code = started.wait(timeout_s)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
@@ -19,7 +19,7 @@ from typing import IO, final
 from dglx_dist.errors import LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import hold
-from scripts.netlab.base import Card, HeldBy, Server
+from scripts.netlab.base import Card, Server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +61,11 @@ def find_process(pid: int) -> Process:
 
 def _start_time(pid: int) -> int | None:
     try:
-        fields = _fields(pid)
+        # The name of the program, which may hold anything, ends with the last parenthesis.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in ("Z", "X") else int(fields[19])
-
-
-def _fields(pid: int) -> list[str]:
-    # The name of the program, which may hold anything, ends with the last parenthesis.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 _START_S = 30.0
@@ -83,15 +79,8 @@ class Holder:
     """Namespaces that are held open by one end of a pipe, of which this process has the other.
 
     When this process ends, however it ends, the kernel ends all that runs in the namespaces, and the
-    namespaces with it.
-
-    Args:
-        what: Whom it holds, for messages.
-        namespaces: Options of ``unshare``, e.g. ``--net``; a process namespace is always among them.
-        setup: Commands to run inside first.
-
-    Raises:
-        LabError: the namespaces were refused or a command failed.
+    namespaces with it. LabError: the namespaces were refused, or a command of ``setup`` failed inside.
+    ``namespaces``: options of ``unshare``, e.g. ``--net``; a process namespace is always among them.
     """
 
     def __init__(self, what: str, namespaces: Sequence[str], setup: Sequence[Sequence[str]]) -> None:
@@ -108,8 +97,13 @@ class Holder:
             start_new_session=True,
             cwd="/",  # it may outlive the folder of its maker
         )
+        assert self._pipe.stdin is not None
+        assert self._pipe.stdout is not None
+        self._input, self._output = self._pipe.stdin, self._pipe.stdout
         # A child made by fork would keep the pipe, and with it all of this, beyond the end of this process.
-        os.register_at_fork(after_in_child=_Forget(self))
+        # Hooks of fork stay for good, the holder need not.
+        this = weakref.WeakMethod(self.forget)
+        os.register_at_fork(after_in_child=lambda: (forget := this()) and forget())
         try:
             self.init = self._wait_until_ready(what)
             self.outer = find_process(self._pipe.pid)
@@ -119,15 +113,13 @@ class Holder:
 
     def stay(self) -> None:
         """Let it outlive this process; only killing ``init`` ends it then (LabError: it has ended)."""
-        if self._pipe.stdin is None or self._pipe.stdout is None:
-            raise LabError("a holder without pipes cannot be told to stay")
         try:
-            self._pipe.stdin.write(hold.STAY)
+            self._input.write(hold.STAY)
         except BrokenPipeError as error:
             raise LabError(f"process {self.init.pid}, which holds a server, has ended already") from error
         finally:
             self.forget()
-        self._pipe.stdout.close()
+        self._output.close()
 
     def close(self) -> None:
         """End all that runs inside; returns when it has ended."""
@@ -137,8 +129,7 @@ class Holder:
 
     def forget(self) -> None:
         """Close this process's end of the pipe and no more."""
-        if self._pipe.stdin is not None:
-            self._pipe.stdin.close()
+        self._input.close()
 
     def _let_go(self) -> None:
         self.forget()
@@ -148,30 +139,14 @@ class Holder:
             except subprocess.TimeoutExpired:
                 self._pipe.kill()  # --kill-child ends the inside with it
                 self._pipe.wait(timeout=_END_S)
-        if self._pipe.stdout is not None:
-            self._pipe.stdout.close()
+        self._output.close()
 
     def _wait_until_ready(self, what: str) -> Process:
-        stream = self._pipe.stdout
-        if stream is None:
-            raise LabError(f"{what}: no answer was asked for")
-        said = _read_until_ready(stream)
+        said = _read_until_ready(self._output)
         found = re.search(r"^ready (\d+)$", said, flags=re.MULTILINE)
         if not found:
             raise LabError(f"{what} could not be made: {' '.join(said.split()) or 'no answer'}")
         return find_process(int(found[1]))
-
-
-class _Forget:
-    """Makes a holder forget its pipe, if it is there still: hooks of fork stay for good, it need not."""
-
-    def __init__(self, holder: Holder) -> None:
-        self._holder = weakref.ref(holder)
-
-    def __call__(self) -> None:
-        holder = self._holder()
-        if holder is not None:
-            holder.forget()
 
 
 def wait_until_ended(processes: Sequence[Process]) -> None:
@@ -207,10 +182,6 @@ _LATENCY = "50ms"
 def address_of(server: int) -> str:
     # Every lab has the same ones, as none sees another.
     return f"10.77.0.{server + 1}"
-
-
-def host_name_of(server: int) -> str:
-    return f"server-{server}"
 
 
 def bridge_setup() -> list[list[str]]:
@@ -269,21 +240,13 @@ def read_card(device: str, *, pid: int | None = None) -> Card:
 
 
 def run_inside(pid: int, commands: Sequence[Sequence[str]]) -> str:
-    """Run ``commands`` one after another in the network namespace of process ``pid``; return their output.
-
-    Raises:
-        LabError: one failed; with what it answered.
-    """
+    """As :func:`run_command`, of one after another in the network namespace of process ``pid``."""
     script = "\n".join(shlex.join(command) for command in commands)
     return run_command(["nsenter", "-t", str(pid), "-n", "sh", "-ec", script])
 
 
 def run_command(command: Sequence[str]) -> str:
-    """Run ``command`` and return its output.
-
-    Raises:
-        LabError: it failed or took longer than 30 s; with what it answered.
-    """
+    """Run ``command``, return its output; LabError with its answer: it failed, or took longer than 30 s."""
     process = subprocess.Popen(
         list(command),
         stdin=subprocess.DEVNULL,
@@ -295,14 +258,13 @@ def run_command(command: Sequence[str]) -> str:
     with process:
         try:
             said, complained = process.communicate(timeout=_COMMAND_TIMEOUT_S)
-        except BaseException as error:
-            # With all that it started: what hangs is a child of the shell.
-            os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise LabError(
-                    f"no end of this within {_COMMAND_TIMEOUT_S:.0f} s: {shlex.join(command)}"
-                ) from None
-            raise
+        except subprocess.TimeoutExpired:
+            late = f"no end of this within {_COMMAND_TIMEOUT_S:.0f} s: {shlex.join(command)}"
+            raise LabError(late) from None
+        finally:
+            if process.poll() is None:
+                # With all that it started: what hangs is a child of the shell.
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         raise LabError(f"{shlex.join(command)}: {complained.strip() or f'exit code {process.returncode}'}")
     return said
@@ -334,67 +296,41 @@ exec nsenter -t "$init" -n -m -i -u -p -- sh -c 'cd "$0" && exec "$@"' "$(pwd -P
 """
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class ServerFacts:
-    """What there is to know of a server that is up; JSON values but for the processes."""
+class NamespaceServer(Server):
+    """A server that is up, as its lab's notes have it; JSON values but for the processes."""
 
-    number: int
-    address: str
+    device = CARD
     init: Process
     """First process inside; ends everything inside when it ends."""
     outer: Process
     """Its parent, outside."""
-    cores: tuple[int, ...]
-    cpu_share: float
-    cpu_held_by: HeldBy
     cgroup: str | None
     """Folder of its control group."""
-
-
-@final
-class NamespaceServer(Server):
-    """A server that is up.
-
-    Args:
-        facts: As noted when it was made.
-    """
-
-    def __init__(self, facts: ServerFacts) -> None:
-        self.facts = facts
-        self.number = facts.number
-        self.address = facts.address
-        self.device = CARD
-        self.cores = facts.cores
-        self.cpu_share = facts.cpu_share
-        self.cpu_held_by = facts.cpu_held_by
 
     def inside(self, command: Sequence[str]) -> list[str]:
         # It stays in the process group of who starts it: a signal to the group reaches the command too, one
         # to the process that was started does not.
         self._check_alive()
-        cores = ",".join(map(str, self.cores))
-        enter = ["taskset", "-c", cores, "sh", "-c", _ENTER, "enter"]
-        return [*enter, self.facts.cgroup or "", str(self.facts.init.pid), *command]
+        enter = ["taskset", "-c", ",".join(map(str, self.cores)), "sh", "-c", _ENTER, "enter"]
+        return [*enter, self.cgroup or "", str(self.init.pid), *command]
 
     def card(self) -> Card:
         self._check_alive()
-        return read_card(CARD, pid=self.facts.init.pid)
-
-    def alive(self) -> bool:
-        """Whether it is up still."""
-        return self.facts.init.alive()
+        return read_card(CARD, pid=self.init.pid)
 
     def _check_alive(self) -> None:
         # The number of its first process may be that of any other by now, even of one outside all servers.
-        if not self.alive():
+        if not self.init.alive():
             raise LabError(f"server {self.number} is down; the lab was taken down meanwhile")
 
 
-def call_it(name: str, addresses: Mapping[str, str]) -> list[str]:
+def call_it(server: int, servers: int) -> list[str]:
     # Programs find each other and themselves by name: that of this machine has no address in there.
-    hosts = ["127.0.0.1 localhost", *(f"{address} {host}" for host, address in addresses.items())]
-    return ["sh", "-ec", _CALL, "call", name, "\n".join(hosts)]
+    hosts = ["127.0.0.1 localhost", *(f"{address_of(one)} server-{one}" for one in range(servers))]
+    return ["sh", "-ec", _CALL, "call", f"server-{server}", "\n".join(hosts)]
 
 
-def cgroup_name(lab: str, server: int) -> str:
+def cgroup_name(lab: str, server: int | str) -> str:
     return f"dglx-lab-{lab}-{server}"

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import secrets
 import stat
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from dglx_dist.comm import system as cgroups
+from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError, LabError
 from scripts.json_records import read_record
 from scripts.netlab import hold
 from scripts.netlab.base import LabSpec
-from scripts.netlab.servers import Process, ServerFacts, cgroup_name, command_line, wait_until_ended
+from scripts.netlab.servers import NamespaceServer, Process, cgroup_name, command_line, wait_until_ended
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,39}")
 _FOLDER = "dglx-lab"
 _FORMAT = 2
-_MOST_BYTES = 1 << 20
 _HOLDER = str(Path(*Path(hold.__file__).parts[-3:]))
 """Stands in the command line of every process that holds namespaces, of whatever installation."""
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
@@ -49,7 +49,7 @@ class LabState:
     """Whether all of it was made."""
     switch: tuple[Process, ...] = ()
     """Processes that hold the bridge."""
-    servers: tuple[ServerFacts, ...] = ()
+    servers: tuple[NamespaceServer, ...] = ()
     """Those made so far."""
 
     @property
@@ -103,41 +103,41 @@ def random_name() -> str:
     return f"run-{secrets.token_hex(5)}"
 
 
-def reserve(state: LabState) -> None:
-    """Write the first notes of a lab (ConfigError: one has this name; LabError: it cannot be written)."""
+def write_notes(state: LabState, *, new: bool = False) -> None:
+    """Replace the notes of a lab, or write its first ones, in one step.
+
+    Raises:
+        ConfigError: a new lab has the name of another.
+        LabError: there are none, as it was taken down meanwhile, or nothing can be written there.
+    """
+    path = _path(state.name)
     try:
-        notes_folder().mkdir(mode=0o755, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(error) from error
-    fresh = _write_beside(state)
-    try:
-        # A link, unlike a rename, refuses to replace: of two who ask at once, one gets the name.
-        os.link(fresh, _path(state.name))
+        if new:
+            path.parent.mkdir(mode=0o755, exist_ok=True)
+        elif not path.exists():
+            raise LabError(f"the lab {state.name!r} was taken down meanwhile by another process")
+        with replaced_file(path) as fresh:
+            fresh.write_text(json.dumps({"format": _FORMAT, **asdict(state)}, indent=1) + "\n")
+            if new:
+                # A link, unlike a rename, refuses to replace: of two who ask at once, one gets the name.
+                os.link(fresh, path)
     except FileExistsError:
         raise ConfigError(
             f"a lab called {state.name!r} exists; take it down with "
             f"`python scripts/netlab down {state.name}`, or choose another name"
         ) from None
-    finally:
-        fresh.unlink()
-
-
-def write_notes(state: LabState) -> None:
-    """Replace the notes of a lab, in one step.
-
-    Raises:
-        LabError: there are none, as it was taken down meanwhile, or nothing can be written there.
-    """
-    if not _path(state.name).exists():
-        raise LabError(f"the lab {state.name!r} was taken down meanwhile by another process")
-    _write_beside(state).rename(_path(state.name))
+    except OSError as error:
+        raise LabError(
+            f"what is known of labs cannot be written to {path.parent}: {error.strerror}; make room there, "
+            "or make it writable for root"
+        ) from error
 
 
 def read_notes(name: str) -> LabState:
     """Read the notes of a lab (ConfigError: there is none of this name; LabError: they are damaged)."""
     path = _path(check_name(name))
     try:
-        return _from_json(name, json.loads(_text_of(path)))
+        return _from_json(name, json.loads(path.read_text()))
     except FileNotFoundError:
         there = ", ".join(lab_names()) or "none"
         raise ConfigError(f"there is no lab called {name!r}; up are: {there}") from None
@@ -156,25 +156,11 @@ def noted_still(noted: LabState) -> bool:
 
 
 def lab_names() -> list[str]:
-    found = [path for path in notes_folder().glob("*.json") if not path.is_dir()]
-    return sorted(path.stem for path in found if _NAME.fullmatch(path.stem))
-
-
-def forget(name: str) -> None:
-    """Remove the notes of a lab, if there are any (LabError: a folder is in their place)."""
-    path = _path(check_name(name))
-    try:
-        path.unlink(missing_ok=True)
-    except IsADirectoryError:
-        raise LabError(f"{path} is a folder, which no lab makes; remove it: rm -r {path}") from None
+    return sorted(path.stem for path in notes_folder().glob("*.json") if _NAME.fullmatch(path.stem))
 
 
 def list_labs() -> list[LabState]:
-    """Return the notes of all labs, dead ones included, by name.
-
-    Raises:
-        LabError: notes are damaged; the message names the file.
-    """
+    """Return the notes of all labs, dead ones included, by name; LabError: which are damaged."""
     found = []
     for name in lab_names():
         try:
@@ -195,36 +181,6 @@ def describe_life(found: LabState) -> str:
 
 def _path(name: str) -> Path:
     return notes_folder() / f"{name}.json"
-
-
-def _text_of(path: Path) -> str:
-    # A pipe in its place would be waited for, and a large file read for long.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            raise ValueError(f"no plain file of at most {_MOST_BYTES} bytes")
-        return os.read(descriptor, _MOST_BYTES).decode()
-    finally:
-        os.close(descriptor)
-
-
-def _write_beside(state: LabState) -> Path:
-    fresh = notes_folder() / f".{state.name}.{os.getpid()}.{secrets.token_hex(4)}"
-    try:
-        fresh.write_text(json.dumps({"format": _FORMAT, **asdict(state)}, indent=1) + "\n")
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
-        raise _unwritable(error) from error
-    return fresh
-
-
-def _unwritable(error: OSError) -> LabError:
-    return LabError(
-        f"what is known of labs cannot be written to {notes_folder()}: {error.strerror}; make room there, or "
-        "make it writable for root"
-    )
 
 
 def _from_json(name: str, values: Any) -> LabState:
@@ -258,7 +214,7 @@ def clean_stale() -> list[str]:
     return removed
 
 
-def take_down(name: str) -> None:
+def take_down(name: str) -> list[str]:
     """Take a lab down, whoever made it: end its processes, remove its control groups and its notes."""
     check_name(name)
     if name in lab_names() and not os.access(notes_folder(), os.W_OK):
@@ -266,18 +222,14 @@ def take_down(name: str) -> None:
     try:
         found = read_notes(name)
     except LabError:
-        _remove_groups_called(name)
-        forget(name)
-        return
-    remove_lab(found)
+        _remove_groups(name)
+    else:
+        remove_lab(found)
+    return [name]
 
 
 def take_down_all() -> list[str]:
-    """Take all labs down, damaged notes included; return their names.
-
-    Raises:
-        LabError: one is another user's, or a process or a control group did not go.
-    """
+    """Take all labs down, damaged notes included; return their names."""
     names = lab_names()
     for name in names:
         try:
@@ -288,30 +240,18 @@ def take_down_all() -> list[str]:
 
 
 def remove_lab(found: LabState) -> None:
-    """End the processes of a lab, remove its control groups, then its notes.
-
-    Raises:
-        LabError: a process or a control group did not go.
-    """
+    """End the processes of a lab, remove its control groups, then its notes; LabError: one did not go."""
     if found.boot == boot_id():
         for process in found.processes:
             process.kill()
         wait_until_ended(found.processes)
-    for folder in _groups_of(found):
-        cgroups.remove(folder)
-    forget(found.name)
+    _remove_groups(found.name, [Path(server.cgroup) for server in found.servers if server.cgroup])
 
 
-def _groups_of(found: LabState) -> set[Path]:
-    names = [cgroup_name(found.name, server) for server in range(found.spec.servers)]
-    noted = {Path(server.cgroup) for server in found.servers if server.cgroup is not None}
-    groups = {folder for folder in noted if folder.name in names}
-    return groups.union(*(cgroups.find(name) for name in names))
-
-
-def _remove_groups_called(name: str) -> None:
-    server = 0
-    while folders := cgroups.find(cgroup_name(name, server)):
-        for folder in folders:
+def _remove_groups(name: str, noted: Sequence[Path] = ()) -> None:
+    """Remove the control groups called as those of a lab, and then its notes."""
+    for folder in {*cgroups.find(cgroup_name(name, "*")), *noted}:
+        # The name of another lab may begin with this one.
+        if re.fullmatch(cgroup_name(name, r"\d+"), folder.name):
             cgroups.remove(folder)
-        server += 1
+    _path(name).unlink(missing_ok=True)

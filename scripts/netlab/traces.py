@@ -63,11 +63,6 @@ class Trace:
         """S of the largest session; 0 without one."""
         return max((ranks[0].server_of_rank[-1] + 1 for ranks in self.sessions), default=0)
 
-    @property
-    def failed(self) -> bool:
-        """Whether a rank's session ended as one that failed."""
-        return any(rank.failed for ranks in self.sessions for rank in ranks)
-
     def ledger_outside_by_server(self) -> dict[int, tuple[int, int]]:
         """Return {server: (sent, received)}: payload bytes to and from others, workers too, all sessions."""
         sent = dict.fromkeys(range(self.num_servers), 0)
@@ -189,22 +184,17 @@ def compare(cards_before: Sequence[Card], cards_after: Sequence[Card], trace: Tr
             f"{len(cards_before)} and {len(cards_after)} cards cannot be held against the ledger of "
             f"{trace.num_servers} servers; is DGLX_RANKS_PER_SERVER set inside the lab? unset it"
         )
-    payload, each = trace.ledger_outside_by_server(), []
+    # Sent and received, by the card and by the ledger, of each server and of all.
+    payload, rows = trace.ledger_outside_by_server(), list[tuple[int, ...]]()
     for server, (before, after) in enumerate(zip(cards_before, cards_after, strict=True)):
-        card = Card(sent=after.sent - before.sent, received=after.received - before.received)
-        sent, received = payload.get(server, (0, 0))
-        each.append(Witness(server=server, card=card, ledger=Card(sent=sent, received=received)))
-    total = Witness(
-        server=None, card=_sum([one.card for one in each]), ledger=_sum([one.ledger for one in each])
+        counted = after.sent - before.sent, after.received - before.received
+        rows.append((*counted, *payload.get(server, (0, 0))))
+    servers = [*range(len(rows)), None]
+    rows.append(tuple(map(sum, zip(*rows, strict=True))))
+    return tuple(
+        Witness(server=server, card=Card(sent=a, received=b), ledger=Card(sent=c, received=d))
+        for server, (a, b, c, d) in zip(servers, rows, strict=True)
     )
-    return (*each, total)
-
-
-def _sum(cards: Sequence[Card]) -> Card:
-    return Card(sent=sum(card.sent for card in cards), received=sum(card.received for card in cards))
-
-
-OUTCOME_FILE = "lab.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,11 +264,7 @@ def find_outcome(lab: Lab, command: Sequence[str], ranks_per_server: int, run: L
 
 
 def make_out(out: Path) -> None:
-    """Make ``out`` and what is below it, without the traces and logs of an earlier command.
-
-    Raises:
-        StorageError: nothing can be written there.
-    """
+    """Make ``out`` and what is below it, without the traces and logs of an earlier command."""
     make_folder(out)
     make_folder(out / "trace")
     with writing_to(out):
@@ -289,4 +275,4 @@ def make_out(out: Path) -> None:
 
 def write_outcome(outcome: LabOutcome, folder: Path) -> Path:
     """Write ``outcome`` to ``folder``/lab.json, which is replaced at once or not at all."""
-    return write_text(folder / OUTCOME_FILE, json.dumps(outcome.to_json(), indent=2) + "\n")
+    return write_text(folder / "lab.json", json.dumps(outcome.to_json(), indent=2) + "\n")

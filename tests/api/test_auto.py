@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 import torch
 
-from dglx_dist import auto
 from dglx_dist.api import DataLoader, choose_strategy, distribute, fit, init, wrap
 from dglx_dist.auto import Training, adopt_checkpointed, check_equal_servers, read_auto_options
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.planner import measure
 from dglx_dist.planner.choose import enumerate_candidates
 from dglx_dist.planner.profile import probe
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
@@ -94,7 +94,7 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
         # Rank 1 knows fewer candidates, as if it lacked a plugin.
         known = partial(offered, fewer=session.topology.rank)
         with (
-            mock.patch.object(auto, "enumerate_candidates", known),
+            mock.patch.object(measure, "enumerate_candidates", known),
             pytest.raises(ConfigError, match="load the same plugins on every rank"),
         ):
             choose_strategy(model, g, fanouts=(3, 2), batch_size=20)

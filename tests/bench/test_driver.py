@@ -18,7 +18,7 @@ from dglx_dist.errors import ConfigError, JobError
 from dglx_dist.planner.records import Rate
 from scripts.bench import driver, results
 from scripts.bench.driver import read_measured, read_measurement
-from scripts.bench.records import BenchPlan, ExperimentPlan, Job, Outcome, Ratio, Shape, Variant
+from scripts.bench.records import BenchPlan, ExperimentPlan, Job, Outcome, Ratio, Shape, Variant, check_plan
 from scripts.netlab.calibrate import Measured
 from tests.bench.helpers import TWO, epoch, experiment_of, plan_of
 
@@ -33,13 +33,6 @@ def test_the_machine_is_described_without_naming_host_or_user() -> None:
     name = socket.gethostname()
     # A name like "linux" may be part of a word of the kernel's version.
     assert name not in told or len(name) < 6
-
-
-def test_the_processor_is_the_first_that_is_named(tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text("processor: 0\nmodel name\t: Fast One\n\nmodel name\t: Other\n")
-    assert driver._cpu_model(tmp_path / "cpuinfo") == "Fast One"
-    (tmp_path / "cpuinfo").write_text("Features: fp\n")
-    assert driver._cpu_model(tmp_path / "cpuinfo") == os.uname().machine
 
 
 (A, _) = plan_of("a", "b").variants
@@ -274,7 +267,7 @@ def test_results_that_cannot_be_written_are_told_before_anything_runs(tmp_path: 
 )
 def test_plans_that_contradict_themselves_are_refused(plan: ExperimentPlan, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        driver.check_plan("T1", plan)
+        check_plan("T1", plan)
 
 
 def test_the_order_moves_on_by_one() -> None:

@@ -11,12 +11,11 @@ import pytest
 from dglx_dist.errors import UnknownNameError
 from dglx_dist.planner.records import Rate
 from dglx_dist.strategies.cost import Survey
-from scripts.bench import speedup_model, suites
-from scripts.bench.driver import check_plan
-from scripts.bench.experiments import data_parallel
+from scripts.bench import suites
+from scripts.bench.experiments import common, data_parallel
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.notes import read_notes
-from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi
+from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi, check_plan
 from scripts.bench.simulate import ComputeCost, Line
 from scripts.bench.worker import KINDS
 from tests.bench.helpers import experiment_of, plan_of
@@ -32,7 +31,7 @@ def check(name: str, plan: ExperimentPlan) -> None:
             assert job.kind in KINDS
             told = read_params(TrainParams, {**job.params, **job.warm})
             assert Path(told.data).is_dir()
-            assert bool(variant.simulated) == (told.cost is not None)
+            assert bool(variant.simulated) == (told.simulated is not None)
     assert plan.ratios
     assert plan.facts
 
@@ -105,10 +104,10 @@ def found(**changed: Any) -> Survey:
 
 
 def test_the_closed_form() -> None:
-    assert speedup_model.speedup_added(0.65, 1.0) == speedup_model.speedup_added(0.0, 0.2) == 1.0
-    assert speedup_model.speedup_added(0.8, 0.25) == pytest.approx(2.5)
-    assert speedup_model.speedup_hidden(0.8, 0.25) == pytest.approx(4.0)
-    assert speedup_model.speedup_hidden(0.8, 0.1) == pytest.approx(5.0)
+    assert common.speedup_added(0.65, 1.0) == common.speedup_added(0.0, 0.2) == 1.0
+    assert common.speedup_added(0.8, 0.25) == pytest.approx(2.5)
+    assert common.speedup_hidden(0.8, 0.25) == pytest.approx(4.0)
+    assert common.speedup_hidden(0.8, 0.1) == pytest.approx(5.0)
 
 
 def test_weak_scaling_by_hand() -> None:

@@ -15,7 +15,6 @@ from dglx_dist.planner.model_shape import gradient_bytes, topology_of
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.strategies.cost import Widths
 from dglx_dist.strategies.full_graph.cost import exchanged_bytes
-from scripts.bench.driver import check_plan
 from scripts.bench.experiments import full_graph
 from scripts.bench.experiments.full_graph import (
     BASE,
@@ -31,7 +30,7 @@ from scripts.bench.experiments.full_graph import (
 )
 from scripts.bench.jobs import train
 from scripts.bench.jobs.params import TrainParams, read_params
-from scripts.bench.records import PREDICTED_BYTES, PREDICTED_ONCE, BenchPlan, MatchedPhi
+from scripts.bench.records import PREDICTED_BYTES, PREDICTED_ONCE, BenchPlan, MatchedPhi, check_plan
 from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks
 from tests.planner.plain_counts import count_pairs
@@ -116,8 +115,7 @@ def test_bytes_and_work_are_those_that_are_predicted(bench: BenchPlan) -> None:
     size = replace(TINY, nodes=1200)
     plans = [full_graph.plan_of(bench, size, [flat], [])]
     # Others of deep models are as the flat ones.
-    some = [one for one in full_graph.SCHEMES if one.name in (BASE, BASE_PP, PRELOAD)]
-    plans.append(full_graph.plan_of(bench, size, [deep], [], some))
+    plans.append(full_graph.plan_of(bench, size, [deep], [], (BASE, BASE_PP, PRELOAD)))
     jobs = {variant.name: dict(variant.job.params) for plan in plans for variant in plan.variants}
     found = run_ranks(
         train_all,

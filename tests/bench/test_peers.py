@@ -12,13 +12,13 @@ import pytest
 from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.errors import ConfigError, JobError, UnknownNameError
+from dglx_dist.errors import ConfigError, JobError
 from dglx_dist.prepare import PartitionPlan
 from scripts.bench import driver, suites
 from scripts.bench.peers import launch
 from scripts.bench.peers.data import assignment_of, copy_of, launch_of, launched
 from scripts.bench.peers.launch import run_once
-from scripts.bench.peers.workload import Launch, Workload
+from scripts.bench.peers.workload import TRAINERS, Launch, Workload
 from scripts.bench.records import BenchPlan, Shape
 from scripts.json_records import read_record
 from scripts.netlab.base import LabSpec, LoopbackLab
@@ -78,7 +78,7 @@ def test_a_graph_server_that_fails_ends_the_launch_and_is_told(needs_lab: None, 
     config.write_text("{}")
     with (
         open_lab(LabSpec(servers=1)) as lab,
-        pytest.raises(JobError, match=r"(?s)graph server of server 0 ended.*graph-server-0\.log: .*Error"),
+        pytest.raises(JobError, match=r"(?s)a graph server ended.*graph-server-0\.log: .*Error"),
     ):
         run_once(
             lab, Launch(system="stock", workload=TINY, data=str(config)), tmp_path / "stock", timeout_s=60.0
@@ -108,7 +108,7 @@ def test_parts_become_phases() -> None:
         }
         for rank in range(2)
     ]
-    record = launch.as_record("stock", rows, wire=77)
+    record = launch.as_record(rows, wire=77)
     # Means over ranks, so that what follows one another comes to no more than the epoch.
     assert (record.sample_s, record.fetch_s, record.wait_s, record.compute_s) == (1.0, 2.5, 3.5, 7.5)
     assert (record.seconds, record.loss, record.train_accuracy, record.num_samples) == (11.0, 0.5, 0.1, 20)
@@ -122,12 +122,12 @@ def test_our_exchange_is_not_counted_as_compute_too() -> None:
         "parts": {"wait": 1.0, "forward": 2.0, "backward": 5.0, "exchange": 4.0, "loader fetch": 3.0},
         "counts": {"targets": 1.0, "ledger inside": 3.0, "ledger outside": 5.0},
     }
-    record = launch.as_record("ours", [row], wire=99)
+    record = launch.as_record([row], wire=99)
     assert (record.compute_s, record.exchange_s, record.wait_s, record.fetch_s) == (3.0, 4.0, 1.0, 3.0)
     assert (record.bytes_outside, record.bytes_inside) == (5, 3)
 
 
-@pytest.mark.parametrize("system", launch.MAPPINGS)
+@pytest.mark.parametrize("system", TRAINERS)
 def test_a_launch_survives_its_job_and_warms_up_for_one_epoch(system: str) -> None:
     told = Launch(system=system, workload=TINY, data="x")
     job = launched("a", told, shape=Shape(servers=2)).job
@@ -135,19 +135,8 @@ def test_a_launch_survives_its_job_and_warms_up_for_one_epoch(system: str) -> No
     assert read_record(Launch, json.loads(json.dumps(job.params))) == told
     warm = read_record(Launch, {**job.params, **job.warm})
     assert (warm.warmup, warm.epochs) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"system": "stok"}, "stock"),
-        ({"allocator": "fast"}, "unset, glibc, tuned"),
-        ({"epochs": 0}, "at least one epoch"),
-    ],
-)
-def test_a_launch_that_makes_no_sense_is_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises((ConfigError, UnknownNameError), match=message):
-        Launch(**{"system": "ours", "workload": TINY, "data": "x", **settings})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="system is 'stok', none of stock, ours"):
+        read_record(Launch, {**job.params, "system": "stok"})
 
 
 def test_pyg_that_is_not_installed_is_reported_as_absent(

@@ -11,14 +11,13 @@ import pytest
 from dglx_dist.planner.records import Rate
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import Survey
-from scripts.bench.driver import check_plan
 from scripts.bench.experiments import push_pull
 from scripts.bench.experiments.push_pull import STOCK, Case, Size
 from scripts.bench.jobs import train
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.peers.launch import KIND
 from scripts.bench.peers.workload import Launch
-from scripts.bench.records import PREDICTED_BYTES, BenchPlan
+from scripts.bench.records import PREDICTED_BYTES, BenchPlan, check_plan
 from scripts.json_records import read_record
 from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks

@@ -13,11 +13,10 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.serverless.cost import serverless_bytes
 from dglx_dist.strategies.serverless.options import read_lambda_options
-from scripts.bench.driver import check_plan
 from scripts.bench.experiments.serverless import BUILDS, Case, Size, plan_at, plan_of, projected
 from scripts.bench.jobs import bounded as job
 from scripts.bench.jobs.params import IntervalParams, read_params
-from scripts.bench.records import PREDICTED_BYTES, BenchPlan
+from scripts.bench.records import PREDICTED_BYTES, BenchPlan, check_plan
 from tests.bench.helpers import context, epoch
 from tests.helpers.ranks import run_ranks
 

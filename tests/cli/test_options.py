@@ -16,7 +16,6 @@ from dglx_dist.cli.common import command
 from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import at_least, literals, option, path_option, whole_numbers
-from dglx_dist.planner.choose import FULL_GRAPH_EPOCHS
 from dglx_dist.training.config import TrainConfig
 
 
@@ -129,7 +128,3 @@ def test_a_record_is_made_from_another_by_name() -> None:
 def test_no_two_options_of_a_command_have_the_same_flag(config: Any) -> None:
     flags = [options.flag_of(config, one.name) for one in fields(config) if one.metadata]
     assert len(flags) == len(set(flags))
-
-
-def test_defaults_are_those_of_the_planner() -> None:
-    assert PlanConfig(data="d").full_graph_epochs == FULL_GRAPH_EPOCHS

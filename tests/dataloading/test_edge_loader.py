@@ -20,7 +20,6 @@ from dglx_dist.dataloading.edge_loader import (
     DistEdgeDataLoader,
     ExcludeRule,
     build_pairs,
-    check_reverse,
     check_rule,
     open_exclude,
 )
@@ -201,12 +200,6 @@ def test_dgls_wrapper_says_the_same(g: DistGraph) -> None:
     check_excluded(g, loader_of(g, sampler=wrapped), reverse)
     with pytest.raises(ConfigError, match=r"dx\.DistEdgeDataLoader"):
         DataLoader(g, EDGES, wrapped)
-
-
-def test_no_edges_at_all(g: DistGraph) -> None:
-    loader = loader_of(g, eids=[])
-    assert len(loader) == 0
-    assert list(loader) == []
 
 
 def test_fixed_ids_are_never_drawn(g: DistGraph) -> None:
@@ -403,37 +396,12 @@ def excluded(g: DistGraph, edges: dict[Any, list[int]], **rule: Any) -> dict[Any
     return {etype: ids.tolist() for etype, ids in found.items()}
 
 
-def test_self_and_nothing(ring: DistGraph) -> None:
-    assert excluded(ring, {EDGE_TYPE: [9, 3]}) == {}
-    assert excluded(ring, {EDGE_TYPE: [9, 3]}, exclude="self") == {EDGE_TYPE: [3, 9]}
-    assert excluded(ring, {EDGE_TYPE: []}, exclude="self") == {EDGE_TYPE: []}
-
-
 @pytest.mark.parametrize("make", [np.asarray, torch.from_numpy, lambda ids: {"_E": ids}])
 def test_reverse_ids_from_lists(ring: DistGraph, make: Any) -> None:
     reverse = REVERSED.copy()
     reverse[5] = -1
     rule = {"exclude": "reverse_id", "reverse_eids": make(reverse)}
     assert excluded(ring, {EDGE_TYPE: [130, 3, 10, 5]}, **rule) == {EDGE_TYPE: [3, 5, 10, 123, 130]}
-
-
-def test_reverse_ids_from_a_distributed_tensor(ring: DistGraph) -> None:
-    table = reverse_edge_ids(ring)
-    rule = {"exclude": "reverse_id", "reverse_eids": table}
-    assert excluded(ring, {EDGE_TYPE: [4]}, **rule) == {EDGE_TYPE: sorted([4, int(table[4])])}
-
-
-def test_reverse_types_go_through_the_source_order(ring_shop: DistGraph) -> None:
-    rule = {"exclude": "reverse_types", "reverse_etypes": {"buys": "bought_by", BOUGHT: "buys"}}
-    found = excluded(ring_shop, {BUYS: [8, 2], BOUGHT: [0], KNOWS: []}, **rule)
-    places = {
-        BUYS: ring_shop.orig_edge_ids(found[BUYS], BUYS).tolist(),
-        BOUGHT: ring_shop.orig_edge_ids(found[BOUGHT], BOUGHT).tolist(),
-    }
-    assert set(places[BUYS]) == set(places[BOUGHT])
-    assert {8, 2} < set(found[BUYS])
-    assert 0 in found[BOUGHT]
-    assert found[KNOWS] == []
 
 
 def test_a_function_is_called_as_dgl_calls_it(ring: DistGraph, excluding_folders: dict[str, Path]) -> None:
@@ -492,15 +460,6 @@ def test_what_cannot_be_honoured_over_types_is_told(ring_shop: DistGraph, rule: 
         check_rule(ring_shop, ExcludeRule(**rule), [BUYS])
 
 
-def test_reverse_ids_of_the_unpartitioned_graph_are_found_out(ring: DistGraph) -> None:
-    edges = {EDGE_TYPE: np.arange(20)}
-    with pytest.raises(ConfigError, match=r"ids change when a graph is partitioned: pass reverse_eids="):
-        check_reverse(ring, ExcludeRule(exclude="reverse_id", reverse_eids=REVERSED), edges)
-    good = ExcludeRule(exclude="reverse_id", reverse_eids=reverse_edge_ids(ring)[:])
-    check_reverse(ring, good, edges)
-    check_reverse(ring, ExcludeRule(exclude="self"), edges)
-
-
 PAIR_BUYS, PAIR_KNOWS = ("user", "buys", "item"), ("user", "knows", "user")
 NONE = np.empty(0, np.int64)
 
@@ -527,16 +486,6 @@ def test_pairs_over_the_nodes_they_touch() -> None:
     for graph in (graphs.positive, graphs.negative):
         assert graph.nodes["item"].data[dgl.NID].tolist() == [2, 4, 9]
         assert graph.nodes["user"].data[dgl.NID].tolist() == [2, 7]
-
-
-def test_no_pairs_are_graphs_of_all_types_without_nodes() -> None:
-    nothing = {PAIR_BUYS: (NONE, NONE), PAIR_KNOWS: (NONE, NONE)}
-    graphs = build_pairs(["item", "user"], {PAIR_BUYS: NONE, PAIR_KNOWS: NONE}, nothing, nothing, torch.int32)
-    assert set(graphs.positive.canonical_etypes) == {PAIR_BUYS, PAIR_KNOWS}
-    assert graphs.positive.num_nodes() == graphs.positive.num_edges() == 0
-    assert graphs.positive.idtype == torch.int32
-    assert graphs.positive.edges["buys"].data[dgl.EID].shape == (0,)
-    assert build_pairs(["item", "user"], {PAIR_BUYS: NONE, PAIR_KNOWS: NONE}, nothing, None).negative is None
 
 
 def test_parallel_edges_stay_two() -> None:

@@ -7,17 +7,13 @@ import pytest
 import torch
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.dataloading import negative
-from dglx_dist.dataloading.edge_loader import EdgeMaker, EdgePlan
+from dglx_dist.dataloading.edge_loader import EdgeMaker
 from dglx_dist.dataloading.minibatch import BatchMaker, MiniBatch
 from dglx_dist.dataloading.negative import open_negative
-from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from tests.dataloading import bonds
 from tests.helpers.ranks import run_ranks
-
-EDGES = {EDGE_TYPE: np.array([40, 7, 200])}
 
 
 class Notes(BatchMaker):
@@ -40,31 +36,7 @@ def maker(g: DistGraph, **options: Any) -> tuple[EdgeMaker, Notes]:
         "negative": None,
         "columns": {},
     } | options
-    return EdgeMaker(g, notes, EdgePlan(**fields)), notes
-
-
-def test_blocks_are_asked_around_the_ends_without_what_is_excluded(graph: DistGraph) -> None:
-    make, notes = maker(graph, columns={EDGE_TYPE: {"origin": graph.edata["source"].kvstore_key}})
-    batch = make.make(EDGES, 5)
-    ((seeds, epoch, exclude),) = notes.asked
-    sources, destinations = graph.find_edges(EDGES[EDGE_TYPE])
-    assert seeds[NODE_TYPE].tolist() == torch.cat([sources, destinations]).unique().tolist()
-    assert epoch == 5
-    assert exclude[EDGE_TYPE].tolist() == [40, 7, 200]
-    assert batch.negative is None
-    assert torch.equal(batch.positive.edata["origin"], graph.orig_ids(sources).float())
-    assert batch.positive.edata[dgl.EID].tolist() == [40, 7, 200]
-    assert batch.sample_s > 1.0
-    assert batch.fetch_s > 2.0
-
-
-def test_ends_of_negatives_are_seeds_too(graph: DistGraph) -> None:
-    make, notes = maker(graph, negative=open_negative(graph, negative.Uniform(4), [EDGE_TYPE]))
-    batch = make.make(EDGES, 0)
-    assert batch.negative is not None
-    assert batch.negative.num_edges() == 12
-    assert notes.asked[0][0][NODE_TYPE].tolist() == batch.negative.ndata[dgl.NID].tolist()
-    assert len(notes.asked[0][0][NODE_TYPE]) > 6
+    return EdgeMaker(g=g, blocks=notes, **fields), notes
 
 
 def test_no_edges_ask_for_no_negatives(graph: DistGraph) -> None:
@@ -76,12 +48,6 @@ def test_no_edges_ask_for_no_negatives(graph: DistGraph) -> None:
     assert batch.negative is not None
     assert batch.positive.num_nodes() == batch.negative.num_edges() == 0
     assert notes.asked[0][0][NODE_TYPE].shape == (0,)
-
-
-def test_a_wrong_answer_of_the_users_function_comes_out(graph: DistGraph) -> None:
-    make, _ = maker(graph, negative=open_negative(graph, lambda g, ids: ([1], []), [EDGE_TYPE]))
-    with pytest.raises(ConfigError, match="1 sources and 0 destinations"):
-        make.make(EDGES, 0)
 
 
 class Answer:
@@ -106,7 +72,9 @@ def note_requests(shop: str) -> tuple[list[str], bool]:
     with start_session(timeout_s=30) as session:
         g = DistGraph(shop, structure="partitioned")
         edges = {etype: np.arange(g.num_edges(etype)) for etype in g.canonical_etypes}
-        plan = EdgePlan(seed=1, exclude=lambda edges: edges, negative=None, columns={})
+        maker = EdgeMaker(
+            g=g, blocks=NotedNodes(), seed=1, exclude=lambda edges: edges, negative=None, columns={}
+        )
         events: list[str] = []
         submit = session.rpc.submit
 
@@ -116,7 +84,7 @@ def note_requests(shop: str) -> tuple[list[str], bool]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(session.rpc, "submit", noted)
-            batch = EdgeMaker(g, NotedNodes(), plan).make(edges, 0)
+            batch = maker.make(edges, 0)
         right = True
         for etype, ids in edges.items():
             found = batch.positive.edges(etype=etype)

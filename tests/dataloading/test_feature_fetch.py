@@ -6,12 +6,11 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import dgl
 import numpy as np
 import pytest
 import torch
 
-from dglx_dist.dataloading.feature_fetch import Columns, Fetch, edges_of
+from dglx_dist.dataloading.feature_fetch import Columns
 from dglx_dist.dataloading.minibatch import (
     BatchBlockBuilder,
     BatchMaker,
@@ -19,29 +18,9 @@ from dglx_dist.dataloading.minibatch import (
 )
 from dglx_dist.dataloading.sampler import WholeSource
 from dglx_dist.dataloading.step_loader import run_ahead
-from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, ColumnInfo
 from tests.dataloading.graphs import draws_of, random_csc
 from tests.dataloading.shop import KNOWS, LIKE, shop_draws, typed_shop
-
-
-def test_columns_land_where_they_belong(graph: DistGraph) -> None:
-    # Sources 5, 9, 2 of the destination 5, by the edges 7 and 3.
-    block = dgl.create_block(([1, 2], [0, 0]), num_src_nodes=3, num_dst_nodes=1)
-    block.edata[dgl.EID] = torch.tensor([7, 3])
-    keys = {name: graph.ndata[name].kvstore_key for name in ("feat", "label")}
-    columns = Columns(
-        inputs={"_N": {"feat": keys["feat"]}},
-        targets={"_N": {"label": keys["label"]}},
-        edges={("_N", "_E", "_N"): {"source": graph.edata["source"].kvstore_key}},
-    )
-    fetch = Fetch(graph.kvstore, columns)
-    fetch.start({"_N": np.array([5, 9, 2])}, {"_N": np.array([5])}, [edges_of(block)])
-    fetch.finish([block])
-    assert block.srcdata["feat"][:, 0].tolist() == [5, 9, 2]
-    assert block.dstdata["label"].tolist() == [5]
-    assert torch.equal(block.edata["source"], graph.edata["source"][torch.tensor([7, 3])])
-
 
 CSC = random_csc(100, 5)
 HOMOGENEOUS = Columns(

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import dgl
 import numpy as np
 import pytest
-import torch
 
 from dglx_dist.dataloading.kernels import (
     NumberedNodes,
-    Schema,
     Table,
     Workspace,
-    csc_at,
-    enlarged,
     grown_table,
-    insert,
     number,
-    read_sources,
-    relations_of,
 )
 from dglx_dist.errors import ConfigError
-from dglx_dist.keyed_random import Csc
 from tests.dataloading.graphs import csc_from, edges_of_hop, random_csc, sampled
-from tests.dataloading.shop import BUYS, KNOWS, LIKE, typed_shop
 
 # 0 <- 1, 2    1 <- 3    2 <- 3, 4    3 <-    4 <- 0
 DIAMOND = csc_from([[1, 2], [3], [3, 4], [], [0]])
@@ -35,24 +25,6 @@ def test_two_full_hops_by_hand() -> None:
     assert batch.node_ends[:, 0].tolist() == [1, 3, 5]
     assert edges_of_hop(batch, 0) == [(1, 0, 0), (2, 0, 1)]
     assert edges_of_hop(batch, 1) == [(1, 0, 0), (2, 0, 1), (3, 1, 2), (3, 2, 3), (4, 2, 4)]
-
-
-@pytest.mark.parametrize("structure_dtype", ["int32", "int64"])
-@pytest.mark.parametrize("block_dtype", ["int32", "int64"])
-def test_full_fanout_is_the_exact_neighbourhood(structure_dtype: str, block_dtype: str) -> None:
-    csc = random_csc(300, 4, dtype=structure_dtype)
-    seeds = np.arange(0, 300, 29)
-    batch = sampled(csc, seeds, [-1, -1], dtype=block_dtype)
-    assert batch.sources.dtype == batch.edge_ids.dtype == batch.indptr.dtype == block_dtype
-    numbers = torch.from_numpy(csc.indices.astype(np.int64))
-    g = dgl.graph(("csc", (torch.from_numpy(csc.indptr), numbers, torch.empty(0, dtype=torch.int64))))
-    frontier = torch.from_numpy(seeds)
-    for hop in range(2):
-        expected = dgl.in_subgraph(g, frontier).edata[dgl.EID]
-        assert sorted(edge for _, _, edge in edges_of_hop(batch, hop)) == sorted(expected.tolist())
-        block = dgl.to_block(dgl.in_subgraph(g, frontier), frontier)
-        frontier = block.srcdata[dgl.NID]
-        assert set(frontier.tolist()) == set(batch.nodes[: batch.node_ends[hop + 1, 0]].tolist())
 
 
 def test_every_edge_is_the_edge_it_says_it_is() -> None:
@@ -82,13 +54,6 @@ def test_destinations_are_a_prefix_of_sources_and_nodes_are_distinct() -> None:
     assert (np.diff(batch.node_ends[:, 0]) >= 0).all()
 
 
-def test_what_a_node_draws_does_not_depend_on_the_company() -> None:
-    csc = random_csc(200, 6)
-    offline = edges_of_hop(sampled(csc, [0], [5]), 0)
-    together = edges_of_hop(sampled(csc, [8, 0, 4], [5]), 0)
-    assert offline == [edge for edge in together if edge[1] == 0]
-
-
 def test_epochs_and_hops_draw_differently() -> None:
     csc = csc_from([list(range(1000)), *[[]] * 999])
     first = sampled(csc, [0], [10, 10])
@@ -106,12 +71,6 @@ def test_hashed_numbering_is_the_direct_one(fanouts: list[int]) -> None:
     )
     for one, other in zip(direct, hashed, strict=True):
         assert one.tolist() == other.tolist()
-
-
-def test_no_seeds_no_edges() -> None:
-    batch = sampled(DIAMOND, [], [3, 3])
-    assert batch.node_ends[:, 0].tolist() == batch.edge_ends.tolist() == [0, 0, 0]
-    assert batch.indptr.tolist() == [0, 0]
 
 
 DIRECT = Table(np.zeros(100, np.uint32), np.empty(0, np.int64), 1)
@@ -148,55 +107,6 @@ def test_growing_keeps_the_numbers() -> None:
     assert local[:2].tolist() == [1, 0]
 
 
-def test_enough_room_is_left_as_it_is() -> None:
-    table = hashed(16)
-    assert len(grown_table(table, numbered(np.empty(0, np.int64), 0), 8).keys) == 16
-
-
-def test_an_enlarged_table_is_empty_until_nodes_are_inserted() -> None:
-    table = enlarged(hashed(8), 50)
-    assert len(table.keys) == 64
-    insert(table, np.array([10**12, 5, 77]), 2)
-    nodes, local = np.array([10**12, 5, 0, 0, 0]), np.empty(3, np.int64)
-    assert number(table, np.array([5, 77, 10**12]), nodes, 2, local) == 3
-    assert local.tolist() == [1, 2, 0]
-
-
-def test_types_are_numbers_and_nodes_have_keys_of_their_own() -> None:
-    schema = Schema(ntypes=("a", "b"), num_nodes=(3, 4), etypes=(("a", "x", "b"), ("b", "y", "b")))
-    assert schema.offsets.tolist() == [0, 3, 7]
-    assert schema.source_types.tolist() == [0, 1]
-    assert schema.destination_types.tolist() == [1, 1]
-
-
-def test_what_is_read_by_address_is_what_is_there() -> None:
-    schema, cscs = typed_shop(wide=[BUYS])
-    relations = relations_of(schema, cscs)
-    assert relations.wide.tolist() == [etype == BUYS for etype in schema.etypes]
-    for relation, (etype, csc) in enumerate(zip(schema.etypes, cscs, strict=True)):
-        assert csc_at(relations, relation).indptr.tolist() == csc.indptr.tolist()
-        out = np.empty(len(csc.indices), np.int64)
-        read_sources(relations, relation, np.arange(len(csc.indices)), out)
-        first = schema.offsets[schema.ntypes.index(etype[0])]
-        assert out.tolist() == (csc.indices + first).tolist()
-
-
-def test_weights_are_there_for_those_that_have_them() -> None:
-    schema, cscs = typed_shop()
-    half = np.full(len(cscs[-1].indices), 0.5, np.float32)
-    cscs[-1] = cscs[-1]._replace(weights=half)
-    relations = relations_of(schema, cscs)
-    assert csc_at(relations, schema.etypes.index(LIKE)).weights.tolist() == half.tolist()
-    assert len(csc_at(relations, schema.etypes.index(KNOWS)).weights) == 0
-
-
-def test_memory_of_another_layout_is_our_own_mistake() -> None:
-    schema = Schema(ntypes=("a",), num_nodes=(2,), etypes=(("a", "x", "a"),))
-    nothing = np.empty(0, np.float32)
-    with pytest.raises(AssertionError):
-        relations_of(schema, [Csc(np.array([0, 1, 2]), np.array([0, 9, 1, 9])[::2], nothing, 0, 0)])
-
-
 CSC = random_csc(300, 5)
 
 
@@ -228,12 +138,3 @@ def test_a_refused_batch_leaves_no_trace() -> None:
         sampled(CSC, [7, 5, 7], [4], workspace=workspace)
     again = sampled(CSC, [5, 6, 7], [4], workspace=workspace)
     assert again.nodes.tolist() == sampled(CSC, [5, 6, 7], [4]).nodes.tolist()
-
-
-def test_memory_is_bounded_on_huge_graphs() -> None:
-    assert Workspace(10**12).table.slots.nbytes < 1 << 20
-
-
-def test_tables_start_with_nothing_known() -> None:
-    table: Table = Workspace(10).table
-    assert table.base > table.slots.max()

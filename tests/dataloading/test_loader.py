@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from itertools import chain
 from pathlib import Path
 
@@ -14,13 +13,11 @@ from dgl.dataloading import MultiLayerFullNeighborSampler, NeighborSampler
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading.loader import DataLoader, open_maker
-from dglx_dist.dataloading.minibatch import KernelMaker, SamplerMaker
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import LoaderOptions
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.structure import PartitionedStructure
-from dglx_dist.records import NODE_TYPE, StepShare
 from tests.dataloading.rings import NUM_NODES
 from tests.helpers.ranks import run_ranks
 
@@ -67,12 +64,6 @@ def test_drop_last(graph: DistGraph) -> None:
     assert loader.num_targets_of_epoch == (56, 56)
 
 
-@pytest.mark.parametrize("make", [lambda mask: mask, lambda mask: {NODE_TYPE: mask.nonzero().squeeze()}])
-def test_masks_and_dicts_of_one_type_are_seeds(graph: DistGraph, make) -> None:
-    mask = IDS % 5 == 0
-    assert sorted(chain(*seeds_of(loader_of(graph, indices=make(mask))))) == IDS[mask].tolist()
-
-
 def test_features_and_labels_are_those_of_the_ids(graph: DistGraph) -> None:
     for input_nodes, output_nodes, blocks in loader_of(graph):
         assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][input_nodes])
@@ -86,12 +77,6 @@ def test_kept_batches_stay_as_they_were(graph: DistGraph) -> None:
     kept = [(nodes, blocks[0].srcdata["feat"]) for nodes, _, blocks in loader_of(graph, batch_size=3)]
     for nodes, features in kept:
         assert torch.equal(features, graph.ndata["feat"][nodes])
-
-
-def test_without_prefetch_nothing_is_attached(graph: DistGraph) -> None:
-    for _, _, blocks in loader_of(graph, sampler=NeighborSampler([2])):
-        assert set(blocks[0].srcdata) == set(blocks[0].dstdata) == {dgl.NID}
-        assert set(blocks[0].edata) == {dgl.EID}
 
 
 def test_edge_columns(graph: DistGraph) -> None:
@@ -166,14 +151,6 @@ def test_a_sampler_of_the_users_own_draws_through_the_graph(graph: DistGraph) ->
         assert torch.equal(block.dstdata["label"], graph.ndata["label"][seeds])
 
 
-def test_a_repeated_epoch_is_the_same(graph: DistGraph) -> None:
-    loader = loader_of(graph)
-    first, second = edges_of(loader), edges_of(loader)
-    loader.set_epoch(0)
-    assert edges_of(loader) == first
-    assert edges_of(loader) == second
-
-
 def test_leaving_early_moves_on_to_the_next_epoch(graph: DistGraph) -> None:
     epochs = loader_of(graph)
     seeds_of(epochs)
@@ -206,33 +183,10 @@ def test_a_position_of_another_loader_is_refused(graph: DistGraph) -> None:
         loader_of(graph).load_state_dict({"epoch": 0, "step": 10, "seed": 3})
 
 
-def test_shares_and_times(graph: DistGraph) -> None:
-    loader = loader_of(graph, batch_size=32)
-    shares = []
-    for _, _, blocks in loader:
-        assert blocks[-1].step_share == graph.session.step_share
-        shares.append(graph.session.step_share)
-    assert shares == [StepShare(num_local=n, num_global=n) for n in (32, 28)]
-    assert graph.session.step_share is None, "a step after the loop is not the loader's"
-    times = loader.times(reset=True)
-    assert times.sample_s > 0
-    assert times.fetch_s > 0
-    assert times.wait_s > 0
-    assert loader.times().sample_s == 0
-
-
 def test_no_seeds_no_steps(graph: DistGraph) -> None:
     loader = loader_of(graph, indices=[])
     assert len(loader) == 0
     assert list(loader) == []
-
-
-def test_what_dgl_accepts_and_has_no_use_here_warns(graph: DistGraph) -> None:
-    with pytest.warns(UserWarning, match="num_workers=4 has no effect: batches are made on threads"):
-        loader_of(graph, num_workers=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loader_of(graph, num_workers=0, use_uva=False, device="cpu")
 
 
 WRONG = [
@@ -288,15 +242,6 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(rings: dict[int, Path]) -> Non
     run_ranks(wrong_in_rank, 2, args=(str(rings[2]),))
 
 
-def test_an_error_of_a_batch_reaches_the_loop(graph: DistGraph) -> None:
-    class Failing(NeighborSampler):
-        def sample_blocks(self, g, seed_nodes, exclude_eids=None):
-            raise RuntimeError("the disk is gone")
-
-    with pytest.raises(RuntimeError, match="the disk is gone"):
-        list(loader_of(graph, sampler=Failing([1])))
-
-
 @pytest.mark.parametrize(
     "state",
     [None, {}, {"seed": 3}, {"seed": 3, "step": -1, "epoch": 0}, {"seed": 3, "step": "a", "epoch": 0}],
@@ -322,24 +267,11 @@ def opened(g: DistGraph, sampler: NeighborSampler, **options):
     return open_maker(g, sampler, read_sampler(sampler), LoaderOptions(**options), seed=0)
 
 
-def test_kernels_where_the_sampler_is_dgls_and_its_own_code_where_not(graph: DistGraph) -> None:
-    assert type(opened(graph, NeighborSampler([2]))) is KernelMaker
-    assert type(opened(graph, Own([2]))) is SamplerMaker
-
-
 def test_exclusion_needs_our_kernels(graph: DistGraph) -> None:
     with pytest.raises(
         ConfigError, match=r"exclude= is not supported by .*Own's own code; use NeighborSampler"
     ):
         opened(graph, Own([2]), exclude=torch.tensor([1]))
-
-
-def test_every_prefetched_column_arrives_once(graph: DistGraph) -> None:
-    sampler = NeighborSampler([2], prefetch_node_feats=["label", "feat"], prefetch_labels=["feat"])
-    batch = opened(graph, sampler).make({"_N": np.array([5, 40])}, 0)
-    assert torch.equal(batch.blocks[0].srcdata["feat"], graph.ndata["feat"][batch.input_nodes])
-    assert torch.equal(batch.blocks[0].srcdata["label"], graph.ndata["label"][batch.input_nodes])
-    assert torch.equal(batch.blocks[0].dstdata["feat"], graph.ndata["feat"][batch.output_nodes])
 
 
 def test_a_batch_without_seeds_has_columns_without_rows(graph: DistGraph) -> None:
@@ -366,24 +298,6 @@ def test_a_batch_leaves_out_its_own_edges_and_the_next_one_does_not(
     assert not drawn({etype: targets}) & {*targets.tolist(), 300}
     assert drawn({}) == usual
     assert 300 not in usual
-
-
-class Excluding(NeighborSampler):
-    """Its own code, as stock DGL runs it."""
-
-    def sample_blocks(self, g, seed_nodes, exclude_eids=None):
-        frontier = g.sample_neighbors(seed_nodes, -1, exclude_edges=exclude_eids)
-        block = dgl.to_block(frontier, seed_nodes)
-        block.edata[dgl.EID] = frontier.edata[dgl.EID][block.edata[dgl.EID]]
-        return block.srcdata[dgl.NID], seed_nodes, [block]
-
-
-def test_a_samplers_own_code_is_given_the_edges_to_leave_out(graph: DistGraph) -> None:
-    maker = opened(graph, Excluding([1]))
-    seeds, etype = {"_N": np.array([5, 40])}, ("_N", "_E", "_N")
-    all_edges = maker.make(seeds, 0).blocks[0].edata[dgl.EID]
-    fewer = maker.make(seeds, 0, {etype: np.sort(all_edges.numpy()[:3])}).blocks[0].edata[dgl.EID]
-    assert set(fewer.tolist()) == set(all_edges.tolist()) - set(all_edges[:3].tolist())
 
 
 def open_again_and_again(folder: Path) -> tuple[list[int], list[bool]]:

@@ -14,7 +14,7 @@ from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, keyed_draw
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.structure import CSCShard
-from dglx_dist.keyed_random import Rule, stream_key
+from dglx_dist.keyed_random import Rule
 from tests.dataloading.graphs import random_csc
 from tests.dataloading.shop import (
     BUYS,
@@ -76,15 +76,6 @@ def test_fanouts_are_of_a_layer_and_an_edge_type() -> None:
             assert block.in_degrees(etype=etype).tolist() == degrees.clamp(max=most).tolist()
 
 
-def test_a_node_found_by_one_edge_type_is_not_drawn_for_in_the_same_hop() -> None:
-    # User 8 knows users; only in the second hop do those buy-edges of the items they reach count.
-    schema, cscs = typed_shop()
-    _, (outer, inner) = blocks_of(schema, cscs, [-1, -1], seeds={"user": np.array([8])})
-    assert inner.num_dst_nodes("item") == inner.num_edges(LIKE) == 0
-    assert outer.num_dst_nodes("item") == inner.num_src_nodes("item") > 0
-    assert outer.num_edges(LIKE) > 0
-
-
 def test_edge_types_draw_independently() -> None:
     # Two edge types with the same edges: equal draws would show in all 100 nodes.
     csc = random_csc(100, 20)
@@ -102,13 +93,6 @@ def test_excluded_edges_of_a_type_are_those_of_no_other() -> None:
     _, usual = blocks_of(schema, cscs, [-1, -1])
     assert blocks[-1].num_edges(KNOWS) == 0 < usual[-1].num_edges(KNOWS)
     assert edges_in(blocks[-1], SOLD) == edges_in(usual[-1], SOLD)
-
-
-def test_no_seeds_give_empty_hops() -> None:
-    schema, cscs = typed_shop()
-    nodes, blocks = blocks_of(schema, cscs, [2, 2], seeds={})
-    assert all(len(ids) == 0 for ids in nodes.values())
-    assert all(block.num_edges() == 0 for block in blocks)
 
 
 SHARES = {"0": {"user": [0, 2, 4, 9, 17, 29], "item": [3, 44]}, "1": {"item": [0, 1, 7], "user": [8]}}
@@ -222,15 +206,6 @@ def test_in_every_hop_all_requests_leave_before_anything_is_drawn() -> None:
     assert [layer for _, layer, _ in events] == sorted((layer for _, layer, _ in events), reverse=True)
 
 
-def test_nothing_is_asked_where_nothing_is_drawn() -> None:
-    schema, cscs = typed_shop()
-    events: list[tuple[str, int, tuple[str, str, str]]] = []
-    only = {etype: 2 if etype == KNOWS else 0 for etype in schema.etypes}
-    source = cut_source(events, schema, cscs)
-    source.sample(shop_draws(schema, [only]).request(SEEDS, 0, {}), {}, Workspace(80))
-    assert {name for _, _, name in events} == {KNOWS}
-
-
 def test_a_repeated_seed_is_refused_and_the_workspace_stays_good() -> None:
     schema, cscs = typed_shop()
     draws, workspace = shop_draws(schema, [2]), Workspace(80)
@@ -240,38 +215,3 @@ def test_a_repeated_seed_is_refused_and_the_workspace_stays_good() -> None:
     batch = source.sample(draws.request(SEEDS, 0, {}), {}, workspace)
     expected = WholeSource(schema, cscs).sample(draws.request(SEEDS, 0, {}), {}, Workspace(80))
     assert batch.nodes.tolist() == expected.nodes.tolist()
-
-
-def test_an_ask_has_seeds_and_exclusions_type_by_type() -> None:
-    schema, _ = typed_shop()
-    draws = shop_draws(schema, [1, 2], exclude={LIKE: np.array([5])})
-    request = draws.request({"user": np.array([7, 2]), "item": np.array([9])}, 4, {KNOWS: np.array([1, 3])})
-    assert schema.ntypes == ("ghost", "item", "user")
-    assert request.seeds.tolist() == [9, 7, 2]
-    assert request.seed_ends.tolist() == [0, 0, 1, 3]
-    assert request.fanouts[:, 0].tolist() == [2, 1]
-    assert schema.etypes[0] == KNOWS
-    assert schema.etypes[-1] == LIKE
-    assert request.exclude.tolist() == [1, 3, 5]
-    assert request.exclude_ends.tolist() == [0, 2, 2, 2, 2, 2, 3]
-
-
-def test_the_first_edge_type_has_the_streams_of_a_graph_with_one() -> None:
-    schema, _ = typed_shop()
-    streams = shop_draws(schema, [1, 2], seed=11).request({}, 4, {}).streams
-    assert streams[:, 0].tolist() == [stream_key(11, 4, hop) for hop in range(2)]
-    assert len(set(streams.ravel().tolist())) == streams.size
-
-
-def test_what_is_excluded_always_and_once_is_left_out_together() -> None:
-    schema, _ = typed_shop()
-    draws = shop_draws(schema, [1], exclude={SOLD: np.array([2, 8])})
-    assert draws.request({}, 0, {SOLD: np.array([3, 8])}).exclude.tolist() == [2, 3, 8]
-    assert draws.request({}, 0, {}).exclude.tolist() == [2, 8]
-
-
-def test_a_repeated_seed_is_named() -> None:
-    schema, cscs = typed_shop()
-    request = shop_draws(schema, [1]).request({"user": np.array([1, 2]), "item": np.array([4, 4])}, 0, {})
-    with pytest.raises(ConfigError, match="node 4 more than once"):
-        WholeSource(schema, cscs).sample(request, {}, Workspace(80))

@@ -11,7 +11,6 @@ from dglx_dist.dataloading.sampler_spec import SamplePlan, find_columns
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import ColumnInfo
-from tests.dataloading.shop import BUYS, KNOWS
 
 
 def pool(most: int = 2) -> BufferPool:
@@ -36,12 +35,6 @@ def test_memory_held_by_a_view_or_by_autograd_is_not_lent() -> None:
     assert {address(lent.take(5))} | held >= {at}
 
 
-def test_two_lent_at_a_time_are_two() -> None:
-    lent = pool()
-    one, other, third = lent.take(5), lent.take(5), lent.take(5)
-    assert len({address(one), address(other), address(third)}) == 3
-
-
 def test_no_more_are_kept_than_allowed_and_longer_ones_replace_shorter() -> None:
     lent = pool(most=1)
     small = address(lent.take(8))
@@ -55,28 +48,6 @@ def test_no_more_are_kept_than_allowed_and_longer_ones_replace_shorter() -> None
 
 def found(g: DistGraph, **names):
     return find_columns(g, SamplePlan(fanouts=(1,), **names), Precision())
-
-
-def test_a_list_is_for_the_only_type(graph: DistGraph) -> None:
-    columns = found(graph, node_feats=("feat",), labels=("label",), edge_feats=("odd",))
-    assert columns.inputs == {"_N": {"feat": graph.ndata["feat"].kvstore_key}}
-    assert columns.targets == {"_N": {"label": graph.ndata["label"].kvstore_key}}
-    assert columns.edges == {("_N", "_E", "_N"): {"odd": graph.edata["odd"].kvstore_key}}
-
-
-def test_names_by_type_and_edge_types_by_relation_or_triple(shop_graph: DistGraph) -> None:
-    columns = found(
-        shop_graph,
-        node_feats={"item": ("feat", "label"), "user": ("feat",)},
-        edge_feats={"knows": ("weight",), BUYS: ("weight",)},
-    )
-    assert {ntype: list(keys) for ntype, keys in columns.inputs.items()} == {
-        "item": ["feat", "label"],
-        "user": ["feat"],
-    }
-    assert columns.inputs["user"]["feat"] == shop_graph.nodes["user"].data["feat"].kvstore_key
-    assert set(columns.edges) == {KNOWS, BUYS}
-    assert columns.targets == {}
 
 
 @pytest.mark.parametrize(
@@ -96,14 +67,6 @@ def test_what_is_not_there_is_named_with_what_is(shop_graph: DistGraph, names, m
 
 
 VALUES = torch.tensor([[1.0, -0.5], [65504.0, 0.0], [2.0**-14, 3.0]])
-
-
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-def test_halves_become_float32_with_the_same_values(half: torch.dtype) -> None:
-    stored = VALUES.to(half)
-    rows = Precision().converted(stored)
-    assert rows.dtype == torch.float32
-    assert torch.equal(rows, stored.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8])
@@ -161,21 +124,6 @@ def test_rows_have_the_shape_of_the_column() -> None:
     assert memory.rows("pair", 7, PAIR).is_contiguous()
     assert memory.rows("pair", 0, PAIR).shape == (0, 2, 3)
     assert memory.rows("none", 4, ColumnInfo(dtype="int64", row_shape=(0,))).shape == (4, 0)
-
-
-def test_memory_is_lent_again_only_when_nobody_holds_it() -> None:
-    memory = RowMemory(2)
-    first = memory.rows("feat", 80, PAIR)
-    at = first.data_ptr()
-    second = memory.rows("feat", 80, PAIR)
-    assert second.data_ptr() != at
-    # A view is enough to hold it.
-    first = first[3:4]
-    assert memory.rows("feat", 80, PAIR).data_ptr() not in (at, second.data_ptr())
-    del first
-    # One row in eight is spare.
-    assert memory.rows("feat", 90, PAIR).data_ptr() == at
-    assert memory.rows("other", 80, PAIR).data_ptr() != at
 
 
 def test_a_column_in_two_dtypes_has_two_pools() -> None:

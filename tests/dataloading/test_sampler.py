@@ -9,21 +9,13 @@ import torch
 from dgl import nn as dgl_nn
 
 from dglx_dist.dataloading.kernels import Workspace
-from dglx_dist.dataloading.minibatch import BatchBlockBuilder, BlockBuilder, Workspaces, ids_by_type
-from dglx_dist.dataloading.sampler import WholeSource, csc_of
-from dglx_dist.graph.structure import CSCShard
+from dglx_dist.dataloading.minibatch import BatchBlockBuilder, ids_by_type
+from dglx_dist.dataloading.sampler import WholeSource
 from tests.dataloading.graphs import csc_from, draws_of, random_csc, sampled
 from tests.dataloading.rings import NUM_NODES, draws_in_rank
 from tests.dataloading.shop import edges_in, shop_draws, typed_shop
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
-
-CONVOLUTIONS = {
-    "sage_mean": lambda: dgl_nn.SAGEConv(4, 3, "mean"),
-    "sage_pool": lambda: dgl_nn.SAGEConv(4, 3, "pool"),
-    "gcn": lambda: dgl_nn.GraphConv(4, 3, allow_zero_in_degree=True),
-    "gat": lambda: dgl_nn.GATConv(4, 3, 2, allow_zero_in_degree=True),
-}
 
 
 def blocks_of(seeds, fanouts, dtype="int64", csc=None):
@@ -44,64 +36,6 @@ def test_ids_by_hand() -> None:
     assert inner.edata[dgl.EID].tolist() == [0, 1]
     assert outer.is_block
     assert outer.in_degrees().tolist() == [2, 1, 0]
-
-
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
-def test_convolutions_agree_with_dgls_own_block(kind: str, dtype: str) -> None:
-    _, (block,) = blocks_of([3, 0, 9], [6], dtype)
-    src, dst = block.edges()
-    theirs = dgl.create_block((src, dst), block.num_src_nodes(), block.num_dst_nodes())
-    torch.manual_seed(0)
-    conv = CONVOLUTIONS[kind]()
-    features = torch.rand(block.num_src_nodes(), 4)
-    results = []
-    for graph in (block, theirs):
-        x = features.clone().requires_grad_()
-        out = conv(graph, x)
-        out.square().sum().backward()
-        results.append((out.detach(), x.grad))
-    assert block.idtype == getattr(torch, dtype)
-    torch.testing.assert_close(results[0], results[1])
-
-
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize("kind", CONVOLUTIONS)
-def test_a_block_without_destinations_runs_forward_and_backward(kind: str, dtype: str) -> None:
-    _, (outer, inner) = blocks_of([], [5, 5], dtype)
-    assert outer.num_src_nodes() == outer.num_dst_nodes() == outer.num_edges() == inner.num_dst_nodes() == 0
-    conv = CONVOLUTIONS[kind]()
-    out = conv(outer, torch.rand(0, 4))
-    assert out.shape[0] == 0
-    out.sum().backward()
-    assert all(p.grad is None or not p.grad.any() for p in conv.parameters())
-
-
-def test_two_layers_by_hand() -> None:
-    _, blocks = blocks_of([0], [-1, -1], csc=csc_from([[1, 2], [3], [], []]))
-    x = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
-    for block in blocks:
-        block.srcdata["x"] = x
-        block.update_all(dgl.function.copy_u("x", "m"), dgl.function.sum("m", "x"))
-        x = block.dstdata["x"]
-    # Sums over in-neighbours twice: node 1 collects 3, node 2 nothing, node 0 both.
-    assert x.tolist() == [[1000.0]]
-
-
-def test_edge_positions_grow_with_the_blocks() -> None:
-    builder = BlockBuilder()
-    for size in (0, 1, 5, 2, 40):
-        indptr = torch.tensor([0, size])
-        block = builder.block(indptr, torch.zeros(size, dtype=torch.int64), 1)
-        assert block.edges(form="eid").tolist() == list(range(size))
-
-
-def test_blocks_move_and_copy_like_dgls() -> None:
-    _, (block,) = blocks_of([3, 0], [4])
-    moved = block.to("cpu").int()
-    assert moved.idtype == torch.int32
-    assert moved.edata[dgl.EID].tolist() == block.edata[dgl.EID].tolist()
-    assert np.array_equal(moved.srcdata[dgl.NID].numpy(), block.srcdata[dgl.NID].numpy())
 
 
 TYPED_SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
@@ -160,20 +94,6 @@ def test_moved_blocks_of_several_types_keep_their_ids() -> None:
         assert edges_in(moved, etype) == edges_in(outer, etype)
 
 
-def test_workspaces_are_lent_to_one_borrower_at_a_time_and_used_again() -> None:
-    workspaces = Workspaces(10)
-    with workspaces.borrowed() as one, workspaces.borrowed() as other:
-        assert one is not other
-    with workspaces.borrowed() as again:
-        assert again in (one, other)
-
-
-def test_ids_come_without_a_dict_where_there_is_one_type() -> None:
-    ids = torch.tensor([1])
-    assert ids_by_type({"_N": ids}) is ids
-    assert ids_by_type({"a": ids, "b": ids}) == {"a": ids, "b": ids}
-
-
 SEEDS = list(range(1, NUM_NODES, 2))
 
 
@@ -181,34 +101,6 @@ def run(rings, *, ranks, parts, structure="replicated", ranks_per_server=None, s
     shares = shares or {str(rank): SEEDS[rank::ranks] for rank in range(ranks)}
     args = (str(rings[parts]), structure, shares, options)
     return run_ranks(draws_in_rank, ranks, args=args, ranks_per_server=ranks_per_server)
-
-
-def merged(results):
-    drawn = {}
-    for result in results:
-        for key, edges in result["drawn"].items():
-            assert drawn.setdefault(key, edges) == edges
-    return drawn
-
-
-def targets_by_epoch(results):
-    half = results[0]["length"]
-    return [
-        sorted(seed for result in results for seeds in result["targets"][part] for seed in seeds)
-        for part in (slice(0, half), slice(half, None))
-    ]
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_any_number_of_ranks_draws_what_one_draws(rings, ranks: int) -> None:
-    one = run(rings, ranks=1, parts=4)
-    many = run(rings, ranks=ranks, parts=4, num_threads=2)
-    # Other batches mean other frontiers, but whenever a node is drawn for, it gets the same edges.
-    offline, together = merged(one), merged(many)
-    common = offline.keys() & together.keys()
-    assert {key for key in offline if key.split()[1] == "0"} <= common
-    assert {key: offline[key] for key in common} == {key: together[key] for key in common}
-    assert targets_by_epoch(many) == targets_by_epoch(one) == [SEEDS, SEEDS]
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(4, 2), *wide((2, 1))])
@@ -233,16 +125,6 @@ def test_a_cut_structure_draws_what_a_replicated_one_draws(rings, ranks, ranks_p
         assert other["bytes"][0] == other["bytes"][1] > 0
 
 
-def test_uneven_and_empty_shares_have_equal_steps(rings) -> None:
-    shares = {"0": SEEDS[:9], "1": [], "2": SEEDS[9:12]}
-    results = run(rings, ranks=3, parts=1, shares=shares)
-    assert [result["length"] for result in results] == [3, 3, 3]
-    assert [[len(seeds) for seeds in result["targets"][:3]] for result in results] == [
-        [4, 4, 1], [0, 0, 0], [3, 0, 0]
-    ]  # fmt: skip
-    assert results[1]["shares"][:3] == [[0, 7], [0, 4], [0, 1]]
-
-
 def same_seeds_on_all(folder: str) -> list[str]:
     import warnings
 
@@ -261,9 +143,3 @@ def same_seeds_on_all(folder: str) -> list[str]:
 def test_ranks_with_the_same_seeds_are_told(rings) -> None:
     for messages in run_ranks(same_seeds_on_all, 2, args=(str(rings[1]),)):
         assert any("the same 3 indices" in message and "node_split" in message for message in messages)
-
-
-def test_a_piece_without_weights_has_none() -> None:
-    piece = CSCShard(indptr=np.array([0, 1]), indices=np.array([3]), first_node=5, first_edge=7)
-    assert len(csc_of(piece).weights) == 0
-    assert csc_of(piece, np.array([0.5], np.float32)).first_edge == 7

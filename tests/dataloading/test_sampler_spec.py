@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from dgl import dataloading as dl
 
 from dglx_dist.dataloading.sampler_spec import (
-    SamplePlan,
     all_weights,
     check_every_type_has,
     read_sampler,
@@ -17,51 +15,7 @@ from dglx_dist.dataloading.sampler_spec import (
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
-from tests.dataloading.shop import BUYS, KNOWS
-
-
-def test_neighbor_sampler_is_read() -> None:
-    sampler = dl.NeighborSampler(
-        [15, 10, -1],
-        replace=True,
-        prob="p",
-        prefetch_node_feats=["feat"],
-        prefetch_labels={"_N": ["label"]},
-        prefetch_edge_feats=["w"],
-    )
-    assert read_sampler(sampler) == SamplePlan(
-        fanouts=(15, 10, -1),
-        replace=True,
-        weights="p",
-        node_feats=("feat",),
-        labels={"_N": ("label",)},
-        edge_feats=("w",),
-    )
-
-
-def test_a_mask_is_a_weight() -> None:
-    assert read_sampler(dl.NeighborSampler([1], mask="live")).weights == "live"
-
-
-def test_full_neighbour_sampler_is_read() -> None:
-    assert read_sampler(dl.MultiLayerFullNeighborSampler(2)).fanouts == (-1, -1)
-
-
-def test_a_subclass_that_changes_no_drawing_is_read() -> None:
-    class Named(dl.NeighborSampler):
-        pass
-
-    assert read_sampler(Named([3])).fanouts == (3,)
-
-
-def test_a_sampler_with_code_of_its_own_is_left_to_it() -> None:
-    class Mine(dl.NeighborSampler):
-        def sample_blocks(self, g, seed_nodes, exclude_eids=None):
-            raise NotImplementedError
-
-    plan = read_sampler(Mine([3], prefetch_labels=["label"]))
-    assert plan.fanouts is None
-    assert plan.labels == ("label",)
+from tests.dataloading.shop import KNOWS
 
 
 @pytest.mark.parametrize(
@@ -86,27 +40,6 @@ def test_what_cannot_be_honoured_is_refused_with_the_remedy(make, remedy: str) -
         read_sampler(make())
 
 
-def test_fanouts_and_columns_by_type_are_read_as_they_are() -> None:
-    triple = ("user", "buys", "item")
-    sampler = dl.NeighborSampler(
-        [{"knows": 3, triple: -1}, 2],
-        prefetch_node_feats={"user": ["x", "y"]},
-        prefetch_edge_feats={triple: "w"},
-    )
-    plan = read_sampler(sampler)
-    assert plan.fanouts == ({"knows": 3, triple: -1}, 2)
-    assert plan.node_feats == {"user": ("x", "y")}
-    assert plan.edge_feats == {triple: ("w",)}
-
-
-def test_weights_are_those_of_the_column(shop_graph: DistGraph) -> None:
-    expected = shop_graph.edges[BUYS].data["weight"][torch.arange(shop_graph.num_edges(BUYS))].numpy()
-    assert all_weights(shop_graph, BUYS, "weight").tolist() == expected.tolist()
-    (shard,) = shard_weights(shop_graph, shop_graph.structure(BUYS), "weight").values()
-    assert shard.tolist() == expected.tolist()
-    assert shard.dtype == np.float32
-
-
 def test_weights_in_half_precision_have_their_values(graph: DistGraph) -> None:
     (etype,) = graph.canonical_etypes
     halves = torch.arange(graph.num_edges()) % 7 / 4
@@ -126,14 +59,6 @@ def test_edge_types_without_the_column_are_named(shop_graph: DistGraph) -> None:
         ConfigError, match=r"'odd', but 5 of 6 edge types have no such column: \('user', 'buys'"
     ):
         check_every_type_has(shop_graph, "odd")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("negative", "finite weights of at least 0"), ("pair", "one number per edge")]
-)
-def test_what_is_no_weight_is_refused(graph: DistGraph, name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        all_weights(graph, graph.canonical_etypes[0], name)
 
 
 def test_a_tensor_of_one_rank_is_no_column(graph: DistGraph) -> None:

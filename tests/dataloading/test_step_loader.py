@@ -6,9 +6,10 @@ import json
 import threading
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, final
 
 import numpy as np
 import pytest
@@ -23,7 +24,6 @@ from dglx_dist.dataloading.step_loader import (
     read_items,
     read_options,
     run_ahead,
-    whole_number,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import StepShare
@@ -76,26 +76,11 @@ def test_leaving_early_ends_the_threads() -> None:
     assert threading.active_count() == before
 
 
-def test_threads_work_beside_the_consumer() -> None:
-    consumer = threading.get_ident()
-    assert consumer not in list(run_ahead(lambda _: threading.get_ident(), range(4), depth=1, num_threads=1))
-    assert set(run_ahead(lambda _: threading.get_ident(), range(4), depth=1, num_threads=0)) == {consumer}
-
-
 NONE = np.empty(0, np.int64)
 
 
 def two() -> Items[str]:
     return Items(ids={"a": np.array([5, 6, 7]), "b": np.array([5, 9])})
-
-
-def test_the_list_is_the_types_one_after_another() -> None:
-    items = two()
-    assert len(items) == 5
-    assert items.order(shuffle=False, seed=0, epoch=0).tolist() == [0, 1, 2, 3, 4]
-    taken = items.take(np.array([4, 2, 0]))
-    assert {key: ids.tolist() for key, ids in taken.items()} == {"a": [7, 5], "b": [9]}
-    assert {key: ids.tolist() for key, ids in items.take(np.array([3])).items()} == {"a": [], "b": [5]}
 
 
 def test_order_is_a_permutation_keyed_by_epoch_and_ids() -> None:
@@ -140,25 +125,6 @@ def test_ids_and_masks_by_type_are_read_and_copied() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"sells": [0]}, ConfigError, "no type 'sells'"),
-        ([0, 1], ConfigError, "several edge types"),
-        ({"buys": [1, 2, 1]}, ConfigError, "have edge 1 more than once"),
-        ({"buys": [4]}, IndexError, "id 4 at position 0"),
-        ({"buys": np.array([True])}, IndexError, "the mask has 1"),
-    ],
-)
-def test_wrong_items_are_refused(given, error, message: str) -> None:
-    with pytest.raises(error, match=message):
-        read_items(given, COUNTS, "edge")
-
-
-def test_defaults() -> None:
-    assert read_options({}).depth == 1
-
-
 def test_as_many_batches_ahead_as_there_are_threads() -> None:
     assert read_options({"num_threads": 3}).depth == 3
     assert read_options({"num_threads": 3, "depth": 5}).depth == 5
@@ -174,28 +140,10 @@ def test_needless_options_of_dgl_are_warned_about_once_they_ask_for_something(na
         read_options({name: False})
 
 
-def test_an_unknown_option_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="no option 'num_thread'; did you mean 'num_threads'"):
-        read_options({"num_thread": 2})
-
-
 @pytest.mark.parametrize(("name", "value"), [("depth", 0), ("depth", 1.5), ("num_threads", -1), ("seed", -1)])
 def test_bad_values_are_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value}"):
         read_options({name: value})
-
-
-@pytest.mark.parametrize("device", ["gpu", 1.5])
-def test_what_is_no_device_is_refused(device: object) -> None:
-    with pytest.raises(ConfigError, match=f"device={device!r} is no device"):
-        read_options({"device": device})
-    assert read_options({"device": "meta"}).device == "meta"
-
-
-def test_whole_number() -> None:
-    assert whole_number("batch_size", 3, least=1) == 3
-    with pytest.raises(ConfigError, match="batch_size=True"):
-        whole_number("batch_size", True, least=1)
 
 
 SCHEDULED = (5, 2, 0)
@@ -203,12 +151,6 @@ SCHEDULED = (5, 2, 0)
 
 def on_rank(rank: int, *, drop_last: bool = False) -> Schedule:
     return Schedule(batch_size=2, drop_last=drop_last, counts=SCHEDULED, rank=rank)
-
-
-@pytest.mark.parametrize("rank", range(3))
-def test_every_rank_has_the_steps_of_the_longest(rank: int) -> None:
-    assert on_rank(rank).num_steps == 3
-    assert on_rank(rank, drop_last=True).num_steps == 2
 
 
 def test_shares_by_hand() -> None:
@@ -221,21 +163,6 @@ def test_shares_by_hand() -> None:
     assert on_rank(0, drop_last=True).share(1) == StepShare(num_local=2, num_global=2)
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("rank", range(3))
-def test_slices_cover_the_targets_once(rank: int, drop_last: bool) -> None:
-    schedule = on_rank(rank, drop_last=drop_last)
-    ids = np.arange(SCHEDULED[rank])
-    seen = np.concatenate([ids[schedule.slice_of(step)] for step in range(schedule.num_steps)])
-    used = SCHEDULED[rank] // 2 * 2 if drop_last else SCHEDULED[rank]
-    assert seen.tolist() == list(range(used))
-    assert schedule.targets() == (used, 6 if drop_last else 7)
-
-
-def test_no_seeds_anywhere_no_steps() -> None:
-    assert Schedule(batch_size=2, drop_last=False, counts=(0, 0), rank=0).num_steps == 0
-
-
 @dataclass(frozen=True)
 class Echo:
     """A batch that is its items."""
@@ -246,12 +173,22 @@ class Echo:
     fetch_s: float = 0.5
 
 
+class EchoMaker:
+    """Makes what it was asked for."""
+
+    def make(self, items: Mapping[str, Any], epoch: int) -> Echo:
+        return Echo([int(row) for ids in items.values() for row in ids], epoch)
+
+    def offline(self) -> Self:
+        return self
+
+    def sampling_signature(self) -> str:
+        return ""
+
+
 @final
 class Echoes(StepLoader[str, Echo, tuple[list[int], int, StepShare]]):
-    """Hands out what it was asked to make."""
-
-    def _make(self, items: dict[str, Any], epoch: int) -> Echo:
-        return Echo([int(row) for ids in items.values() for row in ids], epoch)
+    """Hands out what its maker made."""
 
     def _on_device(self, batch: Echo, share: StepShare) -> tuple[list[int], int, StepShare]:
         assert self._session.step_share is share
@@ -260,7 +197,7 @@ class Echoes(StepLoader[str, Echo, tuple[list[int], int, StepShare]]):
 
 def echoes(session: Session, ids: list[int], size: int = 2, **pace: Any) -> Echoes:
     items = Items(ids={"a": np.array(ids[:3], np.int64), "b": np.array(ids[3:], np.int64)})
-    return Echoes(session, items, Pace(batch_size=size, **pace), LoaderOptions(seed=7))
+    return Echoes(session, items, Pace(batch_size=size, **pace), LoaderOptions(seed=7), EchoMaker())
 
 
 def test_steps_in_the_order_given() -> None:
@@ -275,33 +212,20 @@ def test_steps_in_the_order_given() -> None:
         assert [rows for rows, _, _ in echoes(session, [5, 6, 7, 1, 2], drop_last=True)] == [[5, 6], [7, 1]]
 
 
-def test_a_loader_left_early_begins_the_next_epoch() -> None:
-    with start_session() as session:
-        loader = echoes(session, [5, 6, 7, 1, 2], shuffle=True)
-        next(iter(loader))
-        assert [epoch for _, epoch, _ in loader] == [1, 1, 1]
-        assert loader.state_dict() == {"epoch": 2, "step": 0, "seed": 7}
-
-
-def test_a_batch_size_is_checked() -> None:
-    with pytest.raises(ConfigError, match="batch_size=0"):
-        Pace(batch_size=0)
-
-
 def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making a batch takes 3 seconds and using it 10: without threads the loop waits 3 for each."""
     now = 0.0
 
-    def make(self: Echoes, items: dict[str, Any], epoch: int) -> Echo:
+    def make(self: EchoMaker, items: dict[str, Any], epoch: int) -> Echo:
         nonlocal now
         now += 3
         return Echo([], epoch)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr(Echoes, "_make", make)
+    monkeypatch.setattr(EchoMaker, "make", make)
     with start_session() as session:
         items = Items(ids={"a": np.arange(5)})
-        loader = Echoes(session, items, Pace(batch_size=2), LoaderOptions(num_threads=0))
+        loader = Echoes(session, items, Pace(batch_size=2), LoaderOptions(num_threads=0), EchoMaker())
         for _ in loader:
             now += 10
         assert loader.times().wait_s == 3 * 3

@@ -9,7 +9,7 @@ import pytest
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
-from scripts.netlab.base import LabSpec, LoopbackLab, deal_out, held_by, label, usable_cores
+from scripts.netlab.base import LabSpec, LoopbackLab, deal_out, label, usable_cores
 from tests.netlab.helpers import PaperLab
 
 
@@ -90,10 +90,10 @@ def test_refuses_more_than_there_is() -> None:
 def test_says_what_holds_it() -> None:
     (fraction,) = deal_out(TWO, 1, 0.5)
     (whole,) = deal_out(TWO, 1, None)
-    assert held_by(fraction, quota=True) == "affinity and quota"
-    assert held_by(whole, quota=False) == "affinity"
+    assert fraction.held_by(quota=True) == "affinity and quota"
+    assert whole.held_by(quota=False) == "affinity"
     # Half a core on a core of which nobody keeps the other half from it.
-    assert held_by(fraction, quota=False) == "nothing"
+    assert fraction.held_by(quota=False) == "nothing"
 
 
 RATE = Rate.parse("100mbit")

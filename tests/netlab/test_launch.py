@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
 import socket
@@ -12,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 
@@ -21,13 +20,10 @@ from dglx_dist.errors import ConfigError, LabError, PeerError
 from scripts.netlab import guard, launch
 from scripts.netlab.base import Lab, LabSpec, LoopbackLab, Server
 from scripts.netlab.launch import (
-    Failure,
     Launcher,
-    Relay,
-    Screen,
     Started,
-    claimed_port,
-    nobody_listens,
+    free_port,
+    relay,
     run,
     server_environment,
     start,
@@ -106,8 +102,7 @@ def test_what_cannot_start_is_refused_before_anything_starts(
 
 def test_ranks_have_their_share_of_their_servers_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    server = LoopbackLab(LabSpec(servers=1, cpus=1.0)).servers[0]
-    server.cores, server.cpu_share = tuple(range(8)), 6.0
+    server = replace(LoopbackLab(LabSpec(servers=1, cpus=1.0)).servers[0], cores=range(8), cpu_share=6.0)
     assert server_environment(server, 3)["OMP_NUM_THREADS"] == "2"
     assert server_environment(server, 16)["OMP_NUM_THREADS"] == "1"
     assert server_environment(server, 1)["MALLOC_MMAP_MAX_"] == "0"
@@ -154,9 +149,9 @@ def test_the_cause_is_told_also_when_its_consequence_is_seen_first(
 
 
 def test_the_others_end_soon_after_one_has_failed(shells: Callable[..., Started]) -> None:
-    with shells("exit 9", "sleep 1000") as started:
-        assert started.wait(30) == 9
-    assert started.failure == "server 0: its launcher ended with code 9; see its output"
+    with shells("kill -KILL $$", "sleep 1000") as started:
+        assert started.wait(30) == 128 + signal.SIGKILL
+    assert started.failure == "server 0: its launcher ended with code 137; see its output"
 
 
 def test_of_several_causes_the_earliest_is_told(shells: Callable[..., Started], tmp_path: Path) -> None:
@@ -187,89 +182,55 @@ def pipe() -> tuple[io.BufferedReader, int]:
 
 
 def test_every_line_comes_whole_behind_its_prefix_and_as_it_was_in_the_file(tmp_path: Path) -> None:
-    shown, log, screen = io.StringIO(), (tmp_path / "server-1.log").open("wb", buffering=0), Screen()
+    shown, screen = io.StringIO(), threading.Lock()
+    log = (tmp_path / "server-1.log").open("wb", buffering=0)
     pipes = [pipe() for _ in range(3)]
-    relays = [Relay(source, screen, shown, f"server {n} | ", log) for n, (source, _) in enumerate(pipes)]
+    relays = [relay(source, screen, shown, f"server {n} | ", log) for n, (source, _) in enumerate(pipes)]
     lines = 500
 
     def fill(number: int, end: int) -> None:
         with os.fdopen(end, "wb") as target:
             for line in range(lines):
                 target.write(f"{number} {line}\n".encode())
-            # More than a pipe holds, and no end of the line.
-            target.write(b"x" * 200_000)
+            # More than a pipe holds, no text, and no end of the line.
+            target.write(b"x" * 200_000 + b"\xff")
 
     writers = [threading.Thread(target=fill, args=(n, end)) for n, (_, end) in enumerate(pipes)]
     for thread in writers:
         thread.start()
-    for thread in writers:
+    for thread in (*writers, *relays):
         thread.join(30)
-    for relay in relays:
-        relay.join(30)
     log.close()
     found = shown.getvalue().splitlines()
     for number in range(3):
         own = [line for line in found if line.startswith(f"server {number} | ")]
-        assert own == [
-            *(f"server {number} | {number} {line}" for line in range(lines)),
-            f"server {number} | " + "x" * 200_000,
-        ]
+        said = [*(f"{number} {line}" for line in range(lines)), "x" * 200_000 + "\ufffd"]
+        assert own == [f"server {number} | {line}" for line in said]
     assert len(found) == 3 * (lines + 1)
-    logged = (tmp_path / "server-1.log").read_bytes()
-    assert len(logged) == sum(len(f"{n} {line}\n") for n in range(3) for line in range(lines)) + 600_000
-
-
-def test_bytes_that_are_no_text_are_shown_as_such() -> None:
-    shown = io.StringIO()
-    source, end = pipe()
-    relay = Relay(source, Screen(), shown, "", None)
-    os.write(end, b"\xff\xfe ok\n\n")
-    os.close(end)
-    relay.join(30)
-    assert shown.getvalue() == "\ufffd\ufffd ok\n\n"
+    logged = (tmp_path / "server-1.log").stat().st_size
+    assert logged == sum(len(f"{n} {line}\n") for n in range(3) for line in range(lines)) + 600_003
 
 
 def test_a_screen_that_is_gone_and_a_full_disk_stop_nobody() -> None:
     source, end = pipe()
     with Path("/dev/full").open("wb", buffering=0) as full:
-        relay = Relay(source, Screen(), Closed(), "", full)
+        thread = relay(source, threading.Lock(), Closed(), "", full)
         # Writing returns only because the relay goes on reading.
         for _ in range(50):
             os.write(end, b"line\n" * 10_000)
         os.close(end)
-        relay.join(30)
+        thread.join(30)
 
 
-def test_a_claimed_port_is_nobody_elses_until_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_FIRST", 20_000)
-    monkeypatch.setattr(launch, "_LAST", 20_002)
-    monkeypatch.setattr(launch, "_TRIES", 2)
-    first, elsewhere = (
-        claimed_port(where, is_free=lambda _number: True) for where in ("a test", "another test")
-    )
-    with first as one, elsewhere:
-        with claimed_port("a test", is_free=lambda _number: True) as other:
-            assert {one, other} == {20_000, 20_001}
-            with (
-                pytest.raises(LabError, match="no free port between 20000 and 20002"),
-                claimed_port("a test", is_free=lambda _number: True),
-            ):
-                pass
-        with claimed_port("a test", is_free=lambda _number: True) as again:
-            assert again == other
-
-
-def test_a_port_that_somebody_listens_at_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_somebody_listens_at_is_not_taken(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         number = other.getsockname()[1]
-        assert not nobody_listens(number)
-        monkeypatch.setattr(launch, "_FIRST", number)
-        monkeypatch.setattr(launch, "_LAST", number + 1)
-        monkeypatch.setattr(launch, "_TRIES", 1)
-        with pytest.raises(LabError), claimed_port("a test", is_free=nobody_listens):
-            pass
+        monkeypatch.setattr(launch, "_PORTS", range(number, number + 1))
+        with pytest.raises(LabError, match="no free port among"):
+            free_port(lab)
+    assert free_port(lab) == number
 
 
 ENVIRONMENT: Mapping[str, str] = {"PATH": "/usr/bin:/bin"}
@@ -285,19 +246,28 @@ def launcher(server: Server, script: str, folder: Path, **options: object) -> La
     return Launcher(server, ["sh", "-c", script], ENVIRONMENT, **given)  # type: ignore[arg-type]
 
 
+def ends(one: Launcher) -> int | None:
+    while one.poll() is None:
+        time.sleep(0.01)
+    one.stop()
+    return one.poll()
+
+
 def test_output_is_shown_behind_the_name_of_the_server_and_kept(
     servers: Sequence[Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = [
         launcher(
-            server, "echo out $0; echo err >&2", tmp_path, screen=Screen(), log=tmp_path / f"{number}.log"
+            server,
+            "echo out $0; echo err >&2",
+            tmp_path,
+            screen=threading.Lock(),
+            log=tmp_path / f"{number}.log",
         )
         for number, server in enumerate(servers)
     ]
     for one in both:
-        one.wait_for_end()
-        one.close()
-        assert one.poll() == 0
+        assert ends(one) == 0
     shown = capsys.readouterr()
     assert sorted(shown.out.splitlines()) == ["out sh", "server 1 | out sh"]
     assert sorted(shown.err.splitlines()) == ["err", "server 1 | err"]
@@ -310,55 +280,10 @@ def test_server_0_has_the_terminal_itself_and_only_that(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Quiet(Screen):
-        def write(self, stream: TextIO, text: str) -> None:
-            pass
-
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    one = launcher(servers[0], "echo direct; echo relayed >&2", tmp_path, screen=Quiet())
-    one.wait_for_end()
-    one.close()
-    assert capfd.readouterr() == ("direct\n", "")
-
-
-def test_what_the_launcher_wrote_down_is_its_failure(servers: Sequence[Server], tmp_path: Path) -> None:
-    told = {"rank": 3, "message": "rank 3 failed: no", "exit_code": 5, "lost_a_peer": True, "second": 17}
-    (tmp_path / "told.json").write_text(json.dumps(told))
-    one = launcher(servers[1], "exit 5", tmp_path, failure_file=tmp_path / "told.json")
-    one.wait_for_end()
-    assert one.failed_by_itself()
-    assert one.failure(99.5) == Failure(
-        message="server 1: rank 3 failed: no", exit_code=5, lost_a_peer=True, second=17
-    )
-    one.close()
-
-
-def test_a_launcher_that_wrote_nothing_down_is_named_with_its_code(
-    servers: Sequence[Server], tmp_path: Path
-) -> None:
-    one = launcher(servers[1], "kill -KILL $$", tmp_path)
-    one.wait_for_end()
-    failure = one.failure(99.5)
-    assert (failure.exit_code, failure.second) == (128 + signal.SIGKILL, 99)
-    assert "server 1: its launcher ended with code 137" in failure.message
-    one.close()
-
-
-def test_one_that_was_told_to_end_has_not_failed(servers: Sequence[Server], tmp_path: Path) -> None:
-    one = launcher(servers[1], f"sleep 1000 # {tmp_path}", tmp_path)
-    one.end()
-    one.wait_for_end()
-    assert one.poll() == 128 + signal.SIGTERM
-    assert not one.failed_by_itself()
-    one.close()
-    assert wait_until_gone(str(tmp_path)) == []
-
-
-def test_an_abandoned_one_leaves_nothing(servers: Sequence[Server], tmp_path: Path) -> None:
-    one = launcher(servers[1], f"trap '' TERM; while true; do sleep 0.1; done # {tmp_path}", tmp_path)
-    one.abandon()
-    one.abandon()
-    assert wait_until_gone(str(tmp_path)) == []
+    one = launcher(servers[0], "echo direct; echo relayed >&2", tmp_path, screen=threading.Lock())
+    ends(one)
+    assert capfd.readouterr().out == "direct\n"
 
 
 def test_ranks_in_sessions_of_their_own_end_with_a_guard_that_does_not_answer(
@@ -371,8 +296,7 @@ def test_ranks_in_sessions_of_their_own_end_with_a_guard_that_does_not_answer(
         time.sleep(0.01)
     (found,) = [pid for pid in guard.descendants(os.getpid()) if _is_guard_of(pid, tmp_path)]
     os.kill(found, signal.SIGSTOP)
-    one.end()
-    one.wait_for_end()
+    one.stop()
     # Not a moment later: whoever waited may use the cores, or the port, again.
     assert processes_with(str(tmp_path)) == []
 

@@ -24,7 +24,6 @@ from scripts.netlab.labs import NamespaceLab, attach, open_detached, open_lab
 from scripts.netlab.servers import (
     CARD,
     Holder,
-    NamespaceServer,
     Process,
     cgroup_name,
     find_process,
@@ -141,11 +140,11 @@ def test_processes_are_held_to_their_cores_and_quota() -> None:
             inside = python(server, "import os; print(*sorted(os.sched_getaffinity(0)))")
             assert [int(core) for core in inside.split()] == list(server.cores)
             assert len(server.cores) == 1
-            if server.facts.cgroup is None:
+            if server.cgroup is None:
                 assert server.cpu_held_by == "nothing"
                 continue
             assert server.cpu_held_by == "affinity and quota"
-            assert quota_of(Path(server.facts.cgroup)) == pytest.approx(0.25)
+            assert quota_of(Path(server.cgroup)) == pytest.approx(0.25)
             assert cgroup_name(lab.name, server.number) in output(server, "cat", "/proc/self/cgroup")
 
 
@@ -158,8 +157,7 @@ def test_a_rank_reads_its_own_card(pair: NamespaceLab) -> None:
 
 def test_a_server_that_is_gone_is_not_taken_for_who_got_its_number(pair: NamespaceLab) -> None:
     """Its first process has ended, and this one has the number now: its card is this machine's."""
-    facts = replace(pair.servers[0].facts, init=Process(pid=os.getpid(), started=1))
-    gone = NamespaceServer(facts)
+    gone = replace(pair.servers[0], init=Process(pid=os.getpid(), started=1))
     with pytest.raises(LabError, match="server 0 is down; the lab was taken down meanwhile"):
         gone.card()
     with pytest.raises(LabError, match="server 0 is down"):
@@ -169,10 +167,10 @@ def test_a_server_that_is_gone_is_not_taken_for_who_got_its_number(pair: Namespa
 def test_orphans_leave_no_zombies(pair: NamespaceLab) -> None:
     """A process whose parent has ended goes to the first one of its server, which must not collect it."""
     output(pair.servers[0], "sh", "-c", "(sleep 0.01 &) ; sleep 0.2")
-    assert pair.servers[0].alive()
+    assert pair.servers[0].init.alive()
     states = [
         Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[0]
-        for name in _children(pair.servers[0].facts.init.pid)
+        for name in _children(pair.servers[0].init.pid)
     ]
     assert "Z" not in states
 
@@ -222,14 +220,14 @@ def test_two_labs_at_once_do_not_see_each_other(pair: NamespaceLab) -> None:
 
 def test_both_ends_of_a_cable_are_limited(pair: NamespaceLab) -> None:
     for server in pair.servers:
-        assert rate_of(server.facts.init.pid, CARD) == SLOW.bits_per_s
+        assert rate_of(server.init.pid, CARD) == SLOW.bits_per_s
         assert rate_of(switch_of(pair), f"server{server.number}") == SLOW.bits_per_s
-        assert rate_of(server.facts.init.pid, "lo") is None
+        assert rate_of(server.init.pid, "lo") is None
 
 
 def test_rates_change_at_once_and_can_be_lifted() -> None:
     with lab_of(2, external=SLOW, internal=FAST) as lab:
-        first = lab.servers[0].facts.init.pid
+        first = lab.servers[0].init.pid
         devices = [(first, CARD), (switch_of(lab), "server1"), (first, "lo")]
         assert [rate_of(*device) for device in devices] == [SLOW.bits_per_s, SLOW.bits_per_s, FAST.bits_per_s]
         lab.set_rates(FAST, None)
@@ -354,7 +352,7 @@ def test_all_ends_with_a_killed_owner_and_the_next_lab_sweeps_up(lab_name: str) 
         forked = int(owner.stdout.readline())
         timer.cancel()
         noted = state.read_notes(lab_name)
-        inside = subprocess.Popen(NamespaceServer(noted.servers[0]).inside(["sleep", "600"]))
+        inside = subprocess.Popen(noted.servers[0].inside(["sleep", "600"]))
         owner.send_signal(signal.SIGKILL)
     try:
         wait_until_ended(noted.processes)

@@ -17,10 +17,10 @@ from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import hold, state
 from scripts.netlab.base import LabSpec
-from scripts.netlab.servers import ServerFacts, find_process
+from scripts.netlab.servers import NamespaceServer, find_process
 from tests.netlab.helpers import NOBODY, noted
 
-SERVER = ServerFacts(
+SERVER = NamespaceServer(
     number=0,
     address="10.77.0.1",
     init=NOBODY,
@@ -35,7 +35,7 @@ SERVER = ServerFacts(
 def test_is_read_as_it_was_written(own_notes: Path) -> None:
     spec = LabSpec(servers=2, external=Rate.parse("1gbit"), cpus=0.5)
     one = noted("a", spec=spec, complete=True, switch=(NOBODY,), servers=(SERVER, replace(SERVER, number=1)))
-    state.reserve(one)
+    state.write_notes(one, new=True)
     assert state.read_notes("a") == one
     lifted = replace(one, spec=LabSpec(servers=2, internal=Rate.parse("40gbit")), held="detached")
     state.write_notes(lifted)
@@ -44,35 +44,30 @@ def test_is_read_as_it_was_written(own_notes: Path) -> None:
 
 
 def test_a_name_is_given_once(own_notes: Path) -> None:
-    state.reserve(noted("a"))
+    state.write_notes(noted("a"), new=True)
     with pytest.raises(ConfigError, match=r"'a' exists.*python scripts/netlab down a"):
-        state.reserve(noted("a"))
+        state.write_notes(noted("a"), new=True)
     assert [path.name for path in own_notes.iterdir()] == ["a.json"]
 
 
 @pytest.mark.parametrize("name", ["", "-a", "a b", "../a", "a/b", "a.b", "x" * 41, "ä"])
 def test_refuses_names_that_are_no_file_names(name: str, own_notes: Path) -> None:
-    for ask in (state.check_name, state.read_notes, state.forget):
+    for ask in (state.check_name, state.read_notes, state.take_down):
         with pytest.raises(ConfigError, match="letters, digits and dashes"):
             ask(name)
-
-
-def test_random_names_are_names_and_differ() -> None:
-    names = {state.check_name(state.random_name()) for _ in range(20)}
-    assert len(names) == 20
 
 
 def test_an_unknown_lab_is_told_with_those_there_are(own_notes: Path) -> None:
     with pytest.raises(ConfigError, match="up are: none"):
         state.read_notes("b")
-    state.reserve(noted("a"))
+    state.write_notes(noted("a"), new=True)
     with pytest.raises(ConfigError, match="no lab called 'b'; up are: a"):
         state.read_notes("b")
 
 
 def test_notes_of_a_lab_that_was_taken_down_are_not_written_again(own_notes: Path) -> None:
-    state.reserve(noted("a"))
-    state.forget("a")
+    state.write_notes(noted("a"), new=True)
+    state.take_down("a")
     with pytest.raises(LabError, match="taken down"):
         state.write_notes(noted("a"))
     assert list(own_notes.iterdir()) == []
@@ -99,7 +94,7 @@ def _damage(values: dict[str, Any], key: str, value: Any) -> str:
     ],
 )
 def test_damaged_notes_are_named_and_can_be_removed(key: str, value: Any, own_notes: Path) -> None:
-    state.reserve(noted("a"))
+    state.write_notes(noted("a"), new=True)
     path = own_notes / "a.json"
     path.write_text(_damage(json.loads(path.read_text()), key, value))
     for ask in (lambda: state.read_notes("a"), state.list_labs):
@@ -109,7 +104,7 @@ def test_damaged_notes_are_named_and_can_be_removed(key: str, value: Any, own_no
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "\x00\x01", "[" * 100_000, "\udcff", " " * 2**20 + "{}"],
+    ["", "{", "[]", "null", "\x00\x01", "[" * 100_000, "\udcff"],
     ids=lambda text: repr(text[-3:]),
 )
 def test_notes_that_are_no_notes(text: str, own_notes: Path) -> None:
@@ -119,32 +114,14 @@ def test_notes_that_are_no_notes(text: str, own_notes: Path) -> None:
         state.read_notes("a")
 
 
-def test_a_pipe_or_a_link_in_the_place_of_notes_is_not_waited_for(own_notes: Path, tmp_path: Path) -> None:
-    own_notes.mkdir()
-    os.mkfifo(own_notes / "a.json")
-    (own_notes / "b.json").symlink_to(tmp_path / "elsewhere")
-    for name in ("a", "b"):
-        with pytest.raises(LabError, match="damaged"):
-            state.read_notes(name)
-        state.forget(name)
-    assert list(own_notes.iterdir()) == []
-
-
-def test_a_folder_in_the_place_of_notes_is_no_lab(own_notes: Path) -> None:
-    (own_notes / "a.json").mkdir(parents=True)
-    assert state.lab_names() == []
-    with pytest.raises(LabError, match=r"is a folder.*rm -r"):
-        state.forget("a")
-
-
 @pytest.mark.parametrize("where", ["switch", "init", "outer"])
 def test_notes_that_name_another_process_as_theirs_are_damaged(where: str, own_notes: Path) -> None:
     """Whatever a file says: what is no holder is neither entered nor killed."""
     innocent = find_process(os.getpid())
     if where == "switch":
-        state.reserve(noted("a", switch=(innocent,)))
+        state.write_notes(noted("a", switch=(innocent,)), new=True)
     else:
-        state.reserve(noted("a", servers=(replace(SERVER, **{where: innocent}),)))
+        state.write_notes(noted("a", servers=(replace(SERVER, **{where: innocent}),)), new=True)
     with pytest.raises(LabError, match=f"process {innocent.pid} holds no lab"):
         state.read_notes("a")
 
@@ -172,20 +149,20 @@ def test_a_folder_that_others_can_write_to_is_refused(
 def test_a_place_that_cannot_be_written_is_named(
     own_notes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state.reserve(noted("a"))
+    state.write_notes(noted("a"), new=True)
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    for write in (lambda: state.reserve(noted("b")), lambda: state.write_notes(noted("a"))):
+    for name, new in (("b", True), ("a", False)):
         with pytest.raises(LabError, match=f"{own_notes}: No space left.*make room"):
-            write()
+            state.write_notes(noted(name), new=new)
     assert [path.name for path in own_notes.iterdir()] == ["a.json"]
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setattr(state, "notes_folder", lambda: tmp_path / "file" / "notes")
     with pytest.raises(LabError, match=r"file/notes: Not a directory"):
-        state.reserve(noted("b"))
+        state.write_notes(noted("b"), new=True)
 
 
 def test_says_whether_it_lives() -> None:
@@ -201,7 +178,7 @@ def test_a_lab_lives_with_its_owner(own_notes: Path) -> None:
     assert not dead.alive
     assert not replace(mine, boot="another").alive
     for one in (mine, dead):
-        state.reserve(one)
+        state.write_notes(one, new=True)
     assert state.clean_stale() == ["dead"]
     assert [one.name for one in state.list_labs()] == ["mine"]
 
@@ -217,7 +194,7 @@ def test_a_lab_that_stays_up_lives_with_its_servers(own_notes: Path) -> None:
         assert state.describe_life(up) == "up"
         assert not half_made.alive
         for one in (up, half_made):
-            state.reserve(one)
+            state.write_notes(one, new=True)
         assert state.clean_stale() == ["half-made"]
         assert child.poll() is None
         state.take_down("up")
@@ -229,7 +206,7 @@ def test_a_process_that_got_the_number_of_a_holder_is_left_alone(
     own_notes: Path, child: subprocess.Popen[bytes]
 ) -> None:
     earlier = replace(find_process(child.pid), started=1)
-    state.reserve(noted("a", owner=NOBODY, switch=(earlier,)))
+    state.write_notes(noted("a", owner=NOBODY, switch=(earlier,)), new=True)
     state.take_down("a")
     assert state.lab_names() == []
     assert child.poll() is None
@@ -239,7 +216,7 @@ def test_a_process_that_got_the_number_of_a_holder_is_left_alone(
 def test_a_process_that_notes_name_without_its_being_a_holder_is_left_alone(
     own_notes: Path, child: subprocess.Popen[bytes]
 ) -> None:
-    state.reserve(noted("a", owner=NOBODY, switch=(find_process(child.pid),)))
+    state.write_notes(noted("a", owner=NOBODY, switch=(find_process(child.pid),)), new=True)
     assert state.clean_stale() == []
     state.take_down("a")
     assert state.lab_names() == []
@@ -267,7 +244,7 @@ def test_there_is_nothing_to_take_down(own_notes: Path) -> None:
 
 
 def test_a_lab_of_root_is_left_to_root(own_notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state.reserve(noted("a", owner=NOBODY))
+    state.write_notes(noted("a", owner=NOBODY), new=True)
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(LabError, match="sudo python scripts/netlab down a"):
         state.take_down_all()

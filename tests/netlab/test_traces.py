@@ -15,7 +15,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.comm.trace import Pass, TraceWriter
 from dglx_dist.errors import ConfigError, StorageError
 from scripts.netlab.base import Card, LabSpec, LoopbackLab
-from scripts.netlab.traces import OUTCOME_FILE, Trace, compare, find_outcome, read_trace, write_outcome
+from scripts.netlab.traces import Trace, compare, find_outcome, read_trace, write_outcome
 from tests.netlab.helpers import ended, epoch, rank_trace, row, trace_of
 
 SERVERS = (0, 0, 1)
@@ -47,7 +47,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert ranks[1].epochs == (epoch(0, 1.5), epoch(1, 2.5))
     assert ranks[1].passes == (Pass(loader=0, steps=4, seconds=2.0, wait_s=0.5),)
     assert ranks[0].ledger[0] == row(1, 0, 100, inside=True)
-    assert (trace.num_servers, trace.failed) == (2, False)
+    assert trace.num_servers == 2
     assert trace.epoch_seconds() == [1.5, 2.5]
 
 
@@ -103,7 +103,7 @@ def test_a_loss_that_was_no_number_is_none_again(tmp_path: Path) -> None:
     writer.write("a", Topology(0, 1, (0,)), Ledger(Topology(0, 1, (0,))), failed=True)
     trace = read_trace(tmp_path)
     assert math.isnan(trace.sessions[0][0].epochs[0].loss)
-    assert trace.failed
+    assert trace.sessions[0][0].failed
 
 
 def test_nothing_written_is_no_session(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_cards_without_a_session_are_told_and_nothing_is_compared(lab: LoopbackL
 def test_what_was_run_where_and_how_it_ended_is_in_the_file(lab: LoopbackLab, tmp_path: Path) -> None:
     outcome = find_outcome(lab, ["dglx", "train", "x"], 2, ended(3, "server 1"))
     target = write_outcome(outcome, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [OUTCOME_FILE]
+    assert [path.name for path in tmp_path.iterdir()] == ["lab.json"]
     said = json.loads(target.read_text())
     assert said["label"] == "loopback, links not limited: no root"
     assert said["lab"]["kind"] == "loopback"

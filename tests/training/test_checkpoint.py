@@ -196,24 +196,16 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "a missing file": ("is missing", lambda t: t["pieces"][0].update(file="other.bin")),
     "a huge piece": ("shorter than", lambda t: t["pieces"][0].update(num_bytes=1 << 60)),
     "a huge shape": (
-        "ends at|form its shape",
+        "has the shape .* and .* bytes",
         lambda t: t["tensors"]["random/0/cpu"].update(shape=[1 << 60]),
     ),
     "a negative size": ("no whole number", lambda t: t["tensors"]["random/0/cpu"].update(shape=[-1])),
-    "no chunks": ("form its shape", lambda t: t["tensors"]["model/0.weight"].update(chunks=[])),
-    "a chunk outside": (
-        "ends at",
-        lambda t: t["tensors"]["model/0.weight"].update(chunks=[[[0, 0], [4, 99]]]),
-    ),
     "no pieces": ("KeyError: 'pieces'", lambda t: t.pop("pieces")),
     "a dtype that is none": (
         "torch does not have",
         lambda t: t["tensors"]["random/0/cpu"].update(dtype=5),
     ),
-    "another random state": (
-        "another size|random state",
-        lambda t: t["tensors"]["random/0/cpu"].update(dtype="int8"),
-    ),
+    "another random state": ("random state", lambda t: t["tensors"]["random/0/cpu"].update(dtype="int8")),
 }
 
 
@@ -298,11 +290,11 @@ def test_saving_again_replaces_and_the_newest_wins(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_message_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(writer: object, plan: object, planner: object) -> None:
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dglx_dist.training.checkpoint.RawWriter.write_data", full)
-    with start_session(), pytest.raises(CheckpointError, match=r"rank 0: .*No space left") as caught:
+    monkeypatch.setattr("dglx_dist.training.checkpoint.os.fsync", full)
+    with start_session(), pytest.raises(CheckpointError, match=r"cannot be written.*No space left") as caught:
         checkpoint.save(tmp_path, model=torch.nn.Linear(2, 2))
     assert "Traceback" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -342,7 +334,7 @@ class Cutting(WrappedModel):
         super().__init__()
         group, runs = make_group(session, size), deal_out_concatenated([WIDTH], size)
         cut = Cut(shape=(HIDDEN, WIDTH), dimension=1, runs=runs)
-        self._state = CutState(session, group, {"weight": cut}, {})
+        self._state = CutState(session, group, {"weight": cut})
         self.module = Pieces(net, cut_out(net.weight.detach(), runs[group.part], 1))
 
     @property

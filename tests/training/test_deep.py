@@ -7,19 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import dgl
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dglx_dist.cli.train_job import train_dataset
-from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.config import TrainConfig
-from dglx_dist.training.models import RECOMPUTE, build_resgcn, check_kind
+from dglx_dist.training.models import build_resgcn, check_kind
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 
@@ -129,13 +124,6 @@ def test_kept_rows_are_asked_for_once() -> None:
     assert [float(kept[0, 0]) for kept in again if kept is not None] == [3.0, 2.0, 1.0]
 
 
-def test_rows_that_are_all_there_are_not_asked_for() -> None:
-    peer = Peer()
-    model = model_of(1, dropout=0.0, recompute="keep")
-    model([block_with_halo(peer)], rows()[[0, 1, 2, 0, 1]]).sum().backward()
-    assert peer.asked == []
-
-
 def test_refusals() -> None:
     with pytest.raises(ConfigError, match="recompute='all' must be one of none, exchange, keep"):
         model_of(2, recompute="all")
@@ -145,53 +133,6 @@ def test_refusals() -> None:
         model_of(2, conv="gat")
     with pytest.raises(UnknownNameError, match="did you mean 'resgcn'"):
         check_kind("resgnc")
-
-
-def on_ranks(folder: str) -> dict[str, list[Any]]:
-    """Weights after 3 steps of 4 layers, by what is computed again."""
-    session = start_session(timeout_s=60)
-    g = DistGraph(folder)
-    strategy = STRATEGIES.get("data_parallel")(session, {})
-    train_ids = equality.new_ids_of_training(g)
-    mine = equality.cut(
-        train_ids, equality.SHARES["uneven"], session.topology.rank, session.topology.world_size
-    )
-    found = {}
-    for recompute in RECOMPUTE:
-        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
-            4, prefetch_node_feats=["feat"], prefetch_labels=["label"]
-        )
-        torch.manual_seed(2)
-        model = build_resgcn(
-            equality.WIDTH, HIDDEN, equality.CLASSES, 4, dropout=0.0, recompute=recompute
-        ).double()
-        wrapped = strategy.wrap(model, g)
-        equality.train(wrapped, strategy.loader(g, mine, sampler, batch_size=len(train_ids)), 3)
-        found[recompute] = [parameter.detach().numpy().copy() for parameter in model.parameters()]
-    return found
-
-
-def one_process() -> list[Any]:
-    plain = equality.plain_graph()
-    torch.manual_seed(2)
-    model = build_resgcn(equality.WIDTH, HIDDEN, equality.CLASSES, 4, dropout=0.0).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
-    targets = plain.ndata["train_mask"].nonzero()[:, 0]
-    for _ in range(3):
-        optimizer.zero_grad()
-        scores = model(plain, plain.ndata["feat"])[targets]
-        F.cross_entropy(scores, plain.ndata["label"][targets]).backward()
-        optimizer.step()
-    return [parameter.detach().numpy() for parameter in model.parameters()]
-
-
-def test_on_ranks_it_trains_as_in_one_process(tmp_path: Path) -> None:
-    folder = str(equality.write_parts(tmp_path))
-    expected = one_process()
-    for rank in run_ranks(on_ranks, 2, args=(folder,)):
-        for recompute in RECOMPUTE:
-            for got, want in zip(rank[recompute], expected, strict=True):
-                np.testing.assert_allclose(got, want, rtol=0, atol=1e-10)
 
 
 def _train(folder: str, out: str) -> list[float]:

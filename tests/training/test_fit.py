@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import dgl
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import dglx_dist as dx
 from dglx_dist.comm.session import start_session
@@ -21,9 +19,9 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Assignment
-from dglx_dist.strategies.base import STRATEGIES, edge_data_named
+from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.serverless.trainer import LambdaTrainer
-from dglx_dist.training.fit import FitConfig, LinkPrediction, NodeClassification, epoch_line, train
+from dglx_dist.training.fit import FitConfig, epoch_line, train
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
 from tests.helpers import wide
@@ -166,11 +164,6 @@ def test_edge_data_that_a_layer_lacks_is_told_with_what_to_pass(strategy: str, f
             evaluate(model, g)
 
 
-def test_a_key_error_of_the_users_own_stays() -> None:
-    with pytest.raises(KeyError, match="mine"), edge_data_named():
-        dict[str, int]()["mine"]
-
-
 def test_early_stop_and_first_loss(folder: Path, tmp_path: Path) -> None:
     """With a learning rate that never helps: the first epoch stays the best, and resuming adds none."""
     result, resumed = run_ranks(_hopeless, 1, args=(str(folder), str(tmp_path)))[0]
@@ -211,6 +204,7 @@ def _hopeless(folder: str, checkpoints: str) -> list[dict[str, Any]]:
     ("fields", "message"),
     [
         ({"epochs": 0}, "epochs=0"),
+        ({"epochs": 2.5}, "epochs=2.5 must be a whole number"),
         ({"patience": 2, "eval_every": 0}, "patience=2"),
         ({"resume": True}, "resume needs checkpoint_folder"),
         ({"checkpoint_every": 0}, "checkpoint_every=0"),
@@ -280,58 +274,3 @@ def test_late_rows_of_all_optimisers_arrive_before_evaluation(folder: Path) -> N
 def test_an_epoch_in_one_line() -> None:
     assert epoch_line(epoch(3, seconds=0.15, val=0.841)) == "epoch 3: loss 1.0000, val 84.1 %, 0.15 s"
     assert epoch_line(epoch(3, val=None)) == "epoch 3: loss 1.0000, 2.00 s"
-
-
-def block_of(label: list[int]) -> Any:
-    """Three sources, of which the first are destinations; node 2 sends to each of them."""
-    count = len(label)
-    block = dgl.create_block(
-        (torch.full((count,), 2), torch.arange(count)), num_src_nodes=3, num_dst_nodes=count
-    )
-    block.srcdata["feat"] = torch.tensor([[1, 0], [0, 1], [2, 2]])
-    block.dstdata["label"] = torch.tensor(label, dtype=torch.int64)
-    return block
-
-
-class Scores(nn.Module):
-    """Gives the destinations their own rows; for pairs, the first columns of their ends added."""
-
-    def __init__(self, typed: bool) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.typed = typed
-
-    def forward(self, blocks: list[Any], x: Tensor, *graphs: Any) -> Any:
-        assert x.dtype == torch.float64
-        h = self.scale * x[: blocks[-1].num_dst_nodes()]
-        if graphs:
-            return tuple(h[graph.edges()[0], 0] + h[graph.edges()[1], 0] - 1 for graph in graphs)
-        return {"_N": h} if self.typed else h
-
-
-@pytest.mark.parametrize("typed", [False, True])
-def test_classes_of_nodes(typed: bool) -> None:
-    model = cast("Any", Scores(typed))
-    found = NodeClassification()(model, (None, None, [block_of([0, 0])]))
-    expected = cross_entropy(torch.eye(2).double(), torch.tensor([0, 0]))
-    assert float(found.loss.detach()) == pytest.approx(float(expected))
-    assert (found.num_targets, found.num_correct) == (2, 1)
-
-
-def test_no_node_is_no_target_but_leads_back() -> None:
-    model = Scores(typed=False)
-    found = NodeClassification()(cast("Any", model), (None, None, [block_of([])]))
-    assert (found.num_targets, found.num_correct) == (0, 0)
-    found.loss.backward()
-    assert model.scale.grad is not None
-
-
-def test_edges_against_negatives() -> None:
-    pairs = dgl.graph(([0, 1], [0, 1]), num_nodes=2)
-    negatives = dgl.graph(([0, 1, 1, 0], [1, 1, 0, 0]), num_nodes=2)
-    batch = (None, pairs, negatives, [block_of([0, 0])])
-    found = LinkPrediction()(cast("Any", Scores(typed=False)), batch)
-    scores = torch.tensor([1.0, -1.0, 0.0, -1.0, 0.0, 1.0]).double()
-    truth = torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0, 0.0]).double()
-    assert float(found.loss.detach()) == pytest.approx(float(binary_cross_entropy_with_logits(scores, truth)))
-    assert (found.num_targets, found.num_correct) == (2, 1)

@@ -240,29 +240,6 @@ class Model(nn.Module):
         self.norms = nn.ModuleList()
 
 
-class Telling(Model):
-    def inference_layers(self) -> list[Any]:
-        return list(self.convs[:2])
-
-
-@pytest.mark.parametrize(
-    ("layers", "between", "expected"),
-    [
-        ("convs", None, -30),
-        # relu(2), relu(-6), and no function behind the last.
-        ("convs", torch.relu, 0),
-        ([Times(-7)], torch.relu, -7),
-        (None, None, -6),
-        (None, torch.neg, 6),
-    ],
-)
-def test_layers_follow_each_other(layers: Any, between: Any, expected: float) -> None:
-    h = torch.tensor(1.0)
-    for layer in layers_of(Telling(), layers, between):
-        h = layer(None, h)
-    assert h == expected
-
-
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
@@ -291,14 +268,6 @@ def test_what_is_nested_comes_back(value: object, paths: list[object]) -> None:
     flat = flatten(value)
     assert list(flat) == paths
     assert nest(flat) == value
-
-
-def test_lists_come_back_as_tuples() -> None:
-    assert nest(flatten([1, [2]])) == (1, (2,))
-
-
-def test_places_are_counted_in_their_order() -> None:
-    assert nest({(1, "a"): "second", (0, "a"): "first"}) == ({"a": "first"}, {"a": "second"})
 
 
 def test_keys_are_text() -> None:
@@ -399,14 +368,3 @@ def test_scores_and_accuracy(evaluated_folder: Path, ranks: int, ranks_per_serve
             np.testing.assert_allclose(result[name], scores.numpy(), rtol=0, atol=1e-12, err_msg=name)
         assert result["accuracy"] == pytest.approx(accuracy, abs=1e-15)
         assert result["accuracy untold"] == pytest.approx({"val_mask": accuracy["val_mask"]}, abs=1e-15)
-
-
-def test_degrees_inside_a_block_would_give_other_scores() -> None:
-    """Why blocks for evaluation carry the degrees of the graph: DGL's own do not."""
-    graph = equality.plain_graph()
-    model = own_model(OwnModel).eval()
-    block = dgl.to_block(dgl.in_subgraph(graph, torch.arange(50)), torch.arange(50))
-    with torch.no_grad():
-        inside = model.first(block, graph.ndata["feat"][block.srcdata[dgl.NID]])
-        whole = model.first(graph, graph.ndata["feat"])[:50]
-    assert float((inside - whole).abs().max()) > 1e-3

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.layers.base import StageInput, part_of
-from dglx_dist.layers.convolutions import stages_of
+from dglx_dist.layers.base import StageInput
 from dglx_dist.layers.dropout import deal_out_columns
 from dglx_dist.training.models import (
     MODEL_KINDS,
@@ -26,6 +25,7 @@ from dglx_dist.training.models import (
     check_kind,
     edge_scores,
 )
+from tests.layers.test_convolutions import part_of
 
 TWO_INTO_ONE = ([0, 1], [2, 2])
 CYCLE = ([0, 1, 2], [1, 2, 0])
@@ -47,16 +47,6 @@ def test_forward_is_the_layers_in_order(kind: str, layers: int) -> None:
     for layer, block in zip(model.inference_layers(), blocks(layers), strict=True):
         h = layer(block, h)
     assert torch.equal(scores, h)
-
-
-@pytest.mark.parametrize("kind", MODEL_KINDS)
-def test_dropout_acts_in_training_only(kind: str) -> None:
-    torch.manual_seed(0)
-    model = build_model(kind, 5, 64, 4, 2, dropout=0.5)
-    h = torch.randn(3, 5)
-    assert not torch.equal(model(blocks(2, CYCLE), h), model(blocks(2, CYCLE), h))
-    model.eval()
-    assert torch.equal(model(blocks(2, CYCLE), h), model(blocks(2, CYCLE), h))
 
 
 def test_mlp_looks_at_no_neighbour() -> None:
@@ -83,19 +73,6 @@ def test_sgc_is_linear_and_takes_means_only() -> None:
     assert {name for name, _ in deep.named_parameters()} == {"layers.0.weight", "layers.0.bias"}
 
 
-def test_symmetric_norm_of_two_neighbours() -> None:
-    """Out-degrees 4 and 9, in-degree 2: weights 1/sqrt(8) and 1/sqrt(18)."""
-    graph: Any = SimpleNamespace(
-        in_degrees=lambda ids: torch.tensor([0, 0, 2])[ids],
-        out_degrees=lambda ids: torch.tensor([4, 9, 0])[ids],
-    )
-    conv = SymmetricConv(1, 1, graph)
-    torch.nn.init.ones_(conv.conv.weight)
-    out = conv(blocks(1)[0], torch.tensor([[1.0], [10.0], [100.0]]))
-    torch.testing.assert_close(out[2, 0], torch.tensor(1 / 8**0.5 + 10 / 18**0.5))
-    assert out[:2].flatten().tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("width", [2, 7])
 def test_symmetric_norm_splits_by_columns(width: int) -> None:
     """Alone it is GraphConv with those weights of edges; parts given them by the owner add up to it."""
@@ -117,14 +94,6 @@ def test_symmetric_norm_splits_by_columns(width: int) -> None:
         (share,) = part.sync(StageInput(block=block, x=h[:, columns.cut], edges=given))
         total = total + share
     torch.testing.assert_close(conv.apply_nodes(block, (total,)), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["sage", "gcn", "sgc", "gat"])
-def test_first_layers_of_ready_made_models_split(kind: str) -> None:
-    graph: Any = SimpleNamespace(in_degrees=None, out_degrees=None)
-    for given in (None, graph):
-        first = stages_of(build_model(kind, 5, 8, 4, heads=2, graph=given).layers[0])
-        assert first.width == 5
 
 
 @pytest.mark.parametrize(

@@ -66,15 +66,6 @@ def test_restored_optimizer_goes_on_to_the_last_bit(name: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_names_are_those_of_the_parameters() -> None:
-    net = model()
-    optimizer = torch.optim.Adam([net[1].bias, net[0].weight])
-    advance(net, optimizer, range(1))
-    tensors, plain = split_state(optimizer, net)
-    assert {name.rpartition("/")[0] for name in tensors} == {"1.bias", "0.weight"}
-    assert plain["groups"][0]["params"] == ["1.bias", "0.weight"]
-
-
 def test_mismatches_are_told() -> None:
     net = model()
     _, plain = split_state(torch.optim.Adam(net.parameters()), net)

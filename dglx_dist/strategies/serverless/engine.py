@@ -126,10 +126,9 @@ class Engine:
         self._session, rank, rpc = session, session.topology.rank, session.rpc
         self._peers = [peer for peer in range(session.topology.world_size) if peer != rank]
         num_servers = self._num_servers = options.parameter_servers
-        plan = ParameterPlan.of(
-            program,
-            assign(part.interval_sizes, num_servers),
-            num_servers=num_servers,
+        plan = ParameterPlan(
+            program=program,
+            server_of_interval=assign(part.interval_sizes, num_servers),
             staleness=options.staleness,
             first_epoch=policy.first_epoch,
         )

@@ -10,9 +10,9 @@ from ipaddress import ip_address
 from typing import final
 
 from dglx_dist.comm.endpoints import ClientAccess, open_client_access
+from dglx_dist.comm.rendezvous import link_speed
 from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session
-from dglx_dist.comm.topology import link_speed
 from dglx_dist.comm.trace import WAIT, WORKER, Span, Timeline
 from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.aws.package import stages_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
-from scripts.bench.experiments.common import trained
+from scripts.bench.experiments.common import builds, trained
 from scripts.bench.pool import do_alone
 from scripts.bench.records import (
     COUNTED_BYTES,
@@ -96,35 +97,33 @@ def families_of(size: Size) -> tuple[Family, ...]:
 
 
 def plan_of(
-    plan: BenchPlan,
-    families: Sequence[Family],
-    cuts: Sequence[str] = CUTS,
-    rates: Sequence[str] = RATES,
+    plan: BenchPlan, families: Sequence[Family], cuts: Sequence[str] = CUTS, rates: Sequence[str] = RATES
 ) -> ExperimentPlan:
     """Return the experiment; makes datasets and predicts every cell, which takes a minute or more."""
-    asked = _asked(plan, families, cuts)
+    asked = {
+        f"{family.name}, {cut}, {hidden}": (family, _asked(plan, family, hidden, folder))
+        for family in families
+        for cut, folder in _folders(plan, family, cuts).items()
+        for hidden in family.hidden
+    }
     params = {name: {"plan": one, "rates": list(rates)} for name, (_, one) in asked.items()}
     found = do_alone(Job(kind="plan", params=params), timeout_s=_PLANNED_S)
     variants: list[Variant] = []
     cells: list[Cell] = []
     seconds: dict[str, float] = {}
     counted: dict[str, int] = {}
-    for name, (family, one) in asked.items():
-        for rate in rates:
-            ways, chosen = found[name][rate]["ways"], found[name][rate]["chosen"]
-            if chosen is None:
-                raise ConfigError(
-                    f"{name}: no way to train fits the memory of this machine; take a smaller grid"
-                )
-            named = {way: f"{name}, {rate}: {way}" for way in ways}
-            for way, told in ways.items():
-                told_job = _params(family, one, told)
-                folder, limit = Path(one["data"]), Rate.parse(rate)
-                variants.append(trained(named[way], folder, told_job, shape=SHAPE, rate=limit))
-                seconds[named[way]] = told["seconds"]
-                if told["bytes"] is not None:
-                    counted[named[way]] = told["bytes"]
-            cells.append(Cell(name=f"{name}, {rate}", chosen=named[chosen], ways=tuple(named.values())))
+    for (name, (family, one)), rate in product(asked.items(), rates):
+        ways, chosen = found[name][rate]["ways"], found[name][rate]["chosen"]
+        if chosen is None:
+            raise ConfigError(f"{name}: no way to train fits the memory of this machine; take a smaller grid")
+        named = {way: f"{name}, {rate}: {way}" for way in ways}
+        for way, told in ways.items():
+            job, folder, limit = _params(family, one, told), Path(one["data"]), Rate.parse(rate)
+            variants.append(trained(named[way], folder, job, shape=SHAPE, rate=limit))
+            seconds[named[way]] = told["seconds"]
+            if told["bytes"] is not None:
+                counted[named[way]] = told["bytes"]
+        cells.append(Cell(name=f"{name}, {rate}", chosen=named[chosen], ways=tuple(named.values())))
     regret: dict[str, Any] = {"over": cells[0].chosen, "under": cells[0].chosen, "cells": tuple(cells)}
     return ExperimentPlan(
         variants=tuple(variants),
@@ -136,52 +135,37 @@ def plan_of(
     )
 
 
-def _asked(
-    plan: BenchPlan, families: Sequence[Family], cuts: Sequence[str]
-) -> dict[str, tuple[Family, dict[str, Any]]]:
-    # By name of the cells that differ by their rate alone: fields of the planner's PlanConfig.
-    asked = {}
-    for family in families:
-        parts = {cut: PartitionPlan(num_parts=SHAPE.servers, method=cut) for cut in cuts}
-        folders = data.prepare(family.graph, parts, plan.work)
-        for cut in cuts:
-            for hidden in family.hidden:
-                asked[f"{family.name}, {cut}, {hidden}"] = (
-                    family,
-                    {
-                        "data": str(folders[cut]),
-                        "model": family.model,
-                        "layers": family.layers,
-                        "hidden": hidden,
-                        "fanouts": family.fanouts,
-                        "batch_size": family.batch_size,
-                        "servers": SHAPE.servers,
-                        "ranks_per_server": SHAPE.ranks_per_server,
-                        "here": True,
-                        "unit": family.unit,
-                        "dry_batches": 0,
-                        "structure": "replicated",
-                        "seed": plan.seed,
-                    },
-                )
-    return asked
+def _folders(plan: BenchPlan, family: Family, cuts: Sequence[str]) -> dict[str, Path]:
+    parts = {cut: PartitionPlan(num_parts=SHAPE.servers, method=cut) for cut in cuts}
+    return data.prepare(family.graph, parts, plan.work)
+
+
+def _asked(plan: BenchPlan, family: Family, hidden: int, folder: Path) -> dict[str, Any]:
+    # Fields of the planner's PlanConfig.
+    names = ("model", "layers", "fanouts", "batch_size", "unit")
+    return {name: getattr(family, name) for name in names} | {
+        "data": str(folder),
+        "hidden": hidden,
+        "servers": SHAPE.servers,
+        "ranks_per_server": SHAPE.ranks_per_server,
+        "here": True,
+        "dry_batches": 0,
+        "structure": "replicated",
+        "seed": plan.seed,
+    }
 
 
 def _params(family: Family, asked: Mapping[str, Any], way: Mapping[str, Any]) -> dict[str, Any]:
     whole = way["whole"]
-    return {
+    return {name: asked[name] for name in ("model", "hidden", "structure", "seed")} | {
         "strategy": way["strategy"],
         "options": way["options"],
-        "model": family.model,
-        "hidden": asked["hidden"],
         "dropout": 0.5,
         "fanouts": [-1] * family.layers if whole else list(family.fanouts or ()),
         "batch_size": _MOST_SEEDS if whole else family.batch_size,
         "warmup": 1,
         "epochs": _EPOCHS,
-        "structure": "replicated",
-        "seed": asked["seed"],
     }
 
 
-BUILDS = {"A1": lambda plan: plan_of(plan, families_of(SIZES.get(plan.suite, SIZES["papers"])))}
+BUILDS = builds(["A1"], lambda _, plan, size: plan_of(plan, families_of(size)), SIZES)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.planner.records import Rate
-from scripts.bench.records import BenchPlan, Job, MatchedPhi, Ratio, Shape, Variant
+from scripts.bench.records import BenchPlan, ExperimentPlan, Job, MatchedPhi, Ratio, Shape, Variant
 
 GIGABIT = Rate.parse("1gbit")
+
+
+def builds(
+    names: Iterable[str], plan_at: Callable[[str, BenchPlan, Any], ExperimentPlan], sizes: Mapping[str, Any]
+) -> dict[str, Callable[[BenchPlan], ExperimentPlan]]:
+    """Return what builds each experiment at the size of the suite, of papers where it has none."""
+
+    def build(name: str, plan: BenchPlan) -> ExperimentPlan:
+        return plan_at(name, plan, sizes.get(plan.suite, sizes["papers"]))
+
+    return {name: partial(build, name) for name in names}
 
 
 def clustered(plan: BenchPlan, **more: Any) -> SyntheticConfig:
@@ -67,3 +79,26 @@ def bytes_quotient(over: str, under: str, name: str = "", **more: Any) -> Ratio:
     """Return the ratio of what two variants send between servers."""
     name = name or f"bytes, {over} / {under}"
     return Ratio(name=name, over=over, under=under, quantity="bytes_outside", **more)
+
+
+def predicted_time(phi: float, kappa: float, beta: float) -> float:
+    """Return (1 - phi) kappa + phi beta: the time of a variant relative to the baseline.
+
+    phi: share of the baseline's time on the network; kappa, beta: work and bytes relative to it. Nothing
+    overlaps, because a layer waits for its rows; traffic within a server is free.
+    """
+    return (1.0 - phi) * kappa + phi * beta
+
+
+def speedup_added(phi: float, beta: float) -> float:
+    """Return 1 / ((1 - phi) + phi beta): nothing overlaps, and only the time on the network changes."""
+    return 1.0 / predicted_time(phi, 1.0, beta)
+
+
+def speedup_hidden(phi: float, beta: float) -> float:
+    """Return 1 / max(1 - phi, beta): the network is always busy, and computing overlaps with it.
+
+    With full overlap the baseline's time is that of its bytes, so the variant's bytes take beta of it,
+    unless computing, 1 - phi of it, takes longer.
+    """
+    return 1.0 / max(1.0 - phi, beta)

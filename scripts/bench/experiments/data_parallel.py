@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,8 @@ from dglx_dist.prepare import PartitionPlan
 from dglx_dist.strategies.cost import Survey
 from scripts.bench import data
 from scripts.bench.data import calibrated, survey
-from scripts.bench.experiments.common import GIGABIT, clustered, trained
+from scripts.bench.experiments.common import GIGABIT, clustered, speedup_added, speedup_hidden, trained
 from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi, Ratio, Shape
-from scripts.bench.speedup_model import speedup_added, speedup_hidden
 
 SERVERS = 4
 SHAPE = Shape(servers=SERVERS)
@@ -169,7 +168,7 @@ def scaling(plan: BenchPlan, size: Size) -> ExperimentPlan:
     cpus = len(os.sched_getaffinity(0)) / max(_COUNTS)
     on_a_core = calibrated(params)
     cost = on_a_core.scaled(1.0 / min(cpus, 1.0))
-    params["simulated"] = cost.to_json()
+    params["simulated"] = asdict(cost)
     edges = _of_each(found, lambda one: one.edges // (one.steps * one.ranks))
     step_s = {name: cost.forward.seconds(many) + cost.backward.seconds(many) for name, many in edges.items()}
     expected = {name: weak_scaling(step_s[name], one, GIGABIT) for name, one in found.items()}
@@ -195,7 +194,7 @@ def scaling(plan: BenchPlan, size: Size) -> ExperimentPlan:
             "dataset": data.facts(folder),
             "simulated": _SIMULATED,
             "cores of a server": cpus,
-            "calibrated on one core, seconds by edges of a batch": on_a_core.to_json(),
+            "calibrated on one core, seconds by edges of a batch": asdict(on_a_core),
             "edges of a batch": edges,
             "compute slept for a step, s": {name: round(seconds, 4) for name, seconds in step_s.items()},
             "payload bytes of a step and server": _of_each(

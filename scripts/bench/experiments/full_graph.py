@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,18 @@ from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
 from dglx_dist.strategies.cost import PartitionContext, Widths
 from dglx_dist.strategies.full_graph.expansion import compose
-from dglx_dist.strategies.full_graph.plan_counts import full_work_of, plan_all, seeds_by_server
+from dglx_dist.strategies.full_graph.halo_plan import RankPlan
+from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
+from dglx_dist.strategies.full_graph.plan_counts import FullWork, full_work_of, sizes_of
 from scripts.bench import data
-from scripts.bench.experiments.common import GIGABIT, clustered, quotient, trained
+from scripts.bench.experiments.common import (
+    GIGABIT,
+    builds,
+    clustered,
+    predicted_time,
+    quotient,
+    trained,
+)
 from scripts.bench.peers.data import launch_of, launched
 from scripts.bench.records import (
     KAPPA,
@@ -35,7 +43,6 @@ from scripts.bench.records import (
     Shape,
     Variant,
 )
-from scripts.bench.speedup_model import predicted_time
 
 SERVERS, RANKS_PER_SERVER = 2, 2
 SHAPE = Shape(servers=SERVERS, ranks_per_server=RANKS_PER_SERVER)
@@ -108,27 +115,15 @@ class Setting:
         return MatchedPhi(phi=self.phi, baseline=self.named(BASE))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scheme:
-    """One of those that are compared."""
-
-    name: str
-    strategy: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-SCHEMES = (
-    Scheme(name=BASE, strategy="full_graph", options={"use_pp": False}),
-    Scheme(name=BASE_PP, strategy="full_graph", options={"use_pp": True}),
-    Scheme(name=PRELOAD, strategy="shared_preload", options={"use_pp": False}),
-    Scheme(name=PRELOAD_PP, strategy="shared_preload", options={"use_pp": True}),
-    Scheme(
-        name=EAS,
-        strategy="shared_preload",
-        options={"external_hops": 1, "external_fanout": 15},
-    ),
-    Scheme(name=COOPERATIVE, strategy="cooperative", options={"batches": BATCHES}),
-)
+SCHEMES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    BASE: ("full_graph", {"use_pp": False}),
+    BASE_PP: ("full_graph", {"use_pp": True}),
+    PRELOAD: ("shared_preload", {"use_pp": False}),
+    PRELOAD_PP: ("shared_preload", {"use_pp": True}),
+    EAS: ("shared_preload", {"external_hops": 1, "external_fanout": 15}),
+    COOPERATIVE: ("cooperative", {"batches": BATCHES}),
+}
+"""Those that are compared: name -> strategy, and its options."""
 
 
 def _settings(name: str, size: Size) -> list[Setting]:
@@ -151,17 +146,17 @@ def _settings(name: str, size: Size) -> list[Setting]:
     return [flat[name]]
 
 
+_REST = ((BASE_PP, PRELOAD, None), (BASE_PP, PRELOAD_PP, 2.0), (BASE_PP, COOPERATIVE, None))
 _BOUNDS: Mapping[str, tuple[tuple[str, str, float | None], ...]] = {
-    "G1": ((BASE, PRELOAD, 3.0), (BASE, EAS, 3.0), (BASE_PP, PRELOAD, None), (BASE_PP, PRELOAD_PP, 2.0),
-           (BASE_PP, COOPERATIVE, None)),
-    "G2": ((BASE, PRELOAD, 2.5), (BASE, EAS, 2.5), (BASE_PP, PRELOAD, None), (BASE_PP, PRELOAD_PP, 2.0),
-           (BASE_PP, COOPERATIVE, None)),
-    "G3": ((BASE, PRELOAD, 1.6), (BASE, EAS, 1.3), (BASE_PP, PRELOAD, None), (BASE_PP, PRELOAD_PP, None),
-           (BASE_PP, COOPERATIVE, None)),
-    "G4": ((BASE, PRELOAD, None), (BASE_PP, PRELOAD_PP, 2.0), (BASE_PP, EAS, None),
-           (BASE_PP, COOPERATIVE, None)),
+    "G1": ((BASE, PRELOAD, 3.0), (BASE, EAS, 3.0), *_REST),
+    "G2": ((BASE, PRELOAD, 2.5), (BASE, EAS, 2.5), *_REST),
+    "G3": (
+        *((BASE, PRELOAD, 1.6), (BASE, EAS, 1.3), (BASE_PP, PRELOAD, None)),
+        *((BASE_PP, PRELOAD_PP, None), (BASE_PP, COOPERATIVE, None)),
+    ),
+    "G4": ((BASE, PRELOAD, None), (BASE_PP, PRELOAD_PP, 2.0), (BASE_PP, EAS, None), _REST[-1]),
     "G5": ((BASE, EAS, 1.65), (BASE, PRELOAD, None), (BASE_PP, PRELOAD_PP, None)),
-}  # fmt: skip
+}
 """Id -> schemes over and under the line, and the least ratio of the claim."""
 
 
@@ -195,7 +190,7 @@ def plan_of(
     size: Size,
     settings: Sequence[Setting],
     bounds: Sequence[Ratio],
-    schemes: Sequence[Scheme] = SCHEMES,
+    schemes: Sequence[str] = tuple(SCHEMES),
 ) -> ExperimentPlan:
     """Return the experiment that compares ``schemes`` in each setting; makes datasets and counts bytes.
 
@@ -205,7 +200,7 @@ def plan_of(
     pairs = [(one, scheme) for one in settings for scheme in schemes]
 
     def of_all(value: Callable[[str, Counted], Any]) -> dict[str, Any]:
-        return {one.named(scheme.name): value(scheme.name, counted[one.label]) for one, scheme in pairs}
+        return {one.named(scheme): value(scheme, counted[one.label]) for one, scheme in pairs}
 
     def facts_of(value: Callable[[Counted], Any]) -> dict[str, Any]:
         return {one.label or one.cut: value(counted[one.label]) for one in settings}
@@ -214,14 +209,14 @@ def plan_of(
     kappas = of_all(lambda name, found: found.kappa(name))
     once = of_all(lambda name, found: found.once.get(name))
     variants = [_variant(plan, size, one, scheme, counted[one.label]) for one, scheme in pairs]
-    fast = [scheme for scheme in schemes if scheme.name in (BASE_PP, PRELOAD_PP)]
+    fast = [scheme for scheme in schemes if scheme in (BASE_PP, PRELOAD_PP)]
     ratios: list[Ratio] = []
     for one in settings:
         base = sum(phases[one.named(BASE)].values())
         took = {
-            scheme.name: predicted_time(one.phi, kappas[name], sum(phases[name].values()) / base)
+            scheme: predicted_time(one.phi, kappas[name], sum(phases[name].values()) / base)
             for scheme in schemes
-            if (name := one.named(scheme.name))
+            if (name := one.named(scheme))
         }
         ratios += [
             quotient(
@@ -234,7 +229,7 @@ def plan_of(
         ]
         for rate in one.raw:
             variants += [_variant(plan, size, one, scheme, counted[one.label], rate) for scheme in fast]
-            names = [f"{one.named(scheme.name)}, {rate}" for scheme in fast]
+            names = [f"{one.named(scheme)}, {rate}" for scheme in fast]
             ratios += [quotient(over=names[0], under=names[1])] if len(names) > 1 else []
     return ExperimentPlan(
         variants=tuple(variants),
@@ -302,9 +297,14 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
         COOPERATIVE: [plan_all(context, piece, layers, layers) for piece in pieces],
     }
     ranks = [topology.ranks_of_server(server) for server in range(SERVERS)]
-    pairs = full_work_of(exchanging, topology).pairs
+
+    def work(steps: list[list[RankPlan]]) -> FullWork:
+        sizes = [[sizes_of(made, topology.world_size) for made in step] for step in steps]
+        return full_work_of(np.array(sizes), topology)
+
+    pairs = work(exchanging).pairs
     row = setting.features * widths.itemsize
-    preloaded = full_work_of(preloading, topology).external_rows * (_ID_BYTES + row)
+    preloaded = work(preloading).external_rows * (_ID_BYTES + row)
     gradients = BATCHES * gradient_bytes(widths, topology)
     without, kept = (
         outside_bytes(pairs, widths, topology, preloaded=True, use_pp=use_pp) for use_pp in (False, True)
@@ -313,11 +313,11 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
         folder=folder,
         pairs=tuple(pairs.outside),
         expansion=[
-            round(1 + preloading[0][of[0]].external_rows / max(int(size), 1), 3)
+            round(1 + preloading[0][of[0]].external_nodes / max(int(size), 1), 3)
             for of, size in zip(ranks, np.diff(bounds), strict=True)
         ],
         edges={
-            name: tuple(sum(sum(step[rank].edges) for step in made for rank in of) for of in ranks)
+            name: tuple(sum(step[rank].num_edges for step in made for rank in of) for of in ranks)
             for name, made in steps.items()
         },
         phases={
@@ -328,7 +328,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
             COOPERATIVE: {"gradients": gradients} if gradients else {},
         },
         once={BASE: 0, BASE_PP: pairs.outside[0] * row, **dict.fromkeys((PRELOAD, PRELOAD_PP), preloaded)},
-        co_batch_features=full_work_of(steps[COOPERATIVE], topology).external_rows * (_ID_BYTES + row),
+        co_batch_features=work(steps[COOPERATIVE]).external_rows * (_ID_BYTES + row),
     )
 
 
@@ -353,11 +353,12 @@ def _widths(setting: Setting) -> Widths:
 
 
 def _variant(
-    plan: BenchPlan, size: Size, setting: Setting, scheme: Scheme, counted: Counted, rate: Rate | None = None
+    plan: BenchPlan, size: Size, setting: Setting, scheme: str, counted: Counted, rate: Rate | None = None
 ) -> Variant:
+    strategy, options = SCHEMES[scheme]
     params = {
-        "strategy": scheme.strategy,
-        "options": dict(scheme.options),
+        "strategy": strategy,
+        "options": dict(options),
         "model": setting.model,
         "hidden": setting.hidden,
         "fanouts": [-1] * setting.layers,
@@ -365,10 +366,10 @@ def _variant(
         "epochs": setting.epochs or size.epochs,
         "seed": plan.seed,
     }
-    has_curve = setting.curve and rate is None and scheme.name in LEARNING
+    has_curve = setting.curve and rate is None and scheme in LEARNING
     drawn = {"warmup": 0, "epochs": size.curve_epochs, "accuracy_every": EVERY}
     return trained(
-        setting.named(scheme.name) + ("" if rate is None else f", {rate}"),
+        setting.named(scheme) + ("" if rate is None else f", {rate}"),
         counted.folder,
         params,
         shape=SHAPE,
@@ -377,8 +378,4 @@ def _variant(
     )
 
 
-def _build(name: str, plan: BenchPlan) -> ExperimentPlan:
-    return plan_at(name, plan, SIZES.get(plan.suite, SIZES["papers"]))
-
-
-BUILDS = {name: partial(_build, name) for name in _BOUNDS}
+BUILDS = builds(_BOUNDS, plan_at, SIZES)

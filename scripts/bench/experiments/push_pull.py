@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +19,7 @@ from dglx_dist.strategies.data_parallel import row_bytes
 from dglx_dist.strategies.push_pull.cost import break_even_width, column_bytes
 from scripts.bench import data
 from scripts.bench.data import survey
-from scripts.bench.experiments.common import GIGABIT, bytes_quotient, clustered, quotient, trained
+from scripts.bench.experiments.common import GIGABIT, builds, bytes_quotient, clustered, quotient, trained
 from scripts.bench.peers.data import launch_of, launched
 from scripts.bench.records import (
     PREDICTED_BYTES,
@@ -392,8 +391,4 @@ def _predicted_time(case: Case, total: Mapping[str, int]) -> float:
     return max(1.0 - PHI, network) if int(case.options.get("depth", 1)) > 1 else 1.0 - PHI + network
 
 
-def _build(name: str, plan: BenchPlan) -> ExperimentPlan:
-    return plan_at(name, plan, SIZES.get(plan.suite, SIZES["papers"]))
-
-
-BUILDS = {name: partial(_build, name) for name in _TABLES}
+BUILDS = builds(_TABLES, plan_at, SIZES)

@@ -31,7 +31,7 @@ _BATCHES = 2
 
 
 def calibrate_compute(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
-    """Return ``ComputeCost.to_json()`` of the job ``train``; one process with one thread."""
+    """Return the fields of the :class:`ComputeCost` of the job ``train``; one process with one thread."""
     told = read_params(TrainParams, params)
     with init(timeout=context.timeout_s, seed=told.seed) as session:
         g = DistGraph(told.data, session=session)
@@ -43,7 +43,7 @@ def calibrate_compute(params: Mapping[str, Any], context: JobContext) -> dict[st
             batches += [blocks for _, _, blocks in loader]
         cost = calibrate(model_of(told, g), batches)
         g.close()
-    return cost.to_json()
+    return asdict(cost)
 
 
 def survey(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def survey(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
 def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
     told, servers = read_params(TrainParams, params["train"]), int(params["servers"])
     draws = Draws(
-        fanouts=tuple(told.fanouts),
+        fanouts=told.fanouts,
         batch_size=told.batch_size,
         epoch=told.warmup,
         force_even=told.seeds == "even",
@@ -91,10 +91,8 @@ def plan(params: Mapping[str, Any], _context: JobContext) -> dict[str, Any]:
 
 
 def _choices(told: Mapping[str, Any]) -> dict[str, Any]:
-    fields = dict(told["plan"])
-    if fields.get("fanouts") is not None:
-        fields["fanouts"] = tuple(fields["fanouts"])
-    asked = PlanConfig(**fields)
+    fanouts = told["plan"].get("fanouts")
+    asked = PlanConfig(**told["plan"] | {"fanouts": fanouts and tuple(fanouts)})
     known, candidates = measured(asked)
     constraints = constraints_of(asked)
     compared = [one for one in candidates if _is_compared(one, constraints.unit)]

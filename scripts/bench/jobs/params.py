@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import ABOVE_ZERO, Check, at_least, check_ranges, option
 from dglx_dist.registry import did_you_mean
 from dglx_dist.training.models import MODEL_KINDS, check_kind
 from scripts.bench.simulate import ComputeCost
+from scripts.json_records import read_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,26 +27,15 @@ class ModelParams:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The strategy's own."""
     model: str
-    hidden: int
-    lr: float
-    epochs: int = 1
-    """Measured ones."""
-    warmup: int = 1
-    """Epochs before them."""
+    epochs: int = option(1, "Measured ones.", check=at_least(1))
+    warmup: int = option(1, "Epochs before them.", check=at_least(0))
     seed: int = 0
     accuracy: bool = False
     """Evaluate after every epoch or, in intervals, on the test nodes at the end; outside all seconds."""
 
     def __post_init__(self) -> None:
         check_kind(self.model, MODEL_KINDS)
-        self._demand("hidden", self.hidden >= 1, "at least 1")
-        self._demand("epochs", self.epochs >= 1, "at least 1")
-        self._demand("warmup", self.warmup >= 0, "at least 0")
-        self._demand("lr", 0 < self.lr < math.inf, "above 0")
-
-    def _demand(self, name: str, right: bool, allowed: str) -> None:
-        if not right:
-            raise ConfigError(f"{name}={getattr(self, name)!r} of a {self.what} job must be {allowed}")
+        check_ranges(self, f"{{name}}={{value}} of a {self.what} job")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,49 +46,41 @@ class TrainParams(ModelParams):
 
     strategy: str = "data_parallel"
     model: str = "sage"
-    hidden: int = 256
-    lr: float = 0.003
+    hidden: int = option(256, "Width of the layers.", check=at_least(1))
+    lr: float = option(0.003, "Of Adam.", check=ABOVE_ZERO)
     heads: int = 4
     norm: Literal["graph", "block"] = "graph"
     """Whether ``gcn`` weighs edges by the degrees of the whole graph, or takes the mean over a block's."""
     dropout: float = 0.0
-    fanouts: Sequence[int] = (15, 10, 5)
-    """One for each layer, input-most first; -1: all."""
-    batch_size: int = 1000
-    """Seeds per rank and step."""
+    fanouts: tuple[int, ...] = option(
+        (15, 10, 5),
+        "Input-most first; -1: all.",
+        check=Check(bool, "one number for each layer, at least one"),
+    )
+    batch_size: int = option(1000, "Seeds per rank and step.", check=at_least(1))
     seeds: Literal["even", "own"] = "even"
     """Whether ranks train on even shares of the training nodes, or each server on those that it owns."""
-    max_steps: int | None = None
-    """Most steps of an epoch, by leaving out what a rank has more of seeds; None: all."""
+    max_steps: int | None = option(
+        None, "Most of an epoch, by leaving out what a rank has more of seeds.", check=at_least(1)
+    )
     structure: Literal["auto", "replicated", "partitioned"] = "partitioned"
     loader: Mapping[str, Any] = field(default_factory=dict)
     """More for the loader, such as ``depth`` and ``num_threads``."""
-    accuracy_every: int = 1
-    """Where ``accuracy``: after so many epochs only, and after the last."""
-    simulated: Mapping[str, Any] | None = None
-    """``ComputeCost.to_json()``: sleep so long in place of computing; None: compute."""
+    accuracy_every: int = option(
+        1, "Where accuracy: after so many epochs only, and after the last.", check=at_least(1)
+    )
+    simulated: ComputeCost | None = None
+    """Sleep so long in place of computing; None: compute."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        learns_nothing = self.accuracy and self.simulated is not None
-        steps = self.max_steps
-        self._demand("fanouts", bool(self.fanouts), "one number for each layer, at least one")
-        self._demand("batch_size", self.batch_size >= 1, "at least 1")
-        self._demand("accuracy_every", self.accuracy_every >= 1, "at least 1")
-        self._demand("max_steps", steps is None or steps >= 1, "at least 1, or left out")
-        self._demand("norm", self.norm in ("graph", "block"), "graph or block")
-        self._demand("seeds", self.seeds in ("even", "own"), "even or own")
-        self._demand("accuracy", not learns_nothing, "left out with simulated compute, which learns nothing")
+        if self.accuracy and self.simulated is not None:
+            raise ConfigError("accuracy cannot be asked of simulated compute, which learns nothing")
 
     @property
     def max_seeds(self) -> int | None:
         """Most seeds of a rank; None: all."""
         return None if self.max_steps is None else self.max_steps * self.batch_size
-
-    @property
-    def cost(self) -> ComputeCost | None:
-        """What is slept; None: nothing. ConfigError if ``simulated`` is no cost."""
-        return None if self.simulated is None else ComputeCost.from_json(self.simulated)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,16 +91,14 @@ class IntervalParams(ModelParams):
 
     strategy: str = "lambda"
     model: str = "gcn"
-    hidden: int = 16
-    lr: float = 0.01
-    layers: int = 2
-    target: float | None = None
-    """Training accuracy, as a fraction, to which epochs are counted; None: they are not."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._demand("layers", self.layers >= 1, "at least 1")
-        self._demand("target", self.target is None or 0 < self.target <= 1, "a fraction, or left out")
+    hidden: int = option(16, "Width of the layers.", check=at_least(1))
+    lr: float = option(0.01, "Of Adam.", check=ABOVE_ZERO)
+    layers: int = option(2, "Of the model.", check=at_least(1))
+    target: float | None = option(
+        None,
+        "Training accuracy to which epochs are counted.",
+        check=Check(lambda value: 0 < value <= 1, "a fraction, or left out"),
+    )
 
 
 Params = TypeVar("Params", bound=ModelParams)
@@ -139,4 +119,8 @@ def read_params(kind: type[Params], params: Mapping[str, Any]) -> Params:
             )
     if "data" not in params:
         raise ConfigError(f"a {kind.what} job needs the parameter data, the folder of a partitioned dataset")
-    return kind(**params)
+    try:
+        told: Params = read_record(kind, params)
+    except TypeError as error:
+        raise ConfigError(f"parameters of a {kind.what} job: {error}") from None
+    return told

@@ -10,17 +10,16 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, final
+from typing import Any, cast, final
 
 import dgl
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dglx_dist.api import DataLoader, init, wrap
 from dglx_dist.comm.collectives import gather_int64, gather_json
 from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session
-from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
@@ -80,8 +79,8 @@ def _make(told: TrainParams, g: DistGraph) -> _Training:
     sampler, nodes = sampler_of(told), nodes[: told.max_seeds]
     loader = DataLoader(g, nodes, sampler, batch_size=told.batch_size, shuffle=True, **dict(told.loader))
     model = model_of(told, g)
-    if told.cost is not None:
-        model = SleepingModel(model, told.cost, int(g.num_classes(NODE_TYPE) or 0))
+    if told.simulated is not None:
+        model = SleepingModel(model, told.simulated, int(g.num_classes(NODE_TYPE) or 0))
     wrapped = wrap(model, g)
     optimizer = torch.optim.Adam(wrapped.parameters(), lr=told.lr)
     bounds = g.get_node_partition_policy(NODE_TYPE).bounds
@@ -114,7 +113,7 @@ def _measured(training: _Training, told: TrainParams, context: JobContext, began
     g.barrier()
     sent = session.ledger.since(ledger)
     return {
-        "epochs": [_json(record) for record in records],
+        "epochs": [asdict(record) for record in records],
         # What evaluation sends is not of the epochs.
         "bytes_outside_wire": None if told.accuracy else _sent_by_cards(card, context, session),
         "peak_bytes": context.peak_bytes(),
@@ -143,17 +142,12 @@ def _follow(
 def _epoch(training: _Training, told: TrainParams, epoch: int) -> EpochRecord:
     # So that a rank that was late does not lengthen what the others measure.
     training.g.barrier()
-    record = train_epoch(training.step, training.loader, training.g.session, epoch, _nothing)
+    record = train_epoch(
+        training.step, cast("TrainingLoader", training.loader), training.g.session, epoch, lambda: None
+    )
     if told.simulated is None:
         return record
     return replace(record, loss=math.nan, train_accuracy=math.nan)
-
-
-def _json(record: EpochRecord) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in asdict(record).items()
-    }
 
 
 def _sent_by_cards(before: int | None, context: JobContext, session: Session) -> int | None:
@@ -215,11 +209,8 @@ class CountingLoader:
 
     def reset(self) -> None:
         """Count anew."""
-        self.rows, self.remote, self.edges = 0, 0, 0
-        self.input_ids = 0
-        """Sum of the ids of all input rows, which tells one draw from another."""
-        self.num_targets = 0
-        """Of all epochs counted."""
+        # Of the ids of input rows the sum, which tells one draw from another.
+        self.rows = self.remote = self.edges = self.input_ids = self.num_targets = 0
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -227,25 +218,12 @@ class CountingLoader:
     def __iter__(self) -> Iterator[Any]:
         for batch in self._inner:
             nodes, targets, blocks = batch
-            self._count(nodes, len(targets), sum(block.num_edges() for block in blocks))
+            self.rows += len(nodes)
+            self.input_ids += int(nodes.sum())
+            self.remote += int(((nodes < self._first) | (nodes >= self._last)).sum())
+            self.edges += sum(block.num_edges() for block in blocks)
+            self.num_targets += len(targets)
             yield batch
 
-    def times(self, *, reset: bool = False) -> LoaderTimes:
-        return self._inner.times(reset=reset)
-
-    def state_dict(self) -> Any:
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self._inner.load_state_dict(state)
-
-    def _count(self, nodes: Tensor, num_targets: int, edges: int) -> None:
-        self.rows += len(nodes)
-        self.input_ids += int(nodes.sum())
-        self.remote += int(((nodes < self._first) | (nodes >= self._last)).sum())
-        self.edges += edges
-        self.num_targets += num_targets
-
-
-def _nothing() -> None:
-    """Show no progress: ranks of a pool have no terminal."""
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -25,7 +25,7 @@ from dglx_dist.comm.session import Session, start_session
 from dglx_dist.planner.records import Rate
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
-from scripts.bench.micro.timing import parser, text_table, timed, write_json
+from scripts.bench.micro.timing import parser, table, timed, write_json
 
 WIDTH = 64
 
@@ -146,6 +146,6 @@ def main(argv: list[str]) -> int:
                 {"MB": f"{row['MB']:.1f}", **{name: f"{row[name]:.1%}" for name in row if name != "MB"}}
                 for row in rows
             ]
-            print(text_table(shown), flush=True)
+            print(table(shown), flush=True)
             write_json(options.json, {"rate": str(options.rate), "shares": rows})
     return 0

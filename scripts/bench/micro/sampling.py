@@ -29,7 +29,7 @@ from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.row_kernels import gather_rows
 from dglx_dist.records import Assignment, RawGraph
-from scripts.bench.micro.timing import in_turn, parser, text_table, timed, write_json
+from scripts.bench.micro.timing import in_turn, parser, table, timed, write_json
 
 BATCH, WARM_UP = 1000, 3
 FANOUTS, RELATIONAL_FANOUTS = ([15, 10, 5], [25, 10]), ([5, 5], [10, 5, 3])
@@ -126,8 +126,5 @@ def main(argv: list[str]) -> None:
                 found["slicing"] = [compare_slicing(g, options.steps, options.nodes // 2)]
     for name, rows in found.items():
         target = SLICING_TARGET if name == "slicing" else SPEED_TARGET
-        print(
-            text_table([{**row, f"at least {target}": str(row["ratio"] >= target)} for row in rows]),
-            end="\n\n",
-        )
+        print(table([{**row, f"at least {target}": row["ratio"] >= target} for row in rows]), end="\n\n")
     write_json(options.json, found)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from dglx_dist.report.tables import markdown_table
+
 T = TypeVar("T")
 
 
@@ -53,14 +55,10 @@ def dglx(
         sys.exit(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
 
 
-def text_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows as aligned text, floats with two digits."""
-    lines = [list(rows[0])]
-    lines += [[f"{one:.2f}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-    )
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows as Markdown, floats with two digits."""
+    cells = [[f"{one:.2f}" if isinstance(one, float) else str(one) for one in row.values()] for row in rows]
+    return markdown_table(list(rows[0]), cells)
 
 
 def write_json(path: Path | None, value: object) -> None:

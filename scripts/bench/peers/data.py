@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -27,14 +27,13 @@ def launch_of(
     cut: PartitionPlan,
     work: Path,
     training: Mapping[str, Any],
-    **settings: Any,
+    **more: Any,
 ) -> Launch:
-    """Return a launch of ``system`` on ``graph``, a part per server; writes datasets that are not there.
-
-    ``training``: more of :class:`Workload`; ``settings``: more of :class:`Launch`.
-    """
+    """Return a launch of ``system`` on ``graph``, a part per server; writes datasets that are not there."""
     workload = Workload(features=graph.features, classes=graph.classes, **training)
-    return Launch(system=system, workload=workload, data=str(copy_of(system, graph, cut, work)), **settings)
+    return Launch(
+        system=cast("Any", system), workload=workload, data=str(copy_of(system, graph, cut, work)), **more
+    )
 
 
 def launched(name: str, launch: Launch, **where: Any) -> Variant:
@@ -49,20 +48,15 @@ def copy_of(system: str, graph: SyntheticConfig, cut: PartitionPlan, work: Path)
     """
     ours = data.prepare(graph, {"peers": cut}, work)["peers"]
     key = data.recipe_key(graph, cut)
-    if system == "stock":
-        folder = work / f"dgl-{key}"
-        if not folder.is_dir():
-            # Only here: writing DGL's files needs DGL.
-            from dglx_dist.data.storage.dgl_format import write_dgl_format
+    folder = work / f"{'dgl' if system == 'stock' else 'arrays'}-{key}"
+    if system == "stock" and not folder.is_dir():
+        # Only here: writing DGL's files needs DGL.
+        from dglx_dist.data.storage.dgl_format import write_dgl_format
 
-            write_dgl_format(generate(graph), assignment_of(open_dataset(ours)), folder)
-        return next(folder.glob("*.json"))
-    if system == "pyg":
-        folder = work / f"arrays-{key}"
-        if not folder.is_dir():
-            _write_arrays(generate(graph), folder)
-        return folder
-    return ours
+        write_dgl_format(generate(graph), assignment_of(open_dataset(ours)), folder)
+    if system == "pyg" and not folder.is_dir():
+        _write_arrays(generate(graph), folder)
+    return next(folder.glob("*.json")) if system == "stock" else folder if system == "pyg" else ours
 
 
 def assignment_of(dataset: StoredDataset) -> Assignment:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import Any, final
 
 import psutil
@@ -22,67 +21,52 @@ from dglx_dist.records import EpochRecord
 from scripts.bench.peers.workload import TOLD, TRAINERS, Launch
 from scripts.bench.suites import installed
 from scripts.netlab.base import Lab
-from scripts.netlab.launch import Launcher, server_environment, start, with_changes
+from scripts.netlab.launch import Launcher, Started, server_environment, start, with_changes
 from scripts.out_files import last_lines
 
 
 def versions() -> dict[str, str]:
-    """Return name to version of the packages that the peers are made of, as far as they are installed."""
+    """Return name to version of what the peers are made of, as far as it is installed."""
     return installed(("torch", "dgl", "torch_geometric", "pyg_lib", "torch_sparse"))
 
 
-Parts = Mapping[str, tuple[str, ...]]
-"""Name of a part of the loop -> fields that its seconds are added to."""
-
-# Nothing of a stock loop runs ahead of training, so it waits for all of its sampling and reading.
-STOCK: Parts = {
-    "sample": ("sample_s", "wait_s"),
-    "pull": ("fetch_s", "wait_s"),
-    "forward": ("compute_s",),
-    "backward": ("compute_s",),  # with DDP's exchange, which runs during it and cannot be told apart
-    "update": ("compute_s",),
-    "sparse update": ("exchange_s",),
-}
-OURS: Parts = {
+PARTS: Mapping[str, tuple[str, ...]] = {
+    # Nothing of a stock loop runs ahead of training, so it waits for all of its sampling and reading. PyG's
+    # sampler slices features in the same call, in worker processes when there are some.
+    **dict.fromkeys(("sample", "sample and slice"), ("sample_s", "wait_s")),
+    "pull": ("fetch_s", "wait_s"),  # of ours rows of an embedding: features are read by the loader's thread
     "wait": ("wait_s",),
-    "pull": ("fetch_s", "wait_s"),  # rows of an embedding; features are read by the loader's thread
-    "forward": ("compute_s",),
-    "backward": ("compute_s",),
-    "update": ("compute_s",),
-    "sparse update": ("exchange_s",),
+    # Backward with DDP's exchange, which runs during it and cannot be told apart; ours is.
+    **dict.fromkeys(("forward", "backward", "update"), ("compute_s",)),
+    **dict.fromkeys(("sparse update", "exchange"), ("exchange_s",)),
     "loader sample": ("sample_s",),
     "loader fetch": ("fetch_s",),
-    "exchange": ("exchange_s",),
 }
-# The sampler slices features in the same call, in worker processes when there are some.
-PYG: Parts = {
-    "sample and slice": ("sample_s", "wait_s"),
-    "wait": ("wait_s",),
-    "forward": ("compute_s",),
-    "backward": ("compute_s",),
-    "update": ("compute_s",),
-}
-MAPPINGS: Mapping[str, Parts] = {"stock": STOCK, "ours": OURS, "dense": OURS, "pyg": PYG}
+"""Name of a part of a loop -> fields that its seconds are added to."""
 
 _TIMES = ("sample_s", "fetch_s", "wait_s", "compute_s", "exchange_s")
 
 
-def as_record(system: str, rows: Sequence[Mapping[str, Any]], wire: int | None) -> EpochRecord:
-    """Put the (W,) rows that the ranks of ``system`` reported of one epoch together.
+def as_record(rows: Sequence[Mapping[str, Any]], wire: int | None) -> EpochRecord:
+    """Put the (W,) rows that the ranks reported of one epoch together.
 
     ``seconds`` are the slowest rank's. Phases are means over ranks, so that those of the loop come to no more
     than it. Counts and bytes are sums; ``bytes_outside`` is what our ledger counted, or, of a system that
     counts nothing itself, ``wire``: what all cards sent, headers included (0 if unknown).
     """
-    times = [_times(system, row["parts"]) for row in rows]
-    # A model's exchange is within its backward: what is told apart is not counted twice.
-    for row, found in zip(rows, times, strict=True):
-        found["compute_s"] = max(found["compute_s"] - row["parts"].get("exchange", 0.0), 0.0)
     counts: Counter[str] = Counter()
+    times = dict.fromkeys(_TIMES, 0.0)
     for row in rows:
         counts.update(row["counts"])
+        found = dict.fromkeys(_TIMES, 0.0)
+        for part, seconds in row["parts"].items():
+            for name in PARTS[part]:
+                found[name] += seconds
+        # A model's exchange is within its backward: what is told apart is not counted twice.
+        found["compute_s"] = max(found["compute_s"] - row["parts"].get("exchange", 0.0), 0.0)
+        times = {name: times[name] + found[name] for name in _TIMES}
     targets = max(counts["targets"], 1)
-    means: Any = {name: fmean(found[name] for found in times) for name in _TIMES}
+    means: Any = {name: total / len(rows) for name, total in times.items()}
     return EpochRecord(
         epoch=int(rows[0]["epoch"]),
         loss=counts["loss_sum"] / targets,
@@ -94,14 +78,6 @@ def as_record(system: str, rows: Sequence[Mapping[str, Any]], wire: int | None) 
         bytes_inside=int(counts["ledger inside"]),
         bytes_outside=int(counts["ledger outside"]) if "ledger outside" in counts else wire or 0,
     )
-
-
-def _times(system: str, parts: Mapping[str, float]) -> dict[str, float]:
-    found = dict.fromkeys(_TIMES, 0.0)
-    for part, seconds in parts.items():
-        for name in MAPPINGS[system][part]:
-            found[name] += seconds
-    return found
 
 
 _EVERY_S = 1.0
@@ -129,8 +105,8 @@ class MemoryWatch:
             try:
                 namespace = os.readlink(f"/proc/{process.pid}/ns/pid")
                 if namespace != self._mine:
-                    now[namespace] = now.get(namespace, 0) + _proportional(process.pid)
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                    now[namespace] = now.get(namespace, 0) + process.memory_full_info().pss
+            except (OSError, psutil.Error):
                 continue  # just ended, or nobody may look at it
         for namespace, size in now.items():
             self._peaks[namespace] = max(self._peaks.get(namespace, 0), size)
@@ -139,11 +115,6 @@ class MemoryWatch:
     def peak_bytes(self) -> int | None:
         """Of the server that used most; None when no server was seen."""
         return max(self._peaks.values(), default=None)
-
-
-def _proportional(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
 
 
 KIND = "program"
@@ -163,12 +134,9 @@ def run_once(
 
     The (W,) reports by rank are as the job "train" makes them. "peak_bytes" is a rank's share of the memory
     of its whole server, graph servers and launchers included, and on plain loopback its own. "extra", per
-    epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the
-    versions, the sum of each rank's seeds in the first measured epoch.
-
-    Raises:
-        ConfigError: the lab cannot host the system, or its data is not there.
-        JobError: it failed or took too long; the message has the end of its output.
+    epoch: seconds of the parts of the loop (the slowest rank's), counts over all ranks; and the versions, the
+    sum of each rank's seeds in the first measured epoch. ConfigError: the lab cannot host the system, or its
+    data is not there. JobError: it failed or took too long.
     """
     if launch.system == "stock" and lab.kind != "namespaces":
         raise ConfigError(
@@ -199,9 +167,10 @@ def run_once(
         )
         deadline = time.monotonic() + timeout_s
         while (code := started.poll()) is None:
-            dead = [each.server.number for each in graph_servers if each.poll() not in (None, 0)]
-            if dead:
-                raise JobError(f"{launch.system}: the graph server of server {dead[0]} ended{_logs(folder)}")
+            if graph_servers and graph_servers.poll():
+                raise JobError(
+                    f"{launch.system}: a graph server ended: {graph_servers.failure}{_logs(folder)}"
+                )
             if time.monotonic() > deadline:
                 raise JobError(
                     f"{launch.system} had not ended after {timeout_s:g} s, all of it was ended; "
@@ -249,32 +218,28 @@ def _dgl_environment(launch: Launch, folder: Path, trainers: int) -> dict[str, s
 
 def _start_graph_servers(
     lab: Lab, launch: Launch, folder: Path, trainers: int, stack: ExitStack
-) -> list[Launcher]:
+) -> Started | None:
     if launch.system != "stock":
-        return []
+        return None
     _ip_config(folder).write_text("".join(f"{server.address} {_SERVER_PORT}\n" for server in lab.servers))
     command = [sys.executable, str(PROGRAMS / "stock_server.py"), str(_ip_config(folder))]
-    shared = {**_environment(launch), **_dgl_environment(launch, folder, trainers)}
-    launchers = []
+    shared = {**_environment(launch), **_dgl_environment(launch, folder, trainers), "DGL_ROLE": "server"}
+    launchers: list[Launcher] = []
+    started = stack.enter_context(Started(launchers, ExitStack()))
     for server in lab.servers:
-        own = {**shared, "DGL_ROLE": "server", "DGL_SERVER_ID": str(server.number)}
-        launcher = Launcher(
-            server,
-            command,
-            with_changes(server_environment(server, 1), own),
-            screen=None,
-            log=folder / f"graph-server-{server.number}.log",
-            failure_file=folder / f"graph-server-{server.number}.json",
+        own = {**shared, "DGL_SERVER_ID": str(server.number)}
+        name = folder / f"graph-server-{server.number}"
+        launchers.append(
+            Launcher(
+                server,
+                command,
+                with_changes(server_environment(server, 1), own),
+                screen=None,
+                log=name.with_suffix(".log"),
+                failure_file=name.with_suffix(".json"),
+            )
         )
-        launchers.append(launcher)
-        stack.callback(_end, launcher)
-    return launchers
-
-
-def _end(launcher: Launcher) -> None:
-    launcher.end()
-    launcher.wait_for_end()
-    launcher.close()
+    return started
 
 
 def _ip_config(folder: Path) -> Path:
@@ -297,7 +262,7 @@ def _reports(
     rows = [[rank["epochs"][number] for rank in found] for number in chosen]
     # Ranks of one server read the same card.
     wire = [_total([rank["card_sent"] for rank in row[::ranks_per_server]]) for row in rows]
-    epochs = [as_record(launch.system, row, sent) for row, sent in zip(rows, wire, strict=True)]
+    epochs = [as_record(row, sent) for row, sent in zip(rows, wire, strict=True)]
     extra = {
         "system": launch.system,
         "allocator": launch.allocator,

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,11 +37,6 @@ class Told:
     out: str = ""
     """Folder of the reports."""
 
-    @property
-    def workload(self) -> Workload:
-        """Model and batches."""
-        return self.launch.workload
-
 
 def read_arguments() -> Told:
     """Read what the launch told this rank in the folder that is its one argument."""
@@ -53,8 +49,8 @@ class Clock:
     """Seconds by part of the loop, and what else an epoch counts."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.counts: dict[str, float] = {}
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.counts: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def of(self, part: str) -> Iterator[None]:
@@ -64,12 +60,10 @@ class Clock:
         self.add(part, time.perf_counter() - begin)
 
     def add(self, part: str, seconds: float) -> None:
-        """Add ``seconds`` to ``part``."""
-        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
+        self.seconds[part] += seconds
 
     def count(self, name: str, value: float) -> None:
-        """Add ``value`` to ``name``."""
-        self.counts[name] = self.counts.get(name, 0.0) + value
+        self.counts[name] += value
 
 
 class Report:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.registry import did_you_mean
+from typing import Any, Literal
 
 TRAINERS: Mapping[str, str] = {
     "stock": "stock_trainer.py",
@@ -18,7 +15,6 @@ TRAINERS: Mapping[str, str] = {
 """System -> its program."""
 TOLD = "launch.json"
 """File that tells the ranks of a launch, in the folder of its reports."""
-ALLOCATORS = ("unset", "glibc", "tuned")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +37,7 @@ class Workload:
 class Launch:
     """What one launch is told; the params of a job of the kind "program"."""
 
-    system: str
-    """One of TRAINERS."""
+    system: Literal["stock", "ours", "dense", "pyg"]
     workload: Workload
     data: str
     """The partition in the system's own format."""
@@ -50,17 +45,8 @@ class Launch:
     """Measured ones."""
     warmup: int = 1
     """Epochs before those."""
-    allocator: str = "unset"
+    allocator: Literal["unset", "glibc", "tuned"] = "unset"
     """unset: as a user of torchrun finds it (ours then keeps freed memory by itself); glibc: the C library's
     defaults for both; tuned: the settings of ``dglx train`` for both."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """For the system's program alone, JSON values."""
-
-    def __post_init__(self) -> None:
-        if self.system not in TRAINERS:
-            hint = did_you_mean(self.system, TRAINERS)
-            raise UnknownNameError(f"there is no system {self.system!r}{hint} (known: {', '.join(TRAINERS)})")
-        if self.allocator not in ALLOCATORS:
-            raise ConfigError(f"allocator={self.allocator!r} must be one of {', '.join(ALLOCATORS)}")
-        if self.epochs < 1 or self.warmup < 0:
-            raise ConfigError(f"epochs={self.epochs}, warmup={self.warmup}: measure at least one epoch")

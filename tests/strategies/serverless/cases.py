@@ -135,7 +135,7 @@ def plan_of(
     program: Program, parts: Sequence[Part], num_servers: int = 1, staleness: int = 0
 ) -> ParameterPlan:
     servers = assign(parts[0].interval_sizes, num_servers)
-    return ParameterPlan.of(program, servers, num_servers=num_servers, staleness=staleness)
+    return ParameterPlan(program=program, server_of_interval=servers, staleness=staleness)
 
 
 def parameter_server(program: Program, plan: ParameterPlan, index: int) -> ParameterServer:

@@ -62,7 +62,7 @@ def main() -> None:
     told = read_arguments()
     torch.set_num_threads(1)
     with dx.init():
-        train(DenseRows(told.workload, told.launch.data), told)
+        train(DenseRows(told.launch.workload, told.launch.data), told)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def main() -> None:
     told = read_arguments()
     torch.set_num_threads(1)
     with dx.init(strategy="data_parallel") as session:
-        train(Ours(told.workload, told.launch.data, told.launch.options, session), told)
+        train(Ours(told.launch.workload, told.launch.data, told.launch.options, session), told)
 
 
 if __name__ == "__main__":

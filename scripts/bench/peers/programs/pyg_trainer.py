@@ -85,7 +85,7 @@ def main() -> None:
     told = read_arguments()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    train(PyG(told.workload, Path(told.launch.data), told.launch.options), told)
+    train(PyG(told.launch.workload, Path(told.launch.data), told.launch.options), told)
     dist.destroy_process_group()
 
 

@@ -82,7 +82,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dgl.distributed.initialize(told.ip_config, net_type="socket")
     dist.init_process_group("gloo")
-    trainer = Stock(told.workload, told.launch.data)
+    trainer = Stock(told.launch.workload, told.launch.data)
     # After so many epochs; 0: never.
     every = int(told.launch.options.get("accuracy_every", 0))
 
