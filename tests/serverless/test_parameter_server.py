@@ -151,13 +151,6 @@ def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
     assert {(1, -1), (2, -2), (2, 0)} <= versions_seen
 
 
-def test_equal_versions_are_shared() -> None:
-    (server,) = servers_of(plan_of(staleness=1))
-    first, second = server.weights(0, 0, 0), server.weights(1, 0, 0)
-    assert all(a is b for a, b in zip(first, second, strict=True))
-    assert server.versions == (0,)
-
-
 def finish(server: ParameterServer, epoch: int) -> None:
     for interval in server.plan.intervals_of(server.index):
         for step in STEPS:
@@ -248,14 +241,6 @@ def test_many_threads_may_push_and_pull() -> None:
     while exchange([server]) is not None:
         pass
     assert bits(server.latest()) == plain_answer(plan, 3)
-
-
-def test_going_on_from_a_later_epoch() -> None:
-    (server,) = servers_of(plan_of(first_epoch=7))
-    assert server.updates == 7
-    server.weights(0, 7, 0)
-    finish(server, 7)
-    assert exchange([server]) == 8
 
 
 def test_first_weights_must_be_the_plans() -> None:

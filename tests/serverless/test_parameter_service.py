@@ -1,6 +1,5 @@
 """Parameter servers on real ranks beside torch in one process; bytes; what is said when one dies."""
 
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from dglx_dist.serverless import parameter_service as ops
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService
 from dglx_dist.serverless.tasks import Direction, TaskKey
-from tests.helpers.ranks import run_ranks, start_ranks
+from tests.helpers.ranks import run_ranks
 
 from .programs import linear
 
@@ -189,32 +188,6 @@ def test_one_two_and_three_servers_train_as_torch_does() -> None:
                     np.testing.assert_allclose(one["state"][f"{name}/{key}"], value, rtol=1e-12)
         assert [one.get("alive") for one in found] == [(EPOCHS,)] * num_servers + [None] * (3 - num_servers)
         check_bytes(found, num_servers)
-
-
-def train_until_death(session: Session, client: ParameterClient) -> None:
-    for epoch in range(EPOCHS):
-        if session.topology.rank == 1 and epoch == 1:
-            os._exit(3)
-        for interval in np.flatnonzero(assign(SIZES, 2) == session.topology.rank):
-            train_interval(session.rpc, client, int(interval), epoch, as_worker=False)
-        wait_for(client, epoch + 1)
-
-
-def die_in_the_second_epoch() -> str:
-    with start_session(timeout_s=60) as session, served(session.rpc, plan_of(2), 3) as (_, client):
-        barrier(session, "all serve")
-        with pytest.raises(PeerError) as caught:
-            train_until_death(session, client)
-        session.close(failed=True)
-        return str(caught.value)
-
-
-def test_a_dead_server_is_named_by_those_that_wait() -> None:
-    outcomes = start_ranks(die_in_the_second_epoch, 3)
-    assert outcomes[1].exitcode == 3
-    for rank in (0, 2):
-        assert outcomes[rank].exitcode == 0, outcomes[rank].error
-        assert "rank 1" in outcomes[rank].result
 
 
 def alone() -> Rpc:
