@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dglx_dist.comm.ledger import ring_bytes
+from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.graph.partition_book import Placement
@@ -271,6 +272,16 @@ class Counted:
         return round(max(self.edges[scheme]) / max(*self.edges[BASE], 1), 3)
 
 
+def gradient_bytes(widths: Widths, topology: Topology) -> int:
+    """Return the bytes between servers of a step's ring all-reduce of gradients."""
+    servers, ranks = topology.server_of_rank, topology.world_size
+    return sum(
+        ring_bytes(widths.gradient_bytes, ranks, rank)
+        for rank in range(ranks)
+        if servers[rank] != servers[(rank + 1) % ranks]
+    )
+
+
 def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     """Make the dataset of a setting and count work and bytes on it; seconds per million edges."""
     config = _graph_of(plan, size, setting)
@@ -307,12 +318,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     pairs = work(exchanging).pairs
     row = setting.features * widths.itemsize
     preloaded = work(preloading).external_rows * (_ID_BYTES + row)
-    servers = topology.server_of_rank
-    gradients = sum(
-        ring_bytes(widths.gradient_bytes, len(servers), rank)
-        for rank in range(len(servers))
-        if servers[rank] != servers[(rank + 1) % len(servers)]
-    )
+    gradients = gradient_bytes(widths, topology)
     sums = {"gradients": gradients}
     plain, kept = (exchanged_bytes(pairs.outside, widths, use_pp=use_pp) for use_pp in (False, True))
     return Counted(
