@@ -37,6 +37,8 @@ class Comparison:
 
 _SLOW = {"rate": GIGABIT}
 _TUNED = {"allocator": "tuned"}
+_BOTH = (("stock", "stock", {}), ("ours", "ours", {}))
+_BOTH_SLOW = (("stock, 1 Gbit/s", "stock", _SLOW), ("ours, 1 Gbit/s", "ours", _SLOW))
 
 
 def _cache(alpha: float) -> dict[str, Any]:
@@ -56,11 +58,9 @@ COMPARISONS: Mapping[str, Comparison] = {
         nodes=1_000_000,
         training={},
         variants=(
-            ("stock", "stock", {}),
-            ("ours", "ours", {}),
+            *_BOTH,
             ("ours, halo cache", "ours", _cache(1.0)),
-            ("stock, 1 Gbit/s", "stock", _SLOW),
-            ("ours, 1 Gbit/s", "ours", _SLOW),
+            *_BOTH_SLOW,
             (_CACHED, "ours", {**_cache(1.0), **_SLOW}),
         ),
         ratios=(
@@ -75,12 +75,10 @@ COMPARISONS: Mapping[str, Comparison] = {
         nodes=200_000,
         training=_LARGE,
         variants=(
-            ("stock", "stock", {}),
-            ("ours", "ours", {}),
+            *_BOTH,
             ("stock, tuned", "stock", _TUNED),
             ("ours, tuned", "ours", _TUNED),
-            ("stock, 1 Gbit/s", "stock", _SLOW),
-            ("ours, 1 Gbit/s", "ours", _SLOW),
+            *_BOTH_SLOW,
             (_CACHED, "ours", {**_cache(0.5), **_SLOW}),
         ),
         ratios=(
@@ -96,11 +94,9 @@ COMPARISONS: Mapping[str, Comparison] = {
         features=4,
         training={"embedding": 64, "hidden": 64, "fanouts": (10, 5)},
         variants=(
-            ("stock", "stock", {}),
-            ("ours", "ours", {}),
+            *_BOTH,
             ("dense under DDP", "dense", {}),
-            ("stock, 1 Gbit/s", "stock", _SLOW),
-            ("ours, 1 Gbit/s", "ours", _SLOW),
+            *_BOTH_SLOW,
         ),
         ratios=(
             _time(_OURS_OVER_STOCK, "ours", "stock", 0.41),
