@@ -101,8 +101,8 @@ def run(
     First every variant runs once to warm up, of those that differ by their rate alone the first; then the
     rates are found at which a baseline communicates as long as is wanted; then come the repetitions, each
     with one job per variant, whose order moves on by one each time so that nobody is always first; last come
-    the accuracy curves that variants ask for. Return what was written: what goes wrong in the experiment makes
-    it "failed", with the measurements so far.
+    the accuracy curves that variants ask for. Return what was written: what goes wrong in the experiment
+    makes it "failed", with the measurements so far.
     """
     make_folder(plan.out)
     running = _Running(experiment, plan, tell)

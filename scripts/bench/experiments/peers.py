@@ -21,6 +21,13 @@ ONE_SERVER = Shape(servers=1, ranks_per_server=2, cpus=2.0)
 _LARGE = {"hidden": 256, "fanouts": (15, 10, 5)}
 
 
+_SLOW = {"rate": GIGABIT}
+_TUNED = {"allocator": "tuned"}
+_Variants = tuple[tuple[str, str, Mapping[str, Any]], ...]
+_BOTH: _Variants = (("stock", "stock", {}), ("ours", "ours", {}))
+_BOTH_SLOW: _Variants = (("stock, 1 Gbit/s", "stock", _SLOW), ("ours, 1 Gbit/s", "ours", _SLOW))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What one experiment launches."""
@@ -29,16 +36,10 @@ class Comparison:
     features: int = 100
     training: Mapping[str, Any]
     """More of ``peers.workload.Workload``."""
-    variants: tuple[tuple[str, str, Mapping[str, Any]], ...]
+    variants: _Variants
     """Name, system and settings of its launch, and ``rate`` where the link is limited."""
     ratios: tuple[Ratio, ...]
     shape: Shape = TWO_SERVERS
-
-
-_SLOW = {"rate": GIGABIT}
-_TUNED = {"allocator": "tuned"}
-_BOTH = (("stock", "stock", {}), ("ours", "ours", {}))
-_BOTH_SLOW = (("stock, 1 Gbit/s", "stock", _SLOW), ("ours, 1 Gbit/s", "ours", _SLOW))
 
 
 def _cache(alpha: float) -> dict[str, Any]:
