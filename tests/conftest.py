@@ -8,7 +8,7 @@ import pytest
 import torch
 from numba.core.dispatcher import Dispatcher
 
-from dglx_dist.serverless.aws.package import Package, Packed, write_zip
+from dglx_dist.serverless.aws.package import Packed, write_zip
 
 torch.set_num_threads(1)
 
@@ -41,4 +41,4 @@ def _place(names: dict[str, Any]) -> int:
 @pytest.fixture(scope="session")
 def worker_package(tmp_path_factory: pytest.TempPathFactory) -> Packed:
     """The whole package of a worker, NumPy and pyzmq included; written once, for it takes seconds."""
-    return write_zip(tmp_path_factory.mktemp("package") / "worker.zip", Package())
+    return write_zip(tmp_path_factory.mktemp("package") / "worker.zip")

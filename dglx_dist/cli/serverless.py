@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from dglx_dist.cli.common import warn, write
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import pairs
-
-if TYPE_CHECKING:
-    from dglx_dist.serverless.aws.deploy import Step
 
 lambda_app = typer.Typer(
     name="lambda",
@@ -84,7 +81,7 @@ def package(
 
     from dglx_dist.serverless.aws.clients import ARCHITECTURES
     from dglx_dist.serverless.aws.deploy import what_aws_lacks
-    from dglx_dist.serverless.aws.package import Package, download_wheels, write_zip
+    from dglx_dist.serverless.aws.package import download_wheels, write_zip
 
     _check_sources(python, architecture, wheels, libraries=libraries)
     with TemporaryDirectory(prefix="dglx-wheels-") as folder:
@@ -92,7 +89,7 @@ def package(
             wheels = Path(folder)
             download_wheels(wheels, python=python, architecture=ARCHITECTURES[architecture or "x86_64"])
         stages = pairs(stage or [], "--stage")
-        written = write_zip(target, Package(stages=stages, wheels=wheels, libraries=libraries))
+        written = write_zip(target, stages, wheels=wheels, libraries=libraries)
     write(f"{target}: {written.num_bytes / 1024**2:.1f} MB, SHA-256 {written.sha256[:16]}")
     if lacks := what_aws_lacks(target):
         warn(f"AWS cannot run it: {lacks}")
@@ -140,8 +137,8 @@ def deploy(  # noqa: PLR0913  # one argument per option
 
     Example: `dglx lambda deploy dglx-worker --package worker.zip --memory 512 --dry-run`
     """
+    from dglx_dist.serverless.aws import deploy as aws
     from dglx_dist.serverless.aws.clients import Deployment, Place
-    from dglx_dist.serverless.aws.deploy import deployment_steps
 
     wanted = Deployment(
         name=name,
@@ -156,7 +153,10 @@ def deploy(  # noqa: PLR0913  # one argument per option
         architecture=architecture,
         place=Place(region=region, endpoint_url=endpoint_url),
     )
-    _do(deployment_steps(wanted), dry_run, f"{name} is up to date")
+    changes = aws.Changes(write, dry_run=dry_run)
+    aws.deploy(wanted, changes)
+    if not changes.number:
+        write(f"{name} is up to date")
 
 
 @lambda_app.command("invoke-test")
@@ -193,11 +193,13 @@ def remove(
 
     Example: `dglx lambda remove dglx-worker --dry-run`
     """
+    from dglx_dist.serverless.aws import deploy as aws
     from dglx_dist.serverless.aws.clients import Place
-    from dglx_dist.serverless.aws.deploy import removal_steps
 
-    steps = removal_steps(name, Place(region=region, endpoint_url=endpoint_url))
-    _do(steps, dry_run, f"nothing is left of {name}")
+    changes = aws.Changes(write, dry_run=dry_run)
+    aws.remove(name, Place(region=region, endpoint_url=endpoint_url), changes)
+    if not changes.number:
+        write(f"nothing is left of {name}")
 
 
 @lambda_app.command()
@@ -235,16 +237,3 @@ def _check_sources(
         )
     if architecture is not None and architecture not in ARCHITECTURES:
         raise ConfigError(f"--architecture {architecture}; give one of {', '.join(ARCHITECTURES)}")
-
-
-def _do(steps: list[Step], dry_run: bool, nothing: str) -> None:
-    """Print the steps, or carry them out; print ``nothing`` if there are none."""
-    from dglx_dist.serverless.aws.deploy import carry_out
-
-    if dry_run:
-        for step in steps:
-            write(f"would {step.text}")
-    else:
-        carry_out(steps, write)
-    if not steps:
-        write(nothing)

@@ -37,13 +37,17 @@ class Fields:
             raise error(f"{where}: {_shown(key, value)}, expected an object{names}")
         self._value: dict[str, Any] = value
         self._seen: set[str] = set()
-        for name in value if known is not None else ():
+        for name in value:
             if known is not None and name not in known:
                 hint = f"{did_you_mean(name, known)} (supported: {', '.join(known)})"
                 raise error(f"{where}: key {self._path(name)!r} is not supported{hint}")
 
     def keys(self) -> Sequence[str]:
         return list(self._value)
+
+    def items(self, known: Sequence[str] | None = None) -> list[tuple[str, Fields]]:
+        """Return all keys with the objects that they hold; ``known`` as for the object itself."""
+        return [(key, self.record(key, known)) for key in self._value]
 
     def has(self, key: str) -> bool:
         """Return whether ``key`` has a value other than null."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
+from dglx_dist.comm.wire import FRAME_BYTES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.row_kernels import check_ids, plan_remote, spread_rows
@@ -291,10 +292,9 @@ class Placement:
 Compute: TypeAlias = Callable[[Array], Sequence[Array]]
 """(k,) int64 ids of the local server to arrays (k,) int64, always the same number of them."""
 
-MAX_MESSAGE_BYTES = 8 << 20
-"""Rows of one message; more are split, so that rows are placed while others are in transit.
-
-Replies of 1 MiB cost the serving rank 1.5 times the processor time in a measurement."""
+MAX_MESSAGE_BYTES = FRAME_BYTES
+"""Rows of one message, which one frame holds; more are split, so that rows are placed while others are in
+transit. Replies of 1 MiB cost the serving rank 1.5 times the processor time in a measurement."""
 
 
 def rows_per_message(row_bytes: int) -> int:
@@ -307,12 +307,19 @@ Answered: TypeAlias = Callable[[], list[Array]]
 
 
 def submit_to_owners(
-    session: Session, placement: Placement, op: str, ids: Array, bounds: Array, compute: Compute
+    session: Session,
+    placement: Placement,
+    op: str,
+    ids: Array,
+    bounds: Array,
+    compute: Compute,
+    parameters: str = "",
 ) -> Answered:
     """Ask ``op`` of the servers that own ``ids``, and return at once.
 
     Sends 8 bytes per distinct remote id and receives 8 per answer. Not collective. Every rank has registered
-    ``op``, which answers its ids with ``compute``; ``bounds``: (S + 1,) int64 id ranges of the servers.
+    ``op``, which answers ``parameters`` and its ids as ``compute`` does; ``bounds``: (S + 1,) int64 id ranges
+    of the servers.
 
     Returns:
         A function that waits for as many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.
@@ -320,7 +327,7 @@ def submit_to_owners(
     own = placement.topology.server
     plan = plan_remote(ids, bounds, own)
     calls = [
-        (session.rpc.submit(rank, op, "", [plan.ids[first:last]], phase="structure"), first, last)
+        (session.rpc.submit(rank, op, parameters, [plan.ids[first:last]], phase="structure"), first, last)
         for rank, first, last in plan.requests(placement.serving_ranks)
     ]
 

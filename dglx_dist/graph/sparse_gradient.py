@@ -119,11 +119,16 @@ def forget_rows(ids: Array, first: int, slot_of: Array) -> None:
         slot_of[ids[k] - first] = NEVER
 
 
-@njit(cache=True, nogil=True)
-def update_sgd(weight: Array, at: Array, gradient: RowSum, rate: float) -> None:
-    """``w -= rate * g``; ``at``: (k,) int64 distinct rows of the (n, d) ``weight``, one for each gradient."""
+# The kernels of updates: (k,) int64 ``at`` are distinct rows of (n, d) ``weight``, one for each gradient, and
+# ``gradient.ids`` those of the states. Without this error model every division is checked for 0 and none is
+# vectorised; each divisor includes eps.
+@njit(cache=True, nogil=True, error_model="numpy")
+def update_sgd(
+    weight: Array, at: Array, _states: tuple[()], gradient: RowSum, constants: tuple[float]
+) -> None:
+    """``w -= rate * g``; ``constants``: rate."""
     kind = weight.dtype.type
-    step, factor = kind(rate), kind(gradient.weight)
+    step, factor = kind(constants[0]), kind(gradient.weight)
     for k in range(len(at)):
         row, place = np.uint64(at[k]), np.uint64(gradient.places[k])
         for at_column in range(weight.shape[1]):
@@ -131,12 +136,13 @@ def update_sgd(weight: Array, at: Array, gradient: RowSum, rate: float) -> None:
             weight[row, column] -= step * (factor * gradient.rows[place, column])
 
 
-# Without this error model every division is checked for 0 and none is vectorised; each divisor includes eps.
 @njit(cache=True, nogil=True, error_model="numpy")
-def update_adagrad(weight: Array, at: Array, total: Array, gradient: RowSum, rate: float, eps: float) -> None:
-    """``s += g^2; w -= rate * g / (sqrt(s) + eps)``; as :func:`update_sgd`, ``s``: rows ``gradient.ids``."""
-    kind, touched = weight.dtype.type, gradient.ids
-    step, small, factor = kind(rate), kind(eps), kind(gradient.weight)
+def update_adagrad(
+    weight: Array, at: Array, states: tuple[Array], gradient: RowSum, constants: tuple[float, float]
+) -> None:
+    """``s += g^2; w -= rate * g / (sqrt(s) + eps)``; ``constants``: rate, eps."""
+    kind, touched, total = weight.dtype.type, gradient.ids, states[0]
+    step, small, factor = kind(constants[0]), kind(constants[1]), kind(gradient.weight)
     last = len(at) - 1
     for k in range(len(at)):
         change_ahead(weight, at[min(k + AHEAD, last)])
@@ -155,17 +161,15 @@ def update_adagrad(weight: Array, at: Array, total: Array, gradient: RowSum, rat
 def update_adam(
     weight: Array,
     at: Array,
-    mean: Array,
-    square: Array,
+    states: tuple[Array, Array],
     gradient: RowSum,
     constants: tuple[float, float, float, float],
 ) -> None:
     """``m += a (g - m); v += b (g^2 - v); w -= rate * m / (sqrt(v) + eps)``.
 
-    As :func:`update_sgd`; ``m`` and ``v`` are rows ``gradient.ids[k]``. ``constants`` are rate, a, b and eps;
-    the rate holds the correction of both moments for their start at 0.
+    ``constants``: rate, a, b, eps; the rate holds the correction of both moments for their start at 0.
     """
-    kind, touched = weight.dtype.type, gradient.ids
+    kind, touched, mean, square = weight.dtype.type, gradient.ids, states[0], states[1]
     step, gain_mean = kind(constants[0]), kind(constants[1])
     gain_square, small = kind(constants[2]), kind(constants[3])
     factor, last = kind(gradient.weight), len(at) - 1

@@ -149,6 +149,16 @@ def _runs(nodes: Array, destinations: Array, indptr: Array) -> int:
     return edge
 
 
+@njit(cache=True, nogil=True)
+def _count_outside(indptr: Array, indices: Array, rows: Array, first: int, last: int) -> Array:
+    counts = np.zeros(len(rows), np.int64)
+    for i in range(len(rows)):
+        for edge in range(indptr[rows[i]], indptr[rows[i] + 1]):
+            if indices[edge] < first or indices[edge] >= last:
+                counts[i] += 1
+    return counts
+
+
 @final
 @dataclass(frozen=True)
 class PendingInEdges:
@@ -226,9 +236,12 @@ class Structure(ABC):
     def close(self) -> None:  # noqa: B027 - a structure that serves no rank has nothing to close
         """Stop answering other ranks: a barrier belongs before it."""
 
-    def in_degrees(self, nodes: Array) -> Array:
-        """Return the (K,) int64 numbers of in-edges of existing destinations."""
-        return self._count_in_edges(nodes)[0]
+    def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
+        """Return the (K,) int64 numbers of in-edges of existing destinations.
+
+        With ``outside`` only edges whose source is not in this half-open range count.
+        """
+        return self._count_in_edges(nodes, outside)[0]
 
     def out_degrees(self, nodes: Array) -> Array:
         """Return the (K,) int64 numbers of out-edges of existing sources."""
@@ -268,12 +281,15 @@ class Structure(ABC):
         for shard in self.shards:
             yield shard, np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
 
-    def _count_in_edges(self, nodes: Array) -> Sequence[Array]:
+    def _count_in_edges(self, nodes: Array, outside: tuple[int, int] | None = None) -> Sequence[Array]:
         """Return [(K,) int64 in-edges of each node], 0 for those that are not here."""
         out = np.zeros(len(nodes), dtype=np.int64)
         for shard, places in self._places(nodes):
             local = nodes[places] - shard.first_node
-            out[places] = shard.indptr[local + 1] - shard.indptr[local]
+            if outside is None:
+                out[places] = shard.indptr[local + 1] - shard.indptr[local]
+            else:
+                out[places] = _count_outside(shard.indptr, shard.indices, local, *outside)
         return [out]
 
     def _count_out_edges(self, nodes: Array) -> Sequence[Array]:
@@ -343,7 +359,7 @@ class PartitionedStructure(Structure):
         self._label = f"{label}.{':'.join(etype)}"
         self._ops: list[str] = []
         self._serve_draw("in_edges")
-        self._register("in_degrees", lambda _, arrays: self._count_in_edges(*arrays))
+        self._register("in_degrees", self._answer_in_degrees)
         self._register("out_degrees", lambda _, arrays: self._count_out_edges(*arrays))
         self._register("find_edges", lambda _, arrays: self._find_edges(*arrays))
 
@@ -387,9 +403,21 @@ class PartitionedStructure(Structure):
             self._session.rpc.unregister(op)
         self._ops.clear()
 
-    def in_degrees(self, nodes: Array) -> Array:
-        bounds, op = self._node_bounds, self._op("in_degrees")
-        return submit_to_owners(self._session, self._placement, op, nodes, bounds, self._count_in_edges)()[0]
+    def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
+        asked = submit_to_owners(
+            self._session,
+            self._placement,
+            self._op("in_degrees"),
+            nodes,
+            self._node_bounds,
+            lambda ids: self._count_in_edges(ids, outside),
+            " ".join(map(str, outside or ())),
+        )
+        return asked()[0]
+
+    def _answer_in_degrees(self, parameters: str, arrays: Sequence[Array]) -> list[Array]:
+        first, last = map(int, parameters.split() or (0, 0))
+        return [*self._count_in_edges(arrays[0], (first, last) if parameters else None)]
 
     def out_degrees(self, nodes: Array) -> Array:
         # Asks every server: out-edges are stored with their destinations.

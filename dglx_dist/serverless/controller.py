@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, final
+from typing import final
 
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.serverless.cost import Counts, PriceTable, billed_gb_seconds, prices
@@ -149,10 +149,6 @@ class Finished:
     done: float
 
 
-_Heap: TypeAlias = list[tuple[int, int, TaskKey]]
-"""Epoch, order of launch, key."""
-
-
 @dataclass
 class Work:
     """An unfinished task."""
@@ -165,8 +161,6 @@ class Work:
     """When its rows became ready."""
     sent: dict[int, float] = field(default_factory=dict)
     """Time at which each attempt was sent."""
-    running: bool = False
-    """Whether the newest attempt is sent."""
 
 
 @final
@@ -179,33 +173,30 @@ class PendingTasks:
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
+        self.running: dict[TaskKey, Work] = {}
+        """Tasks whose newest attempt is sent."""
         self._work: dict[TaskKey, Work] = {}
         self._order = itertools.count()
-        # Entries of work that is now done, sent or in the other heap are skipped when they are popped.
-        self._ready: _Heap = []
-        self._early: _Heap = []
-        self._num_ready_running = 0
-        self.num_early_running = 0
-        """Running tasks whose rows are not ready."""
+        self._heap: list[tuple[bool, int, int, TaskKey]] = []
+        """Whether not ready, epoch, order, key. Entries of work that is done, running or now ready stay."""
 
     @property
-    def num_running(self) -> int:
-        return self._num_ready_running + self.num_early_running
+    def num_early_running(self) -> int:
+        """Running tasks whose rows are not ready."""
+        return sum(work.ready is None for work in self.running.values())
 
     @property
     def num_waiting(self) -> int:
-        return len(self._work) - self.num_running
+        return len(self._work) - len(self.running)
 
     def get(self, key: TaskKey) -> Work | None:
         """Return the work with ``key``; None if it is done or was never launched."""
         return self._work.get(key)
 
-    def late_candidates(self) -> list[Work]:
-        return [work for work in self._work.values() if work.running and work.ready is not None]
-
     def longest_wait_s(self, now: float) -> float:
         """Return the longest time that unsent work has waited; 0 without any."""
-        return max((now - work.queued for work in self._work.values() if not work.running), default=0.0)
+        waits = (now - work.queued for key, work in self._work.items() if key not in self.running)
+        return max(waits, default=0.0)
 
     def add(self, task: Task, now: float, *, ready: bool) -> None:
         """Add a task; ConfigError if its key is already present."""
@@ -217,57 +208,35 @@ class PendingTasks:
 
     def mark_ready(self, work: Work, now: float) -> None:
         work.ready = now
-        if work.running:
-            self.num_early_running -= 1
-            self._num_ready_running += 1
-        else:
+        if work.task.key not in self.running:
             self._enqueue(work)
 
     def take(self, now: float) -> Iterator[Task]:
         """Yield the tasks that may be sent now, and mark them as running."""
-        while (work := self._next()) is not None:
-            work.running = True
-            work.sent[work.task.attempt] = now
-            if work.ready is not None:
-                self._num_ready_running += 1
-            else:
-                self.num_early_running += 1
-            yield work.task
+        while self._heap and len(self.running) < self.workers:
+            is_early, _, _, key = self._heap[0]
+            if is_early and self.num_early_running >= self.workers - 1:
+                return
+            heapq.heappop(self._heap)
+            work = self._work.get(key)
+            if work is not None and key not in self.running and is_early is (work.ready is None):
+                self.running[key] = work
+                work.sent[work.task.attempt] = now
+                yield work.task
 
     def again(self, work: Work, now: float) -> None:
         """Queue the next attempt at ``work``, which is running."""
-        self._free(work)
+        del self.running[work.task.key]
         work.task, work.queued = work.task.again(), now
         self._enqueue(work)
 
     def remove(self, key: TaskKey) -> None:
-        self._free(self._work.pop(key))
-
-    def _next(self) -> Work | None:
-        if self.num_running >= self.workers:
-            return None
-        found = self._pop(self._ready, ready=True)
-        if found is None and self.num_early_running < self.workers - 1:
-            found = self._pop(self._early, ready=False)
-        return found
-
-    def _pop(self, heap: _Heap, *, ready: bool) -> Work | None:
-        while heap:
-            work = self._work.get(heapq.heappop(heap)[2])
-            if work is not None and not work.running and (work.ready is not None) is ready:
-                return work
-        return None
+        self.running.pop(key, None)
+        del self._work[key]
 
     def _enqueue(self, work: Work) -> None:
-        heap = self._early if work.ready is None else self._ready
-        heapq.heappush(heap, (work.task.key.epoch, work.order, work.task.key))
-
-    def _free(self, work: Work) -> None:
-        if work.running and work.ready is not None:
-            self._num_ready_running -= 1
-        elif work.running:
-            self.num_early_running -= 1
-        work.running = False
+        key = work.task.key
+        heapq.heappush(self._heap, (work.ready is None, key.epoch, work.order, key))
 
 
 @final
@@ -293,7 +262,7 @@ class Controller:
         self._queue: Callable[[], float] | None = None
         self._tuned = clock()
         self._counts = Counts()
-        self._lock, self._ticking = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._awake, self._stopped = threading.Event(), threading.Event()
         self._failure: DglxError | None = None
         executor.size(self._pending.workers)
@@ -353,12 +322,10 @@ class Controller:
 
         Raises PeerError if a task has used up its retries; other errors are the executor's.
         """
-        # One thread at a time: the executor reports each event once.
-        with self._ticking:
-            self._count_ended()
-            self._relaunch_lost()
-            self._relaunch_late()
-            self._tune()
+        self._count_ended()
+        self._relaunch_lost()
+        self._relaunch_late()
+        self._tune()
         self._send()
 
     @contextmanager
@@ -414,23 +381,25 @@ class Controller:
     def _holds_back(self) -> bool:
         # True while a batch is incomplete, no task has waited long, and others are running.
         pending, options = self._pending, self._options
-        if options.batch == 1 or pending.num_running == 0 or pending.num_waiting >= options.batch:
+        if options.batch == 1 or not pending.running or pending.num_waiting >= options.batch:
             return False
         return pending.longest_wait_s(self._clock()) < options.batch_wait_s
 
     def _relaunch_lost(self) -> None:
         for one in self._executor.lost():
             with self._lock:
-                work = self._pending.get(one.key)
-                if work is not None and work.running and one.attempt == work.task.attempt:
+                work = self._pending.running.get(one.key)
+                if work is not None and one.attempt == work.task.attempt:
                     self._count(lost=1)
                     self._again(work, one.reason)
 
     def _relaunch_late(self) -> None:
         with self._lock:
             now = self._clock()
-            for work in self._pending.late_candidates():
-                took = now - max(work.sent[work.task.attempt], work.ready or 0.0)
+            for work in list(self._pending.running.values()):
+                if work.ready is None:
+                    continue
+                took = now - max(work.sent[work.task.attempt], work.ready)
                 allowed = self._durations.timeout_s(_kind(work.task.key), len(work.sent) - 1)
                 if took > allowed:
                     self._again(work, f"it gave no rows for {took:.3g} s; the limit is {allowed:.3g} s")

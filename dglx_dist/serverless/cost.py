@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from datetime import date
 from fractions import Fraction
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, TypeAlias, final
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.registry import did_you_mean
-from dglx_dist.serverless.json_fields import Fields, Within, read_json
+from dglx_dist.serverless.json_fields import Within, read_json, read_record
 
 DEFAULT_PRICES = "aws"
 MAX_FILE_BYTES = 1 << 20
-_MOST_SERVERS = 10_000
 _Dollars: TypeAlias = Annotated[float, Within(0, 1e6)]
 _Step: TypeAlias = Annotated[float, Within(1e-6, 3600)]
 
@@ -38,18 +36,14 @@ class PriceTable:
     """Dollars per second of a function with 1 GB (1024 MB) of memory."""
     step_s: _Step
     """Durations are rounded up to multiples of this."""
-    per_server_hour: Mapping[str, float]
+    per_server_hour: Annotated[Mapping[str, _Dollars], Within(1, 10_000)]
     """Dollars per hour of one server, by instance type."""
 
     def __post_init__(self) -> None:
-        fields = Fields(vars(self), f"the price table {self.name!r}")
-        if not self.per_server_hour:
-            fields.refuse("per_server_hour", "at least one kind of server and its dollars per hour")
         try:
             date.fromisoformat(self.date)
         except ValueError:
-            fields.refuse("date", "a date like 2025-01-31")
-        object.__setattr__(self, "per_server_hour", MappingProxyType(dict(self.per_server_hour)))
+            raise ConfigError(f"'date' = {self.date!r}; give a date like 2025-01-31") from None
 
     def server(self, kind: str) -> float:
         """Return the dollars per hour of ``kind``; ConfigError if the table lacks it."""
@@ -61,7 +55,7 @@ class PriceTable:
 
     def to_json(self) -> str:
         """Return the text of a file that :func:`prices` reads."""
-        return json.dumps({**vars(self), "per_server_hour": dict(self.per_server_hour)}, indent=2) + "\n"
+        return json.dumps(vars(self), indent=2) + "\n"
 
 
 def prices(name: str = DEFAULT_PRICES) -> PriceTable:
@@ -75,19 +69,10 @@ def prices(name: str = DEFAULT_PRICES) -> PriceTable:
             f"there is no price table {name!r}{did_you_mean(name, known)} (known: {', '.join(known)}); "
             "or give the path of a JSON file like the output of `dglx lambda prices`"
         )
-    return _read(path)
-
-
-def _read(path: Path) -> PriceTable:
     with path.open("rb") as file:
         text = file.read(MAX_FILE_BYTES + 1)
     where = f"the price table {path}"
-    fields = Fields(read_json(text, MAX_FILE_BYTES, where), where)
-    table = fields.record(
-        PriceTable, per_server_hour=lambda name: fields.mapping(name, _MOST_SERVERS, _Dollars)
-    )
-    fields.end()
-    return table
+    return read_record(PriceTable, read_json(text, MAX_FILE_BYTES, where), where)
 
 
 def _tables() -> tuple[PriceTable, ...]:

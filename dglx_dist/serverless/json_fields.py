@@ -31,7 +31,8 @@ class Fields:
     """The fields of one mapping; call :meth:`end` after reading all of them.
 
     :meth:`record` reads those of a dataclass by its annotations: bool, an Enum, a dataclass, ``X | None``
-    (None if missing or null), and int, float, str and ``tuple[X, ...]`` with :class:`Within`.
+    (None if missing or null), and int, float, str, ``tuple[X, ...]`` and ``Mapping[str, X]`` with
+    :class:`Within`.
 
     Args:
         where: What it describes, for messages.
@@ -132,6 +133,11 @@ class Fields:
         if get_origin(kind) is tuple:
             items = {str(at): item for at, item in enumerate(self.items(name, rest[0].high))}
             return tuple(self._values(name, items, get_args(kind)[0]).values())
+        if get_origin(kind) is Mapping:
+            given = self.any(name)
+            if not isinstance(given, Mapping) or not rest[0].low <= len(given) <= rest[0].high:
+                raise self._wrong(name, given, f"an object of {rest[0].low} to {rest[0].high} fields")
+            return self._values(name, given, get_args(kind)[1])
         if dataclasses.is_dataclass(kind):
             make = cast("Callable[..., Any]", kind)
             return read_record(make, self.any(name), f"{self.where} {name!r}", hidden=self._hidden)
@@ -141,13 +147,6 @@ class Fields:
             return self.flag(name)
         (low, high), read = rest[0], {int: self.whole, float: self.number}.get(kind)
         return self.text(name, high, low) if read is None else read(name, low, high)
-
-    def mapping(self, name: str, most: int, hint: Any) -> dict[str, Any]:
-        """Return a mapping of at most ``most`` names to values of the type ``hint``."""
-        given = self.any(name)
-        if not isinstance(given, Mapping) or len(given) > most:
-            raise self._wrong(name, given, f"an object of at most {most} fields")
-        return self._values(name, given, hint)
 
     def _values(self, name: str, given: Mapping[str, object], hint: Any) -> dict[str, Any]:
         inner = Fields(given, f"{self.where} {name!r}", hidden=self._hidden)
@@ -171,13 +170,18 @@ class Fields:
 
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    return inspect.get_annotations(kind, eval_str=True)
+    found = {}
+    for one in reversed(kind.__mro__):
+        found.update(inspect.get_annotations(one, eval_str=True))
+    return found
 
 
-def read_record(kind: Callable[..., T], given: object, where: str, *, hidden: bool = False) -> T:
+def read_record(
+    kind: Callable[..., T], given: object, where: str, *, hidden: bool = False, defaults: bool = False
+) -> T:
     """Return ``given`` as a record of the dataclass ``kind``; see :class:`Fields`."""
     fields = Fields(given, where, hidden=hidden)
-    record = fields.record(kind)
+    record = fields.record(kind, defaults=defaults)
     fields.end()
     return record
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, final, get_args
 
 import numpy as np
@@ -17,6 +18,7 @@ from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.records import Array
 from dglx_dist.registry import did_you_mean
 from dglx_dist.serverless.program import Program
+from dglx_dist.serverless.stages.base import Shapes
 
 
 def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
@@ -99,92 +101,59 @@ def _draw(name: str, shape: tuple[int, ...], scheme: Scheme, seed: int, inputs_f
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterPlan:
-    """Weights, the steps that use them, and the server of each interval; equal on all ranks."""
+    """Weights of a program and the server of each interval; equal on all ranks."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    """By name, in the order in which weights are stored, summed and sent."""
-    dtype: np.dtype[np.floating]
-    """float32 or float64, of all weights."""
-    steps: Mapping[int, tuple[str, ...]]
-    """Index in the program of each Vertex step -> names of its weights, possibly none."""
+    program: Program
     server_of_interval: Array
-    """(K,) int64; see :func:`~dglx_dist.serverless.parameter_server.assign`."""
-    num_servers: int = 1
+    """(K,) int64; see :func:`assign`."""
     staleness: int = 0
     """S: an interval may begin epoch e after e - S updates."""
     first_epoch: int = 0
     """Next epoch; above 0 when training resumes from a checkpoint."""
 
-    def __post_init__(self) -> None:
-        if self.dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
-            raise ConfigError(
-                f"weights of dtype {self.dtype} cannot be trained here; take float32 or float64"
-            )
-        used = [name for names in self.steps.values() for name in names]
-        if unknown := set(used) - set(self.shapes):
-            raise ConfigError(
-                f"steps use {', '.join(sorted(unknown))}, but weights are {', '.join(self.shapes)}"
-            )
-        if unused := set(self.shapes) - set(used):
-            raise ConfigError(f"no step uses {', '.join(sorted(unused))}; take it out of the model")
-        if self.staleness < 0:
-            raise ConfigError(f"staleness={self.staleness} must be at least 0")
-        if set(self.server_of_interval.tolist()) != set(range(self.num_servers)):
-            raise ConfigError(
-                f"not each of {self.num_servers} parameter servers has an interval; use assign()"
-            )
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Shape of each weight by name, in the order in which weights are stored, summed and sent."""
+        return self.program.weight_shapes
 
-    @classmethod
-    def of(
-        cls,
-        program: Program,
-        server_of_interval: Array,
-        *,
-        num_servers: int = 1,
-        staleness: int = 0,
-        first_epoch: int = 0,
-    ) -> ParameterPlan:
-        """Return the plan for the weights of ``program``."""
-        return cls(
-            shapes=program.weight_shapes,
-            dtype=np.dtype(program.dtype),
-            steps={index: tuple(program.weights_of(index)) for index in program.vertex_steps},
-            server_of_interval=server_of_interval,
-            num_servers=num_servers,
-            staleness=staleness,
-            first_epoch=first_epoch,
-        )
+    @cached_property
+    def steps(self) -> dict[int, list[str]]:
+        """Index of each Vertex step -> names of its weights, possibly none."""
+        return {index: list(self.program.weights_of(index)) for index in self.program.vertex_steps}
+
+    @property
+    def num_servers(self) -> int:
+        return int(self.server_of_interval.max()) + 1
 
     @property
     def num_intervals(self) -> int:
         """K, over all graph servers."""
         return len(self.server_of_interval)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of elements of all weights, |theta|."""
-        return sum(int(np.prod(shape)) for shape in self.shapes.values())
+        return sum(map(math.prod, self.shapes.values()))
 
     def intervals_of(self, server: int) -> list[int]:
-        return [int(interval) for interval in np.flatnonzero(self.server_of_interval == server)]
+        found: list[int] = np.flatnonzero(self.server_of_interval == server).tolist()
+        return found
 
     def unflatten(self, vector: Array) -> list[Array]:
         """Split (|theta|,) into one view per weight."""
-        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes.values()])[:-1]
-        return [
-            part.reshape(shape)
-            for part, shape in zip(np.split(vector, ends), self.shapes.values(), strict=True)
-        ]
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()])[:-1]
+        parts = zip(np.split(vector, ends), self.shapes.values(), strict=True)
+        return [part.reshape(shape) for part, shape in parts]
 
-    def check_weights(self, names: Sequence[str], arrays: Sequence[Array], what: str) -> None:
+    def check_weights(self, names: Collection[str], arrays: Sequence[Array], what: str) -> None:
         """Raise ConfigError unless ``arrays`` have the shapes and dtype of the weights ``names``."""
         if len(arrays) != len(names):
             raise ConfigError(f"{what}: {len(arrays)} arrays for {len(names)} weights ({', '.join(names)})")
         for name, array in zip(names, arrays, strict=True):
-            if array.shape != self.shapes[name] or array.dtype != self.dtype:
+            if array.shape != self.shapes[name] or array.dtype != self.program.dtype:
                 raise ConfigError(
-                    f"{what}: {name!r} is {array.dtype} of shape {array.shape}, not {self.dtype} of shape "
-                    f"{self.shapes[name]}"
+                    f"{what}: {name!r} is {array.dtype} of shape {array.shape}, not {self.program.dtype} of "
+                    f"shape {self.shapes[name]}"
                 )
 
 
@@ -319,114 +288,27 @@ def _read_settings(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @final
-class EpochSums:
-    """Sums of gradients of one epoch: for each step over its intervals in ascending order.
+class _StepSum:
+    """Sum of the gradients of one step over its intervals in ascending order; few wait for earlier ones."""
 
-    A gradient is added as soon as those of all earlier intervals are, so few are stored. Not thread-safe.
-    """
-
-    def __init__(self, steps: Mapping[int, Sequence[str]], intervals: Sequence[int]) -> None:
-        self._steps, self._intervals = steps, tuple(intervals)
-        self._added = dict.fromkeys(steps, 0)
-        self._early: dict[int, dict[int, Sequence[Array]]] = {step: {} for step in steps}
-        self._sums: dict[int, list[Array]] = {}
+    def __init__(self, intervals: Sequence[int]) -> None:
+        self.left = deque(intervals)
+        self.total: list[Array] = []
+        self._early: dict[int, Sequence[Array]] = {}
 
     @property
-    def is_complete(self) -> bool:
-        return all(added == len(self._intervals) for added in self._added.values())
+    def missing(self) -> list[int]:
+        return [interval for interval in self.left if interval not in self._early]
 
-    @property
-    def is_empty(self) -> bool:
-        return not any(self._added.values()) and not any(self._early.values())
-
-    def missing(self) -> dict[int, list[int]]:
-        """Return the intervals without gradients by step; complete steps are omitted."""
-        missing = {
-            step: [one for one in self._intervals[added:] if one not in self._early[step]]
-            for step, added in self._added.items()
-        }
-        return {step: intervals for step, intervals in missing.items() if intervals}
-
-    def add(self, step: int, interval: int, gradients: Sequence[Array]) -> None:
-        """Add ``interval``'s gradients of the weights of ``step``; the arrays are kept, not copied."""
-        early = self._early[step]
-        early[interval] = gradients
-        while (at := self._added[step]) < len(self._intervals) and self._intervals[at] in early:
-            self._fold(step, early.pop(self._intervals[at]))
-            self._added[step] += 1
-
-    def total(self, names: Iterable[str]) -> Array:
-        """Return the sums as one vector in the order of ``names``; every step must be complete."""
-        totals: dict[str, Array] = {}
-        for step in sorted(self._steps):
-            for name, value in zip(self._steps[step], self._sums[step], strict=True):
-                totals[name] = totals[name] + value if name in totals else value
-        return np.concatenate([totals[name].reshape(-1) for name in names])
-
-    def _fold(self, step: int, gradients: Sequence[Array]) -> None:
-        if step in self._sums:
-            for total, gradient in zip(self._sums[step], gradients, strict=True):
+    def add(self, interval: int, gradients: Sequence[Array]) -> None:
+        self._early[interval] = gradients
+        while self.left and self.left[0] in self._early:
+            found = self._early.pop(self.left.popleft())
+            if not self.total:
+                self.total = [np.array(gradient) for gradient in found]
+                continue
+            for total, gradient in zip(self.total, found, strict=True):
                 total += gradient
-        else:
-            self._sums[step] = [np.array(gradient) for gradient in gradients]
-
-
-@final
-class Versions:
-    """The latest weights and the older versions that intervals stashed; equal versions are shared.
-
-    Version v is the result of v updates. An interval keeps the version of its newest epoch until it begins
-    the next one, because the replacement of a worker that died after its last gradient asks for these
-    weights again. With staleness S an interval begins epoch e with version e - S or later, and an update
-    needs all intervals to have begun its epoch, so at most S + 2 versions are alive. Not thread-safe.
-    """
-
-    def __init__(self, weights: Sequence[Array], number: int, staleness: int) -> None:
-        self.latest = number
-        self._limit = staleness + 2
-        self._weights: dict[int, tuple[Array, ...]] = {number: tuple(weights)}
-        self._holders: dict[int, int] = {number: 0}
-        self._stash_of: dict[int, tuple[int, int]] = {}
-
-    @property
-    def alive(self) -> tuple[int, ...]:
-        """Numbers of the stored versions, ascending; the last is the latest."""
-        return tuple(sorted(self._weights))
-
-    def newest(self) -> tuple[Array, ...]:
-        return self._weights[self.latest]
-
-    def epoch_of(self, interval: int) -> int:
-        return self._stash_of.get(interval, (-1, -1))[0]
-
-    def stashed(self, interval: int, epoch: int) -> tuple[Array, ...]:
-        # The first call in an epoch stashes the latest version, and releases that of an earlier epoch.
-        if self.epoch_of(interval) != epoch:
-            self._release(interval)
-            self._stash_of[interval] = (epoch, self.latest)
-            self._holders[self.latest] += 1
-        return self._weights[self._stash_of[interval][1]]
-
-    def add(self, weights: Sequence[Array]) -> None:
-        before, self.latest = self.latest, self.latest + 1
-        self._weights[self.latest] = tuple(weights)
-        self._holders[self.latest] = 0
-        self._drop_unless_held(before)
-        assert len(self._weights) <= self._limit, f"versions {self.alive} are more than {self._limit}"
-
-    def release_all(self) -> None:
-        for interval in list(self._stash_of):
-            self._release(interval)
-
-    def _release(self, interval: int) -> None:
-        if interval in self._stash_of:
-            _, version = self._stash_of.pop(interval)
-            self._holders[version] -= 1
-            self._drop_unless_held(version)
-
-    def _drop_unless_held(self, version: int) -> None:
-        if version != self.latest and self._holders[version] == 0:
-            del self._weights[version], self._holders[version]
 
 
 @final
@@ -435,157 +317,175 @@ class ParameterServer:
 
     Every server has all weights and makes every update. An update uses the sums of all servers, added in the
     servers' order, so the weights are bit-identical on all of them. Arrays that it is given are kept.
+
+    Version v of the weights is the result of v updates. An interval keeps the version of its newest epoch
+    until it begins the next one, because the replacement of a worker that died after its last gradient asks
+    for these weights again. With staleness S an interval begins epoch e with version e - S or later, and an
+    update needs all intervals to have begun its epoch, so at most S + 2 versions are stored.
     """
 
     def __init__(self, plan: ParameterPlan, index: int, weights: Sequence[Array], update: Update) -> None:
-        plan.check_weights(list(plan.shapes), weights, "the first weights")
-        if update.names != tuple(plan.shapes):
-            raise ConfigError(
-                f"the update is of {', '.join(update.names)}, the plan of {', '.join(plan.shapes)}"
-            )
-        self.plan, self.index = plan, index
+        plan.check_weights(plan.shapes, weights, "the first weights")
+        self.plan, self.index, self.updates = plan, index, plan.first_epoch
+        """Number of updates, which is the latest version and the next epoch to be summed."""
         self._update, self._lock = update, threading.Lock()
-        self._versions = Versions(weights, plan.first_epoch, plan.staleness)
+        self._versions = {self.updates: tuple(weights)}
+        self._stash_of: dict[int, tuple[int, int]] = {}
+        """Epoch and version of each interval."""
         self._intervals = plan.intervals_of(index)
-        self._weighted_steps = {step: names for step, names in plan.steps.items() if names}
-        self._sums: dict[int, EpochSums] = {}
+        self._position = {name: at for at, name in enumerate(plan.shapes)}
+        self._sums: dict[int, dict[int, _StepSum]] = {}
+        """By epoch and step."""
         self._received: dict[int, dict[int, Array]] = {}
-        self._digests: dict[int, dict[tuple[int, int], bytes]] = {}
+        """By epoch and server."""
+        self._digests: dict[tuple[int, int, int], bytes] = {}
+        """Of the gradients by epoch, interval and step: of open epochs and the last updated one."""
 
     @property
     def state(self) -> dict[str, Array]:
         """State of the update by "<weight>/<key>"; read it only while nothing is in flight."""
         return self._update.state
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Numbers of the stored versions, ascending; the last is the latest."""
+        return tuple(sorted(self._versions))
+
     def latest(self) -> tuple[Array, ...]:
         """Return the latest weights, in the plan's order."""
         with self._lock:
-            return self._versions.newest()
+            return self._versions[self.updates]
 
     def weights(self, interval: int, epoch: int, step: int) -> list[Array]:
         """Return the weights of ``step``; an interval's first call in an epoch stashes the latest version."""
         self._check_key(interval, epoch, step)
         with self._lock:
             self._check_begun(interval, epoch)
-            stashed = self._versions.epoch_of(interval)
-            if epoch < stashed or (epoch < self._versions.latest and epoch != stashed):
-                raise ConfigError(
-                    f"weights of epoch {epoch} for interval {interval} are gone after "
-                    f"{self._versions.latest} updates; the call comes from a worker that was given up"
-                )
-            weights = self._versions.stashed(interval, epoch)
-        position = {name: at for at, name in enumerate(self.plan.shapes)}
-        return [weights[position[name]] for name in self.plan.steps[step]]
+            stashed, version = self._stash_of.get(interval, (-1, -1))
+            if epoch != stashed:
+                if epoch < max(stashed, self.updates):
+                    raise ConfigError(
+                        f"weights of epoch {epoch} for interval {interval} are gone after {self.updates} "
+                        "updates; the call comes from a worker that was given up"
+                    )
+                version = self.updates
+                self._stash_of[interval] = epoch, version
+            weights = self._versions[version]
+        return [weights[self._position[name]] for name in self.plan.steps[step]]
 
     def gradients(self, interval: int, epoch: int, step: int, arrays: Sequence[Array]) -> bool:
         """Add the gradients of ``step``'s weights; return False for duplicates, which are dropped."""
         what = f"gradients of interval {interval}, epoch {epoch}, step {step}"
         self._check_key(interval, epoch, step)
         self.plan.check_weights(self.plan.steps[step], arrays, what)
-        if step not in self._weighted_steps:
+        if not self.plan.steps[step]:
             return True
-        digest = _digest(arrays)
+        digest, key = _digest(arrays), (epoch, interval, step)
         with self._lock:
             self._check_begun(interval, epoch)
-            arrived = self._digests.setdefault(epoch, {}) if self._is_recent(epoch) else {}
-            if (interval, step) in arrived or epoch < self._versions.latest:
-                if arrived.get((interval, step), digest) != digest:
+            if key in self._digests or epoch < self.updates:
+                if self._digests.get(key, digest) != digest:
                     raise ConfigError(
                         f"{what} came twice with different bits; make stages deterministic and equal on "
                         "all workers"
                     )
                 return False
-            arrived[interval, step] = digest
-            self._sums_of(epoch).add(step, interval, arrays)
+            self._digests[key] = digest
+            if epoch not in self._sums:
+                self._sums[epoch] = self._no_sums()
+            self._sums[epoch][step].add(interval, arrays)
         return True
 
     def own_sums(self) -> tuple[int, Array] | None:
         """Return (epoch, (|theta|,) sums) of the next update; None while gradients are missing."""
         with self._lock:
-            epoch = self._versions.latest
-            if epoch not in self._sums or not self._sums[epoch].is_complete:
+            epoch, sums = self.updates, self._sums.get(self.updates)
+            if sums is None or any(one.left for one in sums.values()):
                 return None
-            arrived = self._received.setdefault(epoch, {})
-            if self.index not in arrived:
-                arrived[self.index] = self._sums[epoch].total(self.plan.shapes)
-            return epoch, arrived[self.index]
+            received = self._received.setdefault(epoch, {})
+            if self.index not in received:
+                totals = [total.reshape(-1) for one in sums.values() for total in one.total]
+                received[self.index] = np.concatenate(totals)
+            return epoch, received[self.index]
 
     def receive_sums(self, server: int, epoch: int, vector: Array) -> None:
         """Store the sums of another server; ignores repeated ones."""
-        if not 0 <= server < self.plan.num_servers or server == self.index:
-            raise ConfigError(f"sums of server {server} came to {self.index} of {self.plan.num_servers}")
-        if vector.shape != (self.plan.size,) or vector.dtype != self.plan.dtype:
+        plan = self.plan
+        if not 0 <= server < plan.num_servers or server == self.index:
+            raise ConfigError(f"sums of server {server} came to {self.index} of {plan.num_servers}")
+        if vector.shape != (plan.size,) or vector.dtype != plan.program.dtype:
             raise ConfigError(
-                f"sums of server {server} are {vector.dtype} of shape {vector.shape}, not {self.plan.dtype} "
-                f"of shape ({self.plan.size},)"
+                f"sums of server {server} are {vector.dtype} of shape {vector.shape}, not "
+                f"{plan.program.dtype} of shape ({plan.size},)"
             )
         with self._lock:
-            if epoch > self._versions.latest + self.plan.staleness + 1:
+            if epoch > self.updates + plan.staleness + 1:
                 raise ConfigError(
-                    f"sums of epoch {epoch} came from server {server} after {self._versions.latest} updates"
+                    f"sums of epoch {epoch} came from server {server} after {self.updates} updates"
                 )
-            if epoch >= self._versions.latest:
+            if epoch >= self.updates:
                 self._received.setdefault(epoch, {}).setdefault(server, vector)
 
     def servers_missing(self) -> list[int]:
         """Return the servers, possibly this one, whose sums for the next update are missing."""
         with self._lock:
-            arrived = self._received.get(self._versions.latest, {})
-            return [server for server in range(self.plan.num_servers) if server not in arrived]
+            received = self._received.get(self.updates, {})
+            return [server for server in range(self.plan.num_servers) if server not in received]
 
     def advance(self) -> int | None:
         """Make the next update if all sums have arrived; return the number of updates, or None.
 
         Only one thread may call this; other threads may pull and push meanwhile.
         """
+        if self.servers_missing():
+            return None
         with self._lock:
-            epoch = self._versions.latest
-            arrived = self._received.get(epoch, {})
-            if len(arrived) < self.plan.num_servers:
-                return None
-            weights = self._versions.newest()
-        total = arrived[0].copy()
+            epoch, weights = self.updates, self._versions[self.updates]
+            received = self._received[epoch]
+        total = received[0].copy()
         for server in range(1, self.plan.num_servers):
-            total += arrived[server]
+            total += received[server]
         after = self._update.apply(weights, self.plan.unflatten(total))
         with self._lock:
-            self._versions.add(after)
+            self.updates += 1
+            self._versions[self.updates] = after
+            self._drop_unused_versions()
             del self._received[epoch], self._sums[epoch]
-            self._digests = {one: arrived for one, arrived in self._digests.items() if self._is_recent(one)}
-            return self._versions.latest
+            self._digests = {key: one for key, one in self._digests.items() if key[0] >= epoch}
+            return self.updates
 
     def missing(self) -> str:
         """Describe the missing gradients of this server for the next update; "" for none."""
         with self._lock:
-            epoch = self._versions.latest
-            missing = self._sums_of(epoch).missing()
-        return "; ".join(
-            f"epoch {epoch}, step {step}: gradients of intervals {_abbreviated(intervals)}"
-            for step, intervals in sorted(missing.items())
-        )
+            sums = self._sums.get(self.updates) or self._no_sums()
+            return "; ".join(
+                f"epoch {self.updates}, step {step}: gradients of intervals {_abbreviated(one.missing)}"
+                for step, one in sums.items()
+                if one.missing
+            )
 
     def drain(self) -> None:
         """Release all stashes; ConfigError unless every interval has finished the same epoch."""
         with self._lock:
-            begun = [epoch for epoch, sums in self._sums.items() if not sums.is_empty]
-            if begun or self._received:
+            if self._sums or self._received:
                 raise ConfigError(
-                    f"epoch {min([*begun, *self._received])} is under way; wait for its update first"
+                    f"epoch {min([*self._sums, *self._received])} is under way; wait for its update first"
                 )
-            self._versions.release_all()
+            self._stash_of.clear()
+            self._drop_unused_versions()
 
-    def _is_recent(self, epoch: int) -> bool:
-        # Duplicates are compared in open epochs and in the last updated one.
-        return epoch >= self._versions.latest - 1
+    def _drop_unused_versions(self) -> None:
+        used = {self.updates, *(version for _, version in self._stash_of.values())}
+        self._versions = {number: weights for number, weights in self._versions.items() if number in used}
+        assert len(used) <= self.plan.staleness + 2, f"{used} of staleness {self.plan.staleness}"
 
-    def _sums_of(self, epoch: int) -> EpochSums:
-        if epoch not in self._sums:
-            self._sums[epoch] = EpochSums(self._weighted_steps, self._intervals)
-        return self._sums[epoch]
+    def _no_sums(self) -> dict[int, _StepSum]:
+        # In the order of the steps, which is that of the weights.
+        return {step: _StepSum(self._intervals) for step, names in self.plan.steps.items() if names}
 
     def _check_key(self, interval: int, epoch: int, step: int) -> None:
         if step not in self.plan.steps:
-            raise ConfigError(f"step {step} has no weights; steps with weights: {sorted(self.plan.steps)}")
+            raise ConfigError(f"step {step} has no weights; steps with weights: {list(self.plan.steps)}")
         if not 0 <= interval < self.plan.num_intervals or epoch < 0:
             raise ConfigError(f"there is no interval {interval} of {self.plan.num_intervals}, epoch {epoch}")
         server = int(self.plan.server_of_interval[interval])
@@ -593,9 +493,9 @@ class ParameterServer:
             raise ConfigError(f"interval {interval} is of parameter server {server}, not of {self.index}")
 
     def _check_begun(self, interval: int, epoch: int) -> None:
-        if epoch > self._versions.latest + self.plan.staleness:
+        if epoch > self.updates + self.plan.staleness:
             raise ConfigError(
-                f"interval {interval} is in epoch {epoch} after {self._versions.latest} updates, which is "
+                f"interval {interval} is in epoch {epoch} after {self.updates} updates, which is "
                 f"beyond staleness {self.plan.staleness}"
             )
 

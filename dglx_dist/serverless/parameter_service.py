@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import io
 import logging
-import math
 import re
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import final
@@ -21,8 +21,8 @@ from dglx_dist.comm.trace import PARAMETER_SERVER, Timeline
 from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import read_json
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer
+from dglx_dist.serverless.program import DTYPES
 from dglx_dist.serverless.tasks import Direction, TaskKey
 from dglx_dist.serverless.worker import GRADIENTS, WEIGHTS
 
@@ -39,8 +39,6 @@ DOWN, UP, BETWEEN, CONTROL, READ = "weights_down", "weights_up", "parameter_sums
 """Ledger phases."""
 
 _PAIR = re.compile(r"(0|[1-9][0-9]{0,17})/(0|[1-9][0-9]{0,5})")
-_STATE_DTYPES = ("float32", "float64")
-_MAX_TABLE_BYTES = 1 << 24
 log = logging.getLogger(__name__)
 _POLL_S, _PROBE_S, _NOTIFY_S, _JOIN_TIMEOUT_S = 1.0, 5.0, 2.0, 5.0
 _MAX_REASON = 1000
@@ -60,51 +58,29 @@ def parse_pair(name: str) -> tuple[int, int]:
 
 
 def pack_state(state: Mapping[str, Array]) -> list[Array]:
-    """Return a JSON table of contents, and all values in one buffer, both as uint8."""
-    table = [[path, value.dtype.name, list(value.shape)] for path, value in state.items()]
-    numbers = b"".join(np.ascontiguousarray(value).tobytes() for value in state.values())
-    return [np.frombuffer(json.dumps(table).encode(), np.uint8), np.frombuffer(numbers, np.uint8)]
+    """Return all values by name as one uint8 array, in NumPy's format of several arrays."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **state)  # type: ignore[arg-type]  # the names of arguments are those of the arrays
+    return [np.frombuffer(buffer.getvalue(), np.uint8)]
 
 
-def unpack_state(plan: ParameterPlan, packed: list[Array]) -> dict[str, Array]:
-    """Read :func:`pack_state` into new arrays; ConfigError if it does not fit the weights of ``plan``."""
-    if len(packed) != 2:
-        raise ConfigError(f"the optimizer's state has {len(packed)} arrays instead of a table and numbers")
-    table, numbers = packed[0].tobytes(), packed[1].tobytes()
-    state: dict[str, Array] = {}
-    begin = 0
-    for path, dtype, shape in _entries(table):
-        name = path.rpartition("/")[0]
-        if (
-            name not in plan.shapes
-            or dtype not in _STATE_DTYPES
-            or tuple(shape) not in ((), plan.shapes[name])
-        ):
+def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Array]:
+    """Read :func:`pack_state`; ConfigError if it does not fit the weights of ``plan``."""
+    try:
+        with np.load(io.BytesIO(b"".join(one.tobytes() for one in packed)), allow_pickle=False) as found:
+            state = dict(found)
+    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ConfigError(
+            f"the optimizer's state cannot be read: {error}; run the same version everywhere"
+        ) from None
+    for path, value in state.items():
+        shape = plan.shapes.get(path.rpartition("/")[0])
+        if shape is None or value.shape not in ((), shape) or value.dtype.name not in DTYPES:
             raise ConfigError(
-                f"the optimizer's state {path[:80]!r}, {dtype} of shape {shape}, belongs to no weight here"
+                f"the optimizer's state {path[:80]!r}, {value.dtype} of shape {value.shape}, belongs to no "
+                "weight here"
             )
-        end = begin + math.prod(shape) * np.dtype(dtype).itemsize
-        if end > len(numbers):
-            raise ConfigError(f"the optimizer's state ends before the numbers of {path!r}")
-        state[path] = np.frombuffer(numbers[begin:end], dtype).reshape(shape).copy()
-        begin = end
     return state
-
-
-def _entries(table: bytes) -> list[tuple[str, str, list[int]]]:
-    # Path, dtype and shape of each entry.
-    where = "the table of an optimizer's state"
-    found = read_json(table, _MAX_TABLE_BYTES, where)
-    if not isinstance(found, list):
-        raise ConfigError(f"{where} is a {type(found).__name__}, not a list; run the same version everywhere")
-    entries = []
-    for entry in found:
-        match entry:
-            case [str(path), str(dtype), [*shape]] if all(type(one) is int for one in shape):
-                entries.append((path, dtype, shape))
-            case _:
-                raise ConfigError(f"{where} has an invalid entry; run the same version everywhere")
-    return entries
 
 
 def describe(server: int) -> str:
@@ -331,7 +307,7 @@ class ParameterClient:
     def latest(self) -> dict[str, Array]:
         """Fetch the latest weights by name; all servers have the same while nothing is in flight."""
         (vector,) = self._rpc.call(self._nearest(), LATEST, "", [], phase=READ)
-        if vector.shape != (self._plan.size,) or vector.dtype != self._plan.dtype:
+        if vector.shape != (self._plan.size,) or vector.dtype != self._plan.program.dtype:
             raise ConfigError(
                 f"the latest weights, {vector.dtype} of shape {vector.shape}, belong to another model"
             )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Protocol, TypeAlias, final
@@ -16,7 +15,7 @@ import zmq
 
 import dglx_dist
 from dglx_dist.comm.auth import Credentials
-from dglx_dist.comm.rpc import Client, Handler, PeerAddress, ServeConfig, run_handler
+from dglx_dist.comm.rpc import Client, Handler, PeerAddress, run_handler
 from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Fields, Json, Within, printable, read_json
@@ -24,6 +23,7 @@ from dglx_dist.serverless.program import MAX_PROGRAM_BYTES, Program
 from dglx_dist.serverless.stages.base import register_stage
 from dglx_dist.serverless.tasks import (
     MAX_ATTEMPT,
+    TASK_OVER,
     Address,
     Computed,
     Direction,
@@ -33,8 +33,8 @@ from dglx_dist.serverless.tasks import (
     Work,
     add_gradients,
     attempt_name,
+    half_length,
     half_name,
-    half_rows,
     kernels,
 )
 
@@ -61,7 +61,7 @@ class WorkerAnswer:
     key: TaskKey
     attempt: Annotated[int, Within(0, MAX_ATTEMPT)]
     accepted: bool
-    """Whether the graph server accepted the rows; False: it had them already."""
+    """Whether the graph server accepted the rows; False: another attempt has done the task."""
     seconds: Annotated[float, Within(0, 1e9)]
     cold: bool
     """Whether it was the first task of its worker."""
@@ -101,16 +101,15 @@ class Caller(ABC):
     """Calls the servers of a job."""
 
     @abstractmethod
-    def begin(self) -> None:
-        """Prepare for a task: no call is pending, and connections may have died since the last one."""
-
-    @abstractmethod
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         """Call ``op`` of ``to``; ``arrays`` must not change until the answer has arrived."""
 
     @abstractmethod
     def close(self) -> None:
         """Close all connections; pending calls end with a PeerError."""
+
+    def begin(self) -> None:  # noqa: B027 - most have nothing to do
+        """Prepare for a task: no call is pending, and connections may have died since the last one."""
 
 
 @final
@@ -120,12 +119,15 @@ class RemoteCaller(Caller):
     ``through`` maps an endpoint to its proxy, such as ``Relay.endpoint``.
     """
 
-    def __init__(self, through: Callable[[str], str] | None = None) -> None:
+    def __init__(self, through: Callable[[str], str] = str) -> None:
         self._through = through
-        self._connections: _Connections | None = None
+        self._secrets: Secrets | None = None
+        """Of the open connections; None: there are none."""
+        self._used_at = 0.0
 
     def begin(self) -> None:
-        if self._connections is not None and self._connections.idle_s > _IDLE_S:
+        # By the wall clock: a monotonic clock may stop in a frozen container.
+        if time.time() - self._used_at > _IDLE_S:
             self.close()
 
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
@@ -134,15 +136,37 @@ class RemoteCaller(Caller):
                 f"rank {to.rank} on {to.host} has no public key, but this job's connections are "
                 "encrypted; set DGLX_CURVE to the same value on all ranks"
             )
-        if self._connections is None or self._connections.secrets != secrets:
+        if self._secrets != secrets:
             self.close()
-            self._connections = _Connections(secrets, self._through)
-        return self._connections.send(to, op, name, arrays)
+            self._open(secrets)
+        self._used_at = time.time()
+        # Numbered here: after a restart a rank may come back at another address.
+        number = self._numbers.setdefault(to, len(self._numbers))
+        if number not in self._peers:
+            endpoint, key = self._through(to.endpoint), _bytes(to.public_key)
+            self._peers[number] = PeerAddress(rank=to.rank, host=to.host, endpoint=endpoint, public_key=key)
+        return self._client.send(number, op, name, arrays)
 
     def close(self) -> None:
-        if self._connections is not None:
-            self._connections.close()
-            self._connections = None
+        if self._secrets is not None:
+            self._client.close()
+            self._context.destroy(linger=0)
+            self._secrets = None
+
+    def _open(self, secrets: Secrets) -> None:
+        self._secrets, self._numbers = secrets, dict[Address, int]()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._peers: dict[int, PeerAddress] = {}
+        credentials = Credentials(
+            secret=secrets.secret.encode(),
+            public_key=_bytes(secrets.public_key),
+            secret_key=_bytes(secrets.secret_key),
+        )
+        self._client = Client(self._context, self._peers, credentials)
+
+
+def _bytes(text: str | None) -> bytes | None:
+    return None if text is None else text.encode()
 
 
 @final
@@ -152,9 +176,6 @@ class DirectCaller(Caller):
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
         self._closed = False
-
-    def begin(self) -> None:
-        pass
 
     def send(self, to: Address, secrets: Secrets, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         if self._closed:
@@ -178,52 +199,12 @@ class _LocalAnswer:
         return self._arrays
 
 
-@final
-class _Connections:
-    """The connections of one job."""
-
-    def __init__(self, secrets: Secrets, through: Callable[[str], str] | None) -> None:
-        self.secrets, self._through = secrets, through
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # Numbered here: after a restart a rank may come back at another address.
-        self._peers: dict[int, PeerAddress] = {}
-        self._numbers: dict[Address, int] = {}
-        self._next = itertools.count()
-        self._used_at = time.time()
-        credentials = Credentials(
-            secret=secrets.secret.encode(),
-            public_key=_bytes(secrets.public_key),
-            secret_key=_bytes(secrets.secret_key),
-        )
-        self._client = Client(self._context, self._peers, credentials, ServeConfig())
-
-    @property
-    def idle_s(self) -> float:
-        # By the wall clock: a monotonic clock may stop in a frozen container.
-        return time.time() - self._used_at
-
-    def send(self, to: Address, op: str, name: str, arrays: Sequence[Array]) -> Answer:
-        self._used_at = time.time()
-        number = self._numbers.get(to)
-        if number is None:
-            number = self._numbers[to] = next(self._next)
-            endpoint = to.endpoint if self._through is None else self._through(to.endpoint)
-            self._peers[number] = PeerAddress(
-                rank=to.rank, host=to.host, endpoint=endpoint, public_key=_bytes(to.public_key)
-            )
-        return self._client.send(number, op, name, arrays)
-
-    def close(self) -> None:
-        self._client.close()
-        self._context.destroy(linger=0)
-
-
-def _bytes(text: str | None) -> bytes | None:
-    return None if text is None else text.encode()
+class _TaskOver(Exception):
+    """Another attempt has done the task."""
 
 
 @final
-class TaskCalls:
+class _Calls:
     """The calls of one task.
 
     ``lambda.pull`` answered without arrays means "not yet". A worker may start before its rows are ready, and
@@ -232,33 +213,20 @@ class TaskCalls:
 
     def __init__(self, caller: Caller, task: Task) -> None:
         self._caller, self._task = caller, task
-        self._submitted: list[Answer] = []
-        self._weights: Answer | None = None
-        self._halves: list[Answer | None] = [None, None]
 
     def program(self) -> bytes:
         """Fetch the program's JSON, and report this worker's numerical kernels."""
-        arrays = self._from_graph_server(PROGRAM, kernels()).wait(self._task.timeout_s)
+        arrays = self._graph_server(PROGRAM, kernels()).wait(self._task.timeout_s)
         if len(arrays) != 1 or arrays[0].nbytes > MAX_PROGRAM_BYTES:
             raise self._wrong_answer(PROGRAM, f"one program of at most {MAX_PROGRAM_BYTES} bytes")
         return arrays[0].tobytes()
 
-    def request_weights(self) -> None:
-        task = self._task
-        self._weights = self._caller.send(task.parameter_server, task.secrets, WEIGHTS, str(task.key))
+    def pull(self, half: int) -> Answer:
+        return self._graph_server(PULL, half_name(self._task.key, half))
 
-    def weights(self) -> list[Array]:
-        """Return the requested weights; [] if none were requested."""
-        return [] if self._weights is None else self._weights.wait(self._task.timeout_s)
-
-    def request_half(self, half: int) -> None:
-        self._halves[half] = self._from_graph_server(PULL, half_name(self._task.key, half))
-
-    def half(self, half: int) -> list[Array]:
-        """Wait for the requested rows; PeerError if the graph server does not have them in time."""
-        task, answer = self._task, self._halves[half]
-        assert answer is not None
-        requested_at = time.monotonic()
+    def rows(self, answer: Answer, half: int) -> list[Array]:
+        """Wait for the answer to :meth:`pull`; PeerError if the graph server lacks the rows for too long."""
+        task, requested_at = self._task, time.monotonic()
         while not (arrays := answer.wait(task.timeout_s)):
             waited_s = time.monotonic() - requested_at
             if waited_s > task.timeout_s:
@@ -270,28 +238,23 @@ class TaskCalls:
             # Proportional to the waiting time: few calls, and ready rows are fetched soon. Workers that
             # fetch late would cost more than the pipeline gains.
             time.sleep(min(max(waited_s / 2, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
-            answer = self._from_graph_server(PULL, half_name(task.key, half))
-        self._halves[half] = None
+            answer = self.pull(half)
+        if [array.dtype for array in arrays] == [TASK_OVER.dtype]:
+            raise _TaskOver
         return arrays
 
-    def push(self, gradients: Sequence[Array]) -> None:
-        """Push the gradients and wait for the acknowledgement."""
+    def parameters(self, op: str, arrays: Sequence[Array] = ()) -> Answer:
         task = self._task
-        to, name = task.parameter_server, str(task.key)
-        self._caller.send(to, task.secrets, GRADIENTS, name, gradients).wait(task.timeout_s)
+        return self._caller.send(task.parameter_server, task.secrets, op, str(task.key), arrays)
 
-    def submit(self, half: int, rows: Sequence[Array]) -> None:
-        """Send the rows of half 0 or 1 without waiting."""
-        name = attempt_name(self._task.key, half, self._task.attempt)
-        self._submitted.append(self._from_graph_server(GIVE, name, rows))
+    def submit(self, half: int, rows: Sequence[Array]) -> Answer:
+        return self._graph_server(GIVE, attempt_name(self._task.key, half, self._task.attempt), rows)
 
-    def accepted(self) -> bool:
-        """Wait for the acknowledgements of :meth:`submit`; return whether all rows were accepted."""
-        acknowledgements = [answer.wait(self._task.timeout_s) for answer in self._submitted]
-        for arrays in acknowledgements:
-            if len(arrays) != 1 or arrays[0].shape != (1,) or arrays[0].dtype != np.int64:
-                raise self._wrong_answer(GIVE, "one int64")
-        return all(arrays[0][0] == 1 for arrays in acknowledgements)
+    def accepted(self, submitted: Answer) -> bool:
+        arrays = submitted.wait(self._task.timeout_s)
+        if len(arrays) != 1 or arrays[0].shape != (1,) or arrays[0].dtype != np.int64:
+            raise self._wrong_answer(GIVE, "one int64")
+        return bool(arrays[0][0] == 1)
 
     def _wrong_answer(self, op: str, wanted: str) -> ConfigError:
         server = self._task.graph_server
@@ -300,7 +263,7 @@ class TaskCalls:
             "version of dglx_dist everywhere"
         )
 
-    def _from_graph_server(self, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
+    def _graph_server(self, op: str, name: str, arrays: Sequence[Array] = ()) -> Answer:
         return self._caller.send(self._task.graph_server, self._task.secrets, op, name, arrays)
 
 
@@ -333,8 +296,10 @@ class Worker:
 
     def __init__(self, caller: Caller, hook: PhaseHook = lambda phase: None) -> None:
         self._caller, self._hook = caller, hook
-        self._cached: _CachedProgram | None = None
         self._cold = True
+        self._run_of_program: object = None
+        self._program: Program
+        self._works: dict[tuple[int, Direction, bool], Work] = {}
 
     def handle(self, event: object, context: object = None) -> dict[str, Json]:
         """Run the task of ``event`` (``Task.to_event``, or its parsed JSON); return ``WorkerAnswer.as_json``.
@@ -346,6 +311,8 @@ class Worker:
         cold, self._cold = self._cold, False
         try:
             accepted = self._run(task)
+        except _TaskOver:
+            accepted = False
         except DglxError as error:
             raise type(error)(f"task {task.key}, attempt {task.attempt}: {error}") from error
         except Exception as error:
@@ -359,78 +326,53 @@ class Worker:
 
     def _run(self, task: Task) -> bool:
         self._caller.begin()
-        calls = TaskCalls(self._caller, task)
+        calls, streaming = _Calls(self._caller, task), task.options.streaming
         work = self._work(task, calls)
         self._hook(TaskPhase.BEFORE_PULL)
-        computed = self._compute(task, work, calls)
+        requested = calls.parameters(WEIGHTS) if work.weights else None
+        pulled = [calls.rows(calls.pull(0), 0)]
+        second = calls.pull(1)
+        if not streaming:
+            pulled.append(calls.rows(second, 1))
+        weights = [] if requested is None else requested.wait(task.timeout_s)
+        computed: list[Computed] = []
+        submitted: list[Answer] = []
+        # Streaming computes the first half while the second arrives; forward, it is also sent meanwhile.
+        for half in (0, 1):
+            if half == len(pulled):
+                pulled.append(calls.rows(second, 1))
+            computed.append(work.half(weights, pulled[half], half_length(task.rows, half)))
+            self._hook(TaskPhase.HALF)
+            if half == 0 and streaming and task.key.direction is Direction.FORWARD:
+                submitted.append(calls.submit(0, computed[0].rows))
         self._hook(TaskPhase.COMPUTED)
         if work.pushes and work.weights:
-            calls.push(add_gradients(computed[0].gradients, computed[1].gradients))
+            gradients = add_gradients(computed[0].gradients, computed[1].gradients)
+            calls.parameters(GRADIENTS, gradients).wait(task.timeout_s)
         self._hook(TaskPhase.PUSHED)
-        for half, one in enumerate(computed):
-            if not _sends_early(task, half):
-                calls.submit(half, one.rows)
-        accepted = calls.accepted()
+        for half in range(len(submitted), 2):
+            submitted.append(calls.submit(half, computed[half].rows))
+        accepted = [calls.accepted(one) for one in submitted]
         self._hook(TaskPhase.END)
-        return accepted
+        return all(accepted)
 
-    def _compute(self, task: Task, work: Work, calls: TaskCalls) -> list[Computed]:
-        # Streaming computes the first half while the second arrives; forward, it is also sent meanwhile.
-        if work.weights:
-            calls.request_weights()
-        calls.request_half(0)
-        pulled = [calls.half(0)]
-        calls.request_half(1)
-        if not task.options.streaming:
-            pulled.append(calls.half(1))
-        weights = calls.weights()
-        computed = [self._half(task, work, 0, weights, pulled[0])]
-        if _sends_early(task, 0):
-            calls.submit(0, computed[0].rows)
-        second = pulled[1] if len(pulled) > 1 else calls.half(1)
-        return [*computed, self._half(task, work, 1, weights, second)]
-
-    def _half(self, task: Task, work: Work, half: int, weights: list[Array], arrays: list[Array]) -> Computed:
-        nodes = half_rows(task.rows, half)
-        computed = work.half(weights, arrays, nodes.stop - nodes.start)
-        self._hook(TaskPhase.HALF)
-        return computed
-
-    def _work(self, task: Task, calls: TaskCalls) -> Work:
-        cached, run = self._cached, (task.secrets, task.key.run)
+    def _work(self, task: Task, calls: _Calls) -> Work:
+        key, run = task.key, (task.program, task.secrets, task.key.run)
         # Fetched again for each run even if programs are equal: the call also reports the worker's kernels.
-        if cached is None or cached.program.digest != task.program or cached.run != run:
+        if self._run_of_program != run:
             program = Program.from_json(calls.program())
             if program.digest != task.program:
                 raise ConfigError(
                     f"rank {task.graph_server.rank} on {task.graph_server.host} gave program "
                     f"{program.digest[:12]} instead of {task.program[:12]}: it belongs to another run"
                 )
-            cached = self._cached = _CachedProgram(program, run)
-        return cached.work(task)
-
-
-@final
-@dataclass(frozen=True)
-class _CachedProgram:
-    """A program, and the kinds of task requested so far."""
-
-    program: Program
-    run: tuple[Secrets, int]
-    _works: dict[tuple[int, Direction, bool], Work] = field(default_factory=dict)
-
-    def work(self, task: Task) -> Work:
-        key = task.key
+            self._run_of_program, self._program, self._works = run, program, {}
         kind = (key.step, key.direction, task.options.rematerialise)
         if kind not in self._works:
             # The graph server checks the number of intervals, which a worker does not know.
-            key.check(self.program, key.interval + 1)
-            self._works[kind] = Work(self.program, *kind)
+            key.check(self._program, key.interval + 1)
+            self._works[kind] = Work(self._program, *kind)
         return self._works[kind]
-
-
-def _sends_early(task: Task, half: int) -> bool:
-    return half == 0 and task.options.streaming and task.key.direction is Direction.FORWARD
 
 
 def register_packaged_stages() -> None:

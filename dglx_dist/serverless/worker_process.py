@@ -156,13 +156,12 @@ def _start(target: object, *args: object) -> None:
     threading.Thread(target=target, args=args, name="dglx-relay", daemon=True).start()  # type: ignore[arg-type]
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """Limits that a worker process enforces itself."""
 
     cpu_share: Annotated[float, Within(MIN_SHARE, 1)] | None = None
-    """Share of one core, kept by sleeping; None: no limit."""
+    """Share of one core, kept by sleeping; 0.11 is AWS's share of 192 MB. None: no limit."""
     bytes_per_s: Annotated[float, Within(MIN_BYTES_PER_S, MAX_BYTES_PER_S)] | None = None
     """Network rate in each direction; None: no limit."""
 
@@ -187,8 +186,8 @@ class _Process:
         self._cold = True
         self._faults = FaultInjector(_die)
         self._throttle = None if setup.cpu_share is None else CpuThrottle(setup.cpu_share)
-        relay = None if setup.bytes_per_s is None else Relay(setup.bytes_per_s)
-        self._worker = Worker(RemoteCaller(None if relay is None else relay.endpoint), self._at_phase)
+        through = str if setup.bytes_per_s is None else Relay(setup.bytes_per_s).endpoint
+        self._worker = Worker(RemoteCaller(through), self._at_phase)
 
     def answer(self, line: bytes) -> Mapping[str, Json]:
         fields = Fields(read_json(line, _LONGEST_LINE, "a line of input"), "a line of input")

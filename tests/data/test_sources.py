@@ -23,34 +23,13 @@ from dglx_dist.data.sources import (
     cache_set_aside,
     count_classes,
     load_dataset,
-    masks_of_split,
     raw_graph_from_dgl,
     raw_graph_from_ogb,
-    refuse_unknown,
     standard_columns,
-    whole_number,
 )
 from dglx_dist.data.validate import check_raw_graph
 from dglx_dist.errors import ConfigError, DatasetError, UnknownNameError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, SPLITS, Array, RawGraph, SparseRows
-
-
-def test_names_and_dtypes_become_standard() -> None:
-    given: dict[str, Array] = {
-        "features": np.array([[1], [2]]),
-        "labels": np.array([[3], [-1]], dtype=np.int16),
-        "val_mask": np.array([0, 1], dtype=np.uint8),
-        "year": np.array([2001, 2002], dtype=np.int16),
-    }
-    columns = {name: np.asarray(column) for name, column in standard_columns(given, "here").items()}
-    assert {name: column.dtype for name, column in columns.items()} == {
-        "feat": np.float32,
-        "label": np.int64,
-        "val_mask": np.bool_,
-        "year": np.int16,
-    }
-    assert columns["label"].tolist() == [3, -1]
-    assert columns["val_mask"].tolist() == [False, True]
 
 
 def test_a_standard_name_that_is_taken_is_not_overwritten() -> None:
@@ -58,10 +37,6 @@ def test_a_standard_name_that_is_taken_is_not_overwritten() -> None:
     columns = standard_columns(given, "here")
     assert set(columns) == {"feat", "features"}
     assert np.asarray(columns["feat"]).tolist() == [1.0]
-
-
-def test_double_precision_features_stay() -> None:
-    assert standard_columns({"feat": np.array([1.0])}, "here")["feat"].dtype == np.float64
 
 
 def test_floating_labels_are_whole_numbers_with_gaps() -> None:
@@ -77,15 +52,6 @@ def test_classes_are_the_largest_label_or_the_width() -> None:
     assert count_classes({"label": np.zeros((3, 7))}) == 7
     assert count_classes({"label": np.array([-1, -1])}) is None
     assert count_classes({}) is None
-
-
-def test_codes_become_masks() -> None:
-    masks = masks_of_split(np.array([2, 0, 1, 0, -1]))
-    assert {name: np.flatnonzero(mask).tolist() for name, mask in masks.items()} == {
-        "train_mask": [1, 3],
-        "val_mask": [2],
-        "test_mask": [0],
-    }
 
 
 BUYS, MADE_BY = ("user", "buys", "item"), ("item", "made_by", "user")
@@ -355,12 +321,6 @@ def test_a_node_graph_keeps_edges_labels_and_its_other_columns(tmp_path: Path) -
     assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == [0.5, 1.0, 1.5]
 
 
-def test_whole_number_features_become_floats(tmp_path: Path) -> None:
-    features = load(saved(tmp_path, features=np.eye(4, dtype=np.uint8))).node_data[NODE_TYPE]["feat"]
-    assert features.dtype == np.float32
-    assert np.array_equal(features, np.eye(4))  # type: ignore[arg-type]
-
-
 def test_sparse_features_stay_sparse(tmp_path: Path) -> None:
     path = saved(
         tmp_path,
@@ -484,13 +444,6 @@ def test_no_damaged_byte_ends_in_another_error(tmp_path: Path) -> None:
         except DatasetError:
             refused += 1
     assert refused > 50
-
-
-def test_a_lone_array_under_the_wrong_suffix_is_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "array.npy", np.arange(3))
-    (tmp_path / "array.npy").rename(tmp_path / "array.npz")
-    with pytest.raises(DatasetError, match=r"array\.npz: not a readable \.npz file"):
-        load(tmp_path / "array.npz")
 
 
 def real(name: str) -> RawGraph:
@@ -625,23 +578,6 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyP
 def test_other_tasks_of_ogb_are_refused() -> None:
     with pytest.raises(ConfigError, match="ogb:ogbl-collab is not a node dataset"):
         load_dataset("ogb:ogbl-collab")
-
-
-def test_known_options_pass_and_others_get_the_nearest_name() -> None:
-    refuse_unknown({"index": 1}, ["index", "split"], "dgl")
-    with pytest.raises(ConfigError, match="'dgl' has no option 'indx'; did you mean 'index'"):
-        refuse_unknown({"indx": 1}, ["index", "split"], "dgl")
-    with pytest.raises(ConfigError, match="known: none"):
-        refuse_unknown({"index": 1}, [], "npz")
-
-
-def test_whole_numbers_come_as_numbers_or_as_text() -> None:
-    assert whole_number({"index": "12"}, "index") == 12
-    assert whole_number({"index": 0}, "index") == 0
-    assert whole_number({}, "index") is None
-    for wrong in (-1, 1.5, "first"):
-        with pytest.raises(ConfigError, match="must be a whole number, 0 or more"):
-            whole_number({"index": wrong}, "index")
 
 
 def synthetic(folder: Path) -> str:

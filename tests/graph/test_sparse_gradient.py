@@ -20,14 +20,7 @@ from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.partition_book import RowOwners
-from dglx_dist.graph.sparse_gradient import (
-    RowGradient,
-    RowSum,
-    one_row_each,
-    weight_of,
-    weighted_sum,
-)
-from dglx_dist.graph.sparse_update import StepMessage, read_message
+from dglx_dist.graph.sparse_gradient import RowGradient, weight_of, weighted_sum
 from dglx_dist.records import StepShare
 from tests.graph.small import NUM_NODES, zeros
 from tests.graph.sparse_cases import DIM, STEPS, batch, embeddings, expected, make_optimizer, train
@@ -70,14 +63,10 @@ def test_a_single_gradient_is_neither_copied_nor_changed() -> None:
     assert (total.weight, given.rows.tolist()) == (0.25, [[8.0], [8.0]])
 
 
-def rows_of(*ids: int) -> RowSum:
-    return one_row_each(np.array(ids, np.int64), np.ones((len(ids), 2)))
-
-
-def test_another_number_of_embeddings_is_refused() -> None:
-    sent = StepMessage(sender=1, step=1, used=(True,), gradients=(rows_of(1),))
+def test_another_number_of_embeddings_is_refused(graph: DistGraph) -> None:
+    optimizer = optim.SparseSGD([DistEmbedding(NUM_NODES, 1, "a"), DistEmbedding(NUM_NODES, 1, "b")], lr=1.0)
     with pytest.raises(ConfigError, match=r"rank 1 sent gradients of 1 embeddings .* optimiser of 2"):
-        read_message(sent.name(), sent.arrays(), 2)
+        optimizer._exchange._receive("1 1 1 ", [np.array([1]), np.ones((1, 2))])
 
 
 def whole(session: Session) -> StepShare:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from torch import nn
 
+from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.planner.model_shape import topology_of
@@ -17,17 +18,12 @@ from dglx_dist.planner.profile import busy_cores, time_on_plans
 from dglx_dist.planner.workload import stats_of_dataset
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.strategies.cost import PartitionContext
-from dglx_dist.strategies.full_graph.plan_counts import (
-    RankLayers,
-    full_work_of,
-    plan_all,
-    plan_trials,
-    seeds_by_server,
-)
-from dglx_dist.strategies.serverless.cost import count_ghosts
+from dglx_dist.strategies.full_graph.halo_plan import RankPlan
+from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
+from dglx_dist.strategies.full_graph.plan_counts import FullWork, full_work_of, plan_trials, sizes_of
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
-from tests.planner.plain_counts import count_pairs, exchanging_work, preloading_work
+from tests.planner.plain_counts import exchanging_work, preloading_work
 from tests.strategies import equality
 
 LAYERS = 3
@@ -49,6 +45,10 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PartitionCo
     return folder, found, np.flatnonzero(mask)
 
 
+def work_of(plans: list[RankPlan], topology: Topology) -> FullWork:
+    return full_work_of(np.array([[sizes_of(plan, topology.world_size) for plan in plans]]), topology)
+
+
 def test_trials_are_the_neighbourhoods_of_a_server(
     context: tuple[Path, PartitionContext, np.ndarray],
 ) -> None:
@@ -57,9 +57,11 @@ def test_trials_are_the_neighbourhoods_of_a_server(
     alone = replace(where, topology=topology_of(2, 1))
     plan = plan_all(alone, seeds_by_server(alone, seeds), LAYERS, LAYERS)[1]
     *smaller, whole = plan_trials(alone, seeds, LAYERS, server=1)
-    assert [block.num_edges() for block in whole] == plan.edges
-    assert [block.num_src_nodes() for block in whole] == plan.sources
-    assert [block.num_dst_nodes() for block in whole] == plan.rows[1:]
+    edges, sources = [len(one.indices) for one in plan.layers], [one.num_sources for one in plan.layers]
+    targets = [one.targets for one in plan.layers]
+    assert [block.num_edges() for block in whole] == edges
+    assert [block.num_src_nodes() for block in whole] == sources
+    assert [block.num_dst_nodes() for block in whole] == targets
     assert [len(blocks) for blocks in smaller] == [LAYERS] * 2
     assert smaller[0][0].num_edges() < whole[0].num_edges()
     shape = shape_of_kind("sage", 6, 4, 3, LAYERS)
@@ -67,52 +69,30 @@ def test_trials_are_the_neighbourhoods_of_a_server(
     with busy_cores(1):
         found = time_on_plans(model, shape, [*smaller, whole], time.thread_time)
     assert found is not None
-    assert found[0][2].tolist() == [1.0, *shape.work(plan.sources, plan.rows[1:], plan.edges)]
+    assert found[0][2].tolist() == [1.0, *shape.work(sources, targets, edges)]
     assert time_on_plans(nn.Linear(6, 3), shape, [whole], time.thread_time) is None
-
-
-def test_pairs_are_those_of_plain_counting(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
-    folder, where, seeds = context
-    work = full_work_of([plan_all(where, seeds_by_server(where, seeds), LAYERS, 0)], where.topology)
-    assert work.pairs == count_pairs(open_dataset(folder), where.topology, LAYERS)
-    assert work.external_rows == 0
 
 
 def test_closures_are_those_of_plain_counting(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
     folder, where, seeds = context
     by_server = seeds_by_server(where, seeds)
     plans = plan_all(where, by_server, LAYERS, LAYERS)
-    work = full_work_of([plans], where.topology)
+    work = work_of(plans, where.topology)
     csc = open_structure(open_dataset(folder), EDGE_TYPE)
     graph = (csc.indptr, csc.indices, where.bounds)
     plain = preloading_work(*graph, [[own_seeds] for own_seeds in by_server], LAYERS)
     assert work.external_rows == sum(plain.foreign)
     assert work.pairs.outside == (0,) * LAYERS
-    edges = [
-        sum(sum(plans[rank].edges) for rank in where.topology.ranks_of_server(server)) for server in (0, 1)
-    ]
+    edges = [sum(plans[rank].num_edges for rank in where.topology.ranks_of_server(one)) for one in (0, 1)]
     assert tuple(edges) == plain.edges
     # In between, servers exchange the layers above, fewer for each that is preloaded.
     crossing = [
-        sum(full_work_of([plan_all(where, by_server, LAYERS, hops)], where.topology).pairs.outside)
+        sum(work_of(plan_all(where, by_server, LAYERS, hops), where.topology).pairs.outside)
         for hops in range(LAYERS + 1)
     ]
     assert crossing == sorted(crossing, reverse=True)
     assert crossing[0] > crossing[-1] == 0
     assert exchanging_work(*graph, seeds, LAYERS).edges <= plain.edges
-
-
-def test_ghosts_are_pairs_over_all_nodes(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
-    folder, _, _ = context
-    dataset, csc = open_dataset(folder), open_structure(open_dataset(folder), EDGE_TYPE)
-    offsets = dataset.manifest.node_offsets["_N"]
-    found = count_ghosts(csc.indptr, csc.indices, offsets, topology_of(4, 1))
-    expected = 0
-    for part in range(4):
-        first, last = int(offsets[part]), int(offsets[part + 1])
-        sources = set(csc.indices[csc.indptr[first] : csc.indptr[last]].tolist())
-        expected += sum(not first <= source < last for source in sources)
-    assert (found.outside, found.inside) == (expected, 0)
 
 
 def test_the_cut_is_that_of_the_servers(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
@@ -128,17 +108,11 @@ def test_the_cut_is_that_of_the_servers(context: tuple[Path, PartitionContext, n
 def test_steps_are_summed_and_the_busiest_found() -> None:
     """Two ranks, two steps of one layer; rank 1 has more edges, and server 0 sends what server 1 receives."""
 
-    def layers(edges: int, received: dict[int, int]) -> RankLayers:
-        return RankLayers(
-            rows=[10, 5],
-            sources=[10 + edges],
-            edges=[edges],
-            received=[received],
-            external_rows=3,
-        )
+    def sizes(edges: int, received: list[int]) -> list[int]:
+        return [10, 5, 10 + edges, edges, 3, *received]
 
-    steps = [[layers(1, {}), layers(4, {0: 2})], [layers(2, {1: 1}), layers(6, {0: 7})]]
-    work = full_work_of(steps, topology_of(2, 1))
+    steps = [[sizes(1, [0, 0]), sizes(4, [2, 0])], [sizes(2, [0, 1]), sizes(6, [7, 0])]]
+    work = full_work_of(np.array(steps), topology_of(2, 1))
     assert work.worked == ((30,), (10,), (10,))
     assert (work.edges, work.rows) == ((6,), (10, 5))
     assert (work.pairs.outside, work.card_rows) == ((10,), (9,))

@@ -175,6 +175,27 @@ def dropping() -> Program:
     return Program(steps=tuple(steps), features=5, classes=3, num_train=6, dtype="float64")
 
 
+def linear(dtype: str = "float64") -> Program:
+    """Three Vertex steps: 3 to 2 columns with the weights w and b, none, 2 to 2 columns with the weight v."""
+    stages: list[tuple[str, dict[str, Json], tuple[str, ...]]] = [
+        ("dense", {"in": 3, "out": 2, "bias": True}, ("w", "b")),
+        ("rows", {"width": 2, "bias": False}, ()),
+        ("dense", {"in": 2, "out": 2, "bias": False}, ("v",)),
+    ]
+    steps = tuple(
+        Vertex(
+            name=f"AV{at}",
+            stage=stage,
+            config=config,
+            inputs=(f"h{at - 1}" if at else "x",),
+            outputs=(Slot(f"h{at}", 2),),
+            weights=weights,
+        )
+        for at, (stage, config, weights) in enumerate(stages)
+    )
+    return Program(steps=steps, features=3, classes=2, num_train=6, dtype=dtype)
+
+
 def before(layer: int) -> str:
     return "x" if layer == 1 else f"h{layer - 1}"
 

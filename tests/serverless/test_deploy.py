@@ -17,19 +17,9 @@ from moto import mock_aws
 import dglx_dist
 from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.aws import clients as bounds
-from dglx_dist.serverless.aws import deploy as function_module
-from dglx_dist.serverless.aws import deploy as role
+from dglx_dist.serverless.aws import deploy as made
 from dglx_dist.serverless.aws.clients import HANDLER, Deployment, Place
-from dglx_dist.serverless.aws.deploy import (
-    Function,
-    carry_out,
-    compiled_of,
-    deployment_steps,
-    find_function,
-    removal_steps,
-    runtime_for,
-    what_aws_lacks,
-)
+from dglx_dist.serverless.aws.deploy import Changes, compiled_of, runtime_for, what_aws_lacks
 
 from ..helpers.zips import zipped
 
@@ -51,10 +41,10 @@ def aws(mocked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     statement = {"Effect": "Allow", "Action": "logs:PutLogEvents", "Resource": "*"}
     document = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
     for name in ("LOG_POLICY", "VPC_POLICY"):
-        short = getattr(role, name).rpartition("/")[2]
-        made = client("iam").create_policy(PolicyName=short, Path="/service-role/", PolicyDocument=document)
-        monkeypatch.setattr(role, name, made["Policy"]["Arn"])
-    monkeypatch.setattr(role, "_MANAGED", made["Policy"]["Arn"].rpartition("/")[0] + "/")
+        short = getattr(made, name).rpartition("/")[2]
+        new = client("iam").create_policy(PolicyName=short, Path="/service-role/", PolicyDocument=document)
+        monkeypatch.setattr(made, name, new["Policy"]["Arn"])
+    monkeypatch.setattr(made, "_MANAGED", new["Policy"]["Arn"].rpartition("/")[0] + "/")
 
 
 @pytest.fixture
@@ -68,24 +58,27 @@ def client(service: str) -> Any:
 
 
 def plan(deployment: Deployment) -> list[str]:
-    return [step.text for step in deployment_steps(deployment)]
-
-
-def plan_removal() -> list[str]:
-    return [step.text for step in removal_steps(NAME, PLACE)]
+    """What a dry run says."""
+    said: list[str] = []
+    made.deploy(deployment, Changes(said.append, dry_run=True))
+    return [text.removeprefix("would ") for text in said]
 
 
 def do(deployment: Deployment) -> list[str]:
     """Deploy; return what was said."""
     said: list[str] = []
-    carry_out(deployment_steps(deployment), said.append)
+    made.deploy(deployment, Changes(said.append))
     return said
 
 
-def remove() -> list[str]:
+def remove(*, dry_run: bool = False) -> list[str]:
     said: list[str] = []
-    carry_out(removal_steps(NAME, PLACE), said.append)
-    return said
+    made.remove(NAME, PLACE, Changes(said.append, dry_run=dry_run))
+    return [text.removeprefix("would ") for text in said]
+
+
+def plan_removal() -> list[str]:
+    return remove(dry_run=True)
 
 
 def settings() -> dict[str, Any]:
@@ -108,7 +101,7 @@ def test_a_function_is_made_with_its_role_and_the_second_time_nothing_is_done(wa
     events = client("lambda").get_function_event_invoke_config(FunctionName=NAME)
     assert events["MaximumRetryAttempts"] == 0
     (policy,) = client("iam").list_attached_role_policies(RoleName="dglx-worker-role")["AttachedPolicies"]
-    assert policy["PolicyArn"] == role.LOG_POLICY
+    assert policy["PolicyArn"] == made.LOG_POLICY
     assert do(wanted) == []
 
 
@@ -133,7 +126,7 @@ def test_a_function_in_a_vpc_may_have_network_cards_there(wanted: Deployment) ->
     assert set(settings()["VpcConfig"]["SubnetIds"]) == set(inside.subnets)
     assert settings()["VpcConfig"]["SecurityGroupIds"] == list(inside.security_groups)
     (policy,) = client("iam").list_attached_role_policies(RoleName="dglx-worker-role")["AttachedPolicies"]
-    assert policy["PolicyArn"] == role.VPC_POLICY
+    assert policy["PolicyArn"] == made.VPC_POLICY
     assert do(replace(inside, subnets=inside.subnets[::-1])) == []
     assert do(wanted)[0] == "let the role dglx-worker-role use AWSLambdaBasicExecutionRole"
 
@@ -147,7 +140,7 @@ def test_it_goes_on_where_it_stopped(wanted: Deployment) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        carry_out(deployment_steps(wanted), stop_at_function)
+        made.deploy(wanted, Changes(stop_at_function))
     assert len(said) == 3
     assert do(wanted)[0].startswith("create the function")
 
@@ -166,7 +159,7 @@ def test_a_given_role_is_used_and_never_touched(wanted: Deployment) -> None:
 
 def test_a_large_package_goes_by_a_bucket(wanted: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "MAX_DIRECT_BYTES", 10)
-    monkeypatch.setattr(function_module, "MAX_DIRECT_BYTES", 10)
+    monkeypatch.setattr(made, "MAX_DIRECT_BYTES", 10)
     with pytest.raises(ConfigError, match="--bucket"):
         replace(wanted)
     storage = client("s3")
@@ -230,13 +223,13 @@ def test_a_function_that_aws_is_still_at_work_on_is_waited_for(
     """The first deploy may have been ended before it was usable: then AWS takes no change either."""
     do(wanted)
     now, states = (
-        find_function(client("lambda"), NAME),
+        made._own_function(client("lambda"), NAME),
         [{"State": "Pending"}, {"LastUpdateStatus": "InProgress"}],
     )
     assert now is not None
     for state, waits in zip(states, ("active", "updated"), strict=True):
         there = {**now, "Configuration": {**now["Configuration"], **state}}
-        monkeypatch.setattr(function_module, "find_function", lambda _client, _name, there=there: there)
+        monkeypatch.setattr(made, "_own_function", lambda _client, _name, there=there: there)
         assert plan(wanted) == [f"wait until dglx-worker is {waits}"]
         assert plan(replace(wanted, memory_mb=512))[0] == f"wait until dglx-worker is {waits}"
 
@@ -255,33 +248,33 @@ def test_another_processor_is_a_change_of_the_code(wanted: Deployment) -> None:
 def test_a_role_that_is_not_known_yet_is_waited_for(
     wanted: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses: list[float] = []
-    made = Function(wanted, pauses.append)
-    refused = made._client.exceptions.InvalidParameterValueException(
+    pauses, ours = list[float](), client("lambda")
+    monkeypatch.setattr(made.time, "sleep", pauses.append)
+    monkeypatch.setattr(Place, "client", lambda _place, service: client(service))
+    refused = ours.exceptions.InvalidParameterValueException(
         {"Error": {"Message": "The role defined for the function cannot be assumed by Lambda."}},
         "CreateFunction",
     )
-    create, left = made._client.create_function, [refused, refused]
+    create, left = ours.create_function, [refused, refused]
 
     def sometimes(**given: Any) -> Any:
         if left:
             raise left.pop()
         return create(**given)
 
-    monkeypatch.setattr(made._client, "create_function", sometimes)
-    for step in made.steps():
-        step.act()
+    monkeypatch.setattr(ours, "create_function", sometimes)
+    do(wanted)
     assert len(pauses) == 2
     assert settings()["FunctionName"] == NAME
 
 
 def test_a_function_that_cannot_be_used_is_told(wanted: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Function(wanted, lambda _: None)
-    *_, wait, _drop = made.steps()
+    monkeypatch.setattr(made.time, "sleep", lambda _: None)
+    monkeypatch.setattr(Place, "client", lambda _place, service: client(service))
     states = [{"State": "Pending"}, {"State": "Failed", "StateReason": "no addresses left in subnet-1"}]
-    monkeypatch.setattr(made._client, "get_function_configuration", lambda FunctionName: states.pop(0))
+    monkeypatch.setattr(client("lambda"), "get_function_configuration", lambda FunctionName: states.pop(0))
     with pytest.raises(ConfigError, match="no addresses left in subnet-1"):
-        wait.act()
+        do(wanted)
 
 
 @pytest.fixture

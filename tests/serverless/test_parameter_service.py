@@ -24,9 +24,11 @@ from dglx_dist.serverless.parameter_service import ParameterClient, ParameterSer
 from dglx_dist.serverless.tasks import Direction, TaskKey
 from tests.helpers.ranks import run_ranks, start_ranks
 
-SHAPES = {"w": (3, 2), "b": (2,), "v": (4, 2)}
+from .programs import linear
+
+SHAPES = linear().weight_shapes
 STEPS = {0: ("w", "b"), 2: ("v",)}
-SIZE = 6 + 2 + 8
+SIZE = 6 + 2 + 4
 GROUPS = [{"lr": 0.05, "amsgrad": True, "params": list(SHAPES)}]
 SIZES = [4, 0, 7, 5, 1, 6]
 """Rows of each interval; one has none."""
@@ -34,9 +36,9 @@ EPOCHS = 4
 
 
 def rows_of(interval: int) -> tuple[Array, Array, Array]:
-    """X (n, 3), Z (n, 4), y (n, 2): y is to be X w + b + Z v."""
+    """X (n, 3), Z (n, 2), y (n, 2): y is to be X w + b + Z v."""
     draw, n = np.random.default_rng(interval), SIZES[interval]
-    return draw.standard_normal((n, 3)), draw.standard_normal((n, 4)), draw.standard_normal((n, 2))
+    return draw.standard_normal((n, 3)), draw.standard_normal((n, 2)), draw.standard_normal((n, 2))
 
 
 def first_weights() -> list[Array]:
@@ -58,14 +60,7 @@ def torchs_answer() -> tuple[list[Array], list[dict[str, Array]]]:
 
 
 def plan_of(num_servers: int, staleness: int = 0) -> ParameterPlan:
-    return ParameterPlan(
-        shapes=SHAPES,
-        dtype=np.dtype(np.float64),
-        steps=STEPS,
-        server_of_interval=assign(SIZES, num_servers),
-        num_servers=num_servers,
-        staleness=staleness,
-    )
+    return ParameterPlan(program=linear(), server_of_interval=assign(SIZES, num_servers), staleness=staleness)
 
 
 @contextmanager
@@ -137,7 +132,7 @@ def train(session: Session, num_servers: int, *, as_worker: bool) -> dict[str, A
         barrier(session, "all read")
         if service is not None:
             service.server.drain()
-            found["alive"] = service.server._versions.alive
+            found["alive"] = service.server.versions
     rows = session.ledger.since(before)
     found["bytes"] = [(row.phase, row.layer, row.source, row.destination, row.num_bytes) for row in rows]
     return found
@@ -246,7 +241,7 @@ def test_what_workers_must_not_ask_is_refused() -> None:
         good = [np.zeros(SHAPES["v"])]
         for op, name, arrays, says in (
             (ops.WEIGHTS, "r0.e0.s0.i99.f", [], "no interval 99"),
-            (ops.WEIGHTS, "r0.e0.s1.i0.f", [], "step 1 has no weights"),
+            (ops.WEIGHTS, "r0.e0.s3.i0.f", [], "step 3 has no weights"),
             (ops.WEIGHTS, "../etc", [], "no key"),
             (ops.WEIGHTS, "r0.e1.s0.i0.f", [], "beyond staleness 0"),
             (ops.GRADIENTS, "r0.e0.s2.i0.f", good, "goes forward"),

@@ -65,7 +65,7 @@ class FileSet:
     """The files of one table, in the order of their rows."""
 
     paths: tuple[Path, ...]
-    format: Literal["csv", "parquet"]
+    format: Literal["csv", "parquet", "lines"]
     separator: str = ","
 
 
@@ -97,11 +97,6 @@ def named_files(entry: Fields, key: str) -> FileSet:
         f"{odd} is of no known format; name it *.csv or *.parquet, or, where it is a table of nodes or "
         'edges, give format: {"name": ...}, one of csv, parquet'
     )
-
-
-def line_files(entry: Fields, key: str) -> FileSet:
-    """Return the files that a key names, with one id per line; see :func:`read_files`."""
-    return FileSet(paths=_paths(entry, key), format="csv")
 
 
 def _paths(entry: Fields, key: str) -> tuple[Path, ...]:
@@ -309,8 +304,13 @@ def _label(parent: Fields) -> LabelSpec | None:
     columns = form.words("column") if form.has("column") else (None,)
     if len(columns) > 1:
         raise form.wrong("column", "the one column of ids")
-    read = line_files if columns[0] is None else named_files
-    files = {name: read(form, name) for name in SPLIT_FILES if form.has(name)}
+    files = {
+        name: FileSet(paths=_paths(form, name), format="lines")
+        if columns[0] is None
+        else named_files(form, name)
+        for name in SPLIT_FILES
+        if form.has(name)
+    }
     if not files:
         raise form.failure("it names no file; give train, valid or test")
     return LabelSpec(task=task, column=column, split=None, files=files, id_column=columns[0])

@@ -129,6 +129,7 @@ def from_json(value: object, where: str) -> Manifest:
         etype = (source, relation, destination)
         edge_offsets[etype], edge_columns[etype] = _offsets(item, num_parts), _columns(item.record("columns"))
         item.finish()
+    files = {path: _file(item) for path, item in top.record("files").items()}
     manifest = Manifest(
         name=top.text("name"),
         num_parts=num_parts,
@@ -142,10 +143,15 @@ def from_json(value: object, where: str) -> Manifest:
         seed=top.integer("seed"),
         parameters=top.mapping("parameters"),
         quality=top.mapping("quality"),
-        files=_files(top.record("files")),
+        files=files,
     )
     top.finish()
-    _check_types(manifest, where)
+    for etype in manifest.edge_types:
+        for ntype in (etype[0], etype[2]):
+            if ntype not in node_columns:
+                raise StorageError(
+                    f"{where}: key 'edge_types' has {etype}, but there is no node type {ntype!r}"
+                )
     _check_files(manifest, where)
     return manifest
 
@@ -237,8 +243,7 @@ def _offsets(item: Fields, num_parts: int) -> Array:
 
 def _columns(items: Fields) -> dict[str, ColumnInfo]:
     columns = {}
-    for name in items.keys():  # noqa: SIM118  # a method of Fields, not a mapping
-        item = items.record(name)
+    for name, item in items.items():
         dtype = item.choice("dtype", DTYPES)
         columns[name] = ColumnInfo(dtype=dtype, row_shape=tuple(item.integers("row_shape")))
         item.finish()
@@ -249,23 +254,10 @@ def _columns_to_json(columns: Mapping[str, ColumnInfo]) -> dict[str, object]:
     return {name: {"dtype": info.dtype, "row_shape": list(info.row_shape)} for name, info in columns.items()}
 
 
-def _files(items: Fields) -> dict[str, FileInfo]:
-    files = {}
-    for path in items.keys():  # noqa: SIM118  # a method of Fields, not a mapping
-        item = items.record(path)
-        files[path] = FileInfo(num_bytes=item.integer("bytes", at_least=0), checksum=item.text("crc32"))
-        item.finish()
-    return files
-
-
-def _check_types(manifest: Manifest, where: str) -> None:
-    for source, relation, destination in manifest.edge_types:
-        for ntype in (source, destination):
-            if ntype not in manifest.node_columns:
-                raise StorageError(
-                    f"{where}: key 'edge_types' has {(source, relation, destination)}, "
-                    f"but there is no node type {ntype!r}"
-                )
+def _file(item: Fields) -> FileInfo:
+    info = FileInfo(num_bytes=item.integer("bytes", at_least=0), checksum=item.text("crc32"))
+    item.finish()
+    return info
 
 
 def _check_files(manifest: Manifest, where: str) -> None:

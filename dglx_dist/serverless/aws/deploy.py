@@ -9,11 +9,9 @@ import re
 import secrets
 import socket
 import sys
-import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -44,7 +42,6 @@ from dglx_dist.serverless.aws.clients import (
     found_or_none,
     is_amazon,
 )
-from dglx_dist.serverless.json_fields import Json
 from dglx_dist.serverless.program import FEATURES, Program, Slot, Vertex
 from dglx_dist.serverless.tasks import (
     Address,
@@ -52,10 +49,9 @@ from dglx_dist.serverless.tasks import (
     Secrets,
     Task,
     TaskKey,
-    TaskOptions,
     Work,
+    attempt_name,
     join_halves,
-    parse_attempt,
     parse_half,
     take_half,
 )
@@ -79,6 +75,7 @@ _GLIBC_OF_AMAZON = {False: 26, True: 34}
 ACTIVE_WITHIN_S = 300.0
 """Creating network interfaces in a VPC takes a minute or two the first time."""
 ROLE_KNOWN_WITHIN_S = 60.0
+_NO_RETRIES = {"MaximumRetryAttempts": 0, "MaximumEventAgeInSeconds": EVENT_AGE_S}
 _PAUSE_S = 1.0
 ROWS, FEATURES_IN, CLASSES = 101, 16, 4
 TASK_TIMEOUT_S = 20.0
@@ -86,109 +83,256 @@ _MAX_LOG = 1500
 
 
 @final
-@dataclass(frozen=True)
-class Step:
-    """One change of a deployment."""
+class Changes:
+    """Announces each change of AWS, such as "create the function dglx-worker", and then makes it.
 
-    text: str
-    """Such as "create the function dglx-worker"."""
-    act: Callable[[], None]
+    After an error, the next deployment resumes with what is missing.
+
+    Args:
+        dry_run: Announce only.
+    """
+
+    def __init__(self, say: Callable[[str], None], *, dry_run: bool = False) -> None:
+        self._say, self._dry_run = say, dry_run
+        self.number = 0
+
+    def __call__(self, text: str, call: Callable[..., Any], **given: object) -> Any:
+        """Return ``call(**given)``, None in a dry run; ConfigError or PeerError if AWS rejects it."""
+        self.number += 1
+        self._say(f"would {text}" if self._dry_run else text)
+        if self._dry_run:
+            return None
+        with explained(f"could not {text}"):
+            return call(**given)
 
 
-def carry_out(steps: Sequence[Step], say: Callable[[str], None]) -> None:
-    """Carry out ``steps``, each said beforehand; ConfigError or PeerError if AWS rejects one."""
-    # After an error, the next deployment resumes with what is missing.
-    for step in steps:
-        say(step.text)
-        with explained(f"could not {step.text}"):
-            step.act()
+def deploy(wanted: Deployment, change: Changes) -> None:
+    """Make the changes that ``wanted`` needs: only differences, so again it resumes an interrupted one.
 
-
-@final
-class Role:
-    """The execution role of one function: the given one, or one created for the function."""
-
-    def __init__(self, deployment: Deployment) -> None:
-        given = deployment.role
-        self.arn = given if given is not None and given.startswith("arn:") else None
-        """None until the role is created."""
-        self._name = given or default_role(deployment.name)
-        self._function = deployment.name
-        self.steps: list[Step] = []
-        """Steps that create it and attach its policy."""
-        if self.arn is not None:
-            return
-        self._iam = deployment.place.client("iam")
-        found = find_role(self._iam, self._name)
-        if found is not None:
-            self.arn = str(found["Arn"])
-        elif given is not None:
-            raise ConfigError(f"there is no role {given!r}; name an existing one, or none to create one")
-        else:
-            self.steps.append(Step(f"create the role {self._name}", self._create))
-        if given is None:
-            self._own_policy(VPC_POLICY if deployment.subnets else LOG_POLICY, found)
-
-    def _own_policy(self, policy: str, found: Found | None) -> None:
-        if found is not None:
-            _check_role_owner(found, self._name, self._function)
-        if found is None or policy not in attached_policies(self._iam, self._name):
-            text = f"let the role {self._name} use {policy.removeprefix(_MANAGED)}"
-            self.steps.append(Step(text, lambda: self._attach(policy)))
-
-    def _create(self) -> None:
-        made = self._iam.create_role(
-            RoleName=self._name,
-            AssumeRolePolicyDocument=json.dumps(_TRUST),
-            Description=f"Workers of dglx_dist: function {self._function}",
-            Tags=[{"Key": TAG, "Value": self._function}],
+    Raises:
+        ConfigError: credentials or permission are missing, the given role does not exist, or the name
+            belongs to a function that dglx did not create.
+        PeerError: AWS is unreachable.
+    """
+    client, name = wanted.place.client("lambda"), wanted.name
+    package, runtime = wanted.package.read_bytes(), runtime_for(wanted, on_aws=is_amazon(client))
+    found = _own_function(client, name)
+    settings = {
+        "Role": _role_arn(wanted, change),
+        "Handler": HANDLER,
+        "Runtime": runtime,
+        "MemorySize": wanted.memory_mb,
+        "Timeout": wanted.timeout_s,
+        "VpcConfig": _vpc({"SubnetIds": wanted.subnets, "SecurityGroupIds": wanted.security_groups}),
+    }
+    architecture = [wanted.architecture]
+    size = f"{len(package) / 1024**2:.1f} MB"
+    if found is None:
+        subnets = f", VPC subnets {' '.join(wanted.subnets)}" if wanted.subnets else ""
+        code = _uploaded(wanted, package, change)
+        change(
+            f"create the function {name}: memory {wanted.memory_mb} MB, time-out {wanted.timeout_s} s, "
+            f"runtime {runtime}, package {size}{subnets}",
+            _create_function,
+            client=client,
+            FunctionName=name,
+            Code=code,
+            PackageType="Zip",
+            Architectures=architecture,
+            Description="Workers of dglx_dist: tensor tasks of graph training",
+            Tags={TAG: name},
+            **settings,
         )
-        self.arn = str(made["Role"]["Arn"])
+        _wait(client, name, change, "active")
+    else:
+        now = found["Configuration"]
+        # An earlier command may have been interrupted; AWS rejects changes until its work is done.
+        if now.get("State") in ("Pending", "Failed"):
+            _wait(client, name, change, "active")
+        elif now.get("LastUpdateStatus") == "InProgress":
+            _wait(client, name, change, "updated")
+        digest = base64.b64encode(hashlib.sha256(package).digest()).decode()
+        if now["CodeSha256"] != digest or now.get("Architectures", ["x86_64"]) != architecture:
+            given = {**_uploaded(wanted, package, change), "Architectures": architecture}
+            update = client.update_function_code
+            change(f"update the code of {name} ({size})", update, FunctionName=name, **given)
+            _wait(client, name, change, "updated")
+        current = {**now, "VpcConfig": _vpc(now.get("VpcConfig") or {})}
+        changed = {key: value for key, value in settings.items() if current.get(key) != value}
+        if changed:
+            update = client.update_function_configuration
+            change(f"update {', '.join(changed)} of {name}", update, FunctionName=name, **changed)
+            _wait(client, name, change, "updated")
+    if found is None or not _drops_failures(client, name):
+        # Otherwise AWS would run and bill a failed event twice more, after another attempt did its task.
+        change(
+            f"let {name} drop failed events: the controller resends them",
+            client.put_function_event_invoke_config,
+            FunctionName=name,
+            **_NO_RETRIES,
+        )
 
-    def _attach(self, policy: str) -> None:
-        self._iam.attach_role_policy(RoleName=self._name, PolicyArn=policy)
+
+def remove(name: str, place: Place, change: Changes) -> None:
+    """Delete the function ``name``, the role created for it, and its log.
+
+    A role given by the user, and packages in S3, stay. Errors as in :func:`deploy`.
+    """
+    check_name(name)
+    client, iam, logs = (place.client(service) for service in ("lambda", "iam", "logs"))
+    function, role = _own_function(client, name), _find_role(iam, default_role(name))
+    has_role, group = role is not None and _owner(role) == name, f"/aws/lambda/{name}"
+    with explained(f"could not look for the log {group}"):
+        listed = logs.describe_log_groups(logGroupNamePrefix=group)["logGroups"]
+    has_log = group in [one["logGroupName"] for one in listed]
+    if function is not None:
+        change(f"delete the function {name}", client.delete_function, FunctionName=name)
+    # A log has no tag of its creator: it is deleted together with a function or role that has one.
+    if has_log and (function is not None or has_role):
+        change(f"delete the log {group}", logs.delete_log_group, logGroupName=group)
+    if has_role:
+        change(f"delete the role {default_role(name)}", _delete_role, iam=iam, name=default_role(name))
 
 
 def default_role(function: str) -> str:
     return f"{function}-role"
 
 
-def _role_removal_steps(iam: Client, function: str) -> list[Step]:
-    name = default_role(function)
-    found = find_role(iam, name)
-    if found is None or _owner(found) != function:
-        return []
+def _role_arn(wanted: Deployment, change: Changes) -> str | None:
+    """Return the ARN of the execution role: the given one, or one created for the function.
 
-    def delete() -> None:
-        for policy in attached_policies(iam, name):
-            iam.detach_role_policy(RoleName=name, PolicyArn=policy)
-        iam.delete_role(RoleName=name)
+    None if a dry run does not create it.
+    """
+    given = wanted.role
+    if given is not None and given.startswith("arn:"):
+        return given
+    iam, name = wanted.place.client("iam"), given or default_role(wanted.name)
+    found = _find_role(iam, name)
+    if given is not None:
+        if found is None:
+            raise ConfigError(f"there is no role {given!r}; name an existing one, or none to create one")
+        return str(found["Arn"])
+    attached: list[str] = []
+    if found is None:
+        made = change(
+            f"create the role {name}",
+            iam.create_role,
+            RoleName=name,
+            AssumeRolePolicyDocument=json.dumps(_TRUST),
+            Description=f"Workers of dglx_dist: function {wanted.name}",
+            Tags=[{"Key": TAG, "Value": wanted.name}],
+        )
+        found = {"Arn": None} if made is None else made["Role"]
+    elif _owner(found) != wanted.name:
+        raise ConfigError(
+            f"the role {name} exists and was not made for the function {wanted.name} by dglx; give it, or "
+            "another one, with --role"
+        )
+    else:
+        attached = _attached_policies(iam, name)
+    policy = VPC_POLICY if wanted.subnets else LOG_POLICY
+    if policy not in attached:
+        text = f"let the role {name} use {policy.removeprefix(_MANAGED)}"
+        change(text, iam.attach_role_policy, RoleName=name, PolicyArn=policy)
+    arn: str | None = found["Arn"]
+    return arn
 
-    return [Step(f"delete the role {name}", delete)]
 
-
-def find_role(iam: Client, name: str) -> Found | None:
+def _find_role(iam: Client, name: str) -> Found | None:
     missing = iam.exceptions.NoSuchEntityException
     answer = found_or_none(f"could not look for the role {name}", missing, iam.get_role, RoleName=name)
     return None if answer is None else answer["Role"]
 
 
-def attached_policies(iam: Client, name: str) -> list[str]:
+def _attached_policies(iam: Client, name: str) -> list[str]:
     with explained(f"could not look at the role {name}"):
         listed = iam.list_attached_role_policies(RoleName=name)["AttachedPolicies"]
     return [str(one["PolicyArn"]) for one in listed]
 
 
-def _check_role_owner(found: Found, name: str, function: str) -> None:
-    if _owner(found) != function:
-        raise ConfigError(
-            f"the role {name} exists and was not made for the function {function} by dglx; give it, or "
-            "another one, with --role"
-        )
+def _delete_role(iam: Client, name: str) -> None:
+    for policy in _attached_policies(iam, name):
+        iam.detach_role_policy(RoleName=name, PolicyArn=policy)
+    iam.delete_role(RoleName=name)
 
 
 def _owner(role: Found) -> object:
     return next((tag["Value"] for tag in role.get("Tags") or () if tag["Key"] == TAG), None)
+
+
+def _own_function(client: Client, name: str) -> Found | None:
+    """Return the function ``name``, None if there is none; ConfigError unless dglx made it."""
+    what, missing = f"could not look for the function {name}", client.exceptions.ResourceNotFoundException
+    found = found_or_none(what, missing, client.get_function, FunctionName=name)
+    if found is not None and found.get("Tags", {}).get(TAG) != name:
+        raise ConfigError(
+            f"the function {name} exists and was not made by dglx, so it is left unchanged; choose another "
+            "name"
+        )
+    return found
+
+
+def _vpc(given: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    # Sorted for comparison: AWS returns them in any order.
+    return {key: sorted(given.get(key) or []) for key in ("SubnetIds", "SecurityGroupIds")}
+
+
+def _uploaded(wanted: Deployment, package: bytes, change: Changes) -> dict[str, Any]:
+    """Return the code as the argument of a call; a package too large for a direct upload goes to S3."""
+    if len(package) <= MAX_DIRECT_BYTES:
+        return {"ZipFile": package}
+    where = {
+        "Bucket": wanted.bucket,
+        "Key": f"dglx/{wanted.name}-{hashlib.sha256(package).hexdigest()[:16]}.zip",
+    }
+    put = wanted.place.client("s3").put_object
+    change(f"upload the package to s3://{where['Bucket']}/{where['Key']}", put, **where, Body=package)
+    return {f"S3{name}": value for name, value in where.items()}
+
+
+def _create_function(client: Client, **given: object) -> None:
+    deadline = time.monotonic() + ROLE_KNOWN_WITHIN_S
+    while True:
+        try:
+            client.create_function(**given)
+        except client.exceptions.InvalidParameterValueException as error:
+            # A new role is not visible everywhere at once.
+            if "assume" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
+
+
+def _wait(client: Client, name: str, change: Changes, until: str) -> None:
+    state, field = ("Active", "State") if until == "active" else ("Successful", "LastUpdateStatus")
+
+    def wait() -> None:
+        deadline = time.monotonic() + ACTIVE_WITHIN_S
+        while True:
+            now = client.get_function_configuration(FunctionName=name)
+            found, reason = now.get(field, state), now.get(f"{field}Reason", "")
+            if found == state:
+                return
+            if found == "Failed":
+                raise ConfigError(
+                    f"the function {name} cannot be used: {reason}; fix that, then run `dglx lambda "
+                    f"remove {name}` and deploy again"
+                )
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"the function {name} is {found} after {ACTIVE_WITHIN_S:g} s ({reason}); run the "
+                    "same command again to resume"
+                )
+            time.sleep(_PAUSE_S)
+
+    change(f"wait until {name} is {until}", wait)
+
+
+def _drops_failures(client: Client, name: str) -> bool:
+    missing, read = client.exceptions.ResourceNotFoundException, client.get_function_event_invoke_config
+    now = found_or_none(f"could not read how {name} treats failed events", missing, read, FunctionName=name)
+    return now is not None and _NO_RETRIES.items() <= now.items()
 
 
 @final
@@ -268,202 +412,6 @@ def what_aws_lacks(package: Path) -> str:
 
 
 @final
-class Function:
-    """One function, and the steps from its present state to a deployment."""
-
-    def __init__(self, deployment: Deployment, pause: Callable[[float], None] = time.sleep) -> None:
-        self._deployment, self._pause = deployment, pause
-        self._client = deployment.place.client("lambda")
-        self._zip = deployment.package.read_bytes()
-        self._digest = base64.b64encode(hashlib.sha256(self._zip).digest()).decode()
-        self._runtime = runtime_for(deployment, on_aws=is_amazon(self._client))
-        self._role = Role(deployment)
-        self._found = find_function(self._client, deployment.name)
-        if self._found is not None:
-            check_own(self._found, deployment.name)
-
-    def steps(self) -> list[Step]:
-        """Return the necessary changes; [] if the function is up to date."""
-        name, found = self._deployment.name, self._found
-        steps = [*self._role.steps]
-        if found is None:
-            settings = ", ".join(f"{key} {value}" for key, value in self._shown().items())
-            steps += self._upload_steps()
-            steps += [Step(f"create the function {name}: {settings}", self._create), self._wait("active")]
-        else:
-            steps += self._unfinished_steps(found) + self._code_steps(found) + self._setting_steps(found)
-        if found is None or not self._drops_failures():
-            steps.append(
-                Step(f"let {name} drop failed events: the controller resends them", self._drop_failures)
-            )
-        return steps
-
-    def _shown(self) -> dict[str, object]:
-        one = self._deployment
-        vpc = {"VPC subnets": " ".join(one.subnets)} if one.subnets else {}
-        shown = {"memory": f"{one.memory_mb} MB", "time-out": f"{one.timeout_s} s", "runtime": self._runtime}
-        return {**shown, "package": f"{len(self._zip) / 1024**2:.1f} MB", **vpc}
-
-    def _settings(self) -> dict[str, Any]:
-        one = self._deployment
-        # Sorted for comparison: AWS returns them in any order.
-        vpc = {"SubnetIds": sorted(one.subnets), "SecurityGroupIds": sorted(one.security_groups)}
-        return {
-            "Role": self._role.arn,
-            "Handler": HANDLER,
-            "Runtime": self._runtime,
-            "MemorySize": one.memory_mb,
-            "Timeout": one.timeout_s,
-            "VpcConfig": vpc,
-        }
-
-    def _unfinished_steps(self, found: Found) -> list[Step]:
-        # An earlier command may have been interrupted; AWS rejects changes until its work is done.
-        now = found["Configuration"]
-        if now.get("State") in ("Pending", "Failed"):
-            return [self._wait("active")]
-        return [self._wait("updated")] if now.get("LastUpdateStatus") == "InProgress" else []
-
-    def _code_steps(self, found: Found) -> list[Step]:
-        now = found["Configuration"]
-        architecture = now.get("Architectures", ["x86_64"])
-        if now["CodeSha256"] == self._digest and architecture == [self._deployment.architecture]:
-            return []
-        name = self._deployment.name
-        update = Step(f"update the code of {name} ({len(self._zip) / 1024**2:.1f} MB)", self._update_code)
-        return [*self._upload_steps(), update, self._wait("updated")]
-
-    def _setting_steps(self, found: Found) -> list[Step]:
-        now = found["Configuration"]
-        changed = [name for name, value in self._settings().items() if _current_setting(now, name) != value]
-        if not changed:
-            return []
-        text = f"update {', '.join(changed)} of {self._deployment.name}"
-        return [Step(text, lambda: self._update(changed)), self._wait("updated")]
-
-    def _update(self, changed: list[str]) -> None:
-        settings = self._settings()
-        self._client.update_function_configuration(
-            FunctionName=self._deployment.name, **{name: settings[name] for name in changed}
-        )
-
-    def _upload_steps(self) -> list[Step]:
-        if self._by_bucket is None:
-            return []
-        return [Step(f"upload the package to s3://{self._by_bucket}/{self._object}", self._upload)]
-
-    @property
-    def _by_bucket(self) -> str | None:
-        # Only packages that are too large for a direct upload use the bucket.
-        return self._deployment.bucket if len(self._zip) > MAX_DIRECT_BYTES else None
-
-    @property
-    def _object(self) -> str:
-        return f"dglx/{self._deployment.name}-{hashlib.sha256(self._zip).hexdigest()[:16]}.zip"
-
-    def _upload(self) -> None:
-        storage = self._deployment.place.client("s3")
-        storage.put_object(Bucket=self._by_bucket, Key=self._object, Body=self._zip)
-
-    def _code(self) -> dict[str, Any]:
-        if self._by_bucket is None:
-            return {"ZipFile": self._zip}
-        return {"S3Bucket": self._by_bucket, "S3Key": self._object}
-
-    def _create(self) -> None:
-        deadline = time.monotonic() + ROLE_KNOWN_WITHIN_S
-        while True:
-            try:
-                self._client.create_function(
-                    FunctionName=self._deployment.name,
-                    Code=self._code(),
-                    PackageType="Zip",
-                    Architectures=[self._deployment.architecture],
-                    Description="Workers of dglx_dist: tensor tasks of graph training",
-                    Tags={TAG: self._deployment.name},
-                    **self._settings(),
-                )
-            except self._client.exceptions.InvalidParameterValueException as error:
-                # A new role is not visible everywhere at once.
-                if "assume" not in str(error) or time.monotonic() > deadline:
-                    raise
-                self._pause(_PAUSE_S)
-            else:
-                return
-
-    def _update_code(self) -> None:
-        self._client.update_function_code(
-            FunctionName=self._deployment.name,
-            Architectures=[self._deployment.architecture],
-            **self._code(),
-        )
-
-    def _wait(self, until: str) -> Step:
-        name = self._deployment.name
-
-        def wait() -> None:
-            state, field = ("Active", "State") if until == "active" else ("Successful", "LastUpdateStatus")
-            deadline = time.monotonic() + ACTIVE_WITHIN_S
-            while True:
-                now = self._client.get_function_configuration(FunctionName=name)
-                found, reason = now.get(field, state), now.get(f"{field}Reason", "")
-                if found == state:
-                    return
-                if found == "Failed":
-                    raise ConfigError(
-                        f"the function {name} cannot be used: {reason}; fix that, then run `dglx lambda "
-                        f"remove {name}` and deploy again"
-                    )
-                if time.monotonic() > deadline:
-                    raise PeerError(
-                        f"the function {name} is {found} after {ACTIVE_WITHIN_S:g} s ({reason}); run the "
-                        "same command again to resume"
-                    )
-                self._pause(_PAUSE_S)
-
-        return Step(f"wait until {name} is {until}", wait)
-
-    def _drops_failures(self) -> bool:
-        name, missing = self._deployment.name, self._client.exceptions.ResourceNotFoundException
-        read = self._client.get_function_event_invoke_config
-        now = found_or_none(
-            f"could not read how {name} treats failed events", missing, read, FunctionName=name
-        )
-        wanted = {"MaximumRetryAttempts": 0, "MaximumEventAgeInSeconds": EVENT_AGE_S}
-        return now is not None and wanted.items() <= now.items()
-
-    def _drop_failures(self) -> None:
-        # Otherwise AWS would run and bill a failed event twice more, after another attempt did its task.
-        self._client.put_function_event_invoke_config(
-            FunctionName=self._deployment.name,
-            MaximumRetryAttempts=0,
-            MaximumEventAgeInSeconds=EVENT_AGE_S,
-        )
-
-
-def find_function(client: Client, name: str) -> Found | None:
-    what, missing = f"could not look for the function {name}", client.exceptions.ResourceNotFoundException
-    return found_or_none(what, missing, client.get_function, FunctionName=name)
-
-
-def check_own(found: Found, name: str) -> None:
-    """Raise ConfigError unless dglx made the function ``name``."""
-    if found.get("Tags", {}).get(TAG) != name:
-        raise ConfigError(
-            f"the function {name} exists and was not made by dglx, so it is left unchanged; choose another "
-            "name"
-        )
-
-
-def _current_setting(configuration: Found, name: str) -> object:
-    value = configuration.get(name)
-    if name != "VpcConfig":
-        return value
-    vpc = value or {}
-    return {key: sorted(vpc.get(key) or []) for key in ("SubnetIds", "SecurityGroupIds")}
-
-
-@final
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
     """One successful test task of a function."""
@@ -491,22 +439,15 @@ def try_function(
     """
     # The invocation is synchronous, so the client waits for the longest time-out of a function.
     client = place.client("lambda", timeout_s=MAX_TIMEOUT_S + 10)
-    with _served(address or _own_address(client)) as trial:
-        say(f"serving one interval of {ROWS} nodes at {trial.endpoint}")
-        return [trial.run(client, name, epoch) for epoch in range(times)]
-
-
-@contextmanager
-def _served(address: str) -> Iterator[_Trial]:
+    address, secret = address or _own_address(client), secrets.token_hex(32)
     _check_is_local(address)
     rpc = Rpc(0, Ledger(Topology(rank=0, world_size=1, server_of_rank=(0,))), TASK_TIMEOUT_S)
-    secret = secrets.token_hex(32)
     try:
-        endpoint = rpc.listen(address, Credentials(secret=secret.encode()))
-        trial = _Trial(endpoint, secret)
+        trial = _Trial(rpc.listen(address, Credentials(secret=secret.encode())), secret)
         for op, handler in trial.handlers().items():
             rpc.register(op, handler)
-        yield trial
+        say(f"serving one interval of {ROWS} nodes at {trial.endpoint}")
+        return [trial.run(client, name, epoch) for epoch in range(times)]
     finally:
         rpc.close()
 
@@ -517,11 +458,10 @@ class _Trial:
 
     def __init__(self, endpoint: str, secret: str) -> None:
         self.endpoint, self._secret = endpoint, secret
-        config: dict[str, Json] = {"in": FEATURES_IN, "out": CLASSES, "bias": True}
         layer = Vertex(
             name="AV1",
             stage="dense",
-            config=config,
+            config={"in": FEATURES_IN, "out": CLASSES, "bias": True},
             inputs=(FEATURES,),
             outputs=(Slot("h1", CLASSES),),
             weights=("weight", "bias"),
@@ -532,59 +472,50 @@ class _Trial:
         self._weights = [rng.normal(size=shape).astype(np.float32) for shape in self._work.weights.values()]
         rows = rng.normal(size=(ROWS, FEATURES_IN)).astype(np.float32)
         self._arrays: list[Array] = [rows, rng.integers(0, CLASSES, size=ROWS, dtype=np.int32)]
-        self._lock = threading.Lock()
-        self._given: dict[tuple[TaskKey, int], list[Array]] = {}
-        self._pushed: dict[TaskKey, list[Array]] = {}
+        self._given: dict[str, list[Array]] = {}
+        """Rows and gradients, by the name under which they came."""
 
     def handlers(self) -> dict[str, Handler]:
+        program, pulled = np.frombuffer(self._program.to_json(), np.uint8), self._work.pulled
         return {
-            ops.PROGRAM: lambda _name, _arrays: [np.frombuffer(self._program.to_json(), np.uint8)],
-            ops.PULL: lambda name, _arrays: take_half(
-                self._work.pulled, self._arrays, ROWS, parse_half(name)[1]
-            ),
+            ops.PROGRAM: lambda _name, _arrays: [program],
+            ops.PULL: lambda name, _arrays: take_half(pulled, self._arrays, ROWS, parse_half(name)[1]),
             ops.WEIGHTS: lambda _name, _arrays: self._weights,
-            ops.GRADIENTS: self._take_gradients,
-            ops.GIVE: self._take_rows,
+            ops.GRADIENTS: self._take,
+            ops.GIVE: self._take,
         }
 
     def run(self, client: Client, name: str, epoch: int) -> TrialResult:
-        key, begun = TaskKey(epoch, 0, 0, Direction.FUSED), time.perf_counter()
-        with explained(f"could not invoke the function {name}"):
-            answer = client.invoke(
-                FunctionName=name,
-                InvocationType="RequestResponse",
-                LogType="Tail",
-                Payload=self._task(key).to_event(),
-            )
-            payload = answer["Payload"].read()
-        seconds = time.perf_counter() - begun
-        if "FunctionError" in answer:
-            raise RemoteError(f"the function {name} failed: {_reason(payload)}\n{_tail(answer)}")
-        worker = WorkerAnswer.from_json(payload)
-        self._check(name, key)
-        return TrialResult(seconds=seconds, worker_s=worker.seconds, cold=worker.cold)
-
-    def _task(self, key: TaskKey) -> Task:
         here = Address(rank=0, host=socket.gethostname(), endpoint=self.endpoint)
-        return Task(
-            key=key,
+        task = Task(
+            key=TaskKey(epoch, 0, 0, Direction.FUSED),
             rows=ROWS,
             program=self._program.digest,
             graph_server=here,
             parameter_server=here,
             secrets=Secrets(secret=self._secret),
             timeout_s=TASK_TIMEOUT_S,
-            options=TaskOptions(),
         )
+        begun = time.perf_counter()
+        with explained(f"could not invoke the function {name}"):
+            answer = client.invoke(
+                FunctionName=name, InvocationType="RequestResponse", LogType="Tail", Payload=task.to_event()
+            )
+            payload = answer["Payload"].read()
+        seconds = time.perf_counter() - begun
+        if "FunctionError" in answer:
+            raise RemoteError(f"the function {name} failed: {_reason(payload)}\n{_tail(answer)}")
+        worker = WorkerAnswer.from_json(payload)
+        self._check(name, task.key)
+        return TrialResult(seconds=seconds, worker_s=worker.seconds, cold=worker.cold)
 
     def _check(self, name: str, key: TaskKey) -> None:
         wanted = self._work.whole(self._weights, self._arrays, ROWS)
-        with self._lock:
-            halves = [self._given.get((key, half)) for half in (0, 1)]
-            pushed = self._pushed.get(key)
-        if halves[0] is None or halves[1] is None or pushed is None:
+        names = [attempt_name(key, 0, 0), attempt_name(key, 1, 0), str(key)]
+        if not self._given.keys() >= set(names):
             raise ConfigError(f"the function {name} answered but sent no rows or gradients; deploy it again")
-        found = [*join_halves(self._work.given, halves[0], halves[1]), *pushed]
+        first, second, pushed = (self._given[one] for one in names)
+        found = [*join_halves(self._work.given, first, second), *pushed]
         # Not bit for bit: BLAS kernels of another processor round sums differently.
         for one, other in zip(found, [*wanted.rows, *wanted.gradients], strict=True):
             if not np.allclose(one, other, rtol=1e-4, atol=1e-5):
@@ -594,16 +525,9 @@ class _Trial:
                     "package and deploy this version"
                 )
 
-    def _take_rows(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        key, half, _attempt = parse_attempt(name)
-        with self._lock:
-            self._given[key, half] = list(arrays)
+    def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        self._given[name] = list(arrays)
         return [np.array([1])]
-
-    def _take_gradients(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        with self._lock:
-            self._pushed[TaskKey.parse(name)] = list(arrays)
-        return []
 
 
 def _check_is_local(address: str) -> None:
@@ -642,42 +566,3 @@ def _reason(payload: bytes) -> str:
 
 def _tail(answer: dict[str, str]) -> str:
     return base64.b64decode(answer.get("LogResult", "")).decode(errors="replace")[-_MAX_LOG:].strip()
-
-
-def deployment_steps(deployment: Deployment) -> list[Step]:
-    """Return the changes that ``deployment`` needs; [] if the function is up to date.
-
-    Only differences are changed: carried out again, they resume an interrupted deployment.
-
-    Raises:
-        ConfigError: credentials or permission are missing, the given role does not exist, or the name
-            belongs to a function that dglx did not create.
-        PeerError: AWS is unreachable.
-    """
-    return Function(deployment).steps()
-
-
-def removal_steps(name: str, place: Place) -> list[Step]:
-    """Return the changes that delete the function ``name``, the role created for it, and its log.
-
-    A role given by the user, and packages in S3, stay. Errors as :func:`deployment_steps`.
-    """
-    check_name(name)
-    client, steps = place.client("lambda"), list[Step]()
-    found = find_function(client, name)
-    if found is not None:
-        check_own(found, name)
-        steps.append(Step(f"delete the function {name}", lambda: client.delete_function(FunctionName=name)))
-    of_role = _role_removal_steps(place.client("iam"), name)
-    # A log has no tag of its creator: it is deleted together with a function or role that has one.
-    of_log = _log_steps(name, place) if steps or of_role else []
-    return [*steps, *of_log, *of_role]
-
-
-def _log_steps(name: str, place: Place) -> list[Step]:
-    logs, group = place.client("logs"), f"/aws/lambda/{name}"
-    with explained(f"could not look for the log {group}"):
-        listed = logs.describe_log_groups(logGroupNamePrefix=group)["logGroups"]
-    if group not in [one["logGroupName"] for one in listed]:
-        return []
-    return [Step(f"delete the log {group}", lambda: logs.delete_log_group(logGroupName=group))]

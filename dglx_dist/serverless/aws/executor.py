@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Annotated, final
 
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.serverless.aws.clients import Client, Place, check_name, explained, found_or_none, is_amazon
@@ -17,8 +17,9 @@ from dglx_dist.serverless.executors.base import (
     Invocation,
     PoolExecutor,
     WorkerHandle,
+    names_of,
 )
-from dglx_dist.serverless.json_fields import Fields
+from dglx_dist.serverless.json_fields import Within, read_record
 from dglx_dist.serverless.worker import WorkerAnswer
 from dglx_dist.serverless.worker_process import Fault
 
@@ -34,30 +35,21 @@ _LOOK_BACK_MS = 60_000
 """Containers write their logs with any delay, and their timestamps are by AWS's clock."""
 MAX_REQUESTS = 32
 """Concurrent requests; each returns as soon as AWS has accepted the event."""
-_LONGEST = 1024
-_READ_LOG_EVERY_S = 5.0
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """One REPORT line of a function's log."""
+def read_report(line: str) -> tuple[str, Invocation] | None:
+    """Read the id of a request and its invocation from a log line; None if it is not a REPORT.
 
-    request: str
-    invocation: Invocation
-
-
-def read_report(line: str) -> Report | None:
-    """Read a log line; None if it is not a REPORT. If AWS bills the start of a container, so does it."""
+    If AWS bills the start of a container, so does the invocation.
+    """
     found = _REPORT.search(line)
     if found is None:
         return None
-    invocation = Invocation(
+    return found["request"], Invocation(
         duration_s=float(found["billed"]) / 1e3,
         cold=_INIT.search(line) is not None,
         memory_mb=int(found["memory"]),
     )
-    return Report(request=found["request"], invocation=invocation)
 
 
 @final
@@ -68,7 +60,7 @@ class ReportReader:
     the reader logs one warning and durations stay unknown.
     """
 
-    def __init__(self, client: Client, function: str, every_s: float = 5.0) -> None:
+    def __init__(self, client: Client, function: str, every_s: float) -> None:
         self._client, self._group, self._every_s = client, f"/aws/lambda/{function}", every_s
         self._since_ms = int(time.time() * 1e3) - _LOOK_BACK_MS
         self._waited: set[str] = set()
@@ -125,49 +117,51 @@ class ReportReader:
             more = {"nextToken": page["nextToken"]}
         self._since_ms = max(self._since_ms, newest - _LOOK_BACK_MS)
 
-    def _take(self, report: Report | None) -> None:
+    def _take(self, report: tuple[str, Invocation] | None) -> None:
         with self._lock:
-            if report is not None and report.request in self._waited:
-                self._waited.remove(report.request)
-                self._found.append(report.invocation)
+            if report is not None and report[0] in self._waited:
+                self._waited.remove(report[0])
+                self._found.append(report[1])
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AwsOptions:
+    """Options of executor ``aws``."""
+
+    function: Annotated[str, Within(1, 64)]
+    """Name of the function."""
+    region: Annotated[str, Within(1, 64)] | None = None
+    """Such as "eu-west-1"; None: boto3's."""
+    endpoint_url: Annotated[str, Within(1, 1024)] | None = None
+    """Address of an AWS-compatible service; the bill is then simulated."""
+    read_log: bool = True
+    """Whether the function's log is read for the bill."""
+    read_log_every_s: Annotated[float, Within(0.01, 3600)] = 5.0
 
 
 @final
 class AwsExecutor(PoolExecutor):
-    """Invokes a function created by ``dglx lambda deploy``, one event per attempt.
+    """Invokes a function created by ``dglx lambda deploy``, one event per attempt. Options: ``AwsOptions``.
 
     The graph servers and parameter servers must be reachable from the function's subnets. Credentials come
     from boto3's own chain only. :meth:`lost` reports only events that AWS rejected, and :meth:`billed` is
     seconds late. Workers continue after :meth:`close` until the servers stop answering.
-
-    Options:
-        function: Name of the function.
-        region: Such as "eu-west-1"; default: boto3's.
-        endpoint_url: Address of an AWS-compatible service; the bill is then simulated.
-        read_log: Whether the function's log is read for the bill; true by default.
-        read_log_every_s: Polling interval of the log; 5 s by default.
     """
 
-    option_names = ("function", "region", "endpoint_url", "read_log", "read_log_every_s")
+    option_names = names_of(AwsOptions)
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
-        fields = Fields(options, "executor 'aws'")
-        self._function = fields.text("function", 64)
-        check_name(self._function)
-        place = Place(
-            region=fields.maybe("region", lambda name: fields.text(name, 64), None),
-            endpoint_url=fields.maybe("endpoint_url", lambda name: fields.text(name, _LONGEST), None),
-        )
-        reads_log = fields.maybe("read_log", fields.flag, True)
-        every_s = fields.maybe(
-            "read_log_every_s", lambda name: fields.number(name, 0.01, 3600), _READ_LOG_EVERY_S
-        )
-        fields.end()
+        given = read_record(AwsOptions, options, "executor 'aws'", defaults=True)
+        check_name(given.function)
+        place = Place(region=given.region, endpoint_url=given.endpoint_url)
         client = place.client("lambda", connections=MAX_REQUESTS)
         self.simulated = not is_amazon(client)
-        memory_mb = _check_usable(client, self._function)
-        self._reports = ReportReader(place.client("logs"), self._function, every_s) if reads_log else None
-        poster = _Poster(client, self._function, self._reports)
+        memory_mb = _check_usable(client, given.function)
+        self._reports: ReportReader | None = None
+        if given.read_log:
+            self._reports = ReportReader(place.client("logs"), given.function, given.read_log_every_s)
+        poster = _Poster(client, given.function, self._reports)
         super().__init__(lambda: poster, context.notice, memory_mb=memory_mb, billed=False)
 
     def size(self, workers: int) -> None:

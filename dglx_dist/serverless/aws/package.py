@@ -9,11 +9,14 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from modulefinder import ModuleFinder
 from pathlib import Path, PurePosixPath
-from typing import final
+from types import CodeType
+from typing import Any, final
 
 import dglx_dist
+from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.json_fields import write_json
 from dglx_dist.serverless.program import Step, stage_names
@@ -167,60 +170,24 @@ def package_root() -> Path:
     return Path(dglx_dist.__file__).parent.parent
 
 
+class _Finder(ModuleFinder):
+    def scan_code(self, co: CodeType, m: Any) -> None:
+        # The package's own __init__ imports lazily, and a worker uses none of its names.
+        if m.__name__ != "dglx_dist":
+            super().scan_code(co, m)
+
+
 def worker_files(root: Path) -> tuple[str, ...]:
     """Return the sorted paths below ``root``, the folder of ``dglx_dist``, of all modules of a worker."""
-    stages = [f"{_STAGES}/{path.name}" for path in (root / _STAGES).glob("*.py")]
-    pending = [*stages, *(_file_of(root, name) or _missing(root, name) for name in ENTRIES)]
-    found: set[str] = set()
-    while pending:
-        file = pending.pop()
-        if file in found:
-            continue
-        found.add(file)
-        pending += [f"{parent}/__init__.py" for parent in Path(file).parents if parent.name]
-        # The package's own __init__ imports lazily, and a worker uses none of its names.
-        pending += [] if file == "dglx_dist/__init__.py" else _imports_of(root, file)
-    return tuple(sorted(found))
-
-
-def _imports_of(root: Path, file: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse((root / file).read_bytes(), file)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            # An imported name may be a module of the package.
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        for name in names:
-            if name.partition(".")[0] == "dglx_dist" and (path := _file_of(root, name)) is not None:
-                yield path
-
-
-def _file_of(root: Path, name: str) -> str | None:
-    path = name.replace(".", "/")
-    for candidate in (f"{path}.py", f"{path}/__init__.py"):
-        if (root / candidate).is_file():
-            return candidate
-    return None
-
-
-def _missing(root: Path, name: str) -> str:
-    raise ConfigError(f"{root} has no module {name}; install dglx_dist completely")
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Package:
-    """Contents of a zip package."""
-
-    stages: Mapping[str, str] = field(default_factory=dict)
-    """The user's own: name to ``module:Class``. Their whole package is included, except hidden files."""
-    wheels: Path | None = None
-    """Folder with wheels of numpy and pyzmq for the service's Python and processor (see
-    :func:`download_wheels`); None: the libraries installed here, which must be of that kind."""
-    libraries: bool = True
-    """Whether to include numpy and pyzmq; False if a layer of the service has them."""
+    finder = _Finder([str(root)])
+    stages = sorted(path.stem for path in (root / _STAGES).glob("[!_]*.py"))
+    for name in (*ENTRIES, *(f"{_STAGES.replace('/', '.')}.{stage}" for stage in stages)):
+        try:
+            finder.import_hook(name)
+        except ImportError:
+            raise ConfigError(f"{root} has no module {name}; install dglx_dist completely") from None
+    files = [vars(module)["__file__"] for module in finder.modules.values()]
+    return tuple(sorted(Path(file).relative_to(root).as_posix() for file in files if file))
 
 
 @final
@@ -234,35 +201,40 @@ class Packed:
     """64 hexadecimal characters; equal contents give equal files."""
 
 
-def write_zip(path: Path, package: Package) -> Packed:
-    """Write the zip of ``package`` to ``path``, atomically."""
-    contents = dict(sorted(_contents(package)))
-    part = path.with_name(f"{path.name}.part")
-    with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive:
-        for name, content in contents.items():
-            entry = zipfile.ZipInfo(name, _DATE)
-            entry.external_attr, entry.compress_type = _MODE, zipfile.ZIP_DEFLATED
-            archive.writestr(entry, content if isinstance(content, bytes) else content.read_bytes())
-    part.replace(path)
-    with path.open("rb") as file:
-        digest = hashlib.sha256(file.read()).hexdigest()
-    return Packed(path=path, num_bytes=path.stat().st_size, sha256=digest)
+def write_zip(
+    path: Path, stages: Mapping[str, str] | None = None, *, wheels: Path | None = None, libraries: bool = True
+) -> Packed:
+    """Write the zip package of a worker to ``path``, atomically.
 
-
-def _contents(package: Package) -> Iterator[tuple[str, Path | bytes]]:
-    root = package_root()
-    for file in worker_files(root):
-        yield file, root / file
-    for path in stage_paths(package.stages):
-        yield from _code(path)
-    yield STAGES_FILE, write_json(dict(package.stages))
-    if package.libraries:
-        if package.wheels is None and sys.platform != "linux":
+    Args:
+        stages: The user's own: name to ``module:Class``. Their whole package is included, except hidden
+            files.
+        wheels: Folder with wheels of numpy and pyzmq for the service's Python and processor (see
+            :func:`download_wheels`); None: the libraries installed here, which must be of that kind.
+        libraries: Whether to include numpy and pyzmq; False if a layer of the service has them.
+    """
+    root, stages = package_root(), stages or {}
+    contents: dict[str, Path | bytes] = {file: root / file for file in worker_files(root)}
+    for own in stage_paths(stages):
+        contents.update(_code(own))
+    contents[STAGES_FILE] = write_json(dict(stages))
+    if libraries:
+        if wheels is None and sys.platform != "linux":
             raise ConfigError(
                 f"functions run on Linux, but the installed libraries are for {sys.platform}; give a "
                 "folder of wheels"
             )
-        yield from installed_files() if package.wheels is None else wheel_files(package.wheels)
+        contents.update(installed_files() if wheels is None else wheel_files(wheels))
+    with (
+        replaced_file(path) as part,
+        zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive,
+    ):
+        for name, content in sorted(contents.items()):
+            entry = zipfile.ZipInfo(name, _DATE)
+            entry.external_attr, entry.compress_type = _MODE, zipfile.ZIP_DEFLATED
+            archive.writestr(entry, content if isinstance(content, bytes) else content.read_bytes())
+    written = path.read_bytes()
+    return Packed(path=path, num_bytes=len(written), sha256=hashlib.sha256(written).hexdigest())
 
 
 def _code(path: Path) -> Iterator[tuple[str, Path]]:

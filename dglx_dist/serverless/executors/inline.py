@@ -8,42 +8,36 @@ from typing import NoReturn, final
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.serverless.executors.base import (
     ExecutorContext,
-    Faults,
     Latency,
     PoolExecutor,
     WorkerHandle,
+    names_of,
 )
-from dglx_dist.serverless.json_fields import Fields, write_json
+from dglx_dist.serverless.json_fields import read_record, write_json
 from dglx_dist.serverless.worker import DirectCaller, Worker, WorkerAnswer
 from dglx_dist.serverless.worker_process import Fault, FaultInjector
 
 
 @final
 class InlineExecutor(PoolExecutor):
-    """Runs workers as threads without sockets; nothing is billed.
+    """Runs workers as threads without sockets; nothing is billed. Options: :class:`Latency`.
 
-    Options: ``faults``, see :class:`~dglx_dist.serverless.executors.base.Faults`, where a killed thread
-    abandons its task; ``latency_s`` and ``latency_sigma`` as in executor ``local``. A thread finishes its
-    computation after :meth:`close`; its results are rejected.
+    A thread finishes its computation after :meth:`close`; its results are rejected.
     """
 
     in_process = True
-    option_names = ("faults", "latency_s", "latency_sigma")
+    option_names = names_of(Latency)
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
-        fields = Fields(options, "executor 'inline'")
-        faults = fields.maybe("faults", lambda name: Faults.read(fields.any(name)), None)
-        latency = Latency.read(fields)
-        fields.end()
-        if not context.handlers:
-            raise ConfigError("executor 'inline' needs the graph server's handlers; pass them in its context")
+        latency = read_record(Latency, options, "executor 'inline'", defaults=True)
         handlers = context.handlers
+        if not handlers:
+            raise ConfigError("executor 'inline' needs the graph server's handlers; pass them in its context")
         super().__init__(
             lambda: _Thread(DirectCaller(handlers)),
             context.notice,
             memory_mb=0,
             billed=False,
-            faults=faults,
             latency=latency,
         )
 

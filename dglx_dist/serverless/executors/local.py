@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
 
-from dglx_dist.comm import system as cgroups
 from dglx_dist.comm.topology import inherited_environment
-from dglx_dist.errors import LabError, PeerError
+from dglx_dist.errors import PeerError
+from dglx_dist.options import common_fields
 from dglx_dist.serverless.aws.package import (
     LIBRARIES,
     library_folder,
@@ -25,19 +24,19 @@ from dglx_dist.serverless.aws.package import (
     worker_files,
 )
 from dglx_dist.serverless.executors.base import (
+    DEFAULT_MEMORY_MB,
     ExecutorContext,
-    Faults,
     Latency,
+    MemoryMb,
     PoolExecutor,
     WorkerHandle,
-    read_memory_mb,
+    names_of,
 )
-from dglx_dist.serverless.json_fields import Fields, write_json
+from dglx_dist.serverless.json_fields import Json, read_record, write_json
 from dglx_dist.serverless.tasks import Task
 from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, STAGES_FILE, WorkerAnswer
 from dglx_dist.serverless.worker_process import Fault, Setup
 
-_PREFIX = "dglx-worker"
 _BOOT = """
 import sys
 sys.path.insert(0, sys.argv.pop())
@@ -59,28 +58,6 @@ _DECIDES_BITS = (
 )
 """Variables by which BLAS, NumPy and the C library choose kernels. Others may be secrets: never pass them."""
 _MAX_OUTPUT, _EXIT_WAIT_S = 2000, 0.5
-
-
-def limit_cpu(pid: int, share: float) -> Path | None:
-    """Move process ``pid`` into a new control group with ``share`` of a core; None if not permitted."""
-    folder = cgroups.make(f"{_PREFIX}-{os.getpid()}-{pid}", share)
-    if folder is None:
-        return None
-    try:
-        (folder / "cgroup.procs").write_text(str(pid))
-    except OSError:
-        # The process has ended, or another executor removed the group as stale.
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        return None
-    return folder
-
-
-def remove_stale_groups() -> None:
-    """Remove the groups without processes that killed graph servers left."""
-    for folder in cgroups.find(f"{_PREFIX}-*"):
-        with contextlib.suppress(OSError):  # it has processes
-            folder.rmdir()
 
 
 def make_tree(folder: Path, stages: Mapping[str, str]) -> None:
@@ -112,44 +89,35 @@ def arithmetic_variables() -> dict[str, str]:
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions(Latency, Setup):
+    """Options of executor ``local``, besides latency and the limits of a process."""
+
+    memory_mb: MemoryMb = DEFAULT_MEMORY_MB
+    """For the bill."""
+
+
+@final
 class LocalExecutor(PoolExecutor):
     """Starts processes on demand and keeps them warm; they end with this process.
 
     A worker process has no environment but :func:`arithmetic_variables`, and imports from a folder that
-    contains only the package of a worker.
-
-    Options:
-        memory_mb: For the bill; 192 by default, as in the paper.
-        cpu_share: Share of one core, in (0, 1]; 0.11 is AWS's share of 192 MB. None: a whole core. Enforced
-            by a control group if this machine permits one, otherwise by sleeping in proportion to the work.
-        bytes_per_s: Network rate of a worker in each direction; None: unlimited.
-        latency_s, latency_sigma: Median in seconds and spread of the logarithm (0.5 by default) of a
-            log-normal pause of each invocation after computing: emulates the latency of functions.
-        faults: See :class:`~dglx_dist.serverless.executors.base.Faults`; for tests.
+    contains only the package of a worker. Options: :class:`LocalOptions`.
     """
 
-    option_names = ("memory_mb", "cpu_share", "bytes_per_s", "faults", "latency_s", "latency_sigma")
+    option_names = names_of(LocalOptions)
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
-        fields = Fields(options, "executor 'local'")
-        memory_mb = read_memory_mb(fields)
-        setup = fields.record(Setup)
-        faults = fields.maybe("faults", lambda name: Faults.read(fields.any(name)), None)
-        latency = Latency.read(fields)
-        fields.end()
+        given = read_record(LocalOptions, options, "executor 'local'", defaults=True)
+        setup = common_fields(given, Setup)
         self._tree = Path(tempfile.mkdtemp(prefix="dglx-workers-", dir=context.folder))
         try:
-            remove_stale_groups()
             make_tree(self._tree, context.stages)
         except BaseException:
             shutil.rmtree(self._tree)
             raise
         super().__init__(
-            lambda: _Process(self._tree, setup),
-            context.notice,
-            memory_mb=memory_mb,
-            faults=faults,
-            latency=latency,
+            lambda: _Process(self._tree, setup), context.notice, memory_mb=given.memory_mb, latency=given
         )
 
     def close(self) -> None:
@@ -159,11 +127,10 @@ class LocalExecutor(PoolExecutor):
 
 @final
 class _Process(WorkerHandle):
-    def __init__(self, tree: Path, setup: Setup) -> None:
+    def __init__(self, tree: Path, setup: Mapping[str, Json]) -> None:
         self._tree, self._setup = tree, setup
         self._process: subprocess.Popen[bytes] | None = None
         self._output: IO[bytes] | None = None
-        self._group: Path | None = None
         self._stopping = threading.Lock()
         self._stopped = False
 
@@ -206,15 +173,8 @@ class _Process(WorkerHandle):
                 env={**arithmetic_variables(), **_ENVIRONMENT},
                 start_new_session=True,  # Ctrl-C is for the graph server; workers end with it
             )
-        _write(self._process, write_json(vars(self._limited(self._process))) + b"\n")
+        _write(self._process, write_json(self._setup) + b"\n")
         return self._process
-
-    def _limited(self, process: subprocess.Popen[bytes]) -> Setup:
-        # Returns the limits that the process has to enforce itself.
-        share = self._setup.cpu_share
-        if share is not None and share < 1:
-            self._group = limit_cpu(process.pid, share)
-        return self._setup if self._group is None else replace(self._setup, cpu_share=None)
 
     def _release(self) -> None:
         # Only for a process that has ended or is about to.
@@ -225,10 +185,7 @@ class _Process(WorkerHandle):
             if pipe is not None:
                 with contextlib.suppress(OSError):  # unwritten input
                     pipe.close()
-        if self._group is not None:
-            with contextlib.suppress(LabError):  # it is empty; the next executor removes it
-                cgroups.remove(self._group)
-        self._process = self._group = None
+        self._process = None
 
     def _exit_report(self, process: subprocess.Popen[bytes]) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -7,28 +7,20 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, final, get_args
+from typing import Literal, TypeAlias, final
 
 import numpy as np
 from numba import njit
 
-from dglx_dist.comm.session import SessionField
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
-from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.graph.partition_book import submit_to_owners
-from dglx_dist.graph.row_kernels import number_distinct
+from dglx_dist.errors import StorageError
 from dglx_dist.graph.structure import InEdges, PendingInEdges, Structure
 from dglx_dist.keyed_random import hash_ids, item_key, mix, stream_key
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, RawGraph
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
 from dglx_dist.strategies.full_graph.halo_plan import RowIndex
-
-if TYPE_CHECKING:
-    from dglx_dist.graph.dist_graph import DistGraph
-
 
 PRELOAD_STRUCTURE = "preload_structure"
 """Ledger phase of fetched in-edges: 8 bytes per remote row, 24 per in-edge."""
@@ -61,22 +53,8 @@ class KHopNeighborhood:
     """(E,) int64 global ids; above level ``hops`` some are rows of other servers."""
     edge_ids: Array
     """(E,) int64 global edge ids."""
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.counts) - 1
-
-    @property
-    def work(self) -> Array:
-        """(n,) int64 cost of a row: in-degree + 1, times the levels above 0 that have it."""
-        return self.levels * (self.in_degrees + 1)
-
-    @property
-    def levels(self) -> Array:
-        """(n,) int64 last level that has the row."""
-        ascending = self.counts[:0:-1]
-        below = np.searchsorted(ascending, np.arange(len(self.nodes)), side="right")
-        return self.num_layers - below
+    holders: Array = field(default_factory=lambda: np.empty(0, np.int32))
+    """(n,) int32 rank of each row; empty until the rows are split."""
 
     @property
     def in_degrees(self) -> Array:
@@ -84,50 +62,6 @@ class KHopNeighborhood:
         degrees = np.zeros(len(self.nodes), dtype=np.int64)
         degrees[: len(self.indptr) - 1] = np.diff(self.indptr)
         return degrees
-
-
-@final
-class NeighborhoodExpander:
-    """Builds a :class:`KHopNeighborhood` level by level. Not thread-safe, not collective.
-
-    R^L are the ``seeds``, (K,) ascending distinct int64 ids. Edges from nodes other than the (n,) ascending
-    int64 ``allowed`` are dropped.
-    """
-
-    def __init__(self, structure: Structure, seeds: Array, allowed: Array | None = None) -> None:
-        self._structure, self._allowed = structure, allowed
-        self._levels: list[Array] = [seeds]
-        self._known = seeds
-        self._edges: list[InEdges] = []
-
-    def sources(self) -> Array:
-        """Fetch the in-edges of the rows added last; return their (n,) ascending distinct int64 sources."""
-        found = [np.empty(0, np.int64)]
-        for edges in in_edges_of(self._structure, self._levels[-1]):
-            kept = edges if self._allowed is None else only_from(edges, self._allowed)
-            self._edges.append(kept)
-            found.append(number_distinct(kept.sources)[0])
-        return np.unique(np.concatenate(found))
-
-    def add(self, rows: Array) -> None:
-        """Add the unknown ones of the (n,) ascending int64 ``rows`` as the next lower level."""
-        new = np.setdiff1d(rows, self._known, assume_unique=True)
-        self._levels.append(new)
-        if len(new):
-            self._known = np.union1d(self._known, new)
-
-    def finish(self) -> KHopNeighborhood:
-        assert len(self._levels) > 1
-        sizes = np.array([len(level) for level in self._levels], dtype=np.int64)
-        lengths = [np.diff(edges.indptr) for edges in self._edges]
-        nothing = np.empty(0, np.int64)
-        return KHopNeighborhood(
-            nodes=np.concatenate(self._levels),
-            counts=np.cumsum(sizes)[::-1].copy(),
-            indptr=np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
-            sources=np.concatenate([nothing, *(edges.sources for edges in self._edges)]),
-            edge_ids=np.concatenate([nothing, *(edges.edge_ids for edges in self._edges)]),
-        )
 
 
 def in_edges_of(structure: Structure, nodes: Array) -> Iterator[InEdges]:
@@ -159,14 +93,6 @@ _COMPOSITION_STREAM = (1 << 20) + (1 << 10)
 """Random stream of the composition; disjoint from those of samplers and external nodes."""
 
 _NODES_AT_ONCE = 1 << 18
-
-
-def check_composition(name: str) -> Composition:
-    """Return ``name``, or raise ConfigError if it is no composition."""
-    if name not in get_args(Composition):
-        known = ", ".join(map(repr, get_args(Composition)))
-        raise ConfigError(f"option composition={name!r} must be one of {known}")
-    return name  # type: ignore[return-value]  # checked above
 
 
 def draw_of(composition: Composition, epoch: int) -> int:
@@ -299,97 +225,6 @@ def choose_external(
     return chosen[:total]
 
 
-@njit(cache=True, nogil=True)
-def count_external(
-    indptr: Array, indices: Array, first_node: int, nodes: Array, low: int, high: int, out: Array
-) -> None:
-    """Write the number of in-edges from outside [low, high) of each of ``nodes`` to (K,) int64 ``out``."""
-    for i in range(len(nodes)):
-        row = nodes[i] - first_node
-        count = 0
-        for edge in range(indptr[row], indptr[row + 1]):
-            source = indices[edge]
-            if source < low or source >= high:
-                count += 1
-        out[i] = count
-
-
-_EXTERNAL_DEGREES: SessionField[dict[str, ExternalDegrees]] = SessionField(lambda _: {})
-
-
-def external_degrees(g: DistGraph, structure: Structure) -> ExternalDegrees:
-    """Return the graph's instance, made at the first call by every rank; use it after a barrier."""
-    label = f"{g.kvstore.label}.outside.{':'.join(structure.etype)}"
-    known = _EXTERNAL_DEGREES.of(g.session)
-    if label in known:
-        return known[label]
-    made = known[label] = ExternalDegrees(g, structure, label)
-
-    def leave() -> None:
-        made.close()
-        del known[label]
-
-    g.on_close.append(leave)
-    return made
-
-
-@final
-class ExternalDegrees:
-    """In-degrees from outside the own server, the scores of policy ``degree``; answers other ranks.
-
-    Constructed by :func:`external_degrees`.
-    """
-
-    def __init__(self, g: DistGraph, structure: Structure, label: str) -> None:
-        self._session, self._structure, self._placement = g.session, structure, g.placement
-        self._bounds = g.get_node_partition_policy(structure.etype[2]).bounds
-        self._label = label
-        if not structure.is_whole:
-            # One operation per requesting server, because requests to owners have no parameters.
-            for server in range(len(self._bounds) - 1):
-                g.session.rpc.register(self._op(server), partial(self._answer, server))
-
-    def of(self, nodes: Array, *, whole: bool = False) -> Array:
-        """Return (K,) int64 in-degrees of ``nodes`` from outside this server, or from anywhere if ``whole``.
-
-        Sends and receives 8 bytes per distinct node of another server.
-        """
-        if whole:
-            return self._structure.in_degrees(nodes)
-        own = self._placement.topology.server
-        if self._structure.is_whole:
-            return self._count(own, nodes)
-        asked = submit_to_owners(
-            self._session,
-            self._placement,
-            self._op(own),
-            nodes,
-            self._bounds,
-            lambda ids: [self._count(own, ids)],
-        )
-        return asked()[0]
-
-    def _answer(self, server: int, _parameters: str, arrays: Sequence[Array]) -> list[Array]:
-        return [self._count(server, arrays[0])]
-
-    def _count(self, server: int, nodes: Array) -> Array:
-        low, high = int(self._bounds[server]), int(self._bounds[server + 1])
-        counts = np.zeros(len(nodes), np.int64)
-        for shard in self._structure.shards:
-            places = np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
-            found = np.empty(len(places), np.int64)
-            count_external(shard.indptr, shard.indices, shard.first_node, nodes[places], low, high, found)
-            counts[places] = found
-        return counts
-
-    def _op(self, server: int) -> str:
-        return f"{self._label}.{server}"
-
-    def close(self) -> None:
-        for server in range(len(self._bounds) - 1):
-            self._session.rpc.unregister(self._op(server))
-
-
 EasPolicy: TypeAlias = Literal["uniform_external", "degree", "shadow"]
 Inner: TypeAlias = Literal["server", "batch"]
 
@@ -403,7 +238,7 @@ _EAS_STREAM = 1 << 20
 @final
 @dataclass(frozen=True, kw_only=True)
 class EasOptions:
-    """Options of expansion-aware sampling; ConfigError if a value is invalid."""
+    """Parameters of expansion-aware sampling."""
 
     hops: int = 1
     """m: rounds of expansion; 0 drops every edge from another server."""
@@ -418,168 +253,80 @@ class EasOptions:
     inner: Inner = "server"
     """Start of the expansion: all nodes of the server, or the seeds of a cooperative batch."""
 
-    def __post_init__(self) -> None:
-        if self.hops < 0:
-            raise ConfigError(
-                f"external_hops={self.hops}; give 0 (no external nodes) or more, 1 in the paper"
-            )
-        if self.fanout < ALL or self.fanout == 0:
-            raise ConfigError(
-                f"external_fanout={self.fanout}; give at least 1 (15 in the paper), -1 for all, or "
-                "external_hops=0 for no external nodes"
-            )
-        for name, value, known in (
-            ("external_policy", self.policy, get_args(EasPolicy)),
-            ("external_inner", self.inner, get_args(Inner)),
-        ):
-            if value not in known:
-                raise ConfigError(f"{name}={value!r} must be {' or '.join(map(repr, known))}")
-        if self.resample_every < 0:
-            raise ConfigError(f"resample_every={self.resample_every}; give 0 (never) or a number of epochs")
-
     def draw(self, epoch: int) -> int:
         """Return the number of the selection that ``epoch`` uses."""
         return epoch // self.resample_every if self.resample_every else 0
 
 
-def read_eas_options(
-    *,
-    external_hops: int | None,
-    external_fanout: int | None,
-    external_policy: str | None = None,
-    resample_every: int = 0,
-) -> EasOptions | None:
-    """Return the user's options; None if no option of external nodes is given.
+def eas_rule(options: EasOptions, *, seed: int, draw: int = 0) -> Selection:
+    """Return the :data:`Selection` of plans; it selects once per server unless ``inner`` is "batch"."""
+    chosen: dict[tuple[int, int], Array] = {}
 
-    The default of hops is 1, that of the fan-out with a policy is 15, as in the paper. ConfigError: hops
-    without a fan-out, ``resample_every`` alone, or an invalid value.
+    def nodes_of(structure: Structure, own: tuple[int, int], seeds: Array) -> Array:
+        if options.inner == "batch":
+            return select_external(structure, own, seeds, options, seed=seed, draw=draw)
+        if own not in chosen:
+            inner = np.arange(*own)
+            chosen[own] = select_external(structure, own, inner, options, seed=seed, draw=draw)
+        return chosen[own]
+
+    return nodes_of
+
+
+def select_external(
+    structure: Structure, own: tuple[int, int], inner: Array, options: EasOptions, *, seed: int, draw: int = 0
+) -> Array:
+    """Return the (s,) int64 ascending nodes Sel to which the (n,) int64 ascending ``inner`` expand.
+
+    ``own`` is the half-open node range of the server. See docs/strategies/shared_preload.md,
+    "Expansion-aware sampling". The result does not depend on the rank: random numbers are keyed by (seed,
+    draw, node). For one seed, Sel grows with m, and with k for m up to 2 (beyond that, a larger k may reach a
+    node earlier, when fewer of its neighbours are selected).
+
+    Sends, per round, 8 bytes for each frontier node of another server and receives 24 for each of its
+    in-edges; ``degree`` also sends and receives 8 bytes for each external candidate.
     """
-    if external_fanout is None and external_hops:
-        raise ConfigError(
-            f"external_hops={external_hops} without external_fanout does not say how many external "
-            "neighbours a node may take; give external_fanout=15 (the paper's value) or -1 for all"
-        )
-    if external_fanout is None and external_policy is None and external_hops is None:
-        if resample_every:
-            raise ConfigError(
-                f"resample_every={resample_every} belongs to expansion-aware sampling; give external_hops=1 "
-                "and external_fanout=15 with it"
-            )
-        return None
-    return EasOptions(
-        hops=1 if external_hops is None else external_hops,
-        fanout=15 if external_fanout is None else external_fanout,
-        policy=external_policy or "uniform_external",  # type: ignore[arg-type]  # checked by EasOptions
-        resample_every=resample_every,
-    )
+    shadow, selected, frontier = options.policy == "shadow", inner, inner
+    outside = None if options.inner == "batch" else own
 
+    def scores(sources: Array, taken: Array) -> Array:
+        if options.policy != "degree" or options.fanout == ALL:
+            return np.empty(0, np.int64)
+        distinct, place_of = np.unique(sources, return_inverse=True)
+        candidates = ~np.isin(distinct, taken, assume_unique=True)
+        values = np.zeros(len(distinct), np.int64)
+        values[candidates] = structure.in_degrees(distinct[candidates], outside)
+        return values[place_of]
 
-@final
-class EasSelector:
-    """Selects external nodes by one-sided requests to the servers that own them, until the graph closes.
-
-    All ranks must construct one, because each answers requests, and need a barrier before the first call of
-    :meth:`select`, which is not collective. ``etype`` joins nodes of one type.
-    """
-
-    def __init__(self, g: DistGraph, etype: EdgeType | None = None) -> None:
-        self._structure = g.structure(etype)
-        self._external_degrees = external_degrees(g, self._structure)
-
-    def select(self, inner: Array, options: EasOptions, *, seed: int, draw: int = 0) -> Array:
-        """Return the (s,) int64 ascending nodes Sel to which the (n,) int64 ascending ``inner`` expand.
-
-        See docs/strategies/shared_preload.md, "Expansion-aware sampling". The result does not depend on the
-        rank: random numbers are keyed by (seed, draw, node). For one seed, Sel grows with m, and with k for m
-        up to 2 (beyond that, a larger k may reach a node earlier, when fewer of its neighbours are selected).
-
-        Sends, per round, 8 bytes for each frontier node of another server and receives 24 for each of its
-        in-edges; ``degree`` also sends and receives 8 bytes for each external candidate.
-        """
-        selected = frontier = inner
-        for number in range(options.hops):
-            found = self._round(number, selected, frontier, options, seed, draw)
-            if not len(found):
-                break
-            selected = np.union1d(selected, found)
-            frontier = selected if options.policy == "shadow" else found
-        return selected
-
-    def rule(self, options: EasOptions, *, seed: int, draw: int = 0) -> Selection:
-        """Return the :data:`Selection` of plans; it selects only once if ``inner`` is "server"."""
-        server_nodes: list[Array] = []
-
-        def nodes_of(_structure: Structure, own: tuple[int, int], seeds: Array) -> Array:
-            if options.inner == "batch":
-                return self.select(seeds, options, seed=seed, draw=draw)
-            if not server_nodes:
-                server_nodes.append(self.select(np.arange(*own), options, seed=seed, draw=draw))
-            return server_nodes[0]
-
-        return nodes_of
-
-    def _round(
-        self, number: int, selected: Array, frontier: Array, options: EasOptions, seed: int, draw: int
-    ) -> Array:
-        """Return the (r,) int64 ascending nodes chosen by ``frontier``, none of them in ``selected``."""
-        shadow = options.policy == "shadow"
+    for number in range(options.hops):
         # A node is in one frontier only, and its choice must not depend on the round, so that selections of
         # several m and k contain each other. Under shadow it chooses in each round.
         stream = stream_key(seed, draw, _EAS_STREAM + (number if shadow else 0))
-        scores_of = self._scores_of(options)
-        chosen = []
+        taken = np.empty(0, np.int64) if shadow else selected
+        found = [np.empty(0, np.int64)]
         for first in range(0, len(frontier), _NODES_AT_ONCE):
             nodes = frontier[first : first + _NODES_AT_ONCE]
-            edges = self._structure.ask("in_edges", nodes, phase=PRELOAD_STRUCTURE)
-            taken = np.empty(0, np.int64) if shadow else selected
-            scores = scores_of(edges.sources, taken)
-            picked = choose_external(
-                edges.indptr, edges.sources, nodes, taken, scores, options.fanout, stream
-            )
-            chosen.append(np.unique(picked))
-        found = np.unique(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
-        return np.setdiff1d(found, selected, assume_unique=True) if shadow else found
-
-    def _scores_of(self, options: EasOptions) -> Callable[[Array, Array], Array]:
-        if options.policy != "degree" or options.fanout == ALL:
-            return lambda _sources, _taken: np.empty(0, np.int64)
-
-        def scores(sources: Array, taken: Array) -> Array:
-            distinct, place_of = np.unique(sources, return_inverse=True)
-            candidates = ~np.isin(distinct, taken, assume_unique=True)
-            values = np.zeros(len(distinct), np.int64)
-            values[candidates] = self._external_degrees.of(
-                distinct[candidates], whole=options.inner == "batch"
-            )
-            return values[place_of]
-
-        return scores
+            edges = structure.ask("in_edges", nodes, phase=PRELOAD_STRUCTURE)
+            score = scores(edges.sources, taken)
+            picked = choose_external(edges.indptr, edges.sources, nodes, taken, score, options.fanout, stream)
+            found.append(np.unique(picked))
+        new = np.setdiff1d(np.concatenate(found), selected)
+        if not len(new):
+            break
+        selected = np.union1d(selected, new)
+        frontier = selected if shadow else new
+    return selected
 
 
-_HOLDERS = "holders"
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class HeldNeighborhood:
-    """The rows that a server computes, and the rank that holds each row."""
-
-    closure: KHopNeighborhood
-    holders: Array
-    """(n,) int32 ranks."""
-
-
-def write_held(folder: Path, held: HeldNeighborhood) -> None:
+def write_held(folder: Path, held: KHopNeighborhood) -> None:
     """Write ``held`` into the new ``folder``; StorageError if that fails, and partial files are removed."""
-    arrays = {field.name: getattr(held.closure, field.name) for field in fields(KHopNeighborhood)}
-    arrays[_HOLDERS] = held.holders
     try:
         folder.mkdir()
-        for name, array in arrays.items():
+        for name, array in vars(held).items():
             np.save(folder / f"{name}.npy", array)
     except OSError as problem:
         remove_held(folder)
-        needed = sum(array.nbytes for array in arrays.values())
+        needed = sum(array.nbytes for array in vars(held).values())
         raise StorageError(
             f"{folder} cannot be written ({problem}): the ranks of a server share its rows there, which take "
             f"{needed / 1e6:.1f} MB; free space in {folder.parent.parent} (in a container: --shm-size), or "
@@ -587,11 +334,11 @@ def write_held(folder: Path, held: HeldNeighborhood) -> None:
         ) from problem
 
 
-def read_held(folder: Path) -> HeldNeighborhood:
+def read_held(folder: Path) -> KHopNeighborhood:
     """Map the arrays of :func:`write_held`; the files may be removed while the result is in use."""
     # Plain arrays, because Numba does not support np.memmap; they keep the mapping open.
     arrays = {path.stem: np.load(path, mmap_mode="r").view(np.ndarray) for path in folder.iterdir()}
-    return HeldNeighborhood(holders=arrays.pop(_HOLDERS), closure=KHopNeighborhood(**arrays))
+    return KHopNeighborhood(**arrays)
 
 
 def remove_held(folder: Path) -> None:
@@ -622,8 +369,9 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, method: str, seed: int
     num_rows = len(closure.nodes)
     if num_ranks == 1 or num_rows == 0:
         return np.zeros(num_rows, dtype=np.int32)
-    plugin = PARTITIONERS.get(check_split(method))
-    weights = work_of_groups(closure) if plugin.max_constraints is None else {"work": closure.work}
+    plugin, weights = PARTITIONERS.get(check_split(method)), work_of_groups(closure)
+    if plugin.max_constraints is not None:
+        weights = {"work": np.sum([*weights.values()], axis=0)}
     options = PartitionOptions(
         balance=tuple(weights) if "balance" in plugin.honours else (),
         tolerance=TOLERANCE if {"balance", "tolerance"} <= plugin.honours else {},
@@ -638,7 +386,7 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, method: str, seed: int
 
 
 def work_of_groups(closure: KHopNeighborhood) -> dict[str, Array]:
-    """Return the (n,) int64 work of the rows by group of layers; the sum is ``closure.work``.
+    """Return the (n,) int64 work of the rows by group of layers: in-degree + 1, for each layer with the row.
 
     Layers with equal rows form one group; adjacent groups are merged above :data:`MAX_GROUPS`.
     """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, TypeAlias, final
 
 import dgl
@@ -66,59 +66,32 @@ class OwnRowsColumn(LazyFeature):
 
 
 @final
-class HaloFrame(Frame):
-    """Source frame for message passing: columns of ``own``, completed by their halo on first read.
+class FetchedColumn(LazyFeature):
+    """A column that is computed when it is first read."""
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self._read = functools.cache(read)
+
+    @property
+    def data(self) -> Tensor:
+        return self._read()
+
+    def subcolumn(self, rows: Tensor) -> FetchedColumn:
+        return FetchedColumn(lambda: self.data.index_select(0, rows.long()))
+
+
+def fetched_frame(own: Frame, fetch: FetchSources, num_sources: int) -> Frame:
+    """Return a source frame for message passing: columns of ``own``, completed by their halo on first read.
 
     The columns that are read determine the exchanges and their order, so all ranks must read the same
     columns. DGL's functions do, also on a rank without edges.
     """
 
-    def __init__(self, own: Frame, fetch: FetchSources, num_sources: int) -> None:
-        super().__init__(num_rows=num_sources)
-        self._own, self._fetch = own, fetch
-        self.read: dict[str, Tensor] = {}
-        """Fetched columns by name."""
+    def column(name: str) -> FetchedColumn:
+        return FetchedColumn(lambda: fetch(name, own[name]))
 
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.read:
-            self.read[name] = self._fetch(name, self._own[name])
-        return self.read[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._own
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._own)
-
-    def __len__(self) -> int:
-        return len(self._own)
-
-    def keys(self) -> Any:
-        return self._own.keys()
-
-    def subframe(self, rows: Tensor) -> Any:
-        """Return the columns at the (K,) source positions ``rows``, each gathered on first read."""
-        return _Gathered(self, rows)
-
-
-@final
-class _Gathered(Mapping[str, Tensor]):
-    """Source columns of edges, as seen by a user-defined message function."""
-
-    def __init__(self, frame: HaloFrame, rows: Tensor) -> None:
-        self._frame, self._rows = frame, rows
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._frame:
-            raise KeyError(name)
-        rows: Tensor = self._frame[name].index_select(0, self._rows.long())
-        return rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._frame)
-
-    def __len__(self) -> int:
-        return len(self._frame)
+    return Frame({name: column(name) for name in own}, num_rows=num_sources)
 
 
 @final
@@ -204,7 +177,7 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
         return _one_row(rows)
 
     imagined = _one_edge_block(block)
-    imagined._node_frames[0] = HaloFrame(block._node_frames[0], fetch, 1)
+    imagined._node_frames[0] = fetched_frame(block._node_frames[0], fetch, 1)
     before = dict(imagined.dstdata.items())
     imagined.update_all(message, reduce)
     columns = {
@@ -295,35 +268,6 @@ class Exchange(Protocol):
 
 
 @final
-class Halo:
-    """Halo state of a block, shared by copies of the block.
-
-    ``nodes`` are the (num_sources,) int64 global ids of its sources; ``out_degrees`` returns theirs in the
-    whole graph (None: unknown).
-    """
-
-    def __init__(
-        self,
-        layer: HaloLayer,
-        exchange: Exchange,
-        nodes: Tensor,
-        out_degrees: Callable[[Tensor], Tensor] | None,
-    ) -> None:
-        self.own_rows, self.halo_rows = layer.own_rows, len(layer.halo_nodes)
-        self.repeats_first_row = needs_repeated_row(layer)
-        self.exchange = exchange
-        self._nodes, self._fetch_out_degrees = nodes, out_degrees
-        # A list, shared by blocks of other layers on the same structure: the lookup reads every edge.
-        self._degrees: list[Tensor] = []
-
-    def out_degrees(self) -> Tensor | None:
-        """Return (num_sources,) out-degrees in the whole graph; None if unknown."""
-        if not self._degrees and self._fetch_out_degrees is not None:
-            self._degrees.append(self._fetch_out_degrees(self._nodes))
-        return self._degrees[0] if self._degrees else None
-
-
-@final
 class HaloBlock(DGLBlock):
     """A block that completes (own rows, ...) tensors to the rows of all its sources.
 
@@ -348,14 +292,24 @@ class HaloBlock(DGLBlock):
 
     _graph = InEdgesOnly()
 
-    def __init__(self, index: Any, ntypes: Any, etypes: Any, nodes: Any, edges: Any, *, halo: Halo) -> None:
-        super().__init__(index, ntypes, etypes, nodes, edges)
-        self._halo = halo
-
-    @property
-    def own_rows(self) -> int:
-        """Number of rows of the tensors that a model passes to this block."""
-        return self._halo.own_rows
+    def __init__(
+        self,
+        plain: DGLBlock,
+        layer: HaloLayer,
+        exchange: Exchange,
+        out_degrees: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        source, relation, destination = plain.canonical_etypes[0]
+        types = [source], [destination]
+        super().__init__(plain._graph, types, [relation], plain._node_frames, plain._edge_frames)
+        # DGL copies these to the graphs that it derives.
+        self.own_rows, self.halo_rows = layer.own_rows, len(layer.halo_nodes)
+        """Rows of the tensors that a model passes to this block, and those of other ranks behind them."""
+        self.repeats_first_row = needs_repeated_row(layer)
+        self._exchange, self._fetch_out_degrees = exchange, out_degrees
+        self._sources = self.srcdata[dgl.NID]
+        # A list, shared by blocks of other layers on the same structure: the lookup reads every edge.
+        self._degrees: list[Tensor] = []
 
     def fresh(self) -> HaloBlock:
         """Return a copy with shared structure and columns, to which columns can be added."""
@@ -365,8 +319,7 @@ class HaloBlock(DGLBlock):
     def through(self, exchange: Exchange) -> HaloBlock:
         """Return a :meth:`fresh` block that uses ``exchange``, of a layer with equal structure."""
         block = self.fresh()
-        block._halo = copy.copy(self._halo)
-        block._halo.exchange = exchange
+        block._exchange = exchange
         return block
 
     def all_rows(self, h: Tensor, *, kept: Tensor | None = None) -> Tensor:
@@ -389,9 +342,9 @@ class HaloBlock(DGLBlock):
                 f"sources and {self.num_dst_nodes()} destinations; pass a layer the uncut output of the "
                 "previous layer (h[:block.num_dst_nodes()] is for the destinations)"
             )
-        whole = self._halo.exchange.exchange(h, None if kept is None else kept[: self._halo.halo_rows])
+        whole = self._exchange.exchange(h, None if kept is None else kept[: self.halo_rows])
         # Its gradient is zero: the repeated source has no edge.
-        return torch.cat([whole, h[:1].detach()]) if self._halo.repeats_first_row else whole
+        return torch.cat([whole, h[:1].detach()]) if self.repeats_first_row else whole
 
     def set_own(self, name: str, rows: Tensor) -> None:
         """Set the (own_rows, ...) column ``name`` of the sources without an exchange.
@@ -404,18 +357,19 @@ class HaloBlock(DGLBlock):
 
     def set_all(self, name: str, rows: Tensor) -> None:
         """Set the column ``name`` of the sources to (own_rows + halo rows, ...) without an exchange."""
-        wanted = self.own_rows + self._halo.halo_rows
+        wanted = self.own_rows + self.halo_rows
         if len(rows) != wanted:
             raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {wanted} own and halo rows")
-        if self._halo.repeats_first_row:
+        if self.repeats_first_row:
             rows = torch.cat([rows, rows[:1]])
         super()._set_n_repr(0, ALL, {name: rows})
 
     def out_degrees(self, u: Any = ALL, etype: Any = None) -> Any:
-        degrees = self._halo.out_degrees()
-        if degrees is None:
+        if self._fetch_out_degrees is None:
             return super().out_degrees(u, etype)
-        degrees = degrees.to(device=self.device, dtype=self.idtype)
+        if not self._degrees:
+            self._degrees.append(self._fetch_out_degrees(self._sources))
+        degrees = self._degrees[0].to(device=self.device, dtype=self.idtype)
         if is_all(u):
             return degrees
         return int(degrees[u]) if isinstance(u, int) else degrees[torch.as_tensor(u).long()]
@@ -450,7 +404,7 @@ class HaloBlock(DGLBlock):
         if not any(isinstance(column, OwnRowsColumn) for column in own._columns.values()):
             return self
         block: HaloBlock = self.__copy__()
-        sources = HaloFrame(own, lambda _, rows: self.all_rows(rows), self.num_src_nodes())
+        sources = fetched_frame(own, lambda _, rows: self.all_rows(rows), self.num_src_nodes())
         block._node_frames = [sources, self._node_frames[1]]
         return block
 
@@ -481,9 +435,7 @@ def halo_block(
     plain = BlockBuilder(etype).block(_tensor(layer.indptr), _tensor(layer.indices), len(sources))
     plain.srcdata[dgl.NID], plain.dstdata[dgl.NID] = sources, sources[: plain.num_dst_nodes()]
     plain.edata[dgl.EID] = _tensor(layer.edge_ids)
-    types = [etype[0]], [etype[2]]
-    halo = Halo(layer, exchange, sources, out_degrees)
-    return HaloBlock(plain._graph, types, [etype[1]], plain._node_frames, plain._edge_frames, halo=halo)
+    return HaloBlock(plain, layer, exchange, out_degrees)
 
 
 def needs_repeated_row(layer: HaloLayer) -> bool:

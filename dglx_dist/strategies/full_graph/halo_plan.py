@@ -1,4 +1,4 @@
-"""Plans of full-graph steps: records, sources of plans, and their files beside the dataset.
+"""Plans of full-graph steps: records, and their files beside the dataset.
 
 A plan on disk is a folder of one array, see :mod:`dglx_dist.data.storage.arrays`.
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -20,7 +18,7 @@ from torch import Tensor
 from dglx_dist.data.storage.arrays import ArrayCache, ArrayFolder
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.row_kernels import SlotTable, fill_table, numpy_view, slot_of, table_sizes, tensor_view
-from dglx_dist.records import Array, StepShare
+from dglx_dist.records import Array
 
 Received: TypeAlias = tuple[tuple[int, int], ...]
 """(rank, rows received from it), ascending by rank, without ranks that send nothing."""
@@ -96,6 +94,10 @@ class RankPlan:
     def seeds(self) -> int:
         return self.layers[-1].targets
 
+    @property
+    def num_edges(self) -> int:
+        return sum(len(layer.indices) for layer in self.layers)
+
     def rows(self, level: int) -> Array:
         """Return the (n_l,) int64 global ids of this rank's rows of the output of layer ``level``, 0..L."""
         count = self.layers[0].own_rows if level == 0 else self.layers[level - 1].targets
@@ -127,98 +129,48 @@ def _places(table: SlotTable, ids: Array, places: Array) -> None:
         places[k] = slot_of(table, ids[k])
 
 
-class PlanSource(ABC):
-    """The plans of this rank. All ranks have the same number of steps and request them in the same order.
-
-    No method uses collectives, so a loader thread can request plans while the model trains.
-    """
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Steps of an epoch, equal on all ranks."""
-
-    @abstractmethod
-    def plan(self, epoch: int, step: int) -> RankPlan:
-        """Return the plan of a step; the same object again if it is unchanged. Raises PeerError."""
-
-    @abstractmethod
-    def share(self, epoch: int, step: int) -> StepShare:
-        """Return the seeds of this rank and of all ranks in a planned step."""
-
-    @property
-    def row_files(self) -> RowFiles | None:
-        """Files of the columns of planned rows; None: not kept on disk, or held by the loader."""
-        return None
-
-    def close(self) -> None:
-        """Finish pending plans. No requests follow. May be called twice."""
-        return
-
-
-VERSION = 3
+VERSION = 4
 NUMBERS = "numbers"
-
-_ARRAYS = ("indptr", "indices", "edge_ids", "halo_nodes")
-_COUNTS = ("own_rows", "targets")
 
 
 def write_plan(folder: ArrayFolder, plan: RankPlan) -> bool:
     """Replace ``folder`` by ``plan``, whose arrays are int64; see :meth:`ArrayFolder.keep`."""
-    arrays = [np.ascontiguousarray(array, np.int64) for array in _arrays(plan)]
-    head = {
-        "lengths": [len(array) for array in arrays],
-        "scalars": {name: getattr(plan, name) for name in _scalars()},
-        "layers": [
-            {name: getattr(layer, name) for name in _COUNTS}
-            | {"receive": layer.receive, "send": [rank for rank, _ in layer.send]}
-            for layer in _distinct(plan)
-        ],
-        "same_as_before": [bool(n) and layer is plan.layers[n - 1] for n, layer in enumerate(plan.layers)],
-    }
+    arrays: list[Array] = []
+
+    def flat(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            first = sum(map(len, arrays))
+            arrays.append(np.ascontiguousarray(value, np.int64))
+            return {"at": [first, first + len(value)]}
+        if isinstance(value, tuple):
+            return list(map(flat, value))
+        return {name: flat(one) for name, one in vars(value).items()} if is_dataclass(value) else value
+
+    # Deep models have many layers on one structure.
+    layers = [
+        None if n and layer is plan.layers[n - 1] else flat(layer) for n, layer in enumerate(plan.layers)
+    ]
+    head = flat(replace(plan, layers=())) | {"layers": layers}
     return folder.keep({NUMBERS: np.concatenate(arrays)}, head, "the plan")
 
 
 def read_plan(folder: ArrayFolder) -> RankPlan:
     """Return the plan in ``folder``, mapped copy-on-write; raises as :meth:`ArrayFolder.read`."""
     head, arrays = folder.read("c")
-    flat = arrays[NUMBERS]
-    ends = np.cumsum([0, *head["lengths"]])
-    pieces = iter([flat[first:last] for first, last in pairwise(ends)])
-    nodes = next(pieces)
-    distinct = iter([_layer(header, pieces) for header in head["layers"]])
-    layers: list[HaloLayer] = []
-    for is_same in head["same_as_before"]:
-        layers.append(layers[-1] if is_same else next(distinct))
-    return RankPlan(nodes=nodes, layers=tuple(layers), **head["scalars"])
 
+    def restored(value: Any) -> Any:
+        if isinstance(value, list):
+            return tuple(map(restored, value))
+        if not isinstance(value, Mapping):
+            return value
+        if "at" in value:
+            return arrays[NUMBERS][slice(*value["at"])]
+        return {name: restored(one) for name, one in value.items()}
 
-def _scalars() -> tuple[str, ...]:
-    return tuple(field.name for field in fields(RankPlan) if field.name not in ("nodes", "layers"))
-
-
-def _distinct(plan: RankPlan) -> list[HaloLayer]:
-    # Deep models have many layers on one structure.
-    return [layer for n, layer in enumerate(plan.layers) if not n or layer is not plan.layers[n - 1]]
-
-
-def _arrays(plan: RankPlan) -> Iterator[Array]:
-    yield plan.nodes
-    for layer in _distinct(plan):
-        for name in _ARRAYS:
-            yield getattr(layer, name)
-        for _, rows in layer.send:
-            yield rows
-
-
-def _layer(header: Mapping[str, Any], pieces: Iterator[Array]) -> HaloLayer:
-    scalars: dict[str, Any] = {name: int(header[name]) for name in _COUNTS}
-    arrays: dict[str, Any] = {name: next(pieces) for name in _ARRAYS}
-    return HaloLayer(
-        **scalars,
-        **arrays,
-        receive=tuple((int(rank), int(count)) for rank, count in header["receive"]),
-        send=tuple((int(rank), next(pieces)) for rank in header["send"]),
-    )
+    plan, layers = restored(head), list[HaloLayer]()
+    for layer in plan.pop("layers"):
+        layers.append(HaloLayer(**layer) if layer is not None else layers[-1])
+    return RankPlan(layers=tuple(layers), **plan)
 
 
 @final

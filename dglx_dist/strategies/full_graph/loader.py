@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
@@ -23,8 +22,9 @@ from dglx_dist.graph.row_kernels import empty_rows
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
-from dglx_dist.strategies.full_graph.halo_plan import PlanSource, RankPlan, RowFiles
+from dglx_dist.strategies.full_graph.halo_plan import RankPlan, RowFiles
 from dglx_dist.strategies.full_graph.options import LoaderRequest
+from dglx_dist.strategies.full_graph.plan_source import PlanSource
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -38,51 +38,27 @@ FetchHalo: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class PlanColumns:
-    """Columns of the blocks of one plan. Tensors are not copied."""
-
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """(rows, *row): the feature rows of this rank, or those of all sources of layer 1."""
-    targets: Mapping[str, Tensor] = field(default_factory=dict)
-    """(seeds, *row)."""
-    edges: Mapping[str, Tensor] = field(default_factory=dict)
-    """(E, *row) of layer 1; those of every layer are a prefix."""
-
-    def to(self, device: torch.device) -> PlanColumns:
-        def moved(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: values.to(device) for name, values in rows.items()}
-
-        return PlanColumns(inputs=moved(self.inputs), targets=moved(self.targets), edges=moved(self.edges))
-
-
-@final
 class ColumnReader:
-    """Reads the columns of plans by one-sided calls, on any thread; uncached without ``files``."""
+    """Reads the columns of plans by one-sided calls, on any thread; uncached without ``files``.
+
+    Sends 8 bytes for each feature row of another server and receives the row, once per server, because its
+    ranks hold different rows. Edge values likewise, once for all layers. Rows on disk are mapped, and nothing
+    is sent for them.
+    """
 
     def __init__(self, g: DistGraph, columns: Columns, files: RowFiles | None = None) -> None:
         self._store: KVStore = g.kvstore
         self._columns, self._files = columns, files
 
-    def read(self, plan: RankPlan, fetch: FetchHalo | None = None) -> PlanColumns:
-        """Return the columns of ``plan``.
+    def inputs(self, plan: RankPlan, fetch: FetchHalo | None = None) -> dict[str, Tensor]:
+        """Return the (rows, *row) features of the rank, or with ``fetch`` those of all sources of layer 1.
 
-        Sends 8 bytes for each feature row of another server and receives the row, once per server, because
-        its ranks hold different rows. Edge values likewise, once for all layers. Rows on disk are mapped, and
-        nothing is sent for them. ``fetch`` fetches the halo of layer 1 in the stored type, which may be half
-        as wide as the compute type; then this call is collective. None: inputs are the own rows.
+        ``fetch`` fetches the halo in the stored type, which may be half as wide as the compute type; then
+        this call is collective.
         """
-        edges = self._rows(_only(self._columns.edges), plan.layers[0].edge_ids, PHASE, 1)
-        return PlanColumns(
-            inputs=self._converted(self._inputs(plan, fetch)),
-            targets=self._rows(_only(self._columns.targets), plan.rows(len(plan.layers)), LABEL_PHASE),
-            edges=self._converted(edges),
-        )
-
-    def _inputs(self, plan: RankPlan, fetch: FetchHalo | None) -> dict[str, Tensor]:
         keys = _only(self._columns.inputs)
         if fetch is None:
-            return self._rows(keys, plan.nodes, PHASE)
+            return self._converted(self._rows(keys, plan.nodes, PHASE))
         found = {}
         for name, key in keys.items():
             # Both are read in place: features are most of the memory of a rank.
@@ -91,26 +67,31 @@ class ColumnReader:
             self._store.pull(key, plan.nodes, out=own, distinct=True, phase=PHASE)
             fetch(own, rows[len(plan.nodes) :])
             found[name] = rows
-        return found
+        return self._converted(found)
+
+    def targets(self, plan: RankPlan) -> dict[str, Tensor]:
+        """Return (seeds, *row)."""
+        return self._rows(_only(self._columns.targets), plan.rows(len(plan.layers)), LABEL_PHASE)
+
+    def edges(self, plan: RankPlan) -> dict[str, Tensor]:
+        """Return (E, *row) of layer 1; those of every layer are a prefix."""
+        return self._converted(self._rows(_only(self._columns.edges), plan.layers[0].edge_ids, PHASE, 1))
 
     def _rows(self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0) -> dict[str, Tensor]:
         found, pulls = {}, {}
-        columns = {key: self._store.column(key) for key in keys.values()}
-        files = {
-            key: self._files
-            for key, column in columns.items()
-            if self._files is not None and self._files.takes(column, ids)
-        }
         for name, key in keys.items():
-            stored = files[key].read(columns[key], ids) if key in files else None
+            column, files = self._store.column(key), self._files
+            files = files if files is not None and files.takes(column, ids) else None
+            stored = None if files is None else files.read(column, ids)
             if stored is None:
-                pulls[name] = self._store.submit_pull(key, ids, distinct=True, phase=phase, layer=layer)
+                pull = self._store.submit_pull(key, ids, distinct=True, phase=phase, layer=layer)
+                pulls[name] = pull, column, files
             else:
                 found[name] = stored
-        for name, pull in pulls.items():
+        for name, (pull, column, files) in pulls.items():
             found[name] = pull.result()
-            if keys[name] in files:
-                files[keys[name]].write(columns[keys[name]], ids, found[name])
+            if files is not None:
+                files.write(column, ids, found[name])
         return found
 
     def _converted(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -118,9 +99,7 @@ class ColumnReader:
 
 
 def _only(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
-    for names in by_type.values():
-        return names
-    return {}
+    return next(iter(by_type.values()), {})
 
 
 @final
@@ -136,7 +115,6 @@ class HaloBatch:
     ) -> None:
         begin = time.perf_counter()
         self.plan = plan
-        self._filled = filled
         exchanges: list[HaloExchange] = []
         # Torch warns of read-only arrays, such as those of a mapped plan.
         nodes = torch.from_numpy(np.require(plan.nodes, requirements="W"))
@@ -151,32 +129,23 @@ class HaloBatch:
                 etype, degrees = g.canonical_etypes[0], g.out_degrees
                 block = halo_block(layer, nodes, exchanges[-1], etype=etype, out_degrees=degrees)
                 self._blocks.append(block.to(device))
-        columns = reader.read(plan, partial(exchanges[0].fetch, phase=PHASE) if filled else None)
-        self._attach(columns.to(device))
-        self._input_nodes = (self._blocks[0].srcdata[dgl.NID] if filled else nodes).to(device)
+        first, last = self._blocks[0], self._blocks[-1]
+        edges = {name: rows.to(device) for name, rows in reader.edges(plan).items()}
+        fetch = partial(exchanges[0].fetch, phase=PHASE) if filled else None
+        for name, rows in reader.inputs(plan, fetch).items():
+            (first.set_all if filled else first.set_own)(name, rows.to(device))
+        last.dstdata.update({name: rows.to(device) for name, rows in reader.targets(plan).items()})
+        for block, layer in zip(self._blocks, plan.layers, strict=True):
+            block.edata.update({name: rows[: len(layer.edge_ids)] for name, rows in edges.items()})
+        self.input_nodes: Tensor = (first.srcdata[dgl.NID] if filled else nodes).to(device)
+        """(n,) int64 global ids of the input rows of the model."""
         self.fetch_s = time.perf_counter() - begin
         """Seconds spent in the constructor; 0 once they have been counted."""
         self.sample_s = 0.0
 
-    @property
-    def input_nodes(self) -> Tensor:
-        """(n,) int64 global ids of the input rows of the model."""
-        return self._input_nodes
-
     def blocks(self) -> list[HaloBlock]:
         """Return the blocks, input layer first, with new frames and shared structure and columns."""
         return [block.fresh() for block in self._blocks]
-
-    def _attach(self, columns: PlanColumns) -> None:
-        first, last = self._blocks[0], self._blocks[-1]
-        for name, rows in columns.inputs.items():
-            if self._filled:
-                first.set_all(name, rows)
-            else:
-                first.set_own(name, rows)
-        last.dstdata.update(columns.targets)
-        for block, layer in zip(self._blocks, self.plan.layers, strict=True):
-            block.edata.update({name: rows[: len(layer.edge_ids)] for name, rows in columns.edges.items()})
 
 
 Batch: TypeAlias = tuple[Tensor, Tensor, list[HaloBlock]]
@@ -223,7 +192,7 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         """The plan of this rank if an epoch has one step, else None."""
         return None if self._kept is None else self._kept.plan
 
-    def _batches_of(self, epoch: int) -> Callable[[int], HaloBatch]:
+    def batches_of(self, epoch: int) -> Callable[[int], HaloBatch]:
         return lambda step: self._load(epoch, step)
 
     def _load(self, epoch: int, step: int) -> HaloBatch:
@@ -239,7 +208,7 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
             self._kept = batch
         return batch
 
-    def _deliver(self, step: int, batch: HaloBatch) -> Batch:
+    def deliver(self, step: int, batch: HaloBatch) -> Batch:
         batch.fetch_s = 0.0  # a kept batch is read once
         # Rows outside of the model, such as embeddings, have equal weight on each rank: HaloModel has applied
         # n_local / n_global to the gradient at the model's output.

@@ -22,7 +22,13 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.base import STRATEGIES, count_targets
-from dglx_dist.strategies.full_graph.halo_block import HaloBlock, HaloFrame, InEdgesOnly, OwnCount, halo_block
+from dglx_dist.strategies.full_graph.halo_block import (
+    HaloBlock,
+    InEdgesOnly,
+    OwnCount,
+    fetched_frame,
+    halo_block,
+)
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.loader import PHASE
 from dglx_dist.strategies.full_graph.plan_builder import check_graph, make_plans
@@ -141,7 +147,7 @@ class LocalGraph(DGLGraph):
         """Return the block over this graph's nodes and edges, with columns exchanged on first read."""
         (own,) = self._node_frames
         block: HaloBlock = self._block.__copy__()
-        block._node_frames = [HaloFrame(own, self._sources_of, self._block.num_src_nodes()), own]
+        block._node_frames = [fetched_frame(own, self._sources_of, self._block.num_src_nodes()), own]
         block._edge_frames = self._edge_frames
         return block
 

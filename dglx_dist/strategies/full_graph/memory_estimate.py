@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from typing import Any, NoReturn, cast, final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 import dgl
 import numpy as np
@@ -19,13 +19,21 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
+from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks
+from dglx_dist.comm.system import return_memory
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import hash_ids, stream_key
 from dglx_dist.layers.dropout import NodeDropout, install_node_dropouts
+from dglx_dist.progress import progress
 from dglx_dist.records import Array, EdgeType
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block, needs_repeated_row
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
 from dglx_dist.strategies.full_graph.model import install
+from dglx_dist.strategies.full_graph.options import LoaderRequest
+from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSpec, ServerSeeds
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
 
 _BACKWARD = "dglx backward of the memory trace"
 _FIRST_PRIME = 211
@@ -105,7 +113,7 @@ def trace_memory(
     if not with_halo:
         counts[num_layers + 2 : 2 * num_layers + 2] = counts[1 : num_layers + 1]
     layers = [_layer(counts, number, num_layers) for number in range(1, num_layers + 1)]
-    exchanges = [_LocalExchange(len(layer.halo_nodes)) for layer in layers]
+    exchanges = [LocalExchange(len(layer.halo_nodes)) for layer in layers]
     blocks = [
         halo_block(layer, torch.arange(layer.own_rows), exchange, etype=etype, out_degrees=out_degrees)
         for layer, exchange in zip(layers, exchanges, strict=True)
@@ -134,7 +142,7 @@ def _restore_plain_dropouts(copied: nn.Module) -> None:
 
 
 @final
-class _LocalExchange:
+class LocalExchange:
     """Replacement of an exchange with the same allocations, which sends nothing."""
 
     def __init__(self, num_halo: int) -> None:
@@ -204,7 +212,7 @@ def _read(
     events: list[tuple[int, int, int]],
     counts: Array,
     num_layers: int,
-    exchanges: list[_LocalExchange],
+    exchanges: list[LocalExchange],
     model: nn.Module,
 ) -> MemoryTrace:
     kinds: list[int] = []
@@ -295,25 +303,17 @@ _FIRST_TRIED = 32
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class LayerMemory:
-    """Memory of one layer on one rank, in bytes."""
-
-    features: int
-    """Input rows; of layer 1 only."""
-    activations: int
-    """Activations that forward keeps for backward."""
-    structure: int
-    """The block with its formats, and the plan."""
-    halo: int
-    """Buffers of sent rows and received gradients; shared by layers, so they do not add up."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     """Memory of training on one plan on one rank, in bytes, beyond the process without training."""
 
-    layers: tuple[LayerMemory, ...]
+    features: int
+    """Input rows, of layer 1."""
+    activations: tuple[int, ...]
+    """(L,) that forward keeps for backward."""
+    structure: tuple[int, ...]
+    """(L,) of the block with its formats, and of the plan; 0 for a layer that shares the previous one's."""
+    halo: tuple[int, ...]
+    """(L,) buffers of sent rows and received gradients; shared by layers, so they do not add up."""
     gradients: int
     """Peak of backward beyond the kept activations: gradients of rows and parameters."""
     optimizer: int
@@ -321,68 +321,48 @@ class MemoryEstimate:
     """Structure and features of the plans that are loaded ahead."""
 
     @property
-    def features(self) -> int:
-        return sum(layer.features for layer in self.layers)
-
-    @property
-    def activations(self) -> int:
-        return sum(layer.activations for layer in self.layers)
-
-    @property
-    def structure(self) -> int:
-        return sum(layer.structure for layer in self.layers)
-
-    @property
-    def halo(self) -> int:
-        """Buffers of the largest layer, shared by all."""
-        return max(layer.halo for layer in self.layers)
-
-    @property
     def total(self) -> int:
-        kept = self.features + self.structure + self.halo + self.optimizer + self.ahead
-        return kept + self.activations + self.gradients
+        kept = self.features + sum(self.structure) + max(self.halo) + self.optimizer + self.ahead
+        return kept + sum(self.activations) + self.gradients
 
     def lines(self) -> list[str]:
-        head = f"{'layer':>8} {'features':>10} {'activations':>12} {'structure':>10} {'halo':>8}   (MB)"
-        rows = [
-            f"{number:>8} {_mb(one.features):>10} {_mb(one.activations):>12} {_mb(one.structure):>10} "
-            f"{_mb(one.halo):>8}"
-            for number, one in enumerate(self.layers, start=1)
+        features = [self.features, *[0] * (len(self.halo) - 1)]
+        layers = zip(features, self.activations, self.structure, self.halo, strict=True)
+        return [
+            f"{'layer':>8} {'features':>10} {'activations':>12} {'structure':>10} {'halo':>8}   (MB)",
+            *(
+                f"{number:>8} {_mb(rows):>10} {_mb(kept):>12} {_mb(structure):>10} {_mb(halo):>8}"
+                for number, (rows, kept, structure, halo) in enumerate(layers, start=1)
+            ),
+            f"gradients {_mb(self.gradients)}, optimizer {_mb(self.optimizer)}, next cooperative batch "
+            f"{_mb(self.ahead)}, total {_mb(self.total)}",
         ]
-        rest = (
-            f"gradients {_mb(self.gradients)}, optimizer {_mb(self.optimizer)}, next "
-            f"cooperative batch {_mb(self.ahead)}, total {_mb(self.total)}"
-        )
-        return [head, *rows, rest]
 
 
 def estimate(plan: RankPlan, memory_trace: MemoryTrace, feature_bytes: int, *, ahead: int) -> MemoryEstimate:
-    """Return the memory estimate of ``plan``.
+    """Return the memory estimate of ``plan``, of the model of ``memory_trace``.
 
-    Args:
-        plan: Of this rank.
-        memory_trace: Of the model, with the same number of layers, and with a halo if the plan has one.
-        feature_bytes: Size of one input row in the compute type.
-        ahead: Number of plans loaded ahead, assumed to have the same size.
+    ``feature_bytes`` is the size of an input row in the compute type; ``ahead`` plans, assumed to have the
+    same size, are loaded in advance.
     """
-    counts = counts_of(plan)
+    counts, layers = counts_of(plan), plan.layers
     kept = memory_trace.kept(counts)
-    layers = tuple(
-        LayerMemory(
-            features=layer.own_rows * feature_bytes if number == 0 else 0,
-            activations=int(kept[number + 1]) + (int(kept[0]) if number == 0 else 0),
-            # Equal layers share one block.
-            structure=0 if number and layer is plan.layers[number - 1] else _structure_of(layer),
-            halo=2 * sum(len(rows) for _, rows in layer.send) * int(memory_trace.exchanged[number]),
-        )
-        for number, layer in enumerate(plan.layers)
+    sent = [sum(len(rows) for _, rows in layer.send) for layer in layers]
+    structure = tuple(
+        0
+        if number and layer is layers[number - 1]
+        else structure_bytes(len(layer.indices), layer.num_sources, layer.targets + sent[number])
+        for number, layer in enumerate(layers)
     )
-    loaded = sum(layer.features + layer.structure for layer in layers)
+    features = layers[0].own_rows * feature_bytes
     return MemoryEstimate(
-        layers=layers,
+        features=features,
+        activations=(int(kept[0] + kept[1]), *kept[2:].tolist()),
+        structure=structure,
+        halo=tuple(2 * rows * int(each) for rows, each in zip(sent, memory_trace.exchanged, strict=True)),
         gradients=max(memory_trace.peak(counts) - int(kept.sum()), 0),
         optimizer=_OPTIMIZER_ROWS * memory_trace.parameter_bytes,
-        ahead=ahead * loaded,
+        ahead=ahead * (features + sum(structure)),
     )
 
 
@@ -395,9 +375,69 @@ def structure_bytes(edges: int, sources: int, targets: int) -> int:
     return (8 * 2 + 12 + 8 * 2) * edges + 16 * sources + 8 * targets
 
 
-def _structure_of(layer: HaloLayer) -> int:
-    sent = sum(len(rows) for _, rows in layer.send)
-    return structure_bytes(len(layer.indices), layer.num_sources, layer.targets + sent)
+def choose_batches(
+    g: DistGraph,
+    maker: PlanMaker,
+    spec: PlanSpec,
+    request: LoaderRequest,
+    memory_bytes: int,
+    model: nn.Module,
+) -> tuple[int, MemoryEstimate]:
+    """Return the fewest cooperative batches with which ``model`` fits, and the largest one's estimate.
+
+    Collective; the number is equal on all ranks. ``memory_bytes`` is the limit of a rank for training, beyond
+    its present use. Rank 0 prints the estimate. From now on freed memory is returned to the system, because
+    the allocator would otherwise retain half as much again. ConfigError, on all ranks: the model cannot be
+    traced, or even the smallest batch does not fit.
+    """
+    assert isinstance(maker.seeds, ServerSeeds)
+    return_memory()
+    session, topology, num_nodes = g.session, g.session.topology, g.num_nodes()
+    row = run_on_all_ranks(session, lambda: _feature_row(g, request), ConfigError)
+    traced = run_on_all_ranks(
+        session,
+        lambda: trace_memory(
+            model,
+            request.num_layers,
+            row.to(torch.device("cpu")),
+            with_halo=len(topology.ranks_of_server(topology.server)) > 1,
+            etype=g.canonical_etypes[0],
+            out_degrees=lambda ids: g.out_degrees(ids % num_nodes),
+            seed=session.seed,
+        ),
+        ConfigError,
+    )
+    feature_bytes = row.numel() * row.element_size()
+    largest: dict[int, MemoryEstimate] = {}
+
+    def worst(number: int, steps: Array) -> int:
+        # A single batch is kept; of several, the next ones are loaded during a step.
+        ahead, tried = 0 if number == 1 else request.depth, replace(spec, num_batches=number)
+        plans = (maker.make(tried, (0, 0, int(step))) for step in steps)
+        estimates = [estimate(plan, traced, feature_bytes, ahead=ahead) for plan in plans]
+        largest[number] = max(estimates, key=lambda one: one.total)
+        return int(gather_int64([largest[number].total], session).max())
+
+    with progress("choosing the number of cooperative batches", 1, enabled=topology.rank == 0) as advance:
+        number = choose_num_batches(worst, memory_bytes, max(maker.seeds.counts))
+        advance(1)
+        batches = "1 cooperative batch" if number == 1 else f"{number} cooperative batches"
+        for line in (f"{batches} per epoch; the largest of rank 0 needs", *largest[number].lines()):
+            advance.say(line)
+    return number, largest[number]
+
+
+def _feature_row(g: DistGraph, request: LoaderRequest) -> Tensor:
+    """Return (1, F) of the model's input, in the compute type."""
+    inputs = next(iter(request.columns.inputs.values()), {})
+    if len(inputs) != 1:
+        raise ConfigError(
+            "option memory needs one input column of the model, but the sampler prefetches "
+            f"{list(inputs)}; give prefetch_node_feats=['feat'], or batches=R instead of memory"
+        )
+    (key,) = inputs.values()
+    rows = g.kvstore.pull(key, np.zeros(1, np.int64), phase="preload")
+    return request.columns.precision.converted(rows).clone()
 
 
 def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, most: int) -> int:
@@ -406,13 +446,8 @@ def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, mo
     Starts with many batches and decreases the number, so that at most one too large number is planned, and
     only its structure.
 
-    Args:
-        worst: Maps (R, (k,) steps) to the largest total of these steps over all ranks; collective.
-        memory_bytes: Limit of a rank.
-        most: Largest possible number.
-
-    Raises:
-        ConfigError: even ``most`` batches do not fit.
+    ``worst`` maps (R, (k,) steps) to the largest total of these steps over all ranks; collective.
+    ConfigError: even ``most`` batches do not fit.
     """
 
     def fits(number: int, checked: int = _PROBES) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final, get_args
 
 import numpy as np
@@ -18,15 +18,17 @@ from dglx_dist.dataloading.row_buffers import Precision
 from dglx_dist.dataloading.sampler_spec import Fanout, SamplePlan, find_columns, read_sampler
 from dglx_dist.dataloading.step_loader import read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import Check, at_least, check_ranges, one_of, option
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import check_options
 from dglx_dist.strategies.full_graph.expansion import (
+    ALL,
     AUTO,
     Composition,
     EasOptions,
-    check_composition,
+    EasPolicy,
+    Inner,
     check_split,
-    read_eas_options,
 )
 from dglx_dist.strategies.full_graph.plan_builder import check_one_type
 
@@ -34,161 +36,131 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-BUCKET_BYTES = 4 * 2**20
+Keep: TypeAlias = Literal["disk", "rebuild"]
 
-COMMON: Mapping[str, type] = {"use_pp": bool, "bucket_bytes": int}
+COMMON = ("use_pp", "bucket_bytes")
 """Options of every full-graph strategy."""
-EXTERNAL: Mapping[str, type] = {
-    "external_hops": int,
-    "external_fanout": int,
-    "external_policy": str,
-    "resample_every": int,
-}
-"""Options of expansion-aware sampling."""
-PRELOADING: Mapping[str, type] = {**COMMON, **EXTERNAL, "hops": int, "split": str}
+PRELOADING = (
+    *COMMON,
+    *("hops", "split"),
+    *("external_hops", "external_fanout", "external_policy", "resample_every"),
+)
 """Options of shared_preload."""
+COOPERATIVE = (
+    *(name for name in PRELOADING if name != "hops"),
+    *("external_inner", "batches", "memory", "composition", "keep"),
+)
+
+_FANOUT = Check(
+    lambda value: value == ALL or value >= 1,
+    "at least 1 (15 in the paper), or -1 for all; for no external nodes give external_hops=0",
+)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FullGraphOptions:
-    """Options of full_graph and shared_preload.
+    """Options of full_graph, shared_preload and cooperative, each of which takes some of them.
 
     Raises:
-        ConfigError: a value is invalid.
+        ConfigError: a value is invalid, or does not fit another one.
     """
 
-    hops: int | None = None
-    """k: number of layers that a server computes alone (docs/strategies/shared_preload.md); None: all."""
     use_pp: bool = True
-    """Whether halo features are fetched once and kept, or exchanged in each epoch."""
+    """Whether halo features are fetched once and kept, or exchanged in each epoch; no effect with several
+    batches."""
+    bucket_bytes: int = option(4 * 2**20, "Parameter gradients that are sent together.", check=at_least(1))
     split: str = AUTO
     """Partitioner that splits the rows of a server among its ranks."""
-    eas: EasOptions | None = None
-    """Expansion-aware sampling; None: the full neighbourhood."""
-    bucket_bytes: int = BUCKET_BYTES
-    """Gradients of parameters that are sent together."""
+    hops: int | None = option(
+        None,
+        "k: layers, from the first one on, that a server computes alone; 0: full_graph, None: all.",
+        check=at_least(0),
+    )
+    external_hops: int | None = option(None, "m of expansion-aware sampling.", check=at_least(0))
+    external_fanout: int | None = option(None, "k of expansion-aware sampling.", check=_FANOUT)
+    external_policy: EasPolicy | None = option(
+        None, "How external nodes are chosen.", check=one_of(*get_args(EasPolicy))
+    )
+    resample_every: int = option(0, "Epochs between selections; 0: never.", check=at_least(0))
+    external_inner: Inner = option("server", "What the expansion starts from.")
+    batches: int | None = option(
+        None, "R: cooperative batches per epoch; None: 1, or as few as memory allows.", check=at_least(1)
+    )
+    memory: str = ""
+    """Limit of a rank for training, as "4GB"; empty: none."""
+    composition: Composition = option("random", "Which seeds are in one batch.")
+    keep: Keep = option(
+        "disk",
+        "Whether plans and fetched rows are stored beside the dataset, or made and fetched again in each "
+        "epoch. No effect if epochs have different batches.",
+    )
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise ConfigError(f"option bucket_bytes={self.bucket_bytes} must be at least 1")
-        if self.hops is not None and self.hops < 0:
+        check_ranges(self, "option {name}={value!r}")
+        check_split(self.split)
+        if self.memory and self.batches:
             raise ConfigError(
-                f"option hops={self.hops} must be at least 0: it is the number of layers, from the first one "
-                "on, that a server computes alone; 0 is full_graph, and the default is all layers"
+                f"options batches={self.batches} and memory={self.memory}: give the number of cooperative "
+                "batches per epoch, or the memory limit of a rank ('4GB'), and not both"
+            )
+        if self.memory and not self.memory_bytes:
+            raise ConfigError(f"option memory={self.memory!r} must be above 0, as '4GB'")
+        if self.external_fanout is None and self.external_hops:
+            raise ConfigError(
+                f"external_hops={self.external_hops} without external_fanout does not say how many external "
+                "neighbours a node may take; give external_fanout=15 (the paper's value) or -1 for all"
+            )
+        if self.eas is None and (self.resample_every or self.external_inner != "server"):
+            raise ConfigError(
+                f"options resample_every={self.resample_every} and external_inner={self.external_inner!r} "
+                "belong to expansion-aware sampling; give external_hops=1 and external_fanout=15 with them"
             )
         if self.eas is not None and self.hops is not None:
             raise ConfigError(
                 f"option hops={self.hops} means that layers above exchange rows with other servers, but with "
                 f"external_hops={self.eas.hops} none does; leave one of them out"
             )
-        check_split(self.split)
+
+    @property
+    def memory_bytes(self) -> int:
+        return read_size(self.memory) if self.memory else 0
+
+    @property
+    def eas(self) -> EasOptions | None:
+        """Expansion-aware sampling; None: the full neighbourhood. By default one hop of fan-out 15."""
+        if (self.external_hops, self.external_fanout, self.external_policy) == (None, None, None):
+            return None
+        return EasOptions(
+            hops=1 if self.external_hops is None else self.external_hops,
+            fanout=15 if self.external_fanout is None else self.external_fanout,
+            policy=self.external_policy or "uniform_external",
+            resample_every=self.resample_every,
+            inner=self.external_inner,
+        )
+
+    def hops_of(self, num_layers: int) -> int:
+        if self.hops is not None and self.hops > num_layers:
+            raise ConfigError(
+                f"option hops={self.hops}, but the sampler has {num_layers} layers: give at most "
+                f"{num_layers}, or leave it out to use all layers"
+            )
+        return num_layers if self.hops is None else self.hops
 
 
 def read_full_graph_options(
-    strategy: str, options: Mapping[str, object], known: Mapping[str, type], **fixed: Any
+    strategy: str, known: Sequence[str], options: Mapping[str, object]
 ) -> FullGraphOptions:
-    """Check and return ``options`` of the types ``known``; ``fixed`` has fields set by the strategy.
+    """Check and return ``options``, of which a strategy takes the ``known``.
 
     Raises:
         ConfigError: an option is unknown, has another type, or has an invalid value.
     """
-    options = check_options(strategy, options, known)
-    external: dict[str, Any] = {name: value for name, value in options.items() if name in EXTERNAL}
-    others: dict[str, Any] = {name: value for name, value in options.items() if name not in EXTERNAL}
-    eas = read_eas_options(**{"external_hops": None, "external_fanout": None, **external})
-    return FullGraphOptions(**others, **fixed, eas=eas)
-
-
-def hops_of(options: FullGraphOptions, num_layers: int) -> int:
-    if options.hops is None:
-        return num_layers
-    if options.hops > num_layers:
-        raise ConfigError(
-            f"option hops={options.hops}, but the sampler has {num_layers} layers: give at most "
-            f"{num_layers}, or leave it out to use all layers"
-        )
-    return options.hops
-
-
-Keep: TypeAlias = Literal["disk", "rebuild"]
-
-_COOPERATIVE_ONLY: Mapping[str, type] = {
-    "batches": int,
-    "memory": str,
-    "composition": str,
-    "keep": str,
-    "external_inner": str,
-}
-COOPERATIVE: Mapping[str, type] = {**COMMON, **EXTERNAL, **_COOPERATIVE_ONLY, "split": str}
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class CooperativeOptions:
-    """Options of cooperative.
-
-    Raises:
-        ConfigError: a value is invalid.
-    """
-
-    batches: int = 1
-    """R: cooperative batches per epoch; 1 is shared_preload. 0: as few as ``memory`` allows."""
-    memory: int = 0
-    """Memory limit of a rank for training, in bytes; 0: not given."""
-    composition: Composition = "random"
-    keep: Keep = "disk"
-    """Whether plans and fetched rows are stored beside the dataset, or made and fetched again in each epoch.
-    No effect if epochs have different batches."""
-    eas: EasOptions | None = None
-    split: str = "auto"
-    use_pp: bool = True
-    """As for full_graph; no effect with several batches."""
-    bucket_bytes: int = BUCKET_BYTES
-    """Gradients of parameters that are sent together."""
-
-    def __post_init__(self) -> None:
-        if self.batches < 0 or (self.batches == 0) != (self.memory > 0):
-            raise ConfigError(
-                f"options batches={self.batches} and memory={self.memory}: give the number of cooperative "
-                "batches per epoch, at least 1, or the memory limit of a rank ('4GB'), and not both"
-            )
-        check_composition(self.composition)
-        if self.keep not in get_args(Keep):
-            raise ConfigError(f"option keep={self.keep!r} must be {' or '.join(map(repr, get_args(Keep)))}")
-
-
-def read_cooperative_options(strategy: str, options: Mapping[str, object]) -> CooperativeOptions:
-    """Check and return the options of cooperative; see :func:`read_full_graph_options`."""
-    options = check_options(strategy, options, COOPERATIVE)
-    read = read_full_graph_options(
-        strategy,
-        {name: value for name, value in options.items() if name not in _COOPERATIVE_ONLY},
-        COOPERATIVE,
-    )
-    own = {name: options[name] for name in ("batches", "composition", "keep") if name in options}
-    granted = read_size(str(options["memory"])) if "memory" in options else 0
-    if granted:
-        own = {"batches": 0, **own}
-    return CooperativeOptions(
-        **own,
-        memory=granted,
-        eas=_with_inner(read.eas, options.get("external_inner")),
-        split=read.split,
-        use_pp=read.use_pp,
-        bucket_bytes=read.bucket_bytes,
-    )
-
-
-def _with_inner(eas: EasOptions | None, inner: object) -> EasOptions | None:
-    if inner is None:
-        return eas
-    if eas is None:
-        raise ConfigError(
-            f"option external_inner={inner!r} belongs to expansion-aware sampling; give external_hops=1 and "
-            "external_fanout=15 with it"
-        )
-    return replace(eas, inner=inner)  # type: ignore[arg-type]  # checked by EasOptions
+    types: dict[str, type] = {
+        one.name: int if one.default is None else type(one.default) for one in fields(FullGraphOptions)
+    } | {"external_policy": str}
+    checked = check_options(strategy, options, {name: types[name] for name in known})
+    return FullGraphOptions(**checked)
 
 
 _BATCHES_IN_USE = 2
@@ -220,16 +192,9 @@ class LoaderRequest:
 def read_request(
     strategy: str, g: DistGraph, indices: Any, sampler: Any, loader_options: Mapping[str, Any]
 ) -> LoaderRequest:
-    """Check the arguments of a loader; every rank must call it.
+    """Check the arguments of a loader of the strategy's name; every rank must call it.
 
     Full-graph training uses all seeds and all neighbours, so rank 0 warns of a batch size and of fan-outs.
-
-    Args:
-        strategy: Name for messages.
-        g: A graph of one node and one edge type.
-        indices: This rank's seeds, as for ``dglx_dist.DataLoader``.
-        sampler: Of ``dgl.dataloading``; gives the number of layers and the columns to prefetch.
-        loader_options: As for ``dglx_dist.DataLoader``.
 
     Raises:
         ConfigError: on all ranks: there are several types, a column does not exist, the sampler or an option
@@ -254,7 +219,8 @@ def read_request(
 
 def _warn_of_idle(strategy: str, fanouts: Sequence[Fanout], batch_size: Any) -> None:
     idle = []
-    if any(one != -1 for fanout in fanouts for one in _numbers(fanout)):
+    numbers = [list(one.values()) if isinstance(one, Mapping) else [one] for one in fanouts]
+    if any(number != ALL for layer in numbers for number in layer):
         idle.append(f"the fan-outs {list(fanouts)} (give -1 for each layer)")
     if batch_size is not None:
         idle.append(f"batch_size={batch_size} (leave it out)")
@@ -278,8 +244,7 @@ def _read(
         )
     plan = read_sampler(sampler)
     fanouts = _fanouts(strategy, sampler, plan)
-    seeds = read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
-    (ids,) = seeds.ids.values()
+    (ids,) = read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node").ids.values()
     request = LoaderRequest(
         seeds=np.asarray(ids, np.int64),
         num_layers=len(fanouts),
@@ -304,8 +269,6 @@ def _fanouts(strategy: str, sampler: object, plan: SamplePlan) -> Sequence[Fanou
             f"the sampler draws edges by {plan.weights!r}, but {strategy} takes all of them; leave prob= and "
             "mask= out, or use strategy='data_parallel'"
         )
+    if not plan.fanouts:
+        raise ConfigError("the sampler has 0 layers; give it one for each convolution of the model")
     return plan.fanouts
-
-
-def _numbers(fanout: Fanout) -> list[int]:
-    return list(fanout.values()) if isinstance(fanout, Mapping) else [fanout]

@@ -1,10 +1,13 @@
-"""Collective construction of full-graph plans from the seeds of all ranks (GraNNDis).
+"""Construction of full-graph plans from the seeds of all ranks (GraNNDis).
 
 See docs/strategies/shared_preload.md.
 
-The first rank of every server is its leader. It expands the seeds by one-sided requests, splits the rows
-among the ranks of the server and writes them to shared memory. Each rank then builds its own layers. No rank
-reads more of the graph than the in-edges of the rows of its server.
+The first rank of every server is its leader. It expands the seeds by one-sided requests and splits the rows
+among the ranks of the server, which share them in memory. Each rank then builds its own layers. No rank reads
+more of the graph than the in-edges of the rows of its server.
+
+The making of a plan is a generator of the exchanges that it needs (:func:`plan_steps`). Each rank runs its
+own and sends messages (:class:`Planner`), or one process runs those of all ranks (:func:`plan_all`).
 """
 
 from __future__ import annotations
@@ -12,46 +15,402 @@ from __future__ import annotations
 import contextlib
 import secrets
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from dglx_dist.comm.collectives import barrier, broadcast_json, gather_int64
+from dglx_dist.comm.collectives import barrier, broadcast_json
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.ids import Ids, as_ids
-from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.graph.partition_book import Placement, RowOwners
 from dglx_dist.graph.row_kernels import number_distinct
-from dglx_dist.graph.structure import Structure
-from dglx_dist.keyed_random import hash_ids, stream_key
+from dglx_dist.graph.structure import InEdges
 from dglx_dist.progress import progress
-from dglx_dist.records import Array, StepShare
+from dglx_dist.records import Array
+from dglx_dist.strategies.cost import PartitionContext
 from dglx_dist.strategies.full_graph.expansion import (
     AUTO,
-    EasOptions,
-    EasSelector,
-    HeldNeighborhood,
     KHopNeighborhood,
-    NeighborhoodExpander,
     Selection,
-    check_split,
+    in_edges_of,
+    only_from,
     read_held,
     remove_held,
     split_rows,
     write_held,
 )
-from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, PlanSource, RankPlan, RowIndex
+from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan, RowIndex
 
 PLAN = "plan"
 """Ledger phase of the ids that ranks exchange while planning."""
 
 _NOTIFY_FAILURE_S = 5.0
 """Time that a failed rank waits for the delivery of its failure message, per rank."""
+MIN_NODES_FOR_PROGRESS = 1 << 17
+"""Rank 0 shows a progress bar for graphs of at least this size."""
+_SHARED, _SAME_AS_BEFORE = "rows of the server", -1
+_NO_IDS: Array = np.empty(0, np.int64)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """Parameters of a plan; equal on all ranks except for the seeds."""
+
+    seeds: Ids
+    """(K,) ids or a mask, nodes of any server. Duplicates, also across ranks, count once."""
+    num_layers: int
+    """L, at least 1."""
+    hops: int
+    """k in 0..L: number of layers that a server computes alone; 0: full_graph, L: no rows cross servers."""
+    eas: Selection | None = None
+    """Selects the nodes that a server may use (expansion-aware sampling); needs hops == L. None: all."""
+    split: str = AUTO
+    """Partitioner that splits the rows of a server among its ranks; ``auto``: METIS. Unused with hops 0,
+    where a rank computes the rows that it owns."""
+    seeds_stay: bool = False
+    """Whether a server computes the seeds given by its ranks (needs hops == L), or the seeds that it owns."""
+    show_progress: bool = True
+    """Whether rank 0 shows a progress bar for large graphs."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.hops <= self.num_layers > 0
+        assert self.hops == self.num_layers or not (self.eas or self.seeds_stay), "needs independent servers"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Arrays that ranks exchange in the making of a plan; the answer is what each sent, by ascending rank."""
+
+    name: str
+    """Unique within a plan."""
+    among: Collection[int]
+    """Ranks that all make this step."""
+    outgoing: Mapping[int, Any]
+    """Arrays by rank; in the step :data:`_SHARED` the rows of the server."""
+    empty: Sequence[Array] = ()
+    """For ranks that are not in :attr:`outgoing`."""
+
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[Step, dict[int, Any], T]
+"""Yields steps, is sent their answers and returns a result."""
+
+
+def plan_steps(context: PartitionContext, request: PlanRequest) -> Steps[RankPlan]:
+    """Make the plan of the rank ``context.topology.rank``."""
+    topology = context.topology
+    seeds = yield from _seeds_of_server(context, request)
+    members = topology.ranks_of_server(topology.server)
+    shared: dict[int, KHopNeighborhood] = {}
+    if topology.rank == members[0]:
+        shared = dict.fromkeys(members, (yield from _rows_of_server(context, request, seeds)))
+    held: KHopNeighborhood = (yield Step(name=_SHARED, among=members, outgoing=shared))[members[0]]
+    own = _own_rows(held, topology.rank)
+    layers = yield from _read_layers(context, request.hops, own, held)
+    layers = yield from _finish_layers(context, own, layers)
+    first, last = context.own_range(topology.server)
+    return RankPlan(
+        nodes=own.nodes,
+        layers=tuple(layers),
+        hops=request.hops,
+        server_nodes=len(held.nodes),
+        inner_nodes=last - first,
+        external_nodes=int(np.count_nonzero((held.nodes < first) | (held.nodes >= last))),
+    )
+
+
+def _seeds_of_server(context: PartitionContext, request: PlanRequest) -> Steps[Array]:
+    """Send the seeds to the leaders that compute them; return those received (none unless a leader)."""
+    topology = context.topology
+    seeds = np.unique(as_ids(request.seeds, int(context.bounds[-1]), "the nodes"))
+    asked = [request.num_layers, request.hops, request.eas is not None, request.seeds_stay, len(seeds)]
+    pieces = {_leaders(context)[topology.server]: seeds} if request.seeds_stay else _by_leader(context, seeds)
+    ranks, header = range(topology.world_size), np.array(asked, np.int64)
+    outgoing = {rank: [header, pieces.get(rank, _NO_IDS)] for rank in ranks}
+    received = yield Step(name="seeds", among=ranks, outgoing=outgoing)
+    names = ("num_layers", "hops", "eas", "seeds_stay")
+    for rank, (other, _) in received.items():
+        for name, here, there in zip(names, header, other, strict=False):
+            if here != there:
+                raise ConfigError(
+                    f"rank {topology.rank} plans with {name} {here} and rank {rank} with {there}; use the "
+                    "same value on all ranks"
+                )
+    if not any(other[-1] for other, _ in received.values()):
+        raise ConfigError("no rank was given a node to compute; give the loader at least one")
+    return np.unique(np.concatenate([ids for _, ids in received.values()]))
+
+
+def _leaders(context: PartitionContext) -> list[int]:
+    topology = context.topology
+    return [topology.ranks_of_server(server)[0] for server in range(topology.num_servers)]
+
+
+def _by_leader(context: PartitionContext, ids: Array) -> dict[int, Array]:
+    """Split the (n,) ascending ``ids`` by the server that owns them."""
+    return dict(zip(_leaders(context), seeds_by_server(context, ids), strict=True))
+
+
+def seeds_by_server(context: PartitionContext, seeds: Array) -> list[Array]:
+    """Split the (K,) ascending int64 ``seeds`` by the server that owns them."""
+    return np.split(seeds, np.searchsorted(seeds, context.bounds[1:-1]))
+
+
+def _rows_of_server(context: PartitionContext, request: PlanRequest, seeds: Array) -> Steps[KHopNeighborhood]:
+    """Return the rows that this server computes, each assigned to one of its ranks; on leaders.
+
+    At level ``hops`` and above, a server computes its own nodes that any server reads, so servers exchange
+    the ids that they read from each other. Below, a server computes whatever its rows read. ``seeds`` are its
+    (K,) ascending distinct int64 output rows.
+    """
+    topology, leaders, own = context.topology, _leaders(context), context.own_range(context.topology.server)
+    allowed = request.eas and np.union1d(request.eas(context.structure, own, seeds), seeds)
+    levels, known, met = [seeds], seeds, _NO_IDS
+    edges: list[InEdges] = []
+    shown = request.show_progress and topology.rank == 0 and context.bounds[-1] >= MIN_NODES_FOR_PROGRESS
+    with progress("finding rows", request.num_layers + 1, enabled=shown) as advance:
+        for level in range(request.num_layers - 1, -1, -1):
+            sources = [_NO_IDS]
+            for some in in_edges_of(context.structure, levels[-1]):
+                edges.append(some if allowed is None else only_from(some, allowed))
+                sources.append(number_distinct(edges[-1].sources)[0])
+            read = np.unique(np.concatenate(sources))
+            # All sources met so far: at the levels above, rows of other servers were not added.
+            wanted = met = np.union1d(met, read)
+            if level >= request.hops:
+                outgoing = {rank: [ids] for rank, ids in _by_leader(context, read).items()}
+                received = yield Step(name=f"rows of level {level}", among=leaders, outgoing=outgoing)
+                wanted = np.unique(np.concatenate([ids for (ids,) in received.values()]))
+            levels.append(np.setdiff1d(wanted, known, assume_unique=True))
+            known = np.union1d(known, levels[-1])
+            advance(1)
+        lengths = [np.diff(some.indptr) for some in edges]
+        rows = KHopNeighborhood(
+            nodes=np.concatenate(levels),
+            counts=np.cumsum([len(level) for level in levels], dtype=np.int64)[::-1].copy(),
+            indptr=np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
+            sources=np.concatenate([_NO_IDS, *(some.sources for some in edges)]),
+            edge_ids=np.concatenate([_NO_IDS, *(some.edge_ids for some in edges)]),
+        )
+        if request.hops == 0:
+            holders = RowOwners(context.bounds, topology).rank_of(rows.nodes)
+        else:
+            members = topology.ranks_of_server(topology.server)
+            holders = members[0] + split_rows(rows, len(members), request.split, context.seed)
+        advance(1)
+    return replace(rows, holders=holders.astype(np.int32))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _RankRows:
+    """The rows that one rank holds, in the order of the server's rows."""
+
+    nodes: Array
+    """(n,) int64 global ids."""
+    counts: Array
+    """(L + 1,) int64; the rows of level l are the first ``counts[l]`` rows."""
+    indptr: Array
+    """(counts[1] + 1,) int64."""
+    edge_ids: Array
+    """(E,) int64 global ids of the in-edges of the rows of level 1."""
+    sources: Array
+    """(d,) ascending int64 global ids of the distinct sources of these edges."""
+    source_of: Array
+    """(E,) int64 position of each edge's source in :attr:`sources`."""
+
+    def read_by(self, layer: int) -> Array:
+        """Return (d,) bool: whether a target of ``layer`` reads the source."""
+        read = np.zeros(len(self.sources), dtype=bool)
+        read[self.source_of[: self.indptr[self.counts[layer]]]] = True
+        return read
+
+
+def _own_rows(held: KHopNeighborhood, rank: int) -> _RankRows:
+    rows = np.flatnonzero(held.holders == rank)
+    counts = np.searchsorted(rows, held.counts)
+    with_edges = rows[: counts[1]]
+    first, lengths = held.indptr[with_edges], np.diff(held.indptr)[with_edges]
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    at = np.arange(indptr[-1]) + np.repeat(first - indptr[:-1], lengths)
+    distinct, number = number_distinct(np.asarray(held.sources[at]))
+    order = np.argsort(distinct)
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return _RankRows(
+        nodes=np.asarray(held.nodes[rows]),
+        counts=counts,
+        indptr=indptr,
+        edge_ids=np.asarray(held.edge_ids[at]),
+        sources=distinct[order],
+        source_of=place[number],
+    )
+
+
+def _read_layers(
+    context: PartitionContext, hops: int, own: _RankRows, held: KHopNeighborhood
+) -> Steps[list[HaloLayer]]:
+    """Return the L layers of a rank, input layer first, without ``send`` lists; equal ones are one object.
+
+    Layers up to ``hops`` read only rows of the own server.
+    """
+    num_nodes, (first, last) = int(context.bounds[-1]), context.own_range(context.topology.server)
+    places = RowIndex(held.nodes, num_nodes).places(own.sources)
+    in_server = np.where(places >= 0, held.holders[places], -1).astype(np.int64)
+    anywhere, counts = in_server.copy(), own.counts
+    if hops < len(counts) - 1:
+        inside = (own.sources >= first) & (own.sources < last)
+        outside = np.flatnonzero(~inside & own.read_by(hops + 1))
+        anywhere[outside] = yield from _holders_of(context, hops, own.sources[outside], held)
+    place = RowIndex(own.nodes, num_nodes).places(own.sources)
+    layers: list[HaloLayer] = []
+    for layer in range(1, len(counts)):
+        is_same = layer > 1 and layer != hops + 1 and counts[layer - 2] == counts[layer - 1] == counts[layer]
+        holders = anywhere if layer > hops else in_server
+        layers.append(layers[-1] if is_same else _layer_of(own, layer, holders, place, context.topology.rank))
+    return layers
+
+
+def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeighborhood) -> Steps[Array]:
+    """Return the ranks that hold the (k,) ascending ``ids`` of other servers."""
+    topology = context.topology
+    if hops == 0:
+        return RowOwners(context.bounds, topology).rank_of(ids)
+    ranks, pieces = range(topology.world_size), seeds_by_server(context, ids)
+    serving = Placement(topology.num_servers, topology).serving_ranks
+    requests = {rank: [piece] for rank, piece in zip(serving, pieces, strict=True)}
+    received = yield Step(name="requests for holders", among=ranks, outgoing=requests, empty=[_NO_IDS])
+    # The index costs as much as the server's rows, so it is built once for all requests.
+    index = RowIndex(held.nodes, int(context.bounds[-1]))
+    answers = {}
+    for rank, (requested,) in received.items():
+        places = index.places(requested)
+        assert not (places < 0).any(), "another server requests rows that this one does not compute"
+        answers[rank] = [held.holders[places].astype(np.int64)]
+    holders = yield Step(name="holders of rows", among=ranks, outgoing=answers)
+    return np.concatenate([holders[rank][0] for rank in serving])
+
+
+def _layer_of(own: _RankRows, layer: int, holders: Array, place: Array, rank: int) -> HaloLayer:
+    """Return layer ``layer``; (d,) ``holders`` and ``place`` give the rank and own row of each source."""
+    num_own, targets = int(own.counts[layer - 1]), int(own.counts[layer])
+    indptr = own.indptr[: targets + 1]
+    source_of = own.source_of[: indptr[-1]]
+    halo = np.flatnonzero(own.read_by(layer) & (holders != rank))
+    # Sources ascend, so a stable sort by rank leaves them ascending within each rank.
+    halo = halo[np.argsort(holders[halo], kind="stable")]
+    position = place.copy()
+    position[halo] = num_own + np.arange(len(halo))
+    indices = position[source_of]
+    assert not len(indices) or 0 <= indices.min() <= indices.max() < num_own + len(halo)
+    ranks, counts = np.unique(holders[halo], return_counts=True)
+    return HaloLayer(
+        own_rows=num_own,
+        targets=targets,
+        indptr=indptr,
+        indices=indices,
+        edge_ids=own.edge_ids[: indptr[-1]],
+        halo_nodes=own.sources[halo],
+        receive=tuple(zip(ranks.tolist(), counts.tolist(), strict=True)),
+        send=(),
+    )
+
+
+def _finish_layers(
+    context: PartitionContext, own: _RankRows, layers: Sequence[HaloLayer]
+) -> Steps[list[HaloLayer]]:
+    """Exchange halo requests, and return ``layers`` with their ``send`` lists.
+
+    Sends [(L,) int64 row counts, -1 for the same rows as one layer before; int64 ids] to each rank: 8 bytes
+    per layer, and 8 bytes per halo row of each layer that differs from the previous one.
+    """
+    ranks, index = range(context.topology.world_size), RowIndex(own.nodes, int(context.bounds[-1]))
+    is_same = [number > 0 and layer is layers[number - 1] for number, layer in enumerate(layers)]
+    requests = {}
+    for rank in ranks:
+        halos = [layer.halo_of(rank) for layer in layers]
+        counts = [_SAME_AS_BEFORE if same else len(ids) for ids, same in zip(halos, is_same, strict=True)]
+        ids = [_NO_IDS, *(ids for ids, same in zip(halos, is_same, strict=True) if not same)]
+        requests[rank] = [np.array(counts, np.int64), np.concatenate(ids)]
+    received = yield Step(name="requested rows", among=ranks, outgoing=requests)
+    sent = {rank: _requested_rows(own, index, message) for rank, message in received.items()}
+    finished: list[HaloLayer] = []
+    for number, layer in enumerate(layers):
+        pairs = ((rows[number - 1], rows[number]) for rows in sent.values())
+        if is_same[number] and all(one is other or not len(one) + len(other) for one, other in pairs):
+            finished.append(finished[-1])
+        else:
+            send = tuple((rank, rows[number]) for rank, rows in sent.items() if len(rows[number]))
+            finished.append(replace(layer, send=send))
+    return finished
+
+
+def _requested_rows(own: _RankRows, index: RowIndex, message: Sequence[Array]) -> list[Array]:
+    """Return, for each of L layers, the (n,) int64 own rows of a request; equal ones are one object."""
+    counts, ids = message
+    rows, requested, first = index.places(ids), [_NO_IDS], 0
+    assert not (rows < 0).any(), "another rank requests rows that this one does not hold"
+    for number, count in enumerate(counts.tolist()):
+        if count == _SAME_AS_BEFORE:
+            requested.append(requested[-1])
+            continue
+        requested.append(rows[first : first + count])
+        assert not count or requested[-1].max() < own.counts[number], "requested rows of too low a level"
+        first += count
+    return requested[1:]
+
+
+def plan_all(
+    context: PartitionContext,
+    seeds: Sequence[Array],
+    num_layers: int,
+    hops: int,
+    *,
+    eas: Selection | None = None,
+) -> list[RankPlan]:
+    """Return the plans of all W ranks, made by this process; the structure is whole here.
+
+    ``seeds`` are the (S,) output nodes of each server, ascending ids of its own; see :class:`PlanRequest` for
+    the other arguments.
+    """
+    leaders, topology = _leaders(context), context.topology
+    running = []
+    for rank in range(topology.world_size):
+        request = PlanRequest(
+            seeds=seeds[leaders.index(rank)] if rank in leaders else _NO_IDS,
+            num_layers=num_layers,
+            hops=hops,
+            eas=eas,
+            show_progress=False,
+        )
+        running.append(plan_steps(replace(context, topology=context.of_rank(rank)), request))
+    waiting = {rank: next(steps) for rank, steps in enumerate(running)}
+    sent: dict[str, dict[int, Step]] = defaultdict(dict)
+    plans: dict[int, RankPlan] = {}
+    while waiting:
+        for rank, step in waiting.items():
+            sent[step.name][rank] = step
+        for rank, step in [*waiting.items()]:
+            others = sent[step.name]
+            if others.keys() >= {*step.among}:
+                came = {other: others[other] for other in step.among}
+                try:
+                    waiting[rank] = running[rank].send(
+                        {other: one.outgoing.get(rank, one.empty) for other, one in came.items()}
+                    )
+                except StopIteration as finished:
+                    plans[rank] = finished.value
+                    del waiting[rank]
+    return [plans[rank] for rank in range(topology.world_size)]
 
 
 @final
@@ -76,8 +435,7 @@ class PlanExchange:
         def fail(name: str, arrays: Sequence[Array]) -> list[Array]:
             job, source = map(int, name.split())
             text = arrays[0].tobytes().decode(errors="replace")
-            who = f"rank {source} on {session.hosts[source]}"
-            message = f"{who} failed to make its plan: {text}"
+            message = f"rank {source} on {session.hosts[source]} failed to make its plan: {text}"
             mailbox.fail(job, lambda: FailedOnAnotherRankError(message))
             return []
 
@@ -106,25 +464,17 @@ class PlanExchange:
         finally:
             self._current[0] = 0
 
-    def exchange(
-        self,
-        step: str,
-        outgoing: Mapping[int, Sequence[Array]],
-        among: Collection[int],
-        empty: Sequence[Array] = (),
-    ) -> dict[int, list[Array]]:
-        """Send arrays to each rank of ``among``, and return theirs by ascending rank; all of them call it.
-
-        ``step`` is unique within a job; ranks that are not in ``outgoing`` get ``empty``.
+    def exchange(self, step: Step) -> dict[int, list[Array]]:
+        """Send the arrays of ``step`` and return those of the other ranks, by ascending rank.
 
         Raises:
             RemoteError: another rank failed in this job; the error has its text.
             PeerError: a rank is dead, or is not planning within the session's time-out; it is named.
         """
-        sent = {rank: outgoing.get(rank, empty) for rank in among}
-        self._arrays.post(self._job, step, sent, phase=PLAN)
-        what = f"{step!r} of plan {self._job}"
-        received = self._mailbox.take(self._job, step, among, what, self._is_in_this_job)
+        sent = {rank: step.outgoing.get(rank, step.empty) for rank in step.among}
+        self._arrays.post(self._job, step.name, sent, phase=PLAN)
+        what = f"{step.name!r} of plan {self._job}"
+        received = self._mailbox.take(self._job, step.name, step.among, what, self._is_in_this_job)
         return dict(sorted(received.items()))
 
     def _is_in_this_job(self, rank: int) -> bool:
@@ -136,276 +486,12 @@ class PlanExchange:
         topology, calls = self._session.topology, []
         text = np.frombuffer(f"{type(error).__name__}: {error}".encode()[:2000], dtype=np.uint8)
         name = f"{self._job} {topology.rank}"
-        for rank in range(topology.world_size):
+        for rank in {*range(topology.world_size)} - {topology.rank}:
             with contextlib.suppress(PeerError, RemoteError):
-                if rank != topology.rank:
-                    calls.append(
-                        self._session.rpc.submit(rank, self._failed_op, name, [text], phase="control")
-                    )
+                calls.append(self._session.rpc.submit(rank, self._failed_op, name, [text], phase="control"))
         for call in calls:
             with contextlib.suppress(PeerError, RemoteError):
                 call.result(_NOTIFY_FAILURE_S)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ServerLeaders:
-    """The first rank of every server, and the node ranges of the servers."""
-
-    ranks: tuple[int, ...]
-    """(S,) rank by server."""
-    server: int
-    """The server of this rank."""
-    bounds: Array
-    """(S + 1,) int64; server s owns the nodes ``bounds[s]:bounds[s + 1]``."""
-
-    @property
-    def own(self) -> tuple[int, int]:
-        """Half-open node range of this rank's server."""
-        return int(self.bounds[self.server]), int(self.bounds[self.server + 1])
-
-    def split(self, ids: Array) -> dict[int, Array]:
-        """Split the (n,) ascending int64 ``ids`` by owning server; keys are leader ranks."""
-        at = np.searchsorted(ids, self.bounds)
-        return {rank: ids[at[server] : at[server + 1]] for server, rank in enumerate(self.ranks)}
-
-
-def grow_levels(
-    structure: Structure,
-    seeds: Array,
-    depth: tuple[int, int],
-    leaders: ServerLeaders,
-    exchange: PlanExchange,
-    *,
-    eas: Selection | None = None,
-    advance: Callable[[int], None],
-) -> KHopNeighborhood:
-    """Return the rows that this server computes; all leaders must call it in a job of ``exchange``.
-
-    At level ``hops`` and above, a server computes its own nodes that any server reads, so servers exchange
-    the ids that they read from each other. Below, a server computes whatever its rows read. ``seeds`` are its
-    (K,) ascending distinct int64 output rows, ``depth`` is (L, hops). ``eas`` selects the nodes that the
-    server may use, only with hops equal to L. ``advance`` is called with 1 after each level.
-    """
-    num_layers, hops = depth
-    allowed = None if eas is None else np.union1d(eas(structure, leaders.own, seeds), seeds)
-    expander = NeighborhoodExpander(structure, seeds, allowed)
-    met = np.empty(0, np.int64)
-    for level in range(num_layers - 1, -1, -1):
-        sources = expander.sources()
-        met = np.union1d(met, sources) if len(sources) else met
-        if level >= hops:
-            outgoing = {rank: [ids] for rank, ids in leaders.split(sources).items()}
-            incoming = exchange.exchange(f"rows of level {level}", outgoing, leaders.ranks)
-            expander.add(np.unique(np.concatenate([ids for (ids,) in incoming.values()])))
-        else:
-            # All sources met so far: at the levels above, rows of other servers were not added.
-            expander.add(met)
-        advance(1)
-    return expander.finish()
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class RankRows:
-    """The rows that one rank holds, in the order of the server's rows."""
-
-    nodes: Array
-    """(n,) int64 global ids."""
-    counts: Array
-    """(L + 1,) int64; the rows of level l are the first ``counts[l]`` rows."""
-    indptr: Array
-    """(counts[1] + 1,) int64."""
-    edge_ids: Array
-    """(E,) int64 global ids of the in-edges of the rows of level 1."""
-    sources: Array
-    """(d,) ascending int64 global ids of the distinct sources of these edges."""
-    source_of: Array
-    """(E,) int64 position of each edge's source in :attr:`sources`."""
-
-
-HoldersOf: TypeAlias = Callable[[Array], Array]
-"""Maps (k,) ascending int64 ids of other servers' nodes to the (k,) int64 ranks that hold them."""
-
-
-def own_rows(held: HeldNeighborhood, rank: int) -> RankRows:
-    closure = held.closure
-    rows = np.flatnonzero(held.holders == rank)
-    counts = np.searchsorted(rows, closure.counts)
-    with_edges = rows[: counts[1]]
-    first, lengths = closure.indptr[with_edges], np.diff(closure.indptr)[with_edges]
-    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    at = np.arange(indptr[-1]) + np.repeat(first - indptr[:-1], lengths)
-    distinct, number = number_distinct(np.asarray(closure.sources[at]))
-    order = np.argsort(distinct)
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
-    return RankRows(
-        nodes=np.asarray(closure.nodes[rows]),
-        counts=counts,
-        indptr=indptr,
-        edge_ids=np.asarray(closure.edge_ids[at]),
-        sources=distinct[order],
-        source_of=place[number],
-    )
-
-
-def read_layers(
-    own: RankRows, held: HeldNeighborhood, hops: int, inner: tuple[int, int], rank: int, holders_of: HoldersOf
-) -> list[HaloLayer]:
-    """Return the L layers of ``rank``, input layer first, without ``send`` lists; equal ones are one object.
-
-    ``own`` are the rows of the rank, ``held`` those of its server, whose half-open node range is ``inner``;
-    layers up to ``hops`` read only rows of the own server. ``holders_of`` is called once, for sources above.
-    """
-    num_layers = len(own.counts) - 1
-    inside = (own.sources >= inner[0]) & (own.sources < inner[1])
-    in_server = _holders_in_server(own, held)
-    anywhere = in_server.copy()
-    if hops < num_layers:
-        outside = np.flatnonzero(~inside & _read_by(own, hops + 1))
-        anywhere[outside] = holders_of(own.sources[outside])
-    place = RowIndex(own.nodes, _num_ids(own)).places(own.sources)
-    layers: list[HaloLayer] = []
-    for layer in range(1, num_layers + 1):
-        same_as_before = (
-            layer > 1
-            and (layer > hops) == (layer - 1 > hops)
-            and own.counts[layer] == own.counts[layer - 1]
-            and own.counts[layer - 1] == own.counts[layer - 2]
-        )
-        if same_as_before:
-            layers.append(layers[-1])
-        else:
-            layers.append(_layer_of(own, layer, anywhere if layer > hops else in_server, place, rank))
-    return layers
-
-
-def _layer_of(own: RankRows, layer: int, holders: Array, place: Array, rank: int) -> HaloLayer:
-    """Return layer ``layer``; (d,) ``holders`` and ``place`` give the rank and own row of each source."""
-    num_own, targets = int(own.counts[layer - 1]), int(own.counts[layer])
-    indptr = own.indptr[: targets + 1]
-    source_of = own.source_of[: indptr[-1]]
-    halo = np.flatnonzero(_read_by(own, layer) & (holders != rank))
-    # Sources ascend, so a stable sort by rank leaves them ascending within each rank.
-    halo = halo[np.argsort(holders[halo], kind="stable")]
-    position = place.copy()
-    position[halo] = num_own + np.arange(len(halo))
-    indices = position[source_of]
-    assert not len(indices) or 0 <= indices.min() <= indices.max() < num_own + len(halo)
-    ranks, counts = np.unique(holders[halo], return_counts=True)
-    return HaloLayer(
-        own_rows=num_own,
-        targets=targets,
-        indptr=indptr,
-        indices=indices,
-        edge_ids=own.edge_ids[: indptr[-1]],
-        halo_nodes=own.sources[halo],
-        receive=tuple(zip(ranks.tolist(), counts.tolist(), strict=True)),
-        send=(),
-    )
-
-
-def _read_by(own: RankRows, layer: int) -> Array:
-    """Return (d,) bool: whether a target of ``layer`` reads the source."""
-    read = np.zeros(len(own.sources), dtype=bool)
-    read[own.source_of[: own.indptr[own.counts[layer]]]] = True
-    return read
-
-
-def _holders_in_server(own: RankRows, held: HeldNeighborhood) -> Array:
-    """Return (d,) int64 ranks of the server that hold each source; -1 for sources outside the server."""
-    places = RowIndex(held.closure.nodes, _num_ids(own, held)).places(own.sources)
-    return np.where(places >= 0, held.holders[places], -1).astype(np.int64)
-
-
-def _num_ids(own: RankRows, held: HeldNeighborhood | None = None) -> int:
-    nodes = own.nodes if held is None else held.closure.nodes
-    return int(max(nodes.max(initial=-1), own.sources.max(initial=-1))) + 1
-
-
-_SAME_AS_BEFORE = -1
-
-
-def finish_layers(
-    own: RankRows, layers: Sequence[HaloLayer], exchange: PlanExchange, world_size: int
-) -> list[HaloLayer]:
-    """Exchange halo requests, and return ``layers`` with their ``send`` lists; collective in a job.
-
-    Sends 8 bytes per layer and rank, and 8 bytes per halo row of each layer that differs from the previous
-    one.
-    """
-    ranks = range(world_size)
-    requests = {rank: encode_requested_rows(layers, rank) for rank in ranks}
-    received = exchange.exchange("requested rows", requests, ranks)
-    sent = {rank: decode_requested_rows(own, message) for rank, message in received.items()}
-    finished: list[HaloLayer] = []
-    for number, layer in enumerate(layers):
-        same = number > 0 and layer is layers[number - 1]
-        pairs = ((rows[number - 1], rows[number]) for rows in sent.values() if number)
-        if same and all(one is other or not len(one) + len(other) for one, other in pairs):
-            finished.append(finished[-1])
-            continue
-        send = tuple((rank, rows[number]) for rank, rows in sorted(sent.items()) if len(rows[number]))
-        finished.append(replace(layer, send=send))
-    return finished
-
-
-def encode_requested_rows(layers: Sequence[HaloLayer], rank: int) -> list[Array]:
-    """Return [(L,) int64 row counts, -1 for the same rows as one layer before; int64 ids] for ``rank``."""
-    counts = np.full(len(layers), _SAME_AS_BEFORE, dtype=np.int64)
-    requested = [np.empty(0, np.int64)]
-    for number, layer in enumerate(layers):
-        if number == 0 or layer is not layers[number - 1]:
-            requested.append(layer.halo_of(rank))
-            counts[number] = len(requested[-1])
-    return [counts, np.concatenate(requested)]
-
-
-def decode_requested_rows(own: RankRows, message: Sequence[Array]) -> list[Array]:
-    """Return, for each of L layers, the (n,) int64 own rows of a request; equal ones are one object."""
-    counts, ids = message
-    if not len(ids):
-        return [np.empty(0, np.int64)] * len(counts)
-    highest = int(max(own.nodes.max(initial=-1), ids.max())) + 1
-    rows = RowIndex(own.nodes, highest).places(ids)
-    assert not (rows < 0).any(), "another rank requests rows that this one does not hold"
-    requested: list[Array] = []
-    first = 0
-    for number, count in enumerate(counts.tolist()):
-        if count == _SAME_AS_BEFORE:
-            requested.append(requested[-1])
-            continue
-        requested.append(rows[first : first + count])
-        assert not count or requested[-1].max() < own.counts[number], "requested rows of too low a level"
-        first += count
-    return requested
-
-
-MIN_NODES_FOR_PROGRESS = 1 << 17
-"""Rank 0 shows a progress bar for graphs of at least this size."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """Parameters of a plan; equal on all ranks except for the seeds."""
-
-    seeds: Ids
-    """(K,) ids or a mask, nodes of any server. Duplicates, also across ranks, count once."""
-    num_layers: int
-    """L, at least 1."""
-    hops: int
-    """k in 0..L: number of layers that a server computes alone; 0: full_graph, L: no rows cross servers."""
-    eas: Selection | None = None
-    """Selects the nodes that a server may use (expansion-aware sampling); needs hops == L. None: all."""
-    split: str = AUTO
-    """Partitioner that splits the rows of a server among its ranks; ``auto``: METIS. Unused with hops 0,
-    where a rank computes the rows that it owns."""
-    seeds_stay: bool = False
-    """Whether a server computes the seeds given by its ranks (needs hops == L), or the seeds that it owns."""
-    show_progress: bool = True
-    """Whether rank 0 shows a progress bar for large graphs."""
 
 
 @final
@@ -417,17 +503,11 @@ class Planner:
 
     def __init__(self, g: DistGraph) -> None:
         check_graph(g)
-        self._g, self._session = g, g.session
-        topology = self._topology = g.session.topology
-        policy = g.get_node_partition_policy(g.ntypes[0])
-        self._bounds, self._owners = policy.bounds, RowOwners(policy.bounds, topology)
-        self._leaders = ServerLeaders(
-            ranks=tuple(topology.ranks_of_server(server)[0] for server in range(topology.num_servers)),
-            server=topology.server,
-            bounds=policy.bounds,
+        self._session, bounds = g.session, g.get_node_partition_policy(g.ntypes[0]).bounds
+        self._context = PartitionContext(
+            structure=g.structure(), bounds=bounds, topology=g.session.topology, seed=g.session.seed
         )
-        label = str(broadcast_json(secrets.token_hex(4), self._session))
-        self._label = f"full_graph.{label}"
+        self._label = f"full_graph.{broadcast_json(secrets.token_hex(4), self._session)}"
         self._exchange = PlanExchange(self._session, self._label)
         # No rank may send before all listen.
         barrier(self._session, "making plans")
@@ -436,109 +516,34 @@ class Planner:
         """Return this rank's plan; all ranks must call it with the same requests in the same order.
 
         One call at a time, from any thread: it uses one-sided messages only. The ledger counts fetched
-        in-edges under ``preload_structure`` and exchanged ids under ``plan``. ConfigError: the request is
-        invalid, or differs between ranks; IndexError: a seed is no node; RemoteError: another rank failed.
+        in-edges under ``preload_structure`` and exchanged ids under ``plan``. ConfigError: the request
+        differs between ranks; IndexError: a seed is no node; RemoteError: another rank failed.
         """
         with self._exchange.job() as job:
-            check_request(request)
-            seeds = self._seeds_of_server(request)
-            held = self._rows_of_server(request, seeds, job)
-            return self._plan_of_rank(request, held)
+            steps = plan_steps(self._context, request)
+            step = next(steps)
+            while True:
+                answer = self._share(step, job) if step.name == _SHARED else self._exchange.exchange(step)
+                try:
+                    step = steps.send(answer)
+                except StopIteration as finished:
+                    plan: RankPlan = finished.value
+                    return plan
 
-    def _seeds_of_server(self, request: PlanRequest) -> Array:
-        """Send the seeds to the leaders that compute them; return those received (none unless a leader)."""
-        given = as_ids(request.seeds, self._g.num_nodes(), "the nodes")
-        seeds = np.unique(given)
-        asked = np.array([request.num_layers, request.hops, request.eas is not None, request.seeds_stay])
-        header = np.concatenate([asked.astype(np.int64), [len(seeds)]])
-        nothing = np.empty(0, np.int64)
-        if request.seeds_stay:
-            pieces = {self._leaders.ranks[self._topology.server]: seeds}
-        else:
-            pieces = self._leaders.split(seeds)
-        ranks = range(self._topology.world_size)
-        received = self._exchange.exchange(
-            "seeds", {rank: [header, pieces.get(rank, nothing)] for rank in ranks}, ranks
-        )
-        _check_headers({rank: message[0] for rank, message in received.items()}, self._topology.rank)
-        return np.unique(np.concatenate([message[1] for message in received.values()]))
-
-    def _rows_of_server(self, request: PlanRequest, seeds: Array, job: int) -> HeldNeighborhood:
-        members = self._topology.ranks_of_server(self._topology.server)
-        folder = self._session.scratch / f"{self._label}-{job}"
-        held = self._find_rows(request, seeds) if self._topology.rank == members[0] else None
-        if held is not None and len(members) > 1:
-            write_held(folder, held)
-        if len(members) > 1:
-            self._exchange.exchange("rows of the server", {}, members)
-        found = read_held(folder) if held is None else held
-        if len(members) > 1:
-            self._exchange.exchange("rows read", {}, members)
-        if held is not None:
-            remove_held(folder)
-        return found
-
-    def _find_rows(self, request: PlanRequest, seeds: Array) -> HeldNeighborhood:
-        """On a leader: return the rows of the server, each assigned to one of its ranks."""
-        depth = request.num_layers, request.hops
-        is_large = self._g.num_nodes() >= MIN_NODES_FOR_PROGRESS
-        shown = request.show_progress and is_large and self._topology.rank == 0
-        members = self._topology.ranks_of_server(self._topology.server)
-        with progress("finding rows", request.num_layers + 1, enabled=shown) as advance:
-            closure = grow_levels(
-                self._g.structure(),
-                seeds,
-                depth,
-                self._leaders,
-                self._exchange,
-                eas=request.eas,
-                advance=advance,
-            )
-            if request.hops == 0:
-                holders = self._owners.rank_of(closure.nodes).astype(np.int32)
-            else:
-                local = split_rows(closure, len(members), request.split, self._session.seed)
-                holders = local.astype(np.int32) + np.int32(members[0])
-            advance(1)
-        return HeldNeighborhood(closure=closure, holders=holders)
-
-    def _plan_of_rank(self, request: PlanRequest, held: HeldNeighborhood) -> RankPlan:
-        first, last = self._leaders.own
-        own = own_rows(held, self._topology.rank)
-        layers = read_layers(
-            own,
-            held,
-            request.hops,
-            (first, last),
-            self._topology.rank,
-            lambda ids: self._holders_of(ids, request.hops, held),
-        )
-        nodes = held.closure.nodes
-        return RankPlan(
-            nodes=own.nodes,
-            layers=tuple(finish_layers(own, layers, self._exchange, self._topology.world_size)),
-            hops=request.hops,
-            server_nodes=len(nodes),
-            inner_nodes=last - first,
-            external_nodes=int(np.count_nonzero((nodes < first) | (nodes >= last))),
-        )
-
-    def _holders_of(self, ids: Array, hops: int, held: HeldNeighborhood) -> Array:
-        """Return the ranks that hold the (k,) ascending ``ids`` of other servers; collective in a job."""
-        if hops == 0:
-            return self._owners.rank_of(ids)
-        placement, topology = self._g.placement, self._topology
-        ranks = range(topology.world_size)
-        at = np.searchsorted(ids, self._bounds)
-        requests = {
-            placement.serving_rank(server): [ids[at[server] : at[server + 1]]]
-            for server in range(topology.num_servers)
-        }
-        nothing = [np.empty(0, np.int64)]
-        received = self._exchange.exchange("requests for holders", requests, ranks, nothing)
-        answers = _holders(held, {rank: requested for rank, (requested,) in received.items()})
-        holders = self._exchange.exchange("holders of rows", answers, ranks)
-        return np.concatenate([np.empty(0, np.int64), *(holders[rank][0] for rank in requests)])
+    def _share(self, step: Step, job: int) -> dict[int, Any]:
+        """Hand the rows of a server from its leader to its other ranks, which map them."""
+        leader, held = min(step.among), step.outgoing.get(self._session.topology.rank)
+        if len(step.among) > 1:
+            folder = self._session.scratch / f"{self._label}-{job}"
+            if held is not None:
+                write_held(folder, held)
+            self._exchange.exchange(replace(step, outgoing={}))
+            found = read_held(folder) if held is None else held
+            self._exchange.exchange(Step(name="rows read", among=step.among, outgoing={}))
+            if held is not None:
+                remove_held(folder)
+            return {leader: found}
+        return {leader: held}
 
 
 def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: Any) -> RankPlan:
@@ -571,129 +576,3 @@ def check_graph(g: DistGraph) -> None:
             f"{g.name} has {counts.sum()} nodes for {topology.world_size} ranks; start at most as many "
             "ranks as there are nodes"
         )
-
-
-def check_request(request: PlanRequest) -> None:
-    if request.num_layers < 1:
-        raise ConfigError(f"the model has {request.num_layers} layers; it needs at least 1")
-    if not 0 <= request.hops <= request.num_layers:
-        raise ConfigError(
-            f"hops is {request.hops}; with {request.num_layers} layers it is 0 (nothing preloaded) to "
-            f"{request.num_layers} (nothing crosses between servers)"
-        )
-    for name, given in (("eas", request.eas is not None), ("seeds_stay", request.seeds_stay)):
-        if given and request.hops != request.num_layers:
-            raise ConfigError(
-                f"hops is {request.hops} with {name}, which needs independent servers; set hops to the "
-                f"number of layers, {request.num_layers}"
-            )
-    check_split(request.split)
-
-
-def _check_headers(headers: dict[int, Array], rank: int) -> None:
-    names = ("num_layers", "hops", "eas", "seeds_stay")
-    local = headers[rank]
-    for other, header in headers.items():
-        for place, name in enumerate(names):
-            if header[place] != local[place]:
-                raise ConfigError(
-                    f"rank {rank} plans with {name} {local[place]} and rank {other} with {header[place]}; "
-                    "use the same value on all ranks"
-                )
-    if not sum(int(header[-1]) for header in headers.values()):
-        raise ConfigError("no rank was given a node to compute; give the loader at least one")
-
-
-def _holders(held: HeldNeighborhood, requests: dict[int, Array]) -> dict[int, list[Array]]:
-    """Return, by requesting rank, [(k,) int64 ranks of this server that hold the requested rows]."""
-    highest = max(int(ids.max(initial=-1)) for ids in requests.values())
-    if highest < 0:
-        return {rank: [np.empty(0, np.int64)] for rank in requests}
-    # The index costs as much as the server's rows, so it is built once for all requests.
-    index = RowIndex(held.closure.nodes, max(highest, int(held.closure.nodes.max())) + 1)
-    answers = {}
-    for rank, ids in requests.items():
-        places = index.places(ids)
-        assert not (places < 0).any(), "another server requests rows that this one does not compute"
-        answers[rank] = [held.holders[places].astype(np.int64)]
-    return answers
-
-
-@final
-class WholeGraphPlans(PlanSource):
-    """One step per epoch, on all nodes or on a sample of the external ones; construction is collective.
-
-    With ``options`` of the sampling, the plans are those of the graph induced by a server's nodes and its
-    sample, which is reproducible by ``seed``, for example after a restart. ``request`` has no ``eas``.
-    """
-
-    def __init__(
-        self, g: DistGraph, request: PlanRequest, options: EasOptions | None = None, *, seed: int = 0
-    ) -> None:
-        self._request, self._options, self._seed = request, options, seed
-        self._planner = Planner(g)
-        if options is not None:
-            self._selector = EasSelector(g)
-            # No rank may send requests before all answer.
-            barrier(g.session, "choosing external nodes")
-        self._draw = -1
-        self._plan: RankPlan = self.plan(0, 0)
-        # All samples have the same seeds in total, though distributed differently over the ranks.
-        self._num_global = int(gather_int64([self._plan.seeds], g.session).sum())
-
-    def __len__(self) -> int:
-        return 1
-
-    def plan(self, epoch: int, step: int) -> RankPlan:
-        draw = 0 if self._options is None else self._options.draw(epoch)
-        if draw != self._draw:
-            request = self._request
-            if self._options is not None:
-                rule = self._selector.rule(self._options, seed=self._seed, draw=draw)
-                request = replace(request, eas=rule)
-            self._plan = self._planner.plan(request)
-            # Set only after success: a failed plan must be made again at the next request.
-            self._draw = draw
-        return self._plan
-
-    def share(self, epoch: int, step: int) -> StepShare:
-        return StepShare(num_local=self._plan.seeds, num_global=self._num_global)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class ServerSeeds:
-    """The seeds of this server, and the number of seeds of all servers."""
-
-    own: Array
-    """(n,) int64 ascending distinct seeds that this server owns, given by any rank."""
-    counts: tuple[int, ...]
-    """(S,) seeds of each server."""
-    digest: int
-    """Hash of the seeds of all servers."""
-
-    def sizes(self, num_batches: int) -> Array:
-        """Return (R, S) int64 seeds of each server in each of R cooperative batches."""
-        counts, step = np.array(self.counts, np.int64), np.arange(num_batches)[:, None]
-        return counts // num_batches + (step < counts % num_batches)
-
-
-def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
-    """Gather the existing ids ``seeds`` of all ranks and return those of this server. Collective.
-
-    Each rank temporarily holds the seeds of all ranks, 8 bytes each.
-    """
-    most = int(gather_int64([len(seeds)], g.session).max())
-    padded = np.full(most, -1, np.int64)
-    padded[: len(seeds)] = seeds
-    distinct = np.unique(gather_int64(padded, g.session))
-    distinct = distinct[distinct >= 0]
-    bounds = g.get_node_partition_policy(g.ntypes[0]).bounds
-    at = np.searchsorted(distinct, bounds)
-    server = g.session.topology.server
-    digest = np.bitwise_xor.reduce(hash_ids(distinct, stream_key(0, 0, 0)), initial=np.uint64(0))
-    return ServerSeeds(
-        own=distinct[at[server] : at[server + 1]].copy(),
-        counts=tuple(np.diff(at).tolist()),
-        digest=int(digest),
-    )

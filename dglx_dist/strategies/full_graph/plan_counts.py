@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, final
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from dglx_dist.comm.collectives import gather_json
+from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.topology import Topology
-from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.records import EDGE_TYPE, Array
 from dglx_dist.strategies.cost import (
     Cluster,
@@ -23,20 +21,11 @@ from dglx_dist.strategies.cost import (
     PlannedRun,
     Work,
 )
-from dglx_dist.strategies.full_graph.expansion import (
-    AUTO,
-    EasOptions,
-    EasSelector,
-    HeldNeighborhood,
-    KHopNeighborhood,
-    NeighborhoodExpander,
-    Selection,
-    compose,
-    split_rows,
-)
+from dglx_dist.strategies.full_graph.expansion import EasOptions, Selection, compose, eas_rule
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
-from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
-from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, own_rows, read_layers
+from dglx_dist.strategies.full_graph.halo_plan import RankPlan
+from dglx_dist.strategies.full_graph.memory_estimate import LocalExchange
+from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, plan_all, seeds_by_server
 
 EAS_HOPS: Mapping[str, int] = MappingProxyType({"eas, 1 hop": 1, "eas, 2 hops": 2})
 """Variants of expansion-aware sampling: ``FullGraphScheme.limit`` to hops between servers."""
@@ -50,22 +39,6 @@ _TRIED_PARTS = (8, 3, 1)
 """Every n-th of a server's training nodes, the smallest neighbourhood first."""
 _FEW_SEEDS = 64
 """Seeds whose neighbourhoods are timed if those of all are too large."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankLayers:
-    """Plan sizes of one rank. JSON values."""
-
-    rows: list[int]
-    """(L + 1,) rows that it computes at each level, input features first."""
-    sources: list[int]
-    """(L,) input rows of each layer, own and halo."""
-    edges: list[int]
-    """(L,)."""
-    received: list[dict[int, int]]
-    """(L,) halo rows by the rank that holds them."""
-    external_rows: int
-    """Feature rows held by all ranks of its server that another server owns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,48 +102,44 @@ class FullGraphScheme(Work):
             [own] if number == 1 else compose(own, number, "random", seed=partition.seed)
             for own in seeds_by_server(partition, run.seeds)
         ]
-        make = self._in_job(run) if run.in_job else self._alone(run)
-        local = [[asdict(one) for one in make([piece[step] for piece in pieces])] for step in range(number)]
-        gathered: Sequence[Any] = gather_json(local, run.g.session)
-        steps = [
-            [RankLayers(**one) for process in gathered for one in process[step]] for step in range(number)
-        ]
-        return full_work_of(steps, partition.topology)
+        topology, make = partition.topology, self._in_job(run) if run.in_job else self._alone(run)
+        sizes = np.array(
+            [
+                [sizes_of(plan, topology.world_size) for plan in make([piece[step] for piece in pieces])]
+                for step in range(number)
+            ]
+        )
+        # (processes, R, ranks of a process, K)
+        gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape)
+        return full_work_of(gathered.transpose(1, 0, 2, 3).reshape(number, topology.world_size, -1), topology)
 
-    def _alone(self, run: PlannedRun) -> Callable[[list[Array]], list[RankLayers]]:
+    def _alone(self, run: PlannedRun) -> Callable[[list[Array]], list[RankPlan]]:
         eas = self._selection(run)
         return lambda seeds: plan_all(run.partition, seeds, run.num_layers, self.hops, eas=eas)
 
-    def _in_job(self, run: PlannedRun) -> Callable[[list[Array]], list[RankLayers]]:
+    def _in_job(self, run: PlannedRun) -> Callable[[list[Array]], list[RankPlan]]:
         """Return what makes this rank's plan, as in training; collective."""
         topology, planner, eas = run.partition.topology, Planner(run.g), self._selection(run)
-        run.g.barrier()
 
-        def make(seeds: list[Array]) -> list[RankLayers]:
+        def make(seeds: list[Array]) -> list[RankPlan]:
             own = seeds[topology.server]
-            made = planner.plan(
-                PlanRequest(
-                    # One rank of a server gives the seeds of all of it.
-                    seeds=own if topology.local_rank == 0 else own[:0],
-                    num_layers=run.num_layers,
-                    hops=self.hops,
-                    eas=eas,
-                    seeds_stay=self.cooperative_batches > 1,
-                    show_progress=False,
-                )
+            request = PlanRequest(
+                # One rank of a server gives the seeds of all of it.
+                seeds=own if topology.local_rank == 0 else own[:0],
+                num_layers=run.num_layers,
+                hops=self.hops,
+                eas=eas,
+                seeds_stay=self.cooperative_batches > 1,
+                show_progress=False,
             )
-            return [_rank_layers(made.layers, made.external_nodes)]
+            return [planner.plan(request)]
 
         return make
 
     def _selection(self, run: PlannedRun) -> Selection | None:
         if not self.limit:
             return None
-        limits, selector = EasOptions(hops=EAS_HOPS[self.limit], fanout=EAS_FANOUT), EasSelector(run.g)
-        # A new rule for each call, because a rule keeps the nodes of one server.
-        return lambda structure, own, seeds: selector.rule(limits, seed=run.partition.seed)(
-            structure, own, seeds
-        )
+        return eas_rule(EasOptions(hops=EAS_HOPS[self.limit], fanout=EAS_FANOUT), seed=run.partition.seed)
 
     def trials(self, run: PlannedRun) -> Iterator[list[Any]]:
         if run.partition.structure.is_whole:
@@ -241,165 +210,58 @@ def _expected_rows(graph: GraphStats, cluster: Cluster, hops: int, *, fanout: in
     return found
 
 
-def full_work_of(steps: Sequence[Sequence[RankLayers]], topology: Topology) -> FullWork:
-    """Return the work of an epoch from the plans of all (W,) ranks for each step."""
-    worked = [_sum_of([step[rank] for step in steps]) for rank in range(topology.world_size)]
-    busiest = max(range(len(worked)), key=lambda rank: sum(worked[rank][2]))
-    largest = max((one for step in steps for one in step), key=lambda one: sum(one.edges) + sum(one.rows))
-    outside, inside, cards, servers = _crossing(steps, topology)
-    leaders = [topology.ranks_of_server(server)[0] for server in range(topology.num_servers)]
-    return FullWork(
-        rows=tuple(largest.rows),
-        sources=tuple(largest.sources),
-        edges=tuple(largest.edges),
-        worked=worked[busiest],
-        pairs=HaloPairs(outside=outside, inside=inside),
-        card_rows=cards,
-        inside_rows=servers,
-        external_rows=sum(step[leader].external_rows for step in steps for leader in leaders),
-        steps=len(steps),
-        read_rows=sum(step[busiest].rows[0] for step in steps),
-    )
+def sizes_of(plan: RankPlan, world_size: int) -> Array:
+    """Return the (K,) int64 sizes of a plan, as :func:`full_work_of` reads them.
 
-
-def _sum_of(plans: Sequence[RankLayers]) -> LayerCounts:
-    def total(counts: list[list[int]]) -> tuple[int, ...]:
-        return tuple(sum(layer) for layer in zip(*counts, strict=True))
-
-    return (
-        total([one.sources for one in plans]),
-        total([one.rows[1:] for one in plans]),
-        total([one.edges for one in plans]),
-    )
-
-
-def _crossing(
-    steps: Sequence[Sequence[RankLayers]], topology: Topology
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return (L,) rows between servers, within servers, of the busiest card, within the busiest server."""
-    num_layers = len(steps[0][0].edges)
-    came = np.zeros((num_layers, topology.num_servers), np.int64)
-    left, inside = came.copy(), came.copy()
-    for plans in steps:
-        for rank, plan in enumerate(plans):
-            server = topology.server_of_rank[rank]
-            for layer, received in enumerate(plan.received):
-                for other, count in received.items():
-                    # Keys of JSON objects are strings.
-                    holder = topology.server_of_rank[int(other)]
-                    if holder == server:
-                        inside[layer, server] += count
-                    else:
-                        came[layer, server] += count
-                        left[layer, holder] += count
-    busiest = np.maximum(came, left).max(axis=1)
-    return (
-        tuple(came.sum(axis=1).tolist()),
-        tuple(inside.sum(axis=1).tolist()),
-        tuple(busiest.tolist()),
-        tuple(inside.max(axis=1).tolist()),
-    )
-
-
-def seeds_by_server(context: PartitionContext, seeds: Array) -> list[Array]:
-    """Split the (K,) ascending int64 ``seeds`` by the server that owns them."""
-    return np.split(seeds, np.searchsorted(seeds, context.bounds[1:-1]))
-
-
-def plan_all(
-    context: PartitionContext,
-    seeds: Sequence[Array],
-    num_layers: int,
-    hops: int,
-    *,
-    eas: Selection | None = None,
-) -> list[RankLayers]:
-    """Return the plan sizes of all W ranks (docs/strategies/shared_preload.md).
-
-    Args:
-        context: Graph and ranks; the structure is whole here.
-        seeds: (S,) output nodes of each server, ascending ids of its own.
-        num_layers: L.
-        hops: k: layers that a server computes without others.
-        eas: Nodes that a server may use; only with ``hops`` equal to L.
+    (L + 1,) own rows of each level, (L,) sources and (L,) edges of each layer, feature rows that the server
+    fetches from others, and (L, W) halo rows by the rank that holds them.
     """
-    held = [
-        _held(context, server, closure, hops)
-        for server, closure in enumerate(_expand(context, seeds, num_layers, hops, eas))
-    ]
-    holder_of = _holders(context, held, hops)
-    plans = []
-    for rank in range(context.topology.world_size):
-        server = context.topology.server_of_rank[rank]
-        rows, inner = own_rows(held[server], rank), context.own_range(server)
-        layers = read_layers(rows, held[server], hops, inner, rank, lambda ids: holder_of[ids])
-        nodes = held[server].closure.nodes
-        plans.append(_rank_layers(layers, int(np.count_nonzero((nodes < inner[0]) | (nodes >= inner[1])))))
-    return plans
+    received = np.zeros((len(plan.layers), world_size), np.int64)
+    for row, layer in zip(received, plan.layers, strict=True):
+        for rank, count in layer.receive:
+            row[rank] = count
+    rows = [plan.layers[0].own_rows, *(layer.targets for layer in plan.layers)]
+    sources = [layer.num_sources for layer in plan.layers]
+    edges = [len(layer.indices) for layer in plan.layers]
+    return np.concatenate([rows, sources, edges, [plan.external_nodes], received.reshape(-1)])
 
 
-def _rank_layers(layers: Sequence[HaloLayer], external_rows: int) -> RankLayers:
-    return RankLayers(
-        rows=[layers[0].own_rows, *(layer.targets for layer in layers)],
-        sources=[layer.num_sources for layer in layers],
-        edges=[len(layer.indices) for layer in layers],
-        received=[dict(layer.receive) for layer in layers],
-        external_rows=external_rows,
+def full_work_of(sizes: Array, topology: Topology) -> FullWork:
+    """Return the work of an epoch from the (R, W, K) int64 :func:`sizes_of` the plans of its steps."""
+    world_size, num_servers = topology.world_size, topology.num_servers
+    layers = (sizes.shape[2] - 2) // (3 + world_size)
+    ends = np.cumsum([layers + 1, layers, layers, 1])
+    rows, sources, edges, external, received = np.split(sizes, ends, axis=2)
+    busiest = int(edges.sum(axis=(0, 2)).argmax())
+    step, rank = divmod(int((edges.sum(axis=2) + rows.sum(axis=2)).argmax()), world_size)
+    leaders = [topology.ranks_of_server(server)[0] for server in range(num_servers)]
+    server = np.array(topology.server_of_rank)
+    of_server, is_same = np.eye(num_servers, dtype=np.int64)[server], server[:, None] == server
+    # (receiving rank, layer, sending rank) rows.
+    halo = received.sum(axis=0).reshape(world_size, layers, world_size)
+    between, within = halo * ~is_same[:, None], halo * is_same[:, None]
+    came, left = between.sum(axis=2).T @ of_server, between.sum(axis=0) @ of_server
+    inside = within.sum(axis=2).T @ of_server
+
+    def numbers(counts: Array) -> tuple[int, ...]:
+        return tuple(counts.tolist())
+
+    return FullWork(
+        rows=numbers(rows[step, rank]),
+        sources=numbers(sources[step, rank]),
+        edges=numbers(edges[step, rank]),
+        worked=(
+            numbers(sources[:, busiest].sum(axis=0)),
+            numbers(rows[:, busiest, 1:].sum(axis=0)),
+            numbers(edges[:, busiest].sum(axis=0)),
+        ),
+        pairs=HaloPairs(outside=numbers(came.sum(axis=1)), inside=numbers(inside.sum(axis=1))),
+        card_rows=numbers(np.maximum(came, left).max(axis=1)),
+        inside_rows=numbers(inside.max(axis=1)),
+        external_rows=int(external[:, leaders].sum()),
+        steps=len(sizes),
+        read_rows=int(rows[:, busiest, 0].sum()),
     )
-
-
-def _expand(
-    context: PartitionContext, seeds: Sequence[Array], num_layers: int, hops: int, eas: Selection | None
-) -> list[KHopNeighborhood]:
-    # The rows of every server, level by level, as server leaders grow them in training.
-    servers = range(context.topology.num_servers)
-    allowed = [
-        None
-        if eas is None
-        else np.union1d(eas(context.structure, context.own_range(server), own_seeds), own_seeds)
-        for server, own_seeds in enumerate(seeds)
-    ]
-    expanders = [
-        NeighborhoodExpander(context.structure, seeds[server], allowed[server]) for server in servers
-    ]
-    reached = [np.empty(0, np.int64) for _ in servers]
-    for level in range(num_layers - 1, -1, -1):
-        sources = [expander.sources() for expander in expanders]
-        reached = [np.union1d(before, found) for before, found in zip(reached, sources, strict=True)]
-        for server, expander in enumerate(expanders):
-            expander.add(
-                _own_sources(sources, context.own_range(server)) if level >= hops else reached[server]
-            )
-    return [expander.finish() for expander in expanders]
-
-
-def _own_sources(sources: Sequence[Array], own: tuple[int, int]) -> Array:
-    # Nodes of one server that any server reads.
-    return np.unique(np.concatenate([ids[slice(*np.searchsorted(ids, own))] for ids in sources]))
-
-
-def _held(context: PartitionContext, server: int, closure: KHopNeighborhood, hops: int) -> HeldNeighborhood:
-    members = context.topology.ranks_of_server(server)
-    if hops == 0:
-        holders = RowOwners(context.bounds, context.topology).rank_of(closure.nodes).astype(np.int32)
-    else:
-        split = split_rows(closure, len(members), AUTO, context.seed)
-        holders = split.astype(np.int32) + np.int32(members[0])
-    return HeldNeighborhood(closure=closure, holders=holders)
-
-
-def _holders(context: PartitionContext, held: Sequence[HeldNeighborhood], hops: int) -> Array:
-    """Return (N,) int64: the rank that computes each node for other servers."""
-    num_nodes = int(context.bounds[-1])
-    if hops == 0:
-        return RowOwners(context.bounds, context.topology).rank_of(np.arange(num_nodes))
-    found = np.full(num_nodes, -1, np.int64)
-    for server, one in enumerate(held):
-        first, last = context.own_range(server)
-        nodes = one.closure.nodes
-        is_own = (nodes >= first) & (nodes < last)
-        found[nodes[is_own]] = one.holders[is_own]
-    return found
 
 
 def plan_trials(
@@ -415,30 +277,21 @@ def plan_trials(
     if context.structure.num_edges * num_layers > _MOST_TRIED_EDGES:
         own_seeds = own_seeds[:: -(-len(own_seeds) // _FEW_SEEDS)]
     for part in _TRIED_PARTS:
-        yield _plan_blocks(context, own_seeds[::part], num_layers, server)
+        yield _plan_blocks(context, own_seeds[::part], num_layers)
 
 
-def _plan_blocks(context: PartitionContext, seeds: Array, num_layers: int, server: int) -> list[HaloBlock]:
-    expander = NeighborhoodExpander(context.structure, seeds)
-    for _ in range(num_layers):
-        expander.add(expander.sources())
-    closure = expander.finish()
-    held = HeldNeighborhood(closure=closure, holders=np.zeros(len(closure.nodes), np.int32))
-    own = own_rows(held, 0)
-    layers = read_layers(own, held, num_layers, context.own_range(server), 0, np.zeros_like)
-    nodes = torch.from_numpy(own.nodes)
-    blocks: list[HaloBlock] = []
-    for depth, layer in enumerate(layers):
-        is_same = depth and layer is layers[depth - 1]
+def _plan_blocks(context: PartitionContext, seeds: Array, num_layers: int) -> list[HaloBlock]:
+    alone = PartitionContext(
+        structure=context.structure,
+        bounds=context.bounds[[0, -1]],
+        topology=Topology(0, 1, (0,)),
+        seed=context.seed,
+    )
+    (plan,) = plan_all(alone, [seeds], num_layers, num_layers)
+    nodes, blocks = torch.from_numpy(plan.nodes), list[HaloBlock]()
+    for depth, layer in enumerate(plan.layers):
+        is_same = depth and layer is plan.layers[depth - 1]
         blocks.append(
-            blocks[-1].fresh() if is_same else halo_block(layer, nodes, _NoPeers(), etype=EDGE_TYPE)
+            blocks[-1].fresh() if is_same else halo_block(layer, nodes, LocalExchange(0), etype=EDGE_TYPE)
         )
     return blocks
-
-
-class _NoPeers:
-    """Exchange of a rank that needs no remote rows."""
-
-    def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return ``h``."""
-        return h

@@ -4,53 +4,112 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
-from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext
 from dglx_dist.strategies.full_graph import cost as costs
-from dglx_dist.strategies.full_graph.cooperative import (
-    CooperativePlanner,
-    CooperativePlans,
-    CooperativeSpec,
-    MemoryChoice,
-)
 from dglx_dist.strategies.full_graph.loader import Batch, FullGraphLoader
-from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate
+from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate, choose_batches
 from dglx_dist.strategies.full_graph.model import HaloModel, check_rows_stay_apart
 from dglx_dist.strategies.full_graph.options import (
     COMMON,
+    COOPERATIVE,
     PRELOADING,
-    CooperativeOptions,
     FullGraphOptions,
-    LoaderRequest,
-    hops_of,
-    read_cooperative_options,
     read_full_graph_options,
     read_request,
 )
-from dglx_dist.strategies.full_graph.plan_builder import (
-    PlanRequest,
-    WholeGraphPlans,
-    check_one_type,
-    gather_seeds,
-)
+from dglx_dist.strategies.full_graph.plan_builder import check_one_type
+from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSource, PlanSpec, gather_seeds
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
-FULL_GRAPH, SHARED_PRELOAD, COOPERATIVE = "full_graph", "shared_preload", "cooperative"
+
+class _FullGraphStrategy(Strategy):
+    """What the three strategies share; subclasses differ in their options and in the seeds of a step."""
+
+    name: ClassVar[str]
+    gathers_seeds: ClassVar[bool] = False
+    """Whether a server composes its steps from its seeds, in place of one step of all seeds."""
+
+    inspect = staticmethod(check_rows_stay_apart)
+    cost = staticmethod(costs.cost)
+
+    def __init__(self, session: Session, options: Mapping[str, object]) -> None:
+        self._session = session
+        self._options: FullGraphOptions = self.read_options(options)
+
+    def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
+        """Return a :class:`FullGraphLoader`, or one that waits for a model; every rank must call it.
+
+        With option ``memory`` and no wrapped model yet, its length is unknown until a model is wrapped.
+
+        Args:
+            g: A graph of one node and one edge type.
+            indices: (K,) this rank's seeds; the rank or server that owns a seed computes it.
+            sampler: Of ``dgl.dataloading``; gives the number of layers and the columns to prefetch.
+            loader_options: As for ``dglx_dist.DataLoader``; the batch size has no effect.
+
+        Raises:
+            ConfigError: on all ranks: an argument or option is not supported; see :func:`read_request`.
+            PeerError: a rank did not take part.
+        """
+        options = self._options
+        check_equal(g.session, f"an option of {self.name}", asdict(options))
+        request = read_request(self.name, g, indices, sampler, loader_options)
+        maker = PlanMaker(g, gather_seeds(g, request.seeds) if self.gathers_seeds else request.seeds)
+        spec = PlanSpec(
+            num_layers=request.num_layers,
+            hops=options.hops_of(request.num_layers),
+            num_batches=options.batches or 1,
+            composition=options.composition,
+            eas=options.eas,
+            seed=request.seed,
+            split=options.split,
+        )
+
+        def opened(spec: PlanSpec) -> FullGraphLoader:
+            source = PlanSource(g, maker, spec, keep=options.keep == "disk")
+            return FullGraphLoader(g, source, request, use_pp=options.use_pp)
+
+        if not options.memory:
+            return opened(spec)
+        state = _STATE.of(g.session)
+
+        def opened_for(model: nn.Module) -> tuple[FullGraphLoader, MemoryEstimate]:
+            number, estimate = choose_batches(g, maker, spec, request, options.memory_bytes, model)
+            return opened(replace(spec, num_batches=number)), estimate
+
+        loader = DeferredLoader(opened_for, state.model)
+        state.settle_or_defer(loader)
+        return loader
+
+    def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
+        """Return ``model`` with layers that exchange rows; every rank must call it.
+
+        Settles deferred loaders of the session.
+
+        Raises:
+            ConfigError: the model mixes rows, as a batch norm does; the graph has several types; even the
+                smallest cooperative batches exceed option ``memory``; or as for data_parallel.
+        """
+        check_one_type(self.name, g)
+        bucket_bytes = self._options.bucket_bytes
+        wrapped = HaloModel(model, g.session, reduction=reduction, bucket_bytes=bucket_bytes)
+        _STATE.of(g.session).set_model(wrapped)
+        return wrapped
 
 
 @final
-class FullGraph(Strategy):
+class FullGraph(_FullGraphStrategy):
     """One step per epoch on the whole graph; every layer exchanges border rows between ranks.
 
     Options: ``use_pp`` (bool, default True): whether halo features are fetched once and kept, or exchanged in
@@ -58,6 +117,7 @@ class FullGraph(Strategy):
     docs/strategies/full_graph.md.
     """
 
+    name = "full_graph"
     traits = Traits(
         unit="full_graph",
         features="rows",
@@ -66,50 +126,15 @@ class FullGraph(Strategy):
         complexity=20,
     )
 
-    read_options = staticmethod(partial(read_full_graph_options, FULL_GRAPH, known=COMMON, hops=0))
+    @staticmethod
+    def read_options(options: Mapping[str, object]) -> FullGraphOptions:
+        return replace(read_full_graph_options(FullGraph.name, COMMON, options), hops=0)
 
-    def __init__(self, session: Session, options: Mapping[str, object]) -> None:
-        self._session = session
-        self._options = self.read_options(options)
-
-    def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return a :class:`FullGraphLoader` with one step per epoch; every rank must call it.
-
-        Args:
-            g: A graph of one node and one edge type.
-            indices: (K,) this rank's seeds; the rank that owns a seed computes it.
-            sampler: Of ``dgl.dataloading``; gives the number of layers and the columns to prefetch.
-            loader_options: As for ``dglx_dist.DataLoader``; the batch size has no effect.
-
-        Raises:
-            ConfigError: on all ranks: an argument or option is not supported; see :func:`read_request`.
-        """
-        return _open_loader(FULL_GRAPH, g, indices, sampler, self._options, loader_options)
-
-    def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
-        """Return ``model`` with layers that exchange rows; every rank must call it.
-
-        Raises:
-            ConfigError: the model mixes rows, as a batch norm does; the graph has several types; or as for
-                data_parallel.
-        """
-        return _wrap_model(FULL_GRAPH, model, g, self._options, reduction)
-
-    @classmethod
-    def inspect(cls, model: nn.Module, features: int) -> None:
-        check_rows_stay_apart(model)
-
-    @classmethod
-    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
-        return costs.exchanging_candidates(context)
-
-    @classmethod
-    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
-        return costs.cost(candidate, known)
+    candidates = staticmethod(costs.exchanging_candidates)
 
 
 @final
-class SharedPreload(Strategy):
+class SharedPreload(_FullGraphStrategy):
     """One step per epoch; for the first layers, a server computes the rows that it needs from other servers.
 
     Options: ``hops`` (int): number of layers, from the first one on, that a server computes alone; default
@@ -122,6 +147,7 @@ class SharedPreload(Strategy):
     docs/strategies/shared_preload.md.
     """
 
+    name = "shared_preload"
     traits = Traits(
         unit="full_graph",
         features="rows",
@@ -129,59 +155,12 @@ class SharedPreload(Strategy):
         summary="features of the neighbourhood, once; activations of border nodes above it; all gradients",
         complexity=30,
     )
-
-    read_options = staticmethod(partial(read_full_graph_options, SHARED_PRELOAD, known=PRELOADING))
-
-    def __init__(self, session: Session, options: Mapping[str, object]) -> None:
-        self._session = session
-        self._options = self.read_options(options)
-
-    def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        return _open_loader(SHARED_PRELOAD, g, indices, sampler, self._options, loader_options)
-
-    def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
-        return _wrap_model(SHARED_PRELOAD, model, g, self._options, reduction)
-
-    @classmethod
-    def inspect(cls, model: nn.Module, features: int) -> None:
-        check_rows_stay_apart(model)
-
-    @classmethod
-    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
-        return costs.preloading_candidates(context)
-
-    @classmethod
-    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
-        return costs.cost(candidate, known)
-
-
-def _open_loader(
-    strategy: str,
-    g: DistGraph,
-    indices: Any,
-    sampler: Any,
-    options: FullGraphOptions,
-    loader_options: Mapping[str, Any],
-) -> FullGraphLoader:
-    check_equal(g.session, f"an option of {strategy}", asdict(options))
-    request = read_request(strategy, g, indices, sampler, loader_options)
-    hops = run_on_all_ranks(g.session, lambda: hops_of(options, request.num_layers), ConfigError)
-    plan_request = PlanRequest(
-        seeds=request.seeds, num_layers=request.num_layers, hops=hops, split=options.split
-    )
-    source = WholeGraphPlans(g, plan_request, options.eas, seed=request.seed)
-    return FullGraphLoader(g, source, request, use_pp=options.use_pp)
-
-
-def _wrap_model(
-    strategy: str, model: nn.Module, g: DistGraph, options: FullGraphOptions, reduction: Reduction
-) -> HaloModel:
-    check_one_type(strategy, g)
-    return HaloModel(model, g.session, reduction=reduction, bucket_bytes=options.bucket_bytes)
+    read_options = staticmethod(partial(read_full_graph_options, name, PRELOADING))
+    candidates = staticmethod(costs.preloading_candidates)
 
 
 @final
-class Cooperative(Strategy):
+class Cooperative(_FullGraphStrategy):
     """Several steps per epoch; in each, every server trains its ranks together on some of its seeds.
 
     A server fetches the neighbourhood of its seeds once and splits it among its ranks. Ranks exchange rows
@@ -197,6 +176,7 @@ class Cooperative(Strategy):
     shared_preload. See docs/strategies/shared_preload.md.
     """
 
+    name, gathers_seeds = "cooperative", True
     traits = Traits(
         unit="full_graph",
         features="rows",
@@ -204,86 +184,8 @@ class Cooperative(Strategy):
         summary="features of each batch's neighbourhood; activations inside a server; all gradients",
         complexity=40,
     )
-
-    read_options = staticmethod(partial(read_cooperative_options, COOPERATIVE))
-
-    def __init__(self, session: Session, options: Mapping[str, object]) -> None:
-        self._session = session
-        self._options = self.read_options(options)
-
-    def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return a loader with one step per cooperative batch; every rank must call it.
-
-        With option ``memory`` and no wrapped model yet, its length is unknown until a model is wrapped.
-
-        Args:
-            g: A graph of one node and one edge type.
-            indices: (K,) this rank's seeds; the server that owns a seed trains on it.
-            sampler: Of ``dgl.dataloading``; gives the number of layers and the columns to prefetch.
-            loader_options: As for ``dglx_dist.DataLoader``; the batch size has no effect.
-
-        Raises:
-            ConfigError: on all ranks: an argument or option is not supported.
-            PeerError: a rank did not take part.
-        """
-        options = self._options
-        check_equal(g.session, f"an option of {COOPERATIVE}", asdict(options))
-        request = read_request(COOPERATIVE, g, indices, sampler, loader_options)
-        planner = CooperativePlanner(g, gather_seeds(g, request.seeds))
-
-        def opened(num_batches: int) -> FullGraphLoader:
-            spec = _spec(request, options, num_batches)
-            source = CooperativePlans(g, planner, spec, keep=options.keep == "disk")
-            return FullGraphLoader(g, source, request, use_pp=options.use_pp)
-
-        if options.batches:
-            return opened(options.batches)
-        choice = MemoryChoice(g, planner, _spec(request, options, 1), request, options.memory)
-        state = _STATE.of(g.session)
-
-        def opened_for(model: nn.Module) -> tuple[FullGraphLoader, MemoryEstimate]:
-            num_batches, estimate = choice.choose(model)
-            return opened(num_batches), estimate
-
-        loader = DeferredLoader(opened_for, state.model)
-        state.settle_or_defer(loader)
-        return loader
-
-    def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
-        """Return ``model`` with layers that exchange rows; every rank must call it.
-
-        Settles deferred loaders of the session.
-
-        Raises:
-            ConfigError: as for full_graph, or even the smallest cooperative batches exceed option ``memory``.
-        """
-        check_one_type(COOPERATIVE, g)
-        wrapped = HaloModel(model, g.session, reduction=reduction, bucket_bytes=self._options.bucket_bytes)
-        _STATE.of(g.session).set_model(wrapped)
-        return wrapped
-
-    @classmethod
-    def inspect(cls, model: nn.Module, features: int) -> None:
-        check_rows_stay_apart(model)
-
-    @classmethod
-    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
-        return costs.cooperative_candidates(context)
-
-    @classmethod
-    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
-        return costs.cost(candidate, known)
-
-
-def _spec(request: LoaderRequest, options: CooperativeOptions, num_batches: int) -> CooperativeSpec:
-    return CooperativeSpec(
-        num_layers=request.num_layers,
-        num_batches=num_batches,
-        composition=options.composition,
-        eas=options.eas,
-        seed=request.seed,
-        split=options.split,
-    )
+    read_options = staticmethod(partial(read_full_graph_options, name, COOPERATIVE))
+    candidates = staticmethod(costs.cooperative_candidates)
 
 
 @final

@@ -20,9 +20,9 @@ import numpy as np
 from dglx_dist.comm.collectives import barrier, gather_int64, raise_for_missing
 from dglx_dist.comm.endpoints import open_client_access
 from dglx_dist.comm.ledger import WORKER as WORKERS
+from dglx_dist.comm.rendezvous import link_speed
 from dglx_dist.comm.rpc import Handler, PeerAddress
 from dglx_dist.comm.session import Session, SessionField
-from dglx_dist.comm.topology import link_speed
 from dglx_dist.comm.trace import WAIT, WORKER, Span, Timeline
 from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.errors import ConfigError, PeerError
@@ -419,10 +419,9 @@ def open_engine(
         weights: To start from, in the order of the program; equal on all ranks, as is ``update``.
     """
     num_servers, rank = options.parameter_servers, session.topology.rank
-    plan = ParameterPlan.of(
-        program,
-        assign(interval_sizes, num_servers),
-        num_servers=num_servers,
+    plan = ParameterPlan(
+        program=program,
+        server_of_interval=assign(interval_sizes, num_servers),
         staleness=options.staleness,
         first_epoch=policy.first_epoch,
     )

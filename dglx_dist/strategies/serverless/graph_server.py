@@ -30,6 +30,7 @@ from dglx_dist.serverless.program import (
 )
 from dglx_dist.serverless.stages.base import loss_in_halves
 from dglx_dist.serverless.tasks import (
+    TASK_OVER,
     Direction,
     Item,
     Per,
@@ -189,12 +190,12 @@ class TaskTable:
             self._open[key] = _OpenTask(rows, halves, {})
 
     def pull(self, key: TaskKey, half: int) -> list[Array] | None:
-        """Return the arrays of half 0 or 1 of a task; None if the task is not open yet."""
+        """Return the arrays of half 0 or 1 of a task: TASK_OVER if it is done, None if it is not open yet."""
         self._work(key)
         with self._lock:
             task = self._open.get(key)
             if task is None and self._is_complete(key):
-                raise ConfigError(f"task {key} is over; the call comes from a worker that was replaced")
+                return [TASK_OVER]
         return None if task is None else task.halves[half]
 
     def submit(

@@ -334,9 +334,10 @@ class ThreadScheduler:
 
     def task_done(self, key: TaskKey, attempt: int) -> None:
         """Record that a worker completed a task; thread-safe."""
+        # First: until the controller knows, it would count the loss of another attempt as one of the task.
+        self.duplicate_done(key, attempt)
         with self._lock:
             self._finish(key.interval - self._server.part.first_interval)
-        self.duplicate_done(key, attempt)
 
     def duplicate_done(self, key: TaskKey, attempt: int) -> None:
         """Record that a worker finished an attempt of a task; thread-safe."""

@@ -19,7 +19,9 @@ from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
 from dglx_dist.strategies.cost import PartitionContext, Widths
 from dglx_dist.strategies.full_graph.expansion import compose
-from dglx_dist.strategies.full_graph.plan_counts import full_work_of, plan_all, seeds_by_server
+from dglx_dist.strategies.full_graph.halo_plan import RankPlan
+from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
+from dglx_dist.strategies.full_graph.plan_counts import FullWork, full_work_of, sizes_of
 from scripts.bench import data
 from scripts.bench.experiments.common import (
     GIGABIT,
@@ -295,9 +297,14 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
         COOPERATIVE: [plan_all(context, piece, layers, layers) for piece in pieces],
     }
     ranks = [topology.ranks_of_server(server) for server in range(SERVERS)]
-    pairs = full_work_of(exchanging, topology).pairs
+
+    def work(steps: list[list[RankPlan]]) -> FullWork:
+        sizes = [[sizes_of(made, topology.world_size) for made in step] for step in steps]
+        return full_work_of(np.array(sizes), topology)
+
+    pairs = work(exchanging).pairs
     row = setting.features * widths.itemsize
-    preloaded = full_work_of(preloading, topology).external_rows * (_ID_BYTES + row)
+    preloaded = work(preloading).external_rows * (_ID_BYTES + row)
     gradients = BATCHES * gradient_bytes(widths, topology)
     without, kept = (
         outside_bytes(pairs, widths, topology, preloaded=True, use_pp=use_pp) for use_pp in (False, True)
@@ -306,11 +313,11 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
         folder=folder,
         pairs=tuple(pairs.outside),
         expansion=[
-            round(1 + preloading[0][of[0]].external_rows / max(int(size), 1), 3)
+            round(1 + preloading[0][of[0]].external_nodes / max(int(size), 1), 3)
             for of, size in zip(ranks, np.diff(bounds), strict=True)
         ],
         edges={
-            name: tuple(sum(sum(step[rank].edges) for step in made for rank in of) for of in ranks)
+            name: tuple(sum(step[rank].num_edges for step in made for rank in of) for of in ranks)
             for name, made in steps.items()
         },
         phases={
@@ -321,7 +328,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
             COOPERATIVE: {"gradients": gradients} if gradients else {},
         },
         once={BASE: 0, BASE_PP: pairs.outside[0] * row, **dict.fromkeys((PRELOAD, PRELOAD_PP), preloaded)},
-        co_batch_features=full_work_of(steps[COOPERATIVE], topology).external_rows * (_ID_BYTES + row),
+        co_batch_features=work(steps[COOPERATIVE]).external_rows * (_ID_BYTES + row),
     )
 
 

@@ -9,7 +9,10 @@ import numpy as np
 
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.graph.structure import ReplicatedStructure
+from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.strategies.cost import PartitionContext
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
 
 NUM_NODES, NUM_PARTS = 240, 4
@@ -47,6 +50,25 @@ def write_chains(folder: Path) -> Path:
     )
     write_dataset(raw_graph(), assignment, folder / "parts")
     return folder / "parts"
+
+
+def plain_context(servers: int, per_server: int) -> PartitionContext:
+    """The graph in its own ids, cut into servers of unequal size."""
+    source, destination = raw_graph().edges[EDGE_TYPE]
+    order = np.lexsort((source, destination))
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(destination, minlength=NUM_NODES))])
+    return PartitionContext(
+        structure=ReplicatedStructure(EDGE_TYPE, NUM_NODES, indptr, source[order]),
+        bounds=np.array([0, *[96, 168, 216][: servers - 1], NUM_NODES]),
+        topology=topology_of(servers, per_server),
+        seed=4,
+    )
+
+
+def whole_of(context: PartitionContext) -> Whole:
+    (shard,) = context.structure.shards
+    destination = np.repeat(np.arange(NUM_NODES), np.diff(shard.indptr))
+    return Whole(shard.indices, destination, context.bounds, context.topology)
 
 
 @dataclass(frozen=True)

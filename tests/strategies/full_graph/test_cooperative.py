@@ -17,7 +17,8 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.full_graph.options import CooperativeOptions, read_cooperative_options
+from dglx_dist.strategies.full_graph.expansion import EasOptions
+from dglx_dist.strategies.full_graph.options import COOPERATIVE, FullGraphOptions, read_full_graph_options
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -316,14 +317,14 @@ def alone(folder: str) -> tuple[list[int], str]:
     g = DistGraph(folder)
     ahead: Any = STRATEGIES.get("cooperative")(session, {"batches": 4, "keep": "rebuild"})
     loader = ahead.loader(g, runs.my_share(g), runs.sampler())
-    read, original = threading.Semaphore(0), loader._reader.read
+    read, original = threading.Semaphore(0), loader._reader.targets
 
     def counted(*args: Any) -> Any:
         columns = original(*args)
         read.release()
         return columns
 
-    loader._reader.read = counted
+    loader._reader.targets = counted
     found = 0
     waits = []
     for step, _ in enumerate(loader):
@@ -345,15 +346,19 @@ def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Pat
     assert "batches=1000 cooperative batches, but the servers have 6 seeds; give 1 to 6" in message
 
 
+def options_of(**options: Any) -> FullGraphOptions:
+    return read_full_graph_options("cooperative", COOPERATIVE, options)
+
+
 def test_options() -> None:
-    assert read_cooperative_options("cooperative", {}) == CooperativeOptions()
-    read = read_cooperative_options(
-        "cooperative", {"memory": "1MB", "external_fanout": 3, "external_inner": "batch"}
-    )
-    assert (read.batches, read.memory) == (0, 2**20)
-    assert read.eas is not None
-    assert (read.eas.hops, read.eas.fanout, read.eas.inner) == (1, 3, "batch")
-    assert read_cooperative_options("cooperative", {"memory": 5000}).memory == 5000
+    assert options_of() == FullGraphOptions()
+    assert options_of().eas is None
+    read = options_of(memory="1MB", external_fanout=3, external_inner="batch")
+    assert (read.batches, read.memory_bytes) == (None, 2**20)
+    assert read.eas == EasOptions(hops=1, fanout=3, inner="batch")
+    assert options_of(memory=5000).memory_bytes == 5000
+    assert options_of(external_hops=0).eas == EasOptions(hops=0)
+    assert options_of(external_policy="degree").eas == EasOptions(hops=1, fanout=15, policy="degree")
 
 
 @pytest.mark.parametrize(
@@ -363,13 +368,21 @@ def test_options() -> None:
         ({"batches": -1}, "batches=-1"),
         ({"batches": 2, "memory": "1GB"}, "and not both"),
         ({"memory": "much"}, "'much' is not a size in bytes"),
-        ({"composition": "any"}, "composition='any'"),
+        ({"composition": "any"}, "composition='any' must be random, ordered or shuffled"),
         ({"keep": "tape"}, "keep='tape'"),
-        ({"external_hops": 1}, "without external_fanout"),
-        ({"external_inner": "batch"}, "external_inner='batch'"),
+        ({"external_hops": 1}, "external_hops=1 without external_fanout"),
+        ({"external_hops": 1, "external_policy": "degree"}, "external_hops=1 without external_fanout"),
+        ({"external_hops": -1}, "external_hops=-1"),
+        ({"external_fanout": 0}, "external_fanout=0"),
+        ({"external_fanout": -2}, "external_fanout=-2"),
+        ({"external_policy": "best"}, "external_policy='best'"),
+        ({"external_inner": "graph"}, "external_inner='graph'"),
+        ({"external_inner": "batch"}, "external_inner='batch' belong to"),
+        ({"resample_every": -1}, "resample_every=-1"),
+        ({"resample_every": 2}, "resample_every=2"),
         ({"hops": 1}, "no option 'hops'"),
     ],
 )
 def test_what_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_cooperative_options("cooperative", options)
+        options_of(**options)

@@ -1,55 +1,51 @@
-"""Expansion-aware sampling in one process: closures, layers of own rows, split batches, kernels."""
+"""Neighbourhoods of servers in one process: composed seeds, split rows, external nodes."""
 
 from __future__ import annotations
 
 import resource
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from dglx_dist.comm.session import start_session
-from dglx_dist.errors import ConfigError, StorageError, UnknownNameError
-from dglx_dist.graph.structure import InEdges, ReplicatedStructure
+from dglx_dist.errors import StorageError, UnknownNameError
+from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.keyed_random import stream_key
-from dglx_dist.records import EDGE_TYPE, Array
+from dglx_dist.records import EDGE_TYPE
 from dglx_dist.strategies.full_graph import expansion
 from dglx_dist.strategies.full_graph.expansion import (
     TOLERANCE,
-    HeldNeighborhood,
+    Composition,
+    EasOptions,
+    EasPolicy,
     KHopNeighborhood,
-    NeighborhoodExpander,
-    check_composition,
     check_split,
     choose_external,
     cluster_seeds,
     compose,
-    count_external,
     draw_of,
+    eas_rule,
     in_edges_of,
     only_from,
     read_held,
     remove_held,
+    select_external,
     split_rows,
     work_of_groups,
     write_held,
 )
-from dglx_dist.strategies.full_graph.plan_builder import (
-    PlanExchange,
-    ServerLeaders,
-    grow_levels,
-    own_rows,
-    read_layers,
-)
+from tests.strategies.full_graph.plan_cases import NUM_NODES, plain_context, whole_of
 
 SEEDS = np.array([3, 4, 8, 11, 12, 20, 31])
 
 
-@pytest.mark.parametrize("composition", ["random", "ordered", "shuffled"])
+@pytest.mark.parametrize("composition", get_args(Composition))
 @pytest.mark.parametrize("num_batches", [1, 2, 3, 7, 9])
-def test_every_seed_is_in_one_batch(composition: str, num_batches: int) -> None:
-    pieces = compose(SEEDS, num_batches, check_composition(composition), seed=1)
+def test_every_seed_is_in_one_batch(composition: Composition, num_batches: int) -> None:
+    pieces = compose(SEEDS, num_batches, composition, seed=1)
     assert len(pieces) == num_batches
     assert sorted(np.concatenate(pieces).tolist()) == SEEDS.tolist()
     sizes = [len(piece) for piece in pieces]
@@ -93,63 +89,10 @@ def test_two_rings_with_one_bridge_are_two_clusters() -> None:
     assert cluster_seeds(structure, np.arange(40), seeds, 1, seed=0).tolist() == [0] * len(seeds)
 
 
-def test_an_unknown_composition_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"composition='metis'.*'ordered'"):
-        check_composition("metis")
-
-
 # 0 -> 1 -> 2 -> 3 -> 4, and 5 -> 3.
 PATH = ReplicatedStructure(
     EDGE_TYPE, 6, np.array([0, 0, 1, 2, 4, 5, 5]), np.array([0, 1, 2, 5, 3], dtype=np.int32)
 )
-
-
-def grown(seeds: list[int], levels: int, allowed: Array | None = None) -> KHopNeighborhood:
-    expander = NeighborhoodExpander(PATH, np.array(seeds), allowed)
-    for _ in range(levels):
-        expander.add(expander.sources())
-    return expander.finish()
-
-
-def test_two_hops_from_the_end() -> None:
-    found = grown([4], 2)
-    assert found.nodes.tolist() == [4, 3, 2, 5]
-    assert found.counts.tolist() == [4, 2, 1]
-    assert found.levels.tolist() == [2, 1, 0, 0]
-    assert found.indptr.tolist() == [0, 1, 3]
-    assert found.sources.tolist() == [3, 2, 5]
-    assert found.edge_ids.tolist() == [4, 2, 3]
-    assert found.in_degrees.tolist() == [1, 2, 0, 0]
-    assert found.work.tolist() == [2 * 2, 1 * 3, 0, 0]
-
-
-def test_edges_from_nodes_that_are_not_allowed_are_left_out() -> None:
-    found = grown([4], 3, np.array([3, 4, 5]))
-    assert found.nodes.tolist() == [4, 3, 5]
-    assert found.counts.tolist() == [3, 3, 2, 1]
-    assert found.sources.tolist() == [3, 5]
-    assert found.edge_ids.tolist() == [4, 3]
-    assert grown([4], 1, np.array([4])).sources.tolist() == []
-
-
-def test_nothing_grows_from_nothing_and_nodes_without_in_edges_are_rows() -> None:
-    assert grown([], 2).counts.tolist() == [0, 0, 0]
-    assert grown([], 2).indptr.tolist() == [0]
-    found = grown([0, 5], 2)
-    assert found.counts.tolist() == [2, 2, 2]
-    assert found.indptr.tolist() == [0, 0, 0]
-
-
-def test_rows_that_are_known_are_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[int]] = []
-
-    def noted(structure: ReplicatedStructure, nodes: Array) -> list[InEdges]:
-        asked.append(nodes.tolist())
-        return list(in_edges_of(structure, nodes))
-
-    monkeypatch.setattr(expansion, "in_edges_of", noted)
-    grown([3, 4], 3)
-    assert asked == [[3, 4], [2, 5], [1]]
 
 
 def test_many_nodes_are_asked_for_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,85 +105,6 @@ def test_only_from_no_node_leaves_no_edge() -> None:
     edges = PATH.ask("in_edges", np.array([3, 4]))
     left = only_from(edges, np.empty(0, np.int64))
     assert (left.indptr.tolist(), left.sources.tolist(), left.edge_ids.tolist()) == ([0, 0, 0], [], [])
-
-
-def test_ids_are_cut_by_owner() -> None:
-    leaders = ServerLeaders(ranks=(0, 2, 4), server=1, bounds=np.array([0, 3, 3, 9]))
-    assert leaders.own == (3, 3)
-    pieces = leaders.split(np.array([0, 2, 3, 8]))
-    assert {rank: ids.tolist() for rank, ids in pieces.items()} == {0: [0, 2], 2: [], 4: [3, 8]}
-
-
-def test_one_server_computes_the_same_for_any_hops() -> None:
-    """4 <- 3 <- 2, 5: with one server all nodes are its own."""
-    done: list[int] = []
-    with start_session() as session:
-        exchange = PlanExchange(session, "test")
-        for hops in (0, 1, 2):
-            leaders = ServerLeaders(ranks=(0,), server=0, bounds=np.array([0, 6]))
-            with exchange.job():
-                found = grow_levels(PATH, np.array([4]), (2, hops), leaders, exchange, advance=done.append)
-            assert found.nodes.tolist() == [4, 3, 2, 5]
-            assert found.counts.tolist() == [4, 2, 1]
-    assert done == [1] * 6
-
-
-def nobody(ids: Array) -> Array:
-    assert not len(ids)
-    return ids
-
-
-def test_a_server_that_has_all_is_cut_between_two_ranks() -> None:
-    held = HeldNeighborhood(closure=grown([4], 2), holders=np.array([1, 0, 1, 0], dtype=np.int32))
-    own = own_rows(held, 0)
-    assert own.nodes.tolist() == [3, 5]
-    assert own.counts.tolist() == [2, 1, 0]
-    first, second = read_layers(own, held, 2, (0, 6), 0, nobody)
-    # 3 reads 2, which rank 1 holds, and 5.
-    assert (first.own_rows, first.targets) == (2, 1)
-    assert first.halo_nodes.tolist() == [2]
-    assert first.receive == ((1, 1),)
-    assert first.indices.tolist() == [2, 1]
-    assert first.edge_ids.tolist() == [2, 3]
-    assert (second.own_rows, second.targets, second.receive) == (1, 0, ())
-    assert first.halo_of(1).tolist() == [2]
-    assert first.halo_of(0).tolist() == []
-    other = own_rows(held, 1)
-    first, second = read_layers(other, held, 2, (0, 6), 1, nobody)
-    assert other.nodes.tolist() == [4, 2]
-    assert (first.indices.tolist(), first.halo_nodes.tolist()) == ([2], [3])
-    assert (second.indices.tolist(), second.halo_nodes.tolist()) == ([1], [3])
-
-
-def test_above_the_hops_rows_come_from_the_servers_that_own_them() -> None:
-    """The server owns 4 and 5; with one hop it takes in 3, but the row of level 1 is the owner's."""
-    grown_by_hand = grown([4], 1)
-    closure = type(grown_by_hand)(
-        nodes=np.array([4, 3]),
-        counts=np.array([2, 1, 1]),
-        indptr=grown_by_hand.indptr,
-        sources=grown_by_hand.sources,
-        edge_ids=grown_by_hand.edge_ids,
-    )
-    held = HeldNeighborhood(closure=closure, holders=np.zeros(2, np.int32))
-    asked: list[list[int]] = []
-
-    def holders_of(ids: Array) -> Array:
-        asked.append(ids.tolist())
-        return np.full(len(ids), 7)
-
-    first, second = read_layers(own_rows(held, 0), held, 1, (4, 6), 0, holders_of)
-    assert asked == [[3]]
-    assert (first.indices.tolist(), first.receive) == ([1], ())
-    assert (second.indices.tolist(), second.receive, second.halo_nodes.tolist()) == ([1], ((7, 1),), [3])
-
-
-def test_layers_that_are_alike_are_one_object() -> None:
-    held = HeldNeighborhood(closure=grown([1, 2, 3, 4, 5, 0], 4), holders=np.zeros(6, np.int32))
-    layers = read_layers(own_rows(held, 0), held, 2, (0, 6), 0, nobody)
-    assert layers[1] is layers[0]
-    assert layers[3] is layers[2]
-    assert layers[2] is not layers[1]
 
 
 def random_closure(num_rows: int = 400, counts: tuple[int, ...] = (400, 300, 200, 100)) -> KHopNeighborhood:
@@ -269,9 +133,10 @@ def test_the_work_of_each_layer_is_balanced(num_ranks: int) -> None:
 
 def test_a_partitioner_of_one_weight_balances_the_sum_of_the_layers() -> None:
     closure = random_closure()
+    work = sum(work_of_groups(closure).values())
     for method in ("contiguous", "kaminpar"):
-        loads = np.bincount(split_rows(closure, 2, method, seed=1), weights=closure.work)
-        assert loads.max() <= loads.mean() * (1 + TOLERANCE) + closure.work.max()
+        loads = np.bincount(split_rows(closure, 2, method, seed=1), weights=work)
+        assert loads.max() <= loads.mean() * (1 + TOLERANCE) + work.max()
     assert set(split_rows(closure, 3, "random", seed=1).tolist()) == {0, 1, 2}
 
 
@@ -280,7 +145,8 @@ def test_groups_of_layers_add_up_to_the_work() -> None:
         closure = random_closure(9, counts)
         groups = work_of_groups(closure)
         assert len(groups) == min(len(set(counts[1:])), 4)
-        assert np.array_equal(sum(groups.values()), closure.work)
+        layers = np.sum([np.arange(9) < count for count in counts[1:]], axis=0)
+        assert np.array_equal(sum(groups.values()), layers * (closure.in_degrees + 1))
 
 
 def test_few_rows_no_rows_and_no_edges() -> None:
@@ -305,19 +171,17 @@ def test_unknown_partitioners_are_refused() -> None:
 
 def test_what_is_mapped_is_what_was_written_even_after_its_files_are_gone(tmp_path: Path) -> None:
     for closure in (random_closure(), random_closure(0, (0, 0))):
-        held = HeldNeighborhood(closure=closure, holders=np.arange(len(closure.nodes), dtype=np.int32))
+        held = replace(closure, holders=np.arange(len(closure.nodes), dtype=np.int32))
         write_held(tmp_path / "held", held)
         again = read_held(tmp_path / "held")
         remove_held(tmp_path / "held")
         assert not (tmp_path / "held").exists()
-        for name in ("nodes", "counts", "indptr", "sources", "edge_ids"):
-            assert np.array_equal(getattr(again.closure, name), getattr(closure, name))
-        assert again.holders.tolist() == held.holders.tolist()
+        for name, array in vars(held).items():
+            assert np.array_equal(getattr(again, name), array)
 
 
 def test_shared_memory_without_room_is_told_and_left_clean(tmp_path: Path) -> None:
-    closure = replace(random_closure(), sources=np.arange(1 << 17))
-    held = HeldNeighborhood(closure=closure, holders=np.zeros(len(closure.nodes), np.int32))
+    held = replace(random_closure(), sources=np.arange(1 << 17))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))
     try:
@@ -381,9 +245,79 @@ def test_any_neighbour_is_as_likely() -> None:
     assert ((counts - 1000) ** 2 / 1000).sum() < 16.3
 
 
-def test_in_edges_from_outside_of_a_range_are_counted() -> None:
-    out = np.empty(3, np.int64)
-    count_external(INDPTR, SOURCES.astype(np.int32), 4, NODES, 1, 3, out)
-    assert out.tolist() == [3, 0, 0]
-    count_external(INDPTR, SOURCES, 4, NODES, 5, 9, out)
-    assert out.tolist() == [5, 1, 0]
+SERVER = 1
+POLICIES, HOPS, FANOUTS = get_args(EasPolicy), (0, 1, 2, 3), (1, 2, 3, -1)
+
+
+@pytest.fixture(scope="module")
+def chosen_by() -> dict[tuple[EasPolicy, int, int], set[int]]:
+    """What the second of three servers chooses, by policy, hops and fan-out."""
+    context = plain_context(3, 1)
+    own = context.own_range(SERVER)
+    found = {}
+    for policy, hops, fanout in product(POLICIES, HOPS, FANOUTS):
+        options = EasOptions(hops=hops, fanout=fanout, policy=policy)
+        nodes = select_external(context.structure, own, np.arange(*own), options, seed=3)
+        assert nodes.tolist() == sorted(set(nodes.tolist()))
+        found[policy, hops, fanout] = set(nodes.tolist())
+    return found
+
+
+def test_rounds_by_the_definition(chosen_by: dict[tuple[EasPolicy, int, int], set[int]]) -> None:
+    whole = whole_of(plain_context(3, 1))
+    for (policy, hops, fanout), nodes in chosen_by.items():
+        selected = frontier = whole.owned(SERVER)
+        for number in range(1, hops + 1):
+            found = chosen_by[policy, number, fanout] - selected
+            read = whole.in_neighbours(frontier)
+            assert found <= read - selected
+            if fanout == -1:
+                assert found == read - selected
+            else:
+                assert len(found) <= fanout * len(frontier)
+            for node in frontier if fanout > 0 and policy != "shadow" else ():
+                candidates = whole.in_neighbours({node}) - selected
+                # Others may have chosen more of them; of its own choice none is missing.
+                assert len(candidates & found) >= min(fanout, len(candidates))
+            selected = selected | found
+            frontier = selected if policy == "shadow" else found
+        assert nodes == selected
+        # Selections contain each other.
+        assert nodes <= chosen_by.get((policy, hops + 1, fanout), nodes)
+        if fanout > 0 and hops <= 2:
+            assert nodes <= chosen_by[policy, hops, fanout + 1 if fanout < 3 else -1]
+
+
+def test_degree_prefers_nodes_that_read_much_from_outside(
+    chosen_by: dict[tuple[EasPolicy, int, int], set[int]],
+) -> None:
+    context = plain_context(3, 1)
+    whole, own = whole_of(context), context.own_range(SERVER)
+    scores = context.structure.in_degrees(np.arange(NUM_NODES), own)
+    inner = whole.owned(SERVER)
+    for node in range(NUM_NODES):
+        sources = whole.source[whole.destination == node].tolist()
+        assert scores[node] == sum(source not in inner for source in sources)
+    for node in inner:
+        candidates = whole.in_neighbours({node}) - inner
+        best = max((scores[one] for one in candidates), default=0)
+        taken = candidates & chosen_by["degree", 1, 1]
+        assert not candidates or any(scores[one] == best for one in taken)
+
+
+def test_other_draws_and_batches(chosen_by: dict[tuple[EasPolicy, int, int], set[int]]) -> None:
+    context = plain_context(3, 1)
+    own, whole = context.own_range(SERVER), whole_of(context)
+
+    def rule(options: EasOptions, draw: int = 0) -> set[int]:
+        return set(eas_rule(options, seed=3, draw=draw)(context.structure, own, np.arange(*own)[:4]).tolist())
+
+    options, chosen = EasOptions(hops=3, fanout=1), chosen_by["uniform_external", 3, 1]
+    assert rule(options) == chosen
+    assert any(rule(options, draw) != chosen for draw in range(1, 9))
+    seeds = set(range(own[0], own[0] + 4))
+    assert rule(EasOptions(inner="batch")) == seeds | whole.in_neighbours(seeds)
+    assert [EasOptions(resample_every=every).draw(epoch) for every in (0, 3) for epoch in (0, 2, 3, 8)] == [
+        *(0, 0, 0, 0),
+        *(0, 0, 1, 2),
+    ]

@@ -74,7 +74,7 @@ def on_rank(folder: str) -> dict[str, Any]:
     lg = _with_original_ids(g, dx.local_graph(g, targets=None))
     results: dict[str, Any] = {
         "targets": len(plan.rows(2)),
-        "halo": len(lg._block._halo._nodes) - lg.num_nodes(),
+        "halo": lg._block.halo_rows,
     }
     for name, make in MODELS.items():
         model = make()

@@ -25,7 +25,7 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock
 from dglx_dist.strategies.full_graph.halo_plan import RowFiles
-from dglx_dist.strategies.full_graph.loader import ColumnReader, PlanColumns
+from dglx_dist.strategies.full_graph.loader import ColumnReader
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import plan_cases, runs
@@ -173,16 +173,6 @@ def preload_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_columns_are_moved() -> None:
-    columns = PlanColumns(
-        inputs={"feat": torch.zeros(4, 1)},
-        targets={"label": torch.zeros(2)},
-        edges={"weight": torch.zeros(5, 2)},
-    ).to(torch.device("meta"))
-    for rows in (columns.inputs["feat"], columns.targets["label"], columns.edges["weight"]):
-        assert rows.device.type == "meta"
-
-
 def preload_on_rank(preload_folder: str, strategy: str) -> int:
     """Return how many edges of the closure end at nodes of the other server."""
     with start_session(timeout_s=60) as session:
@@ -285,8 +275,8 @@ def columns_of(store: Store, files: RowFiles | None) -> list[Tensor]:
         targets={NODE_TYPE: {"y": "label"}},
         edges={EDGE_TYPE: {"w": "weight"}},
     )
-    read = ColumnReader(graph, columns, files).read(a_plan())
-    return [read.inputs["x"], read.targets["y"], read.edges["w"]]
+    reader, plan = ColumnReader(graph, columns, files), a_plan()
+    return [reader.inputs(plan)["x"], reader.targets(plan)["y"], reader.edges(plan)["w"]]
 
 
 def test_a_plans_columns_are_fetched_once_where_some_rows_are_foreign(tmp_path: Path) -> None:

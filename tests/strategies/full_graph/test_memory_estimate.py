@@ -57,11 +57,11 @@ def test_allocations_of_a_step() -> None:
 def test_layers_and_their_sum() -> None:
     plan, memory_trace = a_plan(), a_memory_trace()
     found = estimate(plan, memory_trace, 40, ahead=1)
-    assert [layer.features for layer in found.layers] == [120, 0]
+    assert found.features == 120
     # The sources of layer 2, of which the hand-made allocations have 6 bytes each, are freed in forward.
-    assert [layer.activations for layer in found.layers] == [20, 4]
-    assert [layer.halo for layer in found.layers] == [2 * 3 * 8, 0]
-    structure = [layer.structure for layer in found.layers]
+    assert found.activations == (20, 4)
+    assert found.halo == (2 * 3 * 8, 0)
+    structure = found.structure
     assert structure[0] == 44 * 3 + 16 * 4 + 8 * (2 + 3)
     assert structure[1] > 0
     assert found.gradients == 100
@@ -75,10 +75,10 @@ def test_layers_on_one_structure_need_it_once() -> None:
     one, other = a_plan().layers
     memory_trace = a_memory_trace()
     alike = replace(a_plan(), layers=(one, one))
-    found = [layer.structure for layer in estimate(alike, memory_trace, 40, ahead=0).layers]
+    found = estimate(alike, memory_trace, 40, ahead=0).structure
     assert found[0] > found[1] == 0
     apart = replace(a_plan(), layers=(one, other))
-    assert estimate(apart, memory_trace, 40, ahead=0).layers[1].structure > 0
+    assert estimate(apart, memory_trace, 40, ahead=0).structure[1] > 0
 
 
 def needs(total: int) -> tuple[list[int], Callable[[int, Array], int]]:
@@ -193,7 +193,7 @@ def allocated(model: nn.Module, plan: RankPlan) -> tuple[int, int]:
     """Return the peak of a real step on ``plan``, and what forward leaves, in bytes."""
     install(model)
     dropouts = memory_estimate.install_node_dropouts(model, 0)
-    exchanges = [memory_estimate._LocalExchange(len(layer.halo_nodes)) for layer in plan.layers]
+    exchanges = [memory_estimate.LocalExchange(len(layer.halo_nodes)) for layer in plan.layers]
     blocks = [
         halo_block(layer, torch.arange(layer.own_rows), exchange, etype=EDGE_TYPE)
         for layer, exchange in zip(plan.layers, exchanges, strict=True)

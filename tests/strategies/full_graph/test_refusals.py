@@ -117,7 +117,7 @@ OPTIONS: Mapping[str, tuple[str, dict[str, Any], str]] = {
     ),
     "kind": ("full_graph", {"use_pp": 1}, "use_pp=1.*must be of type bool"),
     "bucket": ("full_graph", {"bucket_bytes": 0}, "bucket_bytes=0 must be at least 1"),
-    "negative hops": ("shared_preload", {"hops": -1}, "hops=-1 must be at least 0.*the default is all"),
+    "negative hops": ("shared_preload", {"hops": -1}, "hops=-1 must be at least 0"),
     "hops without fan-out": ("shared_preload", {"external_hops": 2}, "external_hops=2 without external_fa"),
     "both hops": ("shared_preload", {"hops": 1, "external_fanout": 15}, "hops=1.*leave one of them out"),
     "split": ("shared_preload", {"split": "mitis"}, "no partitioner 'mitis'; did you mean 'metis'"),

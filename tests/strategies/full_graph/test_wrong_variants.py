@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph import loader as loader_module
+from dglx_dist.strategies.full_graph import plan_source
 from dglx_dist.strategies.full_graph.loader import FullGraphLoader
 from dglx_dist.strategies.full_graph.model import install
 from dglx_dist.strategies.full_graph.options import read_request
-from dglx_dist.strategies.full_graph.plan_builder import PlanRequest, WholeGraphPlans, make_plans
+from dglx_dist.strategies.full_graph.plan_builder import PlanRequest, make_plans
+from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSource, PlanSpec
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
@@ -101,8 +104,10 @@ def counting_replicas(g: DistGraph) -> list[Any]:
     is_training = g.ndata["train_mask"][:]
     held = make_plans(g, g.local_nodes(), 1, 1).nodes
     seeds = torch.from_numpy(held)[is_training[held]]
-    plan_request = PlanRequest(seeds=seeds.numpy(), num_layers=2, hops=2, seeds_stay=True)
-    plans = WholeGraphPlans(g, plan_request)
+    maker = PlanMaker(g, seeds.numpy())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(plan_source, "PlanRequest", partial(PlanRequest, seeds_stay=True))
+        plans = PlanSource(g, maker, PlanSpec(num_layers=2, hops=2))
     assert plans.share(0, 0).num_global > int(is_training.sum())
     request = read_request("full_graph", g, seeds, runs.sampler(), {})
     loader = FullGraphLoader(g, plans, request, use_pp=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import dgl
@@ -13,17 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dglx_dist.comm.topology import Topology
 from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.records import EDGE_TYPE
-from dglx_dist.strategies.full_graph.expansion import HeldNeighborhood, NeighborhoodExpander
+from dglx_dist.strategies.cost import PartitionContext
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
-from dglx_dist.strategies.full_graph.plan_builder import (
-    decode_requested_rows,
-    encode_requested_rows,
-    own_rows,
-    read_layers,
-)
+from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 
 TIMEOUT_S = 20.0
 
@@ -49,39 +44,17 @@ def whole_graph() -> dgl.DGLGraph:
 def plans_of(
     g: dgl.DGLGraph, seeds: np.ndarray, num_layers: int, owner: np.ndarray = OWNER
 ) -> list[RankPlan]:
-    """Plans of ranks that compute their own nodes; test_plan_builder.py has the check of such plans."""
+    """Plans of ranks that compute their own nodes, each a server."""
     src, dst = (ends.numpy() for ends in g.edges())
     indptr = np.concatenate([[0], np.cumsum(np.bincount(dst, minlength=len(owner)))])
-    structure = ReplicatedStructure(EDGE_TYPE, len(owner), indptr, src)
-    expander = NeighborhoodExpander(structure, np.unique(seeds))
-    for _ in range(num_layers):
-        expander.add(expander.sources())
-    closure, ranks = expander.finish(), range(int(owner.max()) + 1)
-    held = HeldNeighborhood(closure=closure, holders=owner[closure.nodes].astype(np.int32))
-    own = [own_rows(held, rank) for rank in ranks]
-    read = [read_layers(own[rank], held, num_layers, (0, len(owner)), rank, np.zeros_like) for rank in ranks]
-    plans = []
-    for rank in ranks:
-        asked = {
-            other: decode_requested_rows(own[rank], encode_requested_rows(read[other], rank))
-            for other in ranks
-        }
-        layers = tuple(
-            replace(layer, send=tuple((other, rows[n]) for other, rows in asked.items() if len(rows[n])))
-            for n, layer in enumerate(read[rank])
-        )
-        nodes = own[rank].nodes
-        plans.append(
-            RankPlan(
-                nodes=nodes,
-                layers=layers,
-                hops=0,
-                server_nodes=len(nodes),
-                inner_nodes=int((owner == rank).sum()),
-                external_nodes=0,
-            )
-        )
-    return plans
+    counts = np.bincount(owner)
+    context = PartitionContext(
+        structure=ReplicatedStructure(EDGE_TYPE, len(owner), indptr, src),
+        bounds=np.concatenate([[0], np.cumsum(counts)]),
+        topology=Topology(0, len(counts), tuple(range(len(counts)))),
+        seed=0,
+    )
+    return plan_all(context, seeds_by_server(context, seeds), num_layers, 0)
 
 
 class FakeExchange:

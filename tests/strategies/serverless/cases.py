@@ -133,7 +133,8 @@ def plan_of(
     program: Program, parts: Sequence[Part], num_servers: int = 1, staleness: int = 0
 ) -> ParameterPlan:
     sizes = np.concatenate([np.diff(part.bounds) for part in parts])
-    return ParameterPlan.of(program, assign(sizes, num_servers), num_servers=num_servers, staleness=staleness)
+    server_of = assign(sizes, num_servers)
+    return ParameterPlan(program=program, server_of_interval=server_of, staleness=staleness)
 
 
 def parameter_server(program: Program, plan: ParameterPlan, index: int) -> ParameterServer:

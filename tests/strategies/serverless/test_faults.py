@@ -14,11 +14,11 @@ import dglx_dist as dx
 from dglx_dist.comm.session import current_session
 from dglx_dist.errors import DglxError
 from dglx_dist.records import EpochRecord
-from dglx_dist.serverless.executors.base import Faults
 from dglx_dist.serverless.tasks import Direction, TaskKey, kernels
 from dglx_dist.serverless.worker import TaskPhase
 from dglx_dist.training.fit import FitConfig, FitResult
 from tests.helpers.ranks import start_ranks
+from tests.serverless.faults import Faults
 from tests.serverless.servers import other_core
 from tests.strategies import equality
 
@@ -63,7 +63,7 @@ def first_attempts() -> list[TaskKey]:
     ]
 
 
-def with_seed_that_strikes() -> tuple[dict[str, Any], int]:
+def with_seed_that_strikes() -> tuple[Faults, int]:
     """Faults that strike a fifth of the first attempts, in every way; how many kill before the end."""
     keys = first_attempts()
     for seed in range(1000):
@@ -73,14 +73,17 @@ def with_seed_that_strikes() -> tuple[dict[str, Any], int]:
         delayed = [fault for fault in faults if fault.seconds is not None]
         twice = sum(times == 2 for _, times in drawn)
         if len(killed) >= 2 and delayed and twice >= 2 and len(faults) + twice >= 0.2 * len(keys):
-            return {"seed": seed, **A_FIFTH}, len(killed)
+            return Faults(seed=seed, **A_FIFTH), len(killed)
     raise AssertionError("no seed strikes so")
 
 
 @pytest.mark.parametrize("executor", ["local", "inline"])
-def test_a_fifth_of_the_calls_may_go_wrong(executor: str, folder: Path, faultless: list[Any]) -> None:
+def test_a_fifth_of_the_calls_may_go_wrong(
+    executor: str, folder: Path, faultless: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     faults, killed = with_seed_that_strikes()
-    found, result = trained(folder, plain(EPOCHS), executor=executor, faults=faults)
+    faults.strike(monkeypatch)
+    found, result = trained(folder, plain(EPOCHS), executor=executor)
     assert all(np.array_equal(one, other) for one, other in zip(faultless, found, strict=True))
     account: dict[str, Any] = result.account
     assert account["relaunched"] >= killed

@@ -127,7 +127,7 @@ def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
 
         def keep(event: Event, weights=weights, parameters=parameters) -> None:
             if event.kind is EventKind.UPDATE:
-                weights[parameters[0]._versions.latest] = cases.latest(parameters[0])
+                weights[parameters[0].updates] = cases.latest(parameters[0])
 
         schedule.watch = keep
         schedule.run(epochs)
@@ -170,7 +170,7 @@ def test_what_is_given_and_what_is_not() -> None:
         ({"fusion": 1}, "must be of type bool"),
         ({"stalenes": 1}, "no option 'stalenes'.*did you mean 'staleness'"),
         ({"initialise": "he_norml"}, "did you mean 'he_normal'"),
-        ({"executor": "inline", "memory_mb": 192}, "no option 'memory_mb'.*also faults"),
+        ({"executor": "inline", "memory_mb": 192}, "no option 'memory_mb'.*also latency_s"),
         ({"executor": "inlin"}, "did you mean 'inline'"),
         ({"prices": "awz"}, "no price table 'awz'"),
         ({"server": "c5.tiny"}, r"no server 'c5\.tiny'"),

@@ -182,8 +182,8 @@ class Bounds:
         schedule.watch = self.look
 
     def look(self, event: Event) -> None:
-        updates = self.parameters[0]._versions.latest
-        alive = max(len(server._versions.alive) for server in self.parameters)
+        updates = self.parameters[0].updates
+        alive = max(len(server.versions) for server in self.parameters)
         assert alive <= self.staleness + 2
         self.alive = max(self.alive, alive)
         if event.kind is EventKind.UPDATE:
@@ -214,9 +214,9 @@ class Bounds:
         interval = server.part.first_interval + event.interval
         (index,) = {int(self.parameters[0].plan.server_of_interval[interval])}
         for number, parameters in enumerate(self.parameters):
-            stash = parameters._versions._stash_of.get(interval)
+            stash = parameters._stash_of.get(interval)
             assert (stash is not None) == (number == index)
-        stashed_epoch, version = self.parameters[index]._versions._stash_of[interval]
+        stashed_epoch, version = self.parameters[index]._stash_of[interval]
         assert stashed_epoch == epoch
         key = (event.server, event.interval, epoch)
         assert self.versions.setdefault(key, version) == version
@@ -270,9 +270,9 @@ def test_bounds_hold_in_a_thousand_random_schedules(staleness: int, runs: int) -
         schedule.run(epochs)
         for server in parameters:
             server.drain()
-            assert server._versions.latest == epochs
-            assert server._versions._stash_of == {}
-            assert server._versions.alive == (epochs,)
+            assert server.updates == epochs
+            assert server._stash_of == {}
+            assert server.versions == (epochs,)
         assert not any(server.task_table.keys for server in servers)
         worst = {name: max(value, getattr(bounds, name)) for name, value in worst.items()}
     # The bounds are reached, so that the test would see one that is exceeded.

@@ -200,7 +200,8 @@ class Besieged:
             way = "forward" if key.direction is Direction.FORWARD else "beyond staleness 0"
             attacker.is_refused(GRADIENTS, f"r{RUN}.e{epoch}.{end}", gradients, match=way)
         for epoch in range(key.epoch):
-            attacker.is_refused(PULL, f"r{RUN}.e{epoch}.{end}/0", match="is over")
+            (over,) = attacker.ask(PULL, f"r{RUN}.e{epoch}.{end}/0")
+            assert (over.size, over.dtype) == (0, np.bool_)
             (taken,) = attacker.ask(GIVE, f"r{RUN}.e{epoch}.{end}/0/0", [np.full((1, 1), np.nan)])
             assert taken.tolist() == [0]
             if key.direction is not Direction.FORWARD:
