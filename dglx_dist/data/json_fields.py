@@ -107,10 +107,6 @@ class Fields:
             raise self.wrong(key, expected)
         return value
 
-    def optional_integer(self, key: str) -> int | None:
-        """Return a whole number of at least 0, or None for null."""
-        return None if key in self._value and self.value(key) is None else self.integer(key, at_least=0)
-
     def choice(self, key: str, known: Sequence[T]) -> T:
         """Return the one of ``known`` that the value equals."""
         value = self.value(key)

@@ -126,9 +126,8 @@ class Partitioner(ABC):
         given = {"balance"} if options.constraints != default.constraints else set()
         if options.vector is not None:
             given.add("vector")
-        for name in {option.name for option in fields(options)} - {"balance", "vector"}:
-            if getattr(options, name) != getattr(default, name):
-                given.add(name)
+        others = {option.name for option in fields(options)} - {"balance", "vector"}
+        given |= {name for name in others if getattr(options, name) != getattr(default, name)}
         for name in sorted(given - self.honours):
             raise ConfigError(
                 f"{type(self).__name__} does not support {name}={getattr(options, name)!r}; leave it out or "
@@ -137,15 +136,11 @@ class Partitioner(ABC):
 
     @abstractmethod
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Return the owner of every node; called in one process.
+        """Return the owner of every node; called in one process, for at least 1 part and a seed from 0 on.
 
         Deterministic. Supports 1 part, more parts than nodes (some are empty), graphs without edges and
-        several node types. ``Assignment.parameters["tolerance"]`` has the promised balance by constraint.
-
-        Args:
-            graph: The graph; it is not changed.
-            num_parts: P, at least 1.
-            seed: At least 0.
+        several node types, and does not change the graph. ``Assignment.parameters["tolerance"]`` has the
+        promised balance by constraint.
 
         Raises:
             ConfigError: the options do not match ``graph`` or ``num_parts``.

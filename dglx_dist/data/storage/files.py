@@ -284,10 +284,8 @@ def peak() -> int:
 
     Not from ``getrusage``, whose peak includes the process that started this one.
     """
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("the kernel reports no peak")
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
@@ -306,15 +304,9 @@ def read_size(text: str) -> int:
     return size
 
 
-_BYTE_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
-
-
 def readable_bytes(num_bytes: float) -> str:
     """Format a number of bytes with three digits and a decimal unit: 1536 -> ``1.54 KB``."""
-    value, unit = float(num_bytes), _BYTE_UNITS[0]
-    for unit in _BYTE_UNITS:
-        # 999.5 would be written as 1e+03.
-        if abs(value) < 999.5 or unit == _BYTE_UNITS[-1]:
-            break
-        value /= 1000
-    return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"
+    value, units = float(num_bytes), ["PB", "TB", "GB", "MB", "KB", "B"]
+    while abs(value) >= 999.5 and len(units) > 1:  # 999.5 would be written as 1e+03
+        value, _ = value / 1000, units.pop()
+    return f"{value:.0f} B" if units[-1] == "B" else f"{value:.3g} {units[-1]}"

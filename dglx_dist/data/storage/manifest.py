@@ -118,8 +118,8 @@ def from_json(value: object, where: str) -> Manifest:
     for item in top.records("node_types"):
         ntype = item.text("name")
         node_offsets[ntype], node_columns[ntype] = _offsets(item, num_parts), _columns(item.record("columns"))
-        if (classes := item.optional_integer("num_classes")) is not None:
-            num_classes[ntype] = classes
+        if item.value("num_classes") is not None:
+            num_classes[ntype] = item.integer("num_classes", at_least=0)
         if (kind := item.choice("user_ids", ("int64", "string", None))) is not None:
             user_ids[ntype] = kind
         item.finish()
