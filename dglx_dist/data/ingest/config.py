@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.errors import ConfigError
@@ -65,7 +65,8 @@ class FileSet:
     """The files of one table, in the order of their rows."""
 
     paths: tuple[Path, ...]
-    format: Literal["csv", "parquet", "lines"]
+    format: str
+    """One of :data:`FORMATS`, or ``lines``: one text per line."""
     separator: str = ","
 
 
@@ -78,9 +79,11 @@ def read_files(entry: Fields) -> FileSet:
     name, separator = form.one_word_of("name", FORMATS), form.optional_word("separator")
     if separator is not None and name != "csv":
         raise form.wrong("separator", f"nothing for {name}")
-    if separator is not None and not _can_separate(separator):
+    if separator is not None and not (
+        len(separator) == 1 and separator.isascii() and separator not in '"\r\n\0'
+    ):
         raise form.wrong("separator", "one character of ASCII, and neither a quote nor an end of line")
-    return FileSet(paths=paths, format="csv" if name == "csv" else "parquet", separator=separator or ",")
+    return FileSet(paths=paths, format=name, separator=separator or ",")
 
 
 def named_files(entry: Fields, key: str) -> FileSet:
@@ -89,7 +92,7 @@ def named_files(entry: Fields, key: str) -> FileSet:
     names = {path.suffix[1:] for path in paths}
     for name in FORMATS:
         if names == {name}:
-            return FileSet(paths=paths, format="csv" if name == "csv" else "parquet")
+            return FileSet(paths=paths, format=name)
     odd = next((path.name for path in paths if path.suffix[1:] not in FORMATS), "")
     if not odd:
         raise entry.wrong(key, f"files of one format ({', '.join(FORMATS)})")
@@ -104,10 +107,6 @@ def _paths(entry: Fields, key: str) -> tuple[Path, ...]:
     if len({path.resolve() for path in paths}) < len(paths):
         raise entry.wrong(key, "files of which none is named twice")
     return paths
-
-
-def _can_separate(text: str) -> bool:
-    return len(text) == 1 and text.isascii() and text not in '"\r\n\0'
 
 
 def _matches(pattern: str, entry: Fields) -> list[Path]:

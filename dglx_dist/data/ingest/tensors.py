@@ -77,7 +77,7 @@ class Labels:
             return
         if self._texts is not None:
             names = sorted(self._texts)
-            if all(_is_class_number(name) for name in names):
+            if all(map(_CLASS_NUMBER.fullmatch, names)):
                 self._largest = max((int(float(name)) for name in names), default=-1)
             else:
                 self._largest = len(names) - 1
@@ -122,10 +122,6 @@ class Labels:
                 "a class; give whole numbers from 0 on (-1 or nothing: none), or make it a task of regression"
             )
         return numbers.astype(np.int64)
-
-
-def _is_class_number(text: str) -> bool:
-    return _CLASS_NUMBER.fullmatch(text) is not None
 
 
 NO_SPLIT = 255

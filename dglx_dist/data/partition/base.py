@@ -50,7 +50,13 @@ class PartitionOptions:
     """Compute threads of ``kaminpar``; with more than 1 results may not be reproducible."""
 
     def __post_init__(self) -> None:
-        _check_balance(self.balance)
+        if isinstance(self.balance, str):
+            raise ConfigError(
+                f"balance is the text {self.balance!r}; it must be a tuple of names: ({self.balance!r},)"
+            )
+        for name in self.balance:
+            if self.balance.count(name) > 1:
+                raise ConfigError(f"balance names {name!r} twice; name each constraint once")
         object.__setattr__(self, "balance", tuple(self.balance))
         _check_tolerance(self.tolerance, self.constraints)
         if self.objective not in ("cut", "vol"):
@@ -79,14 +85,6 @@ class PartitionOptions:
         if isinstance(self.tolerance, Mapping):
             return float(self.tolerance.get(constraint, DEFAULT_TOLERANCE))
         return float(self.tolerance)
-
-
-def _check_balance(balance: tuple[str, ...]) -> None:
-    if isinstance(balance, str):
-        raise ConfigError(f"balance is the text {balance!r}; it must be a tuple of names: ({balance!r},)")
-    for name in balance:
-        if balance.count(name) > 1:
-            raise ConfigError(f"balance names {name!r} twice; name each constraint once")
 
 
 def _check_tolerance(tolerance: float | Mapping[str, float], constraints: tuple[str, ...]) -> None:

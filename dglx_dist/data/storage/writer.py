@@ -220,7 +220,9 @@ def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrde
         old_to_new = np.empty_like(new_to_old)
         old_to_new[new_to_old] = np.arange(num_nodes, dtype=new_to_old.dtype)
         counts = np.bincount(part_of, minlength=assignment.num_parts)
-        orders[ntype] = NodeOrder(new_to_old=new_to_old, old_to_new=old_to_new, offsets=_cumulate(counts))
+        orders[ntype] = NodeOrder(
+            new_to_old=new_to_old, old_to_new=old_to_new, offsets=np.concatenate([[0], np.cumsum(counts)])
+        )
     return orders
 
 
@@ -253,12 +255,6 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
 
 def _id_dtype(count: int) -> type[np.signedinteger]:
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
-
-
-def _cumulate(counts: Array) -> Array:
-    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets
 
 
 def _check_owners(part_of: Array, num_nodes: int, num_parts: int, ntype: str) -> None:
