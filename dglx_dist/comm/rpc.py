@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import secrets
 import threading
 import time
 import uuid
@@ -12,12 +13,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import zmq
 
-from dglx_dist.comm.auth import Credentials, ZapAuthenticator
+from dglx_dist.comm.auth import Credentials, ZapAuthenticator, make_credentials_keys
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.topology import endpoint_of
 from dglx_dist.comm.wire import (
@@ -217,6 +218,48 @@ class PeerAddress:
     """Name of its machine, for messages."""
     endpoint: str
     public_key: bytes | None = None
+
+
+def open_endpoints(
+    gather: Callable[[str, object], list[Any]],
+    hosts: Sequence[str],
+    listen: Callable[[Credentials], str],
+    *,
+    encrypted: bool,
+    for_clients: bool = False,
+) -> tuple[Credentials, dict[int, PeerAddress]]:
+    """Agree on credentials, and listen with them; collective.
+
+    Args:
+        gather: (what, JSON value) to the values of all ranks.
+        hosts: (W,) machine of each rank.
+        listen: Serves with the given credentials; returns the endpoint.
+        encrypted: Whether each rank makes a key pair; else rank 0's secret gives access.
+        for_clients: Whether external clients connect, with another key pair than those of the endpoints, and
+            not ranks.
+
+    Returns:
+        What this rank, or its clients, presents, and the addresses of all ranks.
+    """
+    server = make_credentials_keys() if encrypted else (None, None)
+    client = make_credentials_keys() if encrypted and for_clients else server
+    # Rank 0's secret counts; with key pairs it gives no access.
+    keys = [key and key.decode() for key in (server[0], client[0])]
+    offers = gather("credentials", [secrets.token_hex(32), *keys])
+    secret = offers[0][0].encode()
+    accepted = frozenset(key.encode() for _, _, key in offers if key)
+    presented, served = (
+        Credentials(secret=secret, public_key=public, secret_key=hidden, accepted_keys=accepted)
+        for public, hidden in (client, server)
+    )
+    endpoints = gather("endpoint", listen(served))
+    addresses = {
+        rank: PeerAddress(
+            rank=rank, host=host, endpoint=str(endpoint), public_key=None if key is None else key.encode()
+        )
+        for rank, (host, endpoint, (_, key, _)) in enumerate(zip(hosts, endpoints, offers, strict=True))
+    }
+    return presented, addresses
 
 
 @final

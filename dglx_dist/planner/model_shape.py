@@ -68,19 +68,12 @@ def shape_of_module(
     hidden: int = 0,
     guessed: bool = False,
 ) -> ModelShape:
-    """Return the shape of a model, traced in a call as ``module(blocks, x)``.
+    """Return the shape of a model, traced in a call as ``module(blocks, x)``; it does not change.
 
     Layers of a model that cannot be called so are those that it has registered; unknown ones count as those
-    of GraphSAGE.
-
-    Args:
-        module: A ready-made model, or the user's; it does not change.
-        features: F.
-        classes: C.
-        num_layers: L; 0: the number of its convolutions, or 2.
-        kind: Of the ready-made model; "": that of the first convolution.
-        hidden: Width between layers; 0: that of the first convolution.
-        guessed: Whether the model is not a ready-made one.
+    of GraphSAGE. ``num_layers``, ``kind`` and ``hidden`` of a ready-made model are known; 0 and "" stand for
+    the number of its convolutions, or 2, and kind and width of the first one. ``guessed``: it is not a
+    ready-made one.
     """
     known = [one for _, one in convolutions_in(module) if _kind_of(one)]
     num_layers = num_layers or len(known) or 2

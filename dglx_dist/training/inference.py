@@ -246,20 +246,9 @@ def minibatch_inference(
 ) -> Any:
     """Compute every node's results from its whole neighbourhood of ``num_layers`` hops. Collective.
 
-    Exact for any model that is called as ``model(blocks, h)``, but each batch recomputes shared neighbours:
-    prefer :func:`layerwise_inference` if the model defines its layers.
-
-    Args:
-        model: Wrapped or plain, equal on all ranks; in evaluation mode during the call.
-        g: The graph.
-        num_layers: Number of blocks that the model takes.
-        feature: Input node data; every node type must have it.
-        inputs: Replaces ``feature``, as in :func:`layerwise_inference`.
-        batch_size: Nodes computed at once.
-        ntypes: Node types to compute; all by default.
-
-    Returns:
-        As :func:`layerwise_inference`.
+    Exact for any model that is called as ``model(blocks, h)`` with ``num_layers`` blocks, but each batch
+    recomputes shared neighbours: prefer :func:`layerwise_inference`, with the same other arguments and
+    result, if the model defines its layers.
 
     Raises:
         ConfigError: ``num_layers`` is below 1, a type has no input, or the model returns no rows for some
@@ -312,10 +301,7 @@ def _compute_of(
 def in_original_order(rows: DistTensor, g: DistGraph, ntype: str | None = None) -> Tensor:
     """Return all rows of a node tensor, (N, ...), by node id before partitioning. Not collective.
 
-    Args:
-        rows: One row per node.
-        g: The graph.
-        ntype: Required with several node types.
+    ``ntype`` is required with several node types.
     """
     values = rows.to_local()
     ordered = torch.empty_like(values)

@@ -65,31 +65,6 @@ def test_blocks_get_the_asked_precision_whether_rows_are_here_or_elsewhere(
         assert results == [["torch.bfloat16", [given]]] * parts
 
 
-def test_every_node_type_of_a_graph_of_several_gets_float32(tmp_path: Path) -> None:
-    g = dgl.heterograph({("author", "writes", "paper"): ([0, 1, 2], [0, 0, 1])})
-    g.nodes["author"].data["feat"] = torch.rand(3, 4)
-    g.nodes["paper"].data["feat"] = torch.rand(2, 5)
-    dx.partition_graph(g, "t", 1, tmp_path, feature_dtype={"feat": torch.float16})
-    with dx.init():
-        d = dx.DistGraph(tmp_path / "t")
-        features = {"author": ["feat"], "paper": ["feat"]}
-        sampler = dgl.dataloading.NeighborSampler([-1], prefetch_node_feats=features)
-        ((inputs, _, blocks),) = dx.DataLoader(d, {"paper": torch.arange(2)}, sampler, batch_size=2)
-        for ntype, ids in inputs.items():
-            rows = blocks[0].srcdata["feat"][ntype]
-            assert rows.dtype == torch.float32
-            assert torch.equal(rows, d.nodes[ntype].data["feat"][ids].float())
-
-
-def test_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None:
-    dx.partition_graph(numbered(), "t", 1, tmp_path)
-    with dx.init():
-        g = dx.DistGraph(tmp_path / "t")
-        sampler = dgl.dataloading.NeighborSampler([1], prefetch_node_feats=["feat"])
-        with pytest.raises(dx.ConfigError, match="feature_dtype='float32'"):
-            dx.DataLoader(g, torch.arange(2), sampler, feature_dtype="float32")
-
-
 def _accuracy(folder: str) -> float:
     """Mean test accuracy of three seeds after 12 epochs."""
     found = []

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from dglx_dist.report.tables import (
-    RunFacts,
     epoch_table,
     markdown_table,
     run_title,
@@ -19,9 +18,7 @@ from dglx_dist.report.tables import (
 )
 from tests.report.records import epoch
 
-FACTS = RunFacts(
-    strategy="data_parallel", ranks=2, servers=1, test_accuracy=0.8, val_accuracy=None, peak_memory_bytes=7
-)
+FACTS = {"strategy": "data_parallel", "ranks": 2, "servers": 1, "peak_memory_bytes": 7}
 
 
 def test_the_first_epoch_counts_in_no_figure() -> None:

@@ -32,7 +32,7 @@ from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.aws.package import check_imports, stages_of
 from dglx_dist.serverless.parameter_server import Scheme, Update, initialise
 from dglx_dist.serverless.stages.base import Backward, Forward
-from dglx_dist.strategies.base import EpochTrainer, Objective, Parts, WrappedModel
+from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.serverless.engine import (
     Account,
@@ -439,10 +439,6 @@ class LambdaModel(WrappedModel):
             check_imports(stages_of(self._chain.steps), options.executor)
         if options.initialise:
             draw_weights(model, self._chain, options.initialise, g.session.seed)
-
-    @property
-    def parts(self) -> Parts:
-        return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return 0.0  # Epochs overlap, so no rank waits only for exchanges.
