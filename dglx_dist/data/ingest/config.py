@@ -76,7 +76,7 @@ def read_files(entry: Fields) -> FileSet:
         return named_files(entry, "files")
     paths = _paths(entry, "files")
     form = entry.record("format", ("name", "separator"))
-    name, separator = form.one_word_of("name", FORMATS), form.optional_word("separator")
+    name, separator = form.choice("name", FORMATS), form.optional_word("separator")
     if separator is not None and name != "csv":
         raise form.wrong("separator", f"nothing for {name}")
     if separator is not None and not (
@@ -209,7 +209,7 @@ def read_config(path: Path) -> IngestConfig:
     """
     top = Fields(read_json(path), str(path), known=("version", "nodes", "edges"), error=ConfigError)
     if top.has("version"):
-        top.one_word_of("version", VERSIONS)
+        top.choice("version", VERSIONS)
     nodes = tuple(map(_node, top.filled_records("nodes", _NODE_KEYS)))
     edges = tuple(map(_edge, top.filled_records("edges", _EDGE_KEYS)))
     _check_types(nodes, edges, path)
@@ -267,7 +267,7 @@ def _feature(entry: Fields) -> FeatureSpec:
         raise entry.failure("several columns need a feature_name")
     if name in (LABEL, *SPLITS):
         raise entry.failure(f"{name!r} is the name of labels or splits; give a feature_name")
-    dtype = entry.one_word_of("out_dtype", OUT_DTYPES) if entry.has("out_dtype") else None
+    dtype = entry.choice("out_dtype", OUT_DTYPES) if entry.has("out_dtype") else None
     if not entry.has("transform"):
         return FeatureSpec(columns=columns, name=name, dtype=dtype)
     chosen = entry.record("transform").optional_word("name")
@@ -291,7 +291,7 @@ def _label(parent: Fields) -> LabelSpec | None:
     if len(entries) > 1:
         raise parent.failure(f"{len(entries)} labels; one task for each type is supported")
     entry = entries[0]
-    task = entry.one_word_of("task_type", TASKS)
+    task = entry.choice("task_type", TASKS)
     column = entry.optional_word("label_col")
     if (column is None) != (task == "link_prediction"):
         raise entry.wrong("label_col", f"{'nothing' if column else 'a column'} for {task}")

@@ -162,11 +162,8 @@ class InEdges:
 def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path, memory: int) -> InEdges:
     """Sort edges by (destination, source, table row).
 
-    Sorts the in-edges of as many consecutive destinations as fit into ``memory`` bytes, but at least
-    those of one of 65,536 slots of destinations, with up to five times ``memory``.
-
-    Raises:
-        ConfigError: a node, or a slot of neighbours in the table, has too many in-edges for one sort.
+    Sorts the in-edges of as many consecutive destinations as fit into ``memory`` bytes, but at least those of
+    one of 65,536 slots of destinations, with up to five times ``memory``; ConfigError if that is too little.
     """
     width = -(-num_destinations // _SLOTS)
     step = max(1, memory // _SORTING_BYTES)
@@ -342,11 +339,7 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
 
 
 def write_description(ingested: Ingested, path: Path) -> None:
-    """Write the description with the statistics of its transforms as JSON.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the description with the statistics of its transforms as JSON; ConfigError if it cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(ingested.description, indent=1) + "\n", encoding="utf-8")

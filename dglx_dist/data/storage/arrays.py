@@ -135,11 +135,9 @@ class ArrayWriter:
         self.stream(name, array.dtype, array.shape).append(array)
 
     def publish(self, facts: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Complete the folder and rename it to its place, unless an intact one of the same facts is there.
+        """Complete the folder with JSON values ``facts`` and rename it to its place.
 
-        Args:
-            facts: JSON values for the stamp.
-            overwrite: Replace an intact one, too.
+        An intact folder of the same facts stays there, unless ``overwrite``.
         """
         files = {f"{name}.npy": stream.finish() for name, stream in self._streams.items()}
         head = {
@@ -222,11 +220,7 @@ class ArrayFolder:
             yield ArrayWriter(self, partial, stack)
 
     def keep(self, arrays: Mapping[str, Array], facts: Mapping[str, Any], what: str) -> bool:
-        """Replace the folder; log and return False if there is no space or permission.
-
-        Raises:
-            StorageError: writing fails for another reason.
-        """
+        """Replace the folder; log and return False if there is no space or permission for ``what``."""
         try:
             with self.writing() as writer:
                 for name, array in arrays.items():

@@ -75,10 +75,7 @@ def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = Fals
     New node ids are DGL's per-type global ids, in the same parts. Edge ids follow our order;
     ``original_edge_ids`` are DGL's per-type global edge ids. Ids in ``orig_nids.dgl`` beside ``graph.dgl``
     become user ids. DGL stores booleans as uint8, so uint8 columns named ``*mask`` become booleans. The whole
-    graph is in memory.
-
-    Raises:
-        StorageError: a file is missing or damaged, or the parts are of an unsupported kind.
+    graph is in memory. StorageError if a file is missing, damaged or of an unsupported kind.
     """
     config = read_part_config(Path(part_config).absolute())
     collected = _Collected(config)

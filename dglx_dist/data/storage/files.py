@@ -127,11 +127,7 @@ def named_failures(folder: Path) -> Iterator[None]:
 
 
 def publish(folder: Path, target: Path) -> bool:
-    """Synchronise ``folder`` to disk and rename it to ``target``, which must not exist or be empty.
-
-    Returns:
-        False if ``target`` is not empty; ``folder`` is then unchanged.
-    """
+    """Synchronise ``folder`` to disk and rename it to ``target``; False, unchanged, if that is not empty."""
     _sync_tree(folder)
     try:
         folder.rename(target)
@@ -173,11 +169,7 @@ def check_replaceable(
 def place_folder(
     partial: Path, folder: Path, overwrite: bool | None, what: str, is_same: Callable[[Path], bool]
 ) -> None:
-    """Rename ``partial`` to ``folder``, whose old content is removed after that.
-
-    Raises:
-        StorageError: as :func:`check_replaceable`, for what is there now.
-    """
+    """Rename ``partial`` to ``folder``, whose old content is removed; raises as :func:`check_replaceable`."""
     if not publish(partial, folder):
         check_replaceable(folder, overwrite, what, is_same)
         replace_folder(partial, folder)

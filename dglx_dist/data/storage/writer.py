@@ -229,10 +229,7 @@ def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrde
 def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinations: NodeOrder) -> EdgeOrder:
     """Return the edges of one type ordered by (new destination, new source, original edge id).
 
-    Linear time, with 2 E ids of temporary memory.
-
-    Raises:
-        DatasetError: an edge names a node that does not exist, or the ids are not (E,) integers.
+    Linear time, with 2 E ids of temporary memory. DatasetError if an edge names a node that does not exist.
     """
     src, dst = graph.edges[etype]
     check_ids(src, len(sources.new_to_old), "src", f"edges {etype}")

@@ -205,5 +205,5 @@ def test_texts_are_numbers_or_refused() -> None:
     assert numbers_of_text(texts, "x", "t.csv", 0, ";").tolist() == [[1.0, 2.0], [3.0, 40.0]]
     with pytest.raises(DatasetError, match=r"t.csv: column 'x', row 8: 'b' is not a number"):
         numbers_of_text(pa.array(["1;2", "3;4", "b;5"]), "x", "t.csv", 6, ";")
-    with pytest.raises(DatasetError, match=r"row 7: 1 numbers, but row 6 has 2"):
+    with pytest.raises(DatasetError, match=r"row 7: a list of 1 values, but row 6 has 2"):
         numbers_of_text(pa.array(["1;2", "3"]), "x", "t.csv", 6, ";")
