@@ -35,6 +35,7 @@ from dglx_dist.strategies.serverless.graph_partition import (
 )
 from dglx_dist.strategies.serverless.options import StalenessPolicy, read_lambda_options
 from tests.helpers.ranks import run_ranks, start_ranks
+from tests.serverless.faults import Faults
 from tests.strategies.equality import write_parts
 
 from . import cases
@@ -90,15 +91,18 @@ def check_what_is_read(session: Session, folder: str) -> None:
 def four_ranks(folder: str) -> None:
     with start_session(timeout_s=30.0) as session:
         check_what_is_read(session, folder)
-        train(session, "gcn", StalenessPolicy(mode="pipe"), faults={"duplicate": 1.0})
+        with pytest.MonkeyPatch.context() as patch:
+            Faults(duplicate=1.0).strike(patch)
+            train(session, "gcn", StalenessPolicy(mode="pipe"))
         train(session, "gat", StalenessPolicy(mode="pipe"), threads=2)
         train(session, "sage", StalenessPolicy(mode="no_pipe"))
         train(session, "gat", StalenessPolicy(mode="async", staleness=1), threads=2)
 
 
-def test_one_rank_whose_tasks_are_all_done_twice() -> None:
+def test_one_rank_whose_tasks_are_all_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    Faults(duplicate=1.0).strike(monkeypatch)
     with start_session(timeout_s=30.0) as session:
-        train(session, "dropping", StalenessPolicy(mode="pipe"), threads=2, faults={"duplicate": 1.0})
+        train(session, "dropping", StalenessPolicy(mode="pipe"), threads=2)
 
 
 @pytest.mark.wide
