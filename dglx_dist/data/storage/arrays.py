@@ -74,27 +74,15 @@ class ArrayStream:
         np.lib.format.write_array_header_2_0(
             head, {"descr": dtype.str, "fortran_order": False, "shape": shape}
         )
-        self._file = path.open("x+b", buffering=0)
+        self._file = path.open("xb", buffering=0)
         self._checksum, self.num_rows = 0, 0
         """Rows in the file."""
-        self._first_byte = self._put(head.getbuffer())
+        self._put(head.getbuffer())
 
     def append(self, rows: Array) -> None:
         """Write the next (k, *row) rows; after an OSError those of earlier calls are still there."""
         self._put(np.ascontiguousarray(rows, self._dtype).reshape(-1).view(np.uint8).data)
         self.num_rows += len(rows)
-
-    def written(self) -> Array:
-        """Return the rows in the file, (k, *row), in memory."""
-        rows = np.empty((self.num_rows, *self._shape[1:]), self._dtype)
-        data, done = rows.reshape(-1).view(np.uint8).data, 0
-        while done < len(data):
-            # From the open file: it may have another name by now, or none.
-            count = os.preadv(self._file.fileno(), [data[done:]], self._first_byte + done)
-            if not count:
-                raise StorageError(f"{self._path} was cut short while it was written; try again")
-            done += count
-        return rows
 
     def finish(self) -> FileInfo:
         """Flush to disk and return the size and checksum of the file; StorageError if rows are missing."""
@@ -109,12 +97,11 @@ class ArrayStream:
     def close(self) -> None:
         self._file.close()
 
-    def _put(self, data: memoryview) -> int:
+    def _put(self, data: memoryview) -> None:
         done = 0
         while done < len(data):
             done += self._file.write(data[done:]) or 0
         self._checksum = zlib.crc32(data, self._checksum)
-        return done
 
 
 @final
