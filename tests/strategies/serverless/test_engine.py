@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +23,7 @@ from dglx_dist.serverless.worker import GIVE
 from dglx_dist.strategies.serverless.engine import (
     Account,
     account_of_ranks,
-    check_reachable,
     progress_line,
-    repeated,
 )
 from dglx_dist.strategies.serverless.graph_partition import (
     exchange_boundaries,
@@ -34,6 +31,7 @@ from dglx_dist.strategies.serverless.graph_partition import (
     read_structure,
 )
 from dglx_dist.strategies.serverless.options import StalenessPolicy, read_lambda_options
+from dglx_dist.strategies.serverless.worker_pool import check_reachable
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.serverless.faults import Faults
 from tests.strategies.equality import write_parts
@@ -223,15 +221,6 @@ def test_the_line_says_stages_workers_queue_relaunches_and_dollars() -> None:
     assert progress_line(engine, SETTINGS, account) == (
         "epoch 3 | AV1 2 GA1 1 | 4 workers | queue 2 | 5 relaunched | $0.512 simulated"
     )
-
-
-def test_lines_come_while_a_run_goes_on_and_no_longer() -> None:
-    first = threading.Event()
-    with repeated(lambda _seconds: first.set()):
-        assert first.wait(20)
-    assert not any(thread.name == "lambda-progress" for thread in threading.enumerate())
-    with repeated(None):
-        assert not any(thread.name == "lambda-progress" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
