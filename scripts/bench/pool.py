@@ -29,12 +29,9 @@ LOG_LINES = 25
 
 @final
 class WorkerPool:
-    """Ranks that wait for jobs; a context manager that ends them.
+    """Ranks on a lab that wait for jobs; a context manager that ends them.
 
-    Args:
-        lab: Where they run.
-        ranks_per_server: How many on each server.
-        folder: Empty, on a disk that all servers share (not ``/dev/shm``).
+    ``folder``: empty, on a disk that all servers share (not ``/dev/shm``).
     """
 
     def __init__(self, lab: Lab, ranks_per_server: int, folder: Path) -> None:
@@ -99,11 +96,7 @@ class WorkerPool:
 
 
 def do_alone(job: Job, *, timeout_s: float = 600.0) -> Mapping[str, Any]:
-    """Run ``job`` as the only rank, in a process of its own and on all cores, and return its report.
-
-    Raises:
-        JobError: it failed, died or took longer than ``timeout_s``.
-    """
+    """Run ``job`` as the only rank, in a process of its own and on all cores, and return its report."""
     with (
         scratch_folder() as folder,
         open_lab(LabSpec(servers=1), force_loopback=True) as lab,
@@ -115,10 +108,7 @@ def do_alone(job: Job, *, timeout_s: float = 600.0) -> Mapping[str, Any]:
 class Stage:
     """Where jobs are done; one at a time, so that what waits costs the others nothing.
 
-    Args:
-        labs: That are up, by shape.
-        folder: On a disk that all servers share.
-        closing: Ends the worker pools, which are started when a job first wants one.
+    ``labs`` are up; ``closing`` ends the worker pools, which are started when a job first wants one.
     """
 
     def __init__(self, labs: Mapping[Shape, Lab], folder: Path, closing: ExitStack) -> None:

@@ -82,11 +82,6 @@ def main(argv: list[str]) -> None:
             found = expansion_of(graph, method, chosen.servers, chosen.hops)
             curves[name] = found.factors.mean(axis=1).tolist()
             rows.append(row(name, method, found))
-        way = "by METIS" if method == "metis" else "at random"
-        draw(
-            curves,
-            chosen.servers,
-            chosen.out / f"shared_preload_{method}.png",
-            f"{chosen.servers} parts {way}",
-        )
+        title = f"{chosen.servers} parts {'by METIS' if method == 'metis' else 'at random'}"
+        draw(curves, chosen.servers, chosen.out / f"shared_preload_{method}.png", title)
     print(markdown_table(["graph", "cut", *headings], rows))
