@@ -201,9 +201,8 @@ def read_config(path: Path) -> IngestConfig:
         top.choice("version", VERSIONS)
     nodes = tuple(map(_node, top.filled_records("nodes", _NODE_KEYS)))
     edges = tuple(map(_edge, top.filled_records("edges", _EDGE_KEYS)))
-    config = IngestConfig(
-        path=path, nodes=nodes, edges=edges, raw={key: top.value(key) for key in top.keys()}
-    )  # noqa: SIM118
+    raw = {key: top.value(key) for key in top.keys()}  # noqa: SIM118  # a method of Fields, not a mapping
+    config = IngestConfig(path=path, nodes=nodes, edges=edges, raw=raw)
     _check_types(config)
     return config
 
