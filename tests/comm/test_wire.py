@@ -20,7 +20,6 @@ from dglx_dist.comm.wire import (
     WireError,
     decode,
     encode,
-    raw_bytes,
     read_arrays,
     send_message,
     skip,
@@ -102,15 +101,6 @@ def test_limits() -> None:
         described = np.array(shape, "<i8").tobytes()
         with pytest.raises(WireError, match="negative or of more than"):
             decode(bytes(raw[:-16]) + described)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_raw_bytes_are_little_endian_and_in_c_order(dtype: str) -> None:
-    array = np.arange(6).reshape(2, 3).astype(dtype)
-    expected = array.T.copy().tobytes()
-    assert raw_bytes(array.T).tobytes() == expected
-    if dtype not in ("bool", "uint8"):
-        assert raw_bytes(array.T.astype(np.dtype(dtype).newbyteorder(">"))).tobytes() == expected
 
 
 SENT = [
