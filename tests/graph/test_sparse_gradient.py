@@ -46,8 +46,8 @@ def test_calls_are_summed_by_row_each_with_its_own_weight() -> None:
     given = [gradient([7, 3], 8.0, QUARTER), gradient([3], float("nan"), NONE), gradient([5, 3], 1.0, None)]
     total = weighted_sum(given, "mean", 1)
     assert total is not None
-    assert total.ids.tolist() == [3, 5, 7]
-    assert total.rows.tolist() == [[3.0], [1.0], [2.0]]
+    assert total.ids.tolist() == [7, 3, 5]
+    assert total.rows.tolist() == [[2.0], [3.0], [1.0]]
 
 
 def test_without_targets_there_is_no_gradient() -> None:
