@@ -241,7 +241,7 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
     options = read_auto_options(session.options)
     remedy = "strategy 'auto' needs the same options on every rank"
     check_equal(session, "an option", {**asdict(training), **asdict(options)}, remedy)
-    check_same_model(model, session, "a model")
+    check_same_model(model, session)
     check_plannable(g.dataset.manifest, str(g.dataset.folder))
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
         # Training must draw the same random numbers as if the strategy had been named.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from dgl.nn import (
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, part_of
+from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, cut_in_place
 from dglx_dist.layers.convolutions import (
     EdgeConvStages,
     GatStages,
@@ -40,7 +41,7 @@ from dglx_dist.layers.convolutions import (
     SgcStages,
     stages_of,
 )
-from dglx_dist.layers.dropout import deal_out_columns
+from dglx_dist.layers.dropout import Columns, deal_out_columns
 
 WIDTHS, PARTS = (1, 3, 100, 101), (1, 2, 3, 4)
 H = 5
@@ -108,6 +109,13 @@ def edge_choices(name: str, weight: Tensor) -> list[dict[str, Tensor]]:
         relation = torch.arange(len(weight)) % 3
         return [{"etypes": relation}, {"etypes": relation, "norm": weight.view(-1, 1)}]
     return [{}] if name.startswith(NO_WEIGHTS) else [{}, {"edge_weight": weight}]
+
+
+def part_of(layer: SplittableConv, runs: Sequence[Columns]) -> SplittableConv:
+    """A copy of ``layer`` that has only the columns ``runs``."""
+    part = copy.deepcopy(layer)
+    cut_in_place(part, layer.cut, runs)
+    return part
 
 
 def add_up(parts: list[PartialSums]) -> PartialSums:

@@ -306,17 +306,6 @@ def test_a_weight_depends_on_name_shape_and_seed_alone() -> None:
     np.testing.assert_array_equal(narrow, first["a"].astype(np.float32))
 
 
-def test_inputs_may_come_first() -> None:
-    plain = initialise({"w": (400, 100)}, "he_normal", 0, F64)["w"]
-    swapped = initialise({"w": (400, 100)}, "he_normal", 0, F64, inputs_first=["w"])["w"]
-    np.testing.assert_allclose(plain, 2 * swapped)
-
-
-def test_an_unknown_scheme_is_refused() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'xavier_normal'"):
-        initialise({}, "xavier_norm", 0, F64)  # type: ignore[arg-type]
-
-
 # More than one block and more than one vector, with a tail; a matrix; one element; a number; nothing.
 UPDATE_SHAPES = {"wide": (91, 103), "row": (1, 7), "one": (1,), "number": (), "none": (0, 3)}
 TORCH_UPDATES = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}

@@ -14,32 +14,11 @@ from dglx_dist.errors import PeerError
 from dglx_dist.serverless import worker_process
 from dglx_dist.serverless.executors.base import Lost, PoolExecutor, WorkerHandle
 from dglx_dist.serverless.tasks import Task, TaskKey
-from dglx_dist.serverless.worker import TaskPhase, WorkerAnswer
-from dglx_dist.serverless.worker_process import CpuThrottle, Fault, FaultInjector, Relay
+from dglx_dist.serverless.worker import WorkerAnswer
+from dglx_dist.serverless.worker_process import CpuThrottle, Fault, Relay
 
 from .programs import gcn
 from .servers import Bench, keys_of
-
-
-class Died(Exception):
-    pass
-
-
-def test_a_fault_happens_once_at_its_place() -> None:
-    def die() -> None:
-        raise Died
-
-    at = FaultInjector(die)  # type: ignore[arg-type]
-    at(TaskPhase.HALF)
-    at.next = Fault(place=TaskPhase.PUSHED)
-    at(TaskPhase.HALF)
-    with pytest.raises(Died):
-        at(TaskPhase.PUSHED)
-    at(TaskPhase.PUSHED)
-    at.next = Fault(place=TaskPhase.PUSHED, seconds=0.0)
-    at(TaskPhase.PUSHED)
-    assert at.next is None
-
 
 POOL_KEYS = [key for interval in range(3) for key in keys_of(gcn(), interval)]
 

@@ -13,8 +13,6 @@ import dgl
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
@@ -160,43 +158,6 @@ def test_ranks_draw_the_same_sample_as_one(folder: Path) -> None:
         ],
     )
     assert difference(alone, exact) > 1e-3
-
-
-def _wrong_rules(folder: str) -> dict[str, list[Any]]:
-    """What torch's own DDP makes of uneven shards, and what an unweighted sum does."""
-    session = start_session(timeout_s=60)
-    g = DistGraph(folder)
-    rank, world_size = session.topology.rank, session.topology.world_size
-    ids = equality.new_ids_of_training(g)
-    mine = equality.cut(ids, SHARES["uneven"], rank, world_size)
-    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
-        2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
-    )
-    strategy = STRATEGIES.get("data_parallel")(session, {})
-    loader = strategy.loader(g, mine, sampler, batch_size=len(ids))
-    mean_of_means = torch.nn.parallel.DistributedDataParallel(equality.model_of("sage", g))
-    optimizer = torch.optim.SGD(mean_of_means.parameters(), lr=equality.RATE)
-    equality.loop(mean_of_means, loader, optimizer, equality.STEPS)
-    summed = equality.model_of("sage", g)
-    optimizer = torch.optim.SGD(summed.parameters(), lr=equality.RATE)
-    for _ in range(equality.STEPS):
-        for _, _, blocks in loader:
-            optimizer.zero_grad()
-            scores = summed(blocks, blocks[0].srcdata["feat"])
-            F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
-            for parameter in summed.parameters():
-                dist.all_reduce(parameter.grad)
-            optimizer.step()
-    return {
-        "mean of means": [p.detach().numpy().copy() for p in mean_of_means.parameters()],
-        "unweighted sum": [p.detach().numpy().copy() for p in summed.parameters()],
-    }
-
-
-def test_wrong_rules_are_told_apart(folder: Path) -> None:
-    result = run_ranks(_wrong_rules, 2, args=(str(folder),))[0]
-    for name, weights in result.items():
-        assert difference(weights, plain_weights("sage")) > 1e-3, name
 
 
 def test_training_nodes_are_cut_as_told() -> None:

@@ -9,11 +9,9 @@ import re
 import secrets
 import socket
 import sys
-import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -44,7 +42,6 @@ from dglx_dist.serverless.aws.clients import (
     found_or_none,
     is_amazon,
 )
-from dglx_dist.serverless.json_fields import Json
 from dglx_dist.serverless.program import FEATURES, Program, Slot, Vertex
 from dglx_dist.serverless.tasks import (
     Address,
@@ -52,10 +49,9 @@ from dglx_dist.serverless.tasks import (
     Secrets,
     Task,
     TaskKey,
-    TaskOptions,
     Work,
+    attempt_name,
     join_halves,
-    parse_attempt,
     parse_half,
     take_half,
 )
@@ -443,22 +439,15 @@ def try_function(
     """
     # The invocation is synchronous, so the client waits for the longest time-out of a function.
     client = place.client("lambda", timeout_s=MAX_TIMEOUT_S + 10)
-    with _served(address or _own_address(client)) as trial:
-        say(f"serving one interval of {ROWS} nodes at {trial.endpoint}")
-        return [trial.run(client, name, epoch) for epoch in range(times)]
-
-
-@contextmanager
-def _served(address: str) -> Iterator[_Trial]:
+    address, secret = address or _own_address(client), secrets.token_hex(32)
     _check_is_local(address)
     rpc = Rpc(0, Ledger(Topology(rank=0, world_size=1, server_of_rank=(0,))), TASK_TIMEOUT_S)
-    secret = secrets.token_hex(32)
     try:
-        endpoint = rpc.listen(address, Credentials(secret=secret.encode()))
-        trial = _Trial(endpoint, secret)
+        trial = _Trial(rpc.listen(address, Credentials(secret=secret.encode())), secret)
         for op, handler in trial.handlers().items():
             rpc.register(op, handler)
-        yield trial
+        say(f"serving one interval of {ROWS} nodes at {trial.endpoint}")
+        return [trial.run(client, name, epoch) for epoch in range(times)]
     finally:
         rpc.close()
 
@@ -469,11 +458,10 @@ class _Trial:
 
     def __init__(self, endpoint: str, secret: str) -> None:
         self.endpoint, self._secret = endpoint, secret
-        config: dict[str, Json] = {"in": FEATURES_IN, "out": CLASSES, "bias": True}
         layer = Vertex(
             name="AV1",
             stage="dense",
-            config=config,
+            config={"in": FEATURES_IN, "out": CLASSES, "bias": True},
             inputs=(FEATURES,),
             outputs=(Slot("h1", CLASSES),),
             weights=("weight", "bias"),
@@ -484,59 +472,50 @@ class _Trial:
         self._weights = [rng.normal(size=shape).astype(np.float32) for shape in self._work.weights.values()]
         rows = rng.normal(size=(ROWS, FEATURES_IN)).astype(np.float32)
         self._arrays: list[Array] = [rows, rng.integers(0, CLASSES, size=ROWS, dtype=np.int32)]
-        self._lock = threading.Lock()
-        self._given: dict[tuple[TaskKey, int], list[Array]] = {}
-        self._pushed: dict[TaskKey, list[Array]] = {}
+        self._given: dict[str, list[Array]] = {}
+        """Rows and gradients, by the name under which they came."""
 
     def handlers(self) -> dict[str, Handler]:
+        program, pulled = np.frombuffer(self._program.to_json(), np.uint8), self._work.pulled
         return {
-            ops.PROGRAM: lambda _name, _arrays: [np.frombuffer(self._program.to_json(), np.uint8)],
-            ops.PULL: lambda name, _arrays: take_half(
-                self._work.pulled, self._arrays, ROWS, parse_half(name)[1]
-            ),
+            ops.PROGRAM: lambda _name, _arrays: [program],
+            ops.PULL: lambda name, _arrays: take_half(pulled, self._arrays, ROWS, parse_half(name)[1]),
             ops.WEIGHTS: lambda _name, _arrays: self._weights,
-            ops.GRADIENTS: self._take_gradients,
-            ops.GIVE: self._take_rows,
+            ops.GRADIENTS: self._take,
+            ops.GIVE: self._take,
         }
 
     def run(self, client: Client, name: str, epoch: int) -> TrialResult:
-        key, begun = TaskKey(epoch, 0, 0, Direction.FUSED), time.perf_counter()
-        with explained(f"could not invoke the function {name}"):
-            answer = client.invoke(
-                FunctionName=name,
-                InvocationType="RequestResponse",
-                LogType="Tail",
-                Payload=self._task(key).to_event(),
-            )
-            payload = answer["Payload"].read()
-        seconds = time.perf_counter() - begun
-        if "FunctionError" in answer:
-            raise RemoteError(f"the function {name} failed: {_reason(payload)}\n{_tail(answer)}")
-        worker = WorkerAnswer.from_json(payload)
-        self._check(name, key)
-        return TrialResult(seconds=seconds, worker_s=worker.seconds, cold=worker.cold)
-
-    def _task(self, key: TaskKey) -> Task:
         here = Address(rank=0, host=socket.gethostname(), endpoint=self.endpoint)
-        return Task(
-            key=key,
+        task = Task(
+            key=TaskKey(epoch, 0, 0, Direction.FUSED),
             rows=ROWS,
             program=self._program.digest,
             graph_server=here,
             parameter_server=here,
             secrets=Secrets(secret=self._secret),
             timeout_s=TASK_TIMEOUT_S,
-            options=TaskOptions(),
         )
+        begun = time.perf_counter()
+        with explained(f"could not invoke the function {name}"):
+            answer = client.invoke(
+                FunctionName=name, InvocationType="RequestResponse", LogType="Tail", Payload=task.to_event()
+            )
+            payload = answer["Payload"].read()
+        seconds = time.perf_counter() - begun
+        if "FunctionError" in answer:
+            raise RemoteError(f"the function {name} failed: {_reason(payload)}\n{_tail(answer)}")
+        worker = WorkerAnswer.from_json(payload)
+        self._check(name, task.key)
+        return TrialResult(seconds=seconds, worker_s=worker.seconds, cold=worker.cold)
 
     def _check(self, name: str, key: TaskKey) -> None:
         wanted = self._work.whole(self._weights, self._arrays, ROWS)
-        with self._lock:
-            halves = [self._given.get((key, half)) for half in (0, 1)]
-            pushed = self._pushed.get(key)
-        if halves[0] is None or halves[1] is None or pushed is None:
+        names = [attempt_name(key, 0, 0), attempt_name(key, 1, 0), str(key)]
+        if not self._given.keys() >= set(names):
             raise ConfigError(f"the function {name} answered but sent no rows or gradients; deploy it again")
-        found = [*join_halves(self._work.given, halves[0], halves[1]), *pushed]
+        first, second, pushed = (self._given[one] for one in names)
+        found = [*join_halves(self._work.given, first, second), *pushed]
         # Not bit for bit: BLAS kernels of another processor round sums differently.
         for one, other in zip(found, [*wanted.rows, *wanted.gradients], strict=True):
             if not np.allclose(one, other, rtol=1e-4, atol=1e-5):
@@ -546,16 +525,9 @@ class _Trial:
                     "package and deploy this version"
                 )
 
-    def _take_rows(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        key, half, _attempt = parse_attempt(name)
-        with self._lock:
-            self._given[key, half] = list(arrays)
+    def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        self._given[name] = list(arrays)
         return [np.array([1])]
-
-    def _take_gradients(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        with self._lock:
-            self._pushed[TaskKey.parse(name)] = list(arrays)
-        return []
 
 
 def _check_is_local(address: str) -> None:
