@@ -173,16 +173,6 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@every_conv
-def test_names_are_those_of_the_layer(name: str) -> None:
-    conv, staged = made(name, 7)
-    assert {n: p.shape for n, p in staged.named_parameters()} == {
-        n: p.shape for n, p in conv.named_parameters()
-    }
-    for cut, dimension in staged.cut.items():
-        assert staged.get_parameter(cut).shape[dimension] == 7
-
-
 def test_whole_outputs_of_parts_of_gat_do_not_add_up() -> None:
     """The known wrong way: the softmax of a part's logits is no part of the softmax."""
     block, x, _ = block_and_rows(8)
