@@ -172,13 +172,6 @@ def test_attention_is_dropped_by_destination_and_place_not_by_number_of_the_edge
     assert drop_attention(part, ones, 0.0, draws) is ones
 
 
-def test_it_is_a_module_s_mask_that_the_gradient_sees() -> None:
-    x = nn.Parameter(torch.randn(400, 9, dtype=torch.float64))
-    draws = DropDraws(seed=7, number=3, nodes=NODES, runs=all_columns(9))
-    drop_entries(x, 0.3, draws).sum().backward()
-    close(x.grad, mask(all_columns(9)).double() / 0.7)
-
-
 # The ring 0 -> 1 -> ... -> 11 -> 0 with chords v -> v + 5.
 RING = 12
 SOURCES = torch.arange(RING).repeat(2)
