@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.errors import ConfigError
@@ -65,7 +65,8 @@ class FileSet:
     """The files of one table, in the order of their rows."""
 
     paths: tuple[Path, ...]
-    format: Literal["csv", "parquet", "lines"]
+    format: str
+    """One of :data:`FORMATS`, or ``lines``: one text per line."""
     separator: str = ","
 
 
@@ -75,12 +76,14 @@ def read_files(entry: Fields) -> FileSet:
         return named_files(entry, "files")
     paths = _paths(entry, "files")
     form = entry.record("format", ("name", "separator"))
-    name, separator = form.one_word_of("name", FORMATS), form.optional_word("separator")
+    name, separator = form.choice("name", FORMATS), form.optional_word("separator")
     if separator is not None and name != "csv":
         raise form.wrong("separator", f"nothing for {name}")
-    if separator is not None and not _can_separate(separator):
+    if separator is not None and not (
+        len(separator) == 1 and separator.isascii() and separator not in '"\r\n\0'
+    ):
         raise form.wrong("separator", "one character of ASCII, and neither a quote nor an end of line")
-    return FileSet(paths=paths, format="csv" if name == "csv" else "parquet", separator=separator or ",")
+    return FileSet(paths=paths, format=name, separator=separator or ",")
 
 
 def named_files(entry: Fields, key: str) -> FileSet:
@@ -89,7 +92,7 @@ def named_files(entry: Fields, key: str) -> FileSet:
     names = {path.suffix[1:] for path in paths}
     for name in FORMATS:
         if names == {name}:
-            return FileSet(paths=paths, format="csv" if name == "csv" else "parquet")
+            return FileSet(paths=paths, format=name)
     odd = next((path.name for path in paths if path.suffix[1:] not in FORMATS), "")
     if not odd:
         raise entry.wrong(key, f"files of one format ({', '.join(FORMATS)})")
@@ -104,10 +107,6 @@ def _paths(entry: Fields, key: str) -> tuple[Path, ...]:
     if len({path.resolve() for path in paths}) < len(paths):
         raise entry.wrong(key, "files of which none is named twice")
     return paths
-
-
-def _can_separate(text: str) -> bool:
-    return len(text) == 1 and text.isascii() and text not in '"\r\n\0'
 
 
 def _matches(pattern: str, entry: Fields) -> list[Path]:
@@ -210,7 +209,7 @@ def read_config(path: Path) -> IngestConfig:
     """
     top = Fields(read_json(path), str(path), known=("version", "nodes", "edges"), error=ConfigError)
     if top.has("version"):
-        top.one_word_of("version", VERSIONS)
+        top.choice("version", VERSIONS)
     nodes = tuple(map(_node, top.filled_records("nodes", _NODE_KEYS)))
     edges = tuple(map(_edge, top.filled_records("edges", _EDGE_KEYS)))
     _check_types(nodes, edges, path)
@@ -268,7 +267,7 @@ def _feature(entry: Fields) -> FeatureSpec:
         raise entry.failure("several columns need a feature_name")
     if name in (LABEL, *SPLITS):
         raise entry.failure(f"{name!r} is the name of labels or splits; give a feature_name")
-    dtype = entry.one_word_of("out_dtype", OUT_DTYPES) if entry.has("out_dtype") else None
+    dtype = entry.choice("out_dtype", OUT_DTYPES) if entry.has("out_dtype") else None
     if not entry.has("transform"):
         return FeatureSpec(columns=columns, name=name, dtype=dtype)
     chosen = entry.record("transform").optional_word("name")
@@ -292,7 +291,7 @@ def _label(parent: Fields) -> LabelSpec | None:
     if len(entries) > 1:
         raise parent.failure(f"{len(entries)} labels; one task for each type is supported")
     entry = entries[0]
-    task = entry.one_word_of("task_type", TASKS)
+    task = entry.choice("task_type", TASKS)
     column = entry.optional_word("label_col")
     if (column is None) != (task == "link_prediction"):
         raise entry.wrong("label_col", f"{'nothing' if column else 'a column'} for {task}")

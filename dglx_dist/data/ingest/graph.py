@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow.compute as pc
@@ -143,22 +143,8 @@ _HUB_SHARES = 5
 """Memory shares that the edges of a hub may take; nothing else is in memory then."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ends:
-    """Both ends of the edges of one table, in the order of its rows."""
-
-    sources: Spill
-    """(E,) int64."""
-    destinations: Spill
-    """(E,) int64."""
-
-    @property
-    def num_edges(self) -> int:
-        return self.sources.num_rows
-
-    def reversed(self) -> Ends:
-        """Return the same edges in the opposite direction."""
-        return Ends(sources=self.destinations, destinations=self.sources)
+Ends: TypeAlias = tuple[Spill, Spill]
+"""(E,) int64 sources and destinations of the edges of one table, in the order of its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +162,8 @@ class InEdges:
 def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path, memory: int) -> InEdges:
     """Sort edges by (destination, source, table row).
 
-    Sorts the in-edges of as many consecutive destinations as fit into ``memory`` bytes, but at least
-    those of one of 65,536 slots of destinations, with up to five times ``memory``.
-
-    Raises:
-        ConfigError: a node, or a slot of neighbours in the table, has too many in-edges for one sort.
+    Sorts the in-edges of as many consecutive destinations as fit into ``memory`` bytes, but at least those of
+    one of 65,536 slots of destinations, with up to five times ``memory``; ConfigError if that is too little.
     """
     width = -(-num_destinations // _SLOTS)
     step = max(1, memory // _SORTING_BYTES)
@@ -210,7 +193,7 @@ def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path
 def _first_destinations(ends: Ends, num_destinations: int, width: int, step: int) -> list[int]:
     # A bucket has at most ``step`` edges, unless it is a single slot.
     counts = np.zeros(-(-num_destinations // width), np.int64)
-    for destinations in ends.destinations.chunks(step):
+    for destinations in ends[1].chunks(step):
         counts += np.bincount(destinations // width, minlength=len(counts))
     _check_fits(counts, width, _HUB_SHARES * step)
     firsts, held = [0], 0
@@ -235,7 +218,7 @@ def _check_fits(counts: Array, width: int, most: int) -> None:
 
 def _write_buckets(ends: Ends, firsts: list[int], folder: Path, step: int) -> BucketFiles:
     buckets, row = BucketFiles(folder, _EDGE), 0
-    for sources, destinations in zip(ends.sources.chunks(step), ends.destinations.chunks(step), strict=True):
+    for sources, destinations in zip(ends[0].chunks(step), ends[1].chunks(step), strict=True):
         edges = np.empty(len(sources), _EDGE)
         edges["source"], edges["destination"] = sources, destinations
         edges["row"] = np.arange(row, row + len(edges))
@@ -257,14 +240,14 @@ def _ingest_edges(
         folder = output.work / f"end{len(found)}"
         found.append(nodes[ntype].ids.find(rows.table, column, f"the {ntype!r} nodes", folder))
         output.advance(1)
-    ends = Ends(sources=found[0], destinations=found[1])
+    ends = (found[0], found[1])
     sizes = nodes[spec.etype[0]].ids.num_nodes, nodes[spec.etype[2]].ids.num_nodes
     edges = _write_structure(spec.etype, ends, sizes, "forward", output)
     if spec.features or spec.label is not None:
         rows.write(seed, reorder=_edge_order(edges, output))
     shutil.rmtree(output.work / "forward")
     if reverse is not None:
-        _write_structure(reverse, ends.reversed(), sizes[::-1], "reverse", output)
+        _write_structure(reverse, ends[::-1], sizes[::-1], "reverse", output)
     for number in range(2):
         shutil.rmtree(output.work / f"end{number}")
     return rows
@@ -278,8 +261,8 @@ def _write_structure(
     folder, at_once = edge_folder(0, etype), output.budget.batch // 8
     output.write(f"{folder}/indptr.arrow", IDS, num_destinations + 1, edges.indptr.chunks(at_once))
     info = ColumnInfo(dtype="int32" if num_sources < 2**31 else "int64", row_shape=())
-    output.write(f"{folder}/indices.arrow", info, ends.num_edges, edges.indices.chunks(at_once))
-    output.write(f"{folder}/original_ids.arrow", IDS, ends.num_edges, edges.rows.chunks(at_once))
+    output.write(f"{folder}/indices.arrow", info, edges.rows.num_rows, edges.indices.chunks(at_once))
+    output.write(f"{folder}/original_ids.arrow", IDS, edges.rows.num_rows, edges.rows.chunks(at_once))
     return edges
 
 
@@ -356,11 +339,7 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
 
 
 def write_description(ingested: Ingested, path: Path) -> None:
-    """Write the description with the statistics of its transforms as JSON.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the description with the statistics of its transforms as JSON; ConfigError if it cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(ingested.description, indent=1) + "\n", encoding="utf-8")

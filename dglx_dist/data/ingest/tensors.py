@@ -77,7 +77,7 @@ class Labels:
             return
         if self._texts is not None:
             names = sorted(self._texts)
-            if all(_is_class_number(name) for name in names):
+            if all(map(_CLASS_NUMBER.fullmatch, names)):
                 self._largest = max((int(float(name)) for name in names), default=-1)
             else:
                 self._largest = len(names) - 1
@@ -124,10 +124,6 @@ class Labels:
         return numbers.astype(np.int64)
 
 
-def _is_class_number(text: str) -> bool:
-    return _CLASS_NUMBER.fullmatch(text) is not None
-
-
 NO_SPLIT = 255
 """Code of rows in no split; train, validation and test are 0, 1 and 2."""
 
@@ -139,19 +135,11 @@ _MAX_DRAWN = 10**9
 def draw_split_codes(
     has_label: Iterable[Array], num_labelled: int, shares: Sequence[float], seed: int
 ) -> Iterator[Array]:
-    """Yield random split codes, of which each split has its exact share of the labelled rows.
+    """Yield (K,) uint8 random split codes for each (K,) bool piece of ``has_label``.
 
-    All subsets of that size are equally likely, independent of the size of the pieces: each block of labelled
-    rows gets its part of each split by a hypergeometric draw, then a permutation.
-
-    Args:
-        has_label: (K,) bool pieces, in the order of the rows; (K,) uint8 codes are yielded for each.
-        num_labelled: Number of True values in all pieces.
-        shares: Of train, validation and test; if they sum to 1, every row is in a split.
-        seed: The same seed gives the same codes.
-
-    Raises:
-        ConfigError: there are 10**9 labelled rows or more.
+    Each split has its exact share of the ``num_labelled`` True values; shares that sum to 1 leave none out.
+    All subsets of that size are equally likely, independent of the size of the pieces: each block of
+    labelled rows gets its part of each split by a hypergeometric draw, then a permutation.
     """
     if num_labelled >= _MAX_DRAWN:
         raise ConfigError(

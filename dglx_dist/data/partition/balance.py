@@ -64,11 +64,7 @@ class PartitionQuality:
 
 
 def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
-    """Return the quality of ``assignment`` on ``graph``; reads each edge 1 + P / 64 times.
-
-    Raises:
-        ConfigError: ``assignment`` does not have one owner in [0, P) for each node of ``graph``.
-    """
+    """Return the quality of ``assignment`` on ``graph``; reads each edge 1 + P / 64 times."""
     _check_fits(graph, assignment)
     num_parts = assignment.num_parts
     part = from_assignment(graph, assignment)
@@ -178,11 +174,9 @@ _EPSILON = 1e-12
 def enforce_capacities(
     graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array, method: str
 ) -> tuple[Array, dict[str, float]]:
-    """Rebalance (N,) int32 ``part_of_node`` if it exceeds its capacities.
+    """Return (N,) int32 ``part_of_node`` within its capacities, if possible.
 
-    Returns:
-        A new (N,) int32 array, and the constraints that are still exceeded with their value, which is also
-        logged as a warning of ``method``.
+    The constraints that are still exceeded are returned with their value, and logged as warnings.
     """
     missed = weights.missed(part_of_node)
     if not missed:

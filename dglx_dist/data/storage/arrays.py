@@ -122,11 +122,9 @@ class ArrayWriter:
         self.stream(name, array.dtype, array.shape).append(array)
 
     def publish(self, facts: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Complete the folder and rename it to its place, unless an intact one of the same facts is there.
+        """Complete the folder with JSON values ``facts`` and rename it to its place.
 
-        Args:
-            facts: JSON values for the stamp.
-            overwrite: Replace an intact one, too.
+        An intact folder of the same facts stays there, unless ``overwrite``.
         """
         files = {f"{name}.npy": stream.finish() for name, stream in self._streams.items()}
         head = {
@@ -154,11 +152,13 @@ class ArrayFolder:
     def below(self, name: str) -> ArrayFolder:
         return ArrayFolder(self.path / name, trusted=self._trusted)
 
-    def read(self, mode: Literal["r", "c"] = "r") -> tuple[Any, dict[str, Array]]:
+    def read(
+        self, mode: Literal["r", "c"] = "r", facts: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Array]]:
         """Compare all files with the stamp; return its facts and the arrays, mapped (c: copy-on-write).
 
         Raises:
-            StorageError: a file is missing or damaged.
+            StorageError: a file is missing or damaged, or the facts are not those given.
         """
         try:
             stamp = json.loads((self.path / STAMP).read_bytes())
@@ -172,8 +172,12 @@ class ArrayFolder:
                 if found != expected:
                     raise ValueError(f"{name} does not match its checksum")
                 arrays[path.stem] = np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
+            if facts is not None and told != facts:
+                raise ValueError(f"it is {told} instead of {facts}")
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as problem:
-            raise self._damaged(problem) from problem
+            raise StorageError(
+                f"{self.path} is damaged ({problem}); a run that opens it writes it again"
+            ) from problem
         return told, arrays
 
     def find(
@@ -183,7 +187,7 @@ class ArrayFolder:
         if not self.path.exists():
             return None
         try:
-            return self._matching(facts, mode)
+            return self.read(mode, facts)
         except StorageError as problem:
             _LOG.warning("%s", problem)
             return None
@@ -191,7 +195,7 @@ class ArrayFolder:
     def has(self, facts: Mapping[str, Any]) -> bool:
         """Return whether an intact folder of these facts is there."""
         try:
-            self._matching(facts, "r")
+            self.read("r", facts)
         except StorageError:
             return False
         return True
@@ -203,11 +207,7 @@ class ArrayFolder:
             yield ArrayWriter(self, partial, stack)
 
     def keep(self, arrays: Mapping[str, Array], facts: Mapping[str, Any], what: str) -> bool:
-        """Replace the folder; log and return False if there is no space or permission.
-
-        Raises:
-            StorageError: writing fails for another reason.
-        """
+        """Replace the folder; log and return False if there is no space or permission for ``what``."""
         try:
             with self.writing() as writer:
                 for name, array in arrays.items():
@@ -219,17 +219,6 @@ class ArrayFolder:
                 return False
             raise StorageError(f"{self.path} cannot be written ({problem}); check the disk") from problem
         return True
-
-    def _matching(
-        self, facts: Mapping[str, Any] | None, mode: Literal["r", "c"]
-    ) -> tuple[Any, dict[str, Array]]:
-        found, arrays = self.read(mode)
-        if facts is not None and found != facts:
-            raise self._damaged(f"it is {found} instead of {facts}")
-        return found, arrays
-
-    def _damaged(self, problem: object) -> StorageError:
-        return StorageError(f"{self.path} is damaged ({problem}); a run that opens it writes it again")
 
 
 def _checksum_of(head: object) -> int:

@@ -36,11 +36,11 @@ def test_what_graphstorm_users_write_is_understood(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"nodes": []}, "'nodes' is \\[\\], expected a list that is not empty"),
-        ({"version": "gsprocessing-v1.0"}, "'gsprocessing-v1.0', expected one of gconstruct-v0.1"),
+        ({"version": "gsprocessing-v1.0"}, "'gsprocessing-v1.0', expected one of 'gconstruct-v0.1'"),
         ({"edgs": []}, "key 'edgs' is not supported; did you mean 'edges'"),
         ({"nodes.0.node_type": 3}, "node_type' is 3"),
         ({"nodes.0.files": "none-*.parquet"}, "there is no file 'none-\\*.parquet', neither in"),
-        ({"nodes.0.format": {"name": "HDF5"}}, "name' is 'HDF5', expected one of csv, parquet"),
+        ({"nodes.0.format": {"name": "HDF5"}}, "name' is 'HDF5', expected one of 'csv', 'parquet'"),
         ({"nodes.0.format": {"name": "csv", "separator": "::"}}, "'::', expected one character"),
         ({"nodes.0.features.0.transform": {"name": "bert_hf"}}, "transform 'bert_hf' is not supported"),
         ({"nodes.0.features.0.transform.max_bond": 1}, "max_bond' is not.*did you mean 'max_bound'"),
