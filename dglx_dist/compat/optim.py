@@ -35,7 +35,6 @@ class _Optimizer(SparseOptimizer):
 
     @property
     def inner(self) -> SparseOptimizer:
-        """Itself, which is our optimizer."""
         return self
 
 

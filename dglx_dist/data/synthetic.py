@@ -36,11 +36,8 @@ def draw_edges(
     """Draw distinct links without self-loops until there are nodes x degree edges.
 
     Every node gets a link first, so none is isolated; the others are drawn by weight. Repeated links and
-    self-loops are dropped and drawn again. ``communities`` are those of :func:`assign_communities`.
-
-    Returns:
-        Source and destination ids, (E,) int32 (int64 above 2**31 nodes), sorted by (source,
-        destination).
+    self-loops are dropped and drawn again. ``communities`` are those of :func:`assign_communities`. Returns
+    source and destination ids, (E,) int32 (int64 above 2**31 nodes), sorted by (source, destination).
     """
     num_nodes = config.nodes
     stubs = _make_stubs(config, communities, generator)

@@ -18,6 +18,7 @@ import pyarrow.parquet
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.sources import (
     DatasetSource,
+    classes_of,
     count_classes,
     masks_of_split,
     refuse_unknown,
@@ -56,14 +57,20 @@ def read_table(path: Path) -> Any:
 
 def column(table: Any, name: str, where: str) -> Any:
     """Return the column ``name`` in one chunk; DatasetError if it is missing or not unique."""
-    count = table.column_names.count(name)
-    if count == 0:
-        raise DatasetError(f"{where}: has no column {name!r} (it has {', '.join(table.column_names)})")
-    if count > 1:
-        raise DatasetError(f"{where}: has {count} columns {name!r}; rename all but one")
+    check_names(table.column_names, [name], where)
     combined = table.column(name).combine_chunks()
     # A column without chunks stays a ChunkedArray.
     return plain(combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined)
+
+
+def check_names(known: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Raise DatasetError unless each of ``names`` is one of the columns ``known``, once."""
+    for name in names:
+        count = list(known).count(name)
+        if count == 0:
+            raise DatasetError(f"{where}: has no column {name!r} (it has {', '.join(known) or 'none'})")
+        if count > 1:
+            raise DatasetError(f"{where}: has {count} columns {name!r}; rename all but one")
 
 
 def plain(values: Any) -> Any:
@@ -116,14 +123,7 @@ def number_values(values: Any, name: str, where: str, first_row: int = 0) -> Arr
     refuse_gaps(values, name, where, first_row)
     width = None
     if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-        lengths = pc.list_value_length(values).to_numpy(zero_copy_only=False)
-        if len(lengths) and (lengths != lengths[0]).any():
-            row = int(np.argmax(lengths != lengths[0]))
-            raise DatasetError(
-                f"{where}: column {name!r}, row {first_row + row}: a list of {lengths[row]} values, but row "
-                f"{first_row} has {lengths[0]}"
-            )
-        width = int(lengths[0]) if len(lengths) else 0
+        width = list_width(values, name, where, first_row)
     elif pa.types.is_fixed_size_list(values.type):
         width = values.type.list_size
     flat = values if width is None else values.flatten()
@@ -142,6 +142,18 @@ def number_values(values: Any, name: str, where: str, first_row: int = 0) -> Arr
     array = array if width is None else array.reshape(len(values), width)
     check_finite(array, name, where, first_row)
     return array
+
+
+def list_width(lists: Any, name: str, where: str, first_row: int) -> int:
+    """Return the length of all ``lists`` (a pyarrow array); DatasetError if they differ."""
+    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
+    if (lengths != lengths[:1]).any():
+        row = int(np.argmax(lengths != lengths[0]))
+        raise DatasetError(
+            f"{where}: column {name!r}, row {first_row + row}: a list of {lengths[row]} values, but row "
+            f"{first_row} has {lengths[0]}"
+        )
+    return int(lengths[0]) if len(lengths) else 0
 
 
 def stacked_columns(table: Any, names: Sequence[str], where: str) -> Array:
@@ -319,14 +331,14 @@ class TablesSource(DatasetSource):
             )
             data = _columns(tables[etype], layout.edges[etype], set(keys))
             edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
-        counted = {t: layout.nodes[t].classes or count_classes(columns) for t, columns in node_data.items()}
+        stated = {ntype: spec.classes for ntype, spec in layout.nodes.items() if spec.classes}
         return RawGraph(
             name=layout.name,
             num_nodes={ntype: len(values) for ntype, values in ids.items()},
             edges=edges,
             node_data=node_data,
             edge_data=edge_data,
-            num_classes={ntype: count for ntype, count in counted.items() if count is not None},
+            num_classes=classes_of(node_data) | stated,
             user_ids={ntype: _user_ids(values) for ntype, values in ids.items() if not _is_range(values)},
         )
 

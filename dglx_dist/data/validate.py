@@ -74,17 +74,25 @@ def check_whole(values: Array, column: str, where: str) -> None:
 
 def check_unique(ids: Array, column: str, where: str) -> None:
     """Raise DatasetError if a value of ``ids`` ((K,) integers or strings) occurs twice."""
-    order = np.argsort(ids, kind="stable")
-    in_order = ids[order]
-    # A stable order keeps equal ids in row order, so all but the first of a run are repeats.
-    repeats = order[1:][in_order[1:] == in_order[:-1]]
-    if len(repeats):
-        row = int(repeats.min())
-        earlier = _first(ids == ids[row])
+    found = first_repeat(ids)
+    if found is not None:
+        row, earlier = found
         raise DatasetError(
             f"{where}: column {column!r}, row {row}: node id {ids[row].item()!r} occurs "
             f"already in row {earlier}; every node may have one row only"
         )
+
+
+def first_repeat(values: Array) -> tuple[int, int] | None:
+    """Return the first row of (K,) ``values`` whose value occurs before, and where it does first."""
+    order = np.argsort(values, kind="stable")
+    in_order = values[order]
+    # A stable order keeps equal values in row order, so all but the first of a run are repeats.
+    repeats = order[1:][in_order[1:] == in_order[:-1]]
+    if not len(repeats):
+        return None
+    row = int(repeats.min())
+    return row, _first(values == values[row])
 
 
 def check_columns(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 
 import dgl
@@ -29,7 +27,7 @@ from dglx_dist.data.sources import (
 )
 from dglx_dist.data.validate import check_raw_graph
 from dglx_dist.errors import ConfigError, DatasetError, UnknownNameError
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, SPLITS, Array, RawGraph, SparseRows
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph, SparseRows
 
 
 def test_a_standard_name_that_is_taken_is_not_overwritten() -> None:
@@ -479,29 +477,6 @@ def test_real_node_graphs_have_their_published_sizes(
     assert np.asarray(columns["test_mask"]).sum() == test
 
 
-@pytest.mark.real_data
-def test_aifb_has_its_relations_and_official_split() -> None:
-    graph = real("aifb")
-    assert (graph.total_nodes, graph.total_edges, len(graph.edges)) == (8_285, 29_043, 45)
-    columns = graph.node_data[NODE_TYPE]
-    assert {name: int(np.asarray(columns[name]).sum()) for name in SPLITS if name in columns} == {
-        "train_mask": 140,
-        "test_mask": 36,
-    }
-    assert graph.num_classes == {NODE_TYPE: 4}
-
-
-@pytest.mark.real_data
-def test_wn18rr_has_its_triples_by_split() -> None:
-    graph = real("wn18rr")
-    assert (graph.total_nodes, graph.total_edges, len(graph.edges)) == (40_943, 93_003, 11)
-    counts = dict.fromkeys(SPLITS, 0)
-    for masks in graph.edge_data.values():
-        for name, mask in masks.items():
-            counts[name] += int(mask.sum())
-    assert counts == {"train_mask": 86_835, "val_mask": 3_034, "test_mask": 3_134}
-
-
 WRITES = ("author", "writes", "paper")
 
 
@@ -580,73 +555,7 @@ def test_other_tasks_of_ogb_are_refused() -> None:
         load_dataset("ogb:ogbl-collab")
 
 
-def synthetic(folder: Path) -> str:
-    return "nodes=300,degree=6,classes=3"
-
-
-def npz(folder: Path) -> str:
-    ends = {"src": np.array([0, 1, 2]), "dst": np.array([1, 2, 0])}
-    np.savez(folder / "a.npz", **ends, train_mask=np.array([1, 0, 0]), test_mask=np.array([0, 1, 1]))
-    return str(folder / "a.npz")
-
-
-def dgl_data(folder: Path) -> str:
-    return "BAShapeDataset"
-
-
-def dgl_binary(folder: Path) -> str:
-    graph = dgl.heterograph({("a", "to", "b"): ([0, 1], [2, 0]), ("b", "to", "a"): ([1], [1])})
-    dgl.save_graphs(str(folder / "a.bin"), [graph])
-    return str(folder / "a.bin")
-
-
-def tables(folder: Path) -> str:
-    (folder / "nodes.csv").write_text("id,split\nx,train\ny,test\nz,\n")
-    (folder / "edges.csv").write_text("src,dst\nz,x\ny,z\n")
-    return str(folder)
-
-
-EXAMPLES: dict[str, Callable[[Path], str]] = {
-    "synthetic": synthetic,
-    "npz": npz,
-    "dgl": dgl_data,
-    "dgl_binary": dgl_binary,
-    "tables": tables,
-}
-OPTIONS = {"dgl": {"num_base_nodes": 20, "num_motifs": 2, "seed": 0}}
-
-
-def example(name: str, folder: Path) -> RawGraph:
-    if name == "ogb":
-        if importlib.util.find_spec("ogb") is None:
-            pytest.skip("ogb is not installed")
-        pytest.skip("every dataset of ogb must be downloaded; test_ogb_source.py has the conversion")
-    options: dict[str, object] = dict(OPTIONS.get(name, {}))
-    if name == "dgl":
-        options["raw_dir"] = str(folder)
-    return DATASETS.get(name)(EXAMPLES[name](folder), options).load()
-
-
 every_source = pytest.mark.parametrize("name", DATASETS.names())
-
-
-@every_source
-def test_ids_columns_and_splits_are_consistent_and_the_same_each_time(name: str, tmp_path: Path) -> None:
-    graph, again = example(name, tmp_path), example(name, tmp_path)
-    check_raw_graph(graph, name)
-    assert graph.num_nodes == again.num_nodes
-    for (source, relation, destination), (source_ids, destination_ids) in graph.edges.items():
-        assert source_ids.dtype in (np.int32, np.int64)
-        assert len(source_ids) == len(destination_ids) > 0
-        assert 0 <= source_ids.min() <= source_ids.max() < graph.num_nodes[source]
-        assert 0 <= destination_ids.min() <= destination_ids.max() < graph.num_nodes[destination]
-        ends = again.edges[source, relation, destination]
-        assert np.array_equal(ends[0], source_ids)
-        assert np.array_equal(ends[1], destination_ids)
-    for node_type, columns in graph.node_data.items():
-        assert all(column.shape[0] == graph.num_nodes[node_type] for column in columns.values())
-        masks = [np.asarray(columns[split]) for split in SPLITS if split in columns]
-        assert not any((one & other).any() for one, other in combinations(masks, 2))
 
 
 @every_source

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.data.synthetic import (
-    SyntheticConfig,
-    assign_communities,
-    draw_edges,
-    generate,
-    parse_config,
-)
+from dglx_dist.data.synthetic import SyntheticConfig, assign_communities, draw_edges, generate, parse_config
 from dglx_dist.data.validate import check_raw_graph
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph

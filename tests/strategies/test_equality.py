@@ -20,7 +20,7 @@ from dglx_dist.strategies.base import STRATEGIES
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
-from tests.strategies.equality import DEEP_MODELS, MODELS, SHARES, STEPS, Column
+from tests.strategies.equality import DEEP_MODELS, MODELS, STEPS, Column
 from tests.strategies.serverless import fifo
 
 COLUMNS = [
@@ -150,22 +150,3 @@ def test_ranks_draw_the_same_sample_as_one(folder: Path) -> None:
     alone = run_ranks(_many_steps, 1, args=(str(folder), [2, 2]))[0]
     for result in run_ranks(_many_steps, 2, args=(str(folder), [2, 2])):
         assert difference(result, alone) <= TOLERANCE
-    exact, _ = equality.one_process(
-        "sage",
-        [
-            _targets_of_step(equality.plain_graph().ndata["train_mask"].nonzero()[:, 0], s)
-            for s in range(MANY_STEPS)
-        ],
-    )
-    assert difference(alone, exact) > 1e-3
-
-
-def test_training_nodes_are_cut_as_told() -> None:
-    ids = torch.arange(160)
-    sizes = {
-        name: [len(equality.cut(ids, proportions, rank, 4)) for rank in range(4)]
-        for name, proportions in SHARES.items()
-    }
-    assert sizes["even"] == [40, 40, 40, 40]
-    assert sizes["uneven"] == [9, 47, 19, 85]
-    assert sizes["empty"] == [69, 0, 91, 0]

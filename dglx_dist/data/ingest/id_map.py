@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from dglx_dist.data.ingest.external_memory import Scatter, Spill, release_memory, runs
 from dglx_dist.data.ingest.tables import Piece, Table, ids_of
+from dglx_dist.data.validate import first_repeat
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import Array
 
@@ -122,11 +123,11 @@ class IdMap:
         does_fit = not path.is_file() or path.stat().st_size <= self._memory
         for most_bytes in [None] if does_fit else [self._memory, None]:
             rows, ids = next(read_ids(path, most_bytes), (np.empty(0, np.int64), None))
-            if ids is not None and len(pc.unique(ids)) < len(ids):
-                codes = ids.dictionary_encode().indices.to_numpy(zero_copy_only=False)
-                order = np.argsort(codes, kind="stable")
-                at = int(order[1:][codes[order][1:] == codes[order][:-1]].min())
-                yield int(rows[at]), int(rows[np.argmax(codes == codes[at])]), ids[at].as_py()
+            if ids is None:
+                return
+            found = first_repeat(ids.dictionary_encode().indices.to_numpy(zero_copy_only=False))
+            if found is not None:
+                yield int(rows[found[0]]), int(rows[found[1]]), ids[found[0]].as_py()
                 return
 
 

@@ -17,7 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from dglx_dist.data.ingest.config import FileSet
-from dglx_dist.data.tables import as_int64, holds_text, plain, refuse_gaps
+from dglx_dist.data.tables import as_int64, check_names, holds_text, list_width, plain, refuse_gaps
 from dglx_dist.data.validate import check_finite
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import Array
@@ -104,7 +104,7 @@ class Table:
         """Raise DatasetError unless every file is readable and has each of these columns once."""
         for path in self.files.paths:
             if self.files.format == "csv":
-                _check_names(path, _header(path, self.files.separator), names)
+                check_names(_header(path, self.files.separator), names, str(path))
             else:
                 _schema(path, names)
 
@@ -148,7 +148,7 @@ class Table:
 
     def _read_csv(self, path: Path, names: list[str]) -> Iterator[Any]:
         names = names or _header(path, self.files.separator)[:1]
-        _check_names(path, _header(path, self.files.separator), names)
+        check_names(_header(path, self.files.separator), names, str(path))
         with pyarrow.csv.open_csv(
             path,
             read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=self._block_bytes()),
@@ -218,7 +218,7 @@ def _row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
 
 def _schema(path: Path, names: Sequence[str]) -> Any:
     schema = _metadata(path).schema.to_arrow_schema()
-    _check_names(path, schema.names, names)
+    check_names(schema.names, names, str(path))
     return schema
 
 
@@ -237,15 +237,6 @@ def _header(path: Path, separator: str) -> list[str]:
         raise DatasetError(f"{path}: not readable as a csv table: {error}") from error
 
 
-def _check_names(path: Path, known: Sequence[str], names: Sequence[str]) -> None:
-    for name in names:
-        count = list(known).count(name)
-        if count == 0:
-            raise DatasetError(f"{path}: has no column {name!r} (it has {', '.join(known) or 'none'})")
-        if count > 1:
-            raise DatasetError(f"{path}: has {count} columns {name!r}; rename all but one")
-
-
 _WHOLE = "^(0|-?[1-9][0-9]*)$"
 
 
@@ -257,14 +248,7 @@ def numbers_of_text(
     width = None
     if separator is not None:
         lists = pc.split_pattern(values, separator)
-        lengths = np.asarray(pc.list_value_length(lists).to_numpy(zero_copy_only=False))
-        if (lengths != lengths[:1]).any():
-            row = int(np.argmax(lengths != lengths[0]))
-            raise DatasetError(
-                f"{where}: column {name!r}, row {first_row + row}: {lengths[row]} numbers, but row "
-                f"{first_row} has {lengths[0]}"
-            )
-        width = int(lengths[0]) if len(lengths) else 0
+        width = list_width(lists, name, where, first_row)
         values = lists.flatten()
     trimmed = pc.utf8_trim_whitespace(values)
     try:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dglx_dist.data.ingest.config import SPLIT_FILES, EdgeSpec, LabelSpec, NodeSpec
+from dglx_dist.data.ingest.config import SPLIT_FILES, LabelSpec, TypeSpec
 from dglx_dist.data.ingest.external_memory import Budget, Scatter, Spill, release_memory
 from dglx_dist.data.ingest.features import MAX_CATEGORIES, Features
 from dglx_dist.data.ingest.id_map import IdMap
@@ -77,7 +77,7 @@ class Labels:
             return
         if self._texts is not None:
             names = sorted(self._texts)
-            if all(_is_class_number(name) for name in names):
+            if all(map(_CLASS_NUMBER.fullmatch, names)):
                 self._largest = max((int(float(name)) for name in names), default=-1)
             else:
                 self._largest = len(names) - 1
@@ -124,10 +124,6 @@ class Labels:
         return numbers.astype(np.int64)
 
 
-def _is_class_number(text: str) -> bool:
-    return _CLASS_NUMBER.fullmatch(text) is not None
-
-
 NO_SPLIT = 255
 """Code of rows in no split; train, validation and test are 0, 1 and 2."""
 
@@ -139,19 +135,11 @@ _MAX_DRAWN = 10**9
 def draw_split_codes(
     has_label: Iterable[Array], num_labelled: int, shares: Sequence[float], seed: int
 ) -> Iterator[Array]:
-    """Yield random split codes, of which each split has its exact share of the labelled rows.
+    """Yield (K,) uint8 random split codes for each (K,) bool piece of ``has_label``.
 
-    All subsets of that size are equally likely, independent of the size of the pieces: each block of labelled
-    rows gets its part of each split by a hypergeometric draw, then a permutation.
-
-    Args:
-        has_label: (K,) bool pieces, in the order of the rows; (K,) uint8 codes are yielded for each.
-        num_labelled: Number of True values in all pieces.
-        shares: Of train, validation and test; if they sum to 1, every row is in a split.
-        seed: The same seed gives the same codes.
-
-    Raises:
-        ConfigError: there are 10**9 labelled rows or more.
+    Each split has its exact share of the ``num_labelled`` True values; shares that sum to 1 leave none out.
+    All subsets of that size are equally likely, independent of the size of the pieces: each block of
+    labelled rows gets its part of each split by a hypergeometric draw, then a permutation.
     """
     if num_labelled >= _MAX_DRAWN:
         raise ConfigError(
@@ -247,7 +235,7 @@ class TypeRows:
         output: With a scratch folder of its own.
     """
 
-    def __init__(self, spec: NodeSpec | EdgeSpec, folder: str, output: DatasetOutput) -> None:
+    def __init__(self, spec: TypeSpec[Any], folder: str, output: DatasetOutput) -> None:
         self.spec, self._folder, self._output = spec, folder, output
         self.table = Table(spec.files, output.budget.batch)
         self.num_rows = 0
@@ -276,7 +264,7 @@ class TypeRows:
             self.num_rows += piece.num_rows
         where, spec = str(self.spec.files.paths[0]), self.spec
         if not self.num_rows:
-            what = f"node {spec.ntype!r}" if isinstance(spec, NodeSpec) else f"edge {spec.etype}"
+            what = f"node {spec.kind!r}" if isinstance(spec.kind, str) else f"edge {spec.kind}"
             raise DatasetError(f"{where}: the table has no row, so there is no {what}")
         release_memory()
         self.settings = self._features.finalize(where)

@@ -24,7 +24,6 @@ from dglx_dist.data.partition.graph_views import (
     in_degrees,
     part_shares,
     symmetrise,
-    trivial_parts,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, RawGraph
@@ -64,11 +63,7 @@ class PartitionQuality:
 
 
 def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
-    """Return the quality of ``assignment`` on ``graph``; reads each edge 1 + P / 64 times.
-
-    Raises:
-        ConfigError: ``assignment`` does not have one owner in [0, P) for each node of ``graph``.
-    """
+    """Return the quality of ``assignment`` on ``graph``; reads each edge 1 + P / 64 times."""
     _check_fits(graph, assignment)
     num_parts = assignment.num_parts
     part = from_assignment(graph, assignment)
@@ -178,11 +173,9 @@ _EPSILON = 1e-12
 def enforce_capacities(
     graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array, method: str
 ) -> tuple[Array, dict[str, float]]:
-    """Rebalance (N,) int32 ``part_of_node`` if it exceeds its capacities.
+    """Return (N,) int32 ``part_of_node`` within its capacities, if possible.
 
-    Returns:
-        A new (N,) int32 array, and the constraints that are still exceeded with their value, which is also
-        logged as a warning of ``method``.
+    The constraints that are still exceeded are returned with their value, and logged as warnings.
     """
     missed = weights.missed(part_of_node)
     if not missed:
@@ -215,12 +208,12 @@ def assign_balanced(
     missed: dict[str, float] = {}
 
     def corrected(weights: BalanceWeights) -> Array:
-        parts = trivial_parts(graph.total_nodes, size[0])
-        if parts is None:
-            symmetric = symmetrise(graph, dtype=dtype)
-            name = type(partitioner).__name__.lower()
-            parts, found = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
-            missed.update(found)
+        num_parts, num_nodes = size[0], graph.total_nodes
+        if num_parts == 1 or num_parts >= num_nodes:
+            return np.arange(num_nodes, dtype=np.int32) % np.int32(num_parts)
+        symmetric, name = symmetrise(graph, dtype=dtype), type(partitioner).__name__.lower()
+        parts, found = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
+        missed.update(found)
         return parts
 
     assignment = assign_parts(partitioner, graph, size, corrected)

@@ -154,9 +154,6 @@ def assign_two_levels(
 
     Constraints apply at both levels; ``parameters["missed"]`` of each level has those that are not met. The
     ``target_weights`` are those of the parts; the trainers of a part are equal.
-
-    Raises:
-        ConfigError: the method or the options cannot be used at two levels.
     """
     num_parts, per_part = size
     if options.servers is not None or options.workers is not None or options.inner is not None:
@@ -186,11 +183,7 @@ def assign_two_levels(
 
 
 def with_trainer_ids(graph: RawGraph, trainers: Assignment) -> RawGraph:
-    """Return ``graph`` with int32 columns of the trainer of each node and of each edge's destination.
-
-    Raises:
-        ConfigError: the graph has a column of that name.
-    """
+    """Return ``graph`` with int32 columns of the trainer of each node and of each edge's destination."""
     check_no_trainer_ids(graph)
     node_data: dict[str, dict[str, NodeColumn]] = {
         ntype: {**graph.node_data.get(ntype, {}), TRAINER_ID: trainers.part_of[ntype]}

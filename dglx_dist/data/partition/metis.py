@@ -72,11 +72,7 @@ _MAX_SEED = 2**31 - 1
 
 
 def library_path() -> str | None:
-    """Return pymetis' shared library with METIS, or None if pymetis is not installed.
-
-    Raises:
-        ConfigError: its ids do not have 64 bits.
-    """
+    """Return pymetis' shared library with METIS, of 64-bit ids, or None if pymetis is not installed."""
     try:
         extension = importlib.import_module("pymetis._internal")
     except ModuleNotFoundError:
@@ -92,10 +88,7 @@ def part_graph(
 ) -> Array:
     """Return (N,) int32 parts by METIS_PartGraphKway of the library ``path``; releases the GIL.
 
-    ``graph`` has int64 indices. Weight columns of zeros are left out.
-
-    Raises:
-        ConfigError: METIS fails or runs out of memory.
+    ``graph`` has int64 indices. Weight columns of zeros are left out. ConfigError if METIS fails.
     """
     library = ctypes.CDLL(path)
     used = [c for c, column in enumerate(weights.columns) if column.any()]

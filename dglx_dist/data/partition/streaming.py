@@ -80,13 +80,7 @@ class Ldg(_Streaming):
 
 @njit(cache=True, nogil=True)
 def _stream(
-    indptr: Array,
-    indices: Array,
-    order: Array,
-    weights: Array,
-    capacity: Array,
-    shares: Array,
-    fennel: bool,
+    indptr: Array, indices: Array, order: Array, weights: Array, capacity: Array, shares: Array, fennel: bool
 ) -> Array:
     num_parts, num_nodes = len(capacity), max(len(order), 1)
     # The size of a part is measured in nodes of mean weight, relative to an equal share, so that

@@ -105,11 +105,9 @@ def to_json(manifest: Manifest) -> dict[str, object]:
 
 
 def from_json(value: object, where: str) -> Manifest:
-    """Return the manifest of parsed JSON; ``where`` is the file, for messages.
+    """Return the manifest of the parsed JSON of the file ``where``.
 
-    Raises:
-        StorageError: a key is missing, unknown or of the wrong kind, or the format version is newer than this
-            program.
+    StorageError if a key is missing, unknown or of the wrong kind, or the format version is newer.
     """
     top = Fields(value, where)
     _check_format(top)
@@ -118,8 +116,8 @@ def from_json(value: object, where: str) -> Manifest:
     for item in top.records("node_types"):
         ntype = item.text("name")
         node_offsets[ntype], node_columns[ntype] = _offsets(item, num_parts), _columns(item.record("columns"))
-        if (classes := item.optional_integer("num_classes")) is not None:
-            num_classes[ntype] = classes
+        if item.value("num_classes") is not None:
+            num_classes[ntype] = item.integer("num_classes", at_least=0)
         if (kind := item.choice("user_ids", ("int64", "string", None))) is not None:
             user_ids[ntype] = kind
         item.finish()
@@ -166,11 +164,7 @@ def write_manifest(manifest: Manifest, folder: Path) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the checked manifest of a dataset.
-
-    Raises:
-        StorageError: it is missing (perhaps the files are DGL's), damaged, or of a newer format version.
-    """
+    """Return the checked manifest of a dataset; StorageError if it is missing, damaged, or too new."""
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()

@@ -52,11 +52,7 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
 
     ``auto`` skips files whose size and time of change are the same as at the last verification, recorded in
     ``cache/verified.json``; if that cannot be written, a warning is logged and every opening reads all files.
-    ``full`` reads all.
-
-    Raises:
-        StorageError: a file is damaged; names the first one.
-        DatasetError: an id is out of range; names the first one.
+    ``full`` reads all. StorageError names a damaged file, DatasetError the first id that is out of range.
     """
     if verify == "never":
         return
@@ -181,17 +177,14 @@ K = TypeVar("K")
 def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool = False) -> StoredDataset:
     """Open a partitioned dataset, and clean its cache; not collective.
 
-    Verification (see :func:`verify_files`) reads every file at the first opening.
-
     Args:
         folder: Output of ``write_dataset``.
-        verify: ``auto``, ``full`` (read everything now) or ``never``, which also trusts the cache.
+        verify: See :func:`verify_files`; ``never`` also trusts the cache.
         checked: Whether another process of this machine has just opened it with the same ``verify``.
 
     Raises:
         StorageError: it is missing, half-written, damaged, or of a newer format version.
         DatasetError: an id in it is out of range.
-        ConfigError: ``verify`` is none of the three.
     """
     if verify not in ("auto", "full", "never"):
         raise ConfigError(f"verify is {verify!r}; choose 'auto', 'full' or 'never'")
@@ -220,12 +213,7 @@ class StoredDataset:
         return not self._missing(part)
 
     def part(self, part: int) -> StoredPart:
-        """Return one part without reading it.
-
-        Raises:
-            ConfigError: the part does not exist.
-            StorageError: files of it are not on this machine; names them.
-        """
+        """Return one part without reading it; StorageError if files of it are not on this machine."""
         if part not in self._parts:
             missing = self._missing(part)
             if missing:
@@ -336,11 +324,8 @@ def _known(mapping: Mapping[K, Any], key: K, kind: str, folder: Path) -> Any:
 def graph_of(dataset: StoredDataset) -> RawGraph:
     """Return the graph of a dataset of one part, with nodes and edges in the order of the source.
 
-    Node data stays memory-mapped; edges and their data are reordered in memory.
-
-    Raises:
-        ConfigError: there are several parts, or a tensor is stored as bfloat16.
-        StorageError: a file is missing or damaged.
+    Node data stays memory-mapped; edges and their data are reordered in memory. ConfigError if there are
+    several parts, or a tensor is stored as bfloat16.
     """
     manifest = dataset.manifest
     if manifest.num_parts != 1:
@@ -405,11 +390,8 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
 
     With several parts, the first process writes a copy into the cache, which later ones use as long as the
     manifest is the same. A damaged copy is logged and rewritten. Processes may race: the first to finish
-    wins. If the folder cannot be written, the copy is made in memory and a warning is logged.
-
-    Raises:
-        ConfigError: the edge type does not exist.
-        StorageError: a part is not on this machine, or damaged.
+    wins. If the folder cannot be written, the copy is made in memory and a warning is logged. StorageError if
+    a part is not on this machine, or damaged.
     """
     manifest = dataset.manifest
     if etype not in manifest.edge_offsets:

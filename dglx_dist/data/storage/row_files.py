@@ -200,10 +200,7 @@ def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:
 def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array) -> None:
     """Copy the rows ``first`` to ``last - 1`` into ``out``, (last - first, *row); bfloat16 as uint16.
 
-    Call :func:`check_rows` before.
-
-    Raises:
-        StorageError: a file is missing or of another shape or dtype, or the tensor has no such rows.
+    Call :func:`check_rows` before. StorageError if a file or the tensor has no such rows.
     """
     if not 0 <= first <= last <= saved.num_rows:
         raise StorageError(

@@ -11,7 +11,7 @@ import pytest
 
 from dglx_dist.data.ingest.config import FileSet
 from dglx_dist.data.ingest.external_memory import Scatter, Spill
-from dglx_dist.data.ingest.graph import Ends, sort_edges
+from dglx_dist.data.ingest.graph import sort_edges
 from dglx_dist.data.ingest.id_map import IdMap, append_ids, read_ids
 from dglx_dist.data.ingest.tables import Table, numbers_of_text
 from dglx_dist.data.ingest.tensors import NO_SPLIT, Labels, draw_split_codes
@@ -106,9 +106,7 @@ def test_ids_are_found_in_the_order_in_which_they_are_asked_for(
 def test_edges_are_sorted_by_destination_source_and_row(tmp_path: Path, memory: int) -> None:
     random = np.random.default_rng(1)
     sources, destinations = random.integers(0, 20, 300), random.integers(0, 9, 300) ** 2 // 9
-    ends = Ends(sources=Spill(tmp_path / "s", np.int64), destinations=Spill(tmp_path / "d", np.int64))
-    ends.sources.append(sources)
-    ends.destinations.append(destinations)
+    ends = (Spill(tmp_path / "s", np.int64, [sources]), Spill(tmp_path / "d", np.int64, [destinations]))
     found = sort_edges(ends, 20, 10, tmp_path / "out", memory)
     order = np.lexsort((np.arange(300), sources, destinations))
     assert whole(found.rows).tolist() == order.tolist()
@@ -207,5 +205,5 @@ def test_texts_are_numbers_or_refused() -> None:
     assert numbers_of_text(texts, "x", "t.csv", 0, ";").tolist() == [[1.0, 2.0], [3.0, 40.0]]
     with pytest.raises(DatasetError, match=r"t.csv: column 'x', row 8: 'b' is not a number"):
         numbers_of_text(pa.array(["1;2", "3;4", "b;5"]), "x", "t.csv", 6, ";")
-    with pytest.raises(DatasetError, match=r"row 7: 1 numbers, but row 6 has 2"):
+    with pytest.raises(DatasetError, match=r"row 7: a list of 1 values, but row 6 has 2"):
         numbers_of_text(pa.array(["1;2", "3"]), "x", "t.csv", 6, ";")

@@ -168,14 +168,6 @@ def test_names_that_dgl_cannot_hold_are_refused(tmp_path: Path, name: str) -> No
         write_dgl_format(graph, random_owners(graph, 1, 0), tmp_path / "dgl")
 
 
-def test_dtypes_that_dgl_cannot_hold_are_refused(tmp_path: Path) -> None:
-    graph = random_homogeneous(0)
-    graph.node_data[NODE_TYPE]["x"] = np.zeros(40, np.complex128).astype("M8[s]")
-    with pytest.raises(ConfigError, match=r"_N/x has dtype datetime64"):
-        write_dgl_format(graph, random_owners(graph, 1, 0), tmp_path / "dgl")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_existing_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("mine")
     with pytest.raises(StorageError, match="exists already"):

@@ -21,7 +21,7 @@ from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.storage import writer
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.storage.writer import in_precision, relabel_edges, relabel_nodes, write_dataset
-from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.errors import ConfigError, DatasetError, StorageError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, ColumnInfo, RawGraph, SparseRows
 from tests.data.storage.graphs import (
     ODD_ONES_OUT,
@@ -245,7 +245,7 @@ def test_an_empty_folder_may_be_given(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     graph = random_homogeneous(0)
     graph.edges[EDGE_TYPE][0][7] = 40
-    with pytest.raises(ConfigError, match="edge 7"):
+    with pytest.raises(DatasetError, match="row 7: node id 40"):
         write_dataset(graph, random_owners(graph, 2, 0), tmp_path / "d")
     assert list(tmp_path.iterdir()) == []
 
@@ -337,7 +337,7 @@ def test_an_edge_to_nowhere_is_refused() -> None:
         name="", num_nodes={NODE_TYPE: 2}, edges={EDGE_TYPE: (np.array([0, 1]), np.array([1, 2]))}
     )
     order = relabel_nodes(graph, owned_by([0, 1]))[NODE_TYPE]
-    with pytest.raises(ConfigError, match=r"edge 1 .* destination 2"):
+    with pytest.raises(DatasetError, match=r"'dst', row 1: node id 2"):
         relabel_edges(graph, EDGE_TYPE, order, order)
 
 
@@ -345,7 +345,7 @@ def test_an_edge_to_nowhere_is_refused() -> None:
 def test_ends_that_are_no_whole_numbers_are_refused(ends: Array) -> None:
     graph = RawGraph(name="", num_nodes={NODE_TYPE: 2}, edges={EDGE_TYPE: (ends, ends)})
     order = relabel_nodes(graph, owned_by([0, 1]))[NODE_TYPE]
-    with pytest.raises(ConfigError, match=r"source ids of .*; give one whole number an edge"):
+    with pytest.raises(DatasetError, match=r"'src' must hold one whole number a row"):
         relabel_edges(graph, EDGE_TYPE, order, order)
 
 
