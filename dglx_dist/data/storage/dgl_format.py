@@ -22,7 +22,7 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.progress import progress
 from dglx_dist.records import EDGE_TYPE, LABEL, NODE_TYPE, Array, Assignment, EdgeType, NodeColumn, RawGraph
 
-K = TypeVar("K", str, EdgeType)
+K = TypeVar("K", bound=str | EdgeType)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
