@@ -69,13 +69,6 @@ def test_what_workers_send_and_get_is_their_servers_alone() -> None:
     assert trace.ledger_outside_by_server() == {0: (7, 5), 1: (0, 0)}
 
 
-def test_sessions_add_up() -> None:
-    one = trace_of((0, 1), [[row(0, 1, 10)], []])
-    again = trace_of((0, 1), [[], [row(1, 0, 5)]])
-    both = Trace(sessions=one.sessions + again.sessions)
-    assert both.ledger_outside_by_server() == {0: (10, 5), 1: (5, 10)}
-
-
 def test_passes_count_where_there_are_no_epochs() -> None:
     """The slowest rank's, of the first loader that made any; one rank was interrupted in its last pass."""
     ranks = [
@@ -104,11 +97,6 @@ def test_a_loss_that_was_no_number_is_none_again(tmp_path: Path) -> None:
     trace = read_trace(tmp_path)
     assert math.isnan(trace.sessions[0][0].epochs[0].loss)
     assert trace.sessions[0][0].failed
-
-
-def test_nothing_written_is_no_session(tmp_path: Path) -> None:
-    assert read_trace(tmp_path).sessions == ()
-    assert read_trace(tmp_path / "none").ledger_outside_by_server() == {}
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
@@ -200,10 +188,6 @@ def test_no_session_is_too_little() -> None:
     found = compare(BEFORE, _after((50, 50), (50, 50)), Trace(sessions=()))
     assert [one.ratio for one in found] == [None] * 3
     assert {one.verdict for one in found} == {"too little traffic to compare"}
-
-
-def test_without_cards_there_is_no_witness() -> None:
-    assert compare((), (), _trace(10, 10)) == ()
 
 
 def test_more_servers_than_cards_is_an_error() -> None:
