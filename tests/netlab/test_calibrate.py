@@ -22,7 +22,6 @@ from scripts.netlab.calibrate import (
     Measured,
     find_rate,
     measured_of,
-    write_calibration,
 )
 from scripts.netlab.launch import LabRun
 from scripts.netlab.traces import Trace
@@ -146,22 +145,6 @@ def test_the_first_epoch_does_not_count(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-0", "run-1"]
 
 
-def test_a_calibration_is_found_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "run", ranks_that_train(3))
-    lab = PaperLab(LabSpec(servers=2))
-    for _ in range(2):  # what a calibration has left is replaced by the next
-        measure = CommandMeasure(lab, COMMAND, tmp_path, lambda _line: None)
-        found = find_rate(measure, 0.5)
-        path = write_calibration(tmp_path, found, measure)
-    assert found.rate == Rate.parse("40mbit")  # 10 MB in the 2 s of computing
-    assert path == tmp_path / "calibration.json"
-    values = json.loads(path.read_text())
-    assert (values["rate"], values["phi"], values["wanted"]) == ("40mbit", 0.5, 0.5)
-    assert values["tries"] == [{"rate": "40mbit", "seconds": 4.0, "phi": 0.5}]
-    assert values["command"] == ["train.py"]
-    assert not list(tmp_path.glob("*.part"))
-
-
 @pytest.mark.parametrize("epochs", [0, 1])
 def test_too_few_epochs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int) -> None:
     monkeypatch.setattr(calibrate, "run", ranks_that_train(epochs))
@@ -219,6 +202,8 @@ def test_it_shows_the_tries_and_writes_the_rate(script: str, tmp_path: Path) -> 
     assert f"use --external 40mbit; written to {tmp_path / 'out' / 'calibration.json'}" in done.output
     written = json.loads((tmp_path / "out" / "calibration.json").read_text())
     assert (written["rate"], written["command"]) == ("40mbit", [script, "--epochs", "3"])
+    assert (written["phi"], written["wanted"]) == (0.5, 0.5)
+    assert written["tries"] == [{"rate": "40mbit", "seconds": 4.0, "phi": 0.5}]
 
 
 @pytest.mark.parametrize(

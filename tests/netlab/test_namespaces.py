@@ -18,7 +18,7 @@ import pytest
 from dglx_dist.comm import system as cgroups
 from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.planner.records import Rate
-from scripts.netlab import hold, labs, servers, state
+from scripts.netlab import labs, servers, state
 from scripts.netlab.base import LabSpec
 from scripts.netlab.labs import NamespaceLab, attach, open_detached, open_lab
 from scripts.netlab.servers import (
@@ -32,34 +32,6 @@ from tests.helpers.cgroups import quota_of
 from tests.netlab.helpers import LIMIT_S, lab_of, output, python, reaches
 
 
-def test_holds_until_it_is_closed() -> None:
-    held = Holder("one", ["--net"], [["ip", "link", "set", "lo", "up"]])
-    assert held.init.alive()
-    assert os.stat(f"/proc/{held.init.pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino
-    held.close()
-    assert not held.init.alive()
-    assert not held.outer.alive()
-    held.close()
-
-
-def test_ends_when_its_maker_lets_go_of_the_pipe() -> None:
-    held = Holder("one", ["--net"], [])
-    held.forget()
-    wait_until_ended((held.init, held.outer))
-    held.close()
-
-
-def test_stays_when_it_was_told_to() -> None:
-    held = Holder("one", ["--net"], [])
-    held.stay()
-    held.forget()
-    with pytest.raises(subprocess.TimeoutExpired):
-        subprocess.run(["tail", f"--pid={held.init.pid}", "-f", "/dev/null"], timeout=0.3, check=False)
-    assert held.init.alive()
-    held.init.kill()
-    wait_until_ended((held.init, held.outer))
-
-
 def test_one_that_has_ended_cannot_stay() -> None:
     held = Holder("one", ["--net"], [])
     held.init.kill()
@@ -69,26 +41,11 @@ def test_one_that_has_ended_cannot_stay() -> None:
     held.close()
 
 
-def test_a_command_that_fails_is_told_with_its_answer() -> None:
-    with pytest.raises(LabError, match=r"server 3 could not be made: .*nonesuch"):
-        Holder("server 3", ["--net"], [["ip", "link", "set", "nonesuch", "up"]])
-
-
 def test_a_command_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_START_S", 0.3)
     monkeypatch.setattr(servers, "_END_S", 0.3)
     with pytest.raises(LabError, match="no answer within 0 s"):
         Holder("one", ["--net"], [["sleep", "600"]])
-
-
-def test_the_program_ends_with_its_input_and_says_its_number() -> None:
-    program = [sys.executable, "-I", "-S", hold.__file__, "17"]
-    done = subprocess.run(program, input=b"", capture_output=True, timeout=60, check=True)
-    assert done.stdout == b"ready 17\n"
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as staying:
-        with pytest.raises(subprocess.TimeoutExpired):
-            staying.communicate(hold.STAY, timeout=0.5)
-        staying.kill()
 
 
 def test_shared_memory_and_processes_are_private(pair: NamespaceLab) -> None:
@@ -304,13 +261,6 @@ def test_nothing_stays_when_a_setup_command_fails(lab_name: str, monkeypatch: py
     with pytest.raises(LabError, match=r"server 0 could not be made: .*nonesuch"):
         open_lab(LabSpec(servers=2, cpus=0.3), name=lab_name)
     assert _traces_of(lab_name) == []
-
-
-def test_a_name_that_exists_is_refused(lab_name: str) -> None:
-    with open_lab(LabSpec(servers=1), name=lab_name) as lab:
-        with pytest.raises(ConfigError, match=f"python scripts/netlab down {lab_name}"):
-            open_lab(LabSpec(servers=1), name=lab_name)
-        assert lab.cards()[0].received >= 0
 
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.comm.trace import Pass, TraceWriter
 from dglx_dist.errors import ConfigError, StorageError
 from scripts.netlab.base import Card, LabSpec, LoopbackLab
-from scripts.netlab.traces import Trace, compare, find_outcome, read_trace, write_outcome
+from scripts.netlab.traces import Trace, compare, find_outcome, read_trace
 from tests.netlab.helpers import ended, epoch, rank_trace, row, trace_of
 
 SERVERS = (0, 0, 1)
@@ -88,15 +87,6 @@ def test_sessions_come_in_their_order(tmp_path: Path) -> None:
         for rank in range(3):
             _write(tmp_path, rank, job=job, epochs=number)
     assert [ranks[0].job for ranks in read_trace(tmp_path).sessions] == ["second", "first", "third"]
-
-
-def test_a_loss_that_was_no_number_is_none_again(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path, 0)
-    writer.note_epoch(epoch(0, 1.0).__class__(**(epoch(0, 1.0).__dict__ | {"loss": math.inf})))
-    writer.write("a", Topology(0, 1, (0,)), Ledger(Topology(0, 1, (0,))), failed=True)
-    trace = read_trace(tmp_path)
-    assert math.isnan(trace.sessions[0][0].epochs[0].loss)
-    assert trace.sessions[0][0].failed
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
@@ -218,18 +208,6 @@ def test_cards_without_a_session_are_told_and_nothing_is_compared(lab: LoopbackL
     assert outcome.epoch_seconds is None
 
 
-def test_what_was_run_where_and_how_it_ended_is_in_the_file(lab: LoopbackLab, tmp_path: Path) -> None:
-    outcome = find_outcome(lab, ["dglx", "train", "x"], 2, ended(3, "server 1"))
-    target = write_outcome(outcome, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["lab.json"]
-    said = json.loads(target.read_text())
-    assert said["label"] == "loopback, links not limited: no root"
-    assert said["lab"]["kind"] == "loopback"
-    assert (said["command"], said["ranks_per_server"]) == (["dglx", "train", "x"], 2)
-    assert (said["exit_code"], said["failure"], said["seconds"]) == (3, "server 1", 1.0)
-    assert (said["servers"], said["sum"], said["ledger_outside"]) == ([], None, {})
-
-
 @pytest.mark.parametrize(("seconds", "shown"), [((), None), ((9.0,), 9.0), ((9.0, 1.0, 3.0), 2.0)])
 def test_the_first_epoch_compiles_and_does_not_count(
     lab: LoopbackLab, seconds: tuple[float, ...], shown: float | None
@@ -241,11 +219,3 @@ def test_the_first_epoch_compiles_and_does_not_count(
     )
     assert outcome.epoch_seconds == shown
     assert outcome.to_json()["epoch_seconds"] == list(seconds)
-
-
-def test_a_trace_that_is_not_whole_is_told_and_not_raised(lab: LoopbackLab, tmp_path: Path) -> None:
-    (tmp_path / "rank-0.json").write_text("{")
-    outcome = find_outcome(lab, ["a.py"], 1, ended(0, None, trace_folder=tmp_path))
-    assert outcome.trace.sessions == ()
-    assert outcome.trace_missing is not None
-    assert "rank-0.json" in outcome.trace_missing
