@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,49 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.comm.ledger import ring_bytes
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import Declares, LayerWork, SplittableConv
 from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of
 from dglx_dist.layers.tracer import MODEL_ERRORS, convolutions_in, random_block, stand_ins, trace_calls
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.cost import ModelShape, Widths
-from dglx_dist.strategies.full_graph.cost import exchanged_bytes
-from dglx_dist.strategies.full_graph.plan_counts import HaloPairs
+from dglx_dist.strategies.cost import ModelShape
 
 
 def topology_of(servers: int, ranks_per_server: int) -> Topology:
     return Topology(
         0, servers * ranks_per_server, tuple(np.repeat(range(servers), ranks_per_server).tolist())
     )
-
-
-def gradient_bytes(widths: Widths, topology: Topology) -> int:
-    """Return the bytes between servers of a step's ring all-reduce of gradients."""
-    servers, ranks = topology.server_of_rank, topology.world_size
-    return sum(
-        ring_bytes(widths.gradient_bytes, ranks, rank)
-        for rank in range(ranks)
-        if servers[rank] != servers[(rank + 1) % ranks]
-    )
-
-
-def outside_bytes(
-    pairs: HaloPairs, widths: Widths, topology: Topology, *, preloaded: bool, use_pp: bool
-) -> Mapping[str, int]:
-    """Return the bytes between servers in an epoch of one step, by ledger phase.
-
-    Args:
-        pairs: Of the graph.
-        widths: Of the model.
-        topology: Of the run.
-        preloaded: Whether servers hold their whole neighbourhood, so that only gradients are sent.
-        use_pp: See :func:`exchanged_bytes`.
-    """
-    halo = {} if preloaded else exchanged_bytes(pairs.outside, widths, use_pp=use_pp)
-    gradients = gradient_bytes(widths, topology)
-    return {**halo, **({"gradients": gradients} if gradients else {})}
 
 
 def shape_of_module(

@@ -280,21 +280,3 @@ _EXPANSION_LEGEND = (
     "model of as many layers. Foreign nodes and features, loaded once, and work of an epoch, relative to "
     "full_graph, are those of the server with most"
 )
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, one line per row; ``|`` and line ends in cells are escaped.
-
-    Raises:
-        ValueError: a row has another number of cells than ``head``.
-    """
-    lines = [_markdown_line(head), "|" + "---|" * len(head)]
-    for row in rows:
-        if len(row) != len(head):
-            raise ValueError(f"row {list(row)} has {len(row)} cells, the head has {len(head)}")
-        lines.append(_markdown_line(row))
-    return "\n".join(lines)
-
-
-def _markdown_line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"

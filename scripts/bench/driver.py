@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from dglx_dist.errors import DglxError, JobError
+from dglx_dist.errors import DglxError
 from dglx_dist.planner.records import Rate
 from scripts.bench import results, suites
 from scripts.bench.pool import OpenStage, Stage, open_stage
@@ -23,6 +23,7 @@ from scripts.bench.records import (
     Experiment,
     ExperimentPlan,
     Job,
+    JobError,
     MatchedPhi,
     Measurement,
     Outcome,

@@ -9,12 +9,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, final
 
-from dglx_dist.errors import JobError
 from dglx_dist.planner.records import Rate
 from scripts.bench import worker
 from scripts.bench.peers import launch
 from scripts.bench.peers.workload import Launch
-from scripts.bench.records import Job, Shape
+from scripts.bench.records import Job, JobError, Shape
 from scripts.json_records import read_record
 from scripts.netlab.base import Lab, LabSpec
 from scripts.netlab.labs import open_lab

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.planner.records import Rate
 from dglx_dist.records import EpochRecord
 
@@ -23,6 +23,10 @@ PREDICTED_ONCE = "predicted bytes of preloading"
 PREDICTED_SECONDS = "predicted seconds of an epoch"
 COUNTED_BYTES = "predicted bytes of the first measured epoch"
 """Between servers and inside of them, of variants that were counted to the byte."""
+
+
+class JobError(DglxError):
+    """A benchmark job failed or hung on a rank; the message names the rank and ends with its log."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.planner.model_shape import gradient_bytes, topology_of
+from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.strategies.cost import Widths
 from dglx_dist.strategies.full_graph.cost import exchanged_bytes
 from scripts.bench.experiments import full_graph
@@ -23,6 +23,7 @@ from scripts.bench.experiments.full_graph import (
     SERVERS,
     STOCK,
     Size,
+    gradient_bytes,
 )
 from scripts.bench.jobs import train
 from scripts.bench.jobs.params import TrainParams, read_params

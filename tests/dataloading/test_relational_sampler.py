@@ -86,15 +86,6 @@ def test_edge_types_draw_independently() -> None:
     assert len(one & two) < len(one) // 2
 
 
-def test_excluded_edges_of_a_type_are_those_of_no_other() -> None:
-    schema, cscs = typed_shop()
-    exclude = {KNOWS: np.arange(len(cscs[0].indices))}
-    _, blocks = blocks_of(schema, cscs, [-1, -1], exclude=exclude)
-    _, usual = blocks_of(schema, cscs, [-1, -1])
-    assert blocks[-1].num_edges(KNOWS) == 0 < usual[-1].num_edges(KNOWS)
-    assert edges_in(blocks[-1], SOLD) == edges_in(usual[-1], SOLD)
-
-
 SHARES = {"0": {"user": [0, 2, 4, 9, 17, 29], "item": [3, 44]}, "1": {"item": [0, 1, 7], "user": [8]}}
 
 

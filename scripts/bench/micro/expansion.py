@@ -23,8 +23,8 @@ from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.graph.analysis import Expansion, measure_expansion
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import RawGraph
-from dglx_dist.report.tables import markdown_table
 from scripts.bench.micro.timing import parser
+from scripts.out_files import markdown_table
 
 REAL = ("cora", "dblp_full", "coauthor_physics")
 BUILT_IN = {
