@@ -188,16 +188,17 @@ class _Checker:
         if not _NAME.fullmatch(step.name) or step.name in self._names:
             raise ConfigError(f"the step name {step.name!r} is taken or is not 1 to 64 of A-Z a-z 0-9 _ . -")
         self._names.add(step.name)
-        if isinstance(step, Gather):
-            self._gather(step)
-        elif isinstance(step, Vertex):
-            self._vertex(step)
-        elif isinstance(step, Scatter):
-            self._scatter(step)
-        elif isinstance(step, Edge):
-            self._edge(step)
-        else:
-            self._drop(step)
+        match step:
+            case Gather():
+                self._gather(step)
+            case Vertex():
+                self._vertex(step)
+            case Scatter():
+                self._scatter(step)
+            case Edge():
+                self._edge(step)
+            case Drop():
+                self._drop(step)
 
     def _gather(self, step: Gather) -> None:
         width = self._width(step, step.source, self._nodes)

@@ -151,13 +151,6 @@ def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
     assert {(1, -1), (2, -2), (2, 0)} <= versions_seen
 
 
-def test_equal_versions_are_shared() -> None:
-    (server,) = servers_of(plan_of(staleness=1))
-    first, second = server.weights(0, 0, 0), server.weights(1, 0, 0)
-    assert all(a is b for a, b in zip(first, second, strict=True))
-    assert server.versions == (0,)
-
-
 def finish(server: ParameterServer, epoch: int) -> None:
     for interval in server.plan.intervals_of(server.index):
         for step in STEPS:
@@ -248,14 +241,6 @@ def test_many_threads_may_push_and_pull() -> None:
     while exchange([server]) is not None:
         pass
     assert bits(server.latest()) == plain_answer(plan, 3)
-
-
-def test_going_on_from_a_later_epoch() -> None:
-    (server,) = servers_of(plan_of(first_epoch=7))
-    assert server.updates == 7
-    server.weights(0, 7, 0)
-    finish(server, 7)
-    assert exchange([server]) == 8
 
 
 def test_first_weights_must_be_the_plans() -> None:
@@ -409,7 +394,7 @@ def test_a_weight_that_the_optimizer_lacks_stays() -> None:
     ("kind", "group", "says"),
     [
         ("RMSprop", {"lr": 0.1}, "no optimizer 'RMSprop'"),
-        ("SGD", {"lr": 0.1, "momentun": 0.9}, "did you mean 'momentum'"),
+        ("SGD", {"lr": 0.1, "momentun": 0.9}, "does not support .*momentun"),
         ("SGD", {"lr": -0.1}, "lr=-0.1"),
         ("SGD", {"lr": torch.tensor(0.1)}, "plain number"),
         ("SGD", {"lr": 0.1, "nesterov": True}, "nesterov"),
@@ -426,8 +411,6 @@ def test_what_makes_no_sense_is_refused(kind: str, group: dict[str, Any], says: 
 def test_groups_and_states_of_another_model_are_refused() -> None:
     with pytest.raises(ConfigError, match="'b'"):
         Update("SGD", [{"lr": 0.1, "params": ["b"]}], ["a"])
-    with pytest.raises(ConfigError, match="two parameter groups"):
-        Update("SGD", [{"lr": 0.1, "params": ["a", "a"]}], ["a"])
     for path in ("b/exp_avg", "a/momentum_buffer"):
         with pytest.raises(CheckpointError, match=path):
             Update("Adam", [{"lr": 0.1, "params": ["a"]}], ["a"], {path: np.zeros(1)})

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -71,7 +71,6 @@ _COMPILED = re.compile(r"\.cpython-3(?P<minor>\d+)-(?P<machine>\w+?)-linux-\w+\.
 _GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
 _AMAZON_2023 = 12
 """First minor version of Python whose runtime is Amazon Linux 2023; older ones run on Amazon Linux 2."""
-_GLIBC_OF_AMAZON = {False: 26, True: 34}
 ACTIVE_WITHIN_S = 300.0
 """Creating network interfaces in a VPC takes a minute or two the first time."""
 ROLE_KNOWN_WITHIN_S = 60.0
@@ -335,9 +334,7 @@ def _drops_failures(client: Client, name: str) -> bool:
     return now is not None and _NO_RETRIES.items() <= now.items()
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
+class Compiled(NamedTuple):
     """Requirements of a package's compiled files; None without such files."""
 
     python: int | None
@@ -350,30 +347,27 @@ class Compiled:
 
 def compiled_of(package: Path) -> Compiled:
     """Read the requirements of the zip ``package``; ConfigError if they are contradictory."""
-    pythons, machines, needed = set[int](), set[str](), set[int]()
+    kinds, needed = set[tuple[int, str]](), set[int]()
     aws_name = {machine: name for name, machine in ARCHITECTURES.items()}
     try:
         with zipfile.ZipFile(package) as archive:
             for name in archive.namelist():
                 if found := _COMPILED.search(name):
-                    pythons.add(int(found["minor"]))
-                    machines.add(aws_name.get(found["machine"], found["machine"]))
+                    kinds.add((int(found["minor"]), aws_name.get(found["machine"], found["machine"])))
                 if ".so" in Path(name).name:
                     needed |= {int(minor) for minor in _GLIBC.findall(archive.read(name))}
     except (zipfile.BadZipFile, OSError) as error:
         raise ConfigError(
             f"{package} is not a package: {error}; write one with `dglx lambda package`"
         ) from error
-    if len(pythons) > 1 or len(machines) > 1:
+    if len(kinds) > 1:
+        made = ", ".join(f"Python 3.{minor} on {machine}" for minor, machine in sorted(kinds))
         raise ConfigError(
-            f"{package} has files for minor versions {sorted(pythons)} of Python 3 on {sorted(machines)}; a "
-            "function runs one: write it with `dglx lambda package --python`"
+            f"{package} has files for {made}; a function runs one: write it with `dglx lambda package "
+            "--python`"
         )
-    return Compiled(
-        python=next(iter(pythons), None),
-        architecture=next(iter(machines), None),
-        glibc=max(needed, default=None),
-    )
+    python, architecture = kinds.pop() if kinds else (None, None)
+    return Compiled(python, architecture, max(needed, default=None))
 
 
 def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
@@ -381,32 +375,32 @@ def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
 
     ConfigError if it cannot load the package's libraries, or, ``on_aws``, if AWS's C library is too old.
     """
-    compiled = compiled_of(deployment.package)
-    minor = sys.version_info.minor if compiled.python is None else compiled.python
+    package, made = deployment.package, compiled_of(deployment.package)
+    minor = sys.version_info.minor if made.python is None else made.python
     runtime = deployment.runtime or f"python3.{minor}"
-    if compiled.python is not None and runtime != f"python3.{minor}":
+    if made.python is not None and runtime != f"python3.{minor}":
         raise ConfigError(
-            f"{deployment.package} is made for Python 3.{minor} and the runtime is {runtime}; write it with "
+            f"{package} is made for Python 3.{minor} and the runtime is {runtime}; write it with "
             f"`dglx lambda package --python {runtime.removeprefix('python')}`"
         )
-    if compiled.architecture not in (None, deployment.architecture):
+    if made.architecture not in (None, deployment.architecture):
         raise ConfigError(
-            f"{deployment.package} is made for {compiled.architecture} and the function runs on "
+            f"{package} is made for {made.architecture} and the function runs on "
             f"{deployment.architecture}; give the same --architecture to `dglx lambda package` and `deploy`"
         )
-    if on_aws and (problem := what_aws_lacks(deployment.package)):
+    if on_aws and (problem := what_aws_lacks(package)):
         raise ConfigError(problem)
     return runtime
 
 
 def what_aws_lacks(package: Path) -> str:
     """Return why AWS cannot load the libraries of ``package`` and the remedy; "" if it can."""
-    compiled = compiled_of(package)
-    has = _GLIBC_OF_AMAZON[(compiled.python or _AMAZON_2023) >= _AMAZON_2023]
-    if compiled.glibc is None or compiled.glibc <= has:
+    python, _, glibc = compiled_of(package)
+    has = 34 if python is None or python >= _AMAZON_2023 else 26
+    if glibc is None or glibc <= has:
         return ""
     return (
-        f"{package} needs glibc 2.{compiled.glibc} and AWS's Python 3.{compiled.python} has 2.{has}; write "
+        f"{package} needs glibc 2.{glibc} and AWS's Python 3.{python} has 2.{has}; write "
         f"it with `dglx lambda package --python 3.{_AMAZON_2023}`"
     )
 

@@ -208,7 +208,7 @@ _PLAIN = {
     "gelu_tanh": Activation(_gelu_tanh, _pull_back_gelu_tanh),
 }
 _WITH_PARAMETER = {"leaky_relu": ("slope", leaky_relu), "elu": ("alpha", _elu)}
-ACTIVATIONS = ("identity", "relu", "leaky_relu", "elu", "tanh", "sigmoid", "gelu", "gelu_tanh")
+ACTIVATIONS = (*_PLAIN, *_WITH_PARAMETER)
 """Names that :func:`read_activation` knows."""
 
 

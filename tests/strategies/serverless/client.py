@@ -31,7 +31,7 @@ class WorkerClient:
         self.caller = RemoteCaller()
 
     def ask(self, op: str, name: str, arrays: Sequence[Array] = ()) -> list[Array]:
-        return self.caller.send(self.address, self.secrets, op, name, arrays).wait(20.0)
+        return self.caller.send(self.address, self.secrets, op, name, arrays)(20.0)
 
     def is_refused(self, op: str, name: str, arrays: Sequence[Array] = (), *, match: str) -> None:
         with pytest.raises(RemoteError, match=match):
