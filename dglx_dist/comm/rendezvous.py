@@ -141,21 +141,19 @@ class JobStore:
         """Send ``value`` (JSON) to every rank and return all of them by rank; each rank must call it once."""
         self.raw.set(f"{what}/{self.rank}", json.dumps(value))
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
-        self.wait_for(keys, what)
+        self._wait(keys, what, None)
         return [json.loads(self.raw.get(key)) for key in keys]
 
-    def barrier(
-        self, what: str, timeout_s: float | None = None, check: Callable[[list[int]], None] | None = None
-    ) -> None:
+    def barrier(self, what: str, check: Callable[[list[int]], None] | None = None) -> None:
         """Return when every rank has called it; all must call their barriers in the same order.
 
         ``check`` is called periodically with the missing ranks and may raise. PeerError names ranks that are
-        missing after ``timeout_s`` (None: the session's), or at another barrier.
+        missing after the session's time-out, or at another barrier.
         """
         self._barriers += 1
         keys = [f"barrier/{self._barriers}/{rank}" for rank in range(self.world_size)]
         self.raw.set(keys[self.rank], what)
-        self.wait_for(keys, what, timeout_s, check)
+        self._wait(keys, what, check)
         for rank, raw in enumerate(self.raw.multi_get(keys)):
             at = raw.decode(errors="replace")
             if at != what:
@@ -164,27 +162,20 @@ class JobStore:
                     "the same steps; call collective functions outside of branches that differ between ranks"
                 )
 
-    def wait_for(
-        self,
-        keys: Sequence[str],
-        what: str,
-        timeout_s: float | None = None,
-        check: Callable[[list[int]], None] | None = None,
-    ) -> None:
-        """Wait until all of ``keys`` (one per rank) are set; PeerError as for :meth:`barrier`."""
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
+    def _wait(self, keys: Sequence[str], what: str, check: Callable[[list[int]], None] | None) -> None:
+        """Wait until all of ``keys``, one per rank, are set; PeerError as for :meth:`barrier`."""
         started = time.monotonic()
         next_check_s = _CHECK_EVERY_S
         while not self._have(keys):
             waited_s = time.monotonic() - started
-            if waited_s >= min(next_check_s, limit_s):
+            if waited_s >= min(next_check_s, self.timeout_s):
                 next_check_s = waited_s + _CHECK_EVERY_S
                 missing = self._missing(keys, what, check)
-                if missing and waited_s >= limit_s:
+                if missing and waited_s >= self.timeout_s:
                     names = ", ".join(map(str, missing))
                     raise PeerError(
-                        f"ranks missing: {names} (of {self.world_size}) at {what!r} after {limit_s:g} s; "
-                        "look at their output, or raise timeout_s (DGLX_TIMEOUT)"
+                        f"ranks missing: {names} (of {self.world_size}) at {what!r} after {self.timeout_s:g} "
+                        "s; look at their output, or raise timeout_s (DGLX_TIMEOUT)"
                     )
             # Polled, because Store.wait blocks the connection that other threads need and warns on stderr.
             time.sleep(min(0.0005 + waited_s / 20, 0.05))
@@ -214,7 +205,9 @@ class JobStore:
         missing = self._absent(keys)
         while missing:
             try:
-                self._raise_if_failed(missing, what)
+                failure = self.first_failure()
+                if failure is not None and failure[0] in missing:
+                    raise PeerError(f"rank {failure[0]} failed before {what!r}: {failure[1]}")
                 if check is not None:
                     check(missing)
                 break
@@ -227,11 +220,6 @@ class JobStore:
 
     def _absent(self, keys: Sequence[str]) -> list[int]:
         return [rank for rank, key in enumerate(keys) if not self._have([key])]
-
-    def _raise_if_failed(self, missing: Sequence[int], what: str) -> None:
-        failure = self.first_failure()
-        if failure is not None and failure[0] in missing:
-            raise PeerError(f"rank {failure[0]} failed before {what!r}: {failure[1]}")
 
     def _have(self, keys: Sequence[str]) -> bool:
         try:

@@ -23,12 +23,9 @@ from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.row_kernels import group_by_range, numpy_view
 from dglx_dist.graph.sparse_gradient import (
-    NEVER,
     RowSum,
-    count_rows,
-    forget_rows,
     one_row_each,
-    split_rows,
+    sum_rows,
     update_adagrad,
     update_adam,
     update_sgd,
@@ -129,7 +126,6 @@ class OwnedRows:
         nothing = np.empty((0, embedding.embedding_dim), self._dtype)
         self.no_rows = one_row_each(np.empty(0, np.int64), nothing)
         """The gradient of a rank that touched no row."""
-        self._slot_of = np.empty(0, np.int32)
 
     def check(self, gradient: RowSum) -> None:
         """Raise ConfigError unless ``gradient``, from another rank, is for rows of this one."""
@@ -146,12 +142,15 @@ class OwnedRows:
 
     def apply(self, gradients: Sequence[RowSum]) -> None:
         """Sum ``gradients`` in their order and update each row they touch once; any thread."""
+        touched = [one for one in gradients if len(one.ids)]
         with self.lock:
             self.steps += 1
-            for gradient in self._summed([one for one in gradients if len(one.ids)]):
-                self._update(gradient)
+            if touched:
+                total = sum_rows(touched)
+                self._update(total._replace(ids=total.ids - self.first))
 
     def _update(self, gradient: RowSum) -> None:
+        """Update by a gradient whose ids are counted from the first row."""
         rows, wide, touched = self._rows, self.embedding.compute_dtype, gradient.ids
         if rows.dtype == wide:
             self.rule.update(numpy_view(rows), touched, self._state_rows, gradient, self.steps)
@@ -160,24 +159,6 @@ class OwnedRows:
         weight = rows[index].to(wide).numpy()
         self.rule.update(weight, np.arange(len(touched)), self._state_rows, gradient, self.steps)
         rows[index] = torch.from_numpy(weight).to(rows.dtype)
-
-    def _summed(self, gradients: Sequence[RowSum]) -> list[RowSum]:
-        """Return gradients with ids counted from the first row and each row once; copy only repeated rows."""
-        first = self.first
-        if len(gradients) < 2:
-            return [one._replace(ids=one.ids - first) for one in gradients]
-        if len(self._slot_of) < self.last - first:
-            self._slot_of = np.full(self.last - first, NEVER, dtype=np.int32)
-        repeated = sum(count_rows(one.ids, first, self._slot_of) for one in gradients)
-        touched = np.empty(repeated, dtype=np.int64)
-        sums = np.empty((repeated, self.embedding.embedding_dim), dtype=self._dtype)
-        found, count = [], 0
-        for one in gradients:
-            single, places, count = split_rows(one, first, self._slot_of, touched, sums, count)
-            found.append(RowSum(single, one.rows, places, one.weight))
-        for one in gradients:
-            forget_rows(one.ids, first, self._slot_of)
-        return [*found, one_row_each(touched, sums)]
 
 
 MAX_PARAMETERS = 100

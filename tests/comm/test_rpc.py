@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
 import socket
 import threading
 import time
@@ -21,7 +19,7 @@ from dglx_dist.comm.rpc import PeerAddress, Rpc
 from dglx_dist.comm.session import start_session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
-from tests.helpers.ranks import run_ranks, start_ranks
+from tests.helpers.ranks import run_ranks
 
 TABLE = np.arange(40, dtype=np.float32).reshape(10, 4)
 
@@ -367,31 +365,6 @@ def _everyone_asks_everyone() -> list[list[float]]:
 def test_ranks_call_each_other(world_size: int, environment: dict[str, str]) -> None:
     for row in run_ranks(_everyone_asks_everyone, world_size, environment=environment):
         assert row == [[10.0 + other] for other in range(world_size)]
-
-
-def _ask_the_stopped() -> str:
-    session = start_session()
-    rank = session.topology.rank
-    session.rpc.register("die", lambda _name, _arrays: os.kill(os.getpid(), signal.SIGKILL))
-    session.store.barrier("registered")
-    if rank == 1:
-        threading.Event().wait()
-    try:
-        session.rpc.call(1, "die", "", [], phase="p")
-    except PeerError as error:
-        return str(error)
-    finally:
-        session.close(failed=True)
-    return ""
-
-
-def test_killed_rank_is_named_at_once() -> None:
-    before = time.monotonic()
-    outcomes = start_ranks(_ask_the_stopped, 2)
-    assert outcomes[1].exitcode == -signal.SIGKILL
-    assert "rank 1 on " in outcomes[0].result
-    assert "closed its connection or died while asked for die" in outcomes[0].result
-    assert time.monotonic() - before < 60  # far below the time-out of 300 s
 
 
 def _wait_for_text(caplog: pytest.LogCaptureFixture, text: str) -> None:

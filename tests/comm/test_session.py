@@ -222,14 +222,6 @@ def test_a_folder_taken_away_before_it_was_locked_is_made_again(monkeypatch: pyt
     assert not mine.path.exists()
 
 
-def test_a_survivor_removes_the_folder_of_a_killed_process() -> None:
-    mine, job = Scratch(uuid.uuid4().hex[:12], 0), uuid.uuid4().hex[:12]
-    start_ranks(_open_and_die, 1, args=(job,))
-    parent = mine.path.parent
-    mine.close()
-    assert list(parent.glob(f"*{job}-s3")) == []
-
-
 def rendezvous(**variables: str) -> object:
     common = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     return read_rendezvous(common | variables)

@@ -211,13 +211,6 @@ def test_only_a_trace_is_replaced_or_removed(tmp_path: Path) -> None:
         check_replaceable(tmp_path / "file" / "trace.json")
 
 
-def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "t").mkdir()
-    with pytest.raises(StorageError, match="cannot write the trace"):
-        write_trace(tmp_path / "t", trace_of(SPANS))
-    assert [one.name for one in tmp_path.iterdir()] == ["t"]
-
-
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [

@@ -91,28 +91,6 @@ def test_pull_equals_indexing_and_costs_what_the_formula_says(ranks: int, per_se
         assert per_server is None or ranks == 1 or any(sent for sent, _ in counted)
 
 
-def pull_from_threads() -> list[bool]:
-    with start_session() as session:
-        store = open_store(session)
-        rows, equal = table("float32", (5,)), [False] * 6
-
-        def work(thread: int) -> None:
-            random = np.random.default_rng(thread)
-            asked = [random.integers(0, 31, 40) for _ in range(20)]
-            equal[thread] = all((store.pull("feat", ids).numpy() == rows[ids]).all() for ids in asked)
-
-        threads = [threading.Thread(target=work, args=(thread,)) for thread in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return equal
-
-
-def test_threads_pull_at_once() -> None:
-    assert run_ranks(pull_from_threads, 2, ranks_per_server=1) == [[True] * 6] * 2
-
-
 def push_to_everyone() -> tuple[int, list[float]]:
     with start_session() as session:
         store = open_store(session)

@@ -177,15 +177,6 @@ def check_request(num_parts: int, seed: int) -> None:
         raise ConfigError(f"seed is {seed}; it must be at least 0")
 
 
-def trivial_parts(num_nodes: int, num_parts: int) -> Array | None:
-    """Return the (N,) int32 parts for a single part or at least one part per node; else None."""
-    if num_parts == 1:
-        return np.zeros(num_nodes, dtype=np.int32)
-    if num_parts >= num_nodes:
-        return np.arange(num_nodes, dtype=np.int32)
-    return None
-
-
 def to_assignment(
     graph: RawGraph,
     part_of_node: Array,
