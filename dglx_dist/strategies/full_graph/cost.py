@@ -102,15 +102,11 @@ def full_graph_memory(model: MemoryModel, work: FullWork, *, ahead: int = 0) -> 
 
 
 def exchanged_bytes(pairs: Sequence[int], widths: Widths, *, use_pp: bool) -> dict[str, int]:
-    """Return the bytes of an epoch by ledger phase; empty phases are left out.
+    """Return the bytes of an epoch by ledger phase, for (L,) ``pairs`` outside or inside of servers.
 
     ``halo`` is s (d_0 B_1 + d_1 B_2 + ...), without its first term where layer-1 rows are cached
-    (``use_pp``); ``halo_gradients`` the same without the terms of rows that have no gradient.
-
-    Args:
-        pairs: (L,) of each layer, outside or inside of servers.
-        widths: Of the model.
-        use_pp: Whether the features of layer 1's halo are cached, so that no row of layer 1 is sent.
+    (``use_pp``); ``halo_gradients`` the same without the terms of rows that have no gradient. Empty phases
+    are left out.
     """
     above = widths.hidden * sum(pairs[1:])
     first = 0 if use_pp else widths.first * pairs[0]

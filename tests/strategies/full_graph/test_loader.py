@@ -11,25 +11,21 @@ import dgl
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.arrays import ArrayFolder, ArrayWriter
 from dglx_dist.data.storage.writer import write_dataset
-from dglx_dist.dataloading.feature_fetch import Columns
 from dglx_dist.errors import CheckpointError
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.row_kernels import column_info
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock
 from dglx_dist.strategies.full_graph.halo_plan import RowFiles
-from dglx_dist.strategies.full_graph.loader import ColumnReader
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import plan_cases, runs
-from tests.strategies.full_graph.test_halo_plan import a_plan
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full_graph", {}),
@@ -253,62 +249,16 @@ def test_only_what_comes_from_elsewhere_and_stays_is_worth_it(tmp_path: Path) ->
     assert not files.takes(column(writable=True), IDS)
 
 
-class Store:
-    """Row i of a column is (i, i), and every pull is noted."""
-
-    def __init__(self) -> None:
-        self.pulled: list[tuple[str, list[int]]] = []
-
-    def column(self, name: str) -> Column:
-        return column(name=name)
-
-    def submit_pull(self, name: str, ids: Array, **_: Any) -> Any:
-        self.pulled.append((name, ids.tolist()))
-        rows = torch.from_numpy(ids).float()[:, None].expand(-1, 2).contiguous()
-        return type("Pull", (), {"result": lambda _: rows})()
-
-
-def columns_of(store: Store, files: RowFiles | None) -> list[Tensor]:
-    graph: Any = type("Graph", (), {"kvstore": store})()
-    columns = Columns(
-        inputs={NODE_TYPE: {"x": "feat"}},
-        targets={NODE_TYPE: {"y": "label"}},
-        edges={EDGE_TYPE: {"w": "weight"}},
-    )
-    reader, plan = ColumnReader(graph, columns, files), a_plan()
-    return [reader.inputs(plan)["x"], reader.targets(plan)["y"], reader.edges(plan)["w"]]
-
-
-def test_a_plans_columns_are_fetched_once_where_some_rows_are_foreign(tmp_path: Path) -> None:
-    """Nodes 5, 2, 9 and the one seed are server 0's own; edges 10, 11 and 17 of layer 1 are not."""
-    store, files = Store(), RowFiles(ArrayFolder(tmp_path), 0)
-    first = columns_of(store, files)
-    local = [("feat", [5, 2, 9]), ("label", [5])]
-    assert sorted(store.pulled) == sorted([*local, ("weight", [10, 11, 17])])
-    store.pulled.clear()
-    for one, other in zip(first, columns_of(store, files), strict=True):
-        assert torch.equal(one, other)
-    assert sorted(store.pulled) == sorted(local)
-    # For server 1 the nodes are foreign, and they are kept too.
-    elsewhere = RowFiles(ArrayFolder(tmp_path / "other"), 1)
-    columns_of(store, elsewhere)
-    store.pulled.clear()
-    columns_of(store, elsewhere)
-    assert store.pulled == [("weight", [10, 11, 17])]
-
-
-def test_without_room_rows_are_fetched_each_time(
+def test_without_room_rows_are_not_kept_and_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(ArrayWriter, "put", full)
-    store, files = Store(), RowFiles(ArrayFolder(tmp_path), 0)
+    files = RowFiles(ArrayFolder(tmp_path), 0)
     for _ in range(2):
-        columns_of(store, files)
-    assert store.pulled.count(("weight", [10, 11, 17])) == 2
-    # Told once, not for each of the many rows of many epochs.
-    assert caplog.text.count("the fetched rows of 'weight' is not kept on disk") == 1
-    assert caplog.text.count("is not kept on disk") == 1
+        assert not files.write(column(), IDS, torch.zeros(3, 2))
+    assert caplog.text.count("the fetched rows of 'feat' is not kept on disk") == 1
+    assert files.read(column(), IDS) is None
     assert not list(tmp_path.rglob("*.partial"))
