@@ -276,22 +276,18 @@ def plan_trials(
     own_seeds = own_seeds if len(own_seeds) else seeds
     if context.structure.num_edges * num_layers > _MOST_TRIED_EDGES:
         own_seeds = own_seeds[:: -(-len(own_seeds) // _FEW_SEEDS)]
-    for part in _TRIED_PARTS:
-        yield _plan_blocks(context, own_seeds[::part], num_layers)
-
-
-def _plan_blocks(context: PartitionContext, seeds: Array, num_layers: int) -> list[HaloBlock]:
     alone = PartitionContext(
         structure=context.structure,
         bounds=context.bounds[[0, -1]],
         topology=Topology(0, 1, (0,)),
         seed=context.seed,
     )
-    (plan,) = plan_all(alone, [seeds], num_layers, num_layers)
-    nodes, blocks = torch.from_numpy(plan.nodes), list[HaloBlock]()
-    for depth, layer in enumerate(plan.layers):
-        is_same = depth and layer is plan.layers[depth - 1]
-        blocks.append(
-            blocks[-1].fresh() if is_same else halo_block(layer, nodes, LocalExchange(0), etype=EDGE_TYPE)
-        )
-    return blocks
+    for part in _TRIED_PARTS:
+        (plan,) = plan_all(alone, [own_seeds[::part]], num_layers, num_layers)
+        nodes, blocks = torch.from_numpy(plan.nodes), list[HaloBlock]()
+        for depth, layer in enumerate(plan.layers):
+            is_same = depth and layer is plan.layers[depth - 1]
+            blocks.append(
+                blocks[-1].fresh() if is_same else halo_block(layer, nodes, LocalExchange(0), etype=EDGE_TYPE)
+            )
+        yield blocks

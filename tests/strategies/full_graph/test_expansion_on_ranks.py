@@ -19,33 +19,10 @@ from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSource, P
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
+from tests.strategies.test_equality import difference
 
-EPOCHS = 5
+EPOCHS = (0, 1, 2, 3, 4, 0, 4)
 OPTIONS = {"external_hops": 1, "external_fanout": 1, "resample_every": 2}
-
-
-@pytest.fixture(scope="module")
-def resampled(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
-    """By the number of ranks, on two servers."""
-    folder = str(equality.write_parts(tmp_path_factory.mktemp("resampled")))
-    return {
-        ranks: run_ranks(epochs_of, ranks, args=(folder,), ranks_per_server=ranks // 2) for ranks in (2, 4)
-    }
-
-
-def an_epoch(loader: Any, model: Any) -> dict[str, Any]:
-    ((_, output_nodes, blocks),) = loader
-    model.zero_grad()
-    scores = model(blocks, blocks[0].srcdata["feat"])
-    F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
-    share = blocks[-1].step_share
-    return {
-        "nodes": loader.plan.nodes.tolist(),
-        "external": loader.plan.external_nodes,
-        "seeds": output_nodes.tolist(),
-        "share": (share.num_local, share.num_global),
-        "gradients": [parameter.grad.numpy().copy() for parameter in model.parameters()],
-    }
 
 
 def epochs_of(folder: str) -> list[dict[str, Any]]:
@@ -55,53 +32,46 @@ def epochs_of(folder: str) -> list[dict[str, Any]]:
     strategy: Any = STRATEGIES.get("shared_preload")(session, OPTIONS)
     loader = strategy.loader(g, runs.my_share(g), runs.sampler())
     model = strategy.wrap(runs.first_model("sage"), g)
-    found = [an_epoch(loader, model) for _ in range(EPOCHS)]
-    for epoch in (0, EPOCHS - 1):
+    found = []
+    for epoch in EPOCHS:
         loader.set_epoch(epoch)
-        found.append(an_epoch(loader, model))
+        ((_, output_nodes, blocks),) = loader
+        model.zero_grad()
+        scores = model(blocks, blocks[0].srcdata["feat"])
+        F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
+        found.append(
+            {
+                "nodes": loader.plan.nodes.tolist(),
+                "external": loader.plan.external_nodes,
+                "seeds": output_nodes.tolist(),
+                "num_global": blocks[-1].step_share.num_global,
+                "gradients": [parameter.grad.numpy().copy() for parameter in model.parameters()],
+            }
+        )
     g.close()
     return found
 
 
-def nodes_of(resampled: list[Any], epoch: int) -> list[int]:
-    """What the ranks hold together, replicas as often as servers have them."""
-    return sorted(node for rank in resampled for node in rank[epoch]["nodes"])
-
-
-def difference(one: list[Any], other: list[Any]) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_choice_changes_every_two_epochs_and_comes_again(
-    resampled: dict[int, list[Any]], ranks: int
-) -> None:
-    first, second, third, fourth, fifth, first_again, fifth_again = (
-        nodes_of(resampled[ranks], epoch) for epoch in range(EPOCHS + 2)
-    )
-    assert first == second == first_again
-    assert third == fourth
-    assert fifth == fifth_again
-    assert len({tuple(nodes) for nodes in (first, third, fifth)}) == 3
-    for rank in resampled[ranks]:
-        assert difference(rank[0]["gradients"], rank[5]["gradients"]) == 0
-        assert difference(rank[0]["gradients"], rank[2]["gradients"]) > 1e-6
-        assert rank[0]["external"] > 0
-
-
-def test_seeds_are_trained_once_whatever_is_chosen(resampled: dict[int, list[Any]]) -> None:
-    for of_ranks in resampled.values():
-        for epoch in range(EPOCHS):
-            seeds = [node for rank in of_ranks for node in rank[epoch]["seeds"]]
-            assert len(seeds) == len(set(seeds)) == of_ranks[0][epoch]["share"][1]
-            assert all(rank[epoch]["share"] == (len(rank[epoch]["seeds"]), len(seeds)) for rank in of_ranks)
-
-
-def test_any_number_of_ranks_per_server_chooses_and_trains_alike(resampled: dict[int, list[Any]]) -> None:
-    for epoch in range(EPOCHS):
-        assert nodes_of(resampled[2], epoch) == nodes_of(resampled[4], epoch)
-        for rank in resampled[4]:
-            assert difference(rank[epoch]["gradients"], resampled[2][0][epoch]["gradients"]) <= 1e-10
+def test_the_choice_changes_every_two_epochs_and_comes_again(tmp_path: Path) -> None:
+    folder = str(equality.write_parts(tmp_path))
+    by_number = [run_ranks(epochs_of, ranks, args=(folder,), ranks_per_server=ranks // 2) for ranks in (2, 4)]
+    for results in by_number:
+        # What the ranks hold together, replicas as often as servers have them.
+        nodes = [sorted(node for rank in results for node in rank[n]["nodes"]) for n in range(len(EPOCHS))]
+        assert nodes[0] == nodes[1] == nodes[5]
+        assert nodes[2] == nodes[3]
+        assert nodes[4] == nodes[6]
+        assert len({tuple(nodes[n]) for n in (0, 2, 4)}) == 3
+        for n in range(len(EPOCHS)):
+            assert nodes[n] == sorted(node for rank in by_number[0] for node in rank[n]["nodes"])
+            seeds = [node for rank in results for node in rank[n]["seeds"]]
+            assert len(seeds) == len(set(seeds)) == results[0][n]["num_global"]
+        for rank in results:
+            assert rank[0]["external"] > 0
+            assert difference(rank[0]["gradients"], rank[5]["gradients"]) == 0
+            assert difference(rank[0]["gradients"], rank[2]["gradients"]) > 1e-6
+            for one, other in zip(rank, by_number[0][0], strict=True):
+                assert difference(one["gradients"], other["gradients"]) <= 1e-10
 
 
 def test_a_choice_that_failed_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
