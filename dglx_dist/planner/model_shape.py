@@ -21,8 +21,7 @@ from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of
 from dglx_dist.layers.tracer import MODEL_ERRORS, convolutions_in, random_block, stand_ins, trace_calls
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import ModelShape, Widths
-from dglx_dist.strategies.full_graph.cost import exchanged_bytes
-from dglx_dist.strategies.full_graph.plan_counts import HaloPairs
+from dglx_dist.strategies.full_graph.cost import HaloPairs, exchanged_bytes
 
 
 def topology_of(servers: int, ranks_per_server: int) -> Topology:

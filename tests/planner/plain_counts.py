@@ -13,7 +13,7 @@ from dglx_dist.data.storage.reader import StoredDataset, open_structure
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Placement, RowOwners
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
-from dglx_dist.strategies.full_graph.plan_counts import HaloPairs
+from dglx_dist.strategies.full_graph.cost import HaloPairs
 
 _MAX_RANKS = 64  # Bits of a word.
 

@@ -27,7 +27,7 @@ from dglx_dist.strategies.full_graph.expansion import (
     draw_of,
     eas_rule,
 )
-from dglx_dist.strategies.full_graph.halo_plan import PlanCache, RankPlan, RowFiles
+from dglx_dist.strategies.full_graph.halo_plan import PlanCache, RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest
 
 if TYPE_CHECKING:
@@ -184,16 +184,15 @@ class PlanSource:
         self._pending: dict[tuple[int, int], Future[RankPlan]] = {}
         self._position = (0, spec.num_batches)
         """Epoch and step expected by the next request."""
-        self.row_files: RowFiles | None = None
-        """Files of the columns of planned rows; None: not kept on disk, or held by the loader."""
+        self.row_cache: PlanCache | None = None
+        """Keeps the columns of planned rows; None: they are not kept on disk, or held by the loader."""
         if isinstance(maker.seeds, ServerSeeds):
             check_num_batches(spec.num_batches, maker.seeds)
             self._sizes = maker.seeds.sizes(spec.num_batches)
             if keep and spec.is_fixed:
                 self._cache = _open_cache(g, maker.seeds, spec)
                 self._on_disk = _common_steps(g, self._cache, spec.num_batches)
-                if len(self) > 1:
-                    self.row_files = self._cache.rows(g.session.topology.server)
+                self.row_cache = self._cache if len(self) > 1 else None
         else:
             # All samples have the same seeds in total, though distributed differently over the ranks.
             self._sizes = gather_int64([self.plan(0, 0).seeds], g.session).sum(axis=0)
@@ -295,7 +294,7 @@ def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: PlanSpec) -> PlanCache:
         "seeds": [seeds.digest, *seeds.counts],
         "edges": list(g.canonical_etypes[0]),
     }
-    return PlanCache(g.dataset.cache, facts, g.session.topology.rank)
+    return PlanCache(g.dataset.cache, facts, g.session.topology)
 
 
 def _common_steps(g: DistGraph, cache: PlanCache, num_batches: int) -> set[int]:

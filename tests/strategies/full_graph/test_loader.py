@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,12 @@ import pytest
 import torch
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.data.storage.arrays import ArrayFolder, ArrayWriter
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import CheckpointError
-from dglx_dist.graph.column import Column
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.row_kernels import column_info
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock
-from dglx_dist.strategies.full_graph.halo_plan import RowFiles
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import plan_cases, runs
@@ -200,65 +195,3 @@ def preload_on_rank(preload_folder: str, strategy: str) -> int:
 def test_values_of_edges_come_once_for_all_layers(preload_folder: Path, strategy: str) -> None:
     remote = run_ranks(preload_on_rank, 2, args=(str(preload_folder), strategy), ranks_per_server=1)
     assert (sum(remote) > 0) == (strategy == "shared_preload")
-
-
-IDS = np.array([5, 2, 40])
-
-
-def column(dtype: torch.dtype = torch.float32, name: str = "feat", writable: bool = False) -> Column:
-    """Rows of two numbers; server 0 owns 0..9, server 1 the others."""
-    return Column(
-        name=name,
-        info=column_info(dtype, (2,)),
-        bounds=np.array([0, 10, 100]),
-        shards=(),
-        writable=writable,
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
-def test_rows_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
-    files, rows = RowFiles(ArrayFolder(tmp_path), 0), torch.tensor([[0, 1], [1, 0], [3, 4]]).to(dtype)
-    assert files.read(column(dtype), IDS) is None
-    assert files.write(column(dtype), IDS, rows)
-    found = RowFiles(ArrayFolder(tmp_path), 0).read(column(dtype), IDS)
-    assert found is not None
-    assert found.dtype == dtype
-    assert torch.equal(found, rows)
-    found.zero_()
-    again = files.read(column(dtype), IDS)
-    assert again is not None
-    assert torch.equal(again, rows)
-
-
-def test_others_are_not_found(tmp_path: Path) -> None:
-    files = RowFiles(ArrayFolder(tmp_path), 0)
-    files.write(column(), IDS, torch.zeros(3, 2))
-    assert files.read(column(), IDS[[1, 0, 2]]) is None
-    assert files.read(column(), IDS[:2]) is None
-    assert files.read(column(name="other"), IDS) is None
-    assert files.read(column(torch.float64), IDS) is None
-
-
-def test_only_what_comes_from_elsewhere_and_stays_is_worth_it(tmp_path: Path) -> None:
-    files = RowFiles(ArrayFolder(tmp_path), 0)
-    assert files.takes(column(), IDS)
-    assert not files.takes(column(), IDS[:2])
-    assert not files.takes(column(), IDS[:0])
-    assert RowFiles(ArrayFolder(tmp_path), 1).takes(column(), IDS)
-    assert not files.takes(column(writable=True), IDS)
-
-
-def test_without_room_rows_are_not_kept_and_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(ArrayWriter, "put", full)
-    files = RowFiles(ArrayFolder(tmp_path), 0)
-    for _ in range(2):
-        assert not files.write(column(), IDS, torch.zeros(3, 2))
-    assert caplog.text.count("the fetched rows of 'feat' is not kept on disk") == 1
-    assert files.read(column(), IDS) is None
-    assert not list(tmp_path.rglob("*.partial"))
