@@ -1,28 +1,33 @@
-"""The full-graph loader: steps of an epoch, resuming, shared preloading, rows kept in files."""
+"""The full-graph loader: steps of an epoch, resuming, shared preloading, external nodes chosen anew."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import dgl
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
-from dglx_dist.errors import CheckpointError
+from dglx_dist.errors import CheckpointError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.full_graph.expansion import EasOptions
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock
+from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSource, PlanSpec
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import plan_cases, runs
+from tests.strategies.test_equality import difference
 
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full_graph", {}),
     "anew": ("full_graph", {"use_pp": False}),
     "closed": ("shared_preload", {}),
@@ -44,7 +49,7 @@ def on_rank(folder: str) -> dict[str, Any]:
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder)
         found: dict[str, Any] = {}
-        for name, (strategy, options) in OPTIONS.items():
+        for name, (strategy, options) in WAYS.items():
             loader = loader_of(g, strategy, options, "uneven")
             found[name] = look_at(g, loader, use_pp=options.get("use_pp", True))
         check_positions(g)
@@ -139,7 +144,7 @@ def check_positions(g: DistGraph) -> None:
 def test_every_seed_is_computed_once_where_it_lies(folder: Path, ranks: int, ranks_per_server: int) -> None:
     results = run_ranks(on_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
     expected = [node for node in range(equality.NUM_NODES) if node % 3 == 0]
-    for name in OPTIONS:
+    for name in WAYS:
         seeds = [seed for one in results for seed in one[name]["seeds"]]
         assert sorted(seeds) == expected
         assert {one[name]["targets"][1] for one in results} == {len(expected)}
@@ -195,3 +200,71 @@ def preload_on_rank(preload_folder: str, strategy: str) -> int:
 def test_values_of_edges_come_once_for_all_layers(preload_folder: Path, strategy: str) -> None:
     remote = run_ranks(preload_on_rank, 2, args=(str(preload_folder), strategy), ranks_per_server=1)
     assert (sum(remote) > 0) == (strategy == "shared_preload")
+
+
+EPOCHS = (0, 1, 2, 3, 4, 0, 4)
+OPTIONS = {"external_hops": 1, "external_fanout": 1, "resample_every": 2}
+
+
+def epochs_of(folder: str) -> list[dict[str, Any]]:
+    """Five epochs, and then the first and the last once more."""
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder, structure="partitioned")
+    strategy: Any = STRATEGIES.get("shared_preload")(session, OPTIONS)
+    loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+    model = strategy.wrap(runs.first_model("sage"), g)
+    found = []
+    for epoch in EPOCHS:
+        loader.set_epoch(epoch)
+        ((_, output_nodes, blocks),) = loader
+        model.zero_grad()
+        scores = model(blocks, blocks[0].srcdata["feat"])
+        F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
+        found.append(
+            {
+                "nodes": loader.plan.nodes.tolist(),
+                "external": loader.plan.external_nodes,
+                "seeds": output_nodes.tolist(),
+                "num_global": blocks[-1].step_share.num_global,
+                "gradients": [parameter.grad.numpy().copy() for parameter in model.parameters()],
+            }
+        )
+    g.close()
+    return found
+
+
+def test_the_choice_changes_every_two_epochs_and_comes_again(tmp_path: Path) -> None:
+    folder = str(equality.write_parts(tmp_path))
+    by_number = [run_ranks(epochs_of, ranks, args=(folder,), ranks_per_server=ranks // 2) for ranks in (2, 4)]
+    for results in by_number:
+        # What the ranks hold together, replicas as often as servers have them.
+        nodes = [sorted(node for rank in results for node in rank[n]["nodes"]) for n in range(len(EPOCHS))]
+        assert nodes[0] == nodes[1] == nodes[5]
+        assert nodes[2] == nodes[3]
+        assert nodes[4] == nodes[6]
+        assert len({tuple(nodes[n]) for n in (0, 2, 4)}) == 3
+        for n in range(len(EPOCHS)):
+            assert nodes[n] == sorted(node for rank in by_number[0] for node in rank[n]["nodes"])
+            seeds = [node for rank in results for node in rank[n]["seeds"]]
+            assert len(seeds) == len(set(seeds)) == results[0][n]["num_global"]
+        for rank in results:
+            assert rank[0]["external"] > 0
+            assert difference(rank[0]["gradients"], rank[5]["gradients"]) == 0
+            assert difference(rank[0]["gradients"], rank[2]["gradients"]) > 1e-6
+            for one, other in zip(rank, by_number[0][0], strict=True):
+                assert difference(one["gradients"], other["gradients"]) <= 1e-10
+
+
+def test_a_choice_that_failed_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
+    with start_session():
+        g = DistGraph(str(equality.write_parts(tmp_path)))
+        maker = PlanMaker(g, np.array([1, 2]))
+        plans = PlanSource(g, maker, PlanSpec(num_layers=2, hops=2, eas=EasOptions(resample_every=2)))
+        before = plans.plan(1, 0)
+        with (
+            mock.patch.object(maker._planner, "plan", side_effect=PeerError("gone")),
+            pytest.raises(PeerError, match="gone"),
+        ):
+            plans.plan(2, 0)
+        assert plans.plan(2, 0) is not before
+        plans.close()

@@ -14,14 +14,9 @@ from torch import Tensor
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
 from tests.strategies.full_graph.layers_of_dgl import LAYERS, REFUSED, Stack, weights
-from tests.strategies.full_graph.threads import World, whole_graph
+from tests.strategies.full_graph.threads import TOLERANCE, World, features, whole_graph
 
-TOLERANCE = {"rtol": 0.0, "atol": 1e-10}
 ALL = np.arange(12)
-
-
-def features() -> Tensor:
-    return torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
 def graphs_of(world: World) -> list[LocalGraph]:
