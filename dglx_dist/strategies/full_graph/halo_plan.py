@@ -82,14 +82,8 @@ class RankPlan:
     """(n,) int64 global ids of the feature rows of this rank."""
     layers: tuple[HaloLayer, ...]
     """The L layers, input layer first."""
-    hops: int
-    """k: number of layers that the server computes alone (0: full_graph, L: no rows cross servers)."""
-    server_nodes: int
-    """|R_i^0|: feature rows of all ranks of this server."""
-    inner_nodes: int
-    """|I_i|: nodes owned by the server."""
     external_nodes: int
-    """|R_i^0 without I_i|: feature rows fetched from other servers, once."""
+    """|R_i^0 without I_i|: feature rows that this server fetches from others, once."""
 
     @property
     def seeds(self) -> int:
@@ -130,7 +124,7 @@ def _places(table: SlotTable, ids: Array, places: Array) -> None:
         places[k] = slot_of(table, ids[k])
 
 
-VERSION = 4
+VERSION = 5
 NUMBERS, ROWS = "numbers", "rows"
 
 

@@ -119,9 +119,6 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> Steps[RankPla
     return RankPlan(
         nodes=own.nodes,
         layers=tuple(layers),
-        hops=request.hops,
-        server_nodes=len(held.nodes),
-        inner_nodes=last - first,
         external_nodes=int(np.count_nonzero((held.nodes < first) | (held.nodes >= last))),
     )
 

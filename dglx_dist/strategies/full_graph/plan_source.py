@@ -187,7 +187,12 @@ class PlanSource:
         self.row_cache: PlanCache | None = None
         """Keeps the columns of planned rows; None: they are not kept on disk, or held by the loader."""
         if isinstance(maker.seeds, ServerSeeds):
-            check_num_batches(spec.num_batches, maker.seeds)
+            counts = maker.seeds.counts
+            if not 1 <= spec.num_batches <= max(counts):
+                raise ConfigError(
+                    f"batches={spec.num_batches} cooperative batches, but the servers have "
+                    f"{', '.join(map(str, counts))} seeds; give 1 to {max(counts)}"
+                )
             self._sizes = maker.seeds.sizes(spec.num_batches)
             if keep and spec.is_fixed:
                 self._cache = _open_cache(g, maker.seeds, spec)
@@ -275,15 +280,6 @@ def _close_on_all_ranks(g: DistGraph, source: PlanSource) -> None:
 
     g.on_close.append(leave)
     session.before_close.append(leave)
-
-
-def check_num_batches(num_batches: int, seeds: ServerSeeds) -> None:
-    """Raise ConfigError unless each of ``num_batches`` batches has seeds on some server."""
-    if not 1 <= num_batches <= max(seeds.counts):
-        raise ConfigError(
-            f"batches={num_batches} cooperative batches, but the servers have "
-            f"{', '.join(map(str, seeds.counts))} seeds; give 1 to {max(seeds.counts)}"
-        )
 
 
 def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: PlanSpec) -> PlanCache:

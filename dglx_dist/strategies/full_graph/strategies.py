@@ -42,7 +42,6 @@ class _FullGraphStrategy(Strategy):
     """Whether a server composes its steps from its seeds, in place of one step of all seeds."""
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
-        self._session = session
         self._options: FullGraphOptions = self.read_options(options)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:

@@ -62,9 +62,6 @@ def a_plan(seeds: int = 1) -> RankPlan:
     return RankPlan(
         nodes=np.array([5, 2, 9]),
         layers=(first, second),
-        hops=2,
-        server_nodes=4,
-        inner_nodes=3,
         external_nodes=1,
     )
 

@@ -170,9 +170,6 @@ def random_plan(levels: list[int], halos: list[int], edges: list[int]) -> RankPl
     return RankPlan(
         nodes=np.arange(levels[0]),
         layers=tuple(layers),
-        hops=2,
-        server_nodes=levels[0],
-        inner_nodes=levels[0],
         external_nodes=0,
     )
 
