@@ -30,7 +30,7 @@ from dglx_dist.planner.workload import check_plannable
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, EpochRecord
 from dglx_dist.report.run_folder import PLAN, read_plan
-from dglx_dist.report.tables import RunFacts, plan_lines, summarise
+from dglx_dist.report.tables import plan_lines, summarise
 from dglx_dist.strategies.base import (
     AUTO,
     CACHE_CHOICE,
@@ -241,7 +241,7 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
     options = read_auto_options(session.options)
     remedy = "strategy 'auto' needs the same options on every rank"
     check_equal(session, "an option", {**asdict(training), **asdict(options)}, remedy)
-    check_same_model(model, session, "a model")
+    check_same_model(model, session)
     check_plannable(g.dataset.manifest, str(g.dataset.folder))
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
         # Training must draw the same random numbers as if the strategy had been named.
@@ -361,7 +361,7 @@ def plan_of_run(folder: Path) -> dict[str, Any] | None:
     return value
 
 
-def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: RunFacts) -> Outcome:
+def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:
     """Return the measured cost: bytes of epoch ``counted``, else of the last; the rest of the whole run."""
     record = next((one for one in epochs if one.epoch == counted), epochs[-1])
     seconds = summarise(facts, epochs)["epoch_seconds"]
@@ -370,7 +370,7 @@ def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: RunFacts) -> 
         epoch_seconds=float(str(seconds)),
         bytes_outside=record.bytes_outside,
         bytes_inside=record.bytes_inside,
-        peak_memory_bytes=facts.peak_memory_bytes,
+        peak_memory_bytes=facts["peak_memory_bytes"],
     )
 
 
@@ -396,14 +396,13 @@ def plan_summary(value: Mapping[str, Any]) -> dict[str, object]:
     return found
 
 
-def facts_of(session: Session, result: FitResult) -> RunFacts:
-    """Return strategy, ranks, accuracies and the largest memory of any rank; collective."""
-    peaks = [int(str(one)) for one in gather_json(peak(), session)]
-    return RunFacts(
-        strategy=session.strategy,
-        ranks=session.topology.world_size,
-        servers=session.topology.num_servers,
-        test_accuracy=result.test_accuracy,
-        val_accuracy=result.val_accuracy,
-        peak_memory_bytes=max(peaks),
-    )
+def facts_of(session: Session, result: FitResult) -> dict[str, Any]:
+    """Return strategy, ranks, exact accuracies and the largest memory of any rank; collective."""
+    return {
+        "strategy": session.strategy,
+        "ranks": session.topology.world_size,
+        "servers": session.topology.num_servers,
+        "test_accuracy": result.test_accuracy,
+        "val_accuracy": result.val_accuracy,
+        "peak_memory_bytes": max(int(str(one)) for one in gather_json(peak(), session)),
+    }

@@ -35,13 +35,5 @@ class CheckpointError(DglxError):
     """A checkpoint is missing, incomplete, or of a model, optimizer or dataset that does not match."""
 
 
-class JobError(DglxError):
-    """A benchmark job failed or hung on a rank; the message names the rank and ends with its log."""
-
-
 class LabError(DglxError):
     """An emulated server could not be created, entered or removed; the message has the host's answer."""
-
-
-class CommandError(DglxError):
-    """A command on emulated servers failed; the message names the first server and ends with its output."""

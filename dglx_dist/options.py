@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -110,20 +111,19 @@ def check_ranges(config: Any, spelled: str = "{flag} {value}") -> None:
     hints = get_type_hints(type(config))
     for one, declared in options_of(type(config)):
         value, hint, check = getattr(config, one.name), hints[one.name], declared.check
-        if check is None and get_origin(hint) is Literal:
+        if value is None:
+            continue
+        if hint in (int, int | None) and (isinstance(value, bool) or not isinstance(value, Integral)):
+            check = Check(lambda _: False, "a whole number")
+        elif check is None and get_origin(hint) is Literal:
             check = one_of(*get_args(hint))
-        if check is not None and value is not None and not check.holds(value):
+        if check is not None and not check.holds(value):
             where = spelled.format(flag=flag_of(type(config), one.name), name=one.name, value=value)
             raise ConfigError(f"{where} must be {check.allowed}")
 
 
 def check_values(config: object, checks: Iterable[tuple[str, bool, str]]) -> None:
-    """Raise ConfigError for the first option that does not fit the others.
-
-    Args:
-        config: Has the value of ``--some-name`` as ``some_name``.
-        checks: (name without dashes, whether it is wrong, what it must be).
-    """
+    """Raise ConfigError for the first (name with dashes, whether it is wrong, what it must be) at fault."""
     for name, wrong, allowed in checks:
         if wrong:
             raise ConfigError(f"--{name} {getattr(config, name.replace('-', '_'))} must be {allowed}")

@@ -18,6 +18,7 @@ from dglx_dist.data.partition.hierarchical import assign_two_levels, check_no_tr
 from dglx_dist.data.partition.simple import COLUMNS, FEATURES
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST
+from dglx_dist.data.storage.manifest import check_target
 from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.data.storage.writer import FeatureDtype, check_feature_dtype, in_precision, write_dataset
 from dglx_dist.errors import ConfigError, StorageError
@@ -73,14 +74,6 @@ class PartitionPlan:
         """Resolved name of the partitioner; UnknownNameError if it does not exist."""
         return PARTITIONERS.resolve(self.method or default_partitioner(self.options))
 
-    def check_target(self, folder: Path) -> None:
-        """Raise StorageError if ``folder`` is not empty and must not be replaced."""
-        if folder.is_dir() and any(folder.iterdir()) and not self.overwrite:
-            raise StorageError(
-                f"{folder} exists and is not empty; choose another folder, or say that it may be replaced "
-                "(--overwrite, overwrite=True)"
-            )
-
 
 def load_graph(spec: str | os.PathLike[str] | dgl.DGLGraph, **options: object) -> RawGraph:
     """Return the graph of any spec of :func:`load_dataset`, or of a dataset of one part; same errors."""
@@ -117,7 +110,7 @@ def partition_to_disk(
         StorageError: ``folder`` is not empty and must not be replaced.
     """
     target = Path(folder)
-    plan.check_target(target)
+    check_target(target, plan.overwrite)
     weighted = _with_weights(graph, weights or {})
     assignment, figures, trainers = _partition(weighted, plan)
     _warn_of_many(figures)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -61,3 +61,21 @@ def last_lines(logs: Iterable[Path], most: int) -> str:
         if log.is_file()
         for line in log.read_text(errors="replace").splitlines()[-most:]
     )
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table, one line per row; ``|`` and line ends in cells are escaped.
+
+    Raises:
+        ValueError: a row has another number of cells than ``head``.
+    """
+    lines = [_markdown_line(head), "|" + "---|" * len(head)]
+    for row in rows:
+        if len(row) != len(head):
+            raise ValueError(f"row {list(row)} has {len(row)} cells, the head has {len(head)}")
+        lines.append(_markdown_line(row))
+    return "\n".join(lines)
+
+
+def _markdown_line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"

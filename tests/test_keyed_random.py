@@ -3,14 +3,12 @@ import pytest
 
 from dglx_dist.keyed_random import (
     bounded,
-    half_word,
     hash_ids,
     item_key,
     mix,
     relation_keys,
     splitmix64,
     stream_key,
-    unit,
 )
 
 
@@ -36,12 +34,6 @@ def test_keys_differ_in_every_part() -> None:
         for node in range(4)
     }
     assert len(keys) == 256
-
-
-def test_two_draws_share_one_hash() -> None:
-    word = int(mix(np.uint64(7)))
-    assert int(half_word(np.uint64(7), 0)) == word & 0xFFFFFFFF
-    assert int(half_word(np.uint64(7), 1)) == word >> 32
 
 
 @pytest.mark.parametrize("bound", [1, 2, 3, 7, 1000])
@@ -72,13 +64,6 @@ def test_bounded_is_uniform() -> None:
         value, number = bounded(np.uint64(3), number, 12)
         draws[value] += 1
     assert ((draws - 1000) ** 2 / 1000).sum() < 31.26  # chi^2, 11 degrees, p = 1e-3
-
-
-def test_unit_is_inside_the_open_interval_with_mean_one_half() -> None:
-    draws = np.array([unit(np.uint64(1), number) for number in range(10000)])
-    assert draws.min() > 0
-    assert draws.max() < 1
-    assert abs(draws.mean() - 0.5) < 4 * np.sqrt(1 / 12 / 10000)
 
 
 def test_hash_of_ids_depends_on_the_id_alone() -> None:

@@ -9,14 +9,6 @@ import pytest
 from dglx_dist.progress import progress
 
 
-def test_without_a_terminal_one_line_says_what_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
-    with progress("writing parts", 3) as advance:
-        advance(2)
-    shown = capfd.readouterr()
-    assert shown.err.strip() == "writing parts ..."
-    assert shown.out == ""
-
-
 def test_other_ranks_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
     with progress("writing parts", 0, enabled=False) as advance:
         advance(1)
@@ -38,9 +30,3 @@ def test_a_line_stands_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         advance(2)
     assert "part 0 done\n" in screen.getvalue()
     assert "100 %" in screen.getvalue()
-
-
-def test_other_ranks_say_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with progress("writing parts", 0, enabled=False) as advance:
-        advance.say("part 0 done")
-    assert capfd.readouterr() == ("", "")

@@ -23,10 +23,6 @@ def run_command_line(app: Callable[..., Any], program: str) -> None:
     """Run ``app``, a ``typer.Typer``, on the arguments of this process, and end the process.
 
     Exit codes: 0; 2 for what the user can correct (one message, no traceback); 1 for everything else.
-
-    Args:
-        app: The commands.
-        program: Its name in help texts.
     """
     # Words after -- belong to another command, or are no options.
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)

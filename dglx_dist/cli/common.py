@@ -74,13 +74,9 @@ def show(table: Table) -> None:
 
 
 def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "", *, quiet: bool = False) -> None:
-    """Call ``draw``, which writes ``target``, and print its path, or warn why it cannot be written.
+    """Call ``draw``, which writes ``target``, and print its path unless ``quiet``; warn if it cannot be done.
 
-    Args:
-        draw: Writes ``target`` into its folder, which is created if need be.
-        target: The picture.
-        remedy: End of the warning, e.g. ``; say where with --picture FILE``.
-        quiet: Do not print the path, as beside JSON.
+    ``remedy`` ends the warning, e.g. ``; say where with --picture FILE``.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -148,12 +148,13 @@ def partition(config: PartitionCommand) -> None:
     Example: `dglx partition ogb:ogbn-arxiv --parts 4 --method metis --balance train,degree --out data/arxiv`
     """
     from dglx_dist.data.partition.base import PartitionOptions
+    from dglx_dist.data.storage.manifest import check_target
     from dglx_dist.prepare import PartitionPlan, load_graph, partition_to_disk
 
     options = PartitionOptions(**common_fields(config, PartitionOptions))
     plan = PartitionPlan(**common_fields(config, PartitionPlan), options=options)
     out, trainers = config.out, plan.trainers_per_part
-    plan.check_target(out)
+    check_target(out, plan.overwrite)
     # A wrong name is an error before minutes of loading.
     chosen = plan.partitioner
     graph = load_graph(config.data, **config.source_options)

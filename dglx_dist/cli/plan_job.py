@@ -70,11 +70,7 @@ def _draws_of(plan: PlanConfig) -> Draws | None:
 
 
 def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
-    """Predict every way to train, and choose one; one process calls it.
-
-    Args:
-        plan: Graph, model and servers.
-        notify: Called with the name of each next step.
+    """Predict every way to train, and choose one; one process calls it. ``notify`` gets each next step.
 
     Raises:
         ConfigError: the dataset lacks what training needs, or has fewer parts than there are servers.

@@ -20,16 +20,10 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) -> int:
-    """Run ``dglx ARGUMENTS`` on ``ranks`` ranks of this machine and wait for them.
+    """Run ``dglx ARGUMENTS`` on W ``ranks`` of this machine, as S virtual servers, and wait for them.
 
-    Args:
-        arguments: What follows ``dglx``, e.g. ``["train", "data/x", "--debug"]``.
-        ranks: W.
-        servers: S virtual servers of W / S ranks each; None: one, or what DGLX_RANKS_PER_SERVER says.
-
-    Returns:
-        The exit code: 0, 130 after Ctrl-C, that of the rank that failed first, or 128 + the signal that ended
-        the launcher; unless it is 0, a message has been shown.
+    Returns the exit code: 0, 130 after Ctrl-C, that of the rank that failed first, or 128 + the signal that
+    ended the launcher; unless it is 0, a message has been shown.
 
     Raises:
         ConfigError: there are no ranks, or they cannot be divided among the servers.

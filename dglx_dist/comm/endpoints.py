@@ -20,15 +20,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
-from dglx_dist.comm.auth import Credentials, make_credentials_keys
+from dglx_dist.comm.auth import Credentials
 from dglx_dist.comm.collectives import barrier, gather_json
-from dglx_dist.comm.rpc import Handler, PeerAddress
+from dglx_dist.comm.rendezvous import interface_address
+from dglx_dist.comm.rpc import Handler, PeerAddress, open_endpoints
 from dglx_dist.comm.session import Session, SessionField
-from dglx_dist.comm.topology import interface_address, read_settings
+from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import PeerError
 from dglx_dist.records import Array
 
@@ -224,29 +225,13 @@ def open_client_access(session: Session, interface: str = "") -> ClientAccess:
     address = session.rpc.address or (
         interface_address(interface, "option interface") if interface else "127.0.0.1"
     )
-    encrypted = read_settings().curve
-    server_public, server_secret = make_credentials_keys() if encrypted else (None, None)
-    client_public, client_secret = make_credentials_keys() if encrypted else (None, None)
-    # Rank 0's secret counts; with key pairs it gives no access, else it is distributed like the job's own.
-    keys = [key and key.decode() for key in (server_public, client_public)]
-    offers: list[Any] = gather_json([secrets.token_hex(32), *keys], session)
-    secret = offers[0][0].encode()
-    accepted = frozenset(client.encode() for _, _, client in offers if client)
-    credentials = Credentials(
-        secret=secret, public_key=server_public, secret_key=server_secret, accepted_keys=accepted
+    credentials, addresses = open_endpoints(
+        lambda _, value: gather_json(value, session),
+        session.hosts,
+        lambda served: session.rpc.listen_to_clients(address, served),
+        encrypted=read_settings().curve,
+        for_clients=True,
     )
-    endpoints = gather_json(session.rpc.listen_to_clients(address, credentials), session)
-    access = ClientAccess(
-        addresses={
-            rank: PeerAddress(
-                rank=rank,
-                host=session.hosts[rank],
-                endpoint=str(endpoints[rank]),
-                public_key=None if key is None else key.encode(),
-            )
-            for rank, (_, key, _) in enumerate(offers)
-        },
-        credentials=Credentials(secret=secret, public_key=client_public, secret_key=client_secret),
-    )
+    access = ClientAccess(addresses=addresses, credentials=credentials)
     _CLIENT_ACCESS.set(session, access)
     return access

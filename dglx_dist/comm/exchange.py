@@ -322,30 +322,20 @@ class PeerTransfer:
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank, self.connection = rank, connection
-        self._unsent, self._flags = memoryview(b""), 0
-        self._pieces: Iterator[memoryview] | None = None
-        self._header, self._header_read, self._expected = memoryview(bytearray(_HEADER.size)), 0, b""
-        self._buffer = memoryview(b"")
-        self._incoming: Incoming | None = None
+        self._left: dict[int, Iterator[None]] = {}
+        """By the event of the connection that it waits for."""
 
     def send(self, header: bytes, message: Outgoing) -> None:
         """Have :meth:`serve` send ``message``."""
-        pieces = iter([message.rows]) if message.pieces is None else message.pieces
-        # MSG_MORE holds the header back, so that it leaves in one packet with the first rows.
-        self._unsent, self._flags, self._pieces = (
-            memoryview(header),
-            int(socket.MSG_MORE),
-            map(bytes_of, pieces),
-        )
+        self._left[selectors.EVENT_WRITE] = self._send(header, message)
 
     def receive(self, header: bytes, message: Incoming) -> None:
         """Have :meth:`serve` receive ``message``, whose header must be ``header``."""
-        self._expected, self._buffer, self._incoming = header, bytes_of(message.rows), message
+        self._left[selectors.EVENT_READ] = self._receive(header, message)
 
     @property
     def events(self) -> int:
-        write = selectors.EVENT_WRITE if self._pieces is not None else 0
-        return write | (selectors.EVENT_READ if self._incoming is not None else 0)
+        return sum(self._left)
 
     def serve(self, events: int) -> None:
         """Move what can be moved at once.
@@ -354,36 +344,39 @@ class PeerTransfer:
             PeerError: the peer is at another exchange.
             OSError: the connection broke.
         """
-        if events & selectors.EVENT_READ and self._incoming is not None:
-            self._receive(self._incoming)
-        if events & selectors.EVENT_WRITE and self._pieces is not None:
-            self._send(self._pieces)
+        for event in (selectors.EVENT_READ, selectors.EVENT_WRITE):
+            if events & event and event in self._left and next(self._left[event], self) is self:
+                del self._left[event]
 
-    def _send(self, pieces: Iterator[memoryview]) -> None:
+    def _send(self, header: bytes, message: Outgoing) -> Iterator[None]:
+        # MSG_MORE holds the header back, so that it leaves in one packet with the first rows.
+        unsent, flags = memoryview(header), int(socket.MSG_MORE)
+        pieces = iter([message.rows]) if message.pieces is None else message.pieces
         while True:
-            while self._unsent:
+            while unsent:
                 try:
-                    sent = self.connection.send(self._unsent, self._flags)
+                    unsent = unsent[self.connection.send(unsent, flags) :]
                 except BlockingIOError:
-                    return
-                self._unsent = self._unsent[sent:]
-            self._flags = 0
-            following = next(pieces, None)
+                    yield
+            following, flags = next(pieces, None), 0
             if following is None:
-                self._pieces = None
                 return
-            self._unsent = following
+            unsent = bytes_of(following)
 
-    def _receive(self, message: Incoming) -> None:
-        if self._header_read < _HEADER.size:
-            self._header_read += self._receive_into(self._header[self._header_read :])
-            if self._header_read == _HEADER.size:
-                _check_same(bytes(self._header), self._expected, self.rank)
-            return
-        at = message.num_arrived
-        message.num_arrived += self._receive_into(self._buffer[at : at + _RECEIVE_BYTES])
-        if message.num_arrived == len(self._buffer):
-            self._incoming = None
+    def _receive(self, expected: bytes, message: Incoming) -> Iterator[None]:
+        header, read = memoryview(bytearray(_HEADER.size)), 0
+        while read < _HEADER.size:
+            read += self._receive_into(header[read:])
+            if read == _HEADER.size:
+                _check_same(bytes(header), expected, self.rank)
+            yield
+        rows = bytes_of(message.rows)
+        while True:
+            at = message.num_arrived
+            message.num_arrived += self._receive_into(rows[at : at + _RECEIVE_BYTES])
+            if message.num_arrived == len(rows):
+                return
+            yield
 
     def _receive_into(self, buffer: memoryview) -> int:
         try:

@@ -1,7 +1,8 @@
-"""Rendezvous store of a job: exchange of start-up facts, barriers, and the first failure."""
+"""Meeting of the ranks: network addresses, the rendezvous store with its barriers, the first failure."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import queue
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import final
 
+import psutil
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -139,21 +141,19 @@ class JobStore:
         """Send ``value`` (JSON) to every rank and return all of them by rank; each rank must call it once."""
         self.raw.set(f"{what}/{self.rank}", json.dumps(value))
         keys = [f"{what}/{rank}" for rank in range(self.world_size)]
-        self.wait_for(keys, what)
+        self._wait(keys, what, None)
         return [json.loads(self.raw.get(key)) for key in keys]
 
-    def barrier(
-        self, what: str, timeout_s: float | None = None, check: Callable[[list[int]], None] | None = None
-    ) -> None:
+    def barrier(self, what: str, check: Callable[[list[int]], None] | None = None) -> None:
         """Return when every rank has called it; all must call their barriers in the same order.
 
         ``check`` is called periodically with the missing ranks and may raise. PeerError names ranks that are
-        missing after ``timeout_s`` (None: the session's), or at another barrier.
+        missing after the session's time-out, or at another barrier.
         """
         self._barriers += 1
         keys = [f"barrier/{self._barriers}/{rank}" for rank in range(self.world_size)]
         self.raw.set(keys[self.rank], what)
-        self.wait_for(keys, what, timeout_s, check)
+        self._wait(keys, what, check)
         for rank, raw in enumerate(self.raw.multi_get(keys)):
             at = raw.decode(errors="replace")
             if at != what:
@@ -162,27 +162,20 @@ class JobStore:
                     "the same steps; call collective functions outside of branches that differ between ranks"
                 )
 
-    def wait_for(
-        self,
-        keys: Sequence[str],
-        what: str,
-        timeout_s: float | None = None,
-        check: Callable[[list[int]], None] | None = None,
-    ) -> None:
-        """Wait until all of ``keys`` (one per rank) are set; PeerError as for :meth:`barrier`."""
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
+    def _wait(self, keys: Sequence[str], what: str, check: Callable[[list[int]], None] | None) -> None:
+        """Wait until all of ``keys``, one per rank, are set; PeerError as for :meth:`barrier`."""
         started = time.monotonic()
         next_check_s = _CHECK_EVERY_S
         while not self._have(keys):
             waited_s = time.monotonic() - started
-            if waited_s >= min(next_check_s, limit_s):
+            if waited_s >= min(next_check_s, self.timeout_s):
                 next_check_s = waited_s + _CHECK_EVERY_S
                 missing = self._missing(keys, what, check)
-                if missing and waited_s >= limit_s:
+                if missing and waited_s >= self.timeout_s:
                     names = ", ".join(map(str, missing))
                     raise PeerError(
-                        f"ranks missing: {names} (of {self.world_size}) at {what!r} after {limit_s:g} s; "
-                        "look at their output, or raise timeout_s (DGLX_TIMEOUT)"
+                        f"ranks missing: {names} (of {self.world_size}) at {what!r} after {self.timeout_s:g} "
+                        "s; look at their output, or raise timeout_s (DGLX_TIMEOUT)"
                     )
             # Polled, because Store.wait blocks the connection that other threads need and warns on stderr.
             time.sleep(min(0.0005 + waited_s / 20, 0.05))
@@ -212,7 +205,9 @@ class JobStore:
         missing = self._absent(keys)
         while missing:
             try:
-                self._raise_if_failed(missing, what)
+                failure = self.first_failure()
+                if failure is not None and failure[0] in missing:
+                    raise PeerError(f"rank {failure[0]} failed before {what!r}: {failure[1]}")
                 if check is not None:
                     check(missing)
                 break
@@ -226,11 +221,6 @@ class JobStore:
     def _absent(self, keys: Sequence[str]) -> list[int]:
         return [rank for rank, key in enumerate(keys) if not self._have([key])]
 
-    def _raise_if_failed(self, missing: Sequence[int], what: str) -> None:
-        failure = self.first_failure()
-        if failure is not None and failure[0] in missing:
-            raise PeerError(f"rank {failure[0]} failed before {what!r}: {failure[1]}")
-
     def _have(self, keys: Sequence[str]) -> bool:
         try:
             return bool(self.raw.check(list(keys)))
@@ -242,3 +232,74 @@ class JobStore:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def listening_address(rendezvous: Rendezvous) -> str:
+    """Return the numeric local address of the interface that ``GLOO_SOCKET_IFNAME`` or the rendezvous picks.
+
+    ConfigError: there is no such interface, or only loopback although there are several machines.
+    """
+    if rendezvous.interface:
+        return interface_address(rendezvous.interface)
+    address = _address_towards(rendezvous.host, rendezvous.port)
+    if rendezvous.num_nodes > 1 and ipaddress.ip_address(address).is_loopback:
+        # The rendezvous runs on this machine and its name is loopback here; others use a real address.
+        address = _own_outer_address()
+    return address
+
+
+def interface_address(name: str, said_by: str = "GLOO_SOCKET_IFNAME") -> str:
+    """Return the IPv4 address of the interface ``name``, or else its IPv6 address.
+
+    ConfigError: it does not exist or has no address; the message names ``said_by``, the user's setting.
+    """
+    known = psutil.net_if_addrs()
+    if name not in known:
+        raise ConfigError(f"{said_by}={name!r} is no network interface here (there are: {', '.join(known)})")
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for found in known[name]:
+            if found.family == family:
+                return str(found.address).partition("%")[0]
+    raise ConfigError(f"{said_by}={name!r} has no address; choose an interface that is up")
+
+
+def link_speed(address: str) -> float | None:
+    """Return the bytes per second of the network card with the numeric local ``address``.
+
+    None where the kernel does not know, as for loopback and many virtual cards.
+    """
+    cards = psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in cards and any(found.address == address for found in addresses):
+            return cards[name].speed * 1e6 / 8 or None
+    return None
+
+
+def _address_towards(host: str, port: int) -> str:
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # chooses the route; a datagram socket sends nothing yet
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR={host!r} cannot be reached from here: {error}; use a name or address that every "
+            "machine resolves, or set GLOO_SOCKET_IFNAME"
+        ) from error
+
+
+def _own_outer_address() -> str:
+    name = socket.gethostname()
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+    except OSError:
+        found = set()
+    outer = sorted(
+        address for address in found if not ipaddress.ip_address(address.split("%")[0]).is_loopback
+    )
+    if not outer:
+        raise ConfigError(
+            f"several machines take part, but this one ({name}) knows itself only by a loopback address; set "
+            "GLOO_SOCKET_IFNAME to the network interface that the others reach"
+        )
+    return outer[0]

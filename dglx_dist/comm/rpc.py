@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import secrets
 import threading
 import time
 import uuid
@@ -12,29 +13,26 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import zmq
 
-from dglx_dist.comm.auth import Credentials, ZapAuthenticator
+from dglx_dist.comm.auth import Credentials, ZapAuthenticator, make_credentials_keys
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.topology import endpoint_of
 from dglx_dist.comm.wire import (
-    COPY_BYTES,
-    SMALL_BYTES,
-    Assembler,
-    Frames,
+    Buffers,
     Head,
     Kind,
-    Message,
-    NotAdmittedError,
     WireError,
-    frames_of,
+    decode,
+    encode,
     payload_bytes,
+    read_arrays,
     read_event,
-    send_frames,
+    send_message,
+    skip,
 )
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
@@ -48,22 +46,11 @@ _SLOW_S = 2e-3
 """An operation that recently took longer runs on a thread of the pool, any other on the serving thread,
 which saves two thread switches; an operation without measurement counts as slow."""
 
+_NUM_WORKERS = 2
+"""Handlers that run at the same time, so that a slow one does not block the others."""
+
 _WAKE = b"wake"
 _WAKE_ENDPOINT = "inproc://serve-wake"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeConfig:
-    """Configuration of calling and serving."""
-
-    num_workers: int = 2
-    """Handlers that run at the same time, so that a slow one does not block the others."""
-    chunk_bytes: int = 1 << 20
-    """Larger arrays are sent in chunks of this size, so that small replies pass between them."""
-    heartbeat_s: float = 2.0
-    """Period of probes of a connection."""
-    heartbeat_timeout_s: float = 10.0
-    """Silence after which a connection counts as broken."""
 
 
 @final
@@ -76,12 +63,11 @@ class Server:
         address: str,
         credentials: Credentials,
         handlers: Mapping[str, Handler],
-        config: ServeConfig,
     ) -> None:
-        self._handlers, self._config = handlers, config
+        self._handlers = handlers
         self._router = context.socket(zmq.ROUTER)
         credentials.guard(self._router)
-        _configure(self._router, config)
+        _configure(self._router)
         self._authenticator = ZapAuthenticator(context, credentials, self._router)
         self._router.setsockopt(zmq.IPV6, int(":" in address))
         self._router.bind(_WAKE_ENDPOINT)
@@ -92,18 +78,16 @@ class Server:
         self._waker_lock = threading.Lock()
         port = self._router.bind_to_random_port(endpoint_of(address, 0).rsplit(":", 1)[0])
         self.endpoint = endpoint_of(address, port)
-        self._assemblers: dict[bytes, Assembler] = {}
-        self._peer_on: dict[int, bytes] = {}
-        self._replies: deque[tuple[bytes, list[Frames]]] = deque()
+        self._replies: deque[tuple[bytes, Buffers]] = deque()
         self._closing = threading.Event()
         self._seconds_of: dict[str, float] = {}
-        self._slow: queue.SimpleQueue[tuple[bytes, Message] | None] = queue.SimpleQueue()
+        self._slow: queue.SimpleQueue[tuple[bytes, Head, list[Array]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="dglx-serve", daemon=True)
         # Not those of concurrent.futures: they end before a script's exit handlers run, and a session that
         # such a handler closes still serves the other ranks.
         self._workers = [
             threading.Thread(target=self._work, name=f"dglx-handler-{number}", daemon=True)
-            for number in range(config.num_workers)
+            for number in range(_NUM_WORKERS)
         ]
         for thread in (self._thread, *self._workers):
             thread.start()
@@ -135,85 +119,69 @@ class Server:
         self._router.close(0)
 
     def _receive(self, peer: bytes) -> None:
-        assembler = self._assemblers.get(peer)
-        if assembler is None:
-            self._assemblers[peer] = assembler = Assembler(
-                partial(self._greet, peer),
-                lambda head: head.kind is Kind.REQUEST and head.op in self._handlers,
-            )
+        first = self._router.recv(copy=False)
+        # Shows that the connection of this file descriptor passed the handshake.
+        self._authenticator.passed(int(first.get(zmq.SRCFD)))
         try:
-            message = assembler.read(self._router)
-        except NotAdmittedError as error:
-            self._refuse(peer, error.head)
-            return
+            head = decode(first.bytes)
+            if head.kind is not Kind.REQUEST:
+                raise WireError(f"of kind {head.kind.name}, which is no request")
+            if head.op not in self._handlers:
+                # Of what is not registered, for an external client in particular, no array is read.
+                self._send(peer, _error(head, f"LookupError: {_unknown_operation(head.op, self._handlers)}"))
+                return
+            arrays = read_arrays(self._router, head)
         except WireError as error:
             log.warning("dropped a malformed message: %s", error)
             return
-        if message is None:
-            return
-        if self._seconds_of.get(message.head.op, _SLOW_S) < _SLOW_S:
-            self._send(peer, self._answer(message))
+        finally:
+            skip(self._router)
+        if self._seconds_of.get(head.op, _SLOW_S) < _SLOW_S:
+            self._send(peer, self._answer(head, arrays))
         else:
-            self._slow.put((peer, message))
-
-    def _refuse(self, peer: bytes, head: Head) -> None:
-        if head.kind is not Kind.REQUEST:
-            log.warning("dropped a message of kind %s, which is no request", head.kind.name)
-            return
-        text = f"LookupError: {_unknown_operation(head.op, self._handlers)}"
-        self._send(peer, self._error(head.request, text))
-
-    def _error(self, request: int, text: str) -> list[Frames]:
-        return frames_of(Head(Kind.ERROR, request, name=text[:1000]), [], self._config.chunk_bytes)
-
-    def _greet(self, peer: bytes, handle: int) -> None:
-        """Note that ``peer`` has the connection of file descriptor ``handle``."""
-        self._authenticator.passed(handle)
-        # The system reuses the descriptor of an ended connection, which bounds the state of peers.
-        gone = self._peer_on.get(handle)
-        self._peer_on[handle] = peer
-        if gone is not None and gone in self._assemblers and self._assemblers[gone].is_idle:
-            del self._assemblers[gone]
+            self._slow.put((peer, head, arrays))
 
     def _work(self) -> None:
         while (request := self._slow.get()) is not None:
             if not self._closing.is_set():
-                peer, message = request
-                self._replies.append((peer, self._answer(message)))
+                peer, head, arrays = request
+                self._replies.append((peer, self._answer(head, arrays)))
                 self._wake()
 
-    def _answer(self, message: Message) -> list[Frames]:
-        request, started = message.head.request, time.perf_counter()
+    def _answer(self, head: Head, arrays: Sequence[Array]) -> Buffers:
+        started = time.perf_counter()
         try:
-            answer = run_handler(self._handlers, message.head.op, message.head.name, message.arrays)
-            frames = frames_of(Head(Kind.REPLY, request), answer, self._config.chunk_bytes)
+            answer = run_handler(self._handlers, head.op, head.name, arrays)
+            buffers = encode(Head(Kind.REPLY, head.request), answer)
         except BaseException as error:  # noqa: BLE001 - reported to the caller; this thread must continue
-            frames = self._error(request, f"{type(error).__name__}: {error}")
-        took_s, before_s = time.perf_counter() - started, self._seconds_of.get(message.head.op, 0.0)
-        self._seconds_of[message.head.op] = max(took_s, 0.5 * before_s)
-        return frames
+            buffers = _error(head, f"{type(error).__name__}: {error}")
+        took_s, before_s = time.perf_counter() - started, self._seconds_of.get(head.op, 0.0)
+        self._seconds_of[head.op] = max(took_s, 0.5 * before_s)
+        return buffers
 
-    def _send(self, peer: bytes, messages: list[Frames]) -> None:
-        copy_bytes = COPY_BYTES
-        for frames in messages:
-            # A peer that left has no route, and ROUTER drops what is for it.
-            self._router.send(peer, zmq.SNDMORE)
-            send_frames(self._router, frames, copy_bytes=copy_bytes)
-            copy_bytes = SMALL_BYTES  # chunks follow
+    def _send(self, peer: bytes, buffers: Buffers) -> None:
+        # A peer that left has no route, and ROUTER drops what is for it.
+        self._router.send(peer, zmq.SNDMORE)
+        send_message(self._router, buffers)
 
     def _wake(self) -> None:
         with self._waker_lock, contextlib.suppress(zmq.Again):  # Again: the serving thread has ended
             self._waker.send(b"")
 
 
-def _configure(socket: zmq.Socket[bytes], config: ServeConfig) -> None:
+def _error(request: Head, text: str) -> Buffers:
+    return encode(Head(Kind.ERROR, request.request, name=text[:1000]))
+
+
+def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     # Queues are bounded by the calls in flight; a full queue would drop replies silently.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.SNDTIMEO, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, int(config.heartbeat_s * 1000))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(config.heartbeat_timeout_s * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
+    # Silence after which a connection counts as broken.
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
 
 
@@ -252,6 +220,48 @@ class PeerAddress:
     public_key: bytes | None = None
 
 
+def open_endpoints(
+    gather: Callable[[str, object], list[Any]],
+    hosts: Sequence[str],
+    listen: Callable[[Credentials], str],
+    *,
+    encrypted: bool,
+    for_clients: bool = False,
+) -> tuple[Credentials, dict[int, PeerAddress]]:
+    """Agree on credentials, and listen with them; collective.
+
+    Args:
+        gather: (what, JSON value) to the values of all ranks.
+        hosts: (W,) machine of each rank.
+        listen: Serves with the given credentials; returns the endpoint.
+        encrypted: Whether each rank makes a key pair; else rank 0's secret gives access.
+        for_clients: Whether external clients connect, with another key pair than those of the endpoints, and
+            not ranks.
+
+    Returns:
+        What this rank, or its clients, presents, and the addresses of all ranks.
+    """
+    server = make_credentials_keys() if encrypted else (None, None)
+    client = make_credentials_keys() if encrypted and for_clients else server
+    # Rank 0's secret counts; with key pairs it gives no access.
+    keys = [key and key.decode() for key in (server[0], client[0])]
+    offers = gather("credentials", [secrets.token_hex(32), *keys])
+    secret = offers[0][0].encode()
+    accepted = frozenset(key.encode() for _, _, key in offers if key)
+    presented, served = (
+        Credentials(secret=secret, public_key=public, secret_key=hidden, accepted_keys=accepted)
+        for public, hidden in (client, server)
+    )
+    endpoints = gather("endpoint", listen(served))
+    addresses = {
+        rank: PeerAddress(
+            rank=rank, host=host, endpoint=str(endpoint), public_key=None if key is None else key.encode()
+        )
+        for rank, (host, endpoint, (_, key, _)) in enumerate(zip(hosts, endpoints, offers, strict=True))
+    }
+    return presented, addresses
+
+
 @final
 class Call:
     """One request in flight. Its reply must be taken on the thread that sent it."""
@@ -286,10 +296,10 @@ class Call:
                     f"{link.name} did not answer {self._what()} within {timeout_s:g} s; it may hang or be "
                     "overloaded: look at its output, or raise timeout_s (DGLX_TIMEOUT)"
                 )
-        reply = link.replies.pop(self._request)
-        if reply.head.kind is Kind.ERROR:
-            raise RemoteError(f"{link.name} failed at {self._what()}: {reply.head.name}")
-        return reply.arrays
+        head, arrays = link.replies.pop(self._request)
+        if head.kind is Kind.ERROR:
+            raise RemoteError(f"{link.name} failed at {self._what()}: {head.name}")
+        return arrays
 
     def __del__(self) -> None:
         # Nothing can read the reply any more, so it is dropped when it arrives.
@@ -314,23 +324,20 @@ class Link:
         self._monitor = socket.get_monitor_socket(_WATCHED, f"inproc://link-{uuid.uuid4().hex}")
         socket.connect(peer.endpoint)
         self._receive_timeout_ms = -1
-        self._assembler = Assembler()
         self._waiting: set[int] = set()
-        self.replies: dict[int, Message] = {}
+        self.replies: dict[int, tuple[Head, list[Array]]] = {}
         self._next_request = 0
         self._retries = 0
 
-    def send(self, op: str, name: str, arrays: Sequence[Array], chunk_bytes: int) -> Call:
+    def send(self, op: str, name: str, arrays: Sequence[Array]) -> Call:
         self._next_request += 1
         call = Call(self, self._next_request, op, name)
-        head = Head(Kind.REQUEST, self._next_request, op, name)
-        messages = frames_of(head, arrays, chunk_bytes)
+        buffers = encode(Head(Kind.REQUEST, self._next_request, op, name), arrays)
         self._waiting.add(self._next_request)
         try:
             with self._in_use:
                 self._raise_if_closed()
-                for frames in messages:
-                    send_frames(self._socket, frames)
+                send_message(self._socket, buffers)
         except zmq.Again:
             # Without a limit on the queue this means that ZeroMQ closed the connection.
             self._notice_all()
@@ -369,16 +376,16 @@ class Link:
             raise PeerError("the session was closed on this rank during a call")
 
     def _receive(self) -> None:
+        first = self._socket.recv()
         try:
-            message = self._assembler.read(self._socket)
+            head = decode(first)
+            if head.request in self._waiting:
+                self.replies[head.request] = head, read_arrays(self._socket, head)
+                self._waiting.discard(head.request)
         except WireError as error:
             log.warning("dropped a malformed reply of %s: %s", self.name, error)
-            return
-        if message is not None:
-            request = message.head.request
-            if request in self._waiting:
-                self._waiting.discard(request)
-                self.replies[request] = message
+        finally:
+            skip(self._socket)
 
     def _notice_all(self) -> None:
         while not self.broken and self._monitor.poll(0):
@@ -407,17 +414,15 @@ class Client:
         context: zmq.Context[zmq.Socket[bytes]],
         peers: Mapping[int, PeerAddress],
         credentials: Credentials,
-        config: ServeConfig,
     ) -> None:
-        self._context, self._peers = context, peers
-        self._credentials, self._config = credentials, config
+        self._context, self._peers, self._credentials = context, peers, credentials
         self._closing = threading.Event()
         self._local = threading.local()
         self._links: weakref.WeakSet[Link] = weakref.WeakSet()
         self._links_lock = threading.Lock()
 
     def send(self, rank: int, op: str, name: str, arrays: Sequence[Array]) -> Call:
-        return self._link(rank).send(op, name, arrays, self._config.chunk_bytes)
+        return self._link(rank).send(op, name, arrays)
 
     def close(self) -> None:
         """End the waiting calls of all threads with an error, and close their connections."""
@@ -445,7 +450,7 @@ class Client:
 
     def _open(self, peer: PeerAddress) -> Link:
         socket = self._context.socket(zmq.DEALER)
-        _configure(socket, self._config)
+        _configure(socket)
         self._credentials.present(socket, peer.public_key)
         socket.setsockopt(zmq.IPV6, int("[" in peer.endpoint))
         link = Link(socket, peer, self._closing)
@@ -489,11 +494,8 @@ class Pending:
 class Rpc:
     """Serves and makes one-sided calls, which ``ledger`` counts; an answer may take ``timeout_s``."""
 
-    def __init__(
-        self, rank: int, ledger: Ledger, timeout_s: float, config: ServeConfig | None = None
-    ) -> None:
-        self.rank, self.timeout_s = rank, timeout_s
-        self._ledger, self._config = ledger, config or ServeConfig()
+    def __init__(self, rank: int, ledger: Ledger, timeout_s: float) -> None:
+        self.rank, self.timeout_s, self._ledger = rank, timeout_s, ledger
         self.doing = ""
         """The collective that this rank waits in, reported to other ranks on request; "" for none."""
         self._handlers: dict[str, Handler] = {
@@ -517,7 +519,7 @@ class Rpc:
         """Start serving on ``address``; return the endpoint to publish."""
         self._context = zmq.Context()
         self.address = address
-        self._server = Server(self._context, address, credentials, self._handlers, self._config)
+        self._server = Server(self._context, address, credentials, self._handlers)
         self.credentials = credentials
         return self._server.endpoint
 
@@ -525,13 +527,13 @@ class Rpc:
         if self._context is None or self.credentials is None:
             raise ConfigError("listen() must come before connect()")
         self.addresses = dict(peers)
-        self._client = Client(self._context, peers, self.credentials, self._config)
+        self._client = Client(self._context, peers, self.credentials)
 
     def listen_to_clients(self, address: str, credentials: Credentials) -> str:
         """Serve what is registered for clients at another port of ``address``; return the endpoint."""
         # Another context: ZeroMQ has one authenticator for all sockets of a context.
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        server = Server(context, address, credentials, self._client_handlers, self._config)
+        server = Server(context, address, credentials, self._client_handlers)
         self._client_server = context, server
         return server.endpoint
 

@@ -29,17 +29,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dglx_dist.comm.auth import Credentials, make_credentials_keys
 from dglx_dist.comm.ledger import Ledger
-from dglx_dist.comm.rendezvous import JobStore, open_store
-from dglx_dist.comm.rpc import PeerAddress, Rpc, ServeConfig
+from dglx_dist.comm.rendezvous import JobStore, listening_address, open_store
+from dglx_dist.comm.rpc import Rpc, open_endpoints
 from dglx_dist.comm.system import keep_memory
 from dglx_dist.comm.topology import (
     Settings,
     Topology,
     bind_alike,
     launched_by_torchrun,
-    listening_address,
     read_rendezvous,
     read_settings,
     read_topology,
@@ -567,13 +565,10 @@ def _parts_of_ranks(
     bind_alike(rendezvous)
     raw = open_store(rendezvous, topology.rank, topology.world_size, config.timeout_s)
     store = JobStore(raw, topology.rank, topology.world_size, config.timeout_s)
-    public, secret = make_credentials_keys() if settings.curve else (None, None)
     trace, no_trace = open_trace(settings.trace, topology.rank)
     hello = {
         "host": socket.gethostname(),
         "node": rendezvous.node,
-        "key": public and public.decode(),
-        "token": secrets.token_hex(32),
         **agreement_facts(config.strategy, config.options, config.seed, settings.curve),
         "no_trace": no_trace,
     }
@@ -581,29 +576,16 @@ def _parts_of_ranks(
     check_agreement(hellos)
     if correct_nodes:
         topology = with_nodes(topology, tuple(one["node"] for one in hellos))
-    credentials = Credentials(
-        secret=hellos[0]["token"].encode(),
-        public_key=public,
-        secret_key=secret,
-        accepted_keys=frozenset(one["key"].encode() for one in hellos if one["key"]),
-    )
+    hosts = tuple(str(one["host"]) for one in hellos)
     ledger = Ledger(topology)
-    rpc = Rpc(topology.rank, ledger, config.timeout_s, ServeConfig())
+    rpc = Rpc(topology.rank, ledger, config.timeout_s)
     with ExitStack() as undo:
         undo.callback(rpc.close)
-        endpoint = rpc.listen(listening_address(rendezvous), credentials)
-        endpoints = store.exchange("endpoint", endpoint)
-        rpc.connect(
-            {
-                rank: PeerAddress(
-                    rank=rank,
-                    host=one["host"],
-                    endpoint=str(endpoints[rank]),
-                    public_key=one["key"].encode() if one["key"] else None,
-                )
-                for rank, one in enumerate(hellos)
-            }
+        address = listening_address(rendezvous)
+        credentials, addresses = open_endpoints(
+            store.exchange, hosts, lambda served: rpc.listen(address, served), encrypted=settings.curve
         )
+        rpc.connect(addresses)
         owns_group = _make_group(raw, topology, config.timeout_s, backend)
         undo.pop_all()
     device = _device(rendezvous.local_rank)
@@ -617,7 +599,7 @@ def _parts_of_ranks(
         ledger=ledger,
         scratch=Scratch(job, topology.server),
         store=store,
-        hosts=tuple(one["host"] for one in hellos),
+        hosts=hosts,
         device=device,
         owns_group=owns_group,
         job=job,

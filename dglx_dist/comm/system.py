@@ -1,14 +1,9 @@
-"""Resources of processes: glibc's allocator, and control groups (versions 1 and 2) that limit cores."""
+"""Settings of glibc's allocator."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
-import time
-from pathlib import Path
-
-from dglx_dist.errors import LabError
 
 log = logging.getLogger(__name__)
 
@@ -56,93 +51,3 @@ def return_memory() -> bool:
     done = all(mallopt(name, value) == 1 for name, value in settings)
     trim(0)
     return done
-
-
-# Short periods: a server that has used up its time pauses for less than this, which would otherwise look like
-# a slow network. The kernel accepts no quota below 1 ms.
-_PERIOD_US = 10_000
-_MIN_QUOTA_US = 1_000
-_REMOVE_S = 10.0
-
-
-def make(name: str, share: float) -> Path | None:
-    """Make a control group limited to ``share`` cores; return its folder, None where that is not possible."""
-    for parent in _parents():
-        folder = parent / name
-        _delegate_cpu(parent)
-        try:
-            folder.mkdir()
-        except OSError:
-            continue
-        try:
-            set_quota(folder, share)
-        except OSError:
-            # The controller is not delegated to this group, or the parent has a smaller quota.
-            folder.rmdir()
-            continue
-        return folder
-    return None
-
-
-def find(pattern: str) -> list[Path]:
-    """Return the folders of groups whose names match ``pattern``, with the shell's wildcards."""
-    return [folder for parent in _parents() for folder in sorted(parent.glob(pattern)) if folder.is_dir()]
-
-
-def remove(folder: Path) -> None:
-    """Remove a group whose processes have been killed, if it exists; LabError if it has some after 10 s."""
-    deadline = time.monotonic() + _REMOVE_S
-    while True:
-        try:
-            folder.rmdir()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise LabError(f"the control group {folder} cannot be removed: {error.strerror}") from error
-            time.sleep(0.005)
-        else:
-            return
-
-
-def set_quota(folder: Path, share: float) -> None:
-    """Limit the group in ``folder`` to ``share`` cores; OSError when the kernel does not support it there."""
-    period = max(_PERIOD_US, round(_MIN_QUOTA_US / share))
-    quota = max(_MIN_QUOTA_US, round(period * share))
-    if (folder / "cpu.cfs_quota_us").exists():
-        (folder / "cpu.cfs_period_us").write_text(str(period))
-        (folder / "cpu.cfs_quota_us").write_text(str(quota))
-    elif (folder / "cpu.max").exists():
-        (folder / "cpu.max").write_text(f"{quota} {period}")
-    else:
-        raise FileNotFoundError(f"no controller of processor time in {folder}")
-
-
-def parents(mounts: str, own: str) -> list[Path]:
-    """Return folders below which a group may be made: this process's own group, then the topmost one.
-
-    ``mounts`` and ``own`` have the formats of ``/proc/self/mounts`` and ``/proc/self/cgroup``.
-    """
-    paths: dict[str, str] = {}
-    for line in own.splitlines():
-        _, controllers, path = line.split(":", 2)
-        paths.update(dict.fromkeys(controllers.split(","), path.lstrip("/")))
-    found: list[Path] = []
-    for line in mounts.splitlines():
-        _, point, kind, options = line.split()[:4]
-        if kind == "cgroup2":
-            found += [Path(point, paths.get("", "")), Path(point)]
-        elif kind == "cgroup" and "cpu" in options.split(","):
-            found += [Path(point, paths.get("cpu", "")), Path(point)]
-    return [folder for folder in dict.fromkeys(found) if folder.is_dir()]
-
-
-def _parents() -> list[Path]:
-    return parents(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text())
-
-
-def _delegate_cpu(parent: Path) -> None:
-    # In version 2 children get a controller only if the parent delegates it; init systems usually do.
-    with contextlib.suppress(OSError):
-        if "cpu" not in (parent / "cgroup.subtree_control").read_text().split():
-            (parent / "cgroup.subtree_control").write_text("+cpu")

@@ -33,8 +33,7 @@ class _Epochs(ABC):
     _running: Iterator[Any] | None = None
 
     @abstractmethod
-    def _batches(self) -> Iterator[Any]:
-        """Return the batches of the next epoch."""
+    def _batches(self) -> Iterator[Any]: ...
 
     def __iter__(self) -> Iterator[Any]:
         # Not stored in _running: leaving a loop early then closes the generator, whose finally runs at once.
@@ -42,10 +41,13 @@ class _Epochs(ABC):
         return self._batches()
 
     def __next__(self) -> Any:
-        """Return the next batch, for use without a loop; the first call after ``iter()`` begins an epoch."""
-        if self._running is None:
-            self._running = self._batches()
+        self._running = self._running or self._batches()
         return next(self._running)
+
+    @property
+    def expected_idxs(self) -> int:
+        """Batches of an epoch on this rank."""
+        return len(self)  # type: ignore[arg-type]  # every one has a length
 
 
 @final
@@ -54,16 +56,11 @@ class DistDataLoader(_Epochs):
 
     The order of a shuffled epoch is torch's, as with DGL. A rank that has run out of items stops. Once a
     model was wrapped by ``dglx_dist.wrap``, all ranks must call ``iter()`` and ``len()`` together: a rank
-    without items yields empty lists until the last rank is done. A loader created under
-    ``torch.no_grad()`` is for inference, and one rank may always use it alone.
-
-    Args:
-        dataset: This rank's items: a tensor of ids, or a sequence of ids or (type, id) pairs.
-        queue_size: Batches made ahead, on one thread; None: none.
-
-    Raises:
-        ConfigError: ``batch_size`` or ``queue_size`` is no number of at least 1; with a wrapped model, on
-            all ranks when they differ in ``batch_size`` or ``drop_last``.
+    without items yields empty lists until the last rank is done. A loader created under ``torch.no_grad()``
+    is for inference, and one rank may always use it alone.
+    ``dataset``: this rank's items, a tensor of ids, or a sequence of ids or (type, id) pairs. ``queue_size``:
+    batches made ahead, on one thread. ConfigError: a number is below 1, or, with a wrapped model, the ranks
+    differ in ``batch_size`` or ``drop_last``.
     """
 
     def __init__(
@@ -88,7 +85,6 @@ class DistDataLoader(_Epochs):
 
     @property
     def expected_idxs(self) -> int:
-        """Batches of an epoch on this rank."""
         return len(self._local_sizes)
 
     def __len__(self) -> int:
@@ -100,9 +96,8 @@ class DistDataLoader(_Epochs):
         return super().__iter__()
 
     def _batches(self) -> Iterator[Any]:
-        return self._made(self._order, self._shares())
+        order, shares = self._order, self._shares()
 
-    def _made(self, order: Tensor, shares: list[StepShare]) -> Iterator[Any]:
         def make(step: int) -> Any:
             first = step * self.batch_size
             chosen = order[first : first + shares[step].num_local].tolist()
@@ -127,7 +122,7 @@ class DistDataLoader(_Epochs):
         if self._all_sizes is None:
             local = [len(self.dataset), self.batch_size, int(self.drop_last)]
             rows = gather_int64(local, self._session)
-            if bool((rows[:, 1:] != rows[0, 1:]).any()):
+            if (rows[:, 1:] != rows[0, 1:]).any():
                 raise ConfigError(f"the ranks differ in batch_size or drop_last: {rows[:, 1:].tolist()}")
             self._all_sizes = _sizes(rows[:, 0], self.batch_size, self.drop_last)
         steps = self._all_sizes.T.tolist()
@@ -162,7 +157,6 @@ class _Loader(_Epochs):
         self._for_inference = not torch.is_grad_enabled()
 
     def __len__(self) -> int:
-        """Steps of an epoch on this rank."""
         if self._needs_wrap or not self._ends_early:
             return len(self._inner)
         num_local, _ = self._inner.num_targets_of_epoch
@@ -173,20 +167,15 @@ class _Loader(_Epochs):
         """Whether this rank stops when its items are used up; a wrapped model needs it in every step."""
         return self._for_inference or not WRAPPED.of(self._g.session)
 
-    @property
-    def expected_idxs(self) -> int:
-        return len(self)
-
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one; each has its own order and samples."""
         self._inner.set_epoch(epoch)
 
     def _batches(self) -> Iterator[Any]:
         if self._needs_wrap and not WRAPPED.of(self._g.session):
-            raise ConfigError(
-                f"strategy {self._g.session.strategy!r} works inside the model: put model = dglx_dist.wrap("
-                "model, g) in the place of DistributedDataParallel, or use strategy data_parallel"
-            )
+            remedy = "put model = dglx_dist.wrap(model, g) in the place of DistributedDataParallel, or use"
+            name = self._g.session.strategy
+            raise ConfigError(f"strategy {name!r} works inside the model: {remedy} strategy data_parallel")
         for batch in self._inner:
             blocks = batch[-1]
             share = blocks[-1].step_share
@@ -210,10 +199,8 @@ class DistNodeDataLoader(_Loader):
     A loader created under ``torch.no_grad()`` is for inference: mini-batches, whatever the strategy.
 
     ``kwargs``: ``batch_size``, ``shuffle``, ``drop_last``, ``queue_size`` (batches made ahead), options of
-    ``dglx_dist.DataLoader``; ``num_workers`` and ``pin_memory`` are warned about.
-
-    Raises:
-        ConfigError: on all ranks, when something cannot be honoured on one.
+    ``dglx_dist.DataLoader``; ``num_workers`` and ``pin_memory`` are warned about. ConfigError, on all ranks:
+    something cannot be honoured on one.
     """
 
     def __init__(
@@ -232,9 +219,6 @@ class DistEdgeDataLoader(_Loader):
 
     ``kwargs``: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler``, and those of
     :class:`DistNodeDataLoader`. A ``g_sampling`` other than ``g`` is refused.
-
-    Raises:
-        ConfigError: on all ranks, when something cannot be honoured on one.
     """
 
     def __init__(
@@ -243,48 +227,34 @@ class DistEdgeDataLoader(_Loader):
         inner = inner_graph(g)
         sampling = kwargs.pop("g_sampling", None)
         if sampling is not None and inner_graph(sampling) is not inner:
-            raise ConfigError(
-                "g_sampling is another graph, but blocks are sampled from that of the edges; leave it out"
-            )
-        options = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}
-        strategy = _strategy(inner)
-        super().__init__(
-            inner, strategy, strategy.edge_loader(inner, eids, graph_sampler, **options), options
-        )
+            why = "blocks are sampled from that of the edges"
+            raise ConfigError(f"g_sampling is another graph, but {why}; leave it out")
+        options, strategy = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}, _strategy(inner)
+        loader = strategy.edge_loader(inner, eids, graph_sampler, **options)
+        super().__init__(inner, strategy, loader, options)
 
 
 def _strategy(g: InnerDistGraph) -> Strategy:
     """Return the session's strategy; data_parallel under ``torch.no_grad()``, whose blocks suit any model."""
-    if torch.is_grad_enabled():
-        return strategy_of(g.session)
-    return DataParallel(g.session, {})
+    return strategy_of(g.session) if torch.is_grad_enabled() else DataParallel(g.session, {})
 
 
 def _options(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
-    options = dict(given)
-    queue_size = options.pop("queue_size", None)
-    if queue_size is not None:
-        options["depth"] = queue_size
+    options = {name: value for name, value in given.items() if name != "queue_size"}
+    if given.get("queue_size") is not None:
+        options["depth"] = given["queue_size"]
     return {**options, "device": "cpu" if device is None else device}
 
 
 def _edge_options(g: Any, inner: InnerDistGraph, given: Mapping[str, Any]) -> dict[str, Any]:
     exclude, reverse = given.get("exclude"), given.get("reverse_eids")
-    reverse = (
-        {etype: inner_tensor(one) for etype, one in reverse.items()}
-        if isinstance(reverse, Mapping)
-        else inner_tensor(reverse)
-    )
     if exclude != "reverse_id":
         # DGL reads it in that mode only.
         reverse = None
     elif _is_identity(reverse):
+        why = "reverse_eids says that each edge is its own reverse, so reverse edges are not excluded"
         if inner.rank() == 0:
-            warnings.warn(
-                "reverse_eids says that each edge is its own reverse, so reverse edges are not excluded; "
-                "dglx_dist.reverse_edge_ids(g.inner) finds them",
-                stacklevel=4,
-            )
+            warnings.warn(f"{why}; dglx_dist.reverse_edge_ids(g.inner) finds them", stacklevel=4)
         exclude, reverse = "self", None
     etypes = given.get("reverse_etypes") if exclude == "reverse_types" else None
     negative = given.get("negative_sampler")
@@ -292,9 +262,11 @@ def _edge_options(g: Any, inner: InnerDistGraph, given: Mapping[str, Any]) -> di
     is_known = type(negative).__module__.startswith(("dgl.dataloading.", "dglx_dist."))
     if callable(negative) and not is_known:
         negative = partial(_on_graph, negative, g)
+    if isinstance(reverse, Mapping):
+        reverse = {etype: inner_tensor(one) for etype, one in reverse.items()}
     return {
         "exclude": exclude,
-        "reverse_eids": reverse,
+        "reverse_eids": inner_tensor(reverse),
         "reverse_etypes": etypes,
         "negative_sampler": negative,
     }
@@ -325,16 +297,12 @@ def sample_neighbors(
 
     Edge types without sampled edges are left out, as in DGL. ``prob`` names an edge tensor of weights or a
     mask. A bool as ``exclude_edges`` is taken for ``replace``, its place in DGL 1.1.3.
-
-    Raises:
-        ConfigError: an argument that cannot be honoured.
     """
     refuse_graphbolt(use_graphbolt)
     if isinstance(exclude_edges, bool):
         exclude_edges, replace = None, exclude_edges
-    inner = inner_graph(g)
-    seeds = _by_type(inner, nodes)
-    return without_empty_types(inner.sample_neighbors(seeds, fanout, edge_dir, prob, exclude_edges, replace))
+    inner, options = inner_graph(g), (edge_dir, prob, exclude_edges, replace)
+    return without_empty_types(inner.sample_neighbors(_by_type(inner, nodes), fanout, *options))
 
 
 def sample_etype_neighbors(  # noqa: PLR0913 - DGL's signature

@@ -14,10 +14,8 @@ from dgl.frame import Scheme
 from torch import Tensor
 
 from dglx_dist.comm.topology import read_settings, read_topology
-from dglx_dist.compat.dist_tensor import DistTensor, KVClient, inner_tensor, lifetimes_of
+from dglx_dist.compat.dist_tensor import DistTensor, KVClient, inner_tensor, use
 from dglx_dist.compat.partition_book import (
-    PartitionPolicy,
-    RangePartitionBook,
     edge_type,
     node_type,
     remember_graph,
@@ -30,7 +28,7 @@ from dglx_dist.graph.dist_tensor import DataView as InnerDataView
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.dist_tensor import TypedViews
 from dglx_dist.graph.ids import Ids
-from dglx_dist.records import Array, EdgeType
+from dglx_dist.records import EdgeType
 
 
 def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
@@ -66,10 +64,19 @@ def local_partition(g: InnerDistGraph) -> dgl.DGLGraph:
     ``dgl.EID`` and ``inner_edge``, which is 1; with several types also ``dgl.NTYPE`` and ``dgl.ETYPE``.
     """
     book = g.get_partition_book()
-    own = np.concatenate(
-        [book.map_to_homo_nid(book.partid2nids(book.partid, ntype), ntype).numpy() for ntype in book.ntypes]
-    )
-    sources, destinations, edges = _in_edges(g)
+    of_type = {ntype: book.partid2nids(book.partid, ntype) for ntype in book.ntypes}
+    own = np.concatenate([book.map_to_homo_nid(ids, ntype).numpy() for ntype, ids in of_type.items()])
+    pieces = []
+    for etype in book.canonical_etypes:
+        found = g.structure(etype).ask("in_edges", of_type[etype[2]].numpy())
+        ends = np.repeat(of_type[etype[2]].numpy(), np.diff(found.indptr))
+        joined = (
+            book.map_to_homo_nid(found.sources, etype[0]),
+            book.map_to_homo_nid(ends, etype[2]),
+            book.map_to_homo_eid(found.edge_ids, etype),
+        )
+        pieces.append([ids.numpy() for ids in joined])
+    sources, destinations, edges = (np.concatenate(one) for one in zip(*pieces, strict=True))
     halo = np.setdiff1d(sources, own)
     nodes = np.concatenate([own, halo])
     order = np.argsort(nodes, kind="stable")
@@ -85,52 +92,29 @@ def local_partition(g: InnerDistGraph) -> dgl.DGLGraph:
     return graph
 
 
-def _in_edges(g: InnerDistGraph) -> tuple[Array, Array, Array]:
-    """Return sources, destinations and ids, (E,) homogeneous each, of the in-edges of the own nodes."""
-    book = g.get_partition_book()
-    pieces = []
-    for etype in book.canonical_etypes:
-        nodes = book.partid2nids(book.partid, etype[2]).numpy()
-        found = g.structure(etype).ask("in_edges", nodes)
-        destinations = np.repeat(nodes, np.diff(found.indptr))
-        pieces.append(
-            (
-                book.map_to_homo_nid(found.sources, etype[0]).numpy(),
-                book.map_to_homo_nid(destinations, etype[2]).numpy(),
-                book.map_to_homo_eid(found.edge_ids, etype).numpy(),
-            )
-        )
-    sources, destinations, edges = (np.concatenate(one) for one in zip(*pieces, strict=True))
-    return sources, destinations, edges
-
-
 @final
-class DataView(MutableMapping[str, DistTensor]):
+class DataView(Wrapper, MutableMapping[str, DistTensor], of=InnerDataView):
     """The named tensors of the nodes or edges of one type."""
 
-    def __init__(self, inner: InnerDataView) -> None:
-        self._inner = inner
-
     def __getitem__(self, key: str) -> DistTensor:
-        return DistTensor.over(self._inner[key])
+        return DistTensor.over(self.inner[key])
 
     def __setitem__(self, key: str, val: DistTensor) -> None:
-        self._inner[key] = cast("InnerTensor", inner_tensor(val))
+        self.inner[key] = cast("InnerTensor", inner_tensor(val))
         # The view holds a reference to the tensor, so that it outlives the script's variable.
-        kept = self._inner[key]
-        lifetimes_of(kept.kvstore).use(kept.kvstore_key, kept)
+        use(self.inner[key], self.inner[key])
 
     def __delitem__(self, key: str) -> None:
-        del self._inner[key]
+        del self.inner[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._inner)
+        return iter(self.inner)
 
     def __len__(self) -> int:
-        return len(self._inner)
+        return len(self.inner)
 
     def __repr__(self) -> str:
-        return repr({name: repr(self._inner[name]) for name in self._inner})
+        return repr({name: repr(self.inner[name]) for name in self.inner})
 
 
 @final
@@ -139,10 +123,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
 
     Opening one is collective, and opens the session if there is none. ``gpb`` is ignored with a warning;
     ``part_config`` is DGL's JSON file or the folder of a dataset of ours, None: what DGL_CONF_PATH names.
-
-    Raises:
-        ConfigError: no partition is named, or it holds a graph of another name.
-        StorageError: on all ranks, when it cannot be opened on one of them.
+    ConfigError: no partition is named, or it holds a graph of another name.
     """
 
     def __init__(self, graph_name: str, gpb: object = None, part_config: str | Path | None = None) -> None:
@@ -150,10 +131,8 @@ class DistGraph(Wrapper, of=InnerDistGraph):
             warnings.warn("gpb is not used: the partition has its book", stacklevel=2)
         path = Path(part_config) if part_config is not None else read_settings().part_config
         if path is None:
-            raise ConfigError(
-                "give DistGraph(..., part_config=), the JSON file that partition_graph wrote: there are no "
-                "servers to ask for it"
-            )
+            what = "the JSON file that partition_graph wrote: there are no servers to ask for it"
+            raise ConfigError(f"give DistGraph(..., part_config=), {what}")
         is_ours = (path / MANIFEST).is_file()
         self.inner = InnerDistGraph(path) if is_ours else InnerDistGraph(part_config=path)
         remember_graph(self.inner)
@@ -169,78 +148,49 @@ class DistGraph(Wrapper, of=InnerDistGraph):
 
     @property
     def local_partition(self) -> dgl.DGLGraph:
-        """The own server's nodes, their in-edges and the sources of these, as a homogeneous DGLGraph."""
         return local_partition(self.inner)
 
     @property
-    def ndata(self) -> DataView:
-        """Tensors of the nodes, if there is one node type."""
-        return DataView(self.inner.ndata)
-
-    @property
-    def edata(self) -> DataView:
-        """Tensors of the edges, if there is one edge type."""
-        return DataView(self.inner.edata)
-
-    @property
     def nodes(self) -> TypedViews[str, DataView]:
-        return self.inner.nodes.map(DataView)
+        return self.inner.nodes.map(DataView.over)
 
     @property
     def edges(self) -> TypedViews[str | EdgeType, DataView]:
-        return self.inner.edges.map(DataView)
+        return self.inner.edges.map(DataView.over)
 
     def is_pinned(self) -> bool:
         return False
 
     def num_nodes(self, ntype: str | None = None) -> int:
-        """Return the number of nodes of a type, or of all."""
         return self.inner.num_nodes(None if ntype is None else node_type(self.inner, ntype))
 
     def num_edges(self, etype: str | EdgeType | None = None) -> int:
-        """Return the number of edges of a type, or of all."""
         return self.inner.num_edges(None if etype is None else edge_type(self.inner, etype))
 
     number_of_nodes, number_of_edges = num_nodes, num_edges
 
     def in_degrees(self, v: Ids | None = None) -> Tensor:
-        """Return the numbers of in-edges, of all nodes when None."""
         return self.inner.in_degrees(v)
 
     def out_degrees(self, u: Ids | None = None) -> Tensor:
-        """Return the numbers of out-edges, of all nodes when None."""
         return self.inner.out_degrees(u)
 
     def get_ntype_id(self, ntype: str | None) -> int:
         """Return the number of a node type; None: of the only one, else a ConfigError."""
         known = self.ntypes
-        if ntype is None and len(known) == 1:
-            return 0
-        if ntype not in known:
+        if ntype not in (known if len(known) > 1 else (*known, None)):
             raise ConfigError(f"there is no node type {ntype!r} (known: {', '.join(known)})")
-        return known.index(ntype)
+        return 0 if ntype is None else known.index(ntype)
 
     def get_etype_id(self, etype: str | EdgeType | None) -> int:
         """Return the number of an edge type; None: of the only one, else a ConfigError."""
         return self.canonical_etypes.index(self.to_canonical_etype(etype))
 
     def node_attr_schemes(self) -> dict[str, Scheme]:
-        """Return shape and dtype of each tensor of the nodes."""
-        return _schemes(self.ndata)
+        return {name: Scheme(one.shape[1:], one.dtype) for name, one in self.ndata.items()}
 
     def edge_attr_schemes(self) -> dict[str, Scheme]:
-        """Return shape and dtype of each tensor of the edges."""
-        return _schemes(self.edata)
-
-    def get_partition_book(self) -> RangePartitionBook:
-        """Return the owners of all ids; partitions are servers."""
-        return RangePartitionBook.over(self.inner.get_partition_book())
-
-    def get_node_partition_policy(self, ntype: str) -> PartitionPolicy:
-        return PartitionPolicy.over(self.inner.get_node_partition_policy(ntype))
-
-    def get_edge_partition_policy(self, etype: str | EdgeType) -> PartitionPolicy:
-        return PartitionPolicy.over(self.inner.get_edge_partition_policy(etype))
+        return {name: Scheme(one.shape[1:], one.dtype) for name, one in self.edata.items()}
 
     def edge_subgraph(
         self, edges: Tensor | Mapping[Any, Tensor], relabel_nodes: bool = True, store_ids: bool = True
@@ -268,18 +218,11 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         output_device: torch.device | str | None = None,
     ) -> dgl.DGLGraph:
         """Sample in-edges of nodes, without ``exclude_edges``, which DGL 1.1.3 ignores."""
-        sampled = self.inner.sample_neighbors(
-            seed_nodes, fanout, edge_dir, prob, exclude_edges, replace, etype_sorted, output_device
-        )
-        return without_empty_types(sampled)
+        options = (edge_dir, prob, exclude_edges, replace, etype_sorted, output_device)
+        return without_empty_types(self.inner.sample_neighbors(seed_nodes, fanout, *options))
 
     def add_edge_attribute(self, name: str, padding: Any = None) -> None:
-        """Refused: always a ConfigError."""
         raise ConfigError("there is no GraphBolt graph; every edge tensor can be used as prob= or mask=")
-
-
-def _schemes(data: DataView) -> dict[str, Scheme]:
-    return {name: Scheme(tensor.shape[1:], tensor.dtype) for name, tensor in data.items()}
 
 
 def inner_graph(g: object) -> InnerDistGraph:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast, final
+from typing import Any, TypeAlias, cast, final
 from weakref import WeakSet
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import SessionField
 from dglx_dist.compat.partition_book import PartitionPolicy, graph_of_store, inner_policy
-from dglx_dist.compat.wrappers import Wrapper
+from dglx_dist.compat.wrappers import Forward, Wrapper
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor as InnerDistTensor
@@ -25,9 +25,8 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.records import EdgeType
 
-_BATCH: SessionField[tuple[Callable[[], Any], Mapping[tuple[KVStore, str], Callable[[], Any]]]] = (
-    SessionField(lambda _: (lambda: None, {}))
-)
+_Rows: TypeAlias = Mapping[tuple[KVStore, str], Callable[[], Any]]
+_BATCH: SessionField[tuple[Callable[[], Any], _Rows]] = SessionField(lambda _: (lambda: None, {}))
 """Weak references to the input nodes of the last batch, and to the rows on its first block by store and key:
 not to the block, since copies that a script makes (``block.int()``) hold the same rows."""
 
@@ -43,8 +42,7 @@ def remember(g: DistGraph, input_nodes: object, blocks: Any) -> None:
 def attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
     """Return the rows of ``tensor`` on the last batch's first block if ``index`` is its input nodes, or None.
 
-    Under a strategy that cuts features by column, ``g.ndata[name][input_nodes]`` then gives this rank's
-    columns, which the wrapped model takes, and fetches no row.
+    Where features are cut by column these are this rank's columns, which the wrapped model takes.
     """
     input_nodes, rows = _BATCH.of(tensor.kvstore.session)
     key = tensor.kvstore, tensor.kvstore_key
@@ -56,25 +54,20 @@ _HIDDEN, _KINDS = "hidden~", ("node~", "edge~")
 
 @final
 class KVClient(Wrapper, of=KVStore):
-    """Named tensors of a graph; ``g._client`` and ``tensor.kvstore`` are one of these.
-
-    Constructing one raises ConfigError: there are no servers to connect to.
-    """
+    """Named tensors of a graph; ``g._client`` and ``tensor.kvstore`` are one of these."""
 
     def __init__(self, *_: object, **__: object) -> None:
         raise ConfigError("there are no servers to connect to; the store of a graph is g._client")
 
     inner: KVStore
-    group_count = 1
-    """Number of DGL's server processes per machine."""
-    role = "default"
-    """DGL's role of trainers."""
+    group_count, role = 1, "default"
+    """DGL's server processes per machine, and its role of trainers."""
 
     @property
     def all_possible_part_policy(self) -> dict[str, PartitionPolicy]:
         g = graph_of_store(self.inner)
-        policies = [g.get_node_partition_policy(ntype) for ntype in g.ntypes]
-        policies += [g.get_edge_partition_policy(etype) for etype in g.canonical_etypes]
+        policies = [*map(g.get_node_partition_policy, g.ntypes)]
+        policies += map(g.get_edge_partition_policy, g.canonical_etypes)
         return {policy.policy_str: PartitionPolicy.over(policy) for policy in policies}
 
     @property
@@ -83,12 +76,10 @@ class KVClient(Wrapper, of=KVStore):
 
     @property
     def client_id(self) -> int:
-        """Rank of this process."""
         return self.inner.placement.topology.rank
 
     @property
     def machine_id(self) -> int:
-        """The server of this rank."""
         return self.inner.placement.topology.server
 
     @property
@@ -110,17 +101,12 @@ class KVClient(Wrapper, of=KVStore):
         init_func: InitRows | None = None,
         is_gdata: bool = True,
     ) -> None:
-        """Create a tensor called ``<policy>~<tensor>``; every rank must call it.
-
-        Raises:
-            ConfigError: the name does not begin with the policy's, or exists already.
-        """
+        """Create a tensor called ``<policy>~<tensor>``; every rank must call it."""
         short = name.removeprefix(part_policy.get_data_name(""))
         if short in ("", name):
             raise ConfigError(f"the name {name!r} must be {part_policy.get_data_name('<tensor>')!r}")
-        InnerDistTensor(
-            tuple(shape), dtype, short, init_func, inner_policy(part_policy), True, is_gdata, False
-        )
+        policy = inner_policy(part_policy)
+        InnerDistTensor(tuple(shape), dtype, short, init_func, policy, True, is_gdata, False)
 
     def delete_data(self, name: str) -> None:
         """Free a tensor; every rank must call it."""
@@ -148,17 +134,12 @@ class KVClient(Wrapper, of=KVStore):
 
     def data_name_list(self) -> list[str]:
         """Return the names of all tensors, including those created with ``is_gdata=False``."""
-        hidden = {name.removeprefix(_HIDDEN): name for name in self.inner.names() if name.startswith(_HIDDEN)}
+        hidden = [key for key in self.inner.names() if key.removeprefix(_HIDDEN).startswith(_KINDS)]
         # Hidden columns of the dataset, which are read-only, are none of the script's tensors.
-        created = [
-            name
-            for name, key in hidden.items()
-            if name.startswith(_KINDS) and self.inner.column(key).writable
-        ]
-        return [*self.gdata_name_list(), *created]
+        created = [key for key in hidden if key.startswith(_HIDDEN) and self.inner.column(key).writable]
+        return [*self.gdata_name_list(), *(key.removeprefix(_HIDDEN) for key in created)]
 
     def gdata_name_list(self) -> list[str]:
-        """Return the names of all tensors that the graph shows."""
         return [name for name in self.inner.names() if name.startswith(_KINDS)]
 
     def get_data_meta(self, name: str) -> tuple[torch.dtype, tuple[int, ...], PartitionPolicy]:
@@ -179,7 +160,6 @@ class KVClient(Wrapper, of=KVStore):
         return self.inner.count_nonzero(self._key(name))
 
     def map_shared_data(self, partition_book: object) -> None:
-        """Refused: always a ConfigError."""
         raise ConfigError("the ranks of a server share their rows already; leave map_shared_data() out")
 
     def _key(self, name: str) -> str:
@@ -219,40 +199,30 @@ class _LocalRows(Mapping[str, Tensor]):
         return len(self._client.data_name_list())
 
 
-_LIFETIMES: SessionField[dict[str, Lifetimes]] = SessionField(lambda _: {})
-"""By label of the store."""
+_USERS: SessionField[dict[str, dict[str, WeakSet[object]]]] = SessionField(lambda _: {})
 
 
-@final
-class Lifetimes:
-    """Reference counts of the non-persistent tensors of a store, on this rank."""
-
-    def __init__(self) -> None:
-        self._users: dict[str, WeakSet[object]] = {}
-
-    def add(self, key: str, user: object) -> None:
-        """Free the tensor ``key`` once ``user``, and all later users, are garbage-collected."""
-        self._users[key] = WeakSet([user])
-
-    def use(self, key: str, user: object) -> None:
-        """Keep the tensor ``key``, if it may be freed, as long as ``user`` exists."""
-        if key in self._users:
-            self._users[key].add(user)
-
-    def free(self, store: KVStore) -> None:
-        """Free the tensors that no rank refers to any more; every rank must call it."""
-        unused = [key for key, users in self._users.items() if not users and store.has(key)]
-        # The gather ends after every rank has entered it, so no rank still reads these rows.
-        run_on_all_ranks(store.session, store.fence)
-        unused_by_rank = cast("list[list[str]]", gather_json(unused, store.session))
-        for key in sorted(set.intersection(*map(set, unused_by_rank))):
-            store.remove(key)
-            del self._users[key]
+def users_of(store: KVStore) -> dict[str, WeakSet[object]]:
+    """Return who refers to each tensor of ``store`` on this rank that is freed once nobody does, by key."""
+    # By label of the store: two graphs may have tensors of the same name.
+    return _USERS.of(store.session).setdefault(store.label, {})
 
 
-def lifetimes_of(store: KVStore) -> Lifetimes:
-    """Return the lifetimes of one store: two graphs may have tensors of the same name."""
-    return _LIFETIMES.of(store.session).setdefault(store.label, Lifetimes())
+def use(tensor: InnerDistTensor, user: object) -> None:
+    """Keep ``tensor``, if it may be freed, as long as ``user`` exists."""
+    users_of(tensor.kvstore).get(tensor.kvstore_key, WeakSet()).add(user)
+
+
+def _free_unused(store: KVStore) -> None:
+    """Free the tensors that no rank refers to any more; every rank must call it."""
+    users = users_of(store)
+    unused = [key for key, of in users.items() if not of and store.has(key)]
+    # The gather ends after every rank has entered it, so no rank still reads these rows.
+    run_on_all_ranks(store.session, store.fence)
+    unused_by_rank = cast("list[list[str]]", gather_json(unused, store.session))
+    for key in sorted(set.intersection(*map(set, unused_by_rank))):
+        store.remove(key)
+        del users[key]
 
 
 @final
@@ -262,12 +232,10 @@ class DistTensor(Wrapper, of=InnerDistTensor):
     Creating one is collective. Writing waits until the owners have the rows, unlike DGL's. A tensor that is
     not persistent is freed when a later one is created and no rank refers to it any more. ``attach`` has no
     effect: DGL appends the number of a group of clients, of which there is one here.
-
-    Raises:
-        ConfigError: a persistent tensor without a name, or as for ``dglx_dist.DistTensor``.
     """
 
     inner: InnerDistTensor
+    part_policy: Any = Forward(InnerDistTensor, "part_policy")
 
     def __init__(
         self,
@@ -284,20 +252,19 @@ class DistTensor(Wrapper, of=InnerDistTensor):
             raise ConfigError("a tensor without a name cannot be persistent; give it a name")
         policy = inner_policy(part_policy)
         store = opened_graph().kvstore if policy is None else policy.store
-        lifetimes, known = lifetimes_of(store), set(store.names())
+        known = set(store.names())
         # Freeing is collective, but attaching to an existing tensor is not.
         if name is None or not any(key.endswith(f"~{name}") for key in known):
-            lifetimes.free(store)
+            _free_unused(store)
         self.inner = InnerDistTensor(tuple(shape), dtype, name, init_func, policy, persistent, is_gdata)
-        if persistent or self.inner.kvstore_key in known:
-            lifetimes.use(self.inner.kvstore_key, self)
-        else:
-            lifetimes.add(self.inner.kvstore_key, self)
+        if not persistent and self.inner.kvstore_key not in known:
+            users_of(store)[self.inner.kvstore_key] = WeakSet()
+        use(self.inner, self)
 
     @classmethod
     def over(cls, inner: InnerDistTensor) -> DistTensor:
         made = super().over(inner)
-        lifetimes_of(inner.kvstore).use(inner.kvstore_key, made)
+        use(inner, made)
         return made
 
     def __getitem__(self, idx: Ids) -> Tensor:
@@ -313,7 +280,7 @@ class DistTensor(Wrapper, of=InnerDistTensor):
         if not isinstance(other, DistTensor):
             return NotImplemented
         made = DistTensor.over(self.inner | other.inner)
-        lifetimes_of(self.inner.kvstore).add(made.inner.kvstore_key, made)
+        users_of(made.inner.kvstore)[made.inner.kvstore_key] = WeakSet([made])
         return made
 
     def __len__(self) -> int:
@@ -331,27 +298,15 @@ class DistTensor(Wrapper, of=InnerDistTensor):
         return repr(self.inner)
 
     @property
-    def kvstore(self) -> KVClient:
-        return KVClient.over(self.inner.kvstore)
-
-    @property
-    def kvstore_key(self) -> str:
-        """Its name in ``kvstore``: :attr:`name`."""
-        return self.name
-
-    @property
     def local_partition(self) -> Tensor:
-        """The own server's rows."""
         return self.inner.local_rows()
-
-    @property
-    def part_policy(self) -> PartitionPolicy:
-        return PartitionPolicy.over(self.inner.part_policy)
 
     @property
     def name(self) -> str:
         """``<policy>~<name given at creation>``, as in DGL."""
         return f"{self.inner.part_policy.policy_str}~{self.inner.name}"
+
+    kvstore_key = name
 
 
 def inner_tensor(value: object) -> object:
@@ -365,11 +320,7 @@ def _many(idx: Ids) -> Ids:
 
 @final
 class DistEmbedding(Wrapper, of=InnerDistEmbedding):
-    """Trainable rows, zero at first, with DGL's arguments; ``.inner`` is ours. Creation is collective.
-
-    Raises:
-        ConfigError: as for ``dglx_dist.DistEmbedding``.
-    """
+    """Trainable rows, zero at first, with DGL's arguments; ``.inner`` is ours. Creation is collective."""
 
     inner: InnerDistEmbedding
 
@@ -383,35 +334,17 @@ class DistEmbedding(Wrapper, of=InnerDistEmbedding):
     ) -> None:
         policy = inner_policy(part_policy)
         graph = opened_graph() if policy is None else graph_of_store(policy.store)
-        init = init_func or _zeros
+        init = init_func or (lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         self.inner = InnerDistEmbedding(num_embeddings, embedding_dim, name, init, policy, graph=graph)
 
     def __call__(self, idx: Ids, device: torch.device | str = "cpu") -> Tensor:
         """Return rows; an optimizer of ``dgl.distributed.optim`` takes their gradients."""
         return self.inner(idx, device)
 
-    @property
-    def weight(self) -> DistTensor:
-        return DistTensor.over(self.inner.weight)
+    weight: Any = Forward(InnerDistEmbedding, "weight")
+    optm_state: Any = Forward(InnerDistEmbedding, "optm_state")
+    """The optimizer's tensors; empty without an optimizer."""
 
     @property
     def data_name(self) -> str:
-        """Name of the rows in ``kvstore``."""
         return self.inner.weight.kvstore_key
-
-    @property
-    def kvstore(self) -> KVClient:
-        return KVClient.over(self.inner.kvstore)
-
-    @property
-    def part_policy(self) -> PartitionPolicy:
-        return PartitionPolicy.over(self.inner.part_policy)
-
-    @property
-    def optm_state(self) -> tuple[DistTensor, ...]:
-        """The optimizer's tensors; empty without an optimizer."""
-        return tuple(DistTensor.over(state) for state in self.inner.optm_state)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.zeros(shape, dtype=dtype)

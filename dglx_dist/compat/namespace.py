@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, final
 
 import dgl
@@ -28,9 +28,8 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.strategies.base import WrappedModel, begin, resolve_strategy
 
 MAX_QUEUE_SIZE = 20 * 2**30
-
+# Arguments of older versions of DGL for processes that do not exist here.
 _SERVER_OPTIONS = ("num_servers", "num_workers", "num_samplers")
-"""Arguments of older versions of DGL for processes that do not exist here."""
 
 
 def initialize(
@@ -51,17 +50,9 @@ def initialize(
     when the graph is opened, one is created then.
 
     The arguments before ``use_graphbolt`` are ignored. One warning on rank 0 names those that differ from
-    DGL's defaults, and the variables of DGL's launcher.
-
-    Args:
-        strategy: Name of a strategy; None: that of ``python -m dglx_dist.run``, else ``data_parallel``.
-        timeout: Seconds that a rank may be silent before the others raise an error that names it.
-        seed: Of all random numbers.
-        options: Of the strategy.
-
-    Raises:
-        ConfigError: ``use_graphbolt``, a strategy that is unknown or ``auto``, a session is open already, or
-            DGL's launcher started this process as one of its servers.
+    DGL's defaults, and the variables of DGL's launcher. ``strategy`` None: that of ``python -m
+    dglx_dist.run``, else ``data_parallel``; ``timeout``: seconds that a rank may be silent before the others
+    raise an error that names it; ``options``: of the strategy.
     """
     refuse_graphbolt(use_graphbolt)
     if session_if_open() is not None:
@@ -69,9 +60,9 @@ def initialize(
     name, seed = resolve_strategy(strategy), whole_number("seed", seed, least=0)
     launcher = read_settings().dgl_processes
     if launcher.get("DGL_ROLE", "client") != "client":
+        remedy = "every rank serves its share; start the script with torchrun, not with DGL's launcher"
         raise ConfigError(
-            f"DGL_ROLE is {launcher['DGL_ROLE']!r}, but there are no such processes here: every rank serves "
-            "its share; start the script with torchrun, not with DGL's launcher"
+            f"DGL_ROLE is {launcher['DGL_ROLE']!r}, but there are no such processes here: {remedy}"
         )
     given = {
         "ip_config": (ip_config, None),
@@ -83,23 +74,16 @@ def initialize(
     }
     ignored = [f"{key}={value!r}" for key, (value, usual) in given.items() if value != usual]
     ignored += [f"{key}={value!r}" for key, value in launcher.items()]
+    why = "not used, because torchrun starts the ranks, and there are no servers and no sampler processes"
     if ignored and read_topology().rank == 0:
-        warnings.warn(
-            f"{', '.join(ignored)}: not used, because torchrun starts the ranks, and there are no "
-            "servers and no sampler processes",
-            stacklevel=2,
-        )
+        warnings.warn(f"{', '.join(ignored)}: {why}", stacklevel=2)
     start_later(lambda: begin(name, options, timeout_s=timeout, seed=seed))
 
 
 def exit_client() -> None:
-    """Close the session on all ranks; ``initialize`` may then be called again.
-
-    Every rank calls it, or none: the end of the process closes the session too.
-    """
+    """Close the session, on all ranks or none; ``initialize`` may then be called again."""
     start_later(None)
-    session = session_if_open()
-    if session is not None:
+    if (session := session_if_open()) is not None:
         session.close()
 
 
@@ -117,17 +101,14 @@ def get_num_client() -> int:
 
 
 def get_num_machines() -> int:
-    """Return the number of servers, which is the number of partitions in the book."""
     return _topology().num_servers
 
 
 def get_machine_id() -> int:
-    """Return the server of this rank."""
     return _topology().server
 
 
 def get_group_id() -> int:
-    """Return 0: there are no groups of clients."""
     return 0
 
 
@@ -137,13 +118,11 @@ def refused(name: str, reason: str) -> type[Any]:
     def raise_it(*_: object, **__: object) -> Any:
         raise ConfigError(f"dgl.distributed.{name} is not available: {reason}")
 
-    kept = {"__new__": raise_it, "__init_subclass__": raise_it, "__doc__": f"Not available: {reason}"}
-    return type(name, (), kept)
+    return type(name, (), {"__new__": raise_it, "__init_subclass__": raise_it, "__doc__": reason})
 
 
 def _topology() -> Topology:
-    session = session_if_open()
-    return read_topology() if session is None else session.topology
+    return read_topology() if (session := session_if_open()) is None else session.topology
 
 
 _REASONS: Mapping[str, str] = {
@@ -163,11 +142,8 @@ _REASONS: Mapping[str, str] = {
     ),
     "the distributed loaders make their batches themselves; use these": "NodeCollator EdgeCollator",
 }
-"""Reason to the unsupported names."""
 
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {name: reason for reason, names in _REASONS.items() for name in names.split()}
-)
+REFUSED: Mapping[str, str] = {name: why for why, names in _REASONS.items() for name in names.split()}
 """Unsupported name to the reason in its ConfigError."""
 
 _REPLACEMENTS: tuple[Any, ...] = (
@@ -182,18 +158,22 @@ _REPLACEMENTS: tuple[Any, ...] = (
     *(partition_book.GraphPartitionBook, partition_book.RangePartitionBook, partition_book.PartitionPolicy),
     *(partition_book.NodePartitionPolicy, partition_book.EdgePartitionPolicy),
 )
-SUPPORTED: Mapping[str, Any] = MappingProxyType(
-    {one.__name__: one for one in _REPLACEMENTS} | {"DistConnectError": PeerError, "optim": optim}
-)
+SUPPORTED: Mapping[str, Any] = {
+    **{one.__name__: one for one in _REPLACEMENTS},
+    "DistConnectError": PeerError,
+    "optim": optim,
+}
 """Supported name to its replacement."""
 
-CONSTANTS: Mapping[str, Any] = MappingProxyType(
-    {"DEFAULT_NTYPE": NODE_TYPE, "DEFAULT_ETYPE": EDGE_TYPE, "MAX_QUEUE_SIZE": MAX_QUEUE_SIZE}
-)
+CONSTANTS: Mapping[str, Any] = {
+    "DEFAULT_NTYPE": NODE_TYPE,
+    "DEFAULT_ETYPE": EDGE_TYPE,
+    "MAX_QUEUE_SIZE": MAX_QUEUE_SIZE,
+}
 """Names in ``dgl.distributed.constants``; from DGL 2.4 on also in the package."""
 
+# Names that modules of ``dgl.dataloading`` have as well.
 _LOADER_NAMES = ("DistGraph", "DistDataLoader", "DistNodeDataLoader", "DistEdgeDataLoader")
-"""Names that modules of ``dgl.dataloading`` have as well."""
 
 
 def offered() -> dict[str, Any]:
@@ -211,54 +191,43 @@ def get_kvstore() -> KVClient | None:
     return None if opened is None or OPENED.of(opened) is None else KVClient.over(opened_graph().kvstore)
 
 
-SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "role": {
-            "get_rank": lambda role: get_rank(),
-            "get_global_rank": get_rank,
-            "get_trainer_rank": get_rank,
-            "get_num_trainers": get_num_client,
-            "get_role": lambda: "default",
-        },
-        "rpc": {
-            "get_num_server": get_num_machines,
-            "get_num_server_per_machine": lambda: 1,
-        },
-        "dist_context": {
-            "is_initialized": lambda: session_if_open() is not None,
-            "get_sampler_pool": lambda: (None, 0),
-        },
-        "kvstore": {"get_kvstore": get_kvstore},
-        "graph_services": {
-            "in_degrees": lambda g, v: inner_graph(g).in_degrees(v),
-            "out_degrees": lambda g, u: inner_graph(g).out_degrees(u),
-        },
-    }
-)
+SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
+    "role": {
+        "get_rank": lambda role: get_rank(),
+        **dict.fromkeys(("get_global_rank", "get_trainer_rank"), get_rank),
+        "get_num_trainers": get_num_client,
+        "get_role": lambda: "default",
+    },
+    "rpc": {"get_num_server": get_num_machines, "get_num_server_per_machine": lambda: 1},
+    "dist_context": {
+        "is_initialized": lambda: session_if_open() is not None,
+        "get_sampler_pool": lambda: (None, 0),
+    },
+    "kvstore": {"get_kvstore": get_kvstore},
+    "graph_services": {
+        "in_degrees": lambda g, v: inner_graph(g).in_degrees(v),
+        "out_degrees": lambda g, u: inner_graph(g).out_degrees(u),
+    },
+}
 """Submodule and name to its replacement, for names that the package lacks."""
 
-_KEPT_FUNCTIONS: Mapping[str, tuple[str, ...]] = {"graph_services": ("merge_graphs",)}
-"""Functions of submodules that only compute."""
+_KEPT, _GONE = ("merge_graphs",), ("init_kvstore", "close_kvstore")
+"""A function about processes that only computes; functions of ``kvstore`` that are about processes."""
 
 
 def _replacements(submodule: ModuleType) -> dict[str, Any]:
     """Return the replacements of names that only this submodule has: functions about processes."""
     _, _, name = submodule.__name__.rpartition(".")
-    known = dict(SUPPORTED_SUBMODULES.get(name, {}))
-    if name == "kvstore":
-        return {**known, **_refused(name, ("init_kvstore", "close_kvstore"))}
-    if name not in _PROCESS_MODULES:
-        return known
-    own = [one for one, value in vars(submodule).items() if _defines(submodule, one, value)]
-    return {**_refused(name, [one for one in own if one not in _KEPT_FUNCTIONS.get(name, ())]), **known}
-
-
-def _defines(submodule: ModuleType, name: str, value: object) -> bool:
-    return not name.startswith("_") and inspect.isfunction(value) and value.__module__ == submodule.__name__
-
-
-def _refused(submodule: str, names: Iterable[str]) -> dict[str, Any]:
-    return {name: refused(f"{submodule}.{name}", _NO_PROCESSES) for name in names}
+    gone = [
+        one
+        for one, value in vars(submodule).items()
+        if not one.startswith("_")
+        and inspect.isfunction(value)
+        and value.__module__ == submodule.__name__
+        and (one in _GONE if name == "kvstore" else name in _PROCESS_MODULES and one not in _KEPT)
+    ]
+    refusals = {one: refused(f"{name}.{one}", _NO_PROCESSES) for one in gone}
+    return {**refusals, **SUPPORTED_SUBMODULES.get(name, {})}
 
 
 NAME = "dgl.distributed"
@@ -269,8 +238,7 @@ _MARK = "__dglx_dist__"
 class Installed(ExitStack):
     """Handle of :func:`install`: :meth:`undo`, or the end of its ``with`` block, reverts it."""
 
-    def undo(self) -> None:
-        self.close()
+    undo = ExitStack.close
 
 
 def install() -> Installed:
@@ -295,7 +263,6 @@ def install() -> Installed:
 
 
 def _rebind(package: ModuleType, undo: ExitStack) -> None:
-    """Rebind the names in DGL's own package, its submodules and its loaders."""
     stock = dict(vars(package))
     names = {name: value for name, value in offered().items() if not isinstance(value, ModuleType)}
     for name, value in names.items():
@@ -317,7 +284,6 @@ def _rebind(package: ModuleType, undo: ExitStack) -> None:
 
 
 def _register_modules(undo: ExitStack) -> None:
-    """Register ``dgl.distributed``, ``.optim``, ``.nn`` and ``.constants`` in ``sys.modules``."""
     package = _module(NAME, "dgl.distributed of dglx_dist.", {**offered(), _MARK: True})
     # A package, so that the ImportError of a missing submodule names it.
     package.__path__ = []
@@ -327,13 +293,8 @@ def _register_modules(undo: ExitStack) -> None:
     vars(package).update(optim=optimizers, nn=nn, constants=constants)
     for module in (package, optimizers, nn, constants):
         sys.modules[module.__name__] = module
-        undo.callback(_unregister, module)
+        undo.callback(sys.modules.pop, module.__name__, None)
     _set(dgl, "distributed", package, undo)
-
-
-def _unregister(module: ModuleType) -> None:
-    if sys.modules.get(module.__name__) is module:
-        del sys.modules[module.__name__]
 
 
 def _module(name: str, doc: str, names: dict[str, Any]) -> ModuleType:

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from dglx_dist.compat.dist_tensor import DistEmbedding
 from dglx_dist.graph.optim import SparseOptimizer
-from dglx_dist.graph.sparse_update import AdagradRule, AdamRule, UpdateRule
+from dglx_dist.graph.sparse_update import UpdateRule, adagrad_rule, adam_rule
 
 __all__ = ["SparseAdagrad", "SparseAdam"]
 
@@ -35,7 +35,6 @@ class _Optimizer(SparseOptimizer):
 
     @property
     def inner(self) -> SparseOptimizer:
-        """Itself, which is our optimizer."""
         return self
 
 
@@ -44,7 +43,7 @@ class SparseAdagrad(_Optimizer):
     """Adagrad on the rows used in a step; see ``dglx_dist.optim.SparseAdagrad``."""
 
     def __init__(self, params: Sequence[DistEmbedding], lr: float, eps: float = 1e-10) -> None:
-        super().__init__(params, lambda: AdagradRule(lr, eps))
+        super().__init__(params, lambda: adagrad_rule(lr, eps))
 
 
 @final
@@ -60,4 +59,4 @@ class SparseAdam(_Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        super().__init__(params, lambda: AdamRule(lr, betas, eps, corrected=True))
+        super().__init__(params, lambda: adam_rule(lr, betas, eps, corrected=True))

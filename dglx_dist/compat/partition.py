@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -35,7 +35,9 @@ _DGL_COLUMNS = (dgl.NID, dgl.EID, "inner_node", "inner_edge")
 """Columns that DGL adds to partitions."""
 
 
-def raw_graph(graph: dgl.DGLGraph, name: str) -> tuple[RawGraph, frozenset[tuple[str | EdgeType, str]]]:
+def raw_graph(
+    graph: dgl.DGLGraph, name: str, without: Set[str] = frozenset()
+) -> tuple[RawGraph, frozenset[tuple[str | EdgeType, str]]]:
     """Return the graph, and the names of its uint16 columns that hold bfloat16 bits.
 
     Unlike ``load_dataset``, it keeps all names and dtypes, as scripts ask for the names that they gave.
@@ -46,7 +48,7 @@ def raw_graph(graph: dgl.DGLGraph, name: str) -> tuple[RawGraph, frozenset[tuple
 
     def columns(owner: str | EdgeType, data: Any) -> dict[str, Array]:
         bfloat16.extend((owner, key) for key, rows in data.items() if rows.dtype == torch.bfloat16)
-        return {key: _as_array(rows) for key, rows in data.items() if key not in _DGL_COLUMNS}
+        return {key: _as_array(rows) for key, rows in data.items() if key not in (*_DGL_COLUMNS, *without)}
 
     edges = {}
     for etype in graph.canonical_etypes:
@@ -97,34 +99,25 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
 
     Args are DGL's, but:
         out_path: Files of an earlier partition in this folder are replaced.
-        num_hops: 1: nothing beyond the sources of a part's in-edges is stored.
         part_method: ``metis``, ``random``, or another partitioner of this package.
         balance_ntypes: (N,) integers, or a dict of them by node type; each value is balanced separately. Of
             several node types each is balanced anyway, where the method can.
         num_trainers_per_machine: Above 1, each part is partitioned once more, and nodes and edges get
             ``trainer_id`` in the files and in ``g``, replacing columns of that name.
         seed: The same seed gives the same parts.
-        graphbolt_options: Refused: arguments of newer versions for GraphBolt's files.
 
-    Returns:
-        With ``return_mapping``: original node and edge ids in the new order, by type if there are several.
-
-    Raises:
-        ConfigError: an argument that cannot be honoured.
-        StorageError: ``out_path`` cannot be written.
+    With ``return_mapping`` return original node and edge ids in the new order, by type if there are several.
     """
     if num_hops != 1 or use_graphbolt:
-        raise ConfigError(
-            f"num_hops={num_hops}, use_graphbolt={use_graphbolt}: only 1 and False can be honoured; farther "
-            "neighbours are fetched on demand, and there is one format"
-        )
+        why = "farther neighbours are fetched on demand, and there is one format"
+        told = f"num_hops={num_hops}, use_graphbolt={use_graphbolt}"
+        raise ConfigError(f"{told}: only 1 and False can be honoured; {why}")
     if graphbolt_options:
-        raise ConfigError(
-            f"{', '.join(graphbolt_options)}: options of GraphBolt's files, which are not written; "
-            "leave them out"
-        )
+        why = "options of GraphBolt's files, which are not written; leave them out"
+        raise ConfigError(f"{', '.join(graphbolt_options)}: {why}")
     whole_number("num_trainers_per_machine", num_trainers_per_machine, least=1)
-    raw, bfloat16 = raw_graph(g, graph_name)
+    # DGL overwrites the trainer ids of an earlier partition.
+    raw, bfloat16 = raw_graph(g, graph_name, {TRAINER_ID} if num_trainers_per_machine > 1 else set())
     method = PARTITIONERS.resolve(part_method)
     weighted, balance = _with_weights(raw, balance_ntypes)
     balance += (("etype",) if len(raw.edges) > 1 else ("degree",)) if balance_edges else ()
@@ -133,7 +126,7 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     options = PartitionOptions(balance=balance, objective=cast("Any", objtype))
     if num_trainers_per_machine > 1:
         split = assign_two_levels(weighted, method, options, (num_parts, num_trainers_per_machine), seed)
-        assignment, raw = split.parts, with_trainer_ids(_without_trainer_ids(raw), split.trainers)
+        assignment, raw = split.parts, with_trainer_ids(raw, split.trainers)
     else:
         assignment = PARTITIONERS.get(method)(options).assign(weighted, num_parts, seed)
     config = _replace_files(
@@ -148,10 +141,7 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
 def load_partition(
     part_config: str | Path, part_id: int, load_feats: bool = True, use_graphbolt: bool = False
 ) -> Loaded:
-    """Return (structure, node data, edge data, book, graph name, node types, edge types) of one part.
-
-    ConfigError: ``use_graphbolt``, or there is no such part; StorageError: a file is missing or damaged.
-    """
+    """Return (structure, node data, edge data, book, graph name, node types, edge types) of one part."""
     refuse_graphbolt(use_graphbolt)
     book, name, ntypes, etypes = load_partition_book(part_config, part_id)
     graph = dgl.load_graphs(str(_file(part_config, part_id, "part_graph")))[0][0]
@@ -162,10 +152,7 @@ def load_partition(
 def load_partition_feats(
     part_config: str | Path, part_id: int, load_nodes: bool = True, load_edges: bool = True
 ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
-    """Return the data of the part's nodes by ``type/name`` and of its edges by ``src:rel:dst/name``.
-
-    None stands for data that is not loaded. Raises as :func:`load_partition`.
-    """
+    """Return the data of the part's nodes by ``type/name``, of its edges by ``src:rel:dst/name``, or None."""
     nodes = _tensors(part_config, part_id, "node_feats", NODE_TYPE) if load_nodes else None
     edges = _tensors(part_config, part_id, "edge_feats", ":".join(EDGE_TYPE)) if load_edges else None
     return nodes, edges
@@ -176,30 +163,19 @@ def load_partition_book(
 ) -> tuple[RangePartitionBook, str, dict[str, int], dict[EdgeType, int]]:
     """Return (book, graph name, node types by number, edge types by number); partitions are the file's.
 
-    ``part_metadata``, for which newer versions take the file's content, is refused. Raises as
-    :func:`load_partition`.
+    ``part_metadata``, for which newer versions take the file's content, is refused.
     """
     if part_metadata is not None:
         raise ConfigError("part_metadata cannot be honoured: part_config is read again; leave it out")
     config = read_part_config(Path(part_config).absolute())
     ntypes = {ntype: number for number, ntype in enumerate(config.ntypes)}
     etypes = {etype: number for number, etype in enumerate(config.etypes)}
-    ends = config.nodes.starts + config.nodes.counts, config.edges.starts + config.edges.counts
-    nodes = {t: np.stack([config.nodes.starts[n], ends[0][n]], axis=1) for t, n in ntypes.items()}
-    edges = {t: np.stack([config.edges.starts[n], ends[1][n]], axis=1) for t, n in etypes.items()}
-    book = RangePartitionBook(part_id, config.num_parts, nodes, edges, ntypes, etypes)
+    nodes, edges = (
+        np.stack([of.starts, of.starts + of.counts], axis=-1) for of in (config.nodes, config.edges)
+    )
+    maps = dict(zip(ntypes, nodes, strict=True)), dict(zip(etypes, edges, strict=True))
+    book = RangePartitionBook(part_id, config.num_parts, *maps, ntypes, etypes)
     return book, config.name, ntypes, etypes
-
-
-def _without_trainer_ids(graph: RawGraph) -> RawGraph:
-    # DGL overwrites the trainer ids of an earlier partition.
-    def others(data: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
-        return {
-            owner: {name: rows for name, rows in columns.items() if name != TRAINER_ID}
-            for owner, columns in data.items()
-        }
-
-    return replace(graph, node_data=others(graph.node_data), edge_data=others(graph.edge_data))
 
 
 def _set_trainer_ids(g: dgl.DGLGraph, raw: RawGraph) -> None:
@@ -249,13 +225,13 @@ def _replace_files(out: Path, write: Callable[[Path], Path]) -> Path:
 
 
 def _mapping(config: Path, num_parts: int) -> tuple[Ids, Ids]:
+    def whole(name: str, key: str) -> Tensor:
+        files = [_file(config, part, "part_graph").with_name(name) for part in range(num_parts)]
+        return torch.cat([load_tensors(str(file))[key] for file in files])
+
     types = read_part_config(config.absolute())
-    node_ids, edge_ids = [
-        [load_tensors(str(_file(config, part, "part_graph").with_name(name))) for part in range(num_parts)]
-        for name in ("orig_nids.dgl", "orig_eids.dgl")
-    ]
-    nodes = {ntype: torch.cat([part[ntype] for part in node_ids]) for ntype in types.ntypes}
-    edges = {etype: torch.cat([part[":".join(etype)] for part in edge_ids]) for etype in types.etypes}
+    nodes = {ntype: whole("orig_nids.dgl", ntype) for ntype in types.ntypes}
+    edges = {etype: whole("orig_eids.dgl", ":".join(etype)) for etype in types.etypes}
     if len(nodes) == len(edges) == 1:
         return next(iter(nodes.values())), next(iter(edges.values()))
     return nodes, edges
@@ -290,15 +266,10 @@ def node_split(
 
     Every value but 0 of ``nodes``, an (N,) DistTensor, tensor or array, marks its node. The book is of one
     of the open graphs, also as read from its file; None: of a DistTensor's graph, or the only open one.
-
-    Raises:
-        ConfigError: there is not one value for each node, the book belongs to no open graph or to another
-            than ``nodes``, or several open graphs match.
     """
     g = _graph(nodes, partition_book)
-    kind = node_type(g, ntype)
-    mask, trainers = _mask(nodes, g, g.num_nodes(kind), kind), cast("Any", inner_tensor(node_trainer_ids))
-    return split_nodes(mask, g.get_partition_book(), kind, rank, force_even, trainers)
+    kind, how = node_type(g, ntype), (rank, force_even, cast("Any", inner_tensor(node_trainer_ids)))
+    return split_nodes(_mask(nodes, g, g.num_nodes(kind), kind), g.get_partition_book(), kind, *how)
 
 
 def edge_split(
@@ -311,9 +282,8 @@ def edge_split(
 ) -> Tensor:
     """Return a rank's share of the marked edges; as :func:`node_split`."""
     g = _graph(edges, partition_book)
-    kind = edge_type(g, etype)
-    mask, trainers = _mask(edges, g, g.num_edges(kind), kind), cast("Any", inner_tensor(edge_trainer_ids))
-    return split_edges(mask, g.get_partition_book(), kind, rank, force_even, trainers)
+    kind, how = edge_type(g, etype), (rank, force_even, cast("Any", inner_tensor(edge_trainer_ids)))
+    return split_edges(_mask(edges, g, g.num_edges(kind), kind), g.get_partition_book(), kind, *how)
 
 
 def _mask(marked: Any, g: DistGraph, count: int, what: object) -> Any:
@@ -325,19 +295,17 @@ def _mask(marked: Any, g: DistGraph, count: int, what: object) -> Any:
         marked = marked.inner.to_local()
     values = as_array(marked)
     if values.dtype.kind in "iu" and count > 1 and np.array_equal(np.sort(values), np.arange(count)):
+        why = "all ids were given where a mask is expected; all rows are taken (DGL would leave out row 0)"
         if g.rank() == 0:
-            warnings.warn(
-                "all ids were given where a mask is expected; all rows are taken (DGL would leave out row 0)",
-                stacklevel=3,
-            )
+            warnings.warn(why, stacklevel=3)
         return np.ones(count, dtype=np.bool_)
     return values != 0
 
 
 def _graph(marked: Any, given: RangePartitionBook | None) -> DistGraph:
-    if given is not None and not isinstance(given, RangePartitionBook):
+    if not isinstance(given, RangePartitionBook | None):
         raise ConfigError(f"partition_book is a {type(given).__name__}; give g.get_partition_book()")
-    book = None if given is None else given.inner
+    book = given and given.inner
     if not isinstance(marked, DistTensor):
         return graph_of_book(book)
     g = graph_of_book(marked.inner.part_policy.partition_book)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast, final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dglx_dist.comm.session import SessionField, current_session
-from dglx_dist.compat.wrappers import Wrapper
+from dglx_dist.compat.wrappers import Forward, Wrapper
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPartitionPolicy
@@ -20,17 +20,15 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 
-K = TypeVar("K")
 
-
-class GraphPartitionBook(Wrapper, of=PartitionBook):
+class GraphPartitionBook(Wrapper):
     """Base class of partition books, as scripts name it in ``isinstance``; there is one kind."""
 
     inner: PartitionBook
 
 
 @final
-class RangePartitionBook(GraphPartitionBook):
+class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
     """Contiguous ids per type and partition, with DGL's arguments and methods.
 
     Without a type, ids of a graph of several types are *homogeneous*: one numbering for all types. The maps
@@ -53,16 +51,18 @@ class RangePartitionBook(GraphPartitionBook):
             raise ConfigError(f"part_id is {part_id}; there are {num_parts} parts, numbered from 0")
         if not ntypes or not etypes:
             raise ConfigError("a book needs node types and edge types; give ntypes and etypes")
-        nodes = {ntype: _bounds(node_map, ntype, num_parts) for ntype in _by_number(ntypes)}
-        edges = {etype: _bounds(edge_map, etype, num_parts) for etype in _by_number(etypes)}
+        nodes = {
+            ntype: _bounds(node_map, ntype, num_parts) for ntype in sorted(ntypes, key=ntypes.__getitem__)
+        }
+        edges = {
+            etype: _bounds(edge_map, etype, num_parts) for etype in sorted(etypes, key=etypes.__getitem__)
+        }
         self.inner = PartitionBook(nodes, edges, part_id)
         for kind, ids in ((node_map, self.inner.map_to_homo_nid), (edge_map, self.inner.map_to_homo_eid)):
             _check_numbering(kind, ids)
 
-    @property
-    def partid(self) -> int:
-        """The partition of this rank."""
-        return self.inner.partid
+    partid: Any = Forward(PartitionBook, "partid")
+    """The partition of this rank."""
 
     @property
     def is_homogeneous(self) -> bool:
@@ -71,51 +71,47 @@ class RangePartitionBook(GraphPartitionBook):
     @property
     def local_ntype_offset(self) -> list[int]:
         """(types + 1) offsets of the node types among the own partition's nodes."""
-        return _offsets([self.inner.node_bounds(ntype) for ntype in self.ntypes], self.partid)
+        return self._offsets(map(self.inner.node_bounds, self.ntypes))
 
     @property
     def local_etype_offset(self) -> list[int]:
-        return _offsets([self.inner.edge_bounds(etype) for etype in self.canonical_etypes], self.partid)
+        return self._offsets(map(self.inner.edge_bounds, self.canonical_etypes))
+
+    def _offsets(self, bounds: Iterable[Array]) -> list[int]:
+        return [0, *np.cumsum([int(np.diff(one)[self.partid]) for one in bounds]).tolist()]
 
     def shared_memory(self, graph_name: str) -> None:
-        """Refused: always a ConfigError."""
         raise ConfigError("every rank has the book, which is a few numbers; leave shared_memory() out")
 
     def nid2partid(self, nids: Ids, ntype: str = NODE_TYPE) -> Tensor:
-        return self._of_nodes(ntype).nid2partid(nids, ntype)
+        return self._of(ntype).nid2partid(nids, ntype)
 
     def eid2partid(self, eids: Ids, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        return self._of_edges(etype).eid2partid(eids, etype)
+        return self._of(etype).eid2partid(eids, etype)
 
     def partid2nids(self, partid: int, ntype: str = NODE_TYPE) -> Tensor:
-        return self._of_nodes(ntype).partid2nids(int(partid), ntype)
+        return self._of(ntype).partid2nids(int(partid), ntype)
 
     def partid2eids(self, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        return self._of_edges(etype).partid2eids(int(partid), etype)
+        return self._of(etype).partid2eids(int(partid), etype)
 
     def nid2localnid(self, nids: Ids, partid: int, ntype: str = NODE_TYPE) -> Tensor:
-        return self._of_nodes(ntype).nid2localnid(nids, int(partid), ntype)
+        return self._of(ntype).nid2localnid(nids, int(partid), ntype)
 
     def eid2localeid(self, eids: Ids, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        return self._of_edges(etype).eid2localeid(eids, int(partid), etype)
+        return self._of(etype).eid2localeid(eids, int(partid), etype)
 
-    def _of_nodes(self, ntype: str) -> PartitionBook:
-        # DGL's default type stands for homogeneous ids, unless there is such a type.
-        return self._untyped() if ntype == NODE_TYPE and NODE_TYPE not in self.inner.ntypes else self.inner
-
-    def _of_edges(self, etype: str | EdgeType) -> PartitionBook:
-        is_default = etype in (EDGE_TYPE, EDGE_TYPE[1]) and EDGE_TYPE not in self.inner.canonical_etypes
-        return self._untyped() if is_default else self.inner
-
-    def _untyped(self) -> PartitionBook:
-        nodes, edges = (
-            np.cumsum([0, *(one[key] for one in self.inner.metadata())]) for key in ("num_nodes", "num_edges")
-        )
-        return PartitionBook({NODE_TYPE: nodes}, {EDGE_TYPE: edges}, self.inner.partid)
-
-
-def _by_number(numbers: Mapping[K, int]) -> list[K]:
-    return sorted(numbers, key=numbers.__getitem__)
+    def _of(self, kind: str | EdgeType) -> PartitionBook:
+        """Return the book of ids of ``kind``: DGL's defaults stand for homogeneous ids, unless they exist."""
+        book = self.inner
+        is_node, is_edge = kind == NODE_TYPE, kind in (EDGE_TYPE, EDGE_TYPE[1])
+        if (is_node and NODE_TYPE not in book.ntypes) or (is_edge and EDGE_TYPE not in book.canonical_etypes):
+            counts = book.metadata()
+            nodes, edges = (
+                np.cumsum([0, *(one[f"num_{of}"] for one in counts)]) for of in ("nodes", "edges")
+            )
+            return PartitionBook({NODE_TYPE: nodes}, {EDGE_TYPE: edges}, book.partid)
+        return book
 
 
 def _bounds(ranges: Mapping[Any, Any], key: object, num_parts: int) -> Array:
@@ -139,11 +135,6 @@ def _check_numbering(ranges: Mapping[Any, Any], to_homogeneous: Callable[[Ids, A
             )
 
 
-def _offsets(bounds: list[Array], partition: int) -> list[int]:
-    sizes = [int(one[partition + 1] - one[partition]) for one in bounds]
-    return [0, *np.cumsum(sizes).tolist()]
-
-
 _GRAPHS: SessionField[list[DistGraph]] = SessionField(lambda _: [])
 
 
@@ -155,21 +146,15 @@ def remember_graph(g: DistGraph) -> None:
 
 
 def graph_of_book(book: PartitionBook | None) -> DistGraph:
-    """Return the open graph to which ``book`` belongs; None: the only open graph.
-
-    A book that was read from a file may have partitions that are not the servers of this run. ConfigError: no
-    graph is open, the book belongs to none of them, or several match.
-    """
-    graphs = _open_graphs()
-    own = [g for g in graphs if g.get_partition_book() is book]
-    matching = own or [g for g in graphs if book is None or _rows(g.get_partition_book()) == _rows(book)]
-    names = ", ".join(repr(g.name) for g in graphs)
+    """Return the open graph to which ``book``, perhaps read from a file, belongs; None: the only one."""
+    books = {g: g.get_partition_book() for g in _open_graphs()}
+    own = [g for g in books if books[g] is book]
+    matching = own or [g for g in books if book is None or _rows(books[g]) == _rows(book)]
+    names, remedy = ", ".join(repr(g.name) for g in books), "give g.get_partition_book()"
     if not matching:
-        raise ConfigError(
-            f"the partition book is of none of the open graphs ({names}); give g.get_partition_book()"
-        )
+        raise ConfigError(f"the partition book is of none of the open graphs ({names}); {remedy}")
     if len({g.dataset.manifest.checksum for g in matching}) > 1:
-        raise ConfigError(f"several graphs are open ({names}); say which: give g.get_partition_book()")
+        raise ConfigError(f"several graphs are open ({names}); say which: {remedy}")
     return matching[-1]
 
 
@@ -194,8 +179,7 @@ def edge_type(g: DistGraph, etype: str | EdgeType) -> str | EdgeType:
 
 def _open_graphs() -> Sequence[DistGraph]:
     last = cast("DistGraph", opened_graph())
-    graphs = _GRAPHS.of(current_session())
-    return [*(g for g in graphs if g is not last), last]
+    return [*(g for g in _GRAPHS.of(current_session()) if g is not last), last]
 
 
 def _rows(book: PartitionBook) -> dict[str | EdgeType, int]:
@@ -207,7 +191,7 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
     """Assignment of the rows of a tensor to partitions, under DGL's names.
 
     ``policy_str``: ``node~<type>`` or ``edge~<source>:<relation>:<destination>``; ``node`` and ``edge`` mean
-    those of a graph of one type. ConfigError for any other, or a type that the book lacks.
+    those of a graph of one type.
     """
 
     inner: InnerPartitionPolicy
@@ -217,30 +201,21 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
         if kind not in ("node", "edge"):
             raise ConfigError(f"policy_str is {policy_str!r}; it must begin with 'node' or 'edge'")
         book = partition_book.inner
-        if kind == "node":
-            type_name: str | EdgeType = name or NODE_TYPE
-            bounds = book.node_bounds(name or NODE_TYPE)
-        else:
-            pieces = tuple(name.split(":")) if ":" in name else name or EDGE_TYPE
-            type_name = book.to_canonical_etype(cast("str | EdgeType", pieces))
-            bounds = book.edge_bounds(type_name)
+        pieces: Any = tuple(name.split(":")) if ":" in name else name
+        is_node = kind == "node"
+        known: Any = name or NODE_TYPE if is_node else book.to_canonical_etype(pieces or EDGE_TYPE)
         self.inner = InnerPartitionPolicy(
             kind=cast("Any", kind),
-            type_name=type_name,
-            bounds=bounds,
+            type_name=known,
+            bounds=book.node_bounds(known) if is_node else book.edge_bounds(known),
             partition_book=book,
             # Only the policies of an open graph have one; inner_policy() finds that of this book.
             store=cast("KVStore", None),
         )
 
-    @property
-    def type_name(self) -> str | EdgeType:
-        """The node type, or the edge type as a triple."""
-        return self.inner.type_name
-
-    @property
-    def partition_book(self) -> RangePartitionBook:
-        return RangePartitionBook.over(self.inner.partition_book)
+    type_name: Any = Forward(InnerPartitionPolicy, "type_name")
+    """The node type, or the edge type as a triple."""
+    partition_book: Any = Forward(InnerPartitionPolicy, "partition_book")
 
     @property
     def is_node(self) -> bool:

@@ -1,8 +1,10 @@
-"""Shared pieces of the classes that give our objects DGL's names."""
+"""The base of the classes that give our objects DGL's names."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar, final
+import functools
+import inspect
+from typing import Any, ClassVar, TypeVar, final
 
 from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
@@ -12,7 +14,7 @@ W = TypeVar("W", bound="Wrapper")
 
 @final
 class Forward:
-    """The attribute ``name`` of a wrapper's ``inner`` object.
+    """The attribute ``name`` of a wrapper's ``inner`` object; objects of ours that it has become DGL's views.
 
     The wrapper's class shows that of ``owner``, the class of ``inner``, with its signature and docstring.
     """
@@ -21,7 +23,9 @@ class Forward:
         self._owner, self._name = owner, name
 
     def __get__(self, wrapper: Any, _: type[Any]) -> Any:
-        return getattr(self._owner if wrapper is None else wrapper.inner, self._name)
+        if wrapper is None:
+            return getattr(self._owner, self._name, self)
+        return view(getattr(wrapper.inner, self._name))
 
 
 class Wrapper(Shared):
@@ -30,9 +34,12 @@ class Wrapper(Shared):
     A subclass gives the class of ``inner`` as ``of``, whose public methods and properties it then shows.
     """
 
+    views: ClassVar[dict[type[Any], type[Wrapper]]] = {}
+    """Class of ours to DGL's."""
     inner: Any
 
     def __init_subclass__(cls, of: type[Any] = object) -> None:
+        Wrapper.views[of] = cls
         for name in dir(of):
             if not (name.startswith("_") or hasattr(cls, name)):
                 setattr(cls, name, Forward(of, name))
@@ -47,7 +54,18 @@ class Wrapper(Shared):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "inner":
             raise AttributeError(name)
-        return getattr(self.inner, name)
+        return view(getattr(self.inner, name))
+
+
+def view(value: Any) -> Any:
+    """Return DGL's view of an object of ours, of several, or of what a method returns; others as they are."""
+    if type(value) in Wrapper.views:
+        return Wrapper.views[type(value)].over(value)
+    if type(value) is tuple:
+        return tuple(map(view, value))
+    if inspect.ismethod(value):
+        return functools.wraps(value)(lambda *args, **kwargs: view(value(*args, **kwargs)))
+    return value
 
 
 def refuse_graphbolt(use_graphbolt: bool) -> None:

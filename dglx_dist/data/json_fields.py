@@ -37,13 +37,17 @@ class Fields:
             raise error(f"{where}: {_shown(key, value)}, expected an object{names}")
         self._value: dict[str, Any] = value
         self._seen: set[str] = set()
-        for name in value if known is not None else ():
+        for name in value:
             if known is not None and name not in known:
                 hint = f"{did_you_mean(name, known)} (supported: {', '.join(known)})"
                 raise error(f"{where}: key {self._path(name)!r} is not supported{hint}")
 
     def keys(self) -> Sequence[str]:
         return list(self._value)
+
+    def items(self, known: Sequence[str] | None = None) -> list[tuple[str, Fields]]:
+        """Return all keys with the objects that they hold; ``known`` as for the object itself."""
+        return [(key, self.record(key, known)) for key in self._value]
 
     def has(self, key: str) -> bool:
         """Return whether ``key`` has a value other than null."""
@@ -81,12 +85,6 @@ class Fields:
     def optional_word(self, key: str) -> str | None:
         return self.word(key) if self.has(key) else None
 
-    def one_word_of(self, key: str, known: Sequence[str]) -> str:
-        value = self.word(key)
-        if value not in known:
-            raise self.wrong(key, f"one of {', '.join(known)}{did_you_mean(value, known)}")
-        return value
-
     def words(self, key: str) -> tuple[str, ...]:
         """Return one text or a list of texts, none of them empty."""
         value = self._value.get(key)
@@ -103,17 +101,18 @@ class Fields:
             raise self.wrong(key, expected)
         return value
 
-    def optional_integer(self, key: str) -> int | None:
-        """Return a whole number of at least 0, or None for null."""
-        return None if key in self._value and self.value(key) is None else self.integer(key, at_least=0)
-
     def choice(self, key: str, known: Sequence[T]) -> T:
         """Return the one of ``known`` that the value equals."""
         value = self.value(key)
         for one in known:
             if value == one and type(value) is type(one):
                 return one
-        raise self.wrong(key, f"one of {', '.join(repr(one) for one in known)}")
+        hint = (
+            did_you_mean(value, [one for one in known if isinstance(one, str)])
+            if isinstance(value, str)
+            else ""
+        )
+        raise self.wrong(key, f"one of {', '.join(map(repr, known))}{hint}")
 
     def integers(self, key: str, *, count: int | None = None) -> list[int]:
         """Return a list of whole numbers of at least 0, ``count`` of them."""

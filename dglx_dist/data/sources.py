@@ -72,16 +72,11 @@ _OTHER_NAMES = {"features": FEATURE, "feats": FEATURE, "labels": LABEL}
 def standard_columns(
     columns: Mapping[str, NodeColumn], where: str, *, rename: bool = True
 ) -> dict[str, NodeColumn]:
-    """Rename and cast columns: features to float, labels to int64, splits to boolean; others are unchanged.
+    """Rename and cast columns: whole features to float32, labels to int64, splits to boolean.
 
     ``features`` and ``feats`` become ``feat``, ``labels`` becomes ``label``, unless that name is taken.
-    Integer features become float32.
-
-    Args:
-        columns: name -> (N, ...).
-        where: Prefix of messages.
-        rename: False keeps names and dtypes, except of splits and of labels that are class numbers or have
-            NaN for missing values.
+    Without ``rename``, names and dtypes stay, except of splits and of labels that are class numbers or have
+    NaN for missing values. ``where`` starts messages.
 
     Raises:
         DatasetError: a split has a value other than 0 and 1, or a label is not a whole number.
@@ -115,6 +110,12 @@ def count_classes(columns: Mapping[str, NodeColumn]) -> int | None:
         return None
     largest = int(label.max())
     return largest + 1 if largest >= 0 else None
+
+
+def classes_of(node_data: Mapping[str, Mapping[str, NodeColumn]]) -> dict[str, int]:
+    """Return :func:`count_classes` of the node types with labels."""
+    counts = {ntype: count_classes(columns) for ntype, columns in node_data.items()}
+    return {ntype: count for ntype, count in counts.items() if count is not None}
 
 
 def masks_of_split(split_of: Array) -> dict[str, Array]:
@@ -157,9 +158,8 @@ def refuse_unknown(options: Mapping[str, object], known: Iterable[str], source: 
     allowed = sorted(known)
     for name in options:
         if name not in allowed:
-            hint = did_you_mean(name, allowed)
             raise ConfigError(
-                f"the dataset source {source!r} has no option {name!r}{hint} "
+                f"the dataset source {source!r} has no option {name!r}{did_you_mean(name, allowed)} "
                 f"(known: {', '.join(allowed) or 'none'})"
             )
 
@@ -187,17 +187,11 @@ def raw_graph_from_dgl(
     num_classes: int | None = None,
     rename: bool = True,
 ) -> RawGraph:
-    """Convert a DGLGraph with all its node and edge data; homogeneous or heterogeneous.
+    """Convert a DGLGraph of any device with all its node and edge data; edges keep their order.
 
     Arrays share memory with the graph where dtype and device allow it; bfloat16 becomes float32. The ids that
-    DGL keeps in subgraphs (``dgl.NID``) are left out.
-
-    Args:
-        graph: On any device; edges keep their order.
-        name: Of the dataset.
-        split: Column of masks that hold several splits; None if they hold one.
-        num_classes: Of the labelled node types; None: the largest label + 1.
-        rename: See :func:`standard_columns`.
+    DGL keeps in subgraphs (``dgl.NID``) are left out. ``split`` is the column of masks that hold several,
+    ``num_classes`` the least number for labelled node types; for ``rename`` see :func:`standard_columns`.
 
     Raises:
         ConfigError: ``graph`` is not a DGLGraph, or is a block.
@@ -216,30 +210,27 @@ def raw_graph_from_dgl(
     if "coo" not in (*known["created"], *known["not created"]):
         # Only this format returns edges in the order of their ids.
         graph = graph.formats(["coo", "csr", "csc"])
-    node_data, classes = {}, {}
+    node_data = {}
     for node_type in graph.ntypes:
         where = f"{name}, nodes {node_type!r}"
-        arrays = {
-            key: _one_split(key, _as_array(tensor), split, where)
-            for key, tensor in graph.nodes[node_type].data.items()
-            if key != dgl.NID
-        }
+        arrays = _arrays(graph.nodes[node_type].data, dgl.NID)
+        arrays = {key: _one_split(key, array, split, where) for key, array in arrays.items()}
         node_data[node_type] = standard_columns(arrays, where, rename=rename)
-        counted = count_classes(node_data[node_type])
-        if LABEL in node_data[node_type] and counted is not None:
-            classes[node_type] = max(counted, num_classes or 0)
     edges, edge_data = {}, {}
     for edge_type in graph.canonical_etypes:
         source_ids, destination_ids = graph.edges(etype=edge_type, order="eid")
         edges[edge_type] = (_as_array(source_ids), _as_array(destination_ids))
-        edge_data[edge_type] = _edge_columns(graph, edge_type, name)
+        columns = _arrays(graph.edges[edge_type].data, dgl.EID)
+        where = f"{name}, edges {edge_type[1]!r}"
+        masks = {key: _as_mask(columns[key], key, where) for key in SPLITS if key in columns}
+        edge_data[edge_type] = columns | masks
     return RawGraph(
         name=name,
         num_nodes={node_type: graph.num_nodes(node_type) for node_type in graph.ntypes},
         edges=edges,
         node_data=node_data,
         edge_data=edge_data,
-        num_classes=classes,
+        num_classes={ntype: max(count, num_classes or 0) for ntype, count in classes_of(node_data).items()},
     )
 
 
@@ -254,8 +245,7 @@ class DglDataSource(DatasetSource):
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         self._name = location
         self._factory = _dataset_class(location)
-        self._index = whole_number(options, "index")
-        self._split = whole_number(options, "split")
+        self._index, self._split = (whole_number(options, name) for name in _OWN_OPTIONS)
         self._arguments = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
         parameters = inspect.signature(self._factory).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -275,15 +265,9 @@ class DglDataSource(DatasetSource):
         # Datasets for whole-graph tasks yield pairs (graph, label of the graph).
         graph = item[0] if isinstance(item, tuple) else item
         # Not every dataset of DGL has a number of classes.
-        num_classes = getattr(dataset, "num_classes", None)
-        if not isinstance(num_classes, (int, np.integer)):
-            num_classes = None
-        return raw_graph_from_dgl(
-            graph,
-            name=self._name,
-            split=self._split,
-            num_classes=None if num_classes is None else int(num_classes),
-        )
+        found = getattr(dataset, "num_classes", None)
+        num_classes = int(found) if isinstance(found, (int, np.integer)) else None
+        return raw_graph_from_dgl(graph, name=self._name, split=self._split, num_classes=num_classes)
 
 
 @final
@@ -293,8 +277,7 @@ class DglBinarySource(DatasetSource):
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         refuse_unknown(options, _OWN_OPTIONS, "dgl_binary")
         self._path = Path(location).expanduser()
-        self._index = whole_number(options, "index")
-        self._split = whole_number(options, "split")
+        self._index, self._split = (whole_number(options, name) for name in _OWN_OPTIONS)
 
     def load(self) -> RawGraph:
         import dgl
@@ -342,15 +325,8 @@ def _position(num_graphs: int, index: int | None, where: str) -> int:
     return index
 
 
-def _edge_columns(graph: Any, edge_type: tuple[str, str, str], name: str) -> dict[str, Array]:
-    import dgl
-
-    columns = {
-        key: _as_array(tensor) for key, tensor in graph.edges[edge_type].data.items() if key != dgl.EID
-    }
-    masks = {key: columns.pop(key) for key in SPLITS if key in columns}
-    standard = standard_columns(masks, f"{name}, edges {edge_type[1]!r}")
-    return columns | {key: mask for key, mask in standard.items() if isinstance(mask, np.ndarray)}
+def _arrays(data: Mapping[str, torch.Tensor], left_out: str) -> dict[str, Array]:
+    return {key: _as_array(tensor) for key, tensor in data.items() if key != left_out}
 
 
 def _as_array(tensor: torch.Tensor) -> Array:
@@ -418,37 +394,27 @@ def load_dataset(spec: str | os.PathLike[str] | dgl.DGLGraph, /, **options: obje
 
 
 def _source_and_location(spec: str) -> tuple[str, str]:
-    path = Path(spec).expanduser()
+    path, known = Path(spec).expanduser(), f"{_EXPECTED} {', '.join(DATASETS.names())}"
     if path.exists():
-        return _source_of_path(path), str(path)
+        source = "tables" if path.is_dir() else _SOURCE_OF_SUFFIX.get(path.suffix)
+        if source is None:
+            raise DatasetError(
+                f"{path}: the suffix {path.suffix!r} belongs to no dataset source; expected {known} (a lone "
+                "table goes into a folder as edges.csv or edges.parquet)"
+            )
+        return source, str(path)
     if spec in DATASETS.names():
         return spec, ""
     name, colon, location = spec.partition(":")
     if colon and "/" not in name and "\\" not in name:
         return DATASETS.resolve(name), location
-    raise DatasetError(_nothing_at(path))
-
-
-def _source_of_path(path: Path) -> str:
-    if path.is_dir():
-        return "tables"
-    if path.suffix in _SOURCE_OF_SUFFIX:
-        return _SOURCE_OF_SUFFIX[path.suffix]
-    raise DatasetError(
-        f"{path}: the suffix {path.suffix!r} belongs to no dataset source; expected {_EXPECTED} "
-        f"{', '.join(DATASETS.names())} (a lone table goes into a folder as edges.csv or edges.parquet)"
-    )
-
-
-def _nothing_at(path: Path) -> str:
     beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, [*beside, *DATASETS.names()], n=3, cutoff=0.5)
     hint = f"; near it: {', '.join(near)}" if near else ""
     if not path.parent.is_dir():
         hint = f"; the folder {path.parent} does not exist either"
-    return (
-        f"there is no file or folder {path} (that is {path.absolute()}){hint}. "
-        f"Expected {_EXPECTED} {', '.join(DATASETS.names())}"
+    raise DatasetError(
+        f"there is no file or folder {path} (that is {path.absolute()}){hint}. Expected {known}"
     )
 
 
@@ -523,10 +489,10 @@ def _read(path: Path) -> dict[str, Array]:
 
 
 def _require(arrays: Mapping[str, Array], names: tuple[str, ...], where: str) -> None:
-    missing = [name for name in names if name not in arrays]
-    if missing:
+    missing = next((name for name in names if name not in arrays), None)
+    if missing is not None:
         raise DatasetError(
-            f"{where}: lacks the array {missing[0]!r}; a graph needs src and dst, a knowledge graph head, "
+            f"{where}: lacks the array {missing!r}; a graph needs src and dst, a knowledge graph head, "
             f"rel and tail (the file has {', '.join(sorted(arrays)) or 'none'})"
         )
 
@@ -535,9 +501,7 @@ def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: 
     for name in ("num_nodes", "num_entities"):
         if name in arrays:
             return int(arrays[name])
-    if len(source_ids) == 0:
-        return 0
-    return 1 + max(int(source_ids.max()), int(destination_ids.max()))
+    return 1 + max(int(source_ids.max(initial=-1)), int(destination_ids.max(initial=-1)))
 
 
 def _columns(
@@ -559,23 +523,19 @@ def _columns(
             )
     if any(name in arrays for name in _SPARSE):
         _require(arrays, _SPARSE, where)
-        of_nodes[FEATURE] = _sparse_features(arrays)
+        values = arrays["feat_data"]
+        of_nodes[FEATURE] = SparseRows(
+            indptr=arrays["feat_indptr"].astype(np.int64),
+            indices=arrays["feat_indices"].astype(np.int32, copy=False),
+            # Counts and flags are stored as small integers.
+            values=values if values.dtype.kind == "f" else values.astype(np.float32),
+            num_columns=int(arrays["feat_dim"]),
+        )
     columns = standard_columns(of_nodes, where)
     empty = columns.get("val_mask")
     if empty is not None and not isinstance(empty, SparseRows) and not empty.any():
         del columns["val_mask"]
     return columns, of_edges
-
-
-def _sparse_features(arrays: Mapping[str, Array]) -> SparseRows:
-    values = arrays["feat_data"]
-    return SparseRows(
-        indptr=arrays["feat_indptr"].astype(np.int64),
-        indices=arrays["feat_indices"].astype(np.int32, copy=False),
-        # Counts and flags are stored as small integers.
-        values=values if values.dtype.kind == "f" else values.astype(np.float32),
-        num_columns=int(arrays["feat_dim"]),
-    )
 
 
 def _by_relation(
@@ -632,7 +592,7 @@ def _short_names(names: list[str]) -> list[str]:
     return [f"{name}_{code}" for code, name in enumerate(clean)]
 
 
-_MASK_OF_PART = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
+_MASK_OF_PART = dict(zip(("train", "valid", "test"), SPLITS, strict=True))
 
 
 @final
@@ -673,12 +633,9 @@ def raw_graph_from_ogb(
 ) -> RawGraph:
     """Convert an item of ``NodePropPredDataset`` with one node type or several.
 
-    Args:
-        name: Of the dataset.
-        graph: ``edge_index`` (2, E) and columns named ``node_*`` and ``edge_*``; with several types
-            ``edge_index_dict`` etc.
-        labels: (N, 1) or (N, tasks); with several types by type.
-        split: ``train``, ``valid``, ``test`` -> node ids; with several types by type.
+    ``graph`` has ``edge_index`` (2, E) and columns named ``node_*`` and ``edge_*``, ``labels`` is (N, 1) or
+    (N, tasks), and ``split`` has the node ids of ``train``, ``valid`` and ``test``. With several types each
+    is by type, and the first is ``edge_index_dict`` etc.
     """
     if "edge_index_dict" not in graph:
         graph, labels, split = _as_several_types(graph, labels, split)
@@ -687,7 +644,6 @@ def raw_graph_from_ogb(
         edge_type: (index[0], index[1]) for edge_type, index in graph["edge_index_dict"].items()
     }
     node_data: dict[str, dict[str, NodeColumn]] = {}
-    classes: dict[str, int] = {}
     for node_type, count in num_nodes.items():
         columns = dict(_columns_of(graph, "node_", node_type))
         if node_type in labels:
@@ -697,16 +653,13 @@ def raw_graph_from_ogb(
                 columns[mask_name] = np.zeros(count, dtype=np.bool_)
                 columns[mask_name][split[part][node_type]] = True
         node_data[node_type] = standard_columns(columns, f"ogb:{name}, nodes {node_type!r}")
-        counted = count_classes(node_data[node_type])
-        if counted is not None:
-            classes[node_type] = counted
     return RawGraph(
         name=name,
         num_nodes=num_nodes,
         edges=edges,
         node_data=node_data,
         edge_data={edge_type: dict(_columns_of(graph, "edge_", edge_type)) for edge_type in edges},
-        num_classes=classes,
+        num_classes=classes_of(node_data),
     )
 
 
@@ -725,16 +678,12 @@ def _columns_of(graph: Mapping[str, Any], prefix: str, owner: object) -> list[tu
     found = []
     for key, values in graph.items():
         name = key.removesuffix("_dict")
-        if name == "edge_index" or not name.startswith(prefix) or values is None:
+        if name == "edge_index" or not name.startswith(prefix) or values is None or values.get(owner) is None:
             continue
-        value = values.get(owner)
-        if value is not None:
-            value = np.asarray(value)
-            # OGB stores scalars as (K, 1), e.g. the year of a paper.
-            flat = (
-                value[:, 0] if name != f"{prefix}feat" and value.ndim == 2 and value.shape[1] == 1 else value
-            )
-            found.append((FEATURE if name == f"{prefix}feat" else name.removeprefix(prefix), flat))
+        name, value = name.removeprefix(prefix), np.asarray(values[owner])
+        # OGB stores scalars as (K, 1), e.g. the year of a paper.
+        is_scalar = name != "feat" and value.ndim == 2 and value.shape[1] == 1
+        found.append((FEATURE if name == "feat" else name, value[:, 0] if is_scalar else value))
     return found
 
 

@@ -12,30 +12,12 @@ import numpy as np
 from dglx_dist.data.sources import DatasetSource, refuse_unknown
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import progress
-from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, Array, RawGraph
+from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, SPLITS, Array, RawGraph
 
 _PAIRS_AT_ONCE = 1 << 21
 _STUBS_PER_NODE = 16
 _MAX_ROUNDS = 50
 _SHOWN_FROM = 5_000_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockModel:
-    """Link probabilities: communities of equal size, several per class, and weighted nodes."""
-
-    communities: Array
-    """(N,) int32; community c belongs to class c modulo ``num_classes``."""
-    num_classes: int
-    num_communities: int
-    mean_degree: float
-    exponent: float
-    """Of the power law of the node weights, above 2."""
-    within_community: float
-    """Share of links that stay in the community."""
-    within_class: float
-    """Share of links that stay in the class, those within the community included."""
-    both_directions: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,56 +30,59 @@ class _Stubs:
     """(communities + 1,) int64: community c is at ``first[c]:first[c + 1]``."""
 
 
-def draw_edges(model: BlockModel, generator: np.random.Generator) -> tuple[Array, Array]:
+def draw_edges(
+    config: SyntheticConfig, communities: Array, generator: np.random.Generator
+) -> tuple[Array, Array]:
     """Draw distinct links without self-loops until there are nodes x degree edges.
 
     Every node gets a link first, so none is isolated; the others are drawn by weight. Repeated links and
-    self-loops are dropped and drawn again.
-
-    Returns:
-        Source and destination ids, (E,) int32 (int64 above 2**31 nodes), sorted by (source,
-        destination).
+    self-loops are dropped and drawn again. ``communities`` are those of :func:`assign_communities`. Returns
+    source and destination ids, (E,) int32 (int64 above 2**31 nodes), sorted by (source, destination).
     """
-    num_nodes = len(model.communities)
-    stubs = _make_stubs(model, generator)
-    directions = 2 if model.both_directions else 1
-    num_links = round(num_nodes * model.mean_degree / directions)
+    num_nodes = config.nodes
+    stubs = _make_stubs(config, communities, generator)
+    num_links = round(num_nodes * config.degree / (2 if config.both_directions else 1))
     keys = np.empty(0, dtype=np.int64)
     first_ends: Array = np.arange(num_nodes, dtype=_id_dtype(num_nodes))
     with progress("drawing edges", num_links, enabled=num_links >= _SHOWN_FROM) as advance:
         for _ in range(_MAX_ROUNDS):
-            fresh = _draw_keys(model, stubs, first_ends, num_links - len(keys), generator)
+            missing = num_links - len(keys)
+            fresh = _distinct(_draw_keys(config, communities, stubs, first_ends, missing, generator))
             before = len(keys)
-            keys = _distinct(fresh) if not before else _merged(keys, _distinct(fresh))
+            keys = _merged(keys, fresh) if before else fresh
             del fresh
             advance(len(keys) - before)
             if len(keys) >= num_links:
                 break
             first_ends = _isolated(keys, num_nodes)
-    return _directed(keys, num_nodes, model.both_directions, generator)
+    return _directed(keys, num_nodes, config.both_directions, generator)
 
 
-def _make_stubs(model: BlockModel, generator: np.random.Generator) -> _Stubs:
-    num_nodes = len(model.communities)
+def _make_stubs(config: SyntheticConfig, communities: Array, generator: np.random.Generator) -> _Stubs:
+    num_nodes = config.nodes
     # Inverse of the power law's distribution function; the smallest weight is 1.
-    weights = (1.0 - generator.random(num_nodes)) ** (-1.0 / (model.exponent - 1.0))
+    weights = (1.0 - generator.random(num_nodes)) ** (-1.0 / (config.exponent - 1.0))
     # A hub has at most about half a community of distinct neighbours.
-    size = num_nodes / model.num_communities
-    np.minimum(weights, max(2.0, weights.mean() * size / (2 * model.mean_degree)), out=weights)
+    size = num_nodes / config.num_communities
+    np.minimum(weights, max(2.0, weights.mean() * size / (2 * config.degree)), out=weights)
     weights *= _STUBS_PER_NODE / weights.mean()
     # Rounded up with the probability of the fraction, which keeps the expectation.
     copies = np.maximum(1, np.floor(weights + generator.random(num_nodes))).astype(np.int64)
-    order = np.argsort(model.communities, kind="stable").astype(_id_dtype(num_nodes))
-    per_community = np.bincount(model.communities, copies, model.num_communities).astype(np.int64)
+    order = np.argsort(communities, kind="stable").astype(_id_dtype(num_nodes))
+    per_community = np.bincount(communities, copies, config.num_communities).astype(np.int64)
     first = np.concatenate([[0], np.cumsum(per_community)]).astype(np.int64)
     return _Stubs(nodes=np.repeat(order, copies[order]), first=first)
 
 
 def _draw_keys(
-    model: BlockModel, stubs: _Stubs, first_ends: Array, num_links: int, generator: np.random.Generator
+    config: SyntheticConfig,
+    communities: Array,
+    stubs: _Stubs,
+    first_ends: Array,
+    num_links: int,
+    generator: np.random.Generator,
 ) -> Array:
     """Return unsorted keys ``lower id x N + higher id`` of up to ``num_links`` links, without self-loops."""
-    num_nodes = len(model.communities)
     keys = np.empty(num_links, dtype=np.int64)
     written = 0
     for first in range(0, num_links, _PAIRS_AT_ONCE):
@@ -105,26 +90,24 @@ def _draw_keys(
         forced = first_ends[first : first + count]
         drawn = stubs.nodes[generator.integers(0, len(stubs.nodes), count - len(forced))]
         one_end = np.concatenate([forced, drawn])
-        other_end = _neighbours(model, stubs, one_end, generator)
+        other_end = _neighbours(config, communities[one_end], stubs, generator)
         differ = one_end != other_end
         low = np.minimum(one_end, other_end)[differ].astype(np.int64)
-        low *= num_nodes
+        low *= config.nodes
         low += np.maximum(one_end, other_end)[differ]
         keys[written : written + len(low)] = low
         written += len(low)
     return keys[:written]
 
 
-def _neighbours(model: BlockModel, stubs: _Stubs, nodes: Array, generator: np.random.Generator) -> Array:
-    """Return one random neighbour, drawn by weight, for each of ``nodes``."""
-    count = len(nodes)
-    classes = model.num_classes
-    blocks = model.num_communities // classes
-    own = model.communities[nodes]
+def _neighbours(config: SyntheticConfig, own: Array, stubs: _Stubs, generator: np.random.Generator) -> Array:
+    """Return one random neighbour, drawn by weight, for each node of the communities ``own``."""
+    count, classes = len(own), config.classes
+    blocks = config.num_communities // classes
     class_of, block_of = own % classes, own // classes
     kind = generator.random(count, dtype=np.float32)
-    leave_block = kind >= model.within_community
-    leave_class = kind >= model.within_class if classes > 1 else np.zeros(count, dtype=np.bool_)
+    leave_block = kind >= config.homophily * config.locality
+    leave_class = kind >= config.homophily if classes > 1 else np.zeros(count, dtype=np.bool_)
     if blocks > 1:
         # A non-zero step modulo blocks reaches each other block equally; another class takes any block.
         step = generator.integers(1, blocks, count, dtype=np.int32)
@@ -185,14 +168,11 @@ def _directed(
             turned[first : first + len(piece)] = np.where(turn, reverse, piece)
     del keys
     turned.sort()
-    source_ids = np.empty(len(turned), dtype=_id_dtype(num_nodes))
-    destination_ids = np.empty_like(source_ids)
+    ends = np.empty((2, len(turned)), dtype=_id_dtype(num_nodes))
     for first in range(0, len(turned), _PAIRS_AT_ONCE):
         piece = turned[first : first + _PAIRS_AT_ONCE]
-        source_ids[first : first + len(piece)], destination_ids[first : first + len(piece)] = divmod(
-            piece, num_nodes
-        )
-    return source_ids, destination_ids
+        ends[:, first : first + len(piece)] = divmod(piece, num_nodes)
+    return ends[0], ends[1]
 
 
 _FEATURE_VALUES_AT_ONCE = 1 << 22
@@ -290,22 +270,11 @@ def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
 def generate(config: SyntheticConfig) -> RawGraph:
     """Draw the graph of ``config``; deterministic and not collective.
 
-    Edges (E,) int32 are distinct, without self-loops, and sorted by (src, dst); with ``both_directions``
-    every node has at least one. Node ids are independent of communities. Columns: feat (N, F) float32,
+    See :func:`draw_edges`; with ``both_directions`` every node has an in-edge. Columns: feat (N, F) float32,
     label (N,) int64 and the splits whose rate is above zero. Memory stays below three times the result.
     """
     communities = assign_communities(config)
-    model = BlockModel(
-        communities=communities,
-        num_classes=config.classes,
-        num_communities=config.num_communities,
-        mean_degree=config.degree,
-        exponent=config.exponent,
-        within_community=config.homophily * config.locality,
-        within_class=config.homophily,
-        both_directions=config.both_directions,
-    )
-    source_ids, destination_ids = draw_edges(model, _generator(config, stage=1))
+    source_ids, destination_ids = draw_edges(config, communities, _generator(config, stage=1))
     true_classes = communities % config.classes
     columns: dict[str, Array] = {}
     if config.features:
@@ -367,9 +336,8 @@ def _labels(config: SyntheticConfig, true_classes: Array) -> Array:
 def _splits(config: SyntheticConfig, communities: Array) -> dict[str, Array]:
     generator = _generator(config, stage=4)
     order = generator.permutation(config.nodes)
-    num_train, num_val, num_test = (
-        round(rate * config.nodes) for rate in (config.train_rate, config.val_rate, config.test_rate)
-    )
+    rates = (config.train_rate, config.val_rate, config.test_rate)
+    num_train, num_val, num_test = (round(rate * config.nodes) for rate in rates)
     in_hot = communities[order] < max(1, config.num_communities // 10)
     hot, others = order[in_hot], order[~in_hot]
     even_share = round(num_train * len(hot) / config.nodes)
@@ -377,15 +345,11 @@ def _splits(config: SyntheticConfig, communities: Array) -> dict[str, Array]:
     num_others = min(num_train - num_hot, len(others))
     train = np.concatenate([hot[:num_hot], others[:num_others]])
     rest = generator.permutation(np.concatenate([hot[num_hot:], others[num_others:]]))
-    chosen = {
-        "train_mask": train,
-        "val_mask": rest[:num_val],
-        "test_mask": rest[num_val : num_val + num_test],
-    }
+    chosen = (train, rest[:num_val], rest[num_val : num_val + num_test])
     masks = {}
-    for name, ids in chosen.items():
+    for name, ids in zip(SPLITS, chosen, strict=True):
         if len(ids):
-            masks[name] = np.zeros(config.nodes, dtype=np.bool_)
+            masks[name] = np.zeros(config.nodes, np.bool_)
             masks[name][ids] = True
     return masks
 

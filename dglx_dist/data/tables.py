@@ -18,6 +18,7 @@ import pyarrow.parquet
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.sources import (
     DatasetSource,
+    classes_of,
     count_classes,
     masks_of_split,
     refuse_unknown,
@@ -56,14 +57,20 @@ def read_table(path: Path) -> Any:
 
 def column(table: Any, name: str, where: str) -> Any:
     """Return the column ``name`` in one chunk; DatasetError if it is missing or not unique."""
-    count = table.column_names.count(name)
-    if count == 0:
-        raise DatasetError(f"{where}: has no column {name!r} (it has {', '.join(table.column_names)})")
-    if count > 1:
-        raise DatasetError(f"{where}: has {count} columns {name!r}; rename all but one")
+    check_names(table.column_names, [name], where)
     combined = table.column(name).combine_chunks()
     # A column without chunks stays a ChunkedArray.
     return plain(combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined)
+
+
+def check_names(known: Sequence[str], names: Sequence[str], where: str) -> None:
+    """Raise DatasetError unless each of ``names`` is one of the columns ``known``, once."""
+    for name in names:
+        count = list(known).count(name)
+        if count == 0:
+            raise DatasetError(f"{where}: has no column {name!r} (it has {', '.join(known) or 'none'})")
+        if count > 1:
+            raise DatasetError(f"{where}: has {count} columns {name!r}; rename all but one")
 
 
 def plain(values: Any) -> Any:
@@ -106,30 +113,17 @@ def refuse_gaps(values: Any, name: str, where: str, first_row: int = 0) -> None:
         raise DatasetError(f"{where}: column {name!r}, row {row}: is empty ({values.null_count} rows in all)")
 
 
-def number_column(table: Any, name: str, where: str) -> Array:
-    """Return the column ``name`` as :func:`number_values`; DatasetError also if it is missing."""
-    return number_values(column(table, name, where), name, where)
-
-
 def number_values(values: Any, name: str, where: str, first_row: int = 0) -> Array:
     """Return ``values`` (a pyarrow array) as (K,) numbers or booleans, or (K, F) if its rows are lists.
 
-    ``name``, ``where`` (the file) and ``first_row`` (its number in the file) are for messages.
-
     Raises:
-        DatasetError: values are missing, NaN, infinite or not numbers, or lists differ in length.
+        DatasetError: values are missing, NaN, infinite or not numbers, or lists differ in length; names file
+            (``where``), column and row (from ``first_row`` on).
     """
     refuse_gaps(values, name, where, first_row)
     width = None
     if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-        lengths = pc.list_value_length(values).to_numpy(zero_copy_only=False)
-        if len(lengths) and (lengths != lengths[0]).any():
-            row = int(np.argmax(lengths != lengths[0]))
-            raise DatasetError(
-                f"{where}: column {name!r}, row {first_row + row}: a list of {lengths[row]} values, but row "
-                f"{first_row} has {lengths[0]}"
-            )
-        width = int(lengths[0]) if len(lengths) else 0
+        width = list_width(values, name, where, first_row)
     elif pa.types.is_fixed_size_list(values.type):
         width = values.type.list_size
     flat = values if width is None else values.flatten()
@@ -150,11 +144,23 @@ def number_values(values: Any, name: str, where: str, first_row: int = 0) -> Arr
     return array
 
 
+def list_width(lists: Any, name: str, where: str, first_row: int) -> int:
+    """Return the length of all ``lists`` (a pyarrow array); DatasetError if they differ."""
+    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
+    if (lengths != lengths[:1]).any():
+        row = int(np.argmax(lengths != lengths[0]))
+        raise DatasetError(
+            f"{where}: column {name!r}, row {first_row + row}: a list of {lengths[row]} values, but row "
+            f"{first_row} has {lengths[0]}"
+        )
+    return int(lengths[0]) if len(lengths) else 0
+
+
 def stacked_columns(table: Any, names: Sequence[str], where: str) -> Array:
     """Return the named number columns as one (K, F) float32 array."""
     stacked = np.empty((table.num_rows, len(names)), dtype=np.float32)
     for position, name in enumerate(names):
-        values = number_column(table, name, where)
+        values = number_values(column(table, name, where), name, where)
         if values.ndim != 1:
             raise DatasetError(f"{where}: column {name!r} holds lists; name it alone as the features")
         stacked[:, position] = values
@@ -196,10 +202,7 @@ class TableLayout:
 
 
 def find_layout(location: Path, ignore: tuple[str, ...]) -> TableLayout:
-    """Read the layout of a folder or of a ``.json`` description; no table is opened.
-
-    Columns in ``ignore`` are left out of all tables.
-    """
+    """Read the layout of a folder or of a ``.json`` description; ``ignore`` holds for all tables."""
     if location.is_file():
         return _described(location, ignore)
     if not location.is_dir():
@@ -211,21 +214,19 @@ def find_layout(location: Path, ignore: tuple[str, ...]) -> TableLayout:
             f"{location} is a partitioned dataset (it has a manifest.json), not a raw graph; train on it "
             f"directly, or partition the graph that it was made from"
         )
-    single = _one_file(location, "edges")
+    single, nodes = _one_file(location, "edges"), _one_file(location, "nodes")
     if single is not None:
-        nodes = _one_file(location, "nodes")
-        return TableLayout(
-            name=location.resolve().name,
-            nodes={} if nodes is None else {NODE_TYPE: TableSpec(path=nodes, ignore=ignore)},
-            edges={EDGE_TYPE: TableSpec(path=single, ignore=ignore)},
-        )
-    edges = {_edge_type(path.stem, "__", path): path for path in _tables(location / "edges")}
-    if not edges:
+        node_paths = {} if nodes is None else {NODE_TYPE: nodes}
+        edge_paths = {EDGE_TYPE: single}
+    else:
+        node_paths = {path.stem: path for path in _tables(location / "nodes")}
+        edge_paths = {_edge_type(path.stem, "__", path): path for path in _tables(location / "edges")}
+    if not edge_paths:
         raise DatasetError(f"{location.absolute()} has no table of edges; expected {_CONVENTION}")
     return TableLayout(
         name=location.resolve().name,
-        nodes={path.stem: TableSpec(path=path, ignore=ignore) for path in _tables(location / "nodes")},
-        edges={edge_type: TableSpec(path=path, ignore=ignore) for edge_type, path in edges.items()},
+        nodes={ntype: TableSpec(path=path, ignore=ignore) for ntype, path in node_paths.items()},
+        edges={etype: TableSpec(path=path, ignore=ignore) for etype, path in edge_paths.items()},
     )
 
 
@@ -259,15 +260,10 @@ def _described(path: Path, ignore: tuple[str, ...]) -> TableLayout:
     edges = top.record("edges")
     return TableLayout(
         name=top.optional_word("name") or path.resolve().parent.name,
-        nodes={
-            ntype: _spec(nodes.record(ntype, _NODE_KEYS), ("id",), ignore)
-            for ntype in nodes.keys()  # noqa: SIM118  # a method of Fields, not a mapping
-        },
+        nodes={ntype: _spec(entry, ("id",), ignore) for ntype, entry in nodes.items(_NODE_KEYS)},
         edges={
-            _edge_type(key, ":", path): _spec(
-                edges.record(key, _EDGE_KEYS), ("source", "destination"), ignore
-            )
-            for key in edges.keys()  # noqa: SIM118  # a method of Fields, not a mapping
+            _edge_type(key, ":", path): _spec(entry, ("source", "destination"), ignore)
+            for key, entry in edges.items(_EDGE_KEYS)
         },
     )
 
@@ -315,44 +311,35 @@ class TablesSource(DatasetSource):
         self._layout = find_layout(Path(location).expanduser(), ignore)
 
     def load(self) -> RawGraph:
-        edge_tables = {edge_type: read_table(spec.path) for edge_type, spec in self._layout.edges.items()}
-        ends = {
-            edge_type: _ends(table, self._layout.edges[edge_type]) for edge_type, table in edge_tables.items()
-        }
+        layout = self._layout
+        tables = {etype: read_table(spec.path) for etype, spec in layout.edges.items()}
+        ends = {etype: _ends(table, layout.edges[etype]) for etype, table in tables.items()}
         ids: dict[str, Any] = {}
         node_data: dict[str, dict[str, NodeColumn]] = {}
-        for node_type, spec in self._layout.nodes.items():
+        for ntype, spec in layout.nodes.items():
             table = read_table(spec.path)
-            ids[node_type], key = _node_ids(table, spec)
-            node_data[node_type] = _columns(table, spec, {key})
+            ids[ntype], key = _node_ids(table, spec)
+            node_data[ntype] = _columns(table, spec, {key})
         # Sorted, since the order of a set of strings changes from run to run, and ids follow it.
-        for node_type in sorted({name for kind in ends for name in (kind[0], kind[2])} - ids.keys()):
-            ids[node_type] = _ids_in_edges(node_type, ends)
+        for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
+            ids[ntype] = _ids_in_edges(ntype, ends)
         edges, edge_data = {}, {}
-        for edge_type, (sources, destinations, keys) in ends.items():
-            spec = self._layout.edges[edge_type]
-            edges[edge_type] = (
-                _positions(sources, ids[edge_type[0]], keys[0], spec.path, self._layout, edge_type[0]),
-                _positions(destinations, ids[edge_type[2]], keys[1], spec.path, self._layout, edge_type[2]),
+        for etype, (sources, destinations, keys) in ends.items():
+            edges[etype] = (
+                _positions(sources, ids, keys[0], layout, etype, etype[0]),
+                _positions(destinations, ids, keys[1], layout, etype, etype[2]),
             )
-            data = _columns(edge_tables[edge_type], spec, set(keys))
-            edge_data[edge_type] = {
-                key: value for key, value in data.items() if isinstance(value, np.ndarray)
-            }
-        counted = {
-            node_type: self._layout.nodes[node_type].classes or count_classes(columns)
-            for node_type, columns in node_data.items()
-        }
+            data = _columns(tables[etype], layout.edges[etype], set(keys))
+            edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
+        stated = {ntype: spec.classes for ntype, spec in layout.nodes.items() if spec.classes}
         return RawGraph(
-            name=self._layout.name,
-            num_nodes={node_type: len(values) for node_type, values in ids.items()},
+            name=layout.name,
+            num_nodes={ntype: len(values) for ntype, values in ids.items()},
             edges=edges,
             node_data=node_data,
             edge_data=edge_data,
-            num_classes={node_type: count for node_type, count in counted.items() if count is not None},
-            user_ids={
-                node_type: _user_ids(values) for node_type, values in ids.items() if not _is_range(values)
-            },
+            num_classes=classes_of(node_data) | stated,
+            user_ids={ntype: _user_ids(values) for ntype, values in ids.items() if not _is_range(values)},
         )
 
 
@@ -394,9 +381,11 @@ def _ids_in_edges(node_type: str, ends: Mapping[EdgeType, tuple[Any, Any, tuple[
     return distinct.take(pc.sort_indices(distinct))
 
 
-def _positions(values: Any, ids: Any, key: str, path: Path, layout: TableLayout, node_type: str) -> Array:
-    """Return (E,) int32 or int64, the row in ``ids`` of each of ``values``."""
-    spec = layout.nodes.get(node_type)
+def _positions(
+    values: Any, ids_of: Mapping[str, Any], key: str, layout: TableLayout, etype: EdgeType, ntype: str
+) -> Array:
+    """Return (E,) int32 or int64, the row in ``ids_of[ntype]`` of each of ``values``."""
+    path, ids, spec = layout.edges[etype].path, ids_of[ntype], layout.nodes.get(ntype)
     owner = f"among the ids of {spec.path}" if spec is not None else "a node"
     if values.type != ids.type:
         raise DatasetError(
@@ -425,42 +414,36 @@ def _columns(table: Any, spec: TableSpec, keys: set[str]) -> dict[str, NodeColum
     names = table.column_names
     taken = keys | set(spec.ignore)
     columns: dict[str, NodeColumn] = {}
-    label = spec.label if spec.label is not None else (LABEL if LABEL in names else None)
+    label, split = (
+        given or (usual if usual in names else None)
+        for given, usual in ((spec.label, LABEL), (spec.split, "split"))
+    )
     if label is not None and label not in taken:
         columns[LABEL] = _label_column(table, label, where)
         taken.add(label)
-    split = spec.split if spec.split is not None else ("split" if "split" in names else None)
     if split is not None and split not in taken:
         columns.update(_split_masks(table, split, where))
         taken.add(split)
-    features = spec.features if spec.features is not None else _numbered_features(names)
-    lists = number_column(table, features[0], where) if len(features) == 1 else None
-    if lists is not None and lists.ndim == 2:
-        columns[FEATURE] = lists
+    numbered = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"feat_?(\d+)", name))]
+    features = spec.features if spec.features is not None else tuple(name for _, name in sorted(numbered))
+    given = [number_values(column(table, name, where), name, where) for name in features[:1]]
+    if len(features) == 1 and given[0].ndim == 2:
+        columns[FEATURE] = given[0]
     elif features:
         columns[FEATURE] = stacked_columns(table, features, where)
     taken.update(features)
     for name in names:
         if name not in taken:
-            columns[name] = _other_column(table, name, where)
+            values = column(table, name, where)
+            if holds_text(values):
+                raise DatasetError(
+                    f"{where}: column {name!r} holds strings, which no model can use; leave it out with "
+                    f"ignore={name} (an option, or a list in graph.json), or encode it as numbers"
+                )
+            columns[name] = number_values(values, name, where)
     columns = standard_columns(columns, where)
     check_columns(columns, table.num_rows, spec.classes or count_classes(columns), where)
     return columns
-
-
-def _numbered_features(names: list[str]) -> tuple[str, ...]:
-    numbered = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"feat_?(\d+)", name))]
-    return tuple(name for _, name in sorted(numbered))
-
-
-def _other_column(table: Any, name: str, where: str) -> Array:
-    values = column(table, name, where)
-    if holds_text(values):
-        raise DatasetError(
-            f"{where}: column {name!r} holds strings, which no model can use; leave it out with "
-            f"ignore={name} (an option, or a list in graph.json), or encode it as numbers"
-        )
-    return number_values(values, name, where)
 
 
 def _label_column(table: Any, name: str, where: str) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import combinations
 
 import numpy as np
 
@@ -73,17 +74,25 @@ def check_whole(values: Array, column: str, where: str) -> None:
 
 def check_unique(ids: Array, column: str, where: str) -> None:
     """Raise DatasetError if a value of ``ids`` ((K,) integers or strings) occurs twice."""
-    order = np.argsort(ids, kind="stable")
-    in_order = ids[order]
-    # A stable order keeps equal ids in row order, so all but the first of a run are repeats.
-    repeats = order[1:][in_order[1:] == in_order[:-1]]
-    if len(repeats):
-        row = int(repeats.min())
-        earlier = _first(ids == ids[row])
+    found = first_repeat(ids)
+    if found is not None:
+        row, earlier = found
         raise DatasetError(
             f"{where}: column {column!r}, row {row}: node id {ids[row].item()!r} occurs "
             f"already in row {earlier}; every node may have one row only"
         )
+
+
+def first_repeat(values: Array) -> tuple[int, int] | None:
+    """Return the first row of (K,) ``values`` whose value occurs before, and where it does first."""
+    order = np.argsort(values, kind="stable")
+    in_order = values[order]
+    # A stable order keeps equal values in row order, so all but the first of a run are repeats.
+    repeats = order[1:][in_order[1:] == in_order[:-1]]
+    if not len(repeats):
+        return None
+    row = int(repeats.min())
+    return row, _first(values == values[row])
 
 
 def check_columns(
@@ -97,10 +106,17 @@ def check_columns(
         else:
             check_finite(column, name, where)
     splits = {name: columns[name] for name in SPLITS if name in columns}
-    _check_splits(splits, where)
+    masks = {name: _checked_mask(mask, name, where) for name, mask in splits.items()}
+    for (one, first), (two, second) in combinations(masks.items(), 2):
+        both = first & second
+        if both.any():
+            raise DatasetError(
+                f"{where}: columns {one!r} and {two!r} overlap: row {_first(both)} is in both "
+                f"({int(both.sum())} rows in all); leave these out of one, or call it another name"
+            )
     label = columns.get(LABEL)
     if label is not None and num_classes is not None and not isinstance(label, SparseRows):
-        _check_labels(label, num_classes, splits, where)
+        _check_labels(label, num_classes, masks, where)
 
 
 def check_finite(column: Array, name: str, where: str, first_row: int = 0) -> None:
@@ -145,36 +161,26 @@ def _check_sparse(column: SparseRows, name: str, where: str) -> None:
             f"{column.indices[position]} must be finite and in a column of 0..{column.num_columns - 1}"
         )
     places = np.repeat(np.arange(len(lengths)), lengths) * column.num_columns + column.indices
-    if (np.diff(places) <= 0).any():
-        places.sort()
-        repeats = places[1:][places[1:] == places[:-1]]
-        if len(repeats):
-            row, twice = divmod(int(repeats[0]), column.num_columns)
-            raise DatasetError(
-                f"{where}: column {name!r}, row {row}: position {twice} is stored twice; add the values up"
-            )
+    places.sort(kind="stable")  # fast where they ascend already
+    repeats = places[1:][places[1:] == places[:-1]]
+    if len(repeats):
+        row, twice = divmod(int(repeats[0]), column.num_columns)
+        raise DatasetError(
+            f"{where}: column {name!r}, row {row}: position {twice} is stored twice; add the values up"
+        )
 
 
-def _check_splits(splits: Mapping[str, NodeColumn], where: str) -> None:
-    taken: dict[str, Array] = {}
-    for name, mask in splits.items():
-        if isinstance(mask, SparseRows) or mask.dtype != np.bool_ or mask.ndim != 1:
-            raise DatasetError(f"{where}: column {name!r} must hold one boolean a row")
-        if not mask.any():
-            raise DatasetError(
-                f"{where}: column {name!r} selects no row; leave the column out when there is no such split"
-            )
-        for other, other_mask in taken.items():
-            both = mask & other_mask
-            if both.any():
-                raise DatasetError(
-                    f"{where}: columns {other!r} and {name!r} overlap: row {_first(both)} is in both "
-                    f"({int(both.sum())} rows in all); leave these out of one, or call it another name"
-                )
-        taken[name] = mask
+def _checked_mask(mask: NodeColumn, name: str, where: str) -> Array:
+    if isinstance(mask, SparseRows) or mask.dtype != np.bool_ or mask.ndim != 1:
+        raise DatasetError(f"{where}: column {name!r} must hold one boolean a row")
+    if not mask.any():
+        raise DatasetError(
+            f"{where}: column {name!r} selects no row; leave the column out when there is no such split"
+        )
+    return mask
 
 
-def _check_labels(label: Array, num_classes: int, splits: Mapping[str, NodeColumn], where: str) -> None:
+def _check_labels(label: Array, num_classes: int, masks: Mapping[str, Array], where: str) -> None:
     if label.ndim != 1:
         return  # several targets per node may be any numbers
     if label.dtype.kind not in "iu":
@@ -186,9 +192,7 @@ def _check_labels(label: Array, num_classes: int, splits: Mapping[str, NodeColum
             f"{where}: column {LABEL!r}, row {row}: label {label[row]} is outside 0..{num_classes - 1} "
             f"(-1 means none)"
         )
-    for name, mask in splits.items():
-        if isinstance(mask, SparseRows):
-            continue
+    for name, mask in masks.items():
         missing = mask & (label < 0)
         if missing.any():
             raise DatasetError(

@@ -115,12 +115,21 @@ def _source(g: DistGraph, plan: SamplePlan, draws: Draws) -> BatchSource:
     return RemoteSource(draws.schema, structures, _serve(g, plan.weights, draws))
 
 
-def in_edges_source(g: DistGraph) -> tuple[Schema, BatchSource]:
-    """Return the types of ``g`` and what samples its nodes' in-edges with fan-out -1. Not collective."""
+def neighborhood_maker(g: DistGraph, num_layers: int) -> BatchMaker:
+    """Return what makes blocks of all in-edges of ``num_layers`` hops, without columns. Not collective."""
     schema, structures = _schema(g), [g.structure(etype) for etype in g.canonical_etypes]
+    source: BatchSource = RemoteSource(schema, structures, "in_edges")
     if all(structure.is_whole for structure in structures):
-        return schema, WholeSource(schema, _whole(g, None))
-    return schema, RemoteSource(schema, structures, "in_edges")
+        source = WholeSource(schema, _whole(g, None))
+    draws = Draws(
+        schema=schema,
+        fanouts=np.full((num_layers, len(schema.etypes)), -1),
+        replace=False,
+        exclude={},
+        seed=0,
+        idtype=np.dtype(np.int64),
+    )
+    return KernelMaker(source, draws, g.kvstore, Columns())
 
 
 def _whole(g: DistGraph, weights: str | None) -> list[Csc]:

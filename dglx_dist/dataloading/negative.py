@@ -91,9 +91,33 @@ class NegativeSampler(ABC):
         """
 
 
+Ends: TypeAlias = Callable[[Positives, int], Array]
+"""Edges and the side to replace to the (B, k) replacements."""
+
+
+@dataclass(frozen=True)
+class _Corrupting(NegativeSampler):
+    # Keeps one end of each edge, and replaces the other.
+    k: int
+    corrupt: Corrupt = "tail"
+
+    def __post_init__(self) -> None:
+        whole_number("k", self.k, least=1)
+        if self.corrupt not in _SIDES:
+            raise ConfigError(f"corrupt={self.corrupt!r}; choose 'tail', 'head' or 'both'")
+
+    @abstractmethod
+    def _ends(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Ends:
+        """Return the function that draws replacements."""
+
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+        ends = self._ends(g, etypes)
+        return lambda edges: _corrupted(edges, self.corrupt, ends)
+
+
 @final
 @dataclass(frozen=True)
-class Uniform(NegativeSampler):
+class Uniform(_Corrupting):
     """Each edge keeps one end; the other is drawn uniformly among the nodes of its type.
 
     With ``corrupt="tail"`` this is what DGL's ``Uniform`` and ``PerSourceUniform`` do.
@@ -102,46 +126,27 @@ class Uniform(NegativeSampler):
         ConfigError: ``k`` is no whole number of at least 1, or ``corrupt`` none of its three values.
     """
 
-    k: int
-    corrupt: Corrupt = "tail"
-
-    def __post_init__(self) -> None:
-        _check(self.k, self.corrupt)
-
-    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
-        def ends(edges: Positives, side: int) -> Array:
-            return _uniform(edges.ids, edges.stream(side), self.k, edges.bound(side))
-
-        return lambda edges: _corrupted(edges, self.corrupt, ends)
+    def _ends(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Ends:
+        return lambda edges, side: _uniform(edges.ids, edges.stream(side), self.k, edges.bound(side))
 
 
 @final
 @dataclass(frozen=True)
-class PerSourceUniform(NegativeSampler):
+class PerSourceUniform(_Corrupting):
     """As :class:`Uniform`, but edges with the same kept end share its k negatives.
 
     Fewer nodes are sampled. A node has the same negatives in all batches of an epoch.
-
-    Raises:
-        ConfigError: as for :class:`Uniform`.
     """
 
-    k: int
-    corrupt: Corrupt = "tail"
-
-    def __post_init__(self) -> None:
-        _check(self.k, self.corrupt)
-
-    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
-        def ends(edges: Positives, side: int) -> Array:
-            return _uniform(edges.ends(1 - side), edges.stream(side), self.k, edges.bound(side))
-
-        return lambda edges: _corrupted(edges, self.corrupt, ends)
+    def _ends(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Ends:
+        return lambda edges, side: _uniform(
+            edges.ends(1 - side), edges.stream(side), self.k, edges.bound(side)
+        )
 
 
 @final
 @dataclass(frozen=True)
-class DegreeWeighted(NegativeSampler):
+class DegreeWeighted(_Corrupting):
     """As :class:`Uniform`, but a node is drawn in proportion to its degree to the power ``power``.
 
     Destinations are drawn by in-degree, sources by out-degree, both of the edge type. Opening it gathers the
@@ -156,44 +161,35 @@ class DegreeWeighted(NegativeSampler):
     corrupt: Corrupt = "tail"
 
     def __post_init__(self) -> None:
-        _check(self.k, self.corrupt)
+        super().__post_init__()
         if not isinstance(self.power, (int, float)) or not 0 <= self.power < float("inf"):
             raise ConfigError(f"power={self.power!r}; give a finite number of at least 0, e.g. 0.75")
 
-    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+    def _ends(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Ends:
         sides = _SIDES[self.corrupt]
-        tables: Mapping[tuple[EdgeType, int], Array] = {
-            (etype, side): _cumulative(g, etype, side, self.power) for etype in etypes for side in sides
-        }
-
-        def ends(edges: Positives, side: int) -> Array:
-            return _weighted(edges.ids, edges.stream(side), self.k, tables[edges.etype, side])
-
-        return lambda edges: _corrupted(edges, self.corrupt, ends)
+        tables = {(e, side): _cumulative(g, e, side, self.power) for e in etypes for side in sides}
+        return lambda edges, side: _weighted(edges.ids, edges.stream(side), self.k, tables[edges.etype, side])
 
 
 @final
 @dataclass(frozen=True)
-class InBatch(NegativeSampler):
+class InBatch(_Corrupting):
     """The ends of other edges of the batch, of the same type: no nodes beyond those of the positive edges.
 
     The draws depend on the batch, so they differ between numbers of ranks and batch sizes. The edges of a
     batch are arranged in a circle by keyed hash of their ids, whatever their order, and each takes the ends
-    of the next k. Each of B edges has min(k, B - 1) pairs, so keep k below the smallest batch
-    (``drop_last=True``) if the loss is a mean over pairs. A drawn end may equal the edge's own if another
-    edge shares it.
-
-    Raises:
-        ConfigError: as for :class:`Uniform`, but ``k`` may be None for all other edges.
+    of the next k; None: of all others. Each of B edges has min(k, B - 1) pairs, so keep k below the smallest
+    batch (``drop_last=True``) if the loss is a mean over pairs. A drawn end may equal the edge's own if
+    another edge shares it.
     """
 
-    k: int | None = None
+    k: int | None = None  # type: ignore[assignment]  # wider than that of the others
     corrupt: Corrupt = "tail"
 
     def __post_init__(self) -> None:
-        _check(1 if self.k is None else self.k, self.corrupt)
+        Uniform(1 if self.k is None else self.k, self.corrupt)
 
-    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+    def _ends(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Ends:
         def ends(edges: Positives, side: int) -> Array:
             others = max(len(edges.ids) - 1, 0)
             count = others if self.k is None else min(self.k, others)
@@ -203,20 +199,13 @@ class InBatch(NegativeSampler):
             steps = place[:, None] + np.arange(1, count + 1)
             return edges.ends(side)[circle[steps % max(len(circle), 1)]]
 
-        return lambda edges: _corrupted(edges, self.corrupt, ends)
+        return ends
 
 
 _SIDES: Mapping[str, tuple[int, ...]] = {"tail": (_TAIL,), "head": (_HEAD,), "both": (_TAIL, _HEAD)}
 
 
-def _check(k: object, corrupt: object) -> None:
-    whole_number("k", k, least=1)
-    if corrupt not in _SIDES:
-        raise ConfigError(f"corrupt={corrupt!r}; choose 'tail', 'head' or 'both'")
-
-
-def _corrupted(edges: Positives, corrupt: Corrupt, ends: Callable[[Positives, int], Array]) -> Pairs:
-    # `ends` returns the (B, k) replacements on one side.
+def _corrupted(edges: Positives, corrupt: Corrupt, ends: Ends) -> Pairs:
     sources, destinations = [], []
     for side in _SIDES[corrupt]:
         other = ends(edges, side)

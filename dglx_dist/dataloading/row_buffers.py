@@ -26,12 +26,7 @@ class BufferPool:
     """Pool of (n, words) arrays, since page faults of a fresh one cost as much as filling it. Thread-safe.
 
     An array is not returned explicitly: it is idle again when all its views, including tensors over it, are
-    gone.
-
-    Args:
-        words: Columns of each array.
-        dtype: Dtype of each array.
-        most: Largest number of arrays kept.
+    gone. At most ``most`` are kept.
     """
 
     def __init__(self, words: int, dtype: np.dtype[np.generic], most: int) -> None:
@@ -67,11 +62,7 @@ def _references(arrays: Sequence[Array]) -> list[int]:
 
 @final
 class RowMemory:
-    """Tensors for columns from one buffer pool per key and info. Thread-safe.
-
-    Args:
-        num_batches: Largest number of batches alive at a time; memory for more is fresh.
-    """
+    """Tensors for columns from a buffer pool per key and info, for ``num_batches`` at a time. Thread-safe."""
 
     def __init__(self, num_batches: int = 4) -> None:
         self._num_batches = num_batches
@@ -94,14 +85,10 @@ FLOATS = (*HALVES, torch.float32, torch.float64)
 
 @final
 class Precision:
-    """Converts the floating-point columns of batches. Thread-safe.
+    """Converts the floating-point columns of batches to ``dtype``. Thread-safe.
 
     Features stored in half precision save disk, memory and network traffic, but few models compute in it, so
-    the default output is float32. Integers and booleans are not converted.
-
-    Args:
-        dtype: Output dtype; None converts float16 and bfloat16 to float32 and keeps others.
-        num_batches: Largest number of batches alive at a time: the buffers kept per dtype and row shape.
+    None converts float16 and bfloat16 to float32 and keeps others. Integers and booleans are not converted.
     """
 
     def __init__(self, dtype: torch.dtype | None = None, num_batches: int = 4) -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -281,10 +281,6 @@ class Maker(Protocol[K, B]):
         ...
 
 
-BatchHook: TypeAlias = Callable[[int, int, Callable[[], B]], B]
-"""(epoch, step, function that makes the batch) to the batch; called on the loader's threads."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoaderTimes:
     """Seconds since the last reset, for the batches yielded."""
@@ -313,14 +309,7 @@ class Pace:
 
 
 class EpochLoader(ABC, Generic[B, T]):
-    """Yields the batches of an epoch, made ahead on threads; each iteration is the next epoch.
-
-    Args:
-        session: The run.
-        seed: Seed of all draws; a saved position holds it.
-        depth: Batches made ahead.
-        num_threads: Batches made at a time; 0: in the consumer's thread.
-    """
+    """Yields the batches of an epoch, made ahead on threads; each iteration is the next epoch."""
 
     def __init__(self, session: Session, *, seed: int, depth: int, num_threads: int) -> None:
         self._session, self._seed = session, seed
@@ -334,17 +323,31 @@ class EpochLoader(ABC, Generic[B, T]):
         """Steps of an epoch, the same on every rank."""
 
     @abstractmethod
-    def _batches_of(self, epoch: int) -> Callable[[int], B]:
+    def batches_of(self, epoch: int) -> Callable[[int], B]:
         """Return the function of step to batch in ``epoch``; it is called on several threads."""
 
     @abstractmethod
-    def _deliver(self, step: int, batch: B) -> T:
+    def deliver(self, step: int, batch: B) -> T:
         """Return the batch for the consumer, on its device, and set the session's share of the step."""
+
+    def in_order(self, batches: Iterator[B]) -> Iterator[B]:
+        """Return the made batches as they are delivered; a loader may look at the next one here."""
+        return batches
 
     @property
     @abstractmethod
     def num_targets_of_epoch(self) -> tuple[int, int]:
         """Targets of an epoch: (of this rank, of all ranks)."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of all draws."""
+        return self._seed
+
+    @property
+    def num_threads(self) -> int:
+        """Batches made at a time; 0: in the consumer's thread."""
+        return self._num_threads
 
     @property
     def depth(self) -> int:
@@ -388,11 +391,12 @@ class EpochLoader(ABC, Generic[B, T]):
         self._started = True
         epoch, steps = self._epoch, range(self._next_step, len(self))
         began, waited_s = time.perf_counter(), self._waited_s
-        ahead = run_ahead(self._batches_of(epoch), steps, depth=self._depth, num_threads=self._num_threads)
+        ahead = run_ahead(self.batches_of(epoch), steps, depth=self._depth, num_threads=self._num_threads)
         try:
             with closing(ahead) as batches:
+                stream = self.in_order(batches)
                 for step in steps:
-                    yield self._next(step, batches)
+                    yield self._next(step, stream)
         finally:
             # A step after the loop does not belong to the last batch and must not get its weight.
             self._session.step_share = None
@@ -405,7 +409,7 @@ class EpochLoader(ABC, Generic[B, T]):
         with self._session.timeline.span(f"{WAIT} for a batch", COMPUTE, self._epoch * len(self) + step):
             batch = next(batches)
         sample_s, fetch_s = batch.sample_s, batch.fetch_s
-        delivered = self._deliver(step, batch)
+        delivered = self.deliver(step, batch)
         self._next_step = step + 1
         waited_s = time.perf_counter() - begin
         self._waited_s += waited_s
@@ -429,13 +433,6 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     Constructing it is collective; iterating calls no collective. A rank that has run out of items gets empty
     batches.
 
-    Args:
-        session: The run.
-        items: This rank's items.
-        pace: Batch size and order.
-        options: Depth, threads, seed and device.
-        maker: Makes the batches.
-
     Raises:
         ConfigError: the ranks differ in ``batch_size`` or ``drop_last``.
         PeerError: a rank did not take part.
@@ -455,7 +452,6 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
             counts=_counts(items, pace, session),
             rank=session.topology.rank,
         )
-        self._hook: BatchHook[B] = lambda _epoch, _step, make: make()
         seed = seed_of(options, session)
         super().__init__(session, seed=seed, depth=options.depth, num_threads=options.num_threads)
 
@@ -475,10 +471,6 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     def num_targets_of_epoch(self) -> tuple[int, int]:
         return self._schedule.targets()
 
-    def batch_hook(self, hook: BatchHook[B]) -> None:
-        """Make the batches of later iterations through ``hook``."""
-        self._hook = hook
-
     def offline(self) -> Callable[[Mapping[K, Any], int], B]:
         """Return (items, epoch) to that batch of any rank; see :meth:`Maker.offline`. Thread-safe."""
         return self._maker.offline().make
@@ -496,19 +488,16 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         order = of_rank.order(shuffle=self._pace.shuffle, seed=self._seed, epoch=epoch)
         return lambda step: of_rank.take(order[schedule.slice_of(step)])
 
-    def _batches_of(self, epoch: int) -> Callable[[int], B]:
-        items_of, hook = self.seeds_of_step(epoch), self._hook
+    def batches_of(self, epoch: int) -> Callable[[int], B]:
+        items_of = self.seeds_of_step(epoch)
 
         def make(step: int) -> B:
-            def sampled() -> B:
-                with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
-                    return self._maker.make(items_of(step), epoch)
-
-            return hook(epoch, step, sampled)
+            with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
+                return self._maker.make(items_of(step), epoch)
 
         return make
 
-    def _deliver(self, step: int, batch: B) -> T:
+    def deliver(self, step: int, batch: B) -> T:
         share = self._session.step_share = self._schedule.share(step)
         return self._on_device(batch, share)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -76,29 +77,26 @@ class AsyncPushQueue:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._queue: deque[Send] = deque()
-        self._bytes = 0
-        self._num_put = self._num_answered = 0
-        self._unanswered: Counter[int] = Counter()
+        self._sends: queue.SimpleQueue[Send | None] = queue.SimpleQueue()
+        self._unanswered: deque[Send] = deque()
+        """In the order of the requests, in which their answers are taken."""
+        self._bytes = self._num_put = 0
         self._errors: list[Exception] = []
         self._changed = threading.Condition()
-        self._closing = False
         self._thread: threading.Thread | None = None
 
     def put(self, sends: Sequence[Send]) -> None:
         """Queue requests; waits only while more than ``MAX_BYTES`` are unanswered."""
-        # Under one lock, or the thread may take the first and wait for its answer before the rest is sent.
         with self._changed:
+            if sends and self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="dglx-push", daemon=True)
+                self._thread.start()
             for send in sends:
                 self._wait_until(lambda: self._bytes < MAX_BYTES, self._session.timeout_s, "a push")
-                self._queue.append(send)
+                self._unanswered.append(send)
                 self._bytes += send.num_bytes
                 self._num_put += 1
-                self._unanswered[send.rank] += 1
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._work, name="dglx-push", daemon=True)
-                    self._thread.start()
-                self._changed.notify_all()
+                self._sends.put(send)
 
     def fence(self, timeout_s: float | None = None) -> None:
         """Wait until every earlier request is answered, and raise their first error, once.
@@ -108,8 +106,7 @@ class AsyncPushQueue:
         limit_s = self._session.timeout_s if timeout_s is None else timeout_s
         with self._changed:
             wanted = self._num_put
-            # Answers are taken in the order of the requests, so a count identifies the answered ones.
-            self._wait_until(lambda: self._num_answered >= wanted, limit_s, "fence()")
+            self._wait_until(lambda: self._num_put - len(self._unanswered) >= wanted, limit_s, "fence()")
             errors, self._errors = self._errors, []
         if errors:
             if len(errors) > 1:
@@ -118,15 +115,14 @@ class AsyncPushQueue:
 
     def close(self) -> None:
         """End the thread once all requests are sent; :meth:`fence` belongs before it."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._sends.put(None)
 
     def _wait_until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
         if not self._changed.wait_for(done, limit_s):
+            counts = Counter(send.rank for send in self._unanswered)
             missing = ", ".join(
                 f"rank {rank} on {self._session.hosts[rank]} ({count})"
-                for rank, count in sorted(self._unanswered.items())
+                for rank, count in sorted(counts.items())
             )
             raise PeerError(
                 f"{what} waited {limit_s:g} s for pushes that were not answered by {missing}; look at the "
@@ -135,42 +131,33 @@ class AsyncPushQueue:
 
     def _work(self) -> None:
         # A call must be answered on the thread that made it, so this one does both.
-        in_flight: deque[tuple[Send, Pending | None]] = deque()
-        while (send := self._next(wait=not in_flight)) is not None or in_flight:
-            if send is not None:
-                in_flight.append((send, self._submit(send)))
-            if send is None or len(in_flight) >= MAX_IN_FLIGHT:
-                self._finish(*in_flight.popleft())
+        in_flight: deque[Pending | Exception] = deque()
+        while True:
+            if in_flight and (self._sends.empty() or len(in_flight) >= MAX_IN_FLIGHT):
+                self._finish(in_flight.popleft())
+                continue
+            send = self._sends.get()
+            if send is None:
+                break
+            try:
+                in_flight.append(send.submit(self._session.rpc))
+            except Exception as error:  # noqa: BLE001 - raised again at the fence
+                in_flight.append(error)
+        for call in in_flight:
+            self._finish(call)
 
-    def _next(self, *, wait: bool) -> Send | None:
-        with self._changed:
-            while wait and not self._queue and not self._closing:
-                self._changed.wait()
-            return self._queue.popleft() if self._queue else None
-
-    def _submit(self, send: Send) -> Pending | None:
+    def _finish(self, call: Pending | Exception) -> None:
+        error = call if isinstance(call, Exception) else None
         try:
-            return send.submit(self._session.rpc)
-        except Exception as error:  # noqa: BLE001 - raised again at the fence
-            self._note(error)
-            return None
-
-    def _finish(self, send: Send, pending: Pending | None) -> None:
-        try:
-            if pending is not None:
-                pending.result()
-        except Exception as error:  # noqa: BLE001 - raised again at the fence
-            self._note(error)
+            if not isinstance(call, Exception):
+                call.result()
+        except Exception as caught:  # noqa: BLE001 - raised again at the fence
+            error = caught
         with self._changed:
-            self._bytes -= send.num_bytes
-            self._num_answered += 1
-            self._unanswered[send.rank] -= 1
-            self._unanswered += Counter()  # drops the zeros
+            if error is not None:
+                self._errors.append(error)
+            self._bytes -= self._unanswered.popleft().num_bytes
             self._changed.notify_all()
-
-    def _note(self, error: Exception) -> None:
-        with self._changed:
-            self._errors.append(error)
 
 
 def _runs(ids: Array, first: int, last: int, step: int, *, has_repeats: bool) -> Iterator[tuple[int, int]]:

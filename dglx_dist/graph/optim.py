@@ -24,15 +24,13 @@ from dglx_dist.graph.shared_memory import check_memory, fill_folder, save_folder
 from dglx_dist.graph.sparse_gradient import Reduction, RowSum, weighted_sum
 from dglx_dist.graph.sparse_update import (
     MAX_PARAMETERS,
-    AdagradRule,
-    AdamRule,
-    AsyncExchange,
-    Exchange,
     OwnedRows,
-    SgdRule,
+    SparseExchange,
     StalenessReport,
-    SyncExchange,
     UpdateRule,
+    adagrad_rule,
+    adam_rule,
+    sgd_rule,
 )
 from dglx_dist.records import Array
 
@@ -93,11 +91,8 @@ class SparseOptimizer:
         self.tables = [self._table(param, number) for param in self.params]
         """The rows of each embedding that this rank owns."""
         op = f"{store.label}.sparse-{number}"
-        self._exchange: Exchange = (
-            SyncExchange(self.session, op, self.tables)
-            if mode == "sync"
-            else AsyncExchange(self.session, op, self.tables, staleness)
-        )
+        lag = staleness if mode == "async" else None
+        self._exchange = SparseExchange(self.session, op, self.tables, lag)
         barrier(self.session, f"making {type(self).__name__}")
 
     @property
@@ -111,7 +106,7 @@ class SparseOptimizer:
     @property
     def settings(self) -> Mapping[str, float]:
         """The formula's settings without the learning rate."""
-        return self._rule.settings()
+        return self._rule.settings
 
     def step(self) -> None:
         """Apply the gradients since the last step, and drop them.
@@ -387,7 +382,7 @@ class SparseSGD(SparseOptimizer):
         staleness: int = 1,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(params, lambda: SgdRule(lr), mode, staleness, reduction)
+        super().__init__(params, lambda: sgd_rule(lr), mode, staleness, reduction)
 
 
 @final
@@ -407,7 +402,7 @@ class SparseAdagrad(SparseOptimizer):
         staleness: int = 1,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(params, lambda: AdagradRule(lr, eps), mode, staleness, reduction)
+        super().__init__(params, lambda: adagrad_rule(lr, eps), mode, staleness, reduction)
 
 
 @final
@@ -431,4 +426,4 @@ class SparseAdam(SparseOptimizer):
         staleness: int = 1,
         reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(params, lambda: AdamRule(lr, betas, eps), mode, staleness, reduction)
+        super().__init__(params, lambda: adam_rule(lr, betas, eps), mode, staleness, reduction)

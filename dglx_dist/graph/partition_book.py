@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
+from dglx_dist.comm.wire import FRAME_BYTES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.row_kernels import check_ids, plan_remote, spread_rows
@@ -291,10 +292,9 @@ class Placement:
 Compute: TypeAlias = Callable[[Array], Sequence[Array]]
 """(k,) int64 ids of the local server to arrays (k,) int64, always the same number of them."""
 
-MAX_MESSAGE_BYTES = 8 << 20
-"""Rows of one message; more are split, so that rows are placed while others are in transit.
-
-Replies of 1 MiB cost the serving rank 1.5 times the processor time in a measurement."""
+MAX_MESSAGE_BYTES = FRAME_BYTES
+"""Rows of one message, which one frame holds; more are split, so that rows are placed while others are in
+transit. Replies of 1 MiB cost the serving rank 1.5 times the processor time in a measurement."""
 
 
 def rows_per_message(row_bytes: int) -> int:

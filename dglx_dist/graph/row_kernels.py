@@ -148,9 +148,8 @@ def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
 
     Shapes are as for :func:`gather_rows`; of several values for one row the last stays.
     """
-    if len(ids) and target.size:
-        row_words, target_words = as_words(rows, target)
-        _scatter(row_words, target_words, first, ids)
+    here = np.flatnonzero((ids >= first) & (ids < first + len(target)))
+    move_rows(rows, here, target, ids[here] - first)
 
 
 def move_rows(source: Array, rows: Array, out: Array, places: Array) -> None:
@@ -174,9 +173,9 @@ def spread_rows(
             f"the answer of another rank is {rows.dtype} of shape {rows.shape}, asked for was {out.dtype} of "
             f"shape {shape}; all ranks must run the same version on the same dataset"
         )
-    if rows.size:
-        row_words, out_words = as_words(rows, out)
-        _spread(row_words, out_words, starts, positions, first_slot)
+    ends = starts[first_slot : last_slot + 1]
+    slots = np.repeat(np.arange(len(rows)), np.diff(ends))
+    move_rows(rows, slots, out, positions[ends[0] : ends[-1]])
 
 
 @njit(cache=True, nogil=True)
@@ -195,16 +194,6 @@ def _gather(source: Array, first: int, ids: Array, out: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _scatter(rows: Array, target: Array, first: int, ids: Array) -> None:
-    count, words = target.shape
-    for k in range(ids.shape[0]):
-        row = np.uint64(ids[k] - first)
-        if row < np.uint64(count):
-            for word in range(words):
-                target[row, np.uint64(word)] = rows[np.uint64(k), np.uint64(word)]
-
-
-@njit(cache=True, nogil=True)
 def _move(source: Array, rows: Array, out: Array, places: Array) -> None:
     words = source.shape[1]
     last = rows.shape[0] - 1
@@ -213,16 +202,6 @@ def _move(source: Array, rows: Array, out: Array, places: Array) -> None:
         row, place = np.uint64(rows[k]), np.uint64(places[k])
         for word in range(words):
             out[place, np.uint64(word)] = source[row, np.uint64(word)]
-
-
-@njit(cache=True, nogil=True)
-def _spread(rows: Array, out: Array, starts: Array, positions: Array, first_slot: int) -> None:
-    count, words = rows.shape
-    for k in range(count):
-        for place in range(starts[first_slot + k], starts[first_slot + k + 1]):
-            row = np.uint64(positions[place])
-            for word in range(words):
-                out[row, np.uint64(word)] = rows[np.uint64(k), np.uint64(word)]
 
 
 @njit(cache=True, nogil=True)

@@ -10,11 +10,8 @@ import numpy as np
 from numba import njit
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.row_kernels import change_ahead
+from dglx_dist.graph.row_kernels import change_ahead, number_distinct
 from dglx_dist.records import Array, StepShare
-
-NEVER, ONCE, OFTEN = -1, -2, -3
-"""Number of occurrences of a row without a slot."""
 
 AHEAD = 4
 """Rows between the prefetched one and the updated one."""
@@ -43,16 +40,6 @@ def one_row_each(ids: Array, rows: Array, weight: float = 1.0) -> RowSum:
 
 
 @njit(cache=True, nogil=True)
-def add_rows(source: Array, weight: float, places: Array, out: Array) -> None:
-    """Add ``weight * source[k]`` to ``out[places[k]]`` for k = 0, 1, ..."""
-    factor = source.dtype.type(weight)
-    for k in range(source.shape[0]):
-        place = places[k]
-        for column in range(source.shape[1]):
-            out[place, column] += factor * source[k, column]
-
-
-@njit(cache=True, nogil=True)
 def take_weighted(source: Array, weight: float, places: Array, out: Array) -> None:
     """Write ``weight * source[places[k]]`` to ``out[k]``, (k, d)."""
     factor = source.dtype.type(weight)
@@ -62,68 +49,45 @@ def take_weighted(source: Array, weight: float, places: Array, out: Array) -> No
             out[np.uint64(k), np.uint64(column)] = factor * source[place, np.uint64(column)]
 
 
-@njit(cache=True, nogil=True)
-def count_rows(ids: Array, first: int, slot_of: Array) -> int:
-    """Count an occurrence of the distinct rows ``ids - first`` in ``slot_of`` (NEVER, ONCE or OFTEN).
-
-    Return how many now occur the second time.
-    """
-    repeated = 0
-    for k in range(len(ids)):
-        row = ids[k] - first
-        if slot_of[row] == NEVER:
-            slot_of[row] = ONCE
-        elif slot_of[row] == ONCE:
-            slot_of[row] = OFTEN
-            repeated += 1
-    return repeated
+def sum_rows(gradients: Sequence[RowSum]) -> RowSum:
+    """Return the sum in the order of ``gradients``, at least one, with each row once."""
+    if len(gradients) == 1:
+        return gradients[0]
+    ids, slots = number_distinct(np.concatenate([one.ids for one in gradients]))
+    rows = np.empty((len(ids), gradients[0].rows.shape[1]), gradients[0].rows.dtype)
+    first = used = 0
+    for one in gradients:
+        used = _add(one, slots[first : first + len(one.ids)], rows, used)
+        first += len(one.ids)
+    return one_row_each(ids, rows)
 
 
 @njit(cache=True, nogil=True)
-def split_rows(
-    gradient: RowSum, first: int, slot_of: Array, touched: Array, sums: Array, count: int
-) -> tuple[Array, Array, int]:
-    """Separate the rows that no other rank has; add the others to ``sums``, (capacity, d), in slots.
-
-    ``slot_of`` is from :func:`count_rows` of all ranks' ids; the first occurrence of a repeated row gets the
-    next slot, ``count``, and is noted in ``touched``.
-
-    Returns:
-        (m,) int64 rows that are not repeated, the (m,) places of their gradients, and the slots in use now.
-    """
-    ids, num_single = gradient.ids, 0
-    rows, places = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
-    factor = sums.dtype.type(gradient.weight)
-    for k in range(len(ids)):
-        row, place = ids[k] - first, gradient.places[k]
-        slot = slot_of[row]
-        if slot == ONCE:
-            rows[num_single], places[num_single] = row, place
-            num_single += 1
-        elif slot == OFTEN:
-            slot_of[row] = count
-            touched[count] = row
-            for column in range(sums.shape[1]):
-                sums[count, column] = factor * gradient.rows[place, column]
-            count += 1
+def _add(gradient: RowSum, slots: Array, out: Array, used: int) -> int:
+    """Add to the rows ``slots`` of ``out``, numbered by appearance; return how many have been used so far."""
+    factor = out.dtype.type(gradient.weight)
+    for k in range(len(slots)):
+        slot, place = np.uint64(slots[k]), np.uint64(gradient.places[k])
+        if slots[k] == used:
+            used += 1
+            for column in range(out.shape[1]):
+                out[slot, np.uint64(column)] = factor * gradient.rows[place, np.uint64(column)]
         else:
-            for column in range(sums.shape[1]):
-                sums[slot, column] += factor * gradient.rows[place, column]
-    return rows[:num_single], places[:num_single], count
+            for column in range(out.shape[1]):
+                out[slot, np.uint64(column)] += factor * gradient.rows[place, np.uint64(column)]
+    return used
 
 
-@njit(cache=True, nogil=True)
-def forget_rows(ids: Array, first: int, slot_of: Array) -> None:
-    """Reset the rows ``ids - first`` to NEVER."""
-    for k in range(len(ids)):
-        slot_of[ids[k] - first] = NEVER
-
-
-@njit(cache=True, nogil=True)
-def update_sgd(weight: Array, at: Array, gradient: RowSum, rate: float) -> None:
-    """``w -= rate * g``; ``at``: (k,) int64 distinct rows of the (n, d) ``weight``, one for each gradient."""
+# The kernels of updates: (k,) int64 ``at`` are distinct rows of (n, d) ``weight``, one for each gradient, and
+# ``gradient.ids`` those of the states. Without this error model every division is checked for 0 and none is
+# vectorised; each divisor includes eps.
+@njit(cache=True, nogil=True, error_model="numpy")
+def update_sgd(
+    weight: Array, at: Array, _states: tuple[()], gradient: RowSum, constants: tuple[float]
+) -> None:
+    """``w -= rate * g``; ``constants``: rate."""
     kind = weight.dtype.type
-    step, factor = kind(rate), kind(gradient.weight)
+    step, factor = kind(constants[0]), kind(gradient.weight)
     for k in range(len(at)):
         row, place = np.uint64(at[k]), np.uint64(gradient.places[k])
         for at_column in range(weight.shape[1]):
@@ -131,12 +95,13 @@ def update_sgd(weight: Array, at: Array, gradient: RowSum, rate: float) -> None:
             weight[row, column] -= step * (factor * gradient.rows[place, column])
 
 
-# Without this error model every division is checked for 0 and none is vectorised; each divisor includes eps.
 @njit(cache=True, nogil=True, error_model="numpy")
-def update_adagrad(weight: Array, at: Array, total: Array, gradient: RowSum, rate: float, eps: float) -> None:
-    """``s += g^2; w -= rate * g / (sqrt(s) + eps)``; as :func:`update_sgd`, ``s``: rows ``gradient.ids``."""
-    kind, touched = weight.dtype.type, gradient.ids
-    step, small, factor = kind(rate), kind(eps), kind(gradient.weight)
+def update_adagrad(
+    weight: Array, at: Array, states: tuple[Array], gradient: RowSum, constants: tuple[float, float]
+) -> None:
+    """``s += g^2; w -= rate * g / (sqrt(s) + eps)``; ``constants``: rate, eps."""
+    kind, touched, total = weight.dtype.type, gradient.ids, states[0]
+    step, small, factor = kind(constants[0]), kind(constants[1]), kind(gradient.weight)
     last = len(at) - 1
     for k in range(len(at)):
         change_ahead(weight, at[min(k + AHEAD, last)])
@@ -155,17 +120,15 @@ def update_adagrad(weight: Array, at: Array, total: Array, gradient: RowSum, rat
 def update_adam(
     weight: Array,
     at: Array,
-    mean: Array,
-    square: Array,
+    states: tuple[Array, Array],
     gradient: RowSum,
     constants: tuple[float, float, float, float],
 ) -> None:
     """``m += a (g - m); v += b (g^2 - v); w -= rate * m / (sqrt(v) + eps)``.
 
-    As :func:`update_sgd`; ``m`` and ``v`` are rows ``gradient.ids[k]``. ``constants`` are rate, a, b and eps;
-    the rate holds the correction of both moments for their start at 0.
+    ``constants``: rate, a, b, eps; the rate holds the correction of both moments for their start at 0.
     """
-    kind, touched = weight.dtype.type, gradient.ids
+    kind, touched, mean, square = weight.dtype.type, gradient.ids, states[0], states[1]
     step, gain_mean = kind(constants[0]), kind(constants[1])
     gain_square, small = kind(constants[2]), kind(constants[3])
     factor, last = kind(gradient.weight), len(at) - 1
@@ -236,16 +199,5 @@ def summed(weighted: Sequence[tuple[RowGradient, float]]) -> RowSum | None:
 
     A single gradient shares its rows with the result.
     """
-    if not weighted:
-        return None
-    if len(weighted) == 1:
-        gradient, weight = weighted[0]
-        return one_row_each(gradient.ids, gradient.rows, weight)
-    ids, places = np.unique(np.concatenate([gradient.ids for gradient, _ in weighted]), return_inverse=True)
-    rows = np.zeros((len(ids), weighted[0][0].rows.shape[1]), dtype=weighted[0][0].rows.dtype)
-    first = 0
-    for gradient, weight in weighted:
-        last = first + len(gradient.ids)
-        add_rows(gradient.rows, weight, places.reshape(-1)[first:last], rows)
-        first = last
-    return one_row_each(ids, rows)
+    given = [one_row_each(gradient.ids, gradient.rows, weight) for gradient, weight in weighted]
+    return sum_rows(given) if given else None

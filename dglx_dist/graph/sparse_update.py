@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import ClassVar, final
+from typing import final
 
 import numpy as np
 import torch
@@ -25,12 +23,9 @@ from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.row_kernels import group_by_range, numpy_view
 from dglx_dist.graph.sparse_gradient import (
-    NEVER,
     RowSum,
-    count_rows,
-    forget_rows,
     one_row_each,
-    split_rows,
+    sum_rows,
     update_adagrad,
     update_adam,
     update_sgd,
@@ -38,14 +33,24 @@ from dglx_dist.graph.sparse_gradient import (
 from dglx_dist.records import Array
 
 
-class UpdateRule(ABC):
-    """One formula with its settings; ``lr`` may be changed between steps. ConfigError for an invalid one."""
+@final
+class UpdateRule:
+    """One formula with its settings; ``lr`` may be changed between steps.
 
-    state_names: ClassVar[tuple[str, ...]]
-    """Of the tensors that are kept beside the rows."""
+    ``constants`` has those of ``kernel`` by (lr, number of the step: 1, 2, ...); ``state_names``: of the
+    tensors that are kept beside the rows. ConfigError for an invalid ``lr``.
+    """
 
-    def __init__(self, lr: float) -> None:
-        self.lr = lr
+    def __init__(
+        self,
+        lr: float,
+        kernel: Callable[..., None],
+        constants: Callable[[float, int], tuple[float, ...]],
+        settings: Mapping[str, float],
+        state_names: tuple[str, ...] = (),
+    ) -> None:
+        self.lr, self.settings, self.state_names = lr, settings, state_names
+        self._kernel, self._constants = kernel, constants
 
     @property
     def lr(self) -> float:
@@ -53,88 +58,51 @@ class UpdateRule(ABC):
 
     @lr.setter
     def lr(self, lr: float) -> None:
-        if not 0.0 <= lr < math.inf:
-            raise ConfigError(f"lr={lr} must be a number, at least 0")
-        self._lr = float(lr)
+        self._lr = float(_at_least_0("lr", lr))
 
-    @abstractmethod
-    def settings(self) -> dict[str, float]:
-        """Return all settings but ``lr`` by name."""
-
-    @abstractmethod
     def update(self, weight: Array, at: Array, states: Sequence[Array], gradient: RowSum, step: int) -> None:
         """Update the rows ``at`` of (n, d) ``weight`` and the rows ``gradient.ids`` of the states in place.
 
         All have the compute dtype. ``step``: 1, 2, ...: steps of the whole parameter, this one included.
         """
+        self._kernel(weight, at, tuple(states), gradient, self._constants(self.lr, step))
 
 
-@final
-class SgdRule(UpdateRule):
+def sgd_rule(lr: float) -> UpdateRule:
     """``w -= lr g``."""
-
-    state_names = ()
-
-    def settings(self) -> dict[str, float]:
-        return {}
-
-    def update(self, weight: Array, at: Array, states: Sequence[Array], gradient: RowSum, step: int) -> None:
-        update_sgd(weight, at, gradient, self.lr)
+    return UpdateRule(lr, update_sgd, lambda rate, _: (rate,), {})
 
 
-@final
-class AdagradRule(UpdateRule):
-    """``s += g^2; w -= lr g / (sqrt(s) + eps)``."""
-
-    state_names = ("sum",)
-
-    def __init__(self, lr: float, eps: float) -> None:
-        super().__init__(lr)
-        self._eps = _positive(eps)
-
-    def settings(self) -> dict[str, float]:
-        return {"eps": self._eps}
-
-    def update(self, weight: Array, at: Array, states: Sequence[Array], gradient: RowSum, step: int) -> None:
-        update_adagrad(weight, at, states[0], gradient, self.lr, self._eps)
+def adagrad_rule(lr: float, eps: float) -> UpdateRule:
+    """``s += g^2; w -= lr g / (sqrt(s) + eps)``; ConfigError for an invalid ``eps``."""
+    settings = {"eps": _at_least_0("eps", eps)}
+    return UpdateRule(lr, update_adagrad, lambda rate, _: (rate, eps), settings, ("sum",))
 
 
-@final
-class AdamRule(UpdateRule):
+def adam_rule(lr: float, betas: tuple[float, float], eps: float, *, corrected: bool = False) -> UpdateRule:
     """Adam with moments that change only in touched rows, and one step count for all rows.
 
     ``corrected``: whether ``eps`` is added to the root of the second moment after bias correction, as
     ``torch.optim.Adam`` and DGL do, or before it, as ``torch.optim.SparseAdam`` does. The two differ where
-    gradients are not much larger than ``eps / sqrt(1 - beta2)``.
+    gradients are not much larger than ``eps / sqrt(1 - beta2)``. ConfigError for an invalid setting.
     """
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ConfigError(f"betas={betas} must be two numbers in [0, 1)")
+    beta1, beta2 = betas
 
-    state_names = ("mean", "square")
-
-    def __init__(self, lr: float, betas: tuple[float, float], eps: float, *, corrected: bool = False) -> None:
-        super().__init__(lr)
-        self._corrected = corrected
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ConfigError(f"betas={betas} must be two numbers in [0, 1)")
-        self._betas = betas
-        self._eps = _positive(eps)
-
-    def settings(self) -> dict[str, float]:
-        return {"beta1": self._betas[0], "beta2": self._betas[1], "eps": self._eps}
-
-    def update(self, weight: Array, at: Array, states: Sequence[Array], gradient: RowSum, step: int) -> None:
-        mean, square = states
-        beta1, beta2 = self._betas
+    def constants(rate: float, step: int) -> tuple[float, ...]:
         correction = math.sqrt(1.0 - beta2**step)
-        rate = self.lr * correction / (1.0 - beta1**step)
-        eps = self._eps * correction if self._corrected else self._eps
-        constants = (rate, 1.0 - beta1, 1.0 - beta2, eps)
-        update_adam(weight, at, mean, square, gradient, constants)
+        small = eps * correction if corrected else eps
+        return rate * correction / (1.0 - beta1**step), 1.0 - beta1, 1.0 - beta2, small
+
+    settings = {"beta1": beta1, "beta2": beta2, "eps": _at_least_0("eps", eps)}
+    return UpdateRule(lr, update_adam, constants, settings, ("mean", "square"))
 
 
-def _positive(eps: float) -> float:
-    if not 0.0 <= eps < math.inf:
-        raise ConfigError(f"eps={eps} must be a number, at least 0")
-    return eps
+def _at_least_0(name: str, value: float) -> float:
+    if not 0.0 <= value < math.inf:
+        raise ConfigError(f"{name}={value} must be a number, at least 0")
+    return value
 
 
 @final
@@ -158,7 +126,6 @@ class OwnedRows:
         nothing = np.empty((0, embedding.embedding_dim), self._dtype)
         self.no_rows = one_row_each(np.empty(0, np.int64), nothing)
         """The gradient of a rank that touched no row."""
-        self._slot_of = np.empty(0, np.int32)
 
     def check(self, gradient: RowSum) -> None:
         """Raise ConfigError unless ``gradient``, from another rank, is for rows of this one."""
@@ -175,12 +142,15 @@ class OwnedRows:
 
     def apply(self, gradients: Sequence[RowSum]) -> None:
         """Sum ``gradients`` in their order and update each row they touch once; any thread."""
+        touched = [one for one in gradients if len(one.ids)]
         with self.lock:
             self.steps += 1
-            for gradient in self._summed([one for one in gradients if len(one.ids)]):
-                self._update(gradient)
+            if touched:
+                total = sum_rows(touched)
+                self._update(total._replace(ids=total.ids - self.first))
 
     def _update(self, gradient: RowSum) -> None:
+        """Update by a gradient whose ids are counted from the first row."""
         rows, wide, touched = self._rows, self.embedding.compute_dtype, gradient.ids
         if rows.dtype == wide:
             self.rule.update(numpy_view(rows), touched, self._state_rows, gradient, self.steps)
@@ -189,24 +159,6 @@ class OwnedRows:
         weight = rows[index].to(wide).numpy()
         self.rule.update(weight, np.arange(len(touched)), self._state_rows, gradient, self.steps)
         rows[index] = torch.from_numpy(weight).to(rows.dtype)
-
-    def _summed(self, gradients: Sequence[RowSum]) -> list[RowSum]:
-        """Return gradients with ids counted from the first row and each row once; copy only repeated rows."""
-        first = self.first
-        if len(gradients) < 2:
-            return [one._replace(ids=one.ids - first) for one in gradients]
-        if len(self._slot_of) < self.last - first:
-            self._slot_of = np.full(self.last - first, NEVER, dtype=np.int32)
-        repeated = sum(count_rows(one.ids, first, self._slot_of) for one in gradients)
-        touched = np.empty(repeated, dtype=np.int64)
-        sums = np.empty((repeated, self.embedding.embedding_dim), dtype=self._dtype)
-        found, count = [], 0
-        for one in gradients:
-            single, places, count = split_rows(one, first, self._slot_of, touched, sums, count)
-            found.append(RowSum(single, one.rows, places, one.weight))
-        for one in gradients:
-            forget_rows(one.ids, first, self._slot_of)
-        return [*found, one_row_each(touched, sums)]
 
 
 MAX_PARAMETERS = 100
@@ -221,38 +173,12 @@ class StepMessage:
     sender: int
     step: int
     """1, 2, ..."""
-    used: tuple[bool, ...]
+    used: Sequence[bool]
     """Of each parameter, whether it is part of the sender's backward passes, with any rows or none."""
-    gradients: tuple[RowSum, ...]
+    gradients: Sequence[RowSum]
     """Of each parameter; empty when there is a problem."""
-    problem: str = ""
-    """Why the sender cannot take this step, reported to all ranks."""
-
-    def name(self) -> str:
-        """Return what is sent as the name of the call, which is no payload."""
-        used = "".join("1" if used else "0" for used in self.used)
-        return f"{self.sender} {self.step} {used} {self.problem[:_MAX_PROBLEM]}"
-
-    def arrays(self) -> list[Array]:
-        return [array for one in self.gradients for array in (one.ids, one.rows)]
-
-
-def read_message(name: str, arrays: Sequence[Array], num_parameters: int) -> StepMessage:
-    """Decode a message; ConfigError when it is not of an optimiser of ``num_parameters`` parameters."""
-    sender, step, used, problem = name.split(" ", 3)
-    expected = 0 if problem else 2 * num_parameters
-    if len(used) != num_parameters or len(arrays) != expected:
-        raise ConfigError(
-            f"rank {sender} sent gradients of {len(used)} embeddings in {len(arrays)} arrays to an optimiser "
-            f"of {num_parameters}; build the optimisers alike on all ranks"
-        )
-    return StepMessage(
-        sender=int(sender),
-        step=int(step),
-        used=tuple(mark == "1" for mark in used),
-        gradients=tuple(map(one_row_each, arrays[::2], arrays[1::2])),
-        problem=problem,
-    )
+    problem: str
+    """Why the sender cannot take this step, reported to all ranks; else ""."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,154 +197,43 @@ class StalenessReport:
     """Seconds of those waits."""
 
 
-class Exchange(ABC):
-    """Sends gradients to owners, and applies those that arrive.
+@final
+class SparseExchange:
+    """Sends gradients to the owners of their rows, and applies those that arrive.
 
-    ``op`` is a unique name of the remote call; it and ``tables``, the parameters, are the same on all ranks.
+    With ``staleness`` None an owner adds up the gradients of all ranks in the order of the ranks, and applies
+    the sum when all have sent theirs. Else it applies gradients as they arrive, and a rank waits for all but
+    ``staleness`` own steps. ``op``, a unique name of the remote call, and ``tables``, the parameters, are the
+    same on all ranks.
     """
 
-    def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows]) -> None:
-        self._session, self._op, self._tables = session, op, tuple(tables)
-        self._step = 0
+    def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows], staleness: int | None) -> None:
+        self._session, self._op, self._tables, self._staleness = session, op, tuple(tables), staleness
+        self._mailbox: Mailbox[StepMessage] = Mailbox(
+            session, "every rank must call step(), also without gradients"
+        )
+        self._in_flight: deque[list[Pending]] = deque()
+        self._step = self._lag_sum = self._largest = self._waits = 0
+        self._waited_s = 0.0
         session.rpc.register(op, self._receive)
 
-    def send(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> list[Pending]:
-        """Count a step, send each remote owner its share, and then accept the local one."""
-        self._step += 1
-        topology = self._session.topology
-        shares = [() if problem else self._cut(number, rows) for number, rows in enumerate(sums)]
-        messages = [
-            StepMessage(
-                sender=topology.rank,
-                step=self._step,
-                used=tuple(used),
-                gradients=tuple(share[rank] for share in shares if share),
-                problem=problem,
-            )
-            for rank in range(topology.world_size)
-        ]
-        submit = partial(self._session.rpc.submit, op=self._op, phase="sparse_gradients")
-        own = topology.rank
-        sent = [
-            submit(rank, name=messages[rank].name(), arrays=messages[rank].arrays())
-            for rank in (*range(own + 1, topology.world_size), *range(own))
-        ]
-        # Not through the handler: local rows are neither copied nor checked.
-        self.accept(messages[own])
-        return sent
-
-    @abstractmethod
     def step(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> None:
         """Have a step applied: of each parameter this rank's weighted gradient, and whether it was used.
 
         ``problem``: why this rank cannot take the step. ConfigError: another rank has one.
         """
+        if self._staleness is None:
+            self._step_together(self._send(sums, used, problem), problem)
+        elif not problem:
+            self._in_flight.append(self._send(sums, used))
+            self._bound_lag(self._staleness)
 
-    @abstractmethod
     def flush(self) -> None:
         """Wait until all gradients of all ranks are applied; collective."""
-
-    @abstractmethod
-    def report(self) -> StalenessReport:
-        """Return what was measured on this rank so far."""
-
-    @abstractmethod
-    def accept(self, message: StepMessage) -> None:
-        """Take in a message of a rank; any thread."""
-
-    def close(self) -> None:
-        self._session.rpc.unregister(self._op)
-
-    def _cut(self, number: int, total: RowSum | None) -> tuple[RowSum, ...]:
-        """Return the share of each owner: a weighted copy for the others, a view for this rank."""
-        table = self._tables[number]
-        total = total or table.no_rows
-        places, first = group_by_range(total.ids, table.owners.starts)
-        positions = np.empty(len(places), np.int64)
-        positions[places] = np.arange(len(places))
-        shares = []
-        for rank, (start, end) in enumerate(pairwise(first.tolist())):
-            chosen = positions[start:end]
-            share = RowSum(total.ids[chosen], total.rows, total.places[chosen], total.weight)
-            shares.append(share if rank == self._session.topology.rank else share.for_sending())
-        return tuple(shares)
-
-    def _receive(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        message = read_message(name, arrays, len(self._tables))
-        for table, gradient in zip(self._tables, message.gradients, strict=not message.problem):
-            table.check(gradient)
-        self.accept(message)
-        return []
-
-
-@final
-class SyncExchange(Exchange):
-    """Every owner adds up the gradients of all ranks in the order of the ranks, then applies them once."""
-
-    def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows]) -> None:
-        advice = "every rank must call step(), also without gradients"
-        self._mailbox: Mailbox[StepMessage] = Mailbox(session, advice)
-        super().__init__(session, op, tables)
-
-    def step(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> None:
-        sent = self.send(sums, used, problem)
-        world_size, what = self._session.topology.world_size, f"step {self._step} of {self._op}"
-        with peers_named(self._session, what):
-            received = self._mailbox.take(self._step, None, range(world_size), what)
-        messages = [received[rank] for rank in range(world_size)]
-        for call in sent:
-            call.result()
-        for message in messages:
-            if message.problem and message.sender != self._session.topology.rank:
-                host = self._session.hosts[message.sender]
-                raise ConfigError(f"rank {message.sender} on {host}: {message.problem}")
-        if problem:
-            return
-        for number, table in enumerate(self._tables):
-            if any(message.used[number] for message in messages):
-                table.apply([message.gradients[number] for message in messages])
-        gather_int64([self._step], self._session)
-
-    def flush(self) -> None:
-        pass
-
-    def report(self) -> StalenessReport:
-        return StalenessReport(steps=self._step, largest_lag=0, mean_lag=0.0, waits=0, waited_s=0.0)
-
-    def accept(self, message: StepMessage) -> None:
-        self._mailbox.put(message.step, None, message.sender, message)
-
-
-@final
-class AsyncExchange(Exchange):
-    """Owners apply gradients as they arrive; a rank waits for all but ``staleness`` own steps."""
-
-    def __init__(self, session: Session, op: str, tables: Sequence[OwnedRows], staleness: int) -> None:
-        self._staleness = staleness
-        self._in_flight: deque[list[Pending]] = deque()
-        self._lag_sum = 0
-        self._largest, self._waits, self._waited_s = 0, 0, 0.0
-        super().__init__(session, op, tables)
-
-    def step(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> None:
-        if problem:
-            return
-        self._in_flight.append(self.send(sums, used))
-        while self._in_flight and all(call.ready() for call in self._in_flight[0]):
-            self._finish_oldest()
-        if len(self._in_flight) > self._staleness:
-            started = time.perf_counter()
-            while len(self._in_flight) > self._staleness:
-                self._finish_oldest()
-            self._waits += 1
-            self._waited_s += time.perf_counter() - started
-        self._largest = max(self._largest, len(self._in_flight))
-        self._lag_sum += len(self._in_flight)
-
-    def flush(self) -> None:
         while self._in_flight:
             self._finish_oldest()
-        barrier(self._session, f"flush of {self._op}")
+        if self._staleness is not None:
+            barrier(self._session, f"flush of {self._op}")
 
     def report(self) -> StalenessReport:
         return StalenessReport(
@@ -429,12 +244,90 @@ class AsyncExchange(Exchange):
             waited_s=self._waited_s,
         )
 
-    def accept(self, message: StepMessage) -> None:
-        for table, used, gradient in zip(self._tables, message.used, message.gradients, strict=True):
-            if used:
-                table.apply([gradient])
+    def close(self) -> None:
+        self._session.rpc.unregister(self._op)
+
+    def _step_together(self, sent: list[Pending], problem: str) -> None:
+        topology, what = self._session.topology, f"step {self._step} of {self._op}"
+        with peers_named(self._session, what):
+            received = self._mailbox.take(self._step, None, range(topology.world_size), what)
+        for call in sent:
+            call.result()
+        for rank, message in received.items():
+            if message.problem and rank != topology.rank:
+                raise ConfigError(f"rank {rank} on {self._session.hosts[rank]}: {message.problem}")
+        if problem:
+            return
+        for number, table in enumerate(self._tables):
+            if any(message.used[number] for message in received.values()):
+                table.apply([message.gradients[number] for message in received.values()])
+        gather_int64([self._step], self._session)
+
+    def _bound_lag(self, staleness: int) -> None:
+        while self._in_flight and all(call.ready() for call in self._in_flight[0]):
+            self._finish_oldest()
+        if len(self._in_flight) > staleness:
+            started = time.perf_counter()
+            while len(self._in_flight) > staleness:
+                self._finish_oldest()
+            self._waits += 1
+            self._waited_s += time.perf_counter() - started
+        self._largest = max(self._largest, len(self._in_flight))
+        self._lag_sum += len(self._in_flight)
 
     def _finish_oldest(self) -> None:
         with peers_named(self._session, f"pushes of {self._op}"):
             for call in self._in_flight.popleft():
                 call.result()
+
+    def _send(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> list[Pending]:
+        """Count a step, send each remote owner its share, and then accept the local one."""
+        self._step += 1
+        own, world_size = self._session.topology.rank, self._session.topology.world_size
+        shares = [] if problem else [self._cut(*pair) for pair in zip(self._tables, sums, strict=True)]
+        # The name of a call is no payload.
+        name = f"{own} {self._step} {''.join(str(int(one)) for one in used)} {problem[:_MAX_PROBLEM]}"
+        sent = []
+        for rank in (*range(own + 1, world_size), *range(own)):
+            arrays = [array for share in shares for array in share[rank].for_sending()[:2]]
+            submit = self._session.rpc.submit
+            sent.append(submit(rank, self._op, name, arrays, phase="sparse_gradients"))
+        # Not through the handler: local rows are neither copied nor checked.
+        gradients = [share[own] for share in shares]
+        self._accept(
+            StepMessage(sender=own, step=self._step, used=used, gradients=gradients, problem=problem)
+        )
+        return sent
+
+    def _cut(self, table: OwnedRows, total: RowSum | None) -> list[RowSum]:
+        """Return the share of each owner, views of the rows."""
+        total = total or table.no_rows
+        places, first = group_by_range(total.ids, table.owners.starts)
+        positions = np.empty(len(places), np.int64)
+        positions[places] = np.arange(len(places))
+        chosen = [positions[start:end] for start, end in pairwise(first.tolist())]
+        return [RowSum(total.ids[some], total.rows, total.places[some], total.weight) for some in chosen]
+
+    def _receive(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        sender, step, used, problem = name.split(" ", 3)
+        if len(used) != len(self._tables) or len(arrays) != (0 if problem else 2 * len(self._tables)):
+            raise ConfigError(
+                f"rank {sender} sent gradients of {len(used)} embeddings in {len(arrays)} arrays to an "
+                f"optimiser of {len(self._tables)}; build the optimisers alike on all ranks"
+            )
+        gradients = tuple(map(one_row_each, arrays[::2], arrays[1::2]))
+        for table, gradient in zip(self._tables, gradients, strict=not problem):
+            table.check(gradient)
+        marks = [mark == "1" for mark in used]
+        self._accept(
+            StepMessage(sender=int(sender), step=int(step), used=marks, gradients=gradients, problem=problem)
+        )
+        return []
+
+    def _accept(self, message: StepMessage) -> None:
+        if self._staleness is None:
+            self._mailbox.put(message.step, None, message.sender, message)
+            return
+        for table, used, gradient in zip(self._tables, message.used, message.gradients, strict=True):
+            if used:
+                table.apply([gradient])

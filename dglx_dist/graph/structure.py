@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -169,7 +168,7 @@ class PendingInEdges:
     for the thread that submitted. PeerError: an owner is dead or silent; RemoteError: it cannot answer."""
 
 
-class Structure(ABC):
+class Structure:
     """In-edges of one edge type over global ids. Nothing here is collective but :meth:`serve`.
 
     Args:
@@ -233,7 +232,7 @@ class Structure(ABC):
         """Return in-edges of the (K,) int64 ``nodes``: :meth:`submit` with these ``options``, and wait."""
         return self.submit(op, nodes, parameters, **options).result()
 
-    def close(self) -> None:  # noqa: B027 - a structure that serves no rank has nothing to close
+    def close(self) -> None:
         """Stop answering other ranks: a barrier belongs before it."""
 
     def in_degrees(self, nodes: Array, outside: tuple[int, int] | None = None) -> Array:
@@ -256,11 +255,11 @@ class Structure(ABC):
         """Ask for the sources and destinations of existing edges, and return at once."""
         return lambda: list(self._find_edges(edge_ids))
 
-    @abstractmethod
     def _submit_remote(
         self, op: str, nodes: Array, parameters: str, exclude: Array, *, layer: int, phase: str
     ) -> Callable[[], list[Piece]]:
         """Request the in-edges of nodes of other servers; return what waits for them."""
+        return list
 
     def _draw_of(self, op: str) -> Draw:
         if op not in self._draws:
@@ -325,9 +324,6 @@ class ReplicatedStructure(Structure):
         super().__init__(etype, num_sources, (shard,))
         self.num_destinations = len(indptr) - 1
         self.num_edges = len(indices)
-
-    def _submit_remote(self, *_: object, **__: object) -> Callable[[], list[Piece]]:
-        return list
 
 
 @final

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import dgl.function as fn
 import torch
@@ -134,6 +133,19 @@ class SplittableConv(nn.Module, ABC):
     """Attention heads, each with a logit per edge; 0: no attention."""
     allow_zero_in_degree: bool = True
     """False: :meth:`check_in_edges` raises, as DGL's convolutions do by default."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        """Be a view of ``module``, if there is one: with its attributes and its members, which are shared."""
+        super().__init__()
+        if module is not None:
+            # One set of parameters, buffers and submodules: what is loaded, moved or cut is so in both.
+            self.__dict__.update(module.__dict__)
+            self.__dict__.pop("forward", None)
+            self.allow_zero_in_degree = getattr(module, "_allow_zero_in_degree", True)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @property
     def width(self) -> int:
@@ -336,19 +348,13 @@ def apply_to_edges(
         return out
 
 
-def part_of(layer: SplittableConv, runs: Sequence[Columns]) -> SplittableConv:
-    """Return a copy of ``layer`` whose cut weights have only the columns ``runs``.
-
-    Its parameters are leaves: training it does not change ``layer``.
-    """
-    part = copy.deepcopy(layer)
-    for name, dimension in layer.cut.items():
-        whole = layer.get_parameter(name)
+def cut_in_place(module: nn.Module, cut: Mapping[str, int], runs: Sequence[Columns]) -> None:
+    """Replace the parameters ``cut`` (name to dimension) by leaves with their columns ``runs``."""
+    for name, dimension in cut.items():
+        whole = module.get_parameter(name)
         owner, _, last = name.rpartition(".")
-        piece = cut_out(whole.detach(), runs, dimension)
-        trained = nn.Parameter(piece, requires_grad=whole.requires_grad)
-        part.get_submodule(owner).register_parameter(last, trained)
-    return part
+        piece = nn.Parameter(cut_out(whole.detach(), runs, dimension), requires_grad=whole.requires_grad)
+        module.get_submodule(owner).register_parameter(last, piece)
 
 
 def cut_out(whole: Tensor, runs: Sequence[Columns], dimension: int) -> Tensor:

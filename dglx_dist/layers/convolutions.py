@@ -52,6 +52,11 @@ def _then(function: Callable[[Tensor], Tensor] | None, rows: Tensor) -> Tensor:
     return rows if function is None else function(rows)
 
 
+def _narrows(given: StageInput, weight: Tensor) -> bool:
+    """Whether the (outputs, columns) ``weight`` is applied before the sum."""
+    return narrows_first(given.block, weight.shape[1], weight.shape[0])
+
+
 _TWO_WIDTHS = "separate widths for sources and destinations"
 
 
@@ -81,20 +86,15 @@ class GatStages(SplittableConv):
     """
 
     def __init__(self, conv: dglnn.GATConv, *, by_rows: bool = False) -> None:
-        super().__init__()
+        super().__init__(conv)
         _check_attention(conv, "" if "fc" in conv._modules else _TWO_WIDTHS)
-        self._feat_drop, self._attn_drop = conv.feat_drop.p, conv.attn_drop.p
-        self.fc, self.attn_l, self.attn_r = conv.fc, conv.attn_l, conv.attn_r
-        self.leaky_relu, self.res_fc, self.bias = conv.leaky_relu, conv.res_fc, conv.bias
-        self.activation = conv.activation
         self.heads, self._width = conv._num_heads, conv._out_feats
-        self.allow_zero_in_degree = conv._allow_zero_in_degree
         self.edges_after_sync, self.shared = by_rows, () if by_rows else ("attn_l", "attn_r")
         self.cut = {"fc.weight": 1} | ({"res_fc.weight": 1} if self.res_fc is not None else {})
 
     def transform(self, given: StageInput) -> tuple[Tensor, Tensor]:
         """Return the projected source rows (L0, K, H), and the destinations' inputs (D1, F_p)."""
-        x = self.drop_inputs(given, self._feat_drop)
+        x = self.drop_inputs(given, self.feat_drop.p)
         rows = functional.linear(x, self.fc.weight).view(-1, self.heads, self._width)
         return rows, x[: given.block.num_dst_nodes()]
 
@@ -110,7 +110,7 @@ class GatStages(SplittableConv):
         if self.edges_after_sync:
             return (rows.flatten(1), *residual)
         self.check_in_edges(given.block)
-        attention = self.drop_edges(given, self._attention(given.block, scattered), self._attn_drop)
+        attention = self.drop_edges(given, self._attention(given.block, scattered), self.attn_drop.p)
         return (self._summed(given, rows, attention, residual),)
 
     def apply_edges(self, given: StageInput, gathered: PartialSums) -> Tensor:
@@ -120,7 +120,7 @@ class GatStages(SplittableConv):
             rows = out.view(-1, self.heads, self._width)
             attention = self._attention(given.block, self._logits(given.block, rows))
             # Not by keys: only this rank computes it.
-            attention = functional.dropout(attention, self._attn_drop, self.training)
+            attention = functional.dropout(attention, self.attn_drop.p, self.training)
             out = self._summed(given, rows, attention, residual)
         bias = self.bias if self.res_fc is None else self.res_fc.bias
         return _then(self.activation, out if bias is None else out + bias.view(1, self.heads, self._width))
@@ -151,20 +151,16 @@ class GatV2Stages(SplittableConv):
     edge_arguments = ()
 
     def __init__(self, conv: dglnn.GATv2Conv) -> None:
-        super().__init__()
+        super().__init__(conv)
         tied = "share_weights=True (one weight under two names)" if conv.share_weights else ""
         _check_attention(conv, tied if conv._in_src_feats == conv._in_dst_feats else _TWO_WIDTHS)
-        self._feat_drop, self.attn_drop = conv.feat_drop.p, conv.attn_drop
-        self.fc_src, self.fc_dst, self.attn = conv.fc_src, conv.fc_dst, conv.attn
-        self.leaky_relu, self.res_fc, self.activation = conv.leaky_relu, conv.res_fc, conv.activation
         self.heads, self._width = conv._num_heads, conv._out_feats
-        self.allow_zero_in_degree = conv._allow_zero_in_degree
         self.cut = {"fc_src.weight": 1, "fc_dst.weight": 1}
         if self.res_fc is not None:
             self.cut["res_fc.weight"] = 1
 
     def transform(self, given: StageInput) -> Tensor:
-        return self.drop_inputs(given, self._feat_drop)
+        return self.drop_inputs(given, self.feat_drop.p)
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         """Return the shares of sources (L0, K H), destinations and residual (D1, K H)."""
@@ -191,13 +187,12 @@ class GinStages(SplittableConv):
     """``GINConv`` by columns: the first Linear of ``apply_func`` is split, the rest works on the sums."""
 
     def __init__(self, conv: dglnn.GINConv) -> None:
-        super().__init__()
+        super().__init__(conv)
         if conv._aggregator_type == "max":
             raise ConfigError(
                 "GINConv with aggregator 'max' is not a sum of columns; use 'sum' or 'mean', or "
                 "strategy='data_parallel'"
             )
-        self.apply_func = conv.apply_func
         first, name = self.apply_func, "apply_func.weight"
         if isinstance(first, nn.Sequential) and len(first):
             first, name = first[0], "apply_func.0.weight"
@@ -211,12 +206,6 @@ class GinStages(SplittableConv):
         # In a tuple, so that it is not registered twice: state_dict has it under apply_func.
         self._first = (first,)
         self._mean = conv._aggregator_type == "mean"
-        self.activation = conv.activation
-        if isinstance(conv.eps, nn.Parameter):
-            self.eps = conv.eps
-        else:
-            # A buffer, as in DGL's own layer: so that checkpoints of either have it.
-            self.register_buffer("eps", conv.eps)
 
     @property
     def sum_width(self) -> int:
@@ -261,16 +250,13 @@ class GraphConvStages(SplittableConv):
     """``GraphConv`` by columns."""
 
     def __init__(self, conv: dglnn.GraphConv) -> None:
-        super().__init__()
+        super().__init__(conv)
         if conv.weight is None:
             raise ConfigError(
                 "GraphConv(weight=False) keeps the input's columns, so the first layer has no sum over them; "
                 "keep its weight, or use strategy='data_parallel'"
             )
-        self.weight, self.bias = conv.weight, conv.bias
         self.cut = {"weight": 0}
-        self._norm, self._activation = conv._norm, conv._activation
-        self.allow_zero_in_degree = conv._allow_zero_in_degree
 
     def transform(self, given: StageInput) -> Tensor:
         rows = given.x
@@ -299,28 +285,20 @@ class RelationalStages(SplittableConv):
     edge_arguments = ("etypes", "norm")
 
     def __init__(self, conv: dglnn.RelGraphConv) -> None:
-        super().__init__()
+        super().__init__(conv)
         if conv.linear_r.regularizer == "bdd":
             raise ConfigError(
                 "RelGraphConv(regularizer='bdd') ties weights to blocks of input columns; use 'basis' or "
                 "None in the first layer, or strategy='data_parallel'"
             )
-        self.linear_r, self.dropout = conv.linear_r, conv.dropout
         self.cut = {"linear_r.W": 1}
         self.shared = ("linear_r.coeff",) if conv.linear_r.regularizer == "basis" else ()
         if conv.self_loop:
-            self.loop_weight = conv.loop_weight
             self.cut["loop_weight"] = 0
-        if conv.bias:
-            self.h_bias = conv.h_bias
-        if conv.layer_norm:
-            self.layer_norm_weight = conv.layer_norm_weight
-        self.activation = conv.activation
-        self._loop, self._bias, self._norm = conv.self_loop, conv.bias, conv.layer_norm
 
     @property
     def sum_width(self) -> int:
-        return (1 + (self._loop and self._norm)) * int(self.linear_r.W.shape[2])
+        return (1 + (self.self_loop and self.layer_norm)) * int(self.linear_r.W.shape[2])
 
     def work(self) -> LayerWork:
         """Return the work; the products, one for each edge, count as one for each source, a lower bound."""
@@ -330,21 +308,21 @@ class RelationalStages(SplittableConv):
             outputs=width,
             summed=width,
             per_source=columns * width,
-            per_target=columns * width if self._loop else 0,
+            per_target=columns * width if self.self_loop else 0,
         )
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         """Return (D1, H) sums of messages plus the nodes' own share, apart if a norm lies between them."""
         around = self._messages(given, transformed)
-        if not self._loop:
+        if not self.self_loop:
             return (around,)
         own = transformed[: given.block.num_dst_nodes()] @ self.loop_weight
-        return (around, own) if self._norm else (around + own,)
+        return (around, own) if self.layer_norm else (around + own,)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         out, *own = gathered
-        out = self.layer_norm_weight(out) if self._norm else out
-        out = out + self.h_bias if self._bias else out
+        out = self.layer_norm_weight(out) if self.layer_norm else out
+        out = out + self.h_bias if self.bias else out
         out = out + own[0] if own else out
         return self.dropout(_then(self.activation, out))
 
@@ -374,7 +352,7 @@ class SageStages(SplittableConv):
     """``SAGEConv`` with aggregator mean or gcn, by columns."""
 
     def __init__(self, conv: dglnn.SAGEConv) -> None:
-        super().__init__()
+        super().__init__(conv)
         self._aggregator = conv._aggre_type
         if self._aggregator not in _SPLIT:
             other = "sync='inputs', which sends its projected rows, " if self._aggregator == "pool" else ""
@@ -383,20 +361,15 @@ class SageStages(SplittableConv):
                 f"cannot be split by input columns; use {' or '.join(_SPLIT)}, {other}or "
                 "strategy='data_parallel'"
             )
-        self._feat_drop = conv.feat_drop.p
-        self.fc_neigh = conv.fc_neigh
-        self.activation, self.norm = conv.activation, conv.norm
         self.cut = {"fc_neigh.weight": 1}
         if self._aggregator == "mean":
-            self.fc_self = conv.fc_self
             self.cut["fc_self.weight"] = 1
-        else:
-            self.bias = conv.bias
 
     def transform(self, given: StageInput) -> tuple[Tensor, Tensor]:
         """Return the source rows, projected if that is cheaper now, and the destinations' inputs."""
-        x = self.drop_inputs(given, self._feat_drop)
-        rows = functional.linear(x, self.fc_neigh.weight) if self._narrows_first(given) else x
+        x = self.drop_inputs(given, self.feat_drop.p)
+        weight = self.fc_neigh.weight
+        rows = functional.linear(x, weight) if _narrows(given, weight) else x
         return rows, x[: given.block.num_dst_nodes()]
 
     def gather(
@@ -415,11 +388,8 @@ class SageStages(SplittableConv):
         return _then(self.norm, _then(self.activation, _plus(out, bias)))
 
     def _projected(self, given: StageInput, rows: Tensor) -> Tensor:
-        return rows if self._narrows_first(given) else functional.linear(rows, self.fc_neigh.weight)
-
-    def _narrows_first(self, given: StageInput) -> bool:
-        width, columns = self.fc_neigh.weight.shape
-        return narrows_first(given.block, columns, width)
+        weight = self.fc_neigh.weight
+        return rows if _narrows(given, weight) else functional.linear(rows, weight)
 
 
 @final
@@ -429,10 +399,7 @@ class PoolStages(SplittableConv):
     edges_after_sync = True
 
     def __init__(self, conv: dglnn.SAGEConv) -> None:
-        super().__init__()
-        self._feat_drop = conv.feat_drop.p
-        self.fc_pool, self.fc_neigh, self.fc_self = conv.fc_pool, conv.fc_neigh, conv.fc_self
-        self.activation, self.norm = conv.activation, conv.norm
+        super().__init__(conv)
         self.cut = {"fc_pool.weight": 1, "fc_self.weight": 1}
 
     def work(self) -> LayerWork:
@@ -445,7 +412,7 @@ class PoolStages(SplittableConv):
         )
 
     def transform(self, given: StageInput) -> Tensor:
-        return self.drop_inputs(given, self._feat_drop)
+        return self.drop_inputs(given, self.feat_drop.p)
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         """Return the shares of ``fc_pool`` (L0, F) and of ``fc_self`` (D1, H)."""
@@ -468,11 +435,7 @@ class EdgeConvStages(SplittableConv):
     edge_arguments = ()
 
     def __init__(self, conv: dglnn.EdgeConv) -> None:
-        super().__init__()
-        self.theta, self.phi = conv.theta, conv.phi
-        self.allow_zero_in_degree, self._batch_norm = conv._allow_zero_in_degree, conv.batch_norm
-        if conv.batch_norm:
-            self.bn = conv.bn
+        super().__init__(conv)
         self.cut = {"theta.weight": 1, "phi.weight": 1}
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
@@ -487,7 +450,7 @@ class EdgeConvStages(SplittableConv):
         rows, own = gathered
         targets = _plus(_plus(rows[: block.num_dst_nodes()] + own, self.theta.bias), self.phi.bias)
         messages = apply_to_edges(block, fn.v_sub_u, rows, targets)
-        messages = self.bn(messages) if self._batch_norm else messages
+        messages = self.bn(messages) if self.batch_norm else messages
         with block.local_scope():
             block.edata["message"] = messages
             block.update_all(fn.copy_e("message", "m"), fn.max("m", "out"))
@@ -505,7 +468,7 @@ class SgcStages(SplittableConv):
     """
 
     def __init__(self, conv: dglnn.SGConv) -> None:
-        super().__init__()
+        super().__init__(conv)
         if conv._k != 1:
             raise ConfigError(
                 f"SGConv(k={conv._k}) has {conv._k} hops, but a block has one: use k=1 in the first layer "
@@ -518,9 +481,7 @@ class SgcStages(SplittableConv):
                 "normalizes whole rows before its weights; use cached=False and norm=None, or normalize the "
                 "features with torch.nn.LayerNorm, or use strategy='data_parallel' with another convolution"
             )
-        self.fc = conv.fc
         self.cut = {"fc.weight": 1}
-        self.allow_zero_in_degree = conv._allow_zero_in_degree
 
     def transform(self, given: StageInput) -> Tensor:
         rows = given.x
@@ -528,7 +489,7 @@ class SgcStages(SplittableConv):
             block = given.block
             degrees = block.out_degrees() if block.is_block else block.in_degrees()
             rows = rows * degrees.to(rows).clamp(min=1).rsqrt().unsqueeze(-1)
-        return functional.linear(rows, self.fc.weight) if self._narrows_first(given.block) else rows
+        return functional.linear(rows, self.fc.weight) if _narrows(given, self.fc.weight) else rows
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         self.check_in_edges(given.block)
@@ -538,14 +499,10 @@ class SgcStages(SplittableConv):
         else:
             degrees = given.block.in_degrees().to(transformed).clamp(min=1)
             total = sum_in_edges(given.block, transformed) * degrees.rsqrt().unsqueeze(-1)
-        return (total if self._narrows_first(given.block) else functional.linear(total, self.fc.weight),)
+        return (total if _narrows(given, self.fc.weight) else functional.linear(total, self.fc.weight),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         return _plus(gathered[0], self.fc.bias)
-
-    def _narrows_first(self, block: DGLBlock) -> bool:
-        width, columns = self.fc.weight.shape
-        return narrows_first(block, columns, width)
 
 
 def _graph_conv_stage(conv: dglnn.GraphConv) -> DeclaredStage:

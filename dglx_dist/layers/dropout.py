@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import dgl
@@ -244,17 +243,6 @@ class _Call:
         return graph
 
 
-@dataclass(eq=False)
-class _Pass:
-    """The forward passes of one step."""
-
-    number: int
-    nodes: Tensor
-    num_calls: int = 0
-    calls: dict[int, _Call] = field(default_factory=dict)
-    """State of torch's generator, as a draw from it, to the call in that state."""
-
-
 @final
 class NodeDropouts(Shared):
     """Shared state of the dropouts of one model: the current pass, and the nodes or edges of their rows.
@@ -270,7 +258,12 @@ class NodeDropouts(Shared):
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._passes: OrderedDict[int, _Pass] = OrderedDict()
+        self._current: tuple[int, Tensor] | None = None
+        """Step of the pass, and its nodes."""
+        self._num_calls: dict[int, int] = {}
+        """Of dropouts by step, the latest last."""
+        self._calls: dict[int, _Call] = {}
+        """State of torch's generator, as a draw from it, to the call in that state."""
         self._entries: list[tuple[nn.Module, Any]] = []
         """Modules being called, outermost first, each with its graph or None."""
         self._hooks: list[RemovableHandle] = []
@@ -280,12 +273,12 @@ class NodeDropouts(Shared):
 
         Passes of one number continue its call count, so two passes over one batch drop different entries.
         """
-        earlier = self._passes.pop(number, None)
-        self._passes[number] = earlier or _Pass(number=number, nodes=nodes)
-        self._passes[number].nodes = nodes
+        self._num_calls[number] = self._num_calls.pop(number, 0)
+        self._current = number, nodes
         self._entries.clear()
-        while len(self._passes) > _MAX_PASSES:
-            self._passes.popitem(last=False)
+        while len(self._num_calls) > _MAX_PASSES:
+            del self._num_calls[next(iter(self._num_calls))]
+            self._calls = {key: one for key, one in self._calls.items() if one.step in self._num_calls}
 
     def track(self, module: nn.Module) -> None:
         """Record the graph of ``module`` during its calls."""
@@ -307,9 +300,9 @@ class NodeDropouts(Shared):
         Raises:
             ConfigError: a layer is recomputed by a checkpoint that does not restore torch's generator.
         """
-        if not self._passes or x.dim() == 0:
+        if self._current is None or x.dim() == 0:
             return None
-        call, graph = self._call()
+        call, graph = self._call(*self._current)
         keys = _edge_ids(graph, len(x)) if edges else None
         if keys is None:
             keys = _row_ids(graph, len(x), call.nodes)
@@ -321,21 +314,18 @@ class NodeDropouts(Shared):
         draws = DropDraws(seed=self._seed, number=call.step, nodes=keys, runs=runs)
         return drop_entries(flat, probability, draws, MODULES + call.number).reshape(x.shape)
 
-    def _call(self) -> tuple[_Call, Any]:
+    def _call(self, step: int, nodes: Tensor) -> tuple[_Call, Any]:
         """Return this call, or the one in forward that it repeats, and its graph or None."""
         state, graph = int(torch.randint(1 << 62, ()).item()), self._graph()
-        in_forward = torch._C._current_graph_task_id() == -1
-        if in_forward:
-            current = next(reversed(self._passes.values()))
+        if torch._C._current_graph_task_id() == -1:  # in forward
             reference = None if graph is None else weakref.ref(graph)
-            call = _Call(step=current.number, number=current.num_calls, nodes=current.nodes, graph=reference)
-            current.calls[state] = call
-            current.num_calls += 1
+            call = _Call(step=step, number=self._num_calls[step], nodes=nodes, graph=reference)
+            self._calls[state] = call
+            self._num_calls[step] += 1
             return call, graph
-        for earlier in reversed(self._passes.values()):
-            if state in earlier.calls:
-                call = earlier.calls[state]
-                return call, call.live_graph() if graph is None else graph
+        if state in self._calls:
+            call = self._calls[state]
+            return call, call.live_graph() if graph is None else graph
         raise ConfigError(
             "a dropout runs again during backward, and torch's generator is in another state than in "
             "forward, so its mask would differ; use torch.utils.checkpoint.checkpoint(..., "

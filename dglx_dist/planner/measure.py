@@ -95,13 +95,8 @@ def measure(
 ) -> tuple[Measured, tuple[Candidate, ...]]:
     """Count and measure, and return the candidates; in a job collective, and all ranks get the same.
 
-    Args:
-        g: Of one node and edge type, with features, labels and training nodes. Outside of a job its session
-            has one rank, and it has the whole graph's structure.
-        module: Called as ``module(blocks, features)``; not changed.
-        shape: Of it.
-        config: What to count.
-        notify: Called with a description of each step.
+    Outside of a job the session of ``g`` has one rank, and it has the whole graph's structure. ``module`` is
+    called as ``module(blocks, features)``, and not changed.
 
     Raises:
         ConfigError: the graph lacks data, has fewer parts than servers, the model fails on it, or the ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,48 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.comm.ledger import ring_bytes
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import Declares, LayerWork, SplittableConv
 from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of
 from dglx_dist.layers.tracer import MODEL_ERRORS, convolutions_in, random_block, stand_ins, trace_calls
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.cost import ModelShape, Widths
-from dglx_dist.strategies.full_graph.cost import HaloPairs, exchanged_bytes
+from dglx_dist.strategies.cost import ModelShape
 
 
 def topology_of(servers: int, ranks_per_server: int) -> Topology:
     return Topology(
         0, servers * ranks_per_server, tuple(np.repeat(range(servers), ranks_per_server).tolist())
     )
-
-
-def gradient_bytes(widths: Widths, topology: Topology) -> int:
-    """Return the bytes between servers of a step's ring all-reduce of gradients."""
-    servers, ranks = topology.server_of_rank, topology.world_size
-    return sum(
-        ring_bytes(widths.gradient_bytes, ranks, rank)
-        for rank in range(ranks)
-        if servers[rank] != servers[(rank + 1) % ranks]
-    )
-
-
-def outside_bytes(
-    pairs: HaloPairs, widths: Widths, topology: Topology, *, preloaded: bool, use_pp: bool
-) -> Mapping[str, int]:
-    """Return the bytes between servers in an epoch of one step, by ledger phase.
-
-    Args:
-        pairs: Of the graph.
-        widths: Of the model.
-        topology: Of the run.
-        preloaded: Whether servers hold their whole neighbourhood, so that only gradients are sent.
-        use_pp: See :func:`exchanged_bytes`.
-    """
-    halo = {} if preloaded else exchanged_bytes(pairs.outside, widths, use_pp=use_pp)
-    gradients = gradient_bytes(widths, topology)
-    return {**halo, **({"gradients": gradients} if gradients else {})}
 
 
 def shape_of_module(
@@ -67,19 +38,12 @@ def shape_of_module(
     hidden: int = 0,
     guessed: bool = False,
 ) -> ModelShape:
-    """Return the shape of a model, traced in a call as ``module(blocks, x)``.
+    """Return the shape of a model, traced in a call as ``module(blocks, x)``; it does not change.
 
     Layers of a model that cannot be called so are those that it has registered; unknown ones count as those
-    of GraphSAGE.
-
-    Args:
-        module: A ready-made model, or the user's; it does not change.
-        features: F.
-        classes: C.
-        num_layers: L; 0: the number of its convolutions, or 2.
-        kind: Of the ready-made model; "": that of the first convolution.
-        hidden: Width between layers; 0: that of the first convolution.
-        guessed: Whether the model is not a ready-made one.
+    of GraphSAGE. ``num_layers``, ``kind`` and ``hidden`` of a ready-made model are known; 0 and "" stand for
+    the number of its convolutions, or 2, and kind and width of the first one. ``guessed``: it is not a
+    ready-made one.
     """
     known = [one for _, one in convolutions_in(module) if _kind_of(one)]
     num_layers = num_layers or len(known) or 2

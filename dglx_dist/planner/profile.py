@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
 from typing import TYPE_CHECKING, Any, final
 
 import dgl
@@ -292,20 +291,16 @@ def fit_rates(work: Array, seconds: Array, num_layers: int = 2) -> tuple[float, 
     Returns:
         (step_s, edge_column_s, multiply_add_s).
     """
+    # Only the planner needs it, and importing it takes memory of every rank.
+    from scipy.optimize import nnls
+
     usual = np.array([_LAYER_S * num_layers, *_USUAL])
     # Columns differ by many orders of magnitude: a factor of 1 is the usual rate.
     scaled = work * usual / seconds[:, None]
     scale = 1.0 / max(float(np.median(scaled.sum(axis=1))), 1e-300)
     rows = np.concatenate([scaled, np.eye(_TERMS) * _TRUST / scale])
     aim = np.concatenate([np.ones(len(seconds)), np.full(_TERMS, _TRUST)])
-    best, least = np.zeros(_TERMS), np.inf
-    for count in range(1, _TERMS + 1):
-        for columns in map(list, combinations(range(_TERMS), count)):
-            factors, *_ = np.linalg.lstsq(rows[:, columns], aim, rcond=None)
-            residual = float(((rows[:, columns] @ factors - aim) ** 2).sum())
-            if (factors >= 0).all() and residual < least:
-                least, best = residual, np.zeros(_TERMS)
-                best[columns] = factors
+    best, _ = nnls(rows, aim)
     step, edge, product = (best * usual).tolist()
     return step, edge, product
 

@@ -93,14 +93,11 @@ def row_sizes(g: DistGraph, gradients: int, *, partitioned: bool) -> RowSizes:
 def count_rank(
     g: DistGraph, draws: Draws, seeds: Array, place: tuple[Topology, Array], *, held: Sequence[Array] = ()
 ) -> RankCount:
-    """Make the batches of one rank and count them. Collective.
+    """Make the batches of one rank and count them; the session of ``g`` may have one rank. Collective.
 
-    Args:
-        g: Of one node and edge type; its session may have one rank, and the batches be those of another.
-        draws: Which batches.
-        seeds: (K,) int64 all marked nodes, ascending; the rank's share is taken from them.
-        place: Topology of the rank, and the (S + 1,) int64 first node of each server.
-        held: (N,) bool masks: rows that caches of different sizes hold on the rank's server.
+    ``seeds`` are (K,) int64 all marked nodes, ascending, of which the rank's share is taken; ``place`` is its
+    topology, and the (S + 1,) int64 first node of each server; ``held`` are (N,) bool masks of the rows that
+    caches of different sizes hold on its server.
     """
     topology, bounds = place
     own_seeds = split_ids(seeds, bounds, topology, force_even=draws.force_even)[: draws.most_seeds]
@@ -221,19 +218,12 @@ def _scaled_to_epoch(one: RankCount) -> RankCount:
     # By targets rather than batches, because the last batch of an epoch may be smaller.
     factor = one.seeds / max(one.targets[-1], 1)
 
-    def scaled(values: Sequence[int]) -> list[int]:
-        return [round(factor * value) for value in values]
+    def scaled(value: Any) -> Any:
+        return [round(factor * each) for each in value] if isinstance(value, list) else round(factor * value)
 
-    return replace(
-        one,
-        remote_rows=scaled(one.remote_rows),
-        remote_seeds=round(factor * one.remote_seeds),
-        sources=scaled(one.sources),
-        targets=scaled(one.targets),
-        edges=scaled(one.edges),
-        requested=round(factor * one.requested),
-        returned=round(factor * one.returned),
-        hits=scaled(one.hits),
+    kept = ("seeds", "steps", "counted", "largest")
+    return RankCount(
+        **{name: value if name in kept else scaled(value) for name, value in asdict(one).items()}
     )
 
 

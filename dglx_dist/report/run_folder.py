@@ -38,11 +38,8 @@ def start_run(
 ) -> Path:
     """Create and return ``folder``, write the configuration and remove files of an earlier run. For one rank.
 
-    Args:
-        folder: The run folder.
-        config: The resolved configuration.
-        keep_metrics: Keep the epochs of :func:`read_epochs`, for a run that is resumed.
-        plan: The candidates of ``auto``; None: the strategy was given.
+    ``keep_metrics`` keeps the epochs of :func:`read_epochs`, for a run that is resumed; ``plan`` are the
+    candidates of ``auto``, None if the strategy was given.
 
     Raises:
         StorageError: the folder cannot be written, or an epoch to keep is damaged.

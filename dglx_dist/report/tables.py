@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 
 from rich import box
@@ -128,41 +127,21 @@ def plan_lines(choice: Choice) -> Sequence[str]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """Figures of a run beside those of its epochs."""
-
-    strategy: str
-    ranks: int
-    servers: int
-    test_accuracy: float | None
-    """Exact, over all test nodes; None without a test split."""
-    val_accuracy: float | None
-    """Exact, of the same model."""
-    peak_memory_bytes: int
-    """Largest resident set of any rank."""
-
-
-def summarise(facts: RunFacts, epochs: Sequence[EpochRecord]) -> dict[str, object]:
-    """Return the content of ``summary.json``.
+def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dict[str, object]:
+    """Return the content of ``summary.json``: the ``facts`` of the run, and figures of its epochs.
 
     The first epoch warms caches and compiles kernels, so it is left out if there are others:
     ``epoch_seconds`` and ``samples_per_second`` are medians, ``bytes_*`` and ``phase_seconds`` means.
     """
     warm = list(epochs[1:]) or list(epochs)
     return {
-        "strategy": facts.strategy,
-        "ranks": facts.ranks,
-        "servers": facts.servers,
-        "test_accuracy": facts.test_accuracy,
-        "val_accuracy": facts.val_accuracy,
+        **facts,
         "epochs": len(epochs),
         "epoch_seconds": median(e.seconds for e in warm) if warm else None,
         "samples_per_second": median(e.samples_per_second for e in warm) if warm else None,
         "bytes_inside": round(fmean(e.bytes_inside for e in warm)) if warm else 0,
         "bytes_outside": round(fmean(e.bytes_outside for e in warm)) if warm else 0,
         **_cache_figures(warm),
-        "peak_memory_bytes": facts.peak_memory_bytes,
         "phase_seconds": phase_seconds(warm),
     }
 
@@ -301,21 +280,3 @@ _EXPANSION_LEGEND = (
     "model of as many layers. Foreign nodes and features, loaded once, and work of an epoch, relative to "
     "full_graph, are those of the server with most"
 )
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table, one line per row; ``|`` and line ends in cells are escaped.
-
-    Raises:
-        ValueError: a row has another number of cells than ``head``.
-    """
-    lines = [_markdown_line(head), "|" + "---|" * len(head)]
-    for row in rows:
-        if len(row) != len(head):
-            raise ValueError(f"row {list(row)} has {len(row)} cells, the head has {len(head)}")
-        lines.append(_markdown_line(row))
-    return "\n".join(lines)
-
-
-def _markdown_line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"

@@ -193,7 +193,6 @@ class Update:
         # Each call of apply() gives them their values.
         self._parameters = {name: torch.nn.Parameter(torch.empty(0, device="cpu")) for name in names}
         self._states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        self._updated: set[str] = set()
         self._optimizers = [self._make_optimizer(kind, group) for group in groups]
         for path, value in (state or {}).items():
             name, _, key = path.rpartition("/")
@@ -249,9 +248,6 @@ class Update:
         for name in group["params"]:
             if name not in self._parameters:
                 raise ConfigError(f"the optimizer has {name!r}, the model only {', '.join(self.names)}")
-            if name in self._updated:
-                raise ConfigError(f"{name!r} is in two parameter groups of the optimizer; leave it in one")
-            self._updated.add(name)
         settings = _read_settings(kind, group)
         # torch refuses a group without parameters, which is one of frozen parameters only.
         parameters = [self._parameters[name] for name in group["params"]] or [
@@ -269,14 +265,8 @@ class Update:
 
 
 def _read_settings(kind: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    known = {*getattr(torch.optim, kind)([torch.empty(0)], lr=0.0).defaults} - _IGNORED_SETTINGS
     settings = {name: value for name, value in group.items() if name not in {"params", *_IGNORED_SETTINGS}}
     for name, value in settings.items():
-        if name not in known:
-            raise ConfigError(
-                f"the parameter servers do not support the setting {name!r}{did_you_mean(name, known)} "
-                f"(there are: {', '.join(sorted(known))})"
-            )
         numbers = value if isinstance(value, tuple | list) else (value,)
         if not all(isinstance(one, int | float) and math.isfinite(one) for one in numbers):
             raise ConfigError(f"{name}={value!r} must be a plain number")

@@ -15,9 +15,7 @@ from dglx_dist.serverless.json_fields import Fields, Within, read_json, write_js
 from dglx_dist.serverless.stages.base import (
     MAX_WIDTH,
     Config,
-    EdgeStage,
     Shapes,
-    VertexStage,
     edge_stage,
     vertex_stage,
 )
@@ -160,7 +158,8 @@ def outputs_of(step: Step) -> tuple[Slot, ...]:
 
 def check_steps(steps: Sequence[Step], features: int, classes: int) -> None:
     """Raise ConfigError, naming the step, unless ``steps`` can run in order and end with the classes."""
-    _bounds("number of steps", len(steps), MAX_STEPS)
+    if not 0 < len(steps) <= MAX_STEPS:
+        raise ConfigError(f"the number of steps of a program is {len(steps)}; give 1 to {MAX_STEPS}")
     checker = _Checker(features)
     for step in steps:
         checker.check(step)
@@ -186,19 +185,20 @@ class _Checker:
     def check(self, step: Step) -> None:
         if not isinstance(step, Step):
             raise ConfigError(f"{step!r} is not a step; give Gather, Vertex, Scatter, Edge or Drop")
-        if not isinstance(step.name, str) or not _NAME.fullmatch(step.name) or step.name in self._names:
+        if not _NAME.fullmatch(step.name) or step.name in self._names:
             raise ConfigError(f"the step name {step.name!r} is taken or is not 1 to 64 of A-Z a-z 0-9 _ . -")
         self._names.add(step.name)
-        if isinstance(step, Gather):
-            self._gather(step)
-        elif isinstance(step, Vertex):
-            self._vertex(step)
-        elif isinstance(step, Scatter):
-            self._scatter(step)
-        elif isinstance(step, Edge):
-            self._edge(step)
-        else:
-            self._drop(step)
+        match step:
+            case Gather():
+                self._gather(step)
+            case Vertex():
+                self._vertex(step)
+            case Scatter():
+                self._scatter(step)
+            case Edge():
+                self._edge(step)
+            case Drop():
+                self._drop(step)
 
     def _gather(self, step: Gather) -> None:
         width = self._width(step, step.source, self._nodes)
@@ -219,7 +219,7 @@ class _Checker:
         if not len(step.weights) == len(shapes) <= MAX_WEIGHTS:
             _refuse(step, f"has weights {list(step.weights)}, but its stage needs {list(shapes)}")
         for name in step.weights:
-            if not isinstance(name, str) or not 0 < len(name) <= 512 or name in self._weights:
+            if not 0 < len(name) <= 512 or name in self._weights:
                 _refuse(step, f"has the weight {name!r}, which is not a name or belongs to another step")
             self._weights.add(name)
         self._make(step, step.outputs, self._nodes)
@@ -251,8 +251,8 @@ class _Checker:
         self._make(step, (step.output,), among)
 
     def _width(self, step: Step, name: str, among: dict[str, int]) -> int:
-        if not isinstance(name, str) or name not in among:
-            kind, hint = "nodes" if among is self._nodes else "edges", did_you_mean(str(name), among)
+        if name not in among:
+            kind, hint = "nodes" if among is self._nodes else "edges", did_you_mean(name, among)
             _refuse(step, f"reads {name!r}, which no earlier step makes for {kind}{hint}")
         return among[name]
 
@@ -264,11 +264,10 @@ class _Checker:
         if not 0 < len(slots) <= MAX_SLOTS:
             _refuse(step, f"makes {len(slots)} slots; give 1 to {MAX_SLOTS}")
         for slot in slots:
-            if not isinstance(slot.name, str) or not _NAME.fullmatch(slot.name):
+            if not _NAME.fullmatch(slot.name):
                 _refuse(step, f"makes {slot.name!r}; slots are named by 1 to 64 of A-Z a-z 0-9 _ . -")
             if slot.name in self._nodes or slot.name in self._edges:
                 _refuse(step, f"makes {slot.name!r}, which already exists; choose another name")
-            _bounds(f"width of {slot.name!r}", slot.width, MAX_WIDTH)
             among[slot.name] = slot.width
 
 
@@ -279,11 +278,6 @@ def _equal(step: Step, what: str, wanted: Iterable[int], found: Iterable[int]) -
 
 def _refuse(step: Step, reason: str) -> NoReturn:
     raise ConfigError(f"step {step.name!r} {reason}")
-
-
-def _bounds(what: str, value: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-        raise ConfigError(f"the {what} of a program is {value!r}; give a whole number from 1 to {high}")
 
 
 _STEPS: Mapping[str, Callable[..., Step]] = {
@@ -392,20 +386,10 @@ class Program:
 
     def weights_of(self, index: int) -> Shapes:
         """Return the shape of each weight of Vertex step ``index`` by the user's name."""
-        step = self._vertex(index)
-        return dict(zip(step.weights, self.vertex_stage(index).weight_shapes.values(), strict=True))
-
-    def vertex_stage(self, index: int) -> VertexStage:
-        """Create the stage of Vertex step ``index``; ConfigError if there is no such step."""
-        step = self._vertex(index)
-        return vertex_stage(step.stage, step.config)
-
-    def edge_stage(self, index: int) -> EdgeStage:
-        """Create the stage of Edge step ``index``; ConfigError if there is no such step."""
-        step = self._step(index)
-        if not isinstance(step, Edge):
-            raise ConfigError(f"step {index} ({step.name}) applies no edge stage")
-        return edge_stage(step.stage, step.config)
+        step = self.steps[index]
+        assert isinstance(step, Vertex)
+        shapes = vertex_stage(step.stage, step.config).weight_shapes
+        return dict(zip(step.weights, shapes.values(), strict=True))
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -415,14 +399,3 @@ class Program:
             if (isinstance(step, Vertex) and step.weights) or found.intersection(inputs_of(step)):
                 found.update(slot.name for slot in outputs_of(step))
         return frozenset(found)
-
-    def _step(self, index: int) -> Step:
-        if not 0 <= index < len(self.steps):
-            raise ConfigError(f"there is no step {index}; this program has {len(self.steps)}")
-        return self.steps[index]
-
-    def _vertex(self, index: int) -> Vertex:
-        step = self._step(index)
-        if not isinstance(step, Vertex):
-            raise ConfigError(f"step {index} ({step.name}) applies no vertex stage")
-        return step

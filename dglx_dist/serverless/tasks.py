@@ -22,11 +22,20 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Fields, Within, read_json, write_json
 from dglx_dist.serverless.program import Edge, Program, Vertex
-from dglx_dist.serverless.stages.base import Arrays, cross_entropy, first_of_second_half
+from dglx_dist.serverless.stages.base import (
+    Arrays,
+    EdgeStage,
+    Rows,
+    Shapes,
+    VertexStage,
+    cross_entropy,
+    edge_stage,
+    first_of_second_half,
+    vertex_stage,
+)
 
 MAX_EVENT_BYTES = 256 * 1024
-MAX_EPOCH, MAX_STEP, MAX_INTERVAL, MAX_ATTEMPT = 10**9 - 1, 10**4 - 1, 10**9 - 1, 10**6 - 1
-MAX_RUN, MAX_ROWS, MAX_RANK, MAX_TIMEOUT_S = 10**9 - 1, 1 << 40, 10**6, 86_400.0
+MAX_ATTEMPT, MAX_ROWS, MAX_RANK, MAX_TIMEOUT_S = 10**6 - 1, 1 << 40, 10**6, 86_400.0
 _VERSION = 1
 _Text: TypeAlias = Annotated[str, Within(1, 1024)]
 _Z85Key: TypeAlias = Annotated[str, Within(40, 40)]
@@ -62,15 +71,6 @@ class TaskKey:
     direction: Direction
     run: int = 0
     """Number of the run in its session: workers of an earlier run may still be active in the same epochs."""
-
-    def __post_init__(self) -> None:
-        fields = Fields(vars(self), "a task's key")
-        fields.whole("run", 0, MAX_RUN)
-        fields.whole("epoch", 0, MAX_EPOCH)
-        fields.whole("step", 0, MAX_STEP)
-        fields.whole("interval", 0, MAX_INTERVAL)
-        if not isinstance(self.direction, Direction):
-            fields.refuse("direction", "a Direction")
 
     def __str__(self) -> str:
         return f"r{self.run}.e{self.epoch}.s{self.step}.i{self.interval}.{self.direction.value}"
@@ -266,20 +266,20 @@ class Item:
 def pulled_items(program: Program, step: int, direction: Direction, rematerialise: bool) -> tuple[Item, ...]:
     """Return the arrays that a task of ``step`` pulls from its graph server per half."""
     found = program.steps[step]
-    indptr = Item(Role.INDPTR, Per.BOUND, "int64")
     if isinstance(found, Edge):
         sources = _item(program, found.sources, Role.SOURCES, Per.EDGE)
-        both = (sources, _item(program, found.targets, Role.INPUT, Per.NODE), indptr)
-        out = found.output.name
+        indptr = Item(Role.INDPTR, Per.BOUND, "int64")
+        both, out = (sources, _item(program, found.targets, Role.INPUT), indptr), found.output.name
         values = (_item(program, out, Role.OUTPUT, Per.EDGE), _item(program, out, Role.GRADIENT, Per.EDGE))
-        return both if _edge_direction(direction) is Direction.FORWARD else both + values
-    inputs = tuple(_item(program, name, Role.INPUT) for name in _vertex(program, step).inputs)
+        return both if direction is Direction.FORWARD else both + values
+    assert isinstance(found, Vertex)
+    inputs = tuple(_item(program, name, Role.INPUT) for name in found.inputs)
     if direction is Direction.FORWARD:
         return inputs
     if direction is Direction.FUSED:
         return (*inputs, Item(Role.LABELS, Per.NODE, "int32"))
-    gradients = tuple(_item(program, slot.name, Role.GRADIENT) for slot in _vertex(program, step).outputs)
-    return inputs + gradients + (() if rematerialise else _saved(program, step))
+    gradients = tuple(_item(program, slot.name, Role.GRADIENT) for slot in found.outputs)
+    return inputs + gradients + (() if rematerialise else _saved(program, found))
 
 
 def given_items(program: Program, step: int, direction: Direction, rematerialise: bool) -> tuple[Item, ...]:
@@ -289,18 +289,16 @@ def given_items(program: Program, step: int, direction: Direction, rematerialise
     """
     found = program.steps[step]
     if isinstance(found, Edge):
-        forward = _edge_direction(direction) is Direction.FORWARD
-        role = Role.OUTPUT if forward else Role.GRADIENT
+        role = Role.OUTPUT if direction is Direction.FORWARD else Role.GRADIENT
         return (_item(program, found.output.name, role, Per.EDGE),)
-    vertex = _vertex(program, step)
+    assert isinstance(found, Vertex)
     if direction is Direction.FORWARD:
-        outputs = tuple(_item(program, slot.name, Role.OUTPUT) for slot in vertex.outputs)
-        return outputs + (() if rematerialise else _saved(program, step))
-    trained = [name for name in vertex.inputs if name in program.trained]
+        outputs = tuple(_item(program, slot.name, Role.OUTPUT) for slot in found.outputs)
+        return outputs + (() if rematerialise else _saved(program, found))
+    trained = [name for name in found.inputs if name in program.trained]
     gradients = tuple(_item(program, name, Role.GRADIENT) for name in trained)
-    if direction is Direction.FUSED:
-        return (*gradients, Item(Role.STATISTICS, Per.HALF, "float64"))
-    return gradients
+    statistics = (Item(Role.STATISTICS, Per.HALF, "float64"),)
+    return gradients + (statistics if direction is Direction.FUSED else ())
 
 
 def half_rows(rows: int, half: int) -> slice:
@@ -380,22 +378,9 @@ def _item(program: Program, slot: str, role: Role, per: Per = Per.NODE) -> Item:
     return Item(role, per, program.dtype, slot, program.slots[slot].width)
 
 
-def _saved(program: Program, step: int) -> tuple[Item, ...]:
-    widths = program.vertex_stage(step).saved_widths
+def _saved(program: Program, step: Vertex) -> tuple[Item, ...]:
+    widths = vertex_stage(step.stage, step.config).saved_widths
     return tuple(Item(Role.SAVED, Per.NODE, program.dtype, "", width) for width in widths)
-
-
-def _vertex(program: Program, step: int) -> Vertex:
-    found = program.steps[step]
-    if not isinstance(found, Vertex):
-        raise ConfigError(f"step {step} ({found.name}) is done by graph servers, not by workers")
-    return found
-
-
-def _edge_direction(direction: Direction) -> Direction:
-    if direction is Direction.FUSED:
-        raise ConfigError("an Edge step has no loss to be fused with; run it forward and backward")
-    return direction
 
 
 _OPENBLAS = [f"{prefix}openblas_get_config{end}" for prefix in ("scipy_", "") for end in ("64_", "")]
@@ -442,21 +427,22 @@ class Work:
         self.given = given_items(program, step, direction, rematerialise)
         """Arrays sent per half."""
         found = program.steps[step]
-        self._is_vertex = isinstance(found, Vertex)
-        self.weights = program.weights_of(step) if isinstance(found, Vertex) else {}
-        """Shape of each weight by the user's name, in order."""
-        self.pushes = self._is_vertex and direction is not Direction.FORWARD
-        """Whether gradients of the weights, possibly none, go to the parameter server."""
+        assert isinstance(found, Vertex | Edge)
         self._name, self._dtype = found.name, program.dtype
-        self._direction, self._scale = direction, 1 / program.num_train
-        if isinstance(found, Vertex):
-            self._vertex = program.vertex_stage(step)
-            self._outputs = given_items(program, step, Direction.FORWARD, True)
-            self._num_inputs, self._num_outputs = len(found.inputs), len(found.outputs)
-            self._wanted = [name in program.trained for name in found.inputs]
-            self._rematerialise = rematerialise
+        self._direction, self._rematerialise = direction, rematerialise
+        self._scale = 1 / program.num_train
+        self._stage: VertexStage | EdgeStage
+        self.weights: Shapes = {}
+        """Shape of each weight by the user's name, in order."""
+        self.pushes = isinstance(found, Vertex) and direction is not Direction.FORWARD
+        """Whether gradients of the weights, possibly none, go to the parameter server."""
+        if isinstance(found, Edge):
+            self._stage = edge_stage(found.stage, found.config)
         else:
-            self._edge = program.edge_stage(step)
+            self._stage = vertex_stage(found.stage, found.config)
+            self.weights = program.weights_of(step)
+            self._outputs = given_items(program, step, Direction.FORWARD, True)
+            self._wanted = [name in program.trained for name in found.inputs]
 
     def half(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
         """Compute one half of ``rows`` rows, which may be 0, from one array per item of :attr:`pulled`.
@@ -485,43 +471,27 @@ class Work:
     def _returned(self) -> str:
         return f"what the stage of step {self._name!r} returned"
 
-    def _compute(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
-        if not self._is_vertex:
-            return Computed((self._edge_half(arrays),), ())
-        if self._direction is Direction.FORWARD:
-            outputs, saved = self._vertex.forward(weights, arrays)
-            return Computed(outputs if self._rematerialise else outputs + saved, ())
-        if self._direction is Direction.FUSED:
-            return self._fused_half(weights, arrays, rows)
-        inputs, others = arrays[: self._num_inputs], arrays[self._num_inputs :]
-        saved_rows = None if self._rematerialise else others[self._num_outputs :]
-        return self._backward(weights, inputs, others[: self._num_outputs], saved_rows)
-
-    def _edge_half(self, arrays: Sequence[Array]) -> Array:
-        sources, targets, indptr = arrays[:3]
-        if self._direction is Direction.FORWARD:
-            return self._edge.forward(sources, targets, indptr)
-        return self._edge.backward(sources, targets, indptr, *arrays[3:])
-
-    def _fused_half(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
-        inputs, labels = arrays[:-1], arrays[-1]
-        outputs, saved = self._vertex.forward(weights, inputs)
-        # Nothing else checks them: they are not sent.
-        check_payload(self._outputs, outputs, rows, self._returned)
-        loss = cross_entropy(outputs[0], labels, self._scale)
-        found = self._backward(weights, inputs, (loss.gradient,), saved)
-        return Computed((*found.rows, np.array([loss.loss_sum, loss.correct])), found.gradients)
-
-    def _backward(
-        self,
-        weights: Sequence[Array],
-        inputs: Sequence[Array],
-        gradients: Sequence[Array],
-        saved: Sequence[Array] | None,
-    ) -> Computed:
-        found = self._vertex.backward(weights, inputs, gradients, saved=saved, wanted=self._wanted)
+    def _compute(self, weights: Rows, arrays: Rows, rows: int) -> Computed:
+        stage, direction = self._stage, self._direction
+        if isinstance(stage, EdgeStage):
+            run = stage.forward if direction is Direction.FORWARD else stage.backward
+            return Computed((run(*arrays),), ())
+        inputs, others = arrays[: len(self._wanted)], arrays[len(self._wanted) :]
+        gradients: Rows = others[: len(self._outputs)]
+        saved: Rows | None = None if self._rematerialise else others[len(self._outputs) :]
+        statistics: Arrays = ()
+        if direction is not Direction.BACKWARD:
+            outputs, saved = stage.forward(weights, inputs)
+            if direction is Direction.FORWARD:
+                return Computed(outputs if self._rematerialise else outputs + saved, ())
+            # Nothing else checks them: they are not sent.
+            check_payload(self._outputs, outputs, rows, self._returned)
+            loss = cross_entropy(outputs[0], others[0], self._scale)
+            gradients, statistics = (loss.gradient,), (np.array([loss.loss_sum, loss.correct]),)
+        found = stage.backward(weights, inputs, gradients, saved=saved, wanted=self._wanted)
         pairs = zip(found.inputs, self._wanted, strict=True)
-        return Computed(tuple(row for row, wanted in pairs if wanted and row is not None), found.weights)
+        given = tuple(row for row, wanted in pairs if wanted and row is not None)
+        return Computed(given + statistics, found.weights)
 
     def _check_weights(self, weights: Sequence[Array], what: str) -> None:
         found = [(np.shape(weight), str(getattr(weight, "dtype", "no array"))) for weight in weights]

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Protocol, TypeAlias, final
+from typing import Annotated, TypeAlias, final
 
 import numpy as np
 import zmq
 
 import dglx_dist
 from dglx_dist.comm.auth import Credentials
-from dglx_dist.comm.rpc import Client, Handler, PeerAddress, ServeConfig, run_handler
+from dglx_dist.comm.rpc import Client, Handler, PeerAddress, run_handler
 from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.records import Array
 from dglx_dist.serverless.json_fields import Fields, Json, Within, printable, read_json
@@ -87,14 +87,11 @@ class WorkerAnswer:
         return answer
 
 
-class Answer(Protocol):
-    """The pending answer to a call."""
+Answer: TypeAlias = Callable[[float], list[Array]]
+"""Waits for the answer to a call, on the calling thread, so many seconds from :meth:`Caller.send`.
 
-    def wait(self, timeout_s: float) -> list[Array]:
-        """Return the arrays, on the calling thread; ``timeout_s`` counts from :meth:`Caller.send`.
-
-        PeerError: the server is dead, silent, or rejects this worker. RemoteError: the handler raised.
-        """
+PeerError: the server is dead, silent, or rejects this worker. RemoteError: the handler raised.
+"""
 
 
 class Caller(ABC):
@@ -145,7 +142,7 @@ class RemoteCaller(Caller):
         if number not in self._peers:
             endpoint, key = self._through(to.endpoint), _bytes(to.public_key)
             self._peers[number] = PeerAddress(rank=to.rank, host=to.host, endpoint=endpoint, public_key=key)
-        return self._client.send(number, op, name, arrays)
+        return self._client.send(number, op, name, arrays).wait
 
     def close(self) -> None:
         if self._secrets is not None:
@@ -162,7 +159,7 @@ class RemoteCaller(Caller):
             public_key=_bytes(secrets.public_key),
             secret_key=_bytes(secrets.secret_key),
         )
-        self._client = Client(self._context, self._peers, credentials, ServeConfig())
+        self._client = Client(self._context, self._peers, credentials)
 
 
 def _bytes(text: str | None) -> bytes | None:
@@ -181,22 +178,14 @@ class DirectCaller(Caller):
         if self._closed:
             raise PeerError("the executor was closed while a task was running")
         try:
-            return _LocalAnswer(run_handler(self._handlers, op, name, arrays))
+            found = run_handler(self._handlers, op, name, arrays)
         except Exception as error:
             text = f"rank {to.rank} on {to.host} failed at {op} {name!r}: {type(error).__name__}: {error}"
             raise RemoteError(text) from error
+        return lambda _timeout_s: found
 
     def close(self) -> None:
         self._closed = True
-
-
-@final
-class _LocalAnswer:
-    def __init__(self, arrays: list[Array]) -> None:
-        self._arrays = arrays
-
-    def wait(self, timeout_s: float) -> list[Array]:
-        return self._arrays
 
 
 class _TaskOver(Exception):
@@ -216,7 +205,7 @@ class _Calls:
 
     def program(self) -> bytes:
         """Fetch the program's JSON, and report this worker's numerical kernels."""
-        arrays = self._graph_server(PROGRAM, kernels()).wait(self._task.timeout_s)
+        arrays = self._graph_server(PROGRAM, kernels())(self._task.timeout_s)
         if len(arrays) != 1 or arrays[0].nbytes > MAX_PROGRAM_BYTES:
             raise self._wrong_answer(PROGRAM, f"one program of at most {MAX_PROGRAM_BYTES} bytes")
         return arrays[0].tobytes()
@@ -227,7 +216,7 @@ class _Calls:
     def rows(self, answer: Answer, half: int) -> list[Array]:
         """Wait for the answer to :meth:`pull`; PeerError if the graph server lacks the rows for too long."""
         task, requested_at = self._task, time.monotonic()
-        while not (arrays := answer.wait(task.timeout_s)):
+        while not (arrays := answer(task.timeout_s)):
             waited_s = time.monotonic() - requested_at
             if waited_s > task.timeout_s:
                 server, name = task.graph_server, half_name(task.key, half)
@@ -251,7 +240,7 @@ class _Calls:
         return self._graph_server(GIVE, attempt_name(self._task.key, half, self._task.attempt), rows)
 
     def accepted(self, submitted: Answer) -> bool:
-        arrays = submitted.wait(self._task.timeout_s)
+        arrays = submitted(self._task.timeout_s)
         if len(arrays) != 1 or arrays[0].shape != (1,) or arrays[0].dtype != np.int64:
             raise self._wrong_answer(GIVE, "one int64")
         return bool(arrays[0][0] == 1)
@@ -334,7 +323,7 @@ class Worker:
         second = calls.pull(1)
         if not streaming:
             pulled.append(calls.rows(second, 1))
-        weights = [] if requested is None else requested.wait(task.timeout_s)
+        weights = [] if requested is None else requested(task.timeout_s)
         computed: list[Computed] = []
         submitted: list[Answer] = []
         # Streaming computes the first half while the second arrives; forward, it is also sent meanwhile.
@@ -348,7 +337,7 @@ class Worker:
         self._hook(TaskPhase.COMPUTED)
         if work.pushes and work.weights:
             gradients = add_gradients(computed[0].gradients, computed[1].gradients)
-            calls.parameters(GRADIENTS, gradients).wait(task.timeout_s)
+            calls.parameters(GRADIENTS, gradients)(task.timeout_s)
         self._hook(TaskPhase.PUSHED)
         for half in range(len(submitted), 2):
             submitted.append(calls.submit(half, computed[half].rows))

@@ -68,9 +68,6 @@ class Fault:
     seconds: Annotated[float, Within(0, MAX_SECONDS)] | None = None
     """Length of a pause; None: the worker dies."""
 
-    def as_json(self) -> dict[str, Json]:
-        return {"place": self.place.value, "seconds": self.seconds}
-
 
 @final
 class FaultInjector:

@@ -153,9 +153,9 @@ class WrappedModel(nn.Module, ABC):
             return super().__call__(*args, **kwargs)
 
     @property
-    @abstractmethod
     def parts(self) -> Parts:
         """The replicated and the cut parameters."""
+        return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
 
     @abstractmethod
     def exchange_seconds(self, *, reset: bool = False) -> float:
@@ -226,7 +226,18 @@ class WrappedModel(nn.Module, ABC):
         Raises:
             RuntimeError: names or shapes differ (torch's own error).
         """
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        result = self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        self.note_buffers()
+        return result
+
+    def note_buffers(self) -> None:
+        """Called when buffers have changed on all ranks alike: after loading or moving the model."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # Called by .to(), .double() and the like.
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        self.note_buffers()
+        return result
 
 
 class Strategy(ABC):
@@ -294,8 +305,10 @@ class Strategy(ABC):
             ConfigError: the strategy cannot train this model exactly.
         """
 
-    @classmethod
-    def inspect(cls, model: nn.Module, features: int) -> Any:
+    # What a planner asks; a strategy names the functions of its cost module, as ``cost = staticmethod(...)``.
+
+    @staticmethod
+    def inspect(model: nn.Module, features: int) -> Any:
         """Return what :meth:`cost` needs of a model with ``features`` input columns; None unless overridden.
 
         Raises:
@@ -303,8 +316,8 @@ class Strategy(ABC):
         """
         return None
 
-    @classmethod
-    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+    @staticmethod
+    def candidates(context: PlanContext) -> Iterator[Candidate]:
         """Yield what ``dglx plan`` and ``auto`` compare, the simplest first; nothing unless overridden.
 
         Options must be those of the constructor. A candidate's name in tables and in checkpoints is made of
@@ -312,15 +325,15 @@ class Strategy(ABC):
         """
         return iter(())
 
-    @classmethod
-    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+    @staticmethod
+    def cost(candidate: Candidate, known: Measured) -> Cost:
         """Return the predicted cost of an epoch of one of :meth:`candidates`, without I/O.
 
         Args:
             candidate: Its mini-batches, its cache and its works are counted in ``known``.
             known: Counts and rates. Bytes that follow from counts alone must be those of the ledger.
         """
-        raise NotImplementedError(f"{cls.__name__} has candidates, so it must define cost()")
+        raise NotImplementedError(f"{candidate.strategy} has candidates, so it must define cost()")
 
 
 def check_options(strategy: str, options: Mapping[str, object], known: Mapping[str, type]) -> dict[str, Any]:

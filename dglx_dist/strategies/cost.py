@@ -33,6 +33,7 @@ CACHE_SIZES = (0.1, 0.5)
 ID_BYTES = 8
 _COPIES_WITH_ADAM = 4
 """Parameters, their gradients, and Adam's two moments."""
+_BATCHES_AHEAD = 1
 ALLOCATOR_OVERHEAD = 1.3
 """Held by used memory: each thread keeps what it freed for the next step."""
 _BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
@@ -452,7 +453,6 @@ class MemoryModel:
     edges of each layer; None: estimated from widths."""
     of_graphs: Callable[[Array], int] | None = None
     """The same for layers that exchange rows."""
-    batches_ahead: int = 1
 
     @property
     def fixed(self) -> int:
@@ -480,7 +480,7 @@ class MemoryModel:
             self.fixed
             + held
             + self.structure
-            + round(ALLOCATOR_OVERHEAD * (step + (self.batches_ahead + 1 + in_flight) * (inputs + blocks)))
+            + round(ALLOCATOR_OVERHEAD * (step + (_BATCHES_AHEAD + 1 + in_flight) * (inputs + blocks)))
         )
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
@@ -14,7 +14,6 @@ from dglx_dist.comm.collectives import check_equal, peers_named
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import (
-    Parts,
     Reduction,
     Strategy,
     Traits,
@@ -102,15 +101,15 @@ class DataParallel(Strategy):
         """
         return DataParallelModel(model, self._session, reduction=reduction, bucket_bytes=self._bucket_bytes)
 
-    @classmethod
-    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
+    @staticmethod
+    def candidates(context: PlanContext) -> Iterator[Candidate]:
         if context.steps:
             yield Candidate(unit="mini_batch")
             for alpha in context.caches if context.servers > 1 else ():
                 yield Candidate(unit="mini_batch", cache="vip", cache_alpha=alpha)
 
-    @classmethod
-    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
+    @staticmethod
+    def cost(candidate: Candidate, known: Measured) -> Cost:
         work, memory, cache = known.mini_batches, known.memory, known.cache_of(candidate)
         traffic = _traffic(known, cache)
         kept = 0 if cache is None else cache.rows * (known.graph.feature_bytes + 4) // known.cluster.servers
@@ -177,9 +176,7 @@ class DataParallelModel(WrappedModel):
         self, model: nn.Module, session: Session, *, reduction: Reduction, bucket_bytes: int
     ) -> None:
         super().__init__()
-        if reduction not in ("mean", "sum"):
-            raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
-        check_same_model(model, session, f"reduction={reduction}, bucket_bytes={bucket_bytes}")
+        check_same_model(model, session, f"bucket_bytes={bucket_bytes}", reduction)
         self.module = model
         self._session = session
         self._reduction: Reduction = reduction
@@ -189,11 +186,7 @@ class DataParallelModel(WrappedModel):
         self._exchange = GradientExchange(trained, session, bucket_bytes)
         self._buffer_means = BufferMeans(model, session, reduction)
         if self._buffer_means.needed:
-            self._exchange.after_backward(self._buffer_means.average)
-
-    @property
-    def parts(self) -> Parts:
-        return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
+            self._exchange.after = self._buffer_means.average
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._exchange.seconds(reset=reset)
@@ -215,18 +208,8 @@ class DataParallelModel(WrappedModel):
         check_frozen(self.module, self._trained)
         return mark_output(output, (self._exchange, gradient_weight(share, self._reduction)))
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        result = super().load_state_dict(state_dict, strict, assign)
+    def note_buffers(self) -> None:
         self._buffer_means.note()
-        return result
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Called by .to(), .double() and the like: the buffers to compare with change, too.
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
-        self._buffer_means.note()
-        return result
 
 
 def broadcast_state(model: nn.Module, session: Session) -> None:
@@ -246,13 +229,17 @@ def broadcast_state(model: nn.Module, session: Session) -> None:
             session.ledger.add("weights", 0, 0, rank, values.numel() * values.element_size())
 
 
-def check_same_model(model: nn.Module, session: Session, settings: str) -> None:
-    """Raise ConfigError if the models of the ranks differ; every rank must call it.
+def check_same_model(
+    model: nn.Module, session: Session, settings: str = "", reduction: Reduction = "mean"
+) -> None:
+    """Raise ConfigError if the models of the ranks differ, or ``reduction`` is unknown; collective.
 
-    Compares names, shapes, dtypes, frozen parameters and ``settings``.
+    Compares names, shapes, dtypes, frozen parameters, ``settings`` and ``reduction``.
     """
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
     described = [
-        settings,
+        f"reduction={reduction}, {settings}",
         *(f"{name} {_kind(p)}{'' if p.requires_grad else ' frozen'}" for name, p in model.named_parameters()),
         *(f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()),
     ]

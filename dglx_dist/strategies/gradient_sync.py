@@ -5,10 +5,8 @@ earlier backward calls, so accumulated gradients of summed losses are counted on
 ``find_unused_parameters`` for parameters that only some ranks reach (an edge type without edges in a
 block), and with that refuses several forward calls before one backward; its weight must be known before
 backward starts, per module and not per forward call; and its forward exchanges buffers, so that one rank
-cannot evaluate by itself. Here only backward communicates, and only new gradients. The price:
-on 2 gloo ranks sharing a busy 2-core machine, five dense layers (470,063 parameters, 1000 rows) had medians
-of 100 and 86 ms a step in two runs, DDP 104 and 85, which is noise; but the best rounds were 85 and 74 ms
-against DDP's 80 and 70, so hooks in Python probably cost some 5 % (docs/performance.md).
+cannot evaluate by itself. Here only backward communicates, and only new gradients. The price: hooks in
+Python probably cost some 5 % of a step of five dense layers (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
 from typing import Any, cast, final
 
 import torch
@@ -50,16 +47,15 @@ class Bucket:
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
         sizes = [parameter.numel() for parameter in parameters]
-        total = sum(sizes) + len(sizes)
+        first = parameters[0]
         self.indices = tuple(indices)
-        self.flat = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
-        pieces = torch.split(self.flat, [*sizes, len(sizes)])
-        self._views = {
+        self.flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        *pieces, self._flags = torch.split(self.flat, [*sizes, len(sizes)])
+        self.views = {
             index: piece.view(parameter.shape)
-            for index, piece, parameter in zip(indices, pieces, parameters, strict=False)
+            for index, piece, parameter in zip(indices, pieces, parameters, strict=True)
         }
-        self._flags = pieces[-1]
-        self._slot = {index: slot for slot, index in enumerate(indices)}
+        """The (possibly summed) gradients."""
         self._missing = len(sizes)
 
     @property
@@ -76,12 +72,8 @@ class Bucket:
         """Store ``weight * gradient``; with weight 0 exact zeros, even if the gradient is not finite."""
         self._missing -= 1
         if weight != 0.0:
-            torch.mul(gradient, weight, out=self._views[index])
-            self._flags[self._slot[index]] = 1
-
-    def get(self, index: int) -> Tensor:
-        """Return a view of the (possibly summed) gradient of a parameter."""
-        return self._views[index]
+            torch.mul(gradient, weight, out=self.views[index])
+            self._flags[self.indices.index(index)] = 1
 
     def used(self) -> dict[int, bool]:
         """Return for each parameter whether any rank put a gradient."""
@@ -166,14 +158,6 @@ def mark_output(output: Any, *exchanges: tuple[GradientExchange, float]) -> Any:
     return tree_unflatten(leaves, layout)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Round:
-    """The sums under way of one backward."""
-
-    buckets: list[Bucket]
-    works: list[Any]
-
-
 class GradientExchange:
     """Sums the gradients of every ``backward`` that passes :meth:`mark` over all ranks.
 
@@ -197,10 +181,12 @@ class GradientExchange:
         self._layout: tuple[tuple[torch.dtype, torch.device], ...] = ()
         self._in_flight: list[Any] = []
         self._waited_s = 0.0
-        self._after: Callable[[float], None] | None = None
-        self._delay = 0
-        self._pending: deque[_Round] = deque()
-        """Of backwards that are over, the oldest first; empty without a delay."""
+        self.after: Callable[[float], None] | None = None
+        """Called with the weight at the end of every exchanging backward, on every rank."""
+        self.delay = 0
+        """Write the sums of the backward so many calls ago to ``.grad``, so that they overlap compute."""
+        self._pending: deque[tuple[list[Bucket], list[Any]]] = deque()
+        """Buckets and sums under way of backwards that are over, the oldest first; empty without a delay."""
         for index, parameter in enumerate(self._parameters):
             _on_accumulation(parameter, self._hook_of(index))
 
@@ -217,14 +203,6 @@ class GradientExchange:
         free = [parameter for parameter in self._parameters if not parameter._backward_hooks]
         marked = _Mark.apply(anchor, len(outputs), *outputs, *free)  # type: ignore[no-untyped-call]  # torch leaves it bare
         return cast("tuple[Tensor, ...]", marked)
-
-    def after_backward(self, action: Callable[[float], None]) -> None:
-        """Call ``action(weight)`` at the end of every exchanging backward, on every rank."""
-        self._after = action
-
-    def set_delay(self, delay: int) -> None:
-        """Write the sums of the backward ``delay`` calls ago to ``.grad``, so that they overlap compute."""
-        self._delay = delay
 
     def add_delayed(self) -> None:
         """Add the oldest pending sums, if any, to ``.grad``; every rank must call it."""
@@ -331,16 +309,16 @@ class GradientExchange:
 
     def _finish(self) -> None:
         self._launch(incomplete=True)
-        self._pending.append(_Round(buckets=self._buckets, works=self._in_flight))
+        self._pending.append((self._buckets, self._in_flight))
         self._in_flight = []
-        if self._delay:
+        if self.delay:
             # The buckets of this round are in use until their sums have arrived.
             self._layout = ()
-        sums = self._wait_oldest(self._delay)
+        sums = self._wait_oldest(self.delay)
         for index in range(len(self._parameters)):
             self._write(index, sums.get(index))
-        if self._after is not None:
-            self._after(self._weight)
+        if self.after is not None:
+            self.after(self._weight)
         self._graph_task = _IDLE
         self._before = []
 
@@ -348,16 +326,16 @@ class GradientExchange:
         """Return the sums of the oldest round, None where no rank has one; nothing if ``delay`` allows it."""
         if len(self._pending) <= delay:
             return {}
-        oldest, started = self._pending.popleft(), time.perf_counter()
+        (buckets, works), started = self._pending.popleft(), time.perf_counter()
         waiting = self._session.timeline.span(f"{WAIT} for the all-reduce", COMPUTE)
         with peers_named(self._session, "the sum of gradients"), waiting:
-            for work in oldest.works:
+            for work in works:
                 if work is not None:
                     work.wait()
         self._waited_s += time.perf_counter() - started
         return {
-            index: bucket.get(index) if used else None
-            for bucket in oldest.buckets
+            index: bucket.views[index] if used else None
+            for bucket in buckets
             for index, used in bucket.used().items()
         }
 

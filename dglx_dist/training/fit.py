@@ -23,7 +23,7 @@ from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import CacheCounts
 from dglx_dist.graph.optim import SparseOptimizer
-from dglx_dist.options import check_ranges
+from dglx_dist.options import check_ranges, common_fields
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
 from dglx_dist.strategies.base import CACHE_CHOICE, EpochTrainer, Objective, WrappedModel
@@ -514,13 +514,7 @@ class _Run:
 def _step_of(
     model: WrappedModel, optimizer: torch.optim.Optimizer, sparse: Sparse, config: FitConfig
 ) -> Step:
-    task = config.task or NodeClassification(
-        loss=config.loss,
-        feature=config.feature,
-        label=config.label,
-        ntype=config.ntype,
-        inputs=config.inputs,
-    )
+    task = config.task or NodeClassification(**common_fields(config, NodeClassification))
     return Step(model=model, optimizer=optimizer, task=task, sparse=optimizers_of(sparse))
 
 

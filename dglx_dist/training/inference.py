@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import dgl
 import numpy as np
@@ -14,10 +14,8 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks, sum_over_ranks
-from dglx_dist.dataloading.kernels import Workspace
-from dglx_dist.dataloading.loader import in_edges_source
-from dglx_dist.dataloading.minibatch import BatchBlockBuilder
-from dglx_dist.dataloading.sampler import Draws
+from dglx_dist.dataloading.loader import neighborhood_maker
+from dglx_dist.dataloading.minibatch import BatchMaker
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
@@ -29,51 +27,20 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-@final
-class FullBlocks:
-    """Builds blocks whose destinations have all their in-edges. Not collective, for one thread.
-
-    The in-degrees of such a block are those of the graph. So are its ``out_degrees()``, unlike those of DGL's
-    blocks: a convolution that divides by the sources' degrees (``GraphConv(norm="both")``, ``norm="left"``)
-    has the same result as on the whole graph.
-    """
-
-    def __init__(self, g: DistGraph, device: torch.device) -> None:
-        self._g, self.device = g, device
-        self._schema, self._source = in_edges_source(g)
-        self._builder = BatchBlockBuilder(self._schema)
-        self._workspace = Workspace(sum(self._schema.num_nodes))
-
-    def blocks(
-        self, destinations: Mapping[str, Array], num_layers: int
-    ) -> tuple[list[Any], dict[str, Array]]:
-        """Return the blocks of ``num_layers`` hops, input-most first, and the (S,) source ids per node type.
-
-        ``destinations`` are (K,) distinct int64 ids by node type, which are the first K sources of their
-        type; types may be missing.
-        """
-        draws = Draws(
-            schema=self._schema,
-            fanouts=np.full((num_layers, len(self._schema.etypes)), -1),
-            replace=False,
-            exclude={},
-            seed=0,
-            idtype=np.dtype(np.int64),
-        )
-        batch = self._source.sample(draws.request(destinations, 0, {}), {}, self._workspace)
-        nodes, blocks = self._builder.blocks(batch)
-        return [self._whole(block) for block in blocks], {ntype: ids.numpy() for ntype, ids in nodes.items()}
-
-    def _whole(self, block: Any) -> Any:
-        block = block.to(self.device)
-        types = (block.srctypes, block.dsttypes)
-        whole = _FullBlock(block._graph, types, block.etypes, block._node_frames, block._edge_frames)
-        whole.graph = self._g
-        return whole
+def _with_degrees(block: Any, g: DistGraph) -> Any:
+    """Return a block whose destinations have all their in-edges, with the degrees of the graph."""
+    types = (block.srctypes, block.dsttypes)
+    whole = _FullBlock(block._graph, types, block.etypes, block._node_frames, block._edge_frames)
+    whole.graph = g
+    return whole
 
 
 class _FullBlock(DGLBlock):
-    """A block that has the out-degrees of the graph, as have its slices by edge type."""
+    """A block that has the out-degrees of the graph, as have its slices by edge type.
+
+    Those of DGL's blocks are others. So a convolution that divides by the sources' degrees
+    (``GraphConv(norm="both")``, ``norm="left"``) has the same result as on the whole graph.
+    """
 
     graph: DistGraph | None = None
     """Set after construction, since DGL constructs slices and copies with the same class."""
@@ -176,8 +143,8 @@ _NO_EDGE_DATA = (
 )
 
 _Rows: TypeAlias = dict[Path, DistTensor]
-_Pass: TypeAlias = tuple[int, Callable[[list[Any], Any], Any]]
-"""Number of blocks, and (blocks, rows of their sources) to results of their destinations."""
+_Pass: TypeAlias = Callable[[list[Any], Any], Any]
+"""(blocks, rows of their sources) to results of their destinations."""
 _Compute: TypeAlias = Callable[[str, Array], dict[Path, Tensor]]
 """(node type, (K,) ids) to the (K, ...) results of these nodes."""
 
@@ -226,11 +193,11 @@ def layerwise_inference(
             not return one row for each destination.
     """
     module = whole_of(model)
-    passes: list[_Pass] = [(1, _on_block(layer)) for layer in layers_of(module, layers, between)]
-    return _infer(module, g, passes, first_rows(g, feature, inputs), batch_size, ntypes)
+    passes = [_on_block(layer) for layer in layers_of(module, layers, between)]
+    return _infer(module, g, 1, passes, first_rows(g, feature, inputs), batch_size, ntypes)
 
 
-def _on_block(layer: InferenceLayer) -> Callable[[list[Any], Any], Any]:
+def _on_block(layer: InferenceLayer) -> _Pass:
     return lambda blocks, h: layer(blocks[0], h)
 
 
@@ -246,20 +213,9 @@ def minibatch_inference(
 ) -> Any:
     """Compute every node's results from its whole neighbourhood of ``num_layers`` hops. Collective.
 
-    Exact for any model that is called as ``model(blocks, h)``, but each batch recomputes shared neighbours:
-    prefer :func:`layerwise_inference` if the model defines its layers.
-
-    Args:
-        model: Wrapped or plain, equal on all ranks; in evaluation mode during the call.
-        g: The graph.
-        num_layers: Number of blocks that the model takes.
-        feature: Input node data; every node type must have it.
-        inputs: Replaces ``feature``, as in :func:`layerwise_inference`.
-        batch_size: Nodes computed at once.
-        ntypes: Node types to compute; all by default.
-
-    Returns:
-        As :func:`layerwise_inference`.
+    Exact for any model that is called as ``model(blocks, h)`` with ``num_layers`` blocks, but each batch
+    recomputes shared neighbours: prefer :func:`layerwise_inference`, with the same other arguments and
+    result, if the model defines its layers.
 
     Raises:
         ConfigError: ``num_layers`` is below 1, a type has no input, or the model returns no rows for some
@@ -268,24 +224,27 @@ def minibatch_inference(
     if num_layers < 1:
         raise ConfigError(f"num_layers={num_layers} must be at least 1")
     module = whole_of(model)
-    return _infer(module, g, [(num_layers, module)], first_rows(g, feature, inputs), batch_size, ntypes)
+    return _infer(module, g, num_layers, [module], first_rows(g, feature, inputs), batch_size, ntypes)
 
 
 def _infer(
     module: nn.Module,
     g: DistGraph,
+    num_layers: int,
     passes: Sequence[_Pass],
     rows: _Rows,
     batch_size: int,
     ntypes: Sequence[str] | None,
 ) -> Any:
-    """Compute the passes one after the other for all nodes, the last for those of ``ntypes``. Collective."""
-    target = float_of(module)
-    blocks = FullBlocks(g, target.device)
+    """Compute the passes one after the other for all nodes, the last for those of ``ntypes``. Collective.
+
+    Each pass takes ``num_layers`` blocks.
+    """
+    target, maker = float_of(module), neighborhood_maker(g, num_layers)
     with evaluating(module):
         for depth, one in enumerate(passes):
             # Later ones read what the one before has computed.
-            compute = _compute_of(one, g, blocks, rows, target.dtype if depth == 0 else None)
+            compute = _compute_of(one, g, maker, rows, (target.device, target.dtype if depth == 0 else None))
             out_types = g.ntypes if ntypes is None or depth < len(passes) - 1 else ntypes
             computed = _for_all(g, compute, batch_size, out_types, f"pass {depth} over all nodes")
             if depth > 0:
@@ -296,15 +255,20 @@ def _infer(
 
 
 def _compute_of(
-    one: _Pass, g: DistGraph, blocks: FullBlocks, rows: _Rows, dtype: torch.dtype | None
+    one: _Pass,
+    g: DistGraph,
+    maker: BatchMaker,
+    rows: _Rows,
+    target: tuple[torch.device, torch.dtype | None],
 ) -> _Compute:
-    num_layers, call = one
-
     def compute(ntype: str, ids: Array) -> dict[Path, Tensor]:
-        made, sources = blocks.blocks({ntype: ids}, num_layers)
-        read = {path: tensor[torch.from_numpy(sources[type_of(path, g)])] for path, tensor in rows.items()}
-        h = nest({path: leaf.to(blocks.device, dtype) for path, leaf in read.items()})
-        return _leaves_of(ntype, call(made, h), g, len(ids))
+        blocks = maker.make({ntype: ids}, 0).blocks
+        sources = blocks[0].srcnodes
+        h = {
+            path: tensor[sources[type_of(path, g)].data[dgl.NID]].to(*target) for path, tensor in rows.items()
+        }
+        made = [_with_degrees(block.to(target[0]), g) for block in blocks]
+        return _leaves_of(ntype, one(made, nest(h)), g, len(ids))
 
     return compute
 
@@ -312,10 +276,7 @@ def _compute_of(
 def in_original_order(rows: DistTensor, g: DistGraph, ntype: str | None = None) -> Tensor:
     """Return all rows of a node tensor, (N, ...), by node id before partitioning. Not collective.
 
-    Args:
-        rows: One row per node.
-        g: The graph.
-        ntype: Required with several node types.
+    ``ntype`` is required with several node types.
     """
     values = rows.to_local()
     ordered = torch.empty_like(values)

@@ -23,10 +23,8 @@ PHASE = "metrics"
 def accuracy(predicted: Tensor, label: Tensor, session: Session) -> float:
     """Share of rows over all ranks where ``predicted`` equals ``label``; nan without rows.
 
-    Args:
-        predicted: (B,) integer classes, or (B, C) scores whose largest is taken.
-        label: (B,) integer classes.
-        session: The run.
+    ``predicted`` are (B,) integer classes, or (B, C) scores whose largest is taken; ``label`` (B,) integer
+    classes.
     """
     classes = run_on_all_ranks(session, lambda: _as_classes(predicted, label), ConfigError)
     counts = torch.stack([(classes == label).sum(), torch.tensor(len(label), device=label.device)])

@@ -66,12 +66,7 @@ class DotProduct(Decoder):
 
 @final
 class DistMult(Decoder):
-    """``sum_i s_i r_i o_i`` with a row r per relation (Yang et al. 2015); the same in both directions.
-
-    Args:
-        num_relations: R.
-        width: d.
-    """
+    """``sum_i s_i r_i o_i`` with a row r per relation (Yang et al. 2015); the same in both directions."""
 
     def __init__(self, num_relations: int, width: int) -> None:
         super().__init__()
@@ -87,12 +82,7 @@ class DistMult(Decoder):
 
 @final
 class Bilinear(Decoder):
-    """``s' W_r o`` with a matrix per relation (RESCAL, Nickel et al. 2011).
-
-    Args:
-        num_relations: R.
-        width: d.
-    """
+    """``s' W_r o`` with a (d, d) matrix per relation (RESCAL, Nickel et al. 2011)."""
 
     def __init__(self, num_relations: int, width: int) -> None:
         super().__init__()
@@ -140,6 +130,9 @@ def edge_scores(
         scores[etype] = decoder(rows[etype[0]][u], relation, rows[etype[2]][v])
     return scores
 
+
+InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
+"""(block, h) to the next h: tensors, or with several types or outputs dictionaries and tuples of them."""
 
 MODEL_KINDS = ("sage", "gcn", "sgc", "gat", "mlp", "resgcn")
 RELATIONAL_KINDS = ("rgcn", "hgt")
@@ -225,8 +218,33 @@ def _degrees_of(graph: DistGraph) -> Degrees:
     return degrees
 
 
+class Layered(nn.Module, ABC):
+    """A model of one layer for each block."""
+
+    layers: nn.ModuleList
+
+    def forward(self, blocks: Any, h: Tensor) -> Tensor:
+        """Map (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations.
+
+        ``blocks`` are one per layer, input-most first, or one graph for all layers.
+        """
+        if isinstance(blocks, dgl.DGLGraph):
+            blocks = [blocks] * len(self.layers)
+        for layer, block in zip(self.inference_layers(), blocks, strict=True):
+            h = layer(block, h)
+        return h
+
+    def inference_layers(self) -> list[InferenceLayer]:
+        """Return one ``(block, h) -> h`` per layer, first layer first."""
+        return [partial(self._layer, depth) for depth in range(len(self.layers))]
+
+    @abstractmethod
+    def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
+        """Return the (num_dst, H) result of one layer on (num_src, F) rows."""
+
+
 @final
-class ResGCN(nn.Module):
+class ResGCN(Layered):
     """ResGCN+: linear encoder, ``h <- h + conv(dropout(relu(norm(h))))`` per layer, linear decoder.
 
     Args:
@@ -261,23 +279,6 @@ class ResGCN(nn.Module):
         self.decoder = nn.Linear(hidden, classes)
         self.recompute = recompute
 
-    def forward(self, blocks: Any, h: Tensor) -> Tensor:
-        """Map (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations.
-
-        Args:
-            blocks: One per layer, input-most first; or one graph for all layers.
-            h: Features.
-        """
-        if isinstance(blocks, dgl.DGLGraph):
-            blocks = [blocks] * len(self.layers)
-        for layer, block in zip(self.inference_layers(), blocks, strict=True):
-            h = layer(block, h)
-        return h
-
-    def inference_layers(self) -> list[Callable[[Any, Tensor], Tensor]]:
-        """Return one ``(block, h) -> h`` per layer; the first one encodes, the last one decodes."""
-        return [partial(self._layer, depth) for depth in range(len(self.layers))]
-
     def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
         if depth == 0:
             h = self.encoder(h)
@@ -298,11 +299,10 @@ class ResGCN(nn.Module):
 
 
 class _Halo:
-    """The halo rows of one layer in one step, kept for recomputation.
+    """The halo rows of one layer in one step, kept for recomputation if ``keep``.
 
-    Args:
-        block: The layer's block; those of strategies that exchange rows have a method ``all_rows``.
-        keep: Whether to keep the rows; otherwise the convolution exchanges them itself.
+    Blocks of strategies that exchange rows have a method ``all_rows``; without ``keep`` the convolution calls
+    it.
     """
 
     def __init__(self, block: Any, *, keep: bool) -> None:
@@ -333,15 +333,8 @@ def build_resgcn(
 ) -> ResGCN:
     """Build a ResGCN+; initial weights come from torch's global generator.
 
-    Args:
-        in_dim: Feature columns.
-        hidden: Width of all layers.
-        classes: Width of the result.
-        layers: At least 1; 28, 56 or 112 in the paper.
-        dropout: Probability in [0, 1).
-        conv: ``sage`` (mean; the paper's) or ``gcn``.
-        graph: For ``gcn``: as in :func:`build_model`.
-        recompute: See :class:`ResGCN`.
+    The paper has 28, 56 or 112 ``layers`` and ``conv="sage"`` (mean); for ``gcn``, ``graph`` is as in
+    :func:`build_model`; ``recompute`` as in :class:`ResGCN`.
 
     Raises:
         ConfigError: a number is out of range, or ``conv`` or ``recompute`` is unknown.
@@ -353,19 +346,11 @@ def build_resgcn(
     return ResGCN(in_dim, classes, convs, hidden=hidden, dropout=dropout, recompute=recompute)
 
 
-InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
-"""(block, h) to the next h: tensors, or with several types or outputs dictionaries and tuples of them."""
-
-
 @final
-class Stack(nn.Module):
-    """A sequence of convolutions, with activation and dropout between them.
+class Stack(Layered):
+    """A sequence of convolutions, with activation and dropout after all but the last.
 
-    Args:
-        convs: One module per layer, called as ``conv(block, h)``; returns (num_dst, H) or, for attention,
-            (num_dst, heads, H).
-        activation: Applied after all layers but the last.
-        dropout: Probability, applied after the activation.
+    They are called as ``conv(block, h)`` and return (num_dst, H) or, for attention, (num_dst, heads, H).
     """
 
     def __init__(
@@ -375,16 +360,6 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(convs)
         self.dropout = nn.Dropout(dropout)
         self._activation = activation
-
-    def forward(self, blocks: Sequence[Any], h: Tensor) -> Tensor:
-        """Map (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations."""
-        for layer, block in zip(self.inference_layers(), blocks, strict=True):
-            h = layer(block, h)
-        return h
-
-    def inference_layers(self) -> list[InferenceLayer]:
-        """Return one ``(block, h) -> h`` per layer, first layer first."""
-        return [partial(self._layer, depth) for depth in range(len(self.layers))]
 
     def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
         h = self.layers[depth](block, h)

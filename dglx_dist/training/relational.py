@@ -284,15 +284,10 @@ class RGCN(RelationalModel):
     ``h_v = W_0 h_v + b + sum_r mean over N_r(v) of W_r h_u``, with a W_0 and b per node type. A relation
     without in-edges of a destination contributes nothing to it.
 
-    Args:
-        graph: See :class:`RelationalModel`.
-        feature_widths: See :class:`RelationalModel`.
-        hidden: Width between the layers.
+    Args beside those of :class:`RelationalModel`:
         out_dim: Width of the result.
-        layers: Number of blocks.
         num_bases: Number of weight matrices that relations share and mix; None: each has its own.
         dropout: Probability, after the activation between layers.
-        out_types: Node types of the result; None: all.
 
     Raises:
         ConfigError: a number is out of range, a type does not exist, or ``num_bases`` is given for a graph
@@ -401,15 +396,10 @@ def _edges_by_relation(
 class HGT(RelationalModel):
     """Heterogeneous graph transformer (Hu et al. 2020) of ``dgl.nn.HGTConv``, with a linear layer at the end.
 
-    Args:
-        graph: See :class:`RelationalModel`.
-        feature_widths: See :class:`RelationalModel`.
-        hidden: Width between the layers, of all heads together.
-        out_dim: Width of the result.
-        layers: Number of blocks.
+    Args beside those of :class:`RelationalModel`:
+        out_dim: Width of the result; ``hidden`` is that of all heads together.
         heads: Attention heads; must divide ``hidden``.
         dropout: Probability inside the convolutions.
-        out_types: Node types of the result; None: all.
 
     Raises:
         ConfigError: a number is out of range, or a type does not exist.

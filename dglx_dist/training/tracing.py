@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,9 +11,7 @@ from pathlib import Path
 from typing import Any, final
 from urllib.parse import urlsplit
 
-import numpy as np
-
-from dglx_dist.comm.collectives import CONTROL, Clock, barrier, measure_clock, run_on_all_ranks
+from dglx_dist.comm.collectives import Clock, gather_json, measure_clock, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import (
     RankSpans,
@@ -26,11 +23,8 @@ from dglx_dist.comm.trace import (
     write_trace,
 )
 from dglx_dist.errors import StorageError
-from dglx_dist.records import Array
 
 log = logging.getLogger(__name__)
-
-_OP = "training.trace"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,19 +96,12 @@ class _Recorder:
 
     def gather(self) -> TraceFile | None:
         """Return the trace of all ranks on rank 0, None on the others. Collective."""
-        session = self._session
-        if session.topology.world_size == 1:
-            return self._trace([self._own()])
-        packed = _pack(self._own())
-        if session.topology.rank:
-            session.rpc.register(_OP, lambda _name, _arrays: [packed])
-        try:
-            barrier(session, "gathering the trace")
-            ranks = [self._own(), *self._pulled()] if session.topology.rank == 0 else []
-            barrier(session, "the trace gathered")
-        finally:
-            session.rpc.unregister(_OP)
-        return self._trace(ranks) if ranks else None
+        ranks: Any = gather_json(asdict(self._own()), self._session)
+        if self._session.topology.rank:
+            return None
+        return self._trace(
+            [RankSpans(**one | {"spans": tuple(Span(**span) for span in one["spans"])}) for one in ranks]
+        )
 
     def write_own(self) -> None:
         # A failure is only logged, so that it does not hide the error that ended training.
@@ -136,11 +123,6 @@ class _Recorder:
             clock_error_s=self._clock.error_s,
             dropped=timeline.dropped,
         )
-
-    def _pulled(self) -> list[RankSpans]:
-        others = range(1, self._session.topology.world_size)
-        pending = [self._session.rpc.submit(rank, _OP, "", [], phase=CONTROL) for rank in others]
-        return [_unpack(one.result()[0]) for one in pending]
 
     def _trace(self, ranks: Sequence[RankSpans]) -> TraceFile:
         topology = self._session.topology
@@ -172,12 +154,3 @@ def _without_keys(value: object) -> object:
         address = urlsplit(value)
         return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
     return value
-
-
-def _pack(one: RankSpans) -> Array:
-    return np.frombuffer(json.dumps(asdict(one)).encode(), dtype=np.uint8)
-
-
-def _unpack(packed: Array) -> RankSpans:
-    values: dict[str, Any] = json.loads(packed.tobytes())
-    return RankSpans(**values | {"spans": tuple(Span(**span) for span in values["spans"])})

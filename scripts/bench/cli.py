@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ import typer
 from rich.table import Table
 
 from dglx_dist.cli import run_command_line
-from dglx_dist.cli.common import show, warn
+from dglx_dist.cli.common import say, show, warn
 from dglx_dist.cli.train import INTERRUPTED
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import names
@@ -140,15 +139,10 @@ def measure(experiments: Sequence[Experiment], plan: BenchPlan) -> list[Outcome]
         warn(driver.QUICK_LOOK)
     outcomes = []
     for experiment in experiments:
-        outcome = driver.run(experiment, plan, tell)
-        tell(f"{experiment.id}: {outcome.status}{f' ({outcome.reason})' if outcome.reason else ''}")
+        outcome = driver.run(experiment, plan, say)
+        say(f"{experiment.id}: {outcome.status}{f' ({outcome.reason})' if outcome.reason else ''}")
         outcomes.append(outcome)
     return outcomes
-
-
-def tell(line: str) -> None:
-    """Show what happens, on standard error."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def write_pages(folder: Path) -> None:

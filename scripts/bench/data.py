@@ -32,9 +32,8 @@ log = logging.getLogger(__name__)
 def prepare(graph: SyntheticConfig, cuts: Mapping[str, PartitionPlan], work: Path) -> dict[str, Path]:
     """Return the folder of ``graph`` cut in each way, making those that are not there; one process calls it.
 
-    A folder appears whole or not at all, so what a killed run left is never taken for a dataset. Several
-    processes may prepare the same ones at once: the first to finish wins. StorageError: ``work`` cannot be
-    written, or what lies there is damaged.
+    A folder appears whole or not at all. Of several processes that prepare the same ones the first to finish
+    wins. StorageError: ``work`` cannot be written, or what lies there is damaged.
     """
     folders = {name: work / f"synthetic-{recipe_key(graph, cut)}" for name, cut in cuts.items()}
     missing = [name for name, folder in folders.items() if not (folder / MANIFEST).is_file()]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import platform
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from dglx_dist.errors import DglxError, JobError
+from dglx_dist.errors import DglxError
 from dglx_dist.planner.records import Rate
 from scripts.bench import results, suites
 from scripts.bench.pool import OpenStage, Stage, open_stage
@@ -22,6 +23,7 @@ from scripts.bench.records import (
     Experiment,
     ExperimentPlan,
     Job,
+    JobError,
     MatchedPhi,
     Measurement,
     Outcome,
@@ -100,13 +102,8 @@ def run(
     First every variant runs once to warm up, of those that differ by their rate alone the first; then the
     rates are found at which a baseline communicates as long as is wanted; then come the repetitions, each
     with one job per variant, whose order moves on by one each time so that nobody is always first; last come
-    the accuracy curves that variants ask for.
-
-    Returns:
-        What was written. What goes wrong in the experiment makes it "failed", with the measurements so far.
-
-    Raises:
-        StorageError: results cannot be written.
+    the accuracy curves that variants ask for. Return what was written: what goes wrong in the experiment
+    makes it "failed", with the measurements so far.
     """
     make_folder(plan.out)
     running = _Running(experiment, plan, tell)
@@ -251,16 +248,6 @@ def in_turn(variants: Sequence[Variant], repetition: int) -> list[Variant]:
 
 def without_paths(plan: ExperimentPlan, work: str) -> ExperimentPlan:
     """Return ``plan`` as it is kept: with the word WORK in place of the user's folder of datasets."""
-
-    def kept(value: Any) -> Any:
-        if isinstance(value, Job):
-            told = {name: kept(inner) for name, inner in vars(value).items()}
-            return Job(**told | {"turns": tuple(told["turns"])})
-        if isinstance(value, Mapping):
-            return {name: kept(inner) for name, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return [kept(inner) for inner in value]
-        return value.replace(work, "WORK") if isinstance(value, str) else value
-
-    variants = (replace(one, job=kept(one.job), curve=kept(one.curve)) for one in plan.variants)
-    return replace(plan, variants=tuple(variants), facts=kept(plan.facts))
+    text = json.dumps(results.plain(asdict(plan))).replace(json.dumps(work)[1:-1], "WORK")
+    kept: ExperimentPlan = read_record(ExperimentPlan, json.loads(text))
+    return kept

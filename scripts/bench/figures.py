@@ -35,17 +35,14 @@ from scripts.bench.records import (
 from scripts.bench.suites import why_absent
 
 FORMAT, VERSION = "dglx bench figures", 1
-PHASES = ("wait_s", "compute_s", "exchange_s")
-"""Of the training loop, one after another."""
-HIDDEN = ("sample_s", "fetch_s")
-"""On the loader's threads, beside the training loop."""
+PHASES, HIDDEN = ("wait_s", "compute_s", "exchange_s"), ("sample_s", "fetch_s")
+"""Of the training loop, one after another; on the loader's threads, beside it."""
 _OF_REPORTS = ("epochs_to_target", "dollars", "value")  # quantities that are no field of an epoch
 BYTES = ("bytes_inside", "bytes_outside")
 _MOST_NAMES = 60
 _OF_ONE_LAB = {"name", "external", "phi", "calibration"}
 """Of ``Lab.describe()`` and what the driver adds: not the same for variants that share a shape."""
-Row = dict[str, str]
-"""A line of a table: column -> cell."""
+Row = dict[str, str]  # a line of a table: column -> cell
 
 
 def figures_of(experiment: Experiment, outcome: Outcome) -> dict[str, Any]:

@@ -31,11 +31,7 @@ class Notes:
 
 
 def read_notes(path: Path = NOTES) -> Notes:
-    """Return the sections: one with fields other than ``Overview:`` is an experiment's.
-
-    Raises:
-        StorageError: there is no such file, or an experiment lacks a field.
-    """
+    """Return the sections: one with fields other than ``Overview:`` is an experiment's."""
     if not path.is_file():
         raise StorageError(f"there are no notes at {path}; they are a part of the page")
     experiments, parts = {}, {}

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.report.tables import markdown_table
 from scripts.bench import results
 from scripts.bench.figures import figures_of, judge_experiment
 from scripts.bench.notes import Notes, read_notes
 from scripts.bench.plots import WHAT
 from scripts.bench.records import Experiment
 from scripts.bench.suites import everything, find
-from scripts.out_files import write_text
+from scripts.out_files import markdown_table, write_text
 
 _WIDTH = 120
 _HEAD = """<!-- Made by `python scripts/bench performance` from docs/results: change what is there. -->

@@ -9,12 +9,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, final
 
-from dglx_dist.errors import JobError
 from dglx_dist.planner.records import Rate
 from scripts.bench import worker
 from scripts.bench.peers import launch
 from scripts.bench.peers.workload import Launch
-from scripts.bench.records import Job, Shape
+from scripts.bench.records import Job, JobError, Shape
 from scripts.json_records import read_record
 from scripts.netlab.base import Lab, LabSpec
 from scripts.netlab.labs import open_lab
@@ -30,12 +29,9 @@ LOG_LINES = 25
 
 @final
 class WorkerPool:
-    """Ranks that wait for jobs; a context manager that ends them.
+    """Ranks on a lab that wait for jobs; a context manager that ends them.
 
-    Args:
-        lab: Where they run.
-        ranks_per_server: How many on each server.
-        folder: Empty, on a disk that all servers share (not ``/dev/shm``).
+    ``folder``: empty, on a disk that all servers share (not ``/dev/shm``).
     """
 
     def __init__(self, lab: Lab, ranks_per_server: int, folder: Path) -> None:
@@ -100,11 +96,7 @@ class WorkerPool:
 
 
 def do_alone(job: Job, *, timeout_s: float = 600.0) -> Mapping[str, Any]:
-    """Run ``job`` as the only rank, in a process of its own and on all cores, and return its report.
-
-    Raises:
-        JobError: it failed, died or took longer than ``timeout_s``.
-    """
+    """Run ``job`` as the only rank, in a process of its own and on all cores, and return its report."""
     with (
         scratch_folder() as folder,
         open_lab(LabSpec(servers=1), force_loopback=True) as lab,
@@ -116,10 +108,7 @@ def do_alone(job: Job, *, timeout_s: float = 600.0) -> Mapping[str, Any]:
 class Stage:
     """Where jobs are done; one at a time, so that what waits costs the others nothing.
 
-    Args:
-        labs: That are up, by shape.
-        folder: On a disk that all servers share.
-        closing: Ends the worker pools, which are started when a job first wants one.
+    ``labs`` are up; ``closing`` ends the worker pools, which are started when a job first wants one.
     """
 
     def __init__(self, labs: Mapping[Shape, Lab], folder: Path, closing: ExitStack) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.planner.records import Rate
 from dglx_dist.records import EpochRecord
 
@@ -25,6 +25,10 @@ COUNTED_BYTES = "predicted bytes of the first measured epoch"
 """Between servers and inside of them, of variants that were counted to the byte."""
 
 
+class JobError(DglxError):
+    """A benchmark job failed or hung on a rank; the message names the rank and ends with its log."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Claim:
     """What was published."""
@@ -32,7 +36,6 @@ class Claim:
     paper: str
     """E.g. "DistDGL (2020), section 5.3"."""
     says: str
-    """E.g. "METIS is 2.14x faster than random"."""
     setting: str
     """E.g. "ogbn-products, 4 machines, 100 Gbit/s"."""
 
@@ -107,9 +110,8 @@ class Cell:
 
     name: str
     chosen: str
-    """Variant; one of the ways."""
     ways: tuple[str, ...]
-    """Variants, of which the one that turns out fastest is the measure."""
+    """Variants, the chosen one among them, of which the one that turns out fastest is the measure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +120,8 @@ class Ratio:
 
     name: str
     over: str
-    """Variant above the line."""
     under: str
-    """Variant below the line."""
+    """Variants above and below the line."""
     quantity: Literal[
         "seconds", "bytes_outside", "samples_per_second", "epochs_to_target", "dollars", "value"
     ] = "seconds"
@@ -163,7 +164,6 @@ class Experiment:
     """One experiment, as its section of docs/results/notes.md says, and what builds it."""
 
     id: str
-    """E.g. "D1"."""
     title: str
     suites: tuple[Suite, ...]
     claim: Claim
@@ -184,11 +184,11 @@ class Measurement:
     variant: str
     repetition: int
     epochs: tuple[EpochRecord, ...]
-    """The measured ones; warm-up left out."""
+    """The measured ones."""
     bytes_outside_wire: int | None = None
     """By the cards, for the measured epochs; None on plain loopback."""
     peak_bytes: int = 0
-    """Largest memory of a rank, resident."""
+    """Largest resident memory of a rank."""
     accuracy: tuple[tuple[float, float], ...] = ()
     """(seconds of training so far, validation accuracy) after each epoch, when asked for."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -204,10 +204,8 @@ class Outcome:
     """What became of an experiment."""
 
     experiment: str
-    """Its id."""
     status: Literal["measured", "absent", "failed"]
     reason: str = ""
-    """Why it is absent or failed."""
     network: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """``Lab.describe()`` by variant, and the rates found by calibration with their phi."""
     plan: ExperimentPlan | None = None
@@ -218,7 +216,6 @@ class Outcome:
     command: str = ""
     """Repeats it."""
     date: str = ""
-    """ISO, UTC."""
 
     def fact(self, name: str) -> Mapping[str, Any]:
         """Return a fact of the plan by variant; empty where it has none."""

@@ -39,7 +39,7 @@ def write(folder: Path, outcome: Outcome) -> Path:
     Numbers that JSON has no word for (NaN, infinity) become null.
     """
     path = result_path(folder, outcome.experiment)
-    value = _plain({"format": FORMAT, "version": VERSION, **asdict(outcome)})
+    value = plain({"format": FORMAT, "version": VERSION, **asdict(outcome)})
     make_folder(folder)
     return write_text(path, json.dumps(value, indent=1) + "\n")
 
@@ -79,11 +79,12 @@ def read_one(path: Path) -> Outcome | None:
     )
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """Return JSON values; numbers that JSON has no word for become null, what it does not know a text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if value is None or isinstance(value, (str, bool, int, float)):

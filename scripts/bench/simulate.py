@@ -100,8 +100,8 @@ def _fitted(edges: Sequence[int], seconds: Sequence[float]) -> Line:
 class SleepingModel(nn.Module):
     """A model with the parameters of ``module``, which is never called, that sleeps where it would compute.
 
-    What it returns is zero and depends on every parameter; their gradients are zero and as large as real
-    ones, so that exchange and optimiser cost what they cost.
+    What it returns is zero and depends on every parameter; their gradients are zeros of their sizes, so that
+    exchange and optimiser cost what they cost.
     """
 
     def __init__(

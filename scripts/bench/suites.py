@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from types import MappingProxyType
 from typing import Any, TypeAlias, cast, get_args
 
 from dglx_dist.errors import UnknownNameError
@@ -19,17 +18,15 @@ Build: TypeAlias = Callable[[BenchPlan], ExperimentPlan]
 
 FAMILIES = ("data_parallel", "push_pull", "full_graph", "serverless", "choice", "peers")
 """Modules in ``experiments``; each has BUILDS: id -> what makes or finds datasets and says what to run."""
-PROGRAMS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "performance": ("performance:main", "puts docs/performance.md together from docs/results"),
-        "same_bits": ("micro.same_bits:main", "digests of weights, losses, bytes: equal in two checkouts?"),
-        "sampling": ("micro.sampling:main", "neighbour sampling beside stock DGL"),
-        "halo": ("micro.halo:main", "how much of a link the halo exchange uses; under netlab"),
-        "expansion": ("micro.expansion:main", "what preloading neighbourhoods costs, by hop and cut"),
-        "real_data": ("micro.real_data:main", "accuracy on real graphs, one process beside two ranks"),
-        "worker": ("worker:serve", ""),
-    }
-)
+PROGRAMS: Mapping[str, tuple[str, str]] = {
+    "performance": ("performance:main", "puts docs/performance.md together from docs/results"),
+    "same_bits": ("micro.same_bits:main", "digests of weights, losses, bytes: equal in two checkouts?"),
+    "sampling": ("micro.sampling:main", "neighbour sampling beside stock DGL"),
+    "halo": ("micro.halo:main", "how much of a link the halo exchange uses; under netlab"),
+    "expansion": ("micro.expansion:main", "what preloading neighbourhoods costs, by hop and cut"),
+    "real_data": ("micro.real_data:main", "accuracy on real graphs, one process beside two ranks"),
+    "worker": ("worker:serve", ""),
+}
 """Name to "module:function" in this folder and what it is; without that, only the bench itself starts it."""
 
 

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from dglx_dist.comm.session import current_session
@@ -26,6 +25,7 @@ from dglx_dist.comm.topology import read_topology
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.registry import did_you_mean
 from scripts.bench.records import Job
+from scripts.netlab.servers import read_card
 from scripts.out_files import write_text
 
 POOL = "pool.json"
@@ -64,7 +64,6 @@ class JobContext:
 
     rank: int
     server: int
-    """Of this rank."""
     device: str | None
     """Name of this server's card; None: plain loopback, which has no counters of its own."""
     folder: Path
@@ -76,42 +75,26 @@ class JobContext:
 
     def card_sent(self) -> int | None:
         """Bytes that this server's card has sent so far, headers included; None on plain loopback."""
-        if self.device is None:
-            return None
-        from scripts.netlab.servers import read_card
-
-        return read_card(self.device).sent
-
-    def peak_bytes(self) -> int:
-        """Largest resident memory of this rank since the job began, shared pages included."""
-        from dglx_dist.data.storage.files import peak
-
-        return peak()
+        return None if self.device is None else read_card(self.device).sent
 
 
 JobFunction: TypeAlias = Callable[[Mapping[str, Any], JobContext], Mapping[str, Any]]
 """(params, context) -> report of this rank, JSON values. Every rank of the pool calls it at once; it opens
 and closes its own session, and raises what went wrong."""
 
-KINDS: Mapping[str, str] = MappingProxyType(
-    {
-        "calibrate": "counts:calibrate_compute",
-        "bounded": "bounded:run",
-        "echo": "echo:run",
-        "plan": "counts:plan",
-        "survey": "counts:survey",
-        "train": "train:run",
-    }
-)
+KINDS: Mapping[str, str] = {
+    "calibrate": "counts:calibrate_compute",
+    "bounded": "bounded:run",
+    "echo": "echo:run",
+    "plan": "counts:plan",
+    "survey": "counts:survey",
+    "train": "train:run",
+}
 """Kind to "module:function" in ``jobs``."""
 
 
 def find_job(kind: str) -> JobFunction:
-    """Return the function behind ``kind``, importing its module now.
-
-    Raises:
-        UnknownNameError: there is no such kind.
-    """
+    """Return the function behind ``kind``, importing its module now; UnknownNameError: there is none."""
     if kind not in KINDS:
         hint = did_you_mean(kind, KINDS)
         raise UnknownNameError(f"there is no kind of job {kind!r}{hint} (known: {', '.join(KINDS)})")
@@ -191,13 +174,8 @@ def _start_afresh() -> None:
 
 
 def _context(folder: Path, rank: int, number: int, timeout_s: float) -> JobContext:
-    pool = read_json(folder / POOL)
-    if pool is None:
-        raise ConfigError(
-            f"{folder} is no folder of a worker pool: it has no {POOL}; `python scripts/bench` makes one"
-        )
+    if (pool := read_json(folder / POOL)) is None:
+        raise ConfigError(f"{folder} is no folder of a worker pool; `python scripts/bench` makes one")
     server = rank // pool["ranks_per_server"]
-    device = pool["devices"][server]
-    return JobContext(
-        rank=rank, server=server, device=device, folder=folder, number=number, timeout_s=timeout_s
-    )
+    where = {"rank": rank, "server": server, "device": pool["devices"][server], "folder": folder}
+    return JobContext(**where, number=number, timeout_s=timeout_s)

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, final
 
-from dglx_dist.errors import CommandError, ConfigError, LabError
+from dglx_dist.errors import ConfigError, DglxError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab.base import Lab
 from scripts.netlab.launch import run
@@ -36,6 +36,10 @@ _FARTHEST = 8.0
 """One try moves the rate by this factor at most, so that noise throws none far away."""
 _NO_COST = 1.02
 """A rate at which the work takes at most so many times its time at no limit tells nothing of others."""
+
+
+class CommandError(DglxError):
+    """A command on emulated servers failed; the message names the first server and ends with its output."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dglx_dist.comm import system as cgroups
 from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError, LabError
 from scripts.json_records import read_record
-from scripts.netlab import hold
+from scripts.netlab import cgroups, hold
 from scripts.netlab.base import LabSpec
 from scripts.netlab.servers import NamespaceServer, Process, cgroup_name, command_line, wait_until_ended
 

@@ -2,19 +2,10 @@
 
 import importlib
 
-import dgl
 import pytest
 
 import dglx_dist as dx
 from dglx_dist import dataloading
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["NeighborSampler", "MultiLayerFullNeighborSampler", "as_edge_prediction_sampler", "negative_sampler"],
-)
-def test_samplers_are_dgls(name: str) -> None:
-    assert getattr(dataloading, name) is getattr(dgl.dataloading, name)
 
 
 def test_loaders_are_ours() -> None:

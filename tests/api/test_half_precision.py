@@ -8,12 +8,8 @@ import pytest
 import torch
 
 import dglx_dist as dx
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
-from dglx_dist.training.models import build_model
 from tests.api.graphs import as_dgl
 from tests.helpers.ranks import run_ranks
-
-CORA = Path(__file__).parents[3] / "shared" / "data" / "cora.npz"
 
 
 def _batches(folder: str, feature_dtype: torch.dtype | None, structure: Any) -> list[Any]:
@@ -63,60 +59,3 @@ def test_blocks_get_the_asked_precision_whether_rows_are_here_or_elsewhere(
         folder = str(tmp_path / f"t{parts}")
         results = run_ranks(_batches, parts, args=(folder, asked, structure), ranks_per_server=1)
         assert results == [["torch.bfloat16", [given]]] * parts
-
-
-def test_every_node_type_of_a_graph_of_several_gets_float32(tmp_path: Path) -> None:
-    g = dgl.heterograph({("author", "writes", "paper"): ([0, 1, 2], [0, 0, 1])})
-    g.nodes["author"].data["feat"] = torch.rand(3, 4)
-    g.nodes["paper"].data["feat"] = torch.rand(2, 5)
-    dx.partition_graph(g, "t", 1, tmp_path, feature_dtype={"feat": torch.float16})
-    with dx.init():
-        d = dx.DistGraph(tmp_path / "t")
-        features = {"author": ["feat"], "paper": ["feat"]}
-        sampler = dgl.dataloading.NeighborSampler([-1], prefetch_node_feats=features)
-        ((inputs, _, blocks),) = dx.DataLoader(d, {"paper": torch.arange(2)}, sampler, batch_size=2)
-        for ntype, ids in inputs.items():
-            rows = blocks[0].srcdata["feat"][ntype]
-            assert rows.dtype == torch.float32
-            assert torch.equal(rows, d.nodes[ntype].data["feat"][ids].float())
-
-
-def test_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None:
-    dx.partition_graph(numbered(), "t", 1, tmp_path)
-    with dx.init():
-        g = dx.DistGraph(tmp_path / "t")
-        sampler = dgl.dataloading.NeighborSampler([1], prefetch_node_feats=["feat"])
-        with pytest.raises(dx.ConfigError, match="feature_dtype='float32'"):
-            dx.DataLoader(g, torch.arange(2), sampler, feature_dtype="float32")
-
-
-def _accuracy(folder: str) -> float:
-    """Mean test accuracy of three seeds after 12 epochs."""
-    found = []
-    for seed in range(3):
-        with dx.init(seed=seed):
-            g = dx.DistGraph(folder)
-            torch.manual_seed(seed)
-            model = build_model("sage", g.ndata["feat"].shape[1], 32, 7, 2, 0.5, 1, graph=g)
-            config = dx.FitConfig(epochs=12, eval_every=0, show_progress=False)
-            _, result = dx.fit(model, g, config=config, fanouts=(10, 10), batch_size=128)
-            assert result.test_accuracy is not None
-            found.append(result.test_accuracy)
-    return sum(found) / 3
-
-
-@pytest.mark.real_data
-@pytest.mark.skipif(not CORA.exists(), reason="shared data is not here")
-def test_bfloat16_features_train_as_well_as_float32(tmp_path: Path) -> None:
-    from dglx_dist.data.sources import load_dataset
-
-    accuracy, sizes = {}, {}
-    for dtype in ("float32", "bfloat16"):
-        folder = tmp_path / dtype
-        plan = PartitionPlan(num_parts=1, method="contiguous", feature_dtype=dtype)
-        partition_to_disk(load_dataset(str(CORA)), folder, plan)
-        sizes[dtype] = (folder / "part0" / "nodes" / "_N" / "data" / "feat.arrow").stat().st_size
-        accuracy[dtype] = _accuracy(str(folder))
-    assert accuracy["float32"] > 0.7
-    assert abs(accuracy["bfloat16"] - accuracy["float32"]) < 0.02
-    assert sizes["bfloat16"] < 0.51 * sizes["float32"]

@@ -14,11 +14,21 @@ from typing import Any
 import pytest
 import torch
 
-from dglx_dist.errors import ConfigError, JobError
+from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.bench import driver, results
 from scripts.bench.driver import read_measured, read_measurement
-from scripts.bench.records import BenchPlan, ExperimentPlan, Job, Outcome, Ratio, Shape, Variant, check_plan
+from scripts.bench.records import (
+    BenchPlan,
+    ExperimentPlan,
+    Job,
+    JobError,
+    Outcome,
+    Ratio,
+    Shape,
+    Variant,
+    check_plan,
+)
 from scripts.netlab.calibrate import Measured
 from tests.bench.helpers import TWO, epoch, experiment_of, plan_of
 

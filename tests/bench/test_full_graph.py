@@ -11,7 +11,7 @@ import pytest
 
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner.model_shape import gradient_bytes, topology_of
+from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.strategies.cost import Widths
 from dglx_dist.strategies.full_graph.cost import exchanged_bytes
@@ -27,6 +27,7 @@ from scripts.bench.experiments.full_graph import (
     SERVERS,
     STOCK,
     Size,
+    gradient_bytes,
 )
 from scripts.bench.jobs import train
 from scripts.bench.jobs.params import TrainParams, read_params

@@ -12,14 +12,14 @@ import pytest
 from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.errors import ConfigError, JobError
+from dglx_dist.errors import ConfigError
 from dglx_dist.prepare import PartitionPlan
 from scripts.bench import driver, suites
 from scripts.bench.peers import launch
 from scripts.bench.peers.data import assignment_of, copy_of, launch_of, launched
 from scripts.bench.peers.launch import run_once
 from scripts.bench.peers.workload import TRAINERS, Launch, Workload
-from scripts.bench.records import BenchPlan, Shape
+from scripts.bench.records import BenchPlan, JobError, Shape
 from scripts.json_records import read_record
 from scripts.netlab.base import LabSpec, LoopbackLab
 from scripts.netlab.labs import open_lab

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.errors import JobError
 from dglx_dist.planner.records import Rate
 from scripts.bench import pool as pools
 from scripts.bench import worker
 from scripts.bench.pool import WorkerPool, do_alone, open_stage
-from scripts.bench.records import Job, Shape
+from scripts.bench.records import Job, JobError, Shape
 from scripts.bench.worker import wait_for_job
 from scripts.netlab.base import Lab, LabSpec, LoopbackLab
 from tests.helpers import wide
@@ -142,7 +141,7 @@ def test_a_rank_that_fails_dies_or_is_silent_is_named_and_ends_the_pool(
 ROOT = Path(__file__).parents[2]
 BENCH_PROGRAM = """
 import signal
-from scripts.bench.records import Job, Shape
+from scripts.bench.records import Job, JobError, Shape
 from scripts.bench.pool import open_stage
 
 signal.signal(signal.SIGTERM, signal.default_int_handler)

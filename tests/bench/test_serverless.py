@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import NODE_TYPE
-from dglx_dist.strategies.serverless.cost import ServerlessSetting, serverless_bytes
+from dglx_dist.strategies.serverless.cost import serverless_bytes
 from dglx_dist.strategies.serverless.options import read_lambda_options
 from scripts.bench.experiments.serverless import BUILDS, Case, Size, plan_at, plan_of, projected
 from scripts.bench.jobs import bounded as job
@@ -47,8 +46,7 @@ def test_repetitions_of_y1_differ_by_their_seed_alone(bench: BenchPlan) -> None:
 
 def test_bytes_of_a_graph_drawn_by_hand() -> None:
     """2 nodes on 2 servers, each the other's ghost; widths 3, 5, 2; one interval each; float32."""
-    told = ServerlessSetting(widths=(3, 5, 2), nodes=2, ghosts=2, intervals=2)
-    assert serverless_bytes(told) == {
+    assert serverless_bytes(widths=(3, 5, 2), nodes=2, ghosts=2, intervals=2) == {
         "ghosts": 2 * (4 + 20),
         "ghost_gradients": 2 * (4 + 20),
         # AV1: 3 columns; fused AV2: 5 columns and a label; gradAV1: 3 and 5 columns.
@@ -65,11 +63,11 @@ def test_fusion_and_rematerialisation_save_what_the_formulas_say() -> None:
 
     See docs/strategies/lambda.md, "Bytes".
     """
-    on = ServerlessSetting(widths=(3, 5, 2), nodes=10, ghosts=4, intervals=3)
+    on: dict[str, Any] = {"widths": (3, 5, 2), "nodes": 10, "ghosts": 4, "intervals": 3}
     rows, last_weights = 10 * 4, 6 * 2 * 4
 
     def more(**off: bool) -> dict[str, int]:
-        base, other = serverless_bytes(on), serverless_bytes(replace(on, **off))
+        base, other = serverless_bytes(**on), serverless_bytes(**on, **off)
         return {name: other[name] - base[name] for name in base if other[name] != base[name]}
 
     assert more(fusion=False) == {

@@ -11,10 +11,8 @@ from dglx_dist.cli.app import app
 from dglx_dist.cli.common import draw_or_warn, show
 from dglx_dist.cli.report import (
     InspectCommand,
-    feature_bytes,
     overview,
     part_bytes,
-    part_columns,
     read_batches,
     report,
 )
@@ -23,8 +21,7 @@ from dglx_dist.data.storage.columns import FileInfo
 from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, ColumnInfo
-from dglx_dist.report.pictures import draw_expansion
-from dglx_dist.report.tables import expansion_table, summary_table
+from dglx_dist.report.tables import summary_table
 from tests.report.traces import span, trace_of
 from tests.strategies import equality
 
@@ -81,11 +78,6 @@ def test_several_types_are_named_and_trainers_have_figures_of_their_own() -> Non
     assert shown["balance train of trainers"] == "1.2500"
 
 
-def test_figures_that_the_dataset_lacks_are_left_out() -> None:
-    assert part_columns(dict(TWO_PARTS.quality)) == {"nodes": [3, 3]}
-    assert part_columns({}) == {}
-
-
 def test_options_without_closure_are_told_what_they_are_for() -> None:
     for options, said in (
         ({"hops": 3}, "--hops 3 is for --closure"),
@@ -95,26 +87,6 @@ def test_options_without_closure_are_told_what_they_are_for() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             InspectCommand(folder=Path("d"), **options)  # type: ignore[arg-type]
-
-
-def test_bytes_of_features() -> None:
-    assert feature_bytes(TWO_PARTS) == 20
-    half = {NODE_TYPE: {"feat": ColumnInfo(dtype="bfloat16", row_shape=(6,))}}
-    assert feature_bytes(replace(TWO_PARTS, node_columns=half)) == 12
-    assert feature_bytes(replace(TWO_PARTS, node_columns={NODE_TYPE: {}})) == 0
-
-
-def test_many_servers_are_shown_by_least_mean_and_most() -> None:
-    few = expansion_table([[1.0, 1.0]], [0], 4, [1.0])
-    assert [column.header for column in few.columns][1:3] == ["server 0", "server 1"]
-    many = expansion_table([[float(n) for n in range(9)]], [0], 4, [1.0])
-    assert [column.header for column in many.columns][1:4] == ["least", "mean", "most"]
-    assert [next(iter(column.cells)) for column in many.columns][1:4] == ["0.00", "4.00", "8.00"]
-
-
-def test_a_picture_of_many_servers(tmp_path: Path) -> None:
-    draw_expansion([[1.0] * 9, [2.0] * 9], tmp_path / "many.png", title="nine")
-    assert (tmp_path / "many.png").stat().st_size > 1000
 
 
 def test_inspect_shows_and_draws_it(tmp_path: Path) -> None:

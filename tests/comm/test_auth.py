@@ -8,15 +8,14 @@ import zmq
 
 from dglx_dist.comm.auth import Credentials, make_credentials_keys
 from dglx_dist.comm.endpoints import ClientAccess, open_client_access
-from dglx_dist.comm.rpc import Client, ServeConfig
+from dglx_dist.comm.rpc import Client
 from dglx_dist.comm.session import Session, start_session
-from dglx_dist.comm.wire import ArraySpec, Assembler, Head, Kind, NotAdmittedError, encode
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 
 
 def ask(access: ClientAccess, credentials: Credentials, op: str = "double") -> list[int]:
     with zmq.Context() as context:
-        client = Client(context, access.addresses, credentials, ServeConfig())
+        client = Client(context, access.addresses, credentials)
         try:
             (answer,) = client.send(0, op, "", [np.array([21])]).wait(2.0)
         finally:
@@ -62,28 +61,12 @@ def test_a_session_of_one_rank_encrypts_with_curve(monkeypatch: pytest.MonkeyPat
                 ask(access, other)
 
 
-def test_nothing_is_read_of_what_is_not_admitted() -> None:
-    """Memory for an array in chunks is allocated when its head arrives, unless it is not admitted."""
-    spec = ArraySpec(np.dtype("float64"), (1 << 32,), 1 << 20)
-    head = Head(Kind.REQUEST, 1, "rows", "")
-    with zmq.Context() as context, context.socket(zmq.PAIR) as sender, context.socket(zmq.PAIR) as receiver:
-        receiver.bind("inproc://messages")
-        sender.connect("inproc://messages")
-        assembler = Assembler(admits=lambda head: head.op == "double")
-        sender.send_multipart([encode(head, [spec]), b"more"])
-        with pytest.raises(NotAdmittedError) as caught:
-            assembler.read(receiver)
-        assert caught.value.head.op == "rows"
-        assert assembler.is_idle
-        sender.send(encode(head._replace(op="double")))
-        message = assembler.read(receiver)
-        assert message is not None
-        assert message.head.op == "double"
+def test_large_arrays_of_a_refused_call_are_dropped() -> None:
     with start_session(timeout_s=20.0) as session:
         register(session)
         access = open_client_access(session)
         with zmq.Context() as context:
-            client = Client(context, access.addresses, access.credentials, ServeConfig())
+            client = Client(context, access.addresses, access.credentials)
             with pytest.raises(RemoteError, match="no operation 'rows'"):
                 client.send(0, "rows", "", [np.zeros(1 << 18)]).wait(20.0)
             assert client.send(0, "double", "", [np.arange(1 << 18)]).wait(20.0)[0][-1] == 2 * ((1 << 18) - 1)

@@ -1,18 +1,13 @@
-"""Control groups that limit cores and memory, and the allocator's settings."""
+"""The allocator's settings."""
 
 from __future__ import annotations
 
-import os
-import secrets
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from dglx_dist.comm import system as cgroups
 from dglx_dist.comm.topology import read_settings
-from tests.helpers.cgroups import quota_of
 
 # Counts the pages that the system hands out for 64 MB, when more than that has been used and freed before.
 PROGRAM = """
@@ -80,83 +75,3 @@ def test_what_the_user_said_about_the_allocator_is_seen() -> None:
     assert not read_settings({"LD_PRELOAD": "", "OMP_NUM_THREADS": "1"}).allocator_set
     for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"):
         assert read_settings({name: "x"}).allocator_set
-
-
-@pytest.fixture
-def group() -> Path:
-    """A group of half a core."""
-    if os.geteuid() != 0:
-        pytest.skip("control groups need root")
-    made = cgroups.make(f"dglx-lab-test-{secrets.token_hex(5)}-0", 0.5)
-    if made is None:
-        pytest.skip("this machine lets no control group be made")
-    return made
-
-
-def test_a_group_holds_processes_to_its_share(group: Path) -> None:
-    try:
-        assert quota_of(group) == 0.5
-        done = subprocess.run(
-            ["sh", "-c", f"echo 0 > {group}/cgroup.procs && cat /proc/self/cgroup"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert group.name in done.stdout
-        assert group in cgroups.find(group.name)
-    finally:
-        cgroups.remove(group)
-    assert not group.exists()
-    assert cgroups.find(group.name) == []
-    cgroups.remove(group)
-
-
-def _as_files(folder: Path, names: tuple[str, ...]) -> Path:
-    folder.mkdir()
-    for name in names:
-        (folder / name).write_text("0")
-    return folder
-
-
-V1, V2 = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cpu.max",)
-
-
-@pytest.mark.parametrize("names", [V1, V2], ids=["version 1", "version 2"])
-@pytest.mark.parametrize(
-    ("share", "quota_us", "period_us"), [(0.25, 2_500, 10_000), (1.5, 15_000, 10_000), (0.02, 1_000, 50_000)]
-)
-def test_periods_are_short_and_no_quota_is_below_a_millisecond(
-    names: tuple[str, ...], share: float, quota_us: int, period_us: int, tmp_path: Path
-) -> None:
-    """Both versions of the kernel's files, as plain files."""
-    folder = _as_files(tmp_path / "group", names)
-    cgroups.set_quota(folder, share)
-    written = " ".join((folder / name).read_text() for name in names)
-    assert written == f"{quota_us} {period_us}"
-    assert quota_of(folder) == pytest.approx(share)
-
-
-@pytest.mark.parametrize(
-    ("mounts", "expected"),
-    [
-        ("cgroup {root}/cpu cgroup rw,cpu,cpuacct 0 0\n", ["cpu/jobs/one", "cpu"]),
-        ("cgroup {root}/memory cgroup rw,memory 0 0\n", []),
-        ("cgroup2 {root}/unified cgroup2 rw,nsdelegate 0 0\n", ["unified/session", "unified"]),
-        ("tmpfs {root} tmpfs rw 0 0\n", []),
-    ],
-)
-def test_groups_are_made_below_our_own_or_at_the_top(
-    mounts: str, expected: list[str], tmp_path: Path
-) -> None:
-    for folder in ("cpu/jobs/one", "memory", "unified/session"):
-        (tmp_path / folder).mkdir(parents=True)
-    own = "4:cpu,cpuacct:/jobs/one\n3:memory:/\n0::/session\n"
-    found = cgroups.parents(mounts.format(root=tmp_path), own)
-    assert found == [tmp_path / folder for folder in expected]
-
-
-def test_no_group_where_there_is_no_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain folder holds no processes: it has no file for quotas, and must not stay."""
-    monkeypatch.setattr(cgroups, "_parents", lambda: [tmp_path, tmp_path / "missing"])
-    assert cgroups.make("one", 0.5) is None
-    assert list(tmp_path.iterdir()) == []

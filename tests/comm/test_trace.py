@@ -13,7 +13,7 @@ import torch
 from dglx_dist.comm.collectives import sum_over_ranks
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.session import start_session
-from dglx_dist.comm.topology import Topology, read_settings
+from dglx_dist.comm.topology import Topology
 from dglx_dist.comm.trace import (
     Pass,
     Timeline,
@@ -42,18 +42,6 @@ def _epoch(loss: float) -> EpochRecord:
         epoch=0, loss=loss, train_accuracy=0.5, val_accuracy=None, seconds=2.0, num_samples=4, sample_s=0.1,
         fetch_s=0.2, wait_s=0.3, compute_s=0.4, exchange_s=0.5, bytes_inside=6, bytes_outside=7,
     )  # fmt: skip
-
-
-def test_the_environment_names_the_folder() -> None:
-    assert read_settings({}).trace is None
-    assert read_settings({"DGLX_TRACE": ""}).trace is None
-    assert read_settings({"DGLX_TRACE": "a/b"}).trace == Path("a/b")
-
-
-def test_without_it_a_session_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DGLX_TRACE", raising=False)
-    with start_session() as session:
-        assert session.trace is None
 
 
 def test_the_file_holds_what_was_noted(tmp_path: Path) -> None:
@@ -89,16 +77,6 @@ def test_sessions_of_one_process_have_a_file_each(tmp_path: Path, monkeypatch: p
     found = [_read(tmp_path / "new" / name) for name in names]
     assert [one["epochs"][0]["loss"] for one in found] == [0, 1, 2]
     assert len({one["job"] for one in found}) == 3
-
-
-def test_two_writers_at_once_do_not_meet(tmp_path: Path) -> None:
-    topology = Topology(0, 1, (0,))
-    first, second = TraceWriter(tmp_path, 0), TraceWriter(tmp_path, 0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0.1.json.part", "rank-0.json.part"]
-    second.write("second", topology, Ledger(topology), failed=False)
-    first.write("first", topology, Ledger(topology), failed=False)
-    assert _read(tmp_path / "rank-0.json")["job"] == "first"
-    assert _read(tmp_path / "rank-0.1.json")["job"] == "second"
 
 
 def test_a_session_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,13 +211,6 @@ def test_only_a_trace_is_replaced_or_removed(tmp_path: Path) -> None:
         check_replaceable(tmp_path / "file" / "trace.json")
 
 
-def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "t").mkdir()
-    with pytest.raises(StorageError, match="cannot write the trace"):
-        write_trace(tmp_path / "t", trace_of(SPANS))
-    assert [one.name for one in tmp_path.iterdir()] == ["t"]
-
-
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
@@ -290,14 +261,6 @@ def test_a_span_lies_around_those_inside_it_and_is_kept_when_its_block_raises() 
     inner, outer = timeline.spans
     assert (inner.name, inner.batch, outer.name, outer.batch) == ("inner", None, "outer", 3)
     assert outer.begin_s <= inner.begin_s <= inner.end_s <= outer.end_s
-
-
-def test_a_span_that_ends_after_the_end_is_left_out() -> None:
-    timeline = Timeline()
-    timeline.start()
-    with timeline.span("last", "compute"):
-        timeline.on = False
-    assert timeline.spans == []
 
 
 def test_threads_fill_it_up_to_its_bound_and_the_rest_is_counted() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 
 import dgl
@@ -23,34 +21,13 @@ from dglx_dist.data.sources import (
     cache_set_aside,
     count_classes,
     load_dataset,
-    masks_of_split,
     raw_graph_from_dgl,
     raw_graph_from_ogb,
-    refuse_unknown,
     standard_columns,
-    whole_number,
 )
 from dglx_dist.data.validate import check_raw_graph
 from dglx_dist.errors import ConfigError, DatasetError, UnknownNameError
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, SPLITS, Array, RawGraph, SparseRows
-
-
-def test_names_and_dtypes_become_standard() -> None:
-    given: dict[str, Array] = {
-        "features": np.array([[1], [2]]),
-        "labels": np.array([[3], [-1]], dtype=np.int16),
-        "val_mask": np.array([0, 1], dtype=np.uint8),
-        "year": np.array([2001, 2002], dtype=np.int16),
-    }
-    columns = {name: np.asarray(column) for name, column in standard_columns(given, "here").items()}
-    assert {name: column.dtype for name, column in columns.items()} == {
-        "feat": np.float32,
-        "label": np.int64,
-        "val_mask": np.bool_,
-        "year": np.int16,
-    }
-    assert columns["label"].tolist() == [3, -1]
-    assert columns["val_mask"].tolist() == [False, True]
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph, SparseRows
 
 
 def test_a_standard_name_that_is_taken_is_not_overwritten() -> None:
@@ -58,10 +35,6 @@ def test_a_standard_name_that_is_taken_is_not_overwritten() -> None:
     columns = standard_columns(given, "here")
     assert set(columns) == {"feat", "features"}
     assert np.asarray(columns["feat"]).tolist() == [1.0]
-
-
-def test_double_precision_features_stay() -> None:
-    assert standard_columns({"feat": np.array([1.0])}, "here")["feat"].dtype == np.float64
 
 
 def test_floating_labels_are_whole_numbers_with_gaps() -> None:
@@ -77,15 +50,6 @@ def test_classes_are_the_largest_label_or_the_width() -> None:
     assert count_classes({"label": np.zeros((3, 7))}) == 7
     assert count_classes({"label": np.array([-1, -1])}) is None
     assert count_classes({}) is None
-
-
-def test_codes_become_masks() -> None:
-    masks = masks_of_split(np.array([2, 0, 1, 0, -1]))
-    assert {name: np.flatnonzero(mask).tolist() for name, mask in masks.items()} == {
-        "train_mask": [1, 3],
-        "val_mask": [2],
-        "test_mask": [0],
-    }
 
 
 BUYS, MADE_BY = ("user", "buys", "item"), ("item", "made_by", "user")
@@ -355,12 +319,6 @@ def test_a_node_graph_keeps_edges_labels_and_its_other_columns(tmp_path: Path) -
     assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == [0.5, 1.0, 1.5]
 
 
-def test_whole_number_features_become_floats(tmp_path: Path) -> None:
-    features = load(saved(tmp_path, features=np.eye(4, dtype=np.uint8))).node_data[NODE_TYPE]["feat"]
-    assert features.dtype == np.float32
-    assert np.array_equal(features, np.eye(4))  # type: ignore[arg-type]
-
-
 def test_sparse_features_stay_sparse(tmp_path: Path) -> None:
     path = saved(
         tmp_path,
@@ -486,13 +444,6 @@ def test_no_damaged_byte_ends_in_another_error(tmp_path: Path) -> None:
     assert refused > 50
 
 
-def test_a_lone_array_under_the_wrong_suffix_is_refused(tmp_path: Path) -> None:
-    np.save(tmp_path / "array.npy", np.arange(3))
-    (tmp_path / "array.npy").rename(tmp_path / "array.npz")
-    with pytest.raises(DatasetError, match=r"array\.npz: not a readable \.npz file"):
-        load(tmp_path / "array.npz")
-
-
 def real(name: str) -> RawGraph:
     path = REAL / f"{name}.npz"
     if not path.is_file():
@@ -524,29 +475,6 @@ def test_real_node_graphs_have_their_published_sizes(
     assert np.asarray(columns["val_mask"]).sum() == val
     test = 1000 if name == "cora" else nodes - train - val
     assert np.asarray(columns["test_mask"]).sum() == test
-
-
-@pytest.mark.real_data
-def test_aifb_has_its_relations_and_official_split() -> None:
-    graph = real("aifb")
-    assert (graph.total_nodes, graph.total_edges, len(graph.edges)) == (8_285, 29_043, 45)
-    columns = graph.node_data[NODE_TYPE]
-    assert {name: int(np.asarray(columns[name]).sum()) for name in SPLITS if name in columns} == {
-        "train_mask": 140,
-        "test_mask": 36,
-    }
-    assert graph.num_classes == {NODE_TYPE: 4}
-
-
-@pytest.mark.real_data
-def test_wn18rr_has_its_triples_by_split() -> None:
-    graph = real("wn18rr")
-    assert (graph.total_nodes, graph.total_edges, len(graph.edges)) == (40_943, 93_003, 11)
-    counts = dict.fromkeys(SPLITS, 0)
-    for masks in graph.edge_data.values():
-        for name, mask in masks.items():
-            counts[name] += int(mask.sum())
-    assert counts == {"train_mask": 86_835, "val_mask": 3_034, "test_mask": 3_134}
 
 
 WRITES = ("author", "writes", "paper")
@@ -627,90 +555,7 @@ def test_other_tasks_of_ogb_are_refused() -> None:
         load_dataset("ogb:ogbl-collab")
 
 
-def test_known_options_pass_and_others_get_the_nearest_name() -> None:
-    refuse_unknown({"index": 1}, ["index", "split"], "dgl")
-    with pytest.raises(ConfigError, match="'dgl' has no option 'indx'; did you mean 'index'"):
-        refuse_unknown({"indx": 1}, ["index", "split"], "dgl")
-    with pytest.raises(ConfigError, match="known: none"):
-        refuse_unknown({"index": 1}, [], "npz")
-
-
-def test_whole_numbers_come_as_numbers_or_as_text() -> None:
-    assert whole_number({"index": "12"}, "index") == 12
-    assert whole_number({"index": 0}, "index") == 0
-    assert whole_number({}, "index") is None
-    for wrong in (-1, 1.5, "first"):
-        with pytest.raises(ConfigError, match="must be a whole number, 0 or more"):
-            whole_number({"index": wrong}, "index")
-
-
-def synthetic(folder: Path) -> str:
-    return "nodes=300,degree=6,classes=3"
-
-
-def npz(folder: Path) -> str:
-    ends = {"src": np.array([0, 1, 2]), "dst": np.array([1, 2, 0])}
-    np.savez(folder / "a.npz", **ends, train_mask=np.array([1, 0, 0]), test_mask=np.array([0, 1, 1]))
-    return str(folder / "a.npz")
-
-
-def dgl_data(folder: Path) -> str:
-    return "BAShapeDataset"
-
-
-def dgl_binary(folder: Path) -> str:
-    graph = dgl.heterograph({("a", "to", "b"): ([0, 1], [2, 0]), ("b", "to", "a"): ([1], [1])})
-    dgl.save_graphs(str(folder / "a.bin"), [graph])
-    return str(folder / "a.bin")
-
-
-def tables(folder: Path) -> str:
-    (folder / "nodes.csv").write_text("id,split\nx,train\ny,test\nz,\n")
-    (folder / "edges.csv").write_text("src,dst\nz,x\ny,z\n")
-    return str(folder)
-
-
-EXAMPLES: dict[str, Callable[[Path], str]] = {
-    "synthetic": synthetic,
-    "npz": npz,
-    "dgl": dgl_data,
-    "dgl_binary": dgl_binary,
-    "tables": tables,
-}
-OPTIONS = {"dgl": {"num_base_nodes": 20, "num_motifs": 2, "seed": 0}}
-
-
-def example(name: str, folder: Path) -> RawGraph:
-    if name == "ogb":
-        if importlib.util.find_spec("ogb") is None:
-            pytest.skip("ogb is not installed")
-        pytest.skip("every dataset of ogb must be downloaded; test_ogb_source.py has the conversion")
-    options: dict[str, object] = dict(OPTIONS.get(name, {}))
-    if name == "dgl":
-        options["raw_dir"] = str(folder)
-    return DATASETS.get(name)(EXAMPLES[name](folder), options).load()
-
-
 every_source = pytest.mark.parametrize("name", DATASETS.names())
-
-
-@every_source
-def test_ids_columns_and_splits_are_consistent_and_the_same_each_time(name: str, tmp_path: Path) -> None:
-    graph, again = example(name, tmp_path), example(name, tmp_path)
-    check_raw_graph(graph, name)
-    assert graph.num_nodes == again.num_nodes
-    for (source, relation, destination), (source_ids, destination_ids) in graph.edges.items():
-        assert source_ids.dtype in (np.int32, np.int64)
-        assert len(source_ids) == len(destination_ids) > 0
-        assert 0 <= source_ids.min() <= source_ids.max() < graph.num_nodes[source]
-        assert 0 <= destination_ids.min() <= destination_ids.max() < graph.num_nodes[destination]
-        ends = again.edges[source, relation, destination]
-        assert np.array_equal(ends[0], source_ids)
-        assert np.array_equal(ends[1], destination_ids)
-    for node_type, columns in graph.node_data.items():
-        assert all(column.shape[0] == graph.num_nodes[node_type] for column in columns.values())
-        masks = [np.asarray(columns[split]) for split in SPLITS if split in columns]
-        assert not any((one & other).any() for one, other in combinations(masks, 2))
 
 
 @every_source

@@ -9,17 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.data.partition.balance import measure
-from dglx_dist.data.partition.base import PartitionOptions
-from dglx_dist.data.partition.metis import Metis
-from dglx_dist.data.synthetic import (
-    BlockModel,
-    SyntheticConfig,
-    assign_communities,
-    draw_edges,
-    generate,
-    parse_config,
-)
+from dglx_dist.data.synthetic import SyntheticConfig, assign_communities, draw_edges, generate, parse_config
 from dglx_dist.data.validate import check_raw_graph
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
@@ -127,22 +117,6 @@ def test_one_class_in_one_community_is_a_graph_too() -> None:
     assert graph.total_edges == 200
 
 
-def test_metis_finds_the_communities_and_skew_makes_balance_matter() -> None:
-    # 28 % of the links leave their community; at random, 75 % of them all would be cut.
-    metis = Metis(PartitionOptions())
-    even, skewed = (generate(SyntheticConfig(features=0, skew=skew)) for skew in (0.0, 0.9))
-    assignment = metis.assign(even, num_parts=4, seed=0)
-    assert measure(even, assignment).edge_cut < 0.25
-
-    def largest_train_share(graph: RawGraph) -> float:
-        part_of = metis.assign(graph, num_parts=4, seed=0).part_of[NODE_TYPE]
-        counts = np.bincount(part_of[columns(graph)["train_mask"]], minlength=4)
-        return float(counts.max() / counts.mean())
-
-    assert largest_train_share(even) < 1.2
-    assert largest_train_share(skewed) > 1.5
-
-
 @pytest.mark.parametrize(
     ("text", "options", "expected"),
     [
@@ -208,33 +182,24 @@ def _accuracy_of_mlp(features: Tensor, data: dict[str, Tensor]) -> float:
     return float((guesses == data["label"][test]).float().mean())
 
 
-def model_of(num_nodes: int, within_community: float, within_class: float, degree: float = 8) -> BlockModel:
+def edges_of(
+    nodes: int, homophily: float, locality: float, degree: float = 8, seed: int = 0
+) -> tuple[Array, Array]:
     """Two classes of two communities: node n is in community n % 4, of class n % 2."""
-    return BlockModel(
-        communities=np.arange(num_nodes, dtype=np.int32) % 4,
-        num_classes=2,
-        num_communities=4,
-        mean_degree=degree,
+    config = SyntheticConfig(
+        nodes=nodes,
+        classes=2,
+        communities=4,
+        degree=degree,
         exponent=3.0,
-        within_community=within_community,
-        within_class=within_class,
-        both_directions=True,
+        homophily=homophily,
+        locality=locality,
     )
-
-
-def test_links_that_never_leave_stay_in_their_community() -> None:
-    source_ids, destination_ids = draw_edges(model_of(200, 1.0, 1.0), np.random.default_rng(0))
-    assert len(source_ids) == 1600
-    assert (source_ids % 4 == destination_ids % 4).all()
-
-
-def test_links_to_the_class_only_join_its_two_communities() -> None:
-    source_ids, destination_ids = draw_edges(model_of(200, 0.0, 1.0), np.random.default_rng(0))
-    assert (abs(source_ids % 4 - destination_ids % 4) == 2).all()
+    return draw_edges(config, np.arange(nodes, dtype=np.int32) % 4, np.random.default_rng(seed))
 
 
 def test_links_that_always_leave_the_class_reach_both_communities_of_the_other() -> None:
-    source_ids, destination_ids = draw_edges(model_of(200, 0.0, 0.0), np.random.default_rng(0))
+    source_ids, destination_ids = edges_of(200, 0.0, 0.0)
     assert (source_ids % 2 != destination_ids % 2).all()
     from_first = np.bincount(destination_ids[source_ids % 4 == 0] % 4, minlength=4)
     assert from_first[0] == from_first[2] == 0
@@ -244,6 +209,6 @@ def test_links_that_always_leave_the_class_reach_both_communities_of_the_other()
 @pytest.mark.parametrize("seed", range(5))
 def test_a_crowded_community_is_filled_until_the_number_of_edges_is_reached(seed: int) -> None:
     # Communities of 10 nodes, each wanting 5 of its 9 possible neighbours: most draws repeat.
-    source_ids, destination_ids = draw_edges(model_of(40, 1.0, 1.0, degree=5), np.random.default_rng(seed))
+    source_ids, destination_ids = edges_of(40, 1.0, 1.0, 5, seed)
     assert len(np.unique(source_ids.astype(np.int64) * 40 + destination_ids)) == 200
     assert len(np.unique(source_ids)) == 40

@@ -11,21 +11,11 @@ import pyarrow.parquet
 import pytest
 
 from dglx_dist.data.sources import load_dataset
-from dglx_dist.data.tables import find_layout, id_column, number_column, read_table, stacked_columns
+from dglx_dist.data.tables import column, find_layout, id_column, number_values, read_table, stacked_columns
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
 
 FIXED = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0, 3.0, 4.0]), 2)
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
-def test_both_kinds_of_file_are_read(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"t{suffix}"
-    if suffix == ".csv":
-        path.write_text("a,b\n1,x\n2,y\n")
-    else:
-        pyarrow.parquet.write_table(pa.table({"a": [1, 2], "b": ["x", "y"]}), path)
-    assert read_table(path).to_pydict() == {"a": [1, 2], "b": ["x", "y"]}
 
 
 def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
@@ -51,11 +41,6 @@ def test_ids_come_in_one_chunk_of_one_of_two_types() -> None:
         id_column(pa.table({"id": pa.array([], pa.int64())}), "id", "t")
 
 
-def test_a_missing_column_lists_those_there_are() -> None:
-    with pytest.raises(DatasetError, match=r"t: has no column 'id' \(it has a, b\)"):
-        id_column(pa.table({"a": [1], "b": [2]}), "id", "t")
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -67,7 +52,7 @@ def test_a_missing_column_lists_those_there_are() -> None:
     ],
 )
 def test_numbers_and_lists_of_numbers_become_arrays(values: object, expected: list[object]) -> None:
-    assert number_column(pa.table({"x": values}), "x", "t").tolist() == expected
+    assert number_values(column(pa.table({"x": values}), "x", "t"), "x", "t").tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -82,7 +67,7 @@ def test_numbers_and_lists_of_numbers_become_arrays(values: object, expected: li
 )
 def test_gaps_and_other_things_are_refused(values: object, message: str) -> None:
     with pytest.raises(DatasetError, match=f"t: {message}"):
-        number_column(pa.table({"x": values}), "x", "t")
+        number_values(column(pa.table({"x": values}), "x", "t"), "x", "t")
 
 
 def test_columns_stand_side_by_side_in_the_order_asked_for() -> None:
@@ -99,20 +84,6 @@ def touch(folder: Path, *names: str) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     return folder
-
-
-def test_one_type_by_file_names(tmp_path: Path) -> None:
-    layout = find_layout(touch(tmp_path, "nodes.csv", "edges.parquet", "notes.txt"), ())
-    assert layout.name == tmp_path.name
-    assert layout.nodes[NODE_TYPE].path == tmp_path / "nodes.csv"
-    assert layout.edges[EDGE_TYPE].path == tmp_path / "edges.parquet"
-
-
-def test_several_types_by_folder_names(tmp_path: Path) -> None:
-    layout = find_layout(touch(tmp_path, "nodes/a.csv", "edges/a__to__b.csv"), ("x",))
-    assert set(layout.nodes) == {"a"}
-    assert set(layout.edges) == {("a", "to", "b")}
-    assert layout.nodes["a"].ignore == ("x",)
 
 
 @pytest.mark.parametrize(
@@ -379,14 +350,6 @@ def test_columns_can_be_left_out_by_option(tmp_path: Path) -> None:
     nodes = "id,city,boss\n1,Rome,Ann\n"
     folder = write(tmp_path, nodes_dot_csv=nodes, edges_dot_csv="src,dst\n1,1\n")
     assert columns_of(load_dataset(folder, ignore="city,boss")) == {}
-
-
-def test_lists_of_different_lengths_are_refused(tmp_path: Path) -> None:
-    table = pa.table({"id": [0, 1, 2], "feat": [[1.0], [2.0], [3.0, 4.0]]})
-    pyarrow.parquet.write_table(table, tmp_path / "nodes.parquet")
-    write(tmp_path, edges_dot_csv="src,dst\n0,1\n")
-    with pytest.raises(DatasetError, match="column 'feat', row 2: a list of 2 values, but row 0 has 1"):
-        load_dataset(tmp_path)
 
 
 def test_labels_beyond_the_described_classes_are_refused(tmp_path: Path) -> None:

@@ -54,13 +54,6 @@ def test_destinations_are_a_prefix_of_sources_and_nodes_are_distinct() -> None:
     assert (np.diff(batch.node_ends[:, 0]) >= 0).all()
 
 
-def test_what_a_node_draws_does_not_depend_on_the_company() -> None:
-    csc = random_csc(200, 6)
-    offline = edges_of_hop(sampled(csc, [0], [5]), 0)
-    together = edges_of_hop(sampled(csc, [8, 0, 4], [5]), 0)
-    assert offline == [edge for edge in together if edge[1] == 0]
-
-
 def test_epochs_and_hops_draw_differently() -> None:
     csc = csc_from([list(range(1000)), *[[]] * 999])
     first = sampled(csc, [0], [10, 10])
@@ -145,7 +138,3 @@ def test_a_refused_batch_leaves_no_trace() -> None:
         sampled(CSC, [7, 5, 7], [4], workspace=workspace)
     again = sampled(CSC, [5, 6, 7], [4], workspace=workspace)
     assert again.nodes.tolist() == sampled(CSC, [5, 6, 7], [4]).nodes.tolist()
-
-
-def test_memory_is_bounded_on_huge_graphs() -> None:
-    assert Workspace(10**12).table.slots.nbytes < 1 << 20

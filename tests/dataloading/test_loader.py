@@ -18,7 +18,6 @@ from dglx_dist.dataloading.step_loader import LoaderOptions
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.structure import PartitionedStructure
-from dglx_dist.records import NODE_TYPE, StepShare
 from tests.dataloading.rings import NUM_NODES
 from tests.helpers.ranks import run_ranks
 
@@ -63,12 +62,6 @@ def test_drop_last(graph: DistGraph) -> None:
     loader = loader_of(graph, drop_last=True)
     assert [len(seeds) for seeds in seeds_of(loader)] == [7] * 8
     assert loader.num_targets_of_epoch == (56, 56)
-
-
-@pytest.mark.parametrize("make", [lambda mask: mask, lambda mask: {NODE_TYPE: mask.nonzero().squeeze()}])
-def test_masks_and_dicts_of_one_type_are_seeds(graph: DistGraph, make) -> None:
-    mask = IDS % 5 == 0
-    assert sorted(chain(*seeds_of(loader_of(graph, indices=make(mask))))) == IDS[mask].tolist()
 
 
 def test_features_and_labels_are_those_of_the_ids(graph: DistGraph) -> None:
@@ -188,21 +181,6 @@ def test_a_position_of_another_loader_is_refused(graph: DistGraph) -> None:
         loader_of(graph).load_state_dict({"epoch": 0, "step": 0, "seed": 8})
     with pytest.raises(CheckpointError, match="9 steps here"):
         loader_of(graph).load_state_dict({"epoch": 0, "step": 10, "seed": 3})
-
-
-def test_shares_and_times(graph: DistGraph) -> None:
-    loader = loader_of(graph, batch_size=32)
-    shares = []
-    for _, _, blocks in loader:
-        assert blocks[-1].step_share == graph.session.step_share
-        shares.append(graph.session.step_share)
-    assert shares == [StepShare(num_local=n, num_global=n) for n in (32, 28)]
-    assert graph.session.step_share is None, "a step after the loop is not the loader's"
-    times = loader.times(reset=True)
-    assert times.sample_s > 0
-    assert times.fetch_s > 0
-    assert times.wait_s > 0
-    assert loader.times().sample_s == 0
 
 
 def test_no_seeds_no_steps(graph: DistGraph) -> None:

@@ -55,13 +55,6 @@ def test_columns_of_every_type_arrive_with_their_rows(shop_graph: DistGraph) -> 
     ]
 
 
-def test_srcdata_is_dgls_dict_of_types(shop_graph: DistGraph) -> None:
-    _, _, blocks = next(iter(loader_of(shop_graph, NeighborSampler([3], **PREFETCH))))
-    assert set(blocks[0].srcdata["feat"]) == {"item", "user"}
-    assert blocks[0].srcdata["feat"]["user"].shape[1] == 2
-    assert blocks[0].srcdata["feat"]["item"].shape[1] == 1
-
-
 def test_fanouts_by_relation_or_triple_and_all_types_named(shop_graph: DistGraph) -> None:
     some = {BUYS: 1, "knows": 0, "sold_to": -1, "wants": 2, "haunts": 3, "like": 2}
     for _, _, blocks in loader_of(shop_graph, NeighborSampler([some, 2])):
@@ -127,19 +120,6 @@ def test_a_samplers_own_code_draws_the_same_full_neighbourhood(shop_graph: DistG
                     assert edges_in(one, etype) == edges_in(other, etype)
             rows = own.blocks[0].srcnodes["item"].data
             assert torch.equal(rows["feat"], shop_graph.nodes["item"].data["feat"][rows[dgl.NID]])
-
-
-def test_threads_draw_what_one_thread_draws(shop_graph: DistGraph) -> None:
-    runs = [
-        [
-            [edges_in(block, etype) for block in blocks for etype in shop_graph.canonical_etypes]
-            for _, _, blocks in loader_of(
-                shop_graph, NeighborSampler([2, 2]), batch_size=1, shuffle=True, **options
-            )
-        ]
-        for options in ({"num_threads": 0}, {"num_threads": 3, "depth": 4})
-    ]
-    assert runs[0] == runs[1]
 
 
 def test_half_precision_of_every_type_becomes_what_is_asked(shop_graph: DistGraph) -> None:

@@ -14,7 +14,7 @@ from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, keyed_draw
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.structure import CSCShard
-from dglx_dist.keyed_random import Rule, stream_key
+from dglx_dist.keyed_random import Rule
 from tests.dataloading.graphs import random_csc
 from tests.dataloading.shop import (
     BUYS,
@@ -76,15 +76,6 @@ def test_fanouts_are_of_a_layer_and_an_edge_type() -> None:
             assert block.in_degrees(etype=etype).tolist() == degrees.clamp(max=most).tolist()
 
 
-def test_a_node_found_by_one_edge_type_is_not_drawn_for_in_the_same_hop() -> None:
-    # User 8 knows users; only in the second hop do those buy-edges of the items they reach count.
-    schema, cscs = typed_shop()
-    _, (outer, inner) = blocks_of(schema, cscs, [-1, -1], seeds={"user": np.array([8])})
-    assert inner.num_dst_nodes("item") == inner.num_edges(LIKE) == 0
-    assert outer.num_dst_nodes("item") == inner.num_src_nodes("item") > 0
-    assert outer.num_edges(LIKE) > 0
-
-
 def test_edge_types_draw_independently() -> None:
     # Two edge types with the same edges: equal draws would show in all 100 nodes.
     csc = random_csc(100, 20)
@@ -93,15 +84,6 @@ def test_edge_types_draw_independently() -> None:
     _, (block,) = blocks_of(schema, [csc, csc], [3], seeds={"n": np.arange(100)})
     one, two = ({edge for _, _, edge in edges_in(block, etype)} for etype in etypes)
     assert len(one & two) < len(one) // 2
-
-
-def test_excluded_edges_of_a_type_are_those_of_no_other() -> None:
-    schema, cscs = typed_shop()
-    exclude = {KNOWS: np.arange(len(cscs[0].indices))}
-    _, blocks = blocks_of(schema, cscs, [-1, -1], exclude=exclude)
-    _, usual = blocks_of(schema, cscs, [-1, -1])
-    assert blocks[-1].num_edges(KNOWS) == 0 < usual[-1].num_edges(KNOWS)
-    assert edges_in(blocks[-1], SOLD) == edges_in(usual[-1], SOLD)
 
 
 SHARES = {"0": {"user": [0, 2, 4, 9, 17, 29], "item": [3, 44]}, "1": {"item": [0, 1, 7], "user": [8]}}
@@ -224,24 +206,3 @@ def test_a_repeated_seed_is_refused_and_the_workspace_stays_good() -> None:
     batch = source.sample(draws.request(SEEDS, 0, {}), {}, workspace)
     expected = WholeSource(schema, cscs).sample(draws.request(SEEDS, 0, {}), {}, Workspace(80))
     assert batch.nodes.tolist() == expected.nodes.tolist()
-
-
-def test_an_ask_has_seeds_and_exclusions_type_by_type() -> None:
-    schema, _ = typed_shop()
-    draws = shop_draws(schema, [1, 2], exclude={LIKE: np.array([5])})
-    request = draws.request({"user": np.array([7, 2]), "item": np.array([9])}, 4, {KNOWS: np.array([1, 3])})
-    assert schema.ntypes == ("ghost", "item", "user")
-    assert request.seeds.tolist() == [9, 7, 2]
-    assert request.seed_ends.tolist() == [0, 0, 1, 3]
-    assert request.fanouts[:, 0].tolist() == [2, 1]
-    assert schema.etypes[0] == KNOWS
-    assert schema.etypes[-1] == LIKE
-    assert request.exclude.tolist() == [1, 3, 5]
-    assert request.exclude_ends.tolist() == [0, 2, 2, 2, 2, 2, 3]
-
-
-def test_the_first_edge_type_has_the_streams_of_a_graph_with_one() -> None:
-    schema, _ = typed_shop()
-    streams = shop_draws(schema, [1, 2], seed=11).request({}, 4, {}).streams
-    assert streams[:, 0].tolist() == [stream_key(11, 4, hop) for hop in range(2)]
-    assert len(set(streams.ravel().tolist())) == streams.size

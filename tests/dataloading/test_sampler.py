@@ -103,34 +103,6 @@ def run(rings, *, ranks, parts, structure="replicated", ranks_per_server=None, s
     return run_ranks(draws_in_rank, ranks, args=args, ranks_per_server=ranks_per_server)
 
 
-def merged(results):
-    drawn = {}
-    for result in results:
-        for key, edges in result["drawn"].items():
-            assert drawn.setdefault(key, edges) == edges
-    return drawn
-
-
-def targets_by_epoch(results):
-    half = results[0]["length"]
-    return [
-        sorted(seed for result in results for seeds in result["targets"][part] for seed in seeds)
-        for part in (slice(0, half), slice(half, None))
-    ]
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_any_number_of_ranks_draws_what_one_draws(rings, ranks: int) -> None:
-    one = run(rings, ranks=1, parts=4)
-    many = run(rings, ranks=ranks, parts=4, num_threads=2)
-    # Other batches mean other frontiers, but whenever a node is drawn for, it gets the same edges.
-    offline, together = merged(one), merged(many)
-    common = offline.keys() & together.keys()
-    assert {key for key in offline if key.split()[1] == "0"} <= common
-    assert {key: offline[key] for key in common} == {key: together[key] for key in common}
-    assert targets_by_epoch(many) == targets_by_epoch(one) == [SEEDS, SEEDS]
-
-
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(4, 2), *wide((2, 1))])
 @pytest.mark.parametrize(
     "options",
@@ -151,16 +123,6 @@ def test_a_cut_structure_draws_what_a_replicated_one_draws(rings, ranks, ranks_p
         assert other["targets"] == one["targets"]
         assert one["bytes"][0] == 0
         assert other["bytes"][0] == other["bytes"][1] > 0
-
-
-def test_uneven_and_empty_shares_have_equal_steps(rings) -> None:
-    shares = {"0": SEEDS[:9], "1": [], "2": SEEDS[9:12]}
-    results = run(rings, ranks=3, parts=1, shares=shares)
-    assert [result["length"] for result in results] == [3, 3, 3]
-    assert [[len(seeds) for seeds in result["targets"][:3]] for result in results] == [
-        [4, 4, 1], [0, 0, 0], [3, 0, 0]
-    ]  # fmt: skip
-    assert results[1]["shares"][:3] == [[0, 7], [0, 4], [0, 1]]
 
 
 def same_seeds_on_all(folder: str) -> list[str]:

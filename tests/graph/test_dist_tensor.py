@@ -306,41 +306,6 @@ def test_what_one_rank_asks_for_differently_is_an_error_on_all_and_attaching_on_
     assert zero[7] == "4.0"
 
 
-def use_two_graphs(folder: Path) -> list[Any]:
-    with start_session():
-        first, second = DistGraph(folder), DistGraph(folder)
-        one = first.new_tensor((NUM_NODES,), torch.int64, "h")
-        two = second.new_tensor((NUM_NODES,), torch.int64, "h")
-        one[:] = 1
-        second.barrier()
-        values = [int(one.to_local().sum()), int(two.to_local().sum())]
-        second.barrier()
-        two.delete()
-        second.close()
-        return [*values, "h" in first.ndata, refused(lambda: one | first.ndata["label"])]
-
-
-def name_what_is_no_policy(folder: Path) -> list[str]:
-    with start_session(timeout_s=15):
-        g = DistGraph(folder)
-        policy: Any = 3 if g.rank() == 1 else g.get_node_partition_policy("_N")
-        said = refused(lambda: DistTensor((NUM_NODES,), torch.float32, "h", part_policy=policy))
-        # Numbers are still in step.
-        return [said, g.new_tensor((NUM_NODES,), torch.float32).name]
-
-
-def test_what_is_no_policy_on_one_rank_is_an_error_on_all(small_dataset: Path) -> None:
-    zero, one = run_ranks(name_what_is_no_policy, 2, args=(small_dataset,), ranks_per_server=1)
-    assert zero[0].endswith(f": {one[0]}")
-    assert one[0] == "part_policy is 3; give what g.get_node_partition_policy gives"
-    assert zero[1] == one[1]
-
-
-def test_two_graphs_have_tensors_of_their_own(small_dataset: Path) -> None:
-    joined = [NUM_NODES, 0, True, ""]
-    assert run_ranks(use_two_graphs, 2, args=(small_dataset,), ranks_per_server=1) == [joined] * 2
-
-
 def free_in_blocks(folder: Path) -> list[Any]:
     with start_session() as session:
         g = DistGraph(folder)

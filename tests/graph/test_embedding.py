@@ -7,7 +7,6 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -34,18 +33,6 @@ def test_rows_come_in_the_order_of_the_ids_and_repeats_are_summed(graph: DistGra
     (gradient,) = embedding.take_gradients()
     assert gradient.ids.tolist() == [7, 3, 39]
     assert gradient.rows.tolist() == [[5.0, 5.0], [2.0, 2.0], [8.0, 8.0]]
-
-
-@pytest.mark.parametrize(
-    "ids", [[], [3, 1], np.array([3, 1], np.int32), slice(0, 40, 9), torch.zeros(40).bool()]
-)
-def test_any_index_of_a_tensor_will_do(graph: DistGraph, ids: Any) -> None:
-    embedding = DistEmbedding(NUM_NODES, 2, "e")
-    rows = embedding(ids)
-    assert torch.equal(rows.detach(), embedding.weight[ids])
-    rows.sum().backward()
-    (gradient,) = embedding.take_gradients()
-    assert len(gradient.ids) == len(rows)
 
 
 def test_what_is_not_stepped_leaves_nothing_behind(graph: DistGraph) -> None:

@@ -19,8 +19,8 @@ from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph import kvstore as async_pushes
 from dglx_dist.graph import partition_book as row_requests
 from dglx_dist.graph import shared_memory
-from dglx_dist.graph.column import CacheCounts, Column, RowCache, Shard
-from dglx_dist.graph.kvstore import MAX_IN_FLIGHT, AsyncPushQueue, KVStore, Send
+from dglx_dist.graph.column import Column, RowCache, Shard
+from dglx_dist.graph.kvstore import AsyncPushQueue, KVStore, Send
 from dglx_dist.graph.partition_book import Placement, RowOwners
 from dglx_dist.graph.row_kernels import (
     NO_SLOTS,
@@ -91,59 +91,6 @@ def test_pull_equals_indexing_and_costs_what_the_formula_says(ranks: int, per_se
         assert per_server is None or ranks == 1 or any(sent for sent, _ in counted)
 
 
-def pull_in_pieces() -> tuple[int, bool]:
-    with start_session() as session:
-        row_requests.MAX_MESSAGE_BYTES = 3 * 20
-        store = open_store(session)
-        ids = np.arange(31)[::-1].copy()
-        rows = store.pull("feat", ids)
-        return session.ledger.total(phase="features"), bool(
-            (rows.numpy() == table("float32", (5,))[ids]).all()
-        )
-
-
-def test_large_pulls_are_cut_and_cost_the_same() -> None:
-    (first, equal_0), (second, equal_1) = run_ranks(pull_in_pieces, 2, ranks_per_server=1)
-    assert (equal_0, equal_1) == (True, True)
-    assert (first, second) == (24 * 28, 7 * 28)
-
-
-def pull_alone() -> Any:
-    with start_session() as session:
-        store = open_store(session)
-        rows = None
-        if session.topology.rank == 1:
-            rows = [store.pull("label", np.array([0, 30, 6])).tolist() for _ in range(3)]
-        barrier(session, "waiting for the rank that pulls")
-        return rows
-
-
-def test_one_rank_pulls_while_the_others_wait() -> None:
-    assert run_ranks(pull_alone, 3, ranks_per_server=1) == [None, [[0, 30, 6]] * 3, None]
-
-
-def pull_from_threads() -> list[bool]:
-    with start_session() as session:
-        store = open_store(session)
-        rows, equal = table("float32", (5,)), [False] * 6
-
-        def work(thread: int) -> None:
-            random = np.random.default_rng(thread)
-            asked = [random.integers(0, 31, 40) for _ in range(20)]
-            equal[thread] = all((store.pull("feat", ids).numpy() == rows[ids]).all() for ids in asked)
-
-        threads = [threading.Thread(target=work, args=(thread,)) for thread in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return equal
-
-
-def test_threads_pull_at_once() -> None:
-    assert run_ranks(pull_from_threads, 2, ranks_per_server=1) == [[True] * 6] * 2
-
-
 def push_to_everyone() -> tuple[int, list[float]]:
     with start_session() as session:
         store = open_store(session)
@@ -196,15 +143,6 @@ def test_out_is_filled_or_refused(store: KVStore) -> None:
         store.pull("feat", np.array([3, 1, 2]), out=out)
 
 
-def test_shards_are_the_memory_itself(store: KVStore) -> None:
-    assert [(first, len(rows)) for first, rows in store.shards("label")] == [
-        (0, 7),
-        (7, 0),
-        (7, 13),
-        (20, 11),
-    ]
-
-
 class FakeRpc:
     """Answers when ``gate`` is open; calls with a negative number fail."""
 
@@ -245,34 +183,12 @@ def queue(rpc: FakeRpc) -> Any:
     made.close()
 
 
-def test_requests_leave_in_order_before_the_first_is_answered(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
-    queue.put([send(number) for number in range(MAX_IN_FLIGHT + 3)])
-    for _ in range(MAX_IN_FLIGHT):
-        assert rpc.left.acquire(timeout=20)
-    assert rpc.sent == list(range(MAX_IN_FLIGHT))
-    rpc.gate.set()
-    queue.fence()
-    assert rpc.sent == list(range(MAX_IN_FLIGHT + 3))
-
-
 def test_a_fence_that_waits_in_vain_names_who_is_missing(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
     queue.put([send(1), send(2, rank=2), send(3)])
     with pytest.raises(PeerError, match=r"fence\(\) waited 0.05 s .* rank 1 on b \(2\), rank 2 on c \(1\)"):
         queue.fence(0.05)
     rpc.gate.set()
     queue.fence()
-
-
-def test_errors_are_raised_at_the_fence_once_and_counted(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
-    rpc.gate.set()
-    queue.put([send(1), send(-2), send(3), send(-4), send(-5)])
-    with pytest.raises(RemoteError, match="failed at -2") as caught:
-        queue.fence()
-    assert caught.value.__notes__ == ["2 more pushes with wait=False failed too"]
-    queue.fence()
-    queue.put([send(6)])
-    queue.fence()
-    assert rpc.sent == [1, -2, 3, -4, -5, 6]
 
 
 def test_who_pushes_too_much_waits_for_room(
@@ -296,16 +212,6 @@ def test_who_pushes_too_much_waits_for_room(
     thread.join(20)
     queue.fence()
     assert rpc.sent == [1, 2, 3]
-
-
-def test_a_fence_does_not_wait_for_what_is_pushed_after_it(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
-    rpc.gate.set()
-    queue.put([send(1)])
-    queue.fence()
-    rpc.gate.clear()
-    queue.put([send(2)])
-    with pytest.raises(PeerError):
-        queue.fence(0.0)
 
 
 def pulled(ids: Array, num_ids: int, direct_limit: int = 1 << 20) -> SlotTable:
@@ -332,13 +238,6 @@ def test_a_large_graph_is_hashed_where_that_is_smaller() -> None:
     assert table_sizes(1000, 1 << 30) == (2048, 2048)
     # 12 bytes x 2**28 would be more than 4 bytes x 2**27 ids.
     assert table_sizes(1 << 26, 1 << 27) == (1 << 27, 0)
-
-
-def test_counts_add_up() -> None:
-    counts = CacheCounts(local=1, hits=3, misses=6) - CacheCounts(local=1)
-    assert counts == CacheCounts(local=0, hits=3, misses=6)
-    assert counts.hit_rate == pytest.approx(1 / 3)
-    assert CacheCounts(local=5).hit_rate is None
 
 
 def pull_with_private_cache() -> list[Any]:

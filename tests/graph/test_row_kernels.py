@@ -5,20 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from numba import njit
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import (
     add_rows,
     as_words,
-    change_ahead,
     check_summable,
     first_outside,
     gather_rows,
     number_distinct,
     numpy_view,
     plan_remote,
-    read_ahead,
     scatter_rows,
     spread_rows,
     sum_repeated,
@@ -142,22 +139,6 @@ def test_rows_without_columns_and_no_ids_are_nothing_to_do() -> None:
 @pytest.mark.parametrize(("ids", "position"), [([], -1), ([0, 4], -1), ([0, 5, 9], 1), ([2, 1, -1], 2)])
 def test_the_first_id_out_of_range_is_found(ids: list[int], position: int) -> None:
     assert first_outside(np.array(ids, dtype=np.int64), 5) == position
-
-
-@njit
-def ask_for_all(rows: np.ndarray) -> None:
-    for row in range(rows.shape[0]):
-        read_ahead(rows, row)
-        change_ahead(rows, row)
-
-
-@pytest.mark.parametrize("shape", [(3, 1), (3, 17), (2, 0), (0, 4)])
-def test_rows_that_are_asked_for_stay_as_they_are(shape: tuple[int, int]) -> None:
-    for dtype in (np.float32, np.float64):
-        rows = np.arange(shape[0] * shape[1], dtype=dtype).reshape(shape)
-        before = rows.copy()
-        ask_for_all(rows)
-        assert np.array_equal(rows, before)
 
 
 BOUNDS = np.array([0, 10, 20, 20, 30])

@@ -13,7 +13,7 @@ from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.sparse_gradient import RowSum
-from dglx_dist.graph.sparse_update import AdagradRule, AdamRule, OwnedRows, SgdRule, UpdateRule
+from dglx_dist.graph.sparse_update import OwnedRows, UpdateRule, adagrad_rule, adam_rule, sgd_rule
 from tests.graph.small import NUM_NODES, zeros
 
 
@@ -91,11 +91,11 @@ FIRST = {
     "adam, eps behind": [1.0 - 0.5 / (1.0 + 0.5)],
 }
 RULES = {
-    "sgd": SgdRule(0.5),
-    "adagrad": AdagradRule(0.5, 0.0),
-    "adam": AdamRule(0.5, (0.5, 0.75), 0.0),
-    "adam, eps before": AdamRule(0.5, (0.5, 0.75), 1.0),
-    "adam, eps behind": AdamRule(0.5, (0.5, 0.75), 1.0, corrected=True),
+    "sgd": sgd_rule(0.5),
+    "adagrad": adagrad_rule(0.5, 0.0),
+    "adam": adam_rule(0.5, (0.5, 0.75), 0.0),
+    "adam, eps before": adam_rule(0.5, (0.5, 0.75), 1.0),
+    "adam, eps behind": adam_rule(0.5, (0.5, 0.75), 1.0, corrected=True),
 }
 
 
@@ -121,7 +121,7 @@ def summed(ids: list[int], values: list[float], weight: float = 1.0, dtype: Any 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_several_ranks_are_summed_and_updated_once(graph: DistGraph, dtype: torch.dtype) -> None:
     embedding = DistEmbedding(NUM_NODES, 1, "e", init_func=zeros, dtype=dtype)
-    table = OwnedRows(embedding, [], SgdRule(1.0))
+    table = OwnedRows(embedding, [], sgd_rule(1.0))
     for _ in range(2):
         table.apply([summed([3, 5], [1.0, 2.0], 0.5), summed([], []), summed([5, 7, 3], [4.0, 8.0, 16.0])])
     assert embedding.weight[[3, 5, 7, 4]].tolist() == [[-33.0], [-10.0], [-16.0], [0.0]]
@@ -132,7 +132,7 @@ def test_rows_of_several_ranks_are_summed_and_updated_once(graph: DistGraph, dty
 
 
 def test_a_gradient_that_does_not_fit_is_refused(graph: DistGraph) -> None:
-    table = OwnedRows(DistEmbedding(NUM_NODES, 1, "e"), [], SgdRule(1.0))
+    table = OwnedRows(DistEmbedding(NUM_NODES, 1, "e"), [], sgd_rule(1.0))
     with pytest.raises(ConfigError, match=r"int64 ids and float32 rows, not int64, float64"):
         table.check(summed([3], [1.0], dtype=np.float64))
     with pytest.raises(ConfigError, match=r"gradients of 2 ids cannot have shape \(1, 1\)"):
@@ -144,5 +144,5 @@ def test_a_gradient_that_does_not_fit_is_refused(graph: DistGraph) -> None:
 
 def test_all_who_change_rows_by_what_they_were_take_turns(graph: DistGraph) -> None:
     embedding = DistEmbedding(NUM_NODES, 1, "e")
-    tables = [OwnedRows(embedding, [], SgdRule(1.0)) for _ in range(2)]
+    tables = [OwnedRows(embedding, [], sgd_rule(1.0)) for _ in range(2)]
     assert tables[0].lock is tables[1].lock is graph.kvstore.column(embedding.weight.kvstore_key).lock

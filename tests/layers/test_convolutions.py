@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from dgl.nn import (
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, part_of
+from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, cut_in_place
 from dglx_dist.layers.convolutions import (
     EdgeConvStages,
     GatStages,
@@ -40,7 +41,7 @@ from dglx_dist.layers.convolutions import (
     SgcStages,
     stages_of,
 )
-from dglx_dist.layers.dropout import deal_out_columns
+from dglx_dist.layers.dropout import Columns, deal_out_columns
 
 WIDTHS, PARTS = (1, 3, 100, 101), (1, 2, 3, 4)
 H = 5
@@ -110,6 +111,13 @@ def edge_choices(name: str, weight: Tensor) -> list[dict[str, Tensor]]:
     return [{}] if name.startswith(NO_WEIGHTS) else [{}, {"edge_weight": weight}]
 
 
+def part_of(layer: SplittableConv, runs: Sequence[Columns]) -> SplittableConv:
+    """A copy of ``layer`` that has only the columns ``runs``."""
+    part = copy.deepcopy(layer)
+    cut_in_place(part, layer.cut, runs)
+    return part
+
+
 def add_up(parts: list[PartialSums]) -> PartialSums:
     return tuple(sum(rest, first) for first, *rest in zip(*parts, strict=True))
 
@@ -163,16 +171,6 @@ def test_parts_add_up_to_dgls_layer(name: str, width: int) -> None:
 def close(found: Tensor | None, expected: Tensor | None) -> None:
     assert found is not None
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-@every_conv
-def test_names_are_those_of_the_layer(name: str) -> None:
-    conv, staged = made(name, 7)
-    assert {n: p.shape for n, p in staged.named_parameters()} == {
-        n: p.shape for n, p in conv.named_parameters()
-    }
-    for cut, dimension in staged.cut.items():
-        assert staged.get_parameter(cut).shape[dimension] == 7
 
 
 def test_whole_outputs_of_parts_of_gat_do_not_add_up() -> None:

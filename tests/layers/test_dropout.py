@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import StageInput, part_of
+from dglx_dist.layers.base import StageInput
 from dglx_dist.layers.convolutions import Sync, stages_of
 from dglx_dist.layers.dropout import (
     Columns,
@@ -28,7 +28,7 @@ from dglx_dist.layers.dropout import (
     install_node_dropouts,
     kept_entries,
 )
-from tests.layers.test_convolutions import add_up, block_and_rows, close
+from tests.layers.test_convolutions import add_up, block_and_rows, close, part_of
 
 NODES = torch.randperm(10_000, generator=torch.Generator().manual_seed(0))[:400]
 

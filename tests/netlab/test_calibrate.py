@@ -12,12 +12,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dglx_dist.comm.trace import Pass
-from dglx_dist.errors import CommandError, ConfigError, LabError
+from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import calibrate, cli, labs
 from scripts.netlab.base import LabSpec
 from scripts.netlab.calibrate import (
     LEAST_RATE,
+    CommandError,
     CommandMeasure,
     Measured,
     find_rate,

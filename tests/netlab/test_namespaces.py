@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.comm import system as cgroups
 from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.planner.records import Rate
-from scripts.netlab import hold, labs, servers, state
+from scripts.netlab import cgroups, hold, labs, servers, state
 from scripts.netlab.base import LabSpec
 from scripts.netlab.labs import NamespaceLab, attach, open_detached, open_lab
 from scripts.netlab.servers import (

@@ -20,7 +20,7 @@ from dglx_dist.strategies.cost import Candidate, PlanContext, ring_split
 from dglx_dist.strategies.full_graph.cost import FullGraphScheme
 from dglx_dist.strategies.serverless.cost import GhostPairs
 from tests.planner import hand_made
-from tests.planner.hand_made import BATCHES, CLUSTER, RATES, SHAPE, SURVEY, known, shape_of_kind
+from tests.planner.hand_made import CLUSTER, RATES, SHAPE, known, shape_of_kind
 
 ROWS = Candidate(strategy="data_parallel", unit="mini_batch")
 COLUMNS = Candidate(strategy="push_pull", unit="mini_batch", options={"structure": "push"})
@@ -172,13 +172,6 @@ def test_what_does_not_fit_says_so() -> None:
     assert predict(uncounted, known()).why_not == "its plans were not counted"
 
 
-def test_reasons_write_large_figures_in_full() -> None:
-    slow = known(cluster=replace(CLUSTER, external_bytes_per_s=1.0))
-    (reason, *_) = choose((ROWS, COLUMNS), slow, ChoiceOptions()).why
-    assert "KB between servers" in reason
-    assert "e+" not in reason
-
-
 def test_a_choice_is_json_with_its_outcome() -> None:
     found = choose((ROWS, COLUMNS, WHOLE), known(), ChoiceOptions())
     outcome = Outcome(epoch=1, epoch_seconds=1.0, bytes_outside=5, bytes_inside=0, peak_memory_bytes=7)
@@ -197,20 +190,6 @@ def test_gradients_go_around_a_ring() -> None:
     two = replace(CLUSTER, ranks_per_server=2)
     assert ring_split(100, two, 3) == (900, 900)
     assert ring_split(100, replace(CLUSTER, servers=1), 3) == (0, 0)
-
-
-def test_sums_of_a_group_leave_the_server_for_parts_elsewhere() -> None:
-    """Groups of 4 on 2 servers of 2 ranks: of 3 other parts 2 are away; groups of 2 stay inside."""
-    two = replace(CLUSTER, ranks_per_server=2)
-    survey = replace(SURVEY, seeds_per_rank=[25] * 4)
-    known_of_four = known(cluster=two, batches=replace(BATCHES, survey=survey))
-    crossing = predict(COLUMNS, known_of_four)
-    every = 3 * 500 * 16 * 4
-    assert crossing.outside["activations"] == every * 2 // 3
-    assert crossing.inside["activations"] == every // 3
-    inside = predict(replace(COLUMNS, options={"structure": "push", "group_size": 2}), known_of_four)
-    assert "activations" not in inside.outside
-    assert inside.inside["activations"] == 500 * 16 * 4
 
 
 def test_candidates_follow_the_servers() -> None:

@@ -21,10 +21,9 @@ from dglx_dist.strategies.cost import PartitionContext
 from dglx_dist.strategies.full_graph.cost import FullWork, full_work_of, plan_trials, sizes_of
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
-from dglx_dist.strategies.serverless.cost import count_ghosts
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
-from tests.planner.plain_counts import count_pairs, exchanging_work, preloading_work
+from tests.planner.plain_counts import exchanging_work, preloading_work
 from tests.strategies import equality
 
 LAYERS = 3
@@ -74,13 +73,6 @@ def test_trials_are_the_neighbourhoods_of_a_server(
     assert time_on_plans(nn.Linear(6, 3), shape, [whole], time.thread_time) is None
 
 
-def test_pairs_are_those_of_plain_counting(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
-    folder, where, seeds = context
-    work = work_of(plan_all(where, seeds_by_server(where, seeds), LAYERS, 0), where.topology)
-    assert work.pairs == count_pairs(open_dataset(folder), where.topology, LAYERS)
-    assert work.external_rows == 0
-
-
 def test_closures_are_those_of_plain_counting(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
     folder, where, seeds = context
     by_server = seeds_by_server(where, seeds)
@@ -101,19 +93,6 @@ def test_closures_are_those_of_plain_counting(context: tuple[Path, PartitionCont
     assert crossing == sorted(crossing, reverse=True)
     assert crossing[0] > crossing[-1] == 0
     assert exchanging_work(*graph, seeds, LAYERS).edges <= plain.edges
-
-
-def test_ghosts_are_pairs_over_all_nodes(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
-    folder, _, _ = context
-    dataset, csc = open_dataset(folder), open_structure(open_dataset(folder), EDGE_TYPE)
-    offsets = dataset.manifest.node_offsets["_N"]
-    found = count_ghosts(csc.indptr, csc.indices, offsets, topology_of(4, 1))
-    expected = 0
-    for part in range(4):
-        first, last = int(offsets[part]), int(offsets[part + 1])
-        sources = set(csc.indices[csc.indptr[first] : csc.indptr[last]].tolist())
-        expected += sum(not first <= source < last for source in sources)
-    assert (found.outside, found.inside) == (expected, 0)
 
 
 def test_the_cut_is_that_of_the_servers(context: tuple[Path, PartitionContext, np.ndarray]) -> None:

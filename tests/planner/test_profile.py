@@ -39,14 +39,6 @@ def test_what_trials_do_not_tell_apart_is_parted_as_usual() -> None:
     assert fit_rates(work, 3 * work @ parts) == pytest.approx((3 * parts).tolist())
 
 
-def test_no_factor_is_below_zero() -> None:
-    """Seconds fall as work grows: only what is the same for all explains them."""
-    work = np.array([[1.0, 1e6, 1e7], [1.0, 2e6, 2e7], [1.0, 3e6, 3e7]])
-    step, edge, product = fit_rates(work, np.array([3.0, 2.0, 1.0]))
-    assert min(step, edge, product) >= 0
-    assert step > 0
-
-
 def test_seconds_of_work() -> None:
     rates = Rates(step_s=1.0, edge_column_s=2.0, multiply_add_s=3.0, sample_edge_s=0.0, gather_byte_s=0.0)
     assert rates.compute_s((10, 100), 5) == 5 + 20 + 300
@@ -207,11 +199,6 @@ def test_work_is_counted_by_layer() -> None:
     assert shape.work([30], [10], [200]) == (200 * 10 * 2, (30 + 10) * 100 * 10 * 2)
     wide = shape_of_kind("gcn", 8, 16, 16, 1)
     assert wide.work([30], [10], [200]) == (200 * 8, 10 * 8 * 16 * 2)
-
-
-def test_a_module_tells_what_it_is() -> None:
-    found = shape_of_module(build_model("gat", 100, 16, 10, 2), 100, 10)
-    assert (found.kind, found.hidden, len(found.layers)) == ("gat", 16, 2)
 
 
 def test_a_module_tells_what_refuses_it() -> None:

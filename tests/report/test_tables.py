@@ -5,23 +5,18 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
-import pytest
 from rich.console import Console
 from rich.table import Table
 
 from dglx_dist.report.tables import (
-    RunFacts,
     epoch_table,
-    markdown_table,
     run_title,
     summarise,
     summary_table,
 )
 from tests.report.records import epoch
 
-FACTS = RunFacts(
-    strategy="data_parallel", ranks=2, servers=1, test_accuracy=0.8, val_accuracy=None, peak_memory_bytes=7
-)
+FACTS = {"strategy": "data_parallel", "ranks": 2, "servers": 1, "peak_memory_bytes": 7}
 
 
 def test_the_first_epoch_counts_in_no_figure() -> None:
@@ -82,17 +77,6 @@ def test_the_hit_rate_is_shown_only_where_there_was_a_cache() -> None:
     assert "75.0 %" in shown
     assert "hits" not in text(epoch_table([epoch(0)]))
     assert "25.0 %" in text(summary_table({"cache_hit_rate": 0.25}))
-
-
-def test_a_markdown_table_has_a_line_per_row_and_escapes_bars() -> None:
-    assert markdown_table(("a", "b"), [("1", "x|y"), ("2", "two\nlines")]) == (
-        "| a | b |\n|---|---|\n| 1 | x\\|y |\n| 2 | two lines |"
-    )
-
-
-def test_a_markdown_row_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 cells, the head has 1"):
-        markdown_table(("a",), [("1", "2")])
 
 
 def test_what_was_foretold_has_the_units_of_what_came_out() -> None:

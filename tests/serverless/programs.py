@@ -19,97 +19,96 @@ RELU: Json = {"name": "relu"}
 ELU: Json = {"name": "elu", "alpha": 1.0}
 
 
+def slot(text: str) -> Slot:
+    """Read NAME:COLUMNS."""
+    name, _, width = text.partition(":")
+    return Slot(name, int(width))
+
+
+def av(name: str, stage: str, config: Json, inputs: str, outputs: str, weights: str = "") -> Vertex:
+    """Return a Vertex step; outputs as for :func:`slot`."""
+    return Vertex(
+        name=name,
+        stage=stage,
+        config=config,  # type: ignore[arg-type]  # an object
+        inputs=tuple(inputs.split()),
+        outputs=tuple(map(slot, outputs.split())),
+        weights=tuple(weights.split()),
+    )
+
+
+def ga(name: str, source: str, output: str, edges: str = "fixed:0") -> Gather:
+    return Gather(name=name, source=source, output=slot(output), edges=edges)
+
+
+def ae(name: str, sources: str, targets: str, output: str) -> Edge:
+    config: Json = {"heads": slot(output).width, "slope": 0.2}
+    stage = "attention_edges"
+    return Edge(name=name, stage=stage, config=config, sources=sources, targets=targets, output=slot(output))
+
+
+def made(
+    *steps: Step, features: int = 5, classes: int = 3, num_train: int = 6, dtype: str = "float64"
+) -> Program:
+    return Program(steps=steps, features=features, classes=classes, num_train=num_train, dtype=dtype)
+
+
 def gcn(widths: tuple[int, ...] = (5, 4, 3), num_train: int = 6) -> Program:
     """GraphConv per pair of widths, relu between them."""
     steps: list[Step] = []
     for layer in range(1, len(widths)):
         wide, narrow, last = widths[layer - 1], widths[layer], layer == len(widths) - 1
         config: dict[str, Json] = {"in": wide, "out": narrow, "bias": True}
+        config |= {} if last else {"activation": RELU}
+        weights = f"layers.{layer}.weight layers.{layer}.bias"
         steps += [
-            Gather(name=f"GA{layer}", source=before(layer), output=Slot(f"a{layer}", wide), edges="fixed:0"),
-            Vertex(
-                name=f"AV{layer}",
-                stage="dense",
-                config=config if last else {**config, "activation": RELU},
-                inputs=(f"a{layer}",),
-                outputs=(Slot(f"h{layer}", narrow),),
-                weights=(f"layers.{layer}.weight", f"layers.{layer}.bias"),
-            ),
+            ga(f"GA{layer}", before(layer), f"a{layer}:{wide}"),
+            av(f"AV{layer}", "dense", config, f"a{layer}", f"h{layer}:{narrow}", weights),
         ]
         steps += [] if last else [Scatter(name=f"SC{layer}", slots=(f"h{layer}",))]
-    return Program(
-        steps=tuple(steps), features=widths[0], classes=widths[-1], num_train=num_train, dtype="float64"
-    )
+    return made(*steps, features=widths[0], classes=widths[-1], num_train=num_train)
 
 
 def sage() -> Program:
     """Two SAGEConv of 5-4-3 columns, relu between them."""
     steps: list[Step] = []
     for layer, (wide, narrow) in enumerate([(5, 4), (4, 3)], start=1):
-        names = ("fc_self.weight", "fc_neigh.weight", "fc_self.bias")
-        activation: dict[str, Json] = {"activation": RELU} if layer == 1 else {}
+        config: dict[str, Json] = {"in": wide, "out": narrow, "bias": True}
+        config |= {"activation": RELU} if layer == 1 else {}
+        weights = " ".join(
+            f"layers.{layer}.fc_{name}" for name in ("self.weight", "neigh.weight", "self.bias")
+        )
+        inputs = f"a{layer} {before(layer)}"
         steps += [
-            Gather(name=f"GA{layer}", source=before(layer), output=Slot(f"a{layer}", wide), edges="fixed:0"),
-            Vertex(
-                name=f"AV{layer}",
-                stage="sage",
-                config={"in": wide, "out": narrow, "bias": True, **activation},
-                inputs=(f"a{layer}", before(layer)),
-                outputs=(Slot(f"h{layer}", narrow),),
-                weights=tuple(f"layers.{layer}.{name}" for name in names),
-            ),
+            ga(f"GA{layer}", before(layer), f"a{layer}:{wide}"),
+            av(f"AV{layer}", "sage", config, inputs, f"h{layer}:{narrow}", weights),
         ]
         steps += [Scatter(name="SC1", slots=("h1",))] if layer == 1 else []
-    return Program(steps=tuple(steps), features=5, classes=3, num_train=6, dtype="float64")
+    return made(*steps)
 
 
 def gat() -> Program:
     """GATConv(5, 2, 3 heads), elu, flat; GATConv(6, 3, 4 heads, residual), averaged."""
     first: Json = {"heads": 3, "width": 2, "bias": True, "merge": "flatten", "activation": ELU}
     second: Json = {"in": 6, "heads": 4, "width": 3, "residual": "linear", "residual_bias": True}
-    stages: list[tuple[str, dict[str, Json]]] = [
-        ("attention_project", {"in": 5, "heads": 3, "width": 2}),
-        ("sequence", sequence(("attention_finish", first), ("attention_project", second))),
-    ]
+    both = sequence(("attention_finish", first), ("attention_project", second))
+    finish: Json = {"heads": 4, "width": 3, "bias": False, "merge": "mean", "residual": True}
     own = ["fc.weight", "attn_l", "attn_r"]
-    names = [
-        tuple(f"layers.1.{name}" for name in own),
-        ("layers.1.bias", *(f"layers.2.{name}" for name in [*own, "res_fc.weight", "res_fc.bias"])),
-    ]
-    steps: list[Step] = []
-    for layer, heads, wide in ((1, 3, 6), (2, 4, 12)):
-        outputs = [Slot(f"z{layer}", wide), Slot(f"el{layer}", heads), Slot(f"er{layer}", heads)]
-        steps += [
-            Vertex(
-                name=f"AV{layer}",
-                stage=stages[layer - 1][0],
-                config=stages[layer - 1][1],
-                inputs=("x",) if layer == 1 else ("s1",),
-                outputs=(*outputs, Slot("r2", 12)) if layer == 2 else tuple(outputs),
-                weights=names[layer - 1],
-            ),
-            Scatter(name=f"SC{layer}", slots=(f"z{layer}", f"el{layer}")),
-            Edge(
-                name=f"AE{layer}",
-                stage="attention_edges",
-                config={"heads": heads, "slope": 0.2},
-                sources=f"el{layer}",
-                targets=f"er{layer}",
-                output=Slot(f"att{layer}", heads),
-            ),
-            Gather(
-                name=f"GA{layer}", source=f"z{layer}", output=Slot(f"s{layer}", wide), edges=f"att{layer}"
-            ),
-        ]
-    finish: dict[str, Json] = {"heads": 4, "width": 3, "bias": False, "merge": "mean", "residual": True}
-    last = Vertex(
-        name="AV3",
-        stage="attention_finish",
-        config=finish,
-        inputs=("s2", "r2"),
-        outputs=(Slot("h", 3),),
+    one = " ".join(f"layers.1.{name}" for name in own)
+    two = " ".join(
+        ["layers.1.bias", *(f"layers.2.{name}" for name in [*own, "res_fc.weight", "res_fc.bias"])]
     )
-    return Program(steps=(*steps, last), features=5, classes=3, num_train=6, dtype="float64")
+    return made(
+        av("AV1", "attention_project", {"in": 5, "heads": 3, "width": 2}, "x", "z1:6 el1:3 er1:3", one),
+        Scatter(name="SC1", slots=("z1", "el1")),
+        ae("AE1", "el1", "er1", "att1:3"),
+        ga("GA1", "z1", "s1:6", "att1"),
+        av("AV2", "sequence", both, "s1", "z2:12 el2:4 er2:4 r2:12", two),
+        Scatter(name="SC2", slots=("z2", "el2")),
+        ae("AE2", "el2", "er2", "att2:4"),
+        ga("GA2", "z2", "s2:12", "att2"),
+        av("AV3", "attention_finish", finish, "s2 r2", "h:3"),
+    )
 
 
 def sequence(*stages: tuple[str, Json]) -> dict[str, Json]:
@@ -118,82 +117,39 @@ def sequence(*stages: tuple[str, Json]) -> dict[str, Json]:
 
 def dropping() -> Program:
     """GraphConv(5, 4), LayerNorm, relu; GATConv(4, 3, 2 heads), elu, flat; GraphConv(6, 3); all drop."""
-    dense: dict[str, Json] = {"in": 5, "out": 4, "bias": True}
+    dense: Json = {"in": 5, "out": 4, "bias": True}
     norm: Json = {"width": 4, "eps": 1e-5, "scale": True, "bias": True, "activation": RELU}
-    finish: dict[str, Json] = {"heads": 2, "width": 3, "bias": True, "merge": "flatten", "activation": ELU}
-    steps: list[Step] = [
-        Drop(name="DR1", source="x", output=Slot("d1", 5), probability=0.3, call=0),
-        Gather(name="GA1", source="d1", output=Slot("a1", 5), edges="fixed:0"),
-        Vertex(
-            name="AV1",
-            stage="sequence",
-            config=sequence(("dense", dense), ("layer_norm", norm)),
-            inputs=("a1",),
-            outputs=(Slot("h1", 4),),
-            weights=("1.weight", "1.bias", "norm.weight", "norm.bias"),
-        ),
-        Drop(name="DR2", source="h1", output=Slot("d2", 4), probability=0.5, call=1),
-        Vertex(
-            name="AV2",
-            stage="attention_project",
-            config={"in": 4, "heads": 2, "width": 3},
-            inputs=("d2",),
-            outputs=(Slot("z2", 6), Slot("el2", 2), Slot("er2", 2)),
-            weights=("2.fc.weight", "2.attn_l", "2.attn_r"),
-        ),
+    first = sequence(("dense", dense), ("layer_norm", norm))
+    project: Json = {"in": 4, "heads": 2, "width": 3}
+    finish: Json = {"heads": 2, "width": 3, "bias": True, "merge": "flatten", "activation": ELU}
+    return made(
+        Drop(name="DR1", source="x", output=slot("d1:5"), probability=0.3, call=0),
+        ga("GA1", "d1", "a1:5"),
+        av("AV1", "sequence", first, "a1", "h1:4", "1.weight 1.bias norm.weight norm.bias"),
+        Drop(name="DR2", source="h1", output=slot("d2:4"), probability=0.5, call=1),
+        av("AV2", "attention_project", project, "d2", "z2:6 el2:2 er2:2", "2.fc.weight 2.attn_l 2.attn_r"),
         Scatter(name="SC1", slots=("z2", "el2")),
-        Edge(
-            name="AE1",
-            stage="attention_edges",
-            config={"heads": 2, "slope": 0.2},
-            sources="el2",
-            targets="er2",
-            output=Slot("att2", 2),
-        ),
-        Drop(name="DR3", source="att2", output=Slot("d3", 2), probability=0.4, call=2),
-        Gather(name="GA2", source="z2", output=Slot("s2", 6), edges="d3"),
-        Vertex(
-            name="AV3",
-            stage="attention_finish",
-            config=finish,
-            inputs=("s2",),
-            outputs=(Slot("h3", 6),),
-            weights=("2.bias",),
-        ),
-        Drop(name="DR4", source="h3", output=Slot("d4", 6), probability=0.5, call=3),
+        ae("AE1", "el2", "er2", "att2:2"),
+        Drop(name="DR3", source="att2", output=slot("d3:2"), probability=0.4, call=2),
+        ga("GA2", "z2", "s2:6", "d3"),
+        av("AV3", "attention_finish", finish, "s2", "h3:6", "2.bias"),
+        Drop(name="DR4", source="h3", output=slot("d4:6"), probability=0.5, call=3),
         Scatter(name="SC2", slots=("d4",)),
-        Gather(name="GA3", source="d4", output=Slot("a4", 6), edges="fixed:0"),
-        Vertex(
-            name="AV4",
-            stage="dense",
-            config={"in": 6, "out": 3, "bias": True},
-            inputs=("a4",),
-            outputs=(Slot("h4", 3),),
-            weights=("3.weight", "3.bias"),
-        ),
-    ]
-    return Program(steps=tuple(steps), features=5, classes=3, num_train=6, dtype="float64")
+        ga("GA3", "d4", "a4:6"),
+        av("AV4", "dense", {"in": 6, "out": 3, "bias": True}, "a4", "h4:3", "3.weight 3.bias"),
+    )
 
 
 def linear(dtype: str = "float64") -> Program:
     """Three Vertex steps: 3 to 2 columns with the weights w and b, none, 2 to 2 columns with the weight v."""
-    stages: list[tuple[str, dict[str, Json], tuple[str, ...]]] = [
-        ("dense", {"in": 3, "out": 2, "bias": True}, ("w", "b")),
-        ("rows", {"width": 2, "bias": False}, ()),
-        ("dense", {"in": 2, "out": 2, "bias": False}, ("v",)),
-    ]
-    steps = tuple(
-        Vertex(
-            name=f"AV{at}",
-            stage=stage,
-            config=config,
-            inputs=(f"h{at - 1}" if at else "x",),
-            outputs=(Slot(f"h{at}", 2),),
-            weights=weights,
-        )
-        for at, (stage, config, weights) in enumerate(stages)
+    return made(
+        av("AV0", "dense", {"in": 3, "out": 2, "bias": True}, "x", "h0:2", "w b"),
+        av("AV1", "rows", {"width": 2, "bias": False}, "h0", "h1:2"),
+        av("AV2", "dense", {"in": 2, "out": 2, "bias": False}, "h1", "h2:2", "v"),
+        features=3,
+        classes=2,
+        dtype=dtype,
     )
-    return Program(steps=steps, features=3, classes=2, num_train=6, dtype=dtype)
 
 
 def before(layer: int) -> str:

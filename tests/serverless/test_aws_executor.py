@@ -7,9 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import boto3
 import pytest
 
 from dglx_dist.cli.train_job import train_dataset
@@ -144,72 +142,8 @@ def test_what_a_dead_container_did_not_do_another_does(service: FunctionsService
     bench.check(key)
 
 
-def test_an_event_that_fails_is_told_in_the_log_and_not_run_again(service: FunctionsService) -> None:
-    client = boto3.client("lambda", endpoint_url=service.url)
-    ours = function(service)
-    ours.retries = 0
-    assert (
-        client.invoke(FunctionName=NAME, InvocationType="Event", Payload=b'{"no": "task"}')["StatusCode"]
-        == 202
-    )
-    (outcome,) = service.wait_for(NAME, 1)
-    assert outcome.error == "Unhandled" or "ConfigError" in str(outcome.error)
-    assert "lacks the field 'version'" in json.loads(outcome.body)["errorMessage"]
-
-
-def test_a_wrong_secret_gives_nothing_away(service: FunctionsService) -> None:
-    bench, ours = Bench(gcn(), [7]), function(service)
-    ours.retries = 0
-    (key, *_) = keys_of(bench.program)
-    with served(bench), executor(service, read_log=False) as running:
-        event = json.loads(bench.task(key, timeout_s=1.0).to_event())
-        event["secrets"]["secret"] = "open barley"
-        running.invoke(json.dumps(event).encode())
-        (outcome,) = service.wait_for(NAME, 1)
-    assert outcome.error is not None
-    assert str(key) in json.loads(outcome.body)["errorMessage"]
-    assert bench.calls == []
-
-
-def test_the_trial_is_a_real_task(service: FunctionsService) -> None:
-    function(service)
-    told: list[str] = []
-    _, warm = try_function(NAME, Place(endpoint_url=service.url), told.append)
-    assert "tcp://127.0.0.1:" in told[0]
-    assert not warm.cold
-    assert 0 < warm.worker_s <= warm.seconds
-
-
-def test_the_service_keeps_aws_rules(service: FunctionsService, tmp_path: Path) -> None:
-    """Time-outs kill, a start that fails is told, synchronous calls over the limit are refused."""
-    client = boto3.client("lambda", endpoint_url=service.url, config=no_retries())
-    for name, code, told in [
-        ("slow", "import time\ndef handler(event, context): time.sleep(60)\n", "timed out after 0.3"),
-        ("broken", "import no_such_module\n", "no_such_module"),
-    ]:
-        service.add(
-            name,
-            ours(tmp_path, code),
-            Handler="ours.handler",
-            Timeout=0.3 if name == "slow" else 10,
-        )
-        answer = client.invoke(FunctionName=name, Payload=b"{}")
-        assert answer["FunctionError"] == "Unhandled"
-        assert told in answer["Payload"].read().decode()
-        assert not any(container.alive for container in service.functions[name].containers)
-    service.functions["slow"].concurrency = 0
-    with pytest.raises(client.exceptions.TooManyRequestsException):
-        client.invoke(FunctionName="slow", Payload=b"{}")
-
-
 def ours(folder: Path, code: str) -> bytes:
     return zipped(folder, code, name="ours.py").read_bytes()
-
-
-def no_retries() -> Any:
-    from botocore.config import Config
-
-    return Config(retries={"total_max_attempts": 1})
 
 
 def test_the_trial_shows_why_a_function_fails(service: FunctionsService, tmp_path: Path) -> None:

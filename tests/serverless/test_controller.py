@@ -319,17 +319,6 @@ def settle(start: int, best: float, steps: int) -> list[int]:
     return found
 
 
-def test_a_growing_queue_means_fewer_a_shrinking_or_empty_one_more_a_steady_one_as_many() -> None:
-    growing = Autotuner(40)
-    numbers = [growing.observe(queue) for queue in (10, 30, 60, 100)]
-    assert numbers == [40, 20, 10, 5]
-    assert [growing.observe(queue) for queue in (100, 101, 100)] == [5, 5, 5]
-    assert growing.observe(20) > 5
-    before = growing.workers
-    assert growing.observe(0) > before
-    assert growing.observe(0) > before + 1
-
-
 @pytest.mark.parametrize("best", [50, 30, 12, 5, 77])
 def test_it_settles_within_ten_steps(best: int) -> None:
     """A server half as fast as 100 workers is ``best`` = 50."""
@@ -337,19 +326,6 @@ def test_it_settles_within_ten_steps(best: int) -> None:
     assert abs(numbers[9] - best) <= 0.3 * best
     assert all(1 <= number <= 100 for number in numbers)
     assert all(0.5 * best <= number <= 1.5 * best for number in numbers[10:])
-
-
-def test_where_the_cpu_is_half_as_fast_as_the_workers_half_of_them_are_left() -> None:
-    assert settle(100, 50, 10)[-1] == 50
-    assert settle(8, 4, 10)[-1] == 4
-
-
-def test_it_follows_a_change() -> None:
-    tuner, queue = Autotuner(100), 0.0
-    for best in [10.0] * 20 + [80.0] * 20:
-        queue = max(0.0, queue + tuner.workers - best)
-        tuner.observe(queue)
-    assert 60 <= tuner.workers <= 100
 
 
 def test_bounds_are_the_intervals_a_hundred_and_the_network() -> None:

@@ -277,11 +277,6 @@ def test_a_function_that_cannot_be_used_is_told(wanted: Deployment, monkeypatch:
         do(wanted)
 
 
-@pytest.fixture
-def wanted_stack(tmp_path: Path) -> Deployment:
-    return Deployment(name="dglx-worker", package=zipped(tmp_path), runtime="python3.12")
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -295,15 +290,15 @@ def wanted_stack(tmp_path: Path) -> Deployment:
     ],
 )
 def test_settings_that_aws_does_not_take_are_refused(
-    change: dict[str, Any], told: str, wanted_stack: Deployment
+    change: dict[str, Any], told: str, wanted: Deployment
 ) -> None:
     with pytest.raises(ConfigError, match=told):
-        replace(wanted_stack, **change)
+        replace(wanted, **change)
 
 
-def test_a_package_must_fit_its_runtime(wanted_stack: Deployment, tmp_path: Path) -> None:
+def test_a_package_must_fit_its_runtime(wanted: Deployment, tmp_path: Path) -> None:
     """NumPy 2 needs glibc 2.27, and AWS's Python 3.11 stands on Amazon Linux 2 with 2.26."""
-    assert runtime_for(wanted_stack, on_aws=True) == "python3.12"
+    assert runtime_for(wanted, on_aws=True) == "python3.12"
     old = zipped(tmp_path, "\0GLIBC_2.5\0GLIBC_2.27\0", name="numpy/x.cpython-311-x86_64-linux-gnu.so")
     assert (compiled_of(old).python, compiled_of(old).architecture, compiled_of(old).glibc) == (
         11,
@@ -311,18 +306,18 @@ def test_a_package_must_fit_its_runtime(wanted_stack: Deployment, tmp_path: Path
         27,
     )
     with pytest.raises(ConfigError, match=r"made for Python 3.11 and the runtime is python3.12"):
-        runtime_for(wanted_stack, on_aws=True)
+        runtime_for(wanted, on_aws=True)
     with pytest.raises(ConfigError, match=r"needs glibc 2.27 .* has 2.26; .*--python 3.12"):
-        runtime_for(replace(wanted_stack, runtime=None), on_aws=True)
-    assert runtime_for(replace(wanted_stack, runtime=None), on_aws=False) == "python3.11"
+        runtime_for(replace(wanted, runtime=None), on_aws=True)
+    assert runtime_for(replace(wanted, runtime=None), on_aws=False) == "python3.11"
     new = zipped(tmp_path, "\0GLIBC_2.27\0", name="numpy/x.cpython-312-aarch64-linux-gnu.so")
     assert what_aws_lacks(new) == ""
     with pytest.raises(ConfigError, match="made for arm64"):
-        runtime_for(wanted_stack, on_aws=True)
-    assert runtime_for(replace(wanted_stack, architecture="arm64", runtime=None), on_aws=True) == "python3.12"
+        runtime_for(wanted, on_aws=True)
+    assert runtime_for(replace(wanted, architecture="arm64", runtime=None), on_aws=True) == "python3.12"
     old.write_text("no zip")
     with pytest.raises(ConfigError, match="is not a package"):
-        runtime_for(wanted_stack, on_aws=True)
+        runtime_for(wanted, on_aws=True)
 
 
 def test_boto3_is_asked_for_when_it_is_needed_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:

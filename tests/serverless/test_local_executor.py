@@ -23,7 +23,7 @@ from dglx_dist.serverless.stages.base import register_stage
 from dglx_dist.serverless.tasks import Direction, Task, TaskKey
 
 from .programs import gcn
-from .servers import Bench, keys_of, other_core, served
+from .servers import Bench, keys_of, served
 
 ROOT = Path(__file__).parents[2]
 FORWARD = TaskKey(0, 1, 0, Direction.FORWARD)
@@ -32,18 +32,15 @@ import sys
 
 import numpy as np
 
-from dglx_dist.serverless.stages.base import Backward, Forward, VertexStage
+from dglx_dist.serverless.stages.base import Backward, Forward, StageShapes, VertexStage
 
 
 class Scaled(VertexStage):
     """y = w x, by column."""
 
     def __init__(self, config):
-        self.weight_shapes = {"scale": (config["width"],)}
-        self.input_widths = self.output_widths = (config["width"],)
-        self.saved_widths = ()
-
-    weight_shapes = input_widths = output_widths = saved_widths = None
+        width = (config["width"],)
+        self.shapes = StageShapes({"scale": width}, width, width)
 
     def forward(self, weights, inputs):
         print("what a stage prints goes nowhere near the answers")
@@ -128,26 +125,6 @@ def test_a_process_shows_no_secret_and_sees_nothing_of_its_user(
     assert executor.lost() == []
 
 
-def test_a_killed_process_is_known_within_a_second_and_replaced() -> None:
-    bench, told = waiting_bench(), threading.Event()
-    with served(bench), LocalExecutor(ExecutorContext(notice=told.set), {}) as executor:
-        executor.invoke(bench.task(FORWARD).to_event())
-        until(lambda: ("pull", "r0.e0.s1.i0.f/0") in bench.calls, "asked for rows")
-        (pid,) = workers()
-        os.kill(pid, signal.SIGKILL)
-        assert told.wait(1)
-        (lost,) = executor.lost()
-        assert (
-            lost.reason
-            == f"task r0.e0.s1.i0.f, attempt 0: worker process {pid} was killed by signal 9: no output"
-        )
-        bench.late = 0
-        executor.invoke(bench.task(FORWARD).again().to_event())
-        assert bench.wait_for(executor, [FORWARD]) == []
-        until(lambda: executor._num_up == 1, "one worker")
-        assert workers() != [pid]
-
-
 PARENT = """
 import os, sys, time
 from dglx_dist.serverless.executors.base import ExecutorContext
@@ -155,6 +132,9 @@ from dglx_dist.serverless.executors.local import LocalExecutor
 
 executor = LocalExecutor(ExecutorContext(), {})
 executor.invoke(sys.stdin.read().encode())
+# A fork in the middle of Popen would keep its pipes open, and Popen waits for their end.
+while not any(worker._process for worker, _ in list(executor._busy.values())):
+    time.sleep(0.01)
 forked = os.fork()
 if forked:
     print(forked, flush=True)
@@ -187,41 +167,6 @@ def test_workers_end_with_their_graph_server_however_it_ends(tmp_path: Path) -> 
             until(lambda: not is_alive(worker), "ended")
         finally:
             os.kill(forked, signal.SIGKILL)
-
-
-OTHER_KERNELS = """
-from dglx_dist.serverless.executors.base import ExecutorContext
-from dglx_dist.serverless.executors.local import LocalExecutor
-from dglx_dist.serverless.tasks import kernels
-from tests.serverless.programs import sage
-from tests.serverless.servers import Bench, keys_of, served
-
-bench = Bench(sage(), [50])
-keys = keys_of(bench.program)
-with served(bench), LocalExecutor(ExecutorContext(), {}) as executor:
-    for key in keys:
-        executor.invoke(bench.task(key).to_event())
-    bench.wait_for(executor, keys)
-told = [name for what, name in bench.calls if what == "program"]
-assert told == [kernels()], (told, kernels())
-for key in keys:
-    bench.check(key)
-print(kernels())
-"""
-
-
-def test_workers_compute_with_the_kernels_that_their_graph_server_is_told() -> None:
-    core = other_core()
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER_KERNELS],
-        cwd=ROOT,
-        env={**os.environ, "OPENBLAS_CORETYPE": core},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert core.upper() in done.stdout.upper()
 
 
 def scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
@@ -307,22 +252,3 @@ def test_bandwidth_and_processor_are_those_of_a_small_function() -> None:
         assert took_s > 0.2
     for task in tasks:
         bench.check(task.key)
-
-
-def test_fewer_workers_are_used_when_fewer_are_wanted() -> None:
-    bench = waiting_bench()
-    with served(bench), LocalExecutor(ExecutorContext(), {}) as executor:
-        executor.size(2)
-        keys = [replace(FORWARD, epoch=epoch) for epoch in range(4)]
-        for key in keys[:2]:
-            executor.invoke(bench.task(key).to_event())
-        until(lambda: len({name for what, name in bench.calls if what == "pull"}) == 2, "both at work")
-        assert executor._num_up == 2
-        executor.size(1)
-        bench.late = 0
-        bench.wait_for(executor, keys[:2])
-        until(lambda: executor._num_up == 1, "one left")
-        for key in keys[2:]:
-            executor.invoke(bench.task(key).to_event())
-        bench.wait_for(executor, keys)
-        assert executor._num_up == len(workers()) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -98,23 +97,6 @@ def test_what_names_no_half_or_attempt_is_refused() -> None:
             parse_attempt(text)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        (-1, 0, 0, F),
-        (0, 0, 0, F, -1),
-        (0, 0, 0, F, 10**9),
-        (0, 10**4, 0, F),
-        (0, 0, 10**9, F),
-        (0, True, 0, F),
-        (0, 0, 0, "f"),
-    ],
-)
-def test_a_key_is_checked_when_it_is_made(bad: tuple[Any, ...]) -> None:
-    with pytest.raises(ConfigError, match="key"):
-        TaskKey(*bad)
-
-
 def test_a_key_is_checked_against_the_program() -> None:
     for good in (TaskKey(9, 1, 3, F), TaskKey(9, 1, 3, B), TaskKey(9, 4, 0, FB), TaskKey(9, 4, 0, B)):
         good.check(gcn(), 4)
@@ -167,26 +149,8 @@ def test_every_field_of_an_event_is_checked_or_kept() -> None:
             Task.from_event({**as_json(), field: bad})
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"rank": bad} for bad in (-1, "0", 1 << 40)),
-        *({"endpoint": bad} for bad in ("ipc:///tmp/x", "http://10.0.0.1:1", "", 7, "tcp://" + "x" * 2000)),
-        *({"host": bad} for bad in ("", "two\nlines", None)),
-        *({"public_key": bad} for bad in ("short", "x" * 41, 40)),
-        {"port": 7},
-    ],
-)
-def test_every_field_of_an_address_is_checked(change: Mapping[str, Any]) -> None:
-    event = as_json()
-    event["graph_server"] |= change
-    with pytest.raises(ConfigError, match="graph_server"):
-        Task.from_event(event)
-
-
-NO_EVENTS = {
+NO_EVENTS: dict[str, tuple[Any, str]] = {
     "cut off": (b"{", "not valid JSON"),
-    "a list": ("[1]", "give an object"),
     "large": (b"{}" + b" " * MAX_EVENT_BYTES, "more than 262144"),
     "deep": (b'{"key":' + b"[" * 100_000, "not valid JSON"),
     "as deep as can be read": (b'{"version":' + b"[" * 700 + b"]" * 700 + b"}", "'version' = a list"),
@@ -194,32 +158,22 @@ NO_EVENTS = {
     "a number beyond all texts": (b'{"version":' + b"1" * 5000 + b"}", "not valid JSON"),
     "no number": (b'{"version":NaN}', "NaN is not a JSON number"),
     "no names": ({1: 2}, "named fields"),
-    "another object": ({"handler": "os.system"}, "lacks"),
     "nothing": (None, "a NoneType"),
-    "a number": (7, "a int"),
-    "a real list": ([1], "a list"),
-}
-CHANGES = {
     "a number beyond all floats": ({"timeout_s": 10**400}, "'timeout_s' = 1000"),
-    "half a character": ({"graph_server": {"rank": 0, "host": "\ud800", "endpoint": "tcp://a:1"}}, "'host'"),
     "steers a terminal": ({"program": "\x1b]0;owned\x07"}, r"'\\x1b\]0;owned"),
-    "a file as endpoint": (
-        {"graph_server": {"rank": 0, "host": "h", "endpoint": "ipc:///tmp/x", "public_key": None}},
-        "give tcp://HOST:PORT",
-    ),
+    "half a character": ({"graph_server": {"host": "\ud800"}}, "'host'"),
+    "a file as endpoint": ({"graph_server": {"endpoint": "ipc:///tmp/x"}}, "give tcp://HOST:PORT"),
     "a stage of its own": ({"stages": {"dense": "os:system"}}, "unknown field 'stages'"),
-    "a stage": ({"stage": "os:system"}, "unknown field 'stage'"),
 }
 
 
-@pytest.mark.parametrize("case", [*NO_EVENTS, *CHANGES])
+@pytest.mark.parametrize("case", NO_EVENTS)
 def test_what_is_no_event_is_refused(case: str) -> None:
-    event: Any
-    if case in NO_EVENTS:
-        event, message = NO_EVENTS[case]
-    else:
-        change, message = CHANGES[case]
-        event = {**as_json(), **change}
+    event, message = NO_EVENTS[case]
+    if isinstance(event, dict) and case != "no names":
+        good = as_json()
+        for name, value in event.items():
+            event = {**good, name: {**good[name], **value} if name == "graph_server" else value}
     with pytest.raises(ConfigError, match=message):
         Task.from_event(event)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,32 +15,11 @@ from dglx_dist.errors import PeerError
 from dglx_dist.serverless import worker_process
 from dglx_dist.serverless.executors.base import Lost, PoolExecutor, WorkerHandle
 from dglx_dist.serverless.tasks import Task, TaskKey
-from dglx_dist.serverless.worker import TaskPhase, WorkerAnswer
-from dglx_dist.serverless.worker_process import CpuThrottle, Fault, FaultInjector, Relay
+from dglx_dist.serverless.worker import WorkerAnswer
+from dglx_dist.serverless.worker_process import CpuThrottle, Fault, Relay
 
 from .programs import gcn
 from .servers import Bench, keys_of
-
-
-class Died(Exception):
-    pass
-
-
-def test_a_fault_happens_once_at_its_place() -> None:
-    def die() -> None:
-        raise Died
-
-    at = FaultInjector(die)  # type: ignore[arg-type]
-    at(TaskPhase.HALF)
-    at.next = Fault(place=TaskPhase.PUSHED)
-    at(TaskPhase.HALF)
-    with pytest.raises(Died):
-        at(TaskPhase.PUSHED)
-    at(TaskPhase.PUSHED)
-    at.next = Fault(place=TaskPhase.PUSHED, seconds=0.0)
-    at(TaskPhase.PUSHED)
-    assert at.next is None
-
 
 POOL_KEYS = [key for interval in range(3) for key in keys_of(gcn(), interval)]
 
@@ -181,32 +161,20 @@ def test_closing_ends_what_runs_and_forgets_what_waits() -> None:
 SIZE = 300_000
 
 
+class Answering(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        while piece := self.request.recv(1 << 16):
+            self.request.sendall(piece)
+
+
 @contextmanager
 def echo() -> Iterator[str]:
     """An endpoint that gives back what it gets."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def answer(one: socket.socket) -> None:
-        with one:
-            while piece := one.recv(1 << 16):
-                one.sendall(piece)
-
-    def accept() -> None:
-        while True:
-            try:
-                one, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=answer, args=(one,), daemon=True).start()
-
-    thread = threading.Thread(target=accept, daemon=True)
-    thread.start()
-    try:
-        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        thread.join()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answering) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"tcp://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 def connect(endpoint: str) -> socket.socket:

@@ -26,18 +26,3 @@ def test_dtypes_do_not_mix() -> None:
 
 def test_no_parameters_need_no_bucket() -> None:
     assert make_buckets([], 1) == []
-
-
-def test_weight_zero_turns_nan_into_unused_zero() -> None:
-    (bucket,) = make_buckets(PARAMETERS[:2], 1 << 20)
-    bucket.put(0, torch.full((3,), float("nan"), dtype=torch.float64), 0.0)
-    assert not bucket.complete
-    bucket.put(1, torch.tensor([2.0, 4.0], dtype=torch.float64), 0.5)
-    assert bucket.complete
-    assert bucket.get(0).tolist() == [0, 0, 0]
-    assert bucket.get(1).tolist() == [1, 2]
-    assert bucket.used() == {0: False, 1: True}
-    bucket.clear()
-    assert not bucket.complete
-    assert bucket.get(1).tolist() == [0, 0]
-    assert bucket.used() == {0: False, 1: False}

@@ -207,20 +207,6 @@ def test_bytes_are_those_of_a_ring(on_ranks: list[dict[str, Any]]) -> None:
     assert sum(result["bytes"] for result in on_ranks) == 2 * (world_size - 1) * (46 + 8) * 8
 
 
-def test_uneven_shards_tell_the_rule_from_its_mistakes() -> None:
-    """The mean of two ranks' means, and their unweighted sum, are not the gradient of one process."""
-    x, y = rows()
-    parts = []
-    for first, last in ((0, 4), (4, 6)):
-        model = net()
-        mean(model, x[first:last], y[first:last])
-        parts.append(gradients(model)["first.weight"])
-    exact = one_process()["mean"]["first.weight"]
-    assert np.abs((parts[0] + parts[1]) / 2 - exact).max() > 1e-3
-    assert np.abs(parts[0] + parts[1] - exact).max() > 1e-3
-    np.testing.assert_allclose(parts[0] * 4 / 6 + parts[1] * 2 / 6, exact, atol=1e-12)
-
-
 def _refusals() -> list[str]:
     session = start_session()
     x, y = rows()
@@ -375,21 +361,3 @@ def test_buffers_become_the_weighted_mean_on_all_ranks() -> None:
         np.testing.assert_allclose(result["0.running_mean"], 0.1 * (3 * 1 + 1 * 2) / 4, atol=1e-12)
         assert result["constant"].tolist() == [1 / 3, 0.1]
         assert result.keys() == results[0].keys() >= {"0.weight", "1.bias", "0.running_var"}
-
-
-def test_names_are_uncut_and_load_into_the_plain_module() -> None:
-    wrapped = run_ranks(_names, 1)[0]
-    plain = net()
-    assert wrapped["names"] == list(plain.state_dict())
-    assert wrapped["replicated"] == [name for name, _ in plain.named_parameters()]
-
-
-def _names() -> dict[str, Any]:
-    wrapped: Any = wrap(start_session(), net())
-    net().load_state_dict(wrapped.state_dict())
-    wrapped.load_state_dict(net().state_dict())
-    with wrapped.join():
-        pass
-    assert wrapped.exchange_seconds(reset=True) >= 0.0 == wrapped.exchange_seconds()
-    assert wrapped.parts.local == ()
-    return {"names": list(wrapped.state_dict()), "replicated": list(wrapped.parts.replicated)}

@@ -13,8 +13,6 @@ import dgl
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
@@ -22,7 +20,7 @@ from dglx_dist.strategies.base import STRATEGIES
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
-from tests.strategies.equality import DEEP_MODELS, MODELS, SHARES, STEPS, Column
+from tests.strategies.equality import DEEP_MODELS, MODELS, STEPS, Column
 from tests.strategies.serverless import fifo
 
 COLUMNS = [
@@ -152,59 +150,3 @@ def test_ranks_draw_the_same_sample_as_one(folder: Path) -> None:
     alone = run_ranks(_many_steps, 1, args=(str(folder), [2, 2]))[0]
     for result in run_ranks(_many_steps, 2, args=(str(folder), [2, 2])):
         assert difference(result, alone) <= TOLERANCE
-    exact, _ = equality.one_process(
-        "sage",
-        [
-            _targets_of_step(equality.plain_graph().ndata["train_mask"].nonzero()[:, 0], s)
-            for s in range(MANY_STEPS)
-        ],
-    )
-    assert difference(alone, exact) > 1e-3
-
-
-def _wrong_rules(folder: str) -> dict[str, list[Any]]:
-    """What torch's own DDP makes of uneven shards, and what an unweighted sum does."""
-    session = start_session(timeout_s=60)
-    g = DistGraph(folder)
-    rank, world_size = session.topology.rank, session.topology.world_size
-    ids = equality.new_ids_of_training(g)
-    mine = equality.cut(ids, SHARES["uneven"], rank, world_size)
-    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
-        2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
-    )
-    strategy = STRATEGIES.get("data_parallel")(session, {})
-    loader = strategy.loader(g, mine, sampler, batch_size=len(ids))
-    mean_of_means = torch.nn.parallel.DistributedDataParallel(equality.model_of("sage", g))
-    optimizer = torch.optim.SGD(mean_of_means.parameters(), lr=equality.RATE)
-    equality.loop(mean_of_means, loader, optimizer, equality.STEPS)
-    summed = equality.model_of("sage", g)
-    optimizer = torch.optim.SGD(summed.parameters(), lr=equality.RATE)
-    for _ in range(equality.STEPS):
-        for _, _, blocks in loader:
-            optimizer.zero_grad()
-            scores = summed(blocks, blocks[0].srcdata["feat"])
-            F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
-            for parameter in summed.parameters():
-                dist.all_reduce(parameter.grad)
-            optimizer.step()
-    return {
-        "mean of means": [p.detach().numpy().copy() for p in mean_of_means.parameters()],
-        "unweighted sum": [p.detach().numpy().copy() for p in summed.parameters()],
-    }
-
-
-def test_wrong_rules_are_told_apart(folder: Path) -> None:
-    result = run_ranks(_wrong_rules, 2, args=(str(folder),))[0]
-    for name, weights in result.items():
-        assert difference(weights, plain_weights("sage")) > 1e-3, name
-
-
-def test_training_nodes_are_cut_as_told() -> None:
-    ids = torch.arange(160)
-    sizes = {
-        name: [len(equality.cut(ids, proportions, rank, 4)) for rank in range(4)]
-        for name, proportions in SHARES.items()
-    }
-    assert sizes["even"] == [40, 40, 40, 40]
-    assert sizes["uneven"] == [9, 47, 19, 85]
-    assert sizes["empty"] == [69, 0, 91, 0]

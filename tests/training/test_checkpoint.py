@@ -334,7 +334,7 @@ class Cutting(WrappedModel):
         super().__init__()
         group, runs = make_group(session, size), deal_out_concatenated([WIDTH], size)
         cut = Cut(shape=(HIDDEN, WIDTH), dimension=1, runs=runs)
-        self._state = CutState(session, group, {"weight": cut}, {})
+        self._state = CutState(session, group, {"weight": cut})
         self.module = Pieces(net, cut_out(net.weight.detach(), runs[group.part], 1))
 
     @property

@@ -204,6 +204,7 @@ def _hopeless(folder: str, checkpoints: str) -> list[dict[str, Any]]:
     ("fields", "message"),
     [
         ({"epochs": 0}, "epochs=0"),
+        ({"epochs": 2.5}, "epochs=2.5 must be a whole number"),
         ({"patience": 2, "eval_every": 0}, "patience=2"),
         ({"resume": True}, "resume needs checkpoint_folder"),
         ({"checkpoint_every": 0}, "checkpoint_every=0"),

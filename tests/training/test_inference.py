@@ -270,14 +270,6 @@ def test_what_is_nested_comes_back(value: object, paths: list[object]) -> None:
     assert nest(flat) == value
 
 
-def test_lists_come_back_as_tuples() -> None:
-    assert nest(flatten([1, [2]])) == (1, (2,))
-
-
-def test_places_are_counted_in_their_order() -> None:
-    assert nest({(1, "a"): "second", (0, "a"): "first"}) == ({"a": "first"}, {"a": "second"})
-
-
 def test_keys_are_text() -> None:
     with pytest.raises(ConfigError, match="the key 3"):
         flatten({3: 1})

@@ -135,13 +135,6 @@ def test_known_answers_are_found() -> None:
     assert len(rows) == len(answers) == 0
 
 
-def test_other_true_answers_are_no_candidates() -> None:
-    row = torch.tensor([[0.1, 0.5, 0.2, 0.9, 0.3]])
-    query = torch.tensor([0]), torch.tensor([0]), torch.tensor([1])
-    assert rank_of_answer(lambda s, r: row.clone(), *query).tolist() == [2.0]
-    assert rank_of_answer(lambda s, r: row.clone(), *query, known=KnownEdges(*EDGES)).tolist() == [1.0]
-
-
 @pytest.mark.parametrize("max_scores", [1, 40, 10**6])
 @pytest.mark.parametrize("filtered", [True, False])
 def test_ranks_are_those_of_a_naive_loop(max_scores: int, filtered: bool) -> None:

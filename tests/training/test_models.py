@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.layers.base import StageInput, part_of
+from dglx_dist.layers.base import StageInput
 from dglx_dist.layers.dropout import deal_out_columns
 from dglx_dist.training.models import (
     MODEL_KINDS,
@@ -25,6 +25,7 @@ from dglx_dist.training.models import (
     check_kind,
     edge_scores,
 )
+from tests.layers.test_convolutions import part_of
 
 TWO_INTO_ONE = ([0, 1], [2, 2])
 CYCLE = ([0, 1, 2], [1, 2, 0])

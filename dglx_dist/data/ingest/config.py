@@ -23,11 +23,11 @@ Paths are relative to the folder of the description or to the current folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, TypeVar
 
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.errors import ConfigError
@@ -57,6 +57,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+K = TypeVar("K", str, EdgeType)
 FORMATS = ("csv", "parquet")
 
 
@@ -65,7 +66,8 @@ class FileSet:
     """The files of one table, in the order of their rows."""
 
     paths: tuple[Path, ...]
-    format: Literal["csv", "parquet"]
+    format: str
+    """One of :data:`FORMATS`, or ``lines``: one text per line."""
     separator: str = ","
 
 
@@ -75,12 +77,14 @@ def read_files(entry: Fields) -> FileSet:
         return named_files(entry, "files")
     paths = _paths(entry, "files")
     form = entry.record("format", ("name", "separator"))
-    name, separator = form.one_word_of("name", FORMATS), form.optional_word("separator")
+    name, separator = form.choice("name", FORMATS), form.optional_word("separator")
     if separator is not None and name != "csv":
         raise form.wrong("separator", f"nothing for {name}")
-    if separator is not None and not _can_separate(separator):
+    if separator is not None and not (
+        len(separator) == 1 and separator.isascii() and separator not in '"\r\n\0'
+    ):
         raise form.wrong("separator", "one character of ASCII, and neither a quote nor an end of line")
-    return FileSet(paths=paths, format="csv" if name == "csv" else "parquet", separator=separator or ",")
+    return FileSet(paths=paths, format=name, separator=separator or ",")
 
 
 def named_files(entry: Fields, key: str) -> FileSet:
@@ -89,7 +93,7 @@ def named_files(entry: Fields, key: str) -> FileSet:
     names = {path.suffix[1:] for path in paths}
     for name in FORMATS:
         if names == {name}:
-            return FileSet(paths=paths, format="csv" if name == "csv" else "parquet")
+            return FileSet(paths=paths, format=name)
     odd = next((path.name for path in paths if path.suffix[1:] not in FORMATS), "")
     if not odd:
         raise entry.wrong(key, f"files of one format ({', '.join(FORMATS)})")
@@ -99,20 +103,11 @@ def named_files(entry: Fields, key: str) -> FileSet:
     )
 
 
-def line_files(entry: Fields, key: str) -> FileSet:
-    """Return the files that a key names, with one id per line; see :func:`read_files`."""
-    return FileSet(paths=_paths(entry, key), format="csv")
-
-
 def _paths(entry: Fields, key: str) -> tuple[Path, ...]:
     paths = tuple(path for pattern in entry.words(key) for path in _matches(pattern, entry))
     if len({path.resolve() for path in paths}) < len(paths):
         raise entry.wrong(key, "files of which none is named twice")
     return paths
-
-
-def _can_separate(text: str) -> bool:
-    return len(text) == 1 and text.isascii() and text not in '"\r\n\0'
 
 
 def _matches(pattern: str, entry: Fields) -> list[Path]:
@@ -173,25 +168,13 @@ class LabelSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeSpec:
-    """One node type."""
+class TypeSpec(Generic[K]):
+    """The table of one node or edge type."""
 
-    ntype: str
+    kind: K
     files: FileSet
-    id_column: str | None
-    """None: nodes are numbered by row."""
-    features: tuple[FeatureSpec, ...] = ()
-    label: LabelSpec | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EdgeSpec:
-    """One edge type."""
-
-    etype: EdgeType
-    files: FileSet
-    source_column: str
-    destination_column: str
+    id_columns: tuple[str, ...]
+    """Of the nodes (none: they are numbered by row), or of the sources and the destinations."""
     features: tuple[FeatureSpec, ...] = ()
     label: LabelSpec | None = None
 
@@ -201,8 +184,8 @@ class IngestConfig:
     """A whole description."""
 
     path: Path
-    nodes: tuple[NodeSpec, ...]
-    edges: tuple[EdgeSpec, ...]
+    nodes: tuple[TypeSpec[str], ...]
+    edges: tuple[TypeSpec[EdgeType], ...]
     raw: Mapping[str, Any]
     """The parsed JSON."""
 
@@ -215,38 +198,39 @@ def read_config(path: Path) -> IngestConfig:
     """
     top = Fields(read_json(path), str(path), known=("version", "nodes", "edges"), error=ConfigError)
     if top.has("version"):
-        top.one_word_of("version", VERSIONS)
+        top.choice("version", VERSIONS)
     nodes = tuple(map(_node, top.filled_records("nodes", _NODE_KEYS)))
     edges = tuple(map(_edge, top.filled_records("edges", _EDGE_KEYS)))
-    _check_types(nodes, edges, path)
-    return IngestConfig(path=path, nodes=nodes, edges=edges, raw={key: top.value(key) for key in top.keys()})  # noqa: SIM118
+    raw = {key: top.value(key) for key in top.keys()}  # noqa: SIM118  # a method of Fields, not a mapping
+    config = IngestConfig(path=path, nodes=nodes, edges=edges, raw=raw)
+    _check_types(config)
+    return config
 
 
-def _node(entry: Fields) -> NodeSpec:
+def _node(entry: Fields) -> TypeSpec[str]:
     label = _label(entry)
     if label is not None and label.task == "link_prediction":
         raise entry.failure("link_prediction is a task of edges; move it there")
-    return NodeSpec(
-        ntype=entry.word("node_type"),
+    return TypeSpec(
+        kind=entry.word("node_type"),
         files=read_files(entry),
-        id_column=entry.optional_word("node_id_col"),
+        id_columns=(entry.word("node_id_col"),) if entry.has("node_id_col") else (),
         features=_features(entry),
         label=label,
     )
 
 
-def _edge(entry: Fields) -> EdgeSpec:
+def _edge(entry: Fields) -> TypeSpec[EdgeType]:
     relation = entry.words("relation")
     if len(relation) != 3:
         raise entry.wrong("relation", "[source node type, relation, destination node type]")
     label = _label(entry)
     if label is not None and label.files:
         raise entry.failure("custom_split_filenames is for nodes; give split_pct, or a column of the table")
-    return EdgeSpec(
-        etype=(relation[0], relation[1], relation[2]),
+    return TypeSpec(
+        kind=(relation[0], relation[1], relation[2]),
         files=read_files(entry),
-        source_column=entry.word("source_id_col"),
-        destination_column=entry.word("dest_id_col"),
+        id_columns=(entry.word("source_id_col"), entry.word("dest_id_col")),
         features=_features(entry),
         label=label,
     )
@@ -273,7 +257,7 @@ def _feature(entry: Fields) -> FeatureSpec:
         raise entry.failure("several columns need a feature_name")
     if name in (LABEL, *SPLITS):
         raise entry.failure(f"{name!r} is the name of labels or splits; give a feature_name")
-    dtype = entry.one_word_of("out_dtype", OUT_DTYPES) if entry.has("out_dtype") else None
+    dtype = entry.choice("out_dtype", OUT_DTYPES) if entry.has("out_dtype") else None
     if not entry.has("transform"):
         return FeatureSpec(columns=columns, name=name, dtype=dtype)
     chosen = entry.record("transform").optional_word("name")
@@ -297,7 +281,7 @@ def _label(parent: Fields) -> LabelSpec | None:
     if len(entries) > 1:
         raise parent.failure(f"{len(entries)} labels; one task for each type is supported")
     entry = entries[0]
-    task = entry.one_word_of("task_type", TASKS)
+    task = entry.choice("task_type", TASKS)
     column = entry.optional_word("label_col")
     if (column is None) != (task == "link_prediction"):
         raise entry.wrong("label_col", f"{'nothing' if column else 'a column'} for {task}")
@@ -309,8 +293,13 @@ def _label(parent: Fields) -> LabelSpec | None:
     columns = form.words("column") if form.has("column") else (None,)
     if len(columns) > 1:
         raise form.wrong("column", "the one column of ids")
-    read = line_files if columns[0] is None else named_files
-    files = {name: read(form, name) for name in SPLIT_FILES if form.has(name)}
+    files = {
+        name: FileSet(paths=_paths(form, name), format="lines")
+        if columns[0] is None
+        else named_files(form, name)
+        for name in SPLIT_FILES
+        if form.has(name)
+    }
     if not files:
         raise form.failure("it names no file; give train, valid or test")
     return LabelSpec(task=task, column=column, split=None, files=files, id_column=columns[0])
@@ -332,19 +321,19 @@ def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 
-def _check_types(nodes: Sequence[NodeSpec], edges: Sequence[EdgeSpec], path: Path) -> None:
-    names: list[Any] = [node.ntype for node in nodes]
-    relations: list[Any] = [edge.etype for edge in edges]
-    for kind, found in (("node", names), ("edge", relations)):
+def _check_types(config: IngestConfig) -> None:
+    names, relations = [node.kind for node in config.nodes], [edge.kind for edge in config.edges]
+    known: tuple[tuple[str, list[Any]], ...] = (("node", names), ("edge", relations))
+    for what, found in known:
         for one in found:
             if found.count(one) > 1:
                 raise ConfigError(
-                    f"{path}: {kind} type {one!r} is described twice; list its files in one entry"
+                    f"{config.path}: {what} type {one!r} is described twice; list its files in one entry"
                 )
-    for edge in edges:
-        for ntype in (edge.etype[0], edge.etype[2]):
+    for source, relation, destination in relations:
+        for ntype in (source, destination):
             if ntype not in names:
                 raise ConfigError(
-                    f"{path}: the edges {edge.etype} name the node type {ntype!r}, which is not among nodes "
-                    f"({', '.join(names)})"
+                    f"{config.path}: the edges {(source, relation, destination)} name the node type "
+                    f"{ntype!r}, which is not among nodes ({', '.join(names)})"
                 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -112,13 +111,12 @@ class MaxMin(Transform):
     def scan(self, values: Any, where: str, first_row: int) -> None:
         rows = _matrix(values, self.column, where, first_row).astype(np.float64, copy=False)
         _check_width(rows, self._low, self._high, self.column, where, first_row)
-        if len(rows):
-            if self._given[0] is None:
-                low = rows.min(axis=0)
-                self._low = low if self._low is None else np.minimum(self._low, low)
-            if self._given[1] is None:
-                high = rows.max(axis=0)
-                self._high = high if self._high is None else np.maximum(self._high, high)
+        if len(rows) and self._given[0] is None:
+            low = rows.min(axis=0)
+            self._low = low if self._low is None else np.minimum(self._low, low)
+        if len(rows) and self._given[1] is None:
+            high = rows.max(axis=0)
+            self._high = high if self._high is None else np.maximum(self._high, high)
 
     def finalize(self, where: str) -> Mapping[str, Any]:
         if self._low is None or self._high is None:
@@ -274,19 +272,21 @@ def _check_width(
 
 def _number(settings: Mapping[str, Any], key: str, column: str) -> float | None:
     value = settings.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+    if value is not None and not _is_number(value):
         raise ConfigError(f"{key} of {column!r} is {value!r}; give a number")
     return value
 
 
 def _numbers(settings: Mapping[str, Any], key: str, column: str) -> Array | None:
     value = settings.get(key)
-    if value is None:
-        return None
     values = value if isinstance(value, list) else [value]
-    if not values or any(isinstance(one, bool) or not isinstance(one, int | float) for one in values):
+    if value is not None and not (values and all(map(_is_number, values))):
         raise ConfigError(f"{key} of {column!r} is {value!r}; give a number, or a list of them")
-    return np.array(values, np.float64)
+    return None if value is None else np.array(values, np.float64)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _text(settings: Mapping[str, Any], key: str, column: str) -> str | None:
@@ -296,82 +296,86 @@ def _text(settings: Mapping[str, Any], key: str, column: str) -> str | None:
     return value
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FeatureColumns:
-    spec: FeatureSpec
-    transforms: tuple[Transform, ...]
-
-
 @final
 class Features:
     """Features of one type; features with the same name are columns of one tensor."""
 
     def __init__(self, specs: Sequence[FeatureSpec], batch_bytes: int) -> None:
-        self._parts = [_FeatureColumns(spec=spec, transforms=make_transforms(spec)) for spec in specs]
+        self._of_spec = [make_transforms(spec) for spec in specs]
+        self._tensors: dict[str, list[Transform]] = {}
+        self._dtypes = {spec.name: spec.dtype for spec in specs if spec.dtype is not None}
+        for spec, transforms in zip(specs, self._of_spec, strict=True):
+            self._tensors.setdefault(spec.name, []).extend(transforms)
+        self._scanned = [one for transforms in self._of_spec for one in transforms if one.needs_scan]
         self._batch_bytes = batch_bytes
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(part.spec.name for part in self._parts))
+        return tuple(self._tensors)
 
     @property
     def scanned_columns(self) -> tuple[str, ...]:
         """Columns that must be scanned in full before they are transformed."""
-        return tuple(one.column for part in self._parts for one in part.transforms if one.needs_scan)
+        return tuple(one.column for one in self._scanned)
 
     def scan(self, piece: Piece) -> None:
-        for part in self._parts:
-            for one in part.transforms:
-                if one.needs_scan:
-                    one.scan(piece.columns[one.column], piece.where, piece.first_row)
+        for one in self._scanned:
+            one.scan(piece.columns[one.column], piece.where, piece.first_row)
 
     def finalize(self, where: str) -> list[Mapping[str, Any]]:
         """Return the settings of each feature, including statistics of the table ``where``."""
-        return [join_settings([one.finalize(where) for one in part.transforms]) for part in self._parts]
+        return [join_settings([one.finalize(where) for one in transforms]) for transforms in self._of_spec]
 
     def info(self, name: str, table: Table) -> ColumnInfo:
-        """Return dtype and row shape of one tensor, from its first row."""
-        parts = self._of(name)
-        for piece in table.pieces(_columns(parts)):
-            rows = _rows(parts, piece, slice(0, 1))
-            if not sum(one.shape[1] for one in rows):
+        """Return dtype and row shape of one tensor, from its first row.
+
+        Without out_dtype floating-point numbers are float32, as models compute, and whole numbers stay. One
+        number a row is a scalar. The model's input is a float32 matrix in any case.
+        """
+        transforms = self._tensors[name]
+        for piece in table.pieces([one.column for one in transforms]):
+            row = _rows(transforms, piece, 0, 1)
+            width, found = row.shape[1], row.dtype
+            if not width:
                 raise DatasetError(
-                    f"{piece.where}: column {parts[0].spec.columns[0]!r}, row {piece.first_row}: an empty "
+                    f"{piece.where}: column {transforms[0].column!r}, row {piece.first_row}: an empty "
                     "list; give at least one number a row, or leave the column out"
                 )
-            return ColumnInfo(dtype=_dtype(name, parts, rows), row_shape=_row_shape(name, rows))
+            usual = "float32" if found.kind == "f" or name == FEATURE else found.name
+            return ColumnInfo(
+                dtype=self._dtypes.get(name, usual),
+                row_shape=() if width == 1 and name != FEATURE else (width,),
+            )
         raise DatasetError(f"{table.files.paths[0]}: the table has no row")
 
     def chunks(self, name: str, table: Table, info: ColumnInfo) -> Iterator[Array]:
         """Yield the rows of one tensor, (k, *row) of ``info``'s dtype."""
-        parts = self._of(name)
-        width = max(1, int(np.prod(info.row_shape)))
+        transforms, width = self._tensors[name], max(1, int(np.prod(info.row_shape)))
+        columns = ", ".join(repr(one.column) for one in transforms)
         at_once = max(1, self._batch_bytes // (8 * width))
-        for piece in table.pieces(_columns(parts)):
+        for piece in table.pieces([one.column for one in transforms]):
             for first in range(0, piece.num_rows, at_once):
-                rows = np.concatenate(_rows(parts, piece, slice(first, first + at_once)), axis=1)
+                rows = _rows(transforms, piece, first, at_once)
                 if rows.shape[1] != width:
-                    names = ", ".join(map(repr, _columns(parts)))
                     raise DatasetError(
-                        f"{piece.path}: column {names}, row {piece.first_row + first}: "
+                        f"{piece.path}: column {columns}, row {piece.first_row + first}: "
                         f"{rows.shape[1]} numbers, but the first row has {width}"
                     )
-                stored = _cast(rows, info, parts, piece.where, piece.first_row + first)
+                stored = _cast(rows, info, f"{piece.where}: column {columns}", piece.first_row + first)
                 yield stored.reshape(len(rows), *info.row_shape)
 
-    def _of(self, name: str) -> list[_FeatureColumns]:
-        return [part for part in self._parts if part.spec.name == name]
+
+def _rows(transforms: Sequence[Transform], piece: Piece, first: int, count: int) -> Array:
+    where, row = piece.where, piece.first_row + first
+    found = [one.apply(piece.columns[one.column].slice(first, count), where, row) for one in transforms]
+    return np.concatenate(found, axis=1)
 
 
-def _cast(
-    rows: Array, info: ColumnInfo, parts: Sequence[_FeatureColumns], where: str, first_row: int
-) -> Array:
-    names = ", ".join(map(repr, _columns(parts)))
+def _cast(rows: Array, info: ColumnInfo, what: str, first_row: int) -> Array:
     if np.dtype(info.dtype).kind != "f":
         if not np.can_cast(rows.dtype, info.dtype, "safe"):
             raise DatasetError(
-                f"{where}: column {names}, row {first_row}: holds {rows.dtype}, and the first row "
-                f"{info.dtype}; give out_dtype"
+                f"{what}, row {first_row}: holds {rows.dtype}, and the first row {info.dtype}; give out_dtype"
             )
         return rows.astype(info.dtype, copy=False)
     with np.errstate(over="ignore"):
@@ -381,37 +385,7 @@ def _cast(
         row = int(np.argmax(beyond))
         value = rows[row][~np.isfinite(stored[row])][0]
         raise DatasetError(
-            f"{where}: column {names}, row {first_row + row}: {value} is beyond {info.dtype}; give a wider "
-            "out_dtype, or scale the column"
+            f"{what}, row {first_row + row}: {value} is beyond {info.dtype}; give a wider out_dtype, or "
+            "scale the column"
         )
     return stored
-
-
-def _columns(parts: Sequence[_FeatureColumns]) -> list[str]:
-    return [one.column for part in parts for one in part.transforms]
-
-
-def _rows(parts: Sequence[_FeatureColumns], piece: Piece, rows: slice) -> list[Array]:
-    count = len(range(piece.num_rows)[rows])
-    return [
-        one.apply(
-            piece.columns[one.column].slice(rows.start, count), piece.where, piece.first_row + rows.start
-        )
-        for part in parts
-        for one in part.transforms
-    ]
-
-
-def _dtype(name: str, parts: Sequence[_FeatureColumns], rows: Sequence[Array]) -> str:
-    # Without out_dtype: float32, as models compute; whole numbers that are not the model's input stay.
-    asked = [part.spec.dtype for part in parts if part.spec.dtype is not None]
-    if asked:
-        return asked[0]
-    found = np.result_type(*(one.dtype for one in rows))
-    return "float32" if found.kind == "f" or name == FEATURE else found.name
-
-
-def _row_shape(name: str, rows: Sequence[Array]) -> tuple[int, ...]:
-    # One number a row is stored as a vector, except for the model's input, which is a matrix.
-    width = sum(one.shape[1] for one in rows)
-    return () if width == 1 and name != FEATURE else (width,)

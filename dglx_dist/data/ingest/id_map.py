@@ -2,174 +2,181 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
-from dglx_dist.data.ingest.external_memory import Scatter, append_ids, bucket_of, read_ids, release_memory
-from dglx_dist.data.ingest.tables import Table
+from dglx_dist.data.ingest.external_memory import Scatter, Spill, release_memory, runs
+from dglx_dist.data.ingest.tables import Piece, Table, ids_of
+from dglx_dist.data.validate import first_repeat
 from dglx_dist.errors import DatasetError
+from dglx_dist.records import Array
 
 _TABLE_BYTES = 96
 """Approximate bytes per id of a hash table and sorted copies, beside the id itself."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnknownIds:
-    """Ids that belong to no node: the first one, its row, and how many rows have one."""
-
-    row: int
-    id: object
-    count: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundRows:
-    """Node numbers of K ids, in their order."""
-
-    rows: Scatter
-    """(K,) int64; undefined for unknown ids."""
-    unknown: UnknownIds | None
-
-
-class IdMap(ABC):
-    """The ids of one node type."""
-
-    num_nodes: int
-
-    @abstractmethod
-    def find(self, asked: Iterable[Any], count: int, folder: Path) -> FoundRows:
-        """Look up ``count`` ids that arrive as pyarrow arrays; ``folder`` is for temporary files."""
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @final
-class RangeIdMap(IdMap):
-    """Ids 0..N-1 in the order of the table."""
+class IdMap:
+    """The ids of one node type: 0..N-1 in the order of the table, or any ids in files (buckets).
 
-    def __init__(self, num_nodes: int, memory: int) -> None:
-        self.num_nodes = num_nodes
-        self._memory = memory
+    Args:
+        folder: For the buckets, each of which fits into ``memory`` bytes.
+        num_nodes: N.
+        is_text: Whether ids are texts (large_string), not int64.
+        id_bytes: Of all ids that will be added; None: they are 0..N-1.
+        memory: Bytes looked up at a time.
+    """
 
-    def find(self, asked: Iterable[Any], count: int, folder: Path) -> FoundRows:
-        rows = Scatter(folder / "rows", count, np.int64, memory=self._memory)
-        unknown_ids = _UnknownCounter()
-        first = 0
-        for ids in asked:
-            numbers = np.asarray(ids.to_numpy(zero_copy_only=False))
-            positions = np.arange(first, first + len(numbers))
-            rows.put(positions, numbers)
-            unknown_ids.note((numbers < 0) | (numbers >= self.num_nodes), positions, ids)
-            first += len(numbers)
-        return FoundRows(rows=rows, unknown=unknown_ids.result())
+    def __init__(
+        self, folder: Path, num_nodes: int, *, is_text: bool, id_bytes: int | None, memory: int
+    ) -> None:
+        self.num_nodes, self.is_text, self.is_range = num_nodes, is_text, id_bytes is None
+        self._folder, self._memory = folder, memory
+        self._num_buckets = max(1, -(-((id_bytes or 0) + _TABLE_BYTES * num_nodes) // memory))
 
-
-@final
-class BucketIdMap(IdMap):
-    """Any ids of ``id_bytes`` in all, hashed into files (buckets) that fit into ``memory`` bytes each."""
-
-    def __init__(self, folder: Path, num_nodes: int, id_bytes: int, memory: int) -> None:
-        self.num_nodes = num_nodes
-        self._folder = folder
-        self._memory = memory
-        self._number = max(1, -(-(id_bytes + _TABLE_BYTES * num_nodes) // memory))
+    def read(self, table: Table, column: str) -> Iterator[tuple[Piece, Any]]:
+        """Yield the ids of a column as pyarrow arrays, with their pieces."""
+        for piece in table.pieces([column]):
+            where, first_row = piece.where, piece.first_row
+            yield piece, ids_of(piece.columns[column], column, where, first_row, is_text=self.is_text)
 
     def add(self, ids: Any, first_row: int) -> None:
-        rows = np.arange(first_row, first_row + len(ids))
-        append_ids(self._folder / "nodes", bucket_of(ids, self._number), rows, ids)
+        self._append(self._folder, ids, first_row)
 
     def check_unique(self, table: Table, column: str) -> None:
         """Raise DatasetError naming both rows if an id occurs twice; called after all are added."""
-        found = [repeat for number in range(self._number) for repeat in self._repeats(number)]
-        if not found:
+        repeats = [one for number in range(self._num_buckets) for one in self._repeats(number)]
+        if not repeats:
             return
-        row, earlier, name = min(found, key=lambda one: one[0])
+        row, earlier, name = min(repeats, key=lambda one: one[0])
         (path, here), (before, there) = table.locate(row), table.locate(earlier)
         raise DatasetError(
             f"{path}: column {column!r}, row {here}: node id {name!r} occurs already in row {there}"
             f"{'' if before == path else f' of {before}'}; every node may have one row only"
         )
 
-    def find(self, asked: Iterable[Any], count: int, folder: Path) -> FoundRows:
-        first = 0
-        for ids in asked:
-            positions = np.arange(first, first + len(ids))
-            append_ids(folder / "asked", bucket_of(ids, self._number), positions, ids)
-            first += len(ids)
-        found = Scatter(folder / "rows", count, np.int64, memory=self._memory)
-        unknown_ids = _UnknownCounter()
-        for number in range(self._number):
-            known = next(read_ids(self._path(number), None), None)
-            for positions, ids in read_ids(folder / "asked" / f"{number}.ids", self._memory // 8):
-                places = None if known is None else pc.index_in(ids, value_set=known[1])
-                missing = np.ones(len(ids), bool) if places is None else _gaps(places)
-                unknown_ids.note(missing, positions, ids)
-                if known is not None:
-                    at = np.asarray(pc.fill_null(places, 0).to_numpy(zero_copy_only=False))
-                    found.put(positions, known[0][at])
-            (folder / "asked" / f"{number}.ids").unlink(missing_ok=True)
-            del known
-            release_memory()
-        return FoundRows(rows=found, unknown=unknown_ids.result())
+    def find(self, table: Table, column: str, owner: str, folder: Path) -> Spill:
+        """Return the (E,) int64 node numbers of the ids in a column, in their order.
 
-    def _repeats(self, number: int) -> list[tuple[int, int, object]]:
-        """Return (row, earlier row, id) of the first repeated id of a bucket, if any."""
-        path = self._path(number)
+        Raises:
+            DatasetError: an id is not among those of ``owner``; names file and row of the first one.
+        """
+        unknown: list[tuple[int, object, int]] = []
+
+        def note(missing: Array, rows: Array, ids: Any) -> None:
+            for at in np.flatnonzero(missing)[:1]:
+                unknown.append((int(rows[at]), ids[int(at)].as_py(), int(missing.sum())))
+
+        found = Spill(folder / "nodes", np.int64)
+        for piece, ids in self.read(table, column):
+            if self.is_range:
+                numbers = np.asarray(ids.to_numpy(zero_copy_only=False))
+                rows = np.arange(piece.row, piece.row + len(ids))
+                note((numbers < 0) | (numbers >= self.num_nodes), rows, ids)
+                found.append(numbers)
+            else:
+                self._append(folder / "asked", ids, piece.row)
+        if not self.is_range:
+            scatter = Scatter(folder / "rows", table.num_rows, np.int64, memory=self._memory)
+            for number in range(self._num_buckets):
+                own, known = next(read_ids(self._folder / str(number), None), (None, None))
+                for rows, ids in read_ids(folder / "asked" / str(number), self._memory // 8):
+                    places = pc.index_in(ids, value_set=ids[:0] if known is None else known)
+                    missing = np.asarray(pc.is_null(places).to_numpy(zero_copy_only=False))
+                    note(missing, rows, ids)
+                    if own is not None:
+                        scatter.put(rows[~missing], own[places.drop_null().to_numpy()])
+                (folder / "asked" / str(number)).unlink(missing_ok=True)
+                del own, known
+                release_memory()
+            for numbers in scatter.chunks():
+                found.append(numbers)
+        if unknown:
+            row, name, _ = min(unknown, key=lambda one: one[0])
+            path, row = table.locate(row)
+            raise DatasetError(
+                f"{path}: column {column!r}, row {row}: node id {name!r} is not among the ids of {owner} "
+                f"(rows of {column!r} with unknown ids: {sum(count for *_, count in unknown)})"
+            )
+        return found
+
+    def _append(self, folder: Path, ids: Any, first_row: int) -> None:
+        append_ids(folder, self._bucket_of(ids), np.arange(first_row, first_row + len(ids)), ids)
+
+    def _bucket_of(self, ids: Any) -> Array:
+        if self.is_text:
+            return np.fromiter(map(hash, ids.to_pylist()), np.int64, len(ids)) % self._num_buckets
+        with np.errstate(over="ignore"):
+            words = ids.to_numpy(zero_copy_only=False).astype(np.uint64) * _GOLDEN >> np.uint64(32)
+        return (words % np.uint64(self._num_buckets)).astype(np.int64)
+
+    def _repeats(self, number: int) -> Iterator[tuple[int, int, object]]:
+        # Yields (row, earlier row, id) of the first repeated id of a bucket, if any.
+        path = self._folder / str(number)
         # One id in most rows makes a bucket that does not fit; its first rows then hold a repeat.
         does_fit = not path.is_file() or path.stat().st_size <= self._memory
         for most_bytes in [None] if does_fit else [self._memory, None]:
-            rows, ids = next(read_ids(path, most_bytes), (None, []))
-            if len(ids) and len(pc.unique(ids)) < len(ids):
-                return [_first_repeat(rows, ids)]
-        return []
-
-    def _path(self, number: int) -> Path:
-        return self._folder / "nodes" / f"{number}.ids"
-
-
-class _UnknownCounter:
-    def __init__(self) -> None:
-        self._first: tuple[int, object] | None = None
-        self._count = 0
-
-    def note(self, missing: Any, positions: Any, ids: Any) -> None:
-        self._count += int(missing.sum())
-        for at in np.flatnonzero(missing)[:1]:  # rows ascend within a bucket
-            row = int(positions[at])
-            if self._first is None or row < self._first[0]:
-                self._first = row, ids[int(at)].as_py()
-
-    def result(self) -> UnknownIds | None:
-        if self._first is None:
-            return None
-        return UnknownIds(row=self._first[0], id=self._first[1], count=self._count)
+            rows, ids = next(read_ids(path, most_bytes), (np.empty(0, np.int64), None))
+            if ids is None:
+                return
+            found = first_repeat(ids.dictionary_encode().indices.to_numpy(zero_copy_only=False))
+            if found is not None:
+                yield int(rows[found[0]]), int(rows[found[1]]), ids[found[0]].as_py()
+                return
 
 
-def check_known(
-    unknown: UnknownIds | None, where: Callable[[int], tuple[Path, int]], column: str, owner: str
-) -> None:
-    """Raise DatasetError naming file, row and column of the first unknown id."""
-    if unknown is not None:
-        path, row = where(unknown.row)
-        raise DatasetError(
-            f"{path}: column {column!r}, row {row}: node id {unknown.id!r} is not among the ids of {owner} "
-            f"(rows of {column!r} with unknown ids: {unknown.count})"
-        )
+def text_buffers(ids: Any) -> tuple[Array, Array]:
+    """Return (K + 1,) int64 offsets from 0 and the (offsets[-1],) bytes of a large_string array."""
+    _, offsets, data = ids.buffers()
+    ends = np.frombuffer(offsets, np.int64)[ids.offset : ids.offset + len(ids) + 1]
+    first, last = int(ends[0]), int(ends[-1])
+    values = np.frombuffer(data, np.uint8)[first:last] if data is not None else np.empty(0, np.uint8)
+    return ends - first, values
 
 
-def _gaps(values: Any) -> Any:
-    return pc.is_null(values).to_numpy(zero_copy_only=False)
+def append_ids(folder: Path, buckets: Array, numbers: Array, ids: Any) -> None:
+    """Append (K,) int64 numbers and K pyarrow int64 or large_string ids to the files named by ``buckets``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    order = np.argsort(buckets, kind="stable")
+    ids, numbers = ids.take(pa.array(order)), numbers[order]
+    for number, run in runs(buckets[order]):
+        piece = ids[run]
+        is_text = not pa.types.is_integer(piece.type)
+        values = text_buffers(piece) if is_text else (piece.to_numpy(zero_copy_only=False),)
+        with (folder / str(number)).open("ab") as file:
+            for array in (np.array([len(piece), is_text], np.int64), numbers[run], *values):
+                array.tofile(file)
 
 
-def _first_repeat(rows: Any, ids: Any) -> tuple[int, int, object]:
-    # Returns (row, earlier row, id); rows ascend.
-    codes = ids.dictionary_encode().indices.to_numpy(zero_copy_only=False)
-    order = np.argsort(codes, kind="stable")
-    repeats = order[1:][codes[order][1:] == codes[order][:-1]]
-    at = int(repeats.min())
-    earlier = int(np.argmax(codes == codes[at]))
-    return int(rows[at]), int(rows[earlier]), ids[at].as_py()
+def read_ids(path: Path, most_bytes: int | None) -> Iterator[tuple[Array, Any]]:
+    """Yield (numbers, ids) in the order in which they were appended; nothing if the file does not exist.
+
+    About ``most_bytes`` are read at a time; None: all.
+    """
+    if not path.is_file():
+        return
+    numbers: list[Array] = []
+    ids: list[Any] = []
+    held = 0
+    with path.open("rb") as file:
+        while len(head := np.fromfile(file, np.int64, 2)):
+            count, is_text = head.tolist()
+            numbers.append(np.fromfile(file, np.int64, count))
+            values = np.fromfile(file, np.int64, count + is_text)
+            if is_text:
+                buffers = [None, pa.py_buffer(values), pa.py_buffer(np.fromfile(file, np.uint8, values[-1]))]
+                ids.append(pa.Array.from_buffers(pa.large_string(), count, buffers))
+            else:
+                ids.append(pa.array(values))
+            held += numbers[-1].nbytes + ids[-1].nbytes
+            if most_bytes is not None and held >= most_bytes:
+                yield np.concatenate(numbers), pa.concat_arrays(ids)
+                numbers, ids, held = [], [], 0
+    if numbers:
+        yield np.concatenate(numbers), pa.concat_arrays(ids)

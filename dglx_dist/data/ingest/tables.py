@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from dglx_dist.data.ingest.config import FileSet
-from dglx_dist.data.tables import as_int64, holds_text, plain, refuse_gaps
+from dglx_dist.data.tables import as_int64, check_names, holds_text, list_width, plain, refuse_gaps
 from dglx_dist.data.validate import check_finite
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import Array
@@ -24,6 +26,9 @@ _MIN_ROW_BYTES = 32
 _MAX_ROWS = 1 << 16
 _MIN_BLOCK, _MAX_BLOCK = 1 << 16, 1 << 20
 _PROBED_ROWS = 1 << 8
+_LINES = 1 << 12
+LINE_COLUMN = "id"
+"""The only column of files with one text per line."""
 _TEXTS = "BYTE_ARRAY"
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
 """Parquet type -> bytes of one value in memory."""
@@ -55,6 +60,11 @@ class Table:
         self._batch_bytes = batch_bytes
         self._ends: list[int] = []
 
+    @property
+    def num_rows(self) -> int:
+        """Valid after :meth:`count` or all :meth:`pieces`, as :meth:`locate`."""
+        return self._ends[-1] if self._ends else 0
+
     def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
         """Yield the columns ``names`` of all rows in order; without names, pieces have a row count only."""
         row, ends = 0, []
@@ -82,7 +92,7 @@ class Table:
         return ends[-1]
 
     def locate(self, row: int) -> tuple[Path, int]:
-        """Return the file of a row and its number there; valid after :meth:`count` or all :meth:`pieces`."""
+        """Return the file of a row and its number there."""
         first = 0
         for path, end in zip(self.files.paths, self._ends, strict=True):
             if row < end:
@@ -94,7 +104,7 @@ class Table:
         """Raise DatasetError unless every file is readable and has each of these columns once."""
         for path in self.files.paths:
             if self.files.format == "csv":
-                _check_names(path, _header(path, self.files.separator), names)
+                check_names(_header(path, self.files.separator), names, str(path))
             else:
                 _schema(path, names)
 
@@ -108,6 +118,8 @@ class Table:
         try:
             if self.files.format == "csv":
                 yield from self._read_csv(path, names)
+            elif self.files.format == "lines":
+                yield from _read_lines(path)
             else:
                 yield from self._read_parquet(path, names)
         except (pa.ArrowException, OSError) as error:
@@ -136,7 +148,7 @@ class Table:
 
     def _read_csv(self, path: Path, names: list[str]) -> Iterator[Any]:
         names = names or _header(path, self.files.separator)[:1]
-        _check_names(path, _header(path, self.files.separator), names)
+        check_names(_header(path, self.files.separator), names, str(path))
         with pyarrow.csv.open_csv(
             path,
             read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=self._block_bytes()),
@@ -146,6 +158,37 @@ class Table:
             ),
         ) as reader:
             yield from reader
+
+
+def _read_lines(path: Path) -> Iterator[Any]:
+    # Empty lines are no rows.
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            texts = (text.strip() for text in file if text.strip())
+            for number in count():
+                ids = [
+                    _id_of_line(text, path, number * _LINES + row)
+                    for row, text in enumerate(islice(texts, _LINES))
+                ]
+                if not ids:
+                    return
+                yield pa.record_batch([pa.array(ids, pa.large_string())], [LINE_COLUMN])
+    except UnicodeDecodeError:
+        raise DatasetError(
+            f"{path}: holds no text with one id a line; for a table, give custom_split_filenames the column"
+        ) from None
+
+
+def _id_of_line(text: str, path: Path, row: int) -> str:
+    if text[0] not in '"[{':
+        return text
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, str):
+        raise DatasetError(f"{path}: row {row}: {text[:60]!r} is not a node id; write one id a line")
+    return value
 
 
 def _row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
@@ -175,7 +218,7 @@ def _row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
 
 def _schema(path: Path, names: Sequence[str]) -> Any:
     schema = _metadata(path).schema.to_arrow_schema()
-    _check_names(path, schema.names, names)
+    check_names(schema.names, names, str(path))
     return schema
 
 
@@ -194,15 +237,6 @@ def _header(path: Path, separator: str) -> list[str]:
         raise DatasetError(f"{path}: not readable as a csv table: {error}") from error
 
 
-def _check_names(path: Path, known: Sequence[str], names: Sequence[str]) -> None:
-    for name in names:
-        count = list(known).count(name)
-        if count == 0:
-            raise DatasetError(f"{path}: has no column {name!r} (it has {', '.join(known) or 'none'})")
-        if count > 1:
-            raise DatasetError(f"{path}: has {count} columns {name!r}; rename all but one")
-
-
 _WHOLE = "^(0|-?[1-9][0-9]*)$"
 
 
@@ -214,14 +248,7 @@ def numbers_of_text(
     width = None
     if separator is not None:
         lists = pc.split_pattern(values, separator)
-        lengths = np.asarray(pc.list_value_length(lists).to_numpy(zero_copy_only=False))
-        if (lengths != lengths[:1]).any():
-            row = int(np.argmax(lengths != lengths[0]))
-            raise DatasetError(
-                f"{where}: column {name!r}, row {first_row + row}: {lengths[row]} numbers, but row "
-                f"{first_row} has {lengths[0]}"
-            )
-        width = int(lengths[0]) if len(lengths) else 0
+        width = list_width(lists, name, where, first_row)
         values = lists.flatten()
     trimmed = pc.utf8_trim_whitespace(values)
     try:

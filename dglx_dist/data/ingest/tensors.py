@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dglx_dist.data.ingest.config import LabelSpec
+from dglx_dist.data.ingest.config import SPLIT_FILES, LabelSpec, TypeSpec
 from dglx_dist.data.ingest.external_memory import Budget, Scatter, Spill, release_memory
 from dglx_dist.data.ingest.features import MAX_CATEGORIES, Features
-from dglx_dist.data.ingest.id_map import IdMap, check_known
-from dglx_dist.data.ingest.tables import Table, ids_of, numbers_of_text
+from dglx_dist.data.ingest.id_map import IdMap
+from dglx_dist.data.ingest.tables import LINE_COLUMN, Piece, Table, numbers_of_text
 from dglx_dist.data.storage.columns import FileInfo, data_path, write_column
 from dglx_dist.data.tables import holds_text, number_values
 from dglx_dist.errors import ConfigError, DatasetError
@@ -78,7 +77,7 @@ class Labels:
             return
         if self._texts is not None:
             names = sorted(self._texts)
-            if all(_is_class_number(name) for name in names):
+            if all(map(_CLASS_NUMBER.fullmatch, names)):
                 self._largest = max((int(float(name)) for name in names), default=-1)
             else:
                 self._largest = len(names) - 1
@@ -125,68 +124,43 @@ class Labels:
         return numbers.astype(np.int64)
 
 
-def _is_class_number(text: str) -> bool:
-    return _CLASS_NUMBER.fullmatch(text) is not None
-
-
 NO_SPLIT = 255
 """Code of rows in no split; train, validation and test are 0, 1 and 2."""
 
 _BLOCK = 1 << 16
 _MAX_DRAWN = 10**9
 """Limit of NumPy's hypergeometric draw."""
-_LINES = 1 << 12
 
 
 def draw_split_codes(
     has_label: Iterable[Array], num_labelled: int, shares: Sequence[float], seed: int
 ) -> Iterator[Array]:
-    """Yield random split codes, of which each split has its exact share of the labelled rows.
+    """Yield (K,) uint8 random split codes for each (K,) bool piece of ``has_label``.
 
-    All subsets of that size are equally likely, independent of the size of the pieces: each block of labelled
-    rows gets its part of each split by a hypergeometric draw, then a permutation.
-
-    Args:
-        has_label: (K,) bool pieces, in the order of the rows; (K,) uint8 codes are yielded for each.
-        num_labelled: Number of True values in all pieces.
-        shares: Of train, validation and test; if they sum to 1, every row is in a split.
-        seed: The same seed gives the same codes.
-
-    Raises:
-        ConfigError: there are 10**9 labelled rows or more.
+    Each split has its exact share of the ``num_labelled`` True values; shares that sum to 1 leave none out.
+    All subsets of that size are equally likely, independent of the size of the pieces: each block of
+    labelled rows gets its part of each split by a hypergeometric draw, then a permutation.
     """
-    draws = _SplitDraws(num_labelled, shares, seed)
+    if num_labelled >= _MAX_DRAWN:
+        raise ConfigError(
+            f"split_pct of {num_labelled} labelled rows: fewer than {_MAX_DRAWN} can be drawn; name "
+            "nodes in custom_split_filenames, or leave the labels out and split when training"
+        )
+    whole = _whole_shares(num_labelled, shares)
+    left = np.array([*whole, num_labelled - sum(whole)], np.int64)
+    random, ready = np.random.Generator(np.random.PCG64(seed)), np.empty(0, np.uint8)
     for piece in has_label:
+        wanted = int(piece.sum())
+        while len(ready) < wanted:
+            size = int(min(_BLOCK, left.sum()))
+            assert size > 0, "more labelled rows than were counted"
+            counts = random.multivariate_hypergeometric(left, size, method="marginals")
+            left -= counts
+            block = np.repeat(np.array([0, 1, 2, NO_SPLIT], np.uint8), counts)
+            ready = np.concatenate([ready, random.permutation(block)])
         codes = np.full(len(piece), NO_SPLIT, np.uint8)
-        codes[piece] = draws.take(int(piece.sum()))
+        codes[piece], ready = ready[:wanted], ready[wanted:]
         yield codes
-
-
-class _SplitDraws:
-    def __init__(self, num_labelled: int, shares: Sequence[float], seed: int) -> None:
-        if num_labelled >= _MAX_DRAWN:
-            raise ConfigError(
-                f"split_pct of {num_labelled} labelled rows: fewer than {_MAX_DRAWN} can be drawn; name "
-                "nodes in custom_split_filenames, or leave the labels out and split when training"
-            )
-        counts = _whole_shares(num_labelled, shares)
-        self._left = np.array([*counts, num_labelled - sum(counts)], np.int64)
-        self._random = np.random.Generator(np.random.PCG64(seed))
-        self._ready = np.empty(0, np.uint8)
-
-    def take(self, count: int) -> Array:
-        while len(self._ready) < count:
-            self._ready = np.concatenate([self._ready, self._block()])
-        taken, self._ready = self._ready[:count], self._ready[count:]
-        return taken
-
-    def _block(self) -> Array:
-        size = int(min(_BLOCK, self._left.sum()))
-        assert size > 0, "more labelled rows than were counted"
-        counts = self._random.multivariate_hypergeometric(self._left, size, method="marginals")
-        self._left -= counts
-        codes = np.repeat(np.array([0, 1, 2, NO_SPLIT], np.uint8), counts)
-        return self._random.permutation(codes)
 
 
 def _whole_shares(count: int, shares: Sequence[float]) -> list[int]:
@@ -201,118 +175,32 @@ def _whole_shares(count: int, shares: Sequence[float]) -> list[int]:
     return whole
 
 
-def read_split_codes(
-    spec: LabelSpec, ids: IdMap, owner: str, folder: Path, *, is_text: bool, memory: int
-) -> Iterator[Array]:
+def read_split_codes(spec: LabelSpec, ids: IdMap, owner: str, folder: Path, memory: int) -> Iterator[Array]:
     """Yield the split codes of all nodes, in order, from the files of ``custom_split_filenames``."""
     codes = Scatter(folder / "codes", ids.num_nodes, np.uint8, memory=memory, fill=NO_SPLIT)
-    times = Scatter(folder / "times", ids.num_nodes, np.uint8, memory=memory)
-    total = 0
-    for code, name in enumerate(("train", "valid", "test")):
+    left, column = 0, spec.id_column or LINE_COLUMN
+    for code, name in enumerate(SPLIT_FILES):
         if name not in spec.files:
             continue
-        source = _IdFile(Table(spec.files[name], memory // 8), spec.id_column, is_text)
-        count = source.count()
-        if not count:
+        nodes = ids.find(Table(spec.files[name], memory // 8), column, owner, folder / name)
+        if not nodes.num_rows:
             raise DatasetError(f"{spec.files[name].paths[0]}: names no node; leave {name!r} out")
-        found = ids.find(source.ids(), count, folder / name)
-        check_known(found.unknown, source.locate, spec.id_column or "id", owner)
-        for nodes in found.rows.chunks():
-            codes.put(nodes, np.full(len(nodes), code, np.uint8))
-            times.put(nodes, np.ones(len(nodes), np.uint8))
-            total += len(nodes)
-    marked = sum(int(piece.sum()) for piece in times.chunks())
-    if marked < total:
+        for numbers in nodes.chunks(memory // 64 + 1):
+            codes.put(numbers, np.full(len(numbers), code, np.uint8))
+        left += nodes.num_rows
+    for piece in codes.chunks():
+        left -= int(np.count_nonzero(piece != NO_SPLIT))
+        yield piece
+    if left:
         names = ", ".join(str(path) for files in spec.files.values() for path in files.paths)
         raise DatasetError(
-            f"{names}: {total - marked} ids are named more than once, in one file or in two; name each node "
+            f"{names}: {left} ids are named more than once, in one file or in two; name each node "
             "of a split once"
         )
-    yield from codes.chunks()
-
-
-class _IdFile:
-    """Ids in a column of tables, or one per line of text files."""
-
-    def __init__(self, table: Table, column: str | None, is_text: bool) -> None:
-        self._table = table
-        self._column = column
-        self._is_text = is_text
-        self._ends: list[int] = []
-
-    def ids(self) -> Iterator[Any]:
-        if self._column is not None:
-            for piece in self._table.pieces([self._column]):
-                values = piece.columns[self._column]
-                yield ids_of(values, self._column, piece.where, piece.first_row, is_text=self._is_text)
-            return
-        for path, first_row, lines in self._lines():
-            values = pa.array(lines, pa.large_string())
-            yield ids_of(values, "id", str(path), first_row, is_text=self._is_text)
-
-    def count(self) -> int:
-        if self._column is not None:
-            return sum(piece.num_rows for piece in self._table.pieces([self._column]))
-        return sum(len(lines) for _, _, lines in self._lines())
-
-    def locate(self, row: int) -> tuple[Path, int]:
-        if self._column is not None:
-            return self._table.locate(row)
-        first = 0
-        for path in self._table.files.paths:
-            count = sum(len(lines) for _, _, lines in _lines_of(path))
-            if row < first + count:
-                return path, row - first
-            first += count
-        raise AssertionError(f"row {row} of {first}")
-
-    def _lines(self) -> Iterator[tuple[Path, int, list[str]]]:
-        for path in self._table.files.paths:
-            yield from _lines_of(path)
-
-
-def _lines_of(path: Path) -> Iterator[tuple[Path, int, list[str]]]:
-    try:
-        yield from _texts_of(path)
-    except OSError as error:
-        raise DatasetError(f"{path}: not readable: {error.strerror}") from error
-    except UnicodeDecodeError:
-        raise DatasetError(
-            f"{path}: holds no text with one id a line; for a table, give custom_split_filenames the column"
-        ) from None
-
-
-def _texts_of(path: Path) -> Iterator[tuple[Path, int, list[str]]]:
-    lines: list[str] = []
-    row = 0
-    with path.open(encoding="utf-8-sig") as file:
-        for text in file:
-            if text.strip():
-                lines.append(_id_of_line(text.strip(), path, row + len(lines)))
-            if len(lines) == _LINES:
-                yield path, row, lines
-                row, lines = row + len(lines), []
-    if lines:
-        yield path, row, lines
-
-
-def _id_of_line(text: str, path: Path, row: int) -> str:
-    if text[0] not in '"[{':
-        return text
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, str):
-        raise DatasetError(f"{path}: row {row}: {text[:60]!r} is not a node id; write one id a line")
-    return value
 
 
 Reorder: TypeAlias = Callable[[Iterable[Array], ColumnInfo], Iterable[Array]]
 """Rows in table order -> the same rows in storage order."""
-
-SplitCodes: TypeAlias = Callable[[Iterator[Array], int], Iterator[Array]]
-"""(whether each row has a label, number of labelled rows) -> split code of each row."""
 
 _MASK = ColumnInfo(dtype="bool", row_shape=())
 _CODE = ColumnInfo(dtype="uint8", row_shape=())
@@ -337,92 +225,107 @@ class DatasetOutput:
         release_memory()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """The table of one type, and how its tensors are computed and ordered."""
+@final
+class TypeRows:
+    """The table of one node or edge type, and the tensors that it becomes.
 
-    table: Table
-    num_rows: int
-    features: Features
-    labels: Labels | None
-    codes: SplitCodes | None
-    """None: no split."""
-    folder: str
-    """Folder of the type in the dataset."""
-    reorder: Reorder
+    Args:
+        spec: The type.
+        folder: Of the type in the dataset.
+        output: With a scratch folder of its own.
+    """
 
+    def __init__(self, spec: TypeSpec[Any], folder: str, output: DatasetOutput) -> None:
+        self.spec, self._folder, self._output = spec, folder, output
+        self.table = Table(spec.files, output.budget.batch)
+        self.num_rows = 0
+        self.columns: dict[str, ColumnInfo] = {}
+        """Dtype and shape of the tensors, by name."""
+        self.settings: list[Mapping[str, Any]] = []
+        """Of the transforms of each feature, with statistics."""
+        self._features = Features(spec.features, output.budget.batch)
+        self.labels: Labels | None = None
+        if spec.label is not None and spec.label.column is not None:
+            self.labels = Labels(spec.label.column, spec.label.task == "regression")
+        self._at_once = output.budget.batch // 16
 
-def write_tensors(rows: Rows, output: DatasetOutput) -> Mapping[str, ColumnInfo]:
-    """Write features, labels and masks of one type; return their dtype and shape by name."""
-    columns: dict[str, ColumnInfo] = {}
-    for name in rows.features.names:
-        columns[name] = info = rows.features.info(name, rows.table)
-        chunks = rows.reorder(rows.features.chunks(name, rows.table, info), info)
-        output.write(data_path(rows.folder, name), info, rows.num_rows, chunks)
-    labels = None if rows.labels is None else _spill_labels(rows, rows.labels, output)
-    if labels is not None and rows.labels is not None:
-        columns[LABEL] = info = ColumnInfo(dtype=rows.labels.dtype.name, row_shape=())
-        chunks = rows.reorder(labels.chunks(_at_once(output)), info)
-        output.write(data_path(rows.folder, LABEL), info, rows.num_rows, chunks)
-    if rows.codes is not None:
-        columns.update(_write_masks(rows, labels, rows.codes, output))
-    return columns
+    def scan(self, *others: str) -> Iterator[Piece]:
+        """Find what must be known of all rows; yields the pieces, which have the columns ``others``, too."""
+        names = [*self._features.scanned_columns, *others]
+        if self.labels is not None:
+            names.append(self.labels.column)
+        if not names:
+            self.num_rows = self.table.count()
+        for piece in self.table.pieces(names) if names else ():
+            self._features.scan(piece)
+            if self.labels is not None:
+                self.labels.scan(piece.columns[self.labels.column], piece.where, piece.first_row)
+            yield piece
+            self.num_rows += piece.num_rows
+        where, spec = str(self.spec.files.paths[0]), self.spec
+        if not self.num_rows:
+            what = f"node {spec.kind!r}" if isinstance(spec.kind, str) else f"edge {spec.kind}"
+            raise DatasetError(f"{where}: the table has no row, so there is no {what}")
+        release_memory()
+        self.settings = self._features.finalize(where)
+        if self.labels is not None:
+            self.labels.finalize(where)
 
-
-def _at_once(output: DatasetOutput) -> int:
-    return output.budget.batch // 16
-
-
-def _spill_labels(rows: Rows, labels: Labels, output: DatasetOutput) -> Spill:
-    return Spill(output.work / "labels", labels.dtype).extend(
-        labels.codes(piece.columns[labels.column], piece.where, piece.first_row)
-        for piece in rows.table.pieces([labels.column])
-    )
-
-
-def _write_masks(
-    rows: Rows, labels: Spill | None, codes: SplitCodes, output: DatasetOutput
-) -> dict[str, ColumnInfo]:
-    at_once = _at_once(output)
-    num_labelled = sum(int(piece.sum()) for piece in _has_label(rows, labels, at_once))
-    by_row = Spill(output.work / "codes", np.uint8)
-    counts = np.zeros(256, np.int64)
-    for piece in codes(_has_label(rows, labels, at_once), num_labelled):
-        by_row.append(piece)
-        counts += np.bincount(piece, minlength=256)
-    _check_labelled(rows, labels, by_row, at_once)
-    reordered = rows.reorder(by_row.chunks(at_once), _CODE)
-    stored = Spill(output.work / "stored_codes", np.uint8).extend(reordered)
-    written = {}
-    for code, name in enumerate(SPLITS):
-        if counts[code]:
-            chunks = (piece == code for piece in stored.chunks(at_once))
-            output.write(data_path(rows.folder, name), _MASK, rows.num_rows, chunks)
-            written[name] = _MASK
-    return written
-
-
-def _has_label(rows: Rows, labels: Spill | None, at_once: int) -> Iterator[Array]:
-    # Every row counts as labelled where labels are not classes.
-    if labels is None or rows.labels is None or rows.labels.is_regression:
-        for first in range(0, rows.num_rows, at_once):
-            yield np.ones(min(at_once, rows.num_rows - first), bool)
-        return
-    for piece in labels.chunks(at_once):
-        yield piece >= 0
-
-
-def _check_labelled(rows: Rows, labels: Spill | None, codes: Spill, at_once: int) -> None:
-    first = 0
-    pieces = zip(_has_label(rows, labels, at_once), codes.chunks(at_once), strict=True)
-    for has_label, code in pieces:
-        wrong = (code != NO_SPLIT) & ~has_label
-        if wrong.any():
-            path, row = rows.table.locate(first + int(np.argmax(wrong)))
-            column = "" if rows.labels is None else rows.labels.column
-            split = SPLITS[int(code[np.argmax(wrong)])].removesuffix("_mask")
-            raise DatasetError(
-                f"{path}: column {column!r}, row {row}: no label, but the row is in the {split} split; "
-                "leave it out of the files that say so"
+    def write(self, seed: int, *, ids: IdMap | None = None, reorder: Reorder = lambda rows, _: rows) -> None:
+        """Write features, labels and masks; ``ids`` look up the nodes of split files."""
+        for name in self._features.names:
+            info = self._features.info(name, self.table)
+            self._put(name, info, reorder(self._features.chunks(name, self.table, info), info))
+        spilled, labels = None, self.labels
+        if labels is not None:
+            codes = (
+                labels.codes(piece.columns[labels.column], piece.where, piece.first_row)
+                for piece in self.table.pieces([labels.column])
             )
-        first += len(code)
+            spilled = Spill(self._output.work / "labels", labels.dtype, codes)
+            info = ColumnInfo(dtype=labels.dtype.name, row_shape=())
+            self._put(LABEL, info, reorder(spilled.chunks(self._at_once), info))
+        if self.spec.label is not None:
+            by_row = self._split(self.spec.label, spilled, seed, ids)
+            work = self._output.work / "stored_codes"
+            stored = Spill(work, np.uint8, reorder(by_row.chunks(self._at_once), _CODE))
+            found = {code for piece in stored.chunks(self._at_once) for code in np.unique(piece).tolist()}
+            for code, name in enumerate(SPLITS):
+                if code in found:
+                    self._put(name, _MASK, (piece == code for piece in stored.chunks(self._at_once)))
+
+    def _put(self, name: str, info: ColumnInfo, chunks: Iterable[Array]) -> None:
+        self.columns[name] = info
+        self._output.write(data_path(self._folder, name), info, self.num_rows, chunks)
+
+    def _split(self, label: LabelSpec, labels: Spill | None, seed: int, ids: IdMap | None) -> Spill:
+        # (N,) split code of each row of the table.
+        if label.split is not None:
+            num_labelled = sum(int(piece.sum()) for piece in self._has_label(labels))
+            codes = draw_split_codes(self._has_label(labels), num_labelled, label.split, seed)
+        else:
+            assert ids is not None, "only nodes have split files"
+            paths = self.spec.files.paths
+            owner, folder = f"{paths[0]}{' ...' if len(paths) > 1 else ''}", self._output.work / "split"
+            codes = read_split_codes(label, ids, owner, folder, self._output.budget.bucket)
+        by_row, first = Spill(self._output.work / "codes", np.uint8, codes), 0
+        for has_label, code in zip(self._has_label(labels), by_row.chunks(self._at_once), strict=True):
+            wrong = (code != NO_SPLIT) & ~has_label
+            if wrong.any():
+                path, row = self.table.locate(first + int(np.argmax(wrong)))
+                split = SPLITS[int(code[np.argmax(wrong)])].removesuffix("_mask")
+                raise DatasetError(
+                    f"{path}: column {label.column!r}, row {row}: no label, but the row is in the {split} "
+                    "split; leave it out of the files that say so"
+                )
+            first += len(code)
+        return by_row
+
+    def _has_label(self, labels: Spill | None) -> Iterator[Array]:
+        # Every row counts as labelled where labels are not classes.
+        if labels is None or self.labels is None or self.labels.is_regression:
+            for first in range(0, self.num_rows, self._at_once):
+                yield np.ones(min(self._at_once, self.num_rows - first), bool)
+            return
+        for piece in labels.chunks(self._at_once):
+            yield piece >= 0

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.partition.base import Partitioner
 from dglx_dist.data.partition.graph_views import (
     MASKS,
     BalanceWeights,
     SymmetricGraph,
-    balance_weights,
-    check_request,
+    assign_parts,
     constraint_columns,
-    describe,
     first_ids,
     from_assignment,
     has_column,
@@ -26,8 +24,6 @@ from dglx_dist.data.partition.graph_views import (
     in_degrees,
     part_shares,
     symmetrise,
-    to_assignment,
-    trivial_parts,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, RawGraph
@@ -67,11 +63,7 @@ class PartitionQuality:
 
 
 def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
-    """Return the quality of ``assignment`` on ``graph``; reads each edge 1 + P / 64 times.
-
-    Raises:
-        ConfigError: ``assignment`` does not have one owner in [0, P) for each node of ``graph``.
-    """
+    """Return the quality of ``assignment`` on ``graph``; reads each edge 1 + P / 64 times."""
     _check_fits(graph, assignment)
     num_parts = assignment.num_parts
     part = from_assignment(graph, assignment)
@@ -181,11 +173,9 @@ _EPSILON = 1e-12
 def enforce_capacities(
     graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array, method: str
 ) -> tuple[Array, dict[str, float]]:
-    """Rebalance (N,) int32 ``part_of_node`` if it exceeds its capacities.
+    """Return (N,) int32 ``part_of_node`` within its capacities, if possible.
 
-    Returns:
-        A new (N,) int32 array, and the constraints that are still exceeded with their value, which is also
-        logged as a warning of ``method``.
+    The constraints that are still exceeded are returned with their value, and logged as warnings.
     """
     missed = weights.missed(part_of_node)
     if not missed:
@@ -204,37 +194,32 @@ def enforce_capacities(
 
 
 def assign_balanced(
+    partitioner: Partitioner,
     graph: RawGraph,
-    options: PartitionOptions,
     size: tuple[int, int],
-    method: str,
     compute: Callable[[SymmetricGraph, BalanceWeights], Array],
-    *,
-    max_constraints: int | None = 1,
     dtype: Any = None,
 ) -> Assignment:
-    """Return the assignment of a method that balances, whose excess is corrected or reported.
+    """Return the assignment of a method that balances; excess is corrected or reported.
 
-    Args:
-        graph: The graph.
-        options: Checked against the graph.
-        size: (P, seed).
-        method: Its name.
-        compute: (symmetrised graph, weights) to (N,) int32 parts; not called where the result is trivial.
-        max_constraints: See :class:`Partitioner`.
-        dtype: Of the indices of the symmetrised graph, see :func:`symmetrise`.
+    ``compute`` gets the symmetrised graph, with indices of ``dtype``, and weights; not where the result is
+    trivial. See :func:`assign_parts`.
     """
-    num_parts, seed = size
-    check_request(num_parts, seed)
-    weights = balance_weights(graph, options, num_parts, max_constraints)
-    parameters = describe(options, weights)
-    parts = trivial_parts(graph.total_nodes, num_parts)
-    if parts is None:
-        symmetric = symmetrise(graph, dtype=dtype)
-        parts, missed = enforce_capacities(symmetric, weights, compute(symmetric, weights), method)
-        if missed:
-            parameters["missed"] = missed
-    return to_assignment(graph, parts, num_parts, method=method, seed=seed, parameters=parameters)
+    missed: dict[str, float] = {}
+
+    def corrected(weights: BalanceWeights) -> Array:
+        num_parts, num_nodes = size[0], graph.total_nodes
+        if num_parts == 1 or num_parts >= num_nodes:
+            return np.arange(num_nodes, dtype=np.int32) % np.int32(num_parts)
+        symmetric, name = symmetrise(graph, dtype=dtype), type(partitioner).__name__.lower()
+        parts, found = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
+        missed.update(found)
+        return parts
+
+    assignment = assign_parts(partitioner, graph, size, corrected)
+    if missed:
+        return replace(assignment, parameters={**assignment.parameters, "missed": missed})
+    return assignment
 
 
 def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array) -> Array:

@@ -50,7 +50,13 @@ class PartitionOptions:
     """Compute threads of ``kaminpar``; with more than 1 results may not be reproducible."""
 
     def __post_init__(self) -> None:
-        _check_balance(self.balance)
+        if isinstance(self.balance, str):
+            raise ConfigError(
+                f"balance is the text {self.balance!r}; it must be a tuple of names: ({self.balance!r},)"
+            )
+        for name in self.balance:
+            if self.balance.count(name) > 1:
+                raise ConfigError(f"balance names {name!r} twice; name each constraint once")
         object.__setattr__(self, "balance", tuple(self.balance))
         _check_tolerance(self.tolerance, self.constraints)
         if self.objective not in ("cut", "vol"):
@@ -79,14 +85,6 @@ class PartitionOptions:
         if isinstance(self.tolerance, Mapping):
             return float(self.tolerance.get(constraint, DEFAULT_TOLERANCE))
         return float(self.tolerance)
-
-
-def _check_balance(balance: tuple[str, ...]) -> None:
-    if isinstance(balance, str):
-        raise ConfigError(f"balance is the text {balance!r}; it must be a tuple of names: ({balance!r},)")
-    for name in balance:
-        if balance.count(name) > 1:
-            raise ConfigError(f"balance names {name!r} twice; name each constraint once")
 
 
 def _check_tolerance(tolerance: float | Mapping[str, float], constraints: tuple[str, ...]) -> None:
@@ -126,9 +124,8 @@ class Partitioner(ABC):
         given = {"balance"} if options.constraints != default.constraints else set()
         if options.vector is not None:
             given.add("vector")
-        for name in {option.name for option in fields(options)} - {"balance", "vector"}:
-            if getattr(options, name) != getattr(default, name):
-                given.add(name)
+        others = {option.name for option in fields(options)} - {"balance", "vector"}
+        given |= {name for name in others if getattr(options, name) != getattr(default, name)}
         for name in sorted(given - self.honours):
             raise ConfigError(
                 f"{type(self).__name__} does not support {name}={getattr(options, name)!r}; leave it out or "
@@ -137,15 +134,11 @@ class Partitioner(ABC):
 
     @abstractmethod
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        """Return the owner of every node; called in one process.
+        """Return the owner of every node; called in one process, for at least 1 part and a seed from 0 on.
 
         Deterministic. Supports 1 part, more parts than nodes (some are empty), graphs without edges and
-        several node types. ``Assignment.parameters["tolerance"]`` has the promised balance by constraint.
-
-        Args:
-            graph: The graph; it is not changed.
-            num_parts: P, at least 1.
-            seed: At least 0.
+        several node types, and does not change the graph. ``Assignment.parameters["tolerance"]`` has the
+        promised balance by constraint.
 
         Raises:
             ConfigError: the options do not match ``graph`` or ``num_parts``.

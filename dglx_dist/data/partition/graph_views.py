@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.partition.base import Partitioner, PartitionOptions
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, EdgeType, NodeColumn, RawGraph, SparseRows
 from dglx_dist.registry import did_you_mean
@@ -114,31 +114,28 @@ def constraint_columns(graph: RawGraph, constraint: str) -> list[tuple[str, Arra
     if constraint == "degree":
         return [("degree", in_degrees(graph))]
     if constraint == "ntype":
-        return [(f"ntype:{node_type}", _is_of_type(graph, node_type)) for node_type in graph.num_nodes]
+        number = np.repeat(np.arange(len(graph.num_nodes)), list(graph.num_nodes.values()))
+        return [(f"ntype:{name}", (number == i).astype(np.int64)) for i, name in enumerate(graph.num_nodes)]
     if constraint == "etype":
-        return [(f"etype:{'.'.join(etype)}", _in_degrees_by(graph, etype)) for etype in graph.edges]
+        return [(f"etype:{'.'.join(etype)}", in_degrees(graph, [etype])) for etype in graph.edges]
     return [(constraint, _data_column(graph, constraint, MASKS.get(constraint, constraint)))]
 
 
-def in_degrees(graph: RawGraph) -> Array:
-    """Return (N,) int64 in-degrees over all edge types."""
-    parts = {t: np.zeros(count, dtype=np.int64) for t, count in graph.num_nodes.items()}
-    for (_, _, dst_type), (_, dst) in graph.edges.items():
-        parts[dst_type] += np.bincount(dst, minlength=graph.num_nodes[dst_type])
-    return np.concatenate([*parts.values(), np.zeros(0, dtype=np.int64)])
+def _slices(graph: RawGraph) -> dict[str, slice]:
+    # The nodes of each type in the concatenation of all types.
+    return {ntype: slice(first, first + graph.num_nodes[ntype]) for ntype, first in first_ids(graph).items()}
 
 
-def _in_degrees_by(graph: RawGraph, etype: EdgeType) -> Array:
-    return in_degrees(replace(graph, edges={etype: graph.edges[etype]}))
+def in_degrees(graph: RawGraph, etypes: Collection[EdgeType] | None = None) -> Array:
+    """Return (N,) int64 in-degrees over the edge types; None: all."""
+    degrees, rows = np.zeros(graph.total_nodes, np.int64), _slices(graph)
+    for etype in graph.edges if etypes is None else etypes:
+        degrees[rows[etype[2]]] += np.bincount(graph.edges[etype][1], minlength=graph.num_nodes[etype[2]])
+    return degrees
 
 
 def has_column(graph: RawGraph, column: str) -> bool:
     return any(column in columns for columns in graph.node_data.values())
-
-
-def _is_of_type(graph: RawGraph, wanted: str) -> Array:
-    pieces = [np.full(count, t == wanted, dtype=np.int64) for t, count in graph.num_nodes.items()]
-    return np.concatenate(pieces)
 
 
 def _data_column(graph: RawGraph, constraint: str, column: str) -> Array:
@@ -149,13 +146,12 @@ def _data_column(graph: RawGraph, constraint: str, column: str) -> Array:
             f"cannot balance {constraint!r}: {graph.name} has no node column {column!r}{hint} (node columns: "
             f"{', '.join(existing) or 'none'}; besides these: nodes, degree, ntype, etype)"
         )
-    pieces = [np.zeros(0, dtype=np.int64)]
-    for node_type, count in graph.num_nodes.items():
-        values = graph.node_data.get(node_type, {}).get(column)
-        pieces.append(
-            np.zeros(count, dtype=np.int64) if values is None else _weight_of(values, constraint, node_type)
-        )
-    return np.concatenate(pieces)
+    weights = np.zeros(graph.total_nodes, np.int64)
+    for ntype, rows in _slices(graph).items():
+        values = graph.node_data.get(ntype, {}).get(column)
+        if values is not None:
+            weights[rows] = _weight_of(values, constraint, ntype)
+    return weights
 
 
 def _weight_of(values: NodeColumn, constraint: str, node_type: str) -> Array:
@@ -181,15 +177,6 @@ def check_request(num_parts: int, seed: int) -> None:
         raise ConfigError(f"seed is {seed}; it must be at least 0")
 
 
-def trivial_parts(num_nodes: int, num_parts: int) -> Array | None:
-    """Return the (N,) int32 parts for a single part or at least one part per node; else None."""
-    if num_parts == 1:
-        return np.zeros(num_nodes, dtype=np.int32)
-    if num_parts >= num_nodes:
-        return np.arange(num_nodes, dtype=np.int32)
-    return None
-
-
 def to_assignment(
     graph: RawGraph,
     part_of_node: Array,
@@ -200,14 +187,33 @@ def to_assignment(
     parameters: Mapping[str, object],
 ) -> Assignment:
     """Split the (N,) vector over all types into one int32 vector per type."""
-    part_of: dict[str, Array] = {}
-    first = 0
-    for node_type, count in graph.num_nodes.items():
-        part_of[node_type] = part_of_node[first : first + count].astype(np.int32)
-        first += count
+    pieces = np.split(part_of_node.astype(np.int32), list(first_ids(graph).values())[1:])
+    part_of = dict(zip(graph.num_nodes, pieces, strict=bool(graph.num_nodes)))
     return Assignment(
         num_parts=num_parts, part_of=part_of, method=method, seed=seed, parameters=dict(parameters)
     )
+
+
+def assign_parts(
+    partitioner: Partitioner,
+    graph: RawGraph,
+    size: tuple[int, int],
+    compute: Callable[[BalanceWeights], Array],
+    *,
+    is_balanced: bool = True,
+    **parameters: object,
+) -> Assignment:
+    """Return the assignment of a method of (weights) to (N,) int parts, named as its class.
+
+    ``size`` is (P, seed); ``is_balanced`` says whether the method promises the tolerances of its options, and
+    ``parameters`` are added to those of the assignment.
+    """
+    num_parts, seed = size
+    check_request(num_parts, seed)
+    weights = balance_weights(graph, partitioner.options, num_parts, partitioner.max_constraints)
+    told = describe(partitioner.options, weights if is_balanced else None) | parameters
+    name = type(partitioner).__name__.lower()
+    return to_assignment(graph, compute(weights), num_parts, method=name, seed=seed, parameters=told)
 
 
 def from_assignment(graph: RawGraph, assignment: Assignment) -> Array:
@@ -222,18 +228,14 @@ def describe(options: PartitionOptions, weights: BalanceWeights | None) -> dict[
 
     ``weights`` are the constraints that the partitioner guarantees; None: no balance.
     """
-    parameters: dict[str, object] = {"tolerance": {}}
-    if weights is not None:
-        parameters["tolerance"] = dict(zip(weights.names, weights.tolerance.tolist(), strict=True))
-    if options.balance:
-        parameters["balance"] = list(options.balance)
-    if options.target_weights is not None:
-        parameters["target_weights"] = list(options.target_weights)
-    if options.objective != "cut":
-        parameters["objective"] = options.objective
-    if options.fast:
-        parameters["fast"] = True
-    return parameters
+    promised = () if weights is None else zip(weights.names, weights.tolerance.tolist(), strict=True)
+    given = {
+        "balance": list(options.balance) or None,
+        "target_weights": None if options.target_weights is None else list(options.target_weights),
+        "objective": options.objective if options.objective != "cut" else None,
+        "fast": options.fast or None,
+    }
+    return {"tolerance": dict(promised)} | {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,12 +257,8 @@ class SymmetricGraph:
 def symmetrise(graph: RawGraph, *, dtype: Any = None, weighted: bool = True) -> SymmetricGraph:
     """Return all edge types as one symmetric graph over the concatenated node types.
 
-    Takes 2 E ids (and 2 E int32 weights if ``weighted``) and two arrays of N int64.
-
-    Args:
-        graph: Homogeneous or heterogeneous.
-        dtype: Of the indices; None: int32 if N fits, else int64.
-        weighted: Whether to count parallel and opposite edges; False: all pairs have the same weight.
+    Takes 2 E ids (and 2 E int32 weights if ``weighted``, to count parallel and opposite edges) and two arrays
+    of N int64. ``dtype`` is that of the indices; None: int32 if N fits, else int64.
     """
     num_nodes = graph.total_nodes
     if dtype is None:
@@ -288,11 +286,8 @@ def symmetrise(graph: RawGraph, *, dtype: Any = None, weighted: bool = True) -> 
 
 def first_ids(graph: RawGraph) -> dict[str, int]:
     """Return the id of the first node of each type in the concatenation of all types."""
-    firsts, first = {}, 0
-    for node_type, count in graph.num_nodes.items():
-        firsts[node_type] = first
-        first += count
-    return firsts
+    ends = np.cumsum([0, *graph.num_nodes.values()]).tolist()
+    return dict(zip(graph.num_nodes, ends, strict=False))
 
 
 def _nearly_uniform(weights: Array) -> bool:

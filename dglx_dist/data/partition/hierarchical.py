@@ -16,6 +16,7 @@ from dglx_dist.data.partition.graph_views import (
     check_request,
     constraint_columns,
     describe,
+    first_ids,
     from_assignment,
     induced_graph,
     part_shares,
@@ -121,13 +122,10 @@ def _with_whole_weights(graph: RawGraph, options: PartitionOptions) -> tuple[Raw
     if not added:
         return graph, options
     node_data: dict[str, dict[str, NodeColumn]] = {}
-    first = 0
-    for node_type, count in graph.num_nodes.items():
-        of_type: dict[str, NodeColumn] = {
-            name: column[first : first + count] for name, column in added.items()
-        }
-        node_data[node_type] = {**graph.node_data.get(node_type, {}), **of_type}
-        first += count
+    for ntype, first in first_ids(graph).items():
+        rows = slice(first, first + graph.num_nodes[ntype])
+        of_type: dict[str, NodeColumn] = {name: column[rows] for name, column in added.items()}
+        node_data[ntype] = {**graph.node_data.get(ntype, {}), **of_type}
     tolerance = options.tolerance
     if isinstance(tolerance, Mapping):
         tolerance = {name: t for constraint, t in tolerance.items() for name in names[constraint]}
@@ -152,19 +150,10 @@ class TwoLevelSplit:
 def assign_two_levels(
     graph: RawGraph, method: str, options: PartitionOptions, size: tuple[int, int], seed: int
 ) -> TwoLevelSplit:
-    """Partition ``graph`` over parts, and each part over its trainers, with the same method and balance.
+    """Partition ``graph`` over P parts, and each over t trainers, with the same method; ``size`` is (P, t).
 
-    Constraints apply at both levels; ``parameters["missed"]`` of each level has those that are not met.
-
-    Args:
-        graph: Homogeneous or heterogeneous.
-        method: The partitioner for both levels, not ``hierarchical`` or ``file``.
-        options: ``target_weights`` are those of the P parts; the trainers of a part are equal.
-        size: (P, t).
-        seed: At least 0.
-
-    Raises:
-        ConfigError: the method or the options cannot be used at two levels.
+    Constraints apply at both levels; ``parameters["missed"]`` of each level has those that are not met. The
+    ``target_weights`` are those of the parts; the trainers of a part are equal.
     """
     num_parts, per_part = size
     if options.servers is not None or options.workers is not None or options.inner is not None:
@@ -194,11 +183,7 @@ def assign_two_levels(
 
 
 def with_trainer_ids(graph: RawGraph, trainers: Assignment) -> RawGraph:
-    """Return ``graph`` with int32 columns of the trainer of each node and of each edge's destination.
-
-    Raises:
-        ConfigError: the graph has a column of that name.
-    """
+    """Return ``graph`` with int32 columns of the trainer of each node and of each edge's destination."""
     check_no_trainer_ids(graph)
     node_data: dict[str, dict[str, NodeColumn]] = {
         ntype: {**graph.node_data.get(ntype, {}), TRAINER_ID: trainers.part_of[ntype]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import tempfile
 from pathlib import Path
@@ -48,15 +49,9 @@ class Kaminpar(Partitioner):
     honours = frozenset({"balance", "tolerance", "target_weights", "fast", "threads"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        return assign_balanced(
-            graph,
-            self.options,
-            (num_parts, seed),
-            "kaminpar",
-            lambda symmetric, weights: self._compute(symmetric, weights, seed),
-        )
+        return assign_balanced(self, graph, (num_parts, seed), functools.partial(self._compute, seed))
 
-    def _compute(self, graph: SymmetricGraph, weights: BalanceWeights, seed: int) -> Array:
+    def _compute(self, seed: int, graph: SymmetricGraph, weights: BalanceWeights) -> Array:
         library = _library()
         node_weights = None if weights.names == ("nodes",) else weights.columns[0]
         # The Python binding reads graphs from files only; a file in shared memory costs one copy.

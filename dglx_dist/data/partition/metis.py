@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -71,24 +71,8 @@ _RETURN_CODES = {-2: "bad input", -3: "not enough memory", -4: "internal error"}
 _MAX_SEED = 2**31 - 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetisRequest:
-    """Arguments of METIS beside the graph and its weights."""
-
-    num_parts: int
-    seed: int
-    volume: bool = False
-    """Minimise communication volume instead of cut edges."""
-    num_refinements: int = 10
-    """Refinement passes per level."""
-
-
 def library_path() -> str | None:
-    """Return pymetis' shared library with METIS, or None if pymetis is not installed.
-
-    Raises:
-        ConfigError: its ids do not have 64 bits.
-    """
+    """Return pymetis' shared library with METIS, of 64-bit ids, or None if pymetis is not installed."""
     try:
         extension = importlib.import_module("pymetis._internal")
     except ModuleNotFoundError:
@@ -99,13 +83,12 @@ def library_path() -> str | None:
     return str(extension.__file__)
 
 
-def part_graph(path: str, graph: SymmetricGraph, weights: BalanceWeights, request: MetisRequest) -> Array:
+def part_graph(
+    path: str, graph: SymmetricGraph, weights: BalanceWeights, options: PartitionOptions, seed: int
+) -> Array:
     """Return (N,) int32 parts by METIS_PartGraphKway of the library ``path``; releases the GIL.
 
-    ``graph`` has int64 indices. Weight columns of zeros are left out.
-
-    Raises:
-        ConfigError: METIS fails or runs out of memory.
+    ``graph`` has int64 indices. Weight columns of zeros are left out. ConfigError if METIS fails.
     """
     library = ctypes.CDLL(path)
     used = [c for c, column in enumerate(weights.columns) if column.any()]
@@ -124,10 +107,10 @@ def part_graph(path: str, graph: SymmetricGraph, weights: BalanceWeights, reques
     code = library.METIS_PartGraphKway(
         *(ctypes.byref(ctypes.c_int64(n)) for n in (num_nodes, num_constraints)),
         *(_address(a) for a in (graph.indptr, graph.indices, node_weights, None, edge_weights)),
-        ctypes.byref(ctypes.c_int64(request.num_parts)),
+        ctypes.byref(ctypes.c_int64(len(weights.shares))),
         _address(shares),
         _address(tolerances),
-        _options(library, request),
+        _options(library, options, seed),
         ctypes.byref(cut),
         _address(parts),
     )
@@ -139,16 +122,16 @@ def part_graph(path: str, graph: SymmetricGraph, weights: BalanceWeights, reques
     return parts.astype(np.int32)
 
 
-def _options(library: ctypes.CDLL, request: MetisRequest) -> ctypes.Array[ctypes.c_int64]:
-    options = (ctypes.c_int64 * _NUM_OPTIONS)()
-    library.METIS_SetDefaultOptions(options)
-    options[_OBJTYPE] = int(request.volume)
-    options[_NITER] = request.num_refinements
-    options[_NCUTS] = 1
+def _options(library: ctypes.CDLL, options: PartitionOptions, seed: int) -> ctypes.Array[ctypes.c_int64]:
+    values = (ctypes.c_int64 * _NUM_OPTIONS)()
+    library.METIS_SetDefaultOptions(values)
+    values[_OBJTYPE] = int(options.objective == "vol")
+    values[_NITER] = 1 if options.fast else 10
+    values[_NCUTS] = 1
     # METIS' generator uses 31 bits of the seed, and 0 and 1 are the same seed.
-    options[_SEED] = request.seed % (_MAX_SEED - 1) + 1
-    options[_NUMBERING] = 0
-    return options
+    values[_SEED] = seed % (_MAX_SEED - 1) + 1
+    values[_NUMBERING] = 0
+    return values
 
 
 def _address(array: Array | None) -> ctypes.c_void_p | None:
@@ -170,27 +153,14 @@ class Metis(Partitioner):
     max_constraints = None
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        return assign_balanced(
-            graph,
-            self.options,
-            (num_parts, seed),
-            "metis",
-            lambda symmetric, weights: self._compute(symmetric, weights, seed),
-            max_constraints=None,
-            dtype=np.int64,
-        )
+        compute = functools.partial(self._compute, seed)
+        return assign_balanced(self, graph, (num_parts, seed), compute, dtype=np.int64)
 
-    def _compute(self, symmetric: SymmetricGraph, weights: BalanceWeights, seed: int) -> Array:
+    def _compute(self, seed: int, symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
         if len(symmetric.indices) == 0:
             # METIS prints warnings without edges; any even assignment is as good.
             return even_parts(weights)
         path = library_path()
         if path is None or (self.options.fast and unsupported_by_dgl(self.options, weights) is None):
             return part_graph_with_dgl(symmetric, self.options, weights)
-        request = MetisRequest(
-            num_parts=len(weights.shares),
-            seed=seed,
-            volume=self.options.objective == "vol",
-            num_refinements=1 if self.options.fast else 10,
-        )
-        return part_graph(path, symmetric, weights, request)
+        return part_graph(path, symmetric, weights, self.options, seed)

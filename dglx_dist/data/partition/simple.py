@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 
 from dglx_dist.data.partition.base import Partitioner
-from dglx_dist.data.partition.graph_views import balance_weights, check_request, describe, to_assignment
+from dglx_dist.data.partition.graph_views import BalanceWeights, assign_parts, check_request
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.keyed_random import splitmix64
 from dglx_dist.records import Array, Assignment, RawGraph
@@ -25,10 +25,7 @@ class Contiguous(Partitioner):
     honours = frozenset({"balance", "target_weights", "tolerance"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        check_request(num_parts, seed)
-        weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
-        parts, parameters = cut_ranges(weights.columns[0], weights.shares), describe(self.options, weights)
-        return to_assignment(graph, parts, num_parts, method="contiguous", seed=seed, parameters=parameters)
+        return assign_parts(self, graph, (num_parts, seed), lambda w: cut_ranges(w.columns[0], w.shares))
 
 
 def cut_ranges(weights: Array, shares: Array) -> Array:
@@ -51,9 +48,10 @@ class Hash(Partitioner):
     scatters = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        check_request(num_parts, seed)
-        parts, parameters = hash_parts(graph.total_nodes, num_parts), describe(self.options, None)
-        return to_assignment(graph, parts, num_parts, method="hash", seed=seed, parameters=parameters)
+        size = (num_parts, seed)
+        return assign_parts(
+            self, graph, size, lambda _: hash_parts(graph.total_nodes, num_parts), is_balanced=False
+        )
 
 
 def hash_parts(num_nodes: int, num_parts: int) -> Array:
@@ -77,10 +75,10 @@ class Feature(Partitioner):
     scatters = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        check_request(num_parts, seed)
-        parts = hash_parts(graph.total_nodes, num_parts)
-        parameters = {**describe(self.options, None), FEATURES: COLUMNS}
-        return to_assignment(graph, parts, num_parts, method="feature", seed=seed, parameters=parameters)
+        size, more = (num_parts, seed), {FEATURES: COLUMNS}
+        return assign_parts(
+            self, graph, size, lambda _: hash_parts(graph.total_nodes, num_parts), is_balanced=False, **more
+        )
 
 
 @final
@@ -93,8 +91,7 @@ class File(Partitioner):
         check_request(num_parts, seed)
         source, parts, unit = self._parts(graph)
         _check_parts(parts, source, unit, graph.total_nodes, num_parts)
-        parameters = {**describe(self.options, None), "file": source}
-        return to_assignment(graph, parts, num_parts, method="file", seed=seed, parameters=parameters)
+        return assign_parts(self, graph, (num_parts, seed), lambda _: parts, is_balanced=False, file=source)
 
     def _parts(self, graph: RawGraph) -> tuple[str, Array, str]:
         # The source of the ids, the ids, and the unit of a position in messages.
@@ -171,12 +168,10 @@ class Random(Partitioner):
     scatters = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        check_request(num_parts, seed)
-        weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
-        order = np.random.default_rng(seed).permutation(graph.total_nodes)
-        part_of_node = np.empty(graph.total_nodes, dtype=np.int32)
-        part_of_node[order] = cut_ranges(weights.columns[0], weights.shares)
-        parameters = describe(self.options, weights)
-        return to_assignment(
-            graph, part_of_node, num_parts, method="random", seed=seed, parameters=parameters
-        )
+        def compute(weights: BalanceWeights) -> Array:
+            part_of_node = np.empty(graph.total_nodes, dtype=np.int32)
+            order = np.random.default_rng(seed).permutation(graph.total_nodes)
+            part_of_node[order] = cut_ranges(weights.columns[0], weights.shares)
+            return part_of_node
+
+        return assign_parts(self, graph, (num_parts, seed), compute)

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import final
 
 import numpy as np
 from numba import njit
 
 from dglx_dist.data.partition.base import Partitioner
-from dglx_dist.data.partition.graph_views import (
-    SymmetricGraph,
-    balance_weights,
-    check_request,
-    describe,
-    symmetrise,
-    to_assignment,
-)
+from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, assign_parts, symmetrise
 from dglx_dist.records import Array, Assignment, RawGraph
 
 
@@ -57,26 +50,16 @@ GAMMA = 1.5
 
 
 class _Streaming(Partitioner):
-    method: ClassVar[str]
     honours = frozenset({"balance", "tolerance", "target_weights"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        check_request(num_parts, seed)
-        weights = balance_weights(graph, self.options, num_parts, max_constraints=1)
-        symmetric = symmetrise(graph, weighted=False)
-        part_of_node = _stream(
-            symmetric.indptr,
-            symmetric.indices,
-            stream_order(symmetric, seed),
-            weights.columns[0],
-            weights.capacities()[0],
-            weights.shares,
-            self.method == "fennel",
-        )
-        parameters = describe(self.options, weights)
-        return to_assignment(
-            graph, part_of_node, num_parts, method=self.method, seed=seed, parameters=parameters
-        )
+        def compute(weights: BalanceWeights) -> Array:
+            symmetric = symmetrise(graph, weighted=False)
+            order, adjacency = stream_order(symmetric, seed), (symmetric.indptr, symmetric.indices)
+            capacity, is_fennel = weights.capacities()[0], isinstance(self, Fennel)
+            return _stream(*adjacency, order, weights.columns[0], capacity, weights.shares, is_fennel)
+
+        return assign_parts(self, graph, (num_parts, seed), compute)
 
 
 @final
@@ -86,8 +69,6 @@ class Fennel(_Streaming):
     Supports one constraint, its tolerance, which always holds, and target weights.
     """
 
-    method = "fennel"
-
 
 @final
 class Ldg(_Streaming):
@@ -96,18 +77,10 @@ class Ldg(_Streaming):
     Supports one constraint, its tolerance, which always holds, and target weights.
     """
 
-    method = "ldg"
-
 
 @njit(cache=True, nogil=True)
 def _stream(
-    indptr: Array,
-    indices: Array,
-    order: Array,
-    weights: Array,
-    capacity: Array,
-    shares: Array,
-    fennel: bool,
+    indptr: Array, indices: Array, order: Array, weights: Array, capacity: Array, shares: Array, fennel: bool
 ) -> Array:
     num_parts, num_nodes = len(capacity), max(len(order), 1)
     # The size of a part is measured in nodes of mean weight, relative to an equal share, so that

@@ -74,27 +74,15 @@ class ArrayStream:
         np.lib.format.write_array_header_2_0(
             head, {"descr": dtype.str, "fortran_order": False, "shape": shape}
         )
-        self._file = path.open("x+b", buffering=0)
+        self._file = path.open("xb", buffering=0)
         self._checksum, self.num_rows = 0, 0
         """Rows in the file."""
-        self._first_byte = self._put(head.getbuffer())
+        self._put(head.getbuffer())
 
     def append(self, rows: Array) -> None:
         """Write the next (k, *row) rows; after an OSError those of earlier calls are still there."""
         self._put(np.ascontiguousarray(rows, self._dtype).reshape(-1).view(np.uint8).data)
         self.num_rows += len(rows)
-
-    def written(self) -> Array:
-        """Return the rows in the file, (k, *row), in memory."""
-        rows = np.empty((self.num_rows, *self._shape[1:]), self._dtype)
-        data, done = rows.reshape(-1).view(np.uint8).data, 0
-        while done < len(data):
-            # From the open file: it may have another name by now, or none.
-            count = os.preadv(self._file.fileno(), [data[done:]], self._first_byte + done)
-            if not count:
-                raise StorageError(f"{self._path} was cut short while it was written; try again")
-            done += count
-        return rows
 
     def finish(self) -> FileInfo:
         """Flush to disk and return the size and checksum of the file; StorageError if rows are missing."""
@@ -109,12 +97,11 @@ class ArrayStream:
     def close(self) -> None:
         self._file.close()
 
-    def _put(self, data: memoryview) -> int:
+    def _put(self, data: memoryview) -> None:
         done = 0
         while done < len(data):
             done += self._file.write(data[done:]) or 0
         self._checksum = zlib.crc32(data, self._checksum)
-        return done
 
 
 @final
@@ -135,11 +122,9 @@ class ArrayWriter:
         self.stream(name, array.dtype, array.shape).append(array)
 
     def publish(self, facts: Mapping[str, Any], *, overwrite: bool = False) -> None:
-        """Complete the folder and rename it to its place, unless an intact one of the same facts is there.
+        """Complete the folder with JSON values ``facts`` and rename it to its place.
 
-        Args:
-            facts: JSON values for the stamp.
-            overwrite: Replace an intact one, too.
+        An intact folder of the same facts stays there, unless ``overwrite``.
         """
         files = {f"{name}.npy": stream.finish() for name, stream in self._streams.items()}
         head = {
@@ -167,11 +152,13 @@ class ArrayFolder:
     def below(self, name: str) -> ArrayFolder:
         return ArrayFolder(self.path / name, trusted=self._trusted)
 
-    def read(self, mode: Literal["r", "c"] = "r") -> tuple[Any, dict[str, Array]]:
+    def read(
+        self, mode: Literal["r", "c"] = "r", facts: Mapping[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Array]]:
         """Compare all files with the stamp; return its facts and the arrays, mapped (c: copy-on-write).
 
         Raises:
-            StorageError: a file is missing or damaged.
+            StorageError: a file is missing or damaged, or the facts are not those given.
         """
         try:
             stamp = json.loads((self.path / STAMP).read_bytes())
@@ -185,8 +172,12 @@ class ArrayFolder:
                 if found != expected:
                     raise ValueError(f"{name} does not match its checksum")
                 arrays[path.stem] = np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
+            if facts is not None and told != facts:
+                raise ValueError(f"it is {told} instead of {facts}")
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as problem:
-            raise self._damaged(problem) from problem
+            raise StorageError(
+                f"{self.path} is damaged ({problem}); a run that opens it writes it again"
+            ) from problem
         return told, arrays
 
     def find(
@@ -196,7 +187,7 @@ class ArrayFolder:
         if not self.path.exists():
             return None
         try:
-            return self._matching(facts, mode)
+            return self.read(mode, facts)
         except StorageError as problem:
             _LOG.warning("%s", problem)
             return None
@@ -204,7 +195,7 @@ class ArrayFolder:
     def has(self, facts: Mapping[str, Any]) -> bool:
         """Return whether an intact folder of these facts is there."""
         try:
-            self._matching(facts, "r")
+            self.read("r", facts)
         except StorageError:
             return False
         return True
@@ -216,11 +207,7 @@ class ArrayFolder:
             yield ArrayWriter(self, partial, stack)
 
     def keep(self, arrays: Mapping[str, Array], facts: Mapping[str, Any], what: str) -> bool:
-        """Replace the folder; log and return False if there is no space or permission.
-
-        Raises:
-            StorageError: writing fails for another reason.
-        """
+        """Replace the folder; log and return False if there is no space or permission for ``what``."""
         try:
             with self.writing() as writer:
                 for name, array in arrays.items():
@@ -232,17 +219,6 @@ class ArrayFolder:
                 return False
             raise StorageError(f"{self.path} cannot be written ({problem}); check the disk") from problem
         return True
-
-    def _matching(
-        self, facts: Mapping[str, Any] | None, mode: Literal["r", "c"]
-    ) -> tuple[Any, dict[str, Array]]:
-        found, arrays = self.read(mode)
-        if facts is not None and found != facts:
-            raise self._damaged(f"it is {found} instead of {facts}")
-        return found, arrays
-
-    def _damaged(self, problem: object) -> StorageError:
-        return StorageError(f"{self.path} is damaged ({problem}); a run that opens it writes it again")
 
 
 def _checksum_of(head: object) -> int:

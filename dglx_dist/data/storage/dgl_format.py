@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import dgl
 import numpy as np
@@ -20,7 +20,9 @@ from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place
 from dglx_dist.data.storage.writer import EdgeOrder, NodeOrder, relabel_edges, relabel_nodes, write_dataset
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.progress import progress
-from dglx_dist.records import EDGE_TYPE, LABEL, NODE_TYPE, Array, Assignment, EdgeType, RawGraph
+from dglx_dist.records import EDGE_TYPE, LABEL, NODE_TYPE, Array, Assignment, EdgeType, NodeColumn, RawGraph
+
+K = TypeVar("K", str, EdgeType)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,10 +75,7 @@ def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = Fals
     New node ids are DGL's per-type global ids, in the same parts. Edge ids follow our order;
     ``original_edge_ids`` are DGL's per-type global edge ids. Ids in ``orig_nids.dgl`` beside ``graph.dgl``
     become user ids. DGL stores booleans as uint8, so uint8 columns named ``*mask`` become booleans. The whole
-    graph is in memory.
-
-    Raises:
-        StorageError: a file is missing or damaged, or the parts are of an unsupported kind.
+    graph is in memory. StorageError if a file is missing, damaged or of an unsupported kind.
     """
     config = read_part_config(Path(part_config).absolute())
     collected = _Collected(config)
@@ -240,14 +239,11 @@ class _Collected:
             node_data.setdefault(config.ntypes[kind], {})[name] = column
         for (kind, name), column in self._columns[1].items():
             edge_data.setdefault(config.etypes[kind], {})[name] = column
+        counts = config.nodes.counts.sum(axis=1).tolist()
         return RawGraph(
             name=config.name,
-            num_nodes={
-                ntype: int(config.nodes.counts[kind].sum()) for kind, ntype in enumerate(config.ntypes)
-            },
-            edges={
-                etype: (self._ends[kind][0], self._ends[kind][1]) for kind, etype in enumerate(config.etypes)
-            },
+            num_nodes=dict(zip(config.ntypes, counts, strict=True)),
+            edges={etype: (ends[0], ends[1]) for etype, ends in zip(config.etypes, self._ends, strict=True)},
             node_data=node_data,
             edge_data=edge_data,
             num_classes={
@@ -301,12 +297,9 @@ class _Collected:
             return
         nodes = self._config.nodes
         for name, ids in _load(path, load_tensors).items():
-            if (
-                name not in self._config.ntypes
-                or len(ids) != nodes.counts[self._config.ntypes.index(name), part]
-            ):
+            kind = self._config.ntypes.index(name) if name in self._config.ntypes else None
+            if kind is None or len(ids) != nodes.counts[kind, part]:
                 raise StorageError(f"{path}: {len(ids)} original ids of {name!r} do not fit the part")
-            kind = self._config.ntypes.index(name)
             column = self._user_ids.setdefault(kind, np.zeros(int(nodes.counts[kind].sum()), np.int64))
             column[nodes.offsets[kind, part] : nodes.offsets[kind, part + 1]] = ids.numpy()
 
@@ -359,17 +352,8 @@ def write_dgl_format(
     Each part holds its nodes first, then the halo: the sources of their in-edges. DGL's per-type ids are the
     new ids of a dataset written from the same arguments. Booleans become uint8, which DGL's files can hold.
     ``orig_nids.dgl`` and ``orig_eids.dgl`` hold the ids of the source. The features of one part at a time are
-    in memory. One process calls it.
-
-    Args:
-        graph: The graph.
-        assignment: The owner of every node.
-        folder: Must not exist, or be empty.
-        bfloat16: As for :func:`write_dataset`.
-        formats: Structure formats to store, of ``coo``, ``csc`` and ``csr``; None: ``coo``.
-
-    Returns:
-        The JSON file, DGL's ``part_config``.
+    in memory. One process calls it. ``formats`` are those of the structure, of ``coo`` (default), ``csc`` and
+    ``csr``; the others are as for :func:`write_dataset`. Returns the JSON file, DGL's ``part_config``.
 
     Raises:
         ConfigError: graph and assignment do not match, or DGL's files cannot hold a value or a name.
@@ -416,21 +400,25 @@ class _DglWriter:
         dgl.save_graphs(str(folder / _FILES["part_graph"]), [self._structure(part)], formats=self._formats)
         node_rows = {ntype: _rows(order, part) for ntype, order in self._nodes.items()}
         edge_rows = {etype: _rows(order, part) for etype, order in self._edges.items()}
-        node_feats = {
-            f"{ntype}/{name}": self._tensor((ntype, name), rows)
-            for ntype, rows in node_rows.items()
-            for name in self._graph.node_data.get(ntype, {})
+        self._save_rows(folder, "node_feats", "orig_nids.dgl", node_rows, self._graph.node_data)
+        self._save_rows(folder, "edge_feats", "orig_eids.dgl", edge_rows, self._graph.edge_data)
+
+    def _save_rows(
+        self,
+        folder: Path,
+        kind: str,
+        ids: str,
+        rows_of: Mapping[K, Array],
+        data: Mapping[K, Mapping[str, NodeColumn]],
+    ) -> None:
+        names = {owner: owner if isinstance(owner, str) else ":".join(owner) for owner in rows_of}
+        columns = {
+            f"{names[owner]}/{name}": self._tensor((owner, name), column, rows)
+            for owner, rows in rows_of.items()
+            for name, column in data.get(owner, {}).items()
         }
-        edge_feats = {
-            f"{':'.join(etype)}/{name}": self._tensor((etype, name), rows)
-            for etype, rows in edge_rows.items()
-            for name in self._graph.edge_data.get(etype, {})
-        }
-        save_tensors(str(folder / _FILES["node_feats"]), node_feats)
-        save_tensors(str(folder / _FILES["edge_feats"]), edge_feats)
-        save_tensors(str(folder / "orig_nids.dgl"), {ntype: _ids(rows) for ntype, rows in node_rows.items()})
-        orig_eids = {":".join(etype): _ids(rows) for etype, rows in edge_rows.items()}
-        save_tensors(str(folder / "orig_eids.dgl"), orig_eids)
+        save_tensors(str(folder / _FILES[kind]), columns)
+        save_tensors(str(folder / ids), {names[owner]: _ids(rows) for owner, rows in rows_of.items()})
 
     def config(self, assignment: Assignment) -> dict[str, object]:
         etypes = [":".join(etype) for etype in self._edges]
@@ -488,13 +476,9 @@ class _DglWriter:
             sources.append(self._node_ranges.from_typed(self._ntypes.index(etype[0]), indices))
         return np.concatenate(sources), np.concatenate(destinations)
 
-    def _tensor(self, column: tuple[str | EdgeType, str], rows: Array) -> torch.Tensor:
+    def _tensor(self, column: tuple[str | EdgeType, str], values: NodeColumn, rows: Array) -> torch.Tensor:
         kind, name = column
-        if isinstance(kind, str):
-            values = self._graph.node_data[kind][name]
-            array = values[rows] if isinstance(values, np.ndarray) else values.dense(rows)
-        else:
-            array = self._graph.edge_data[kind][name][rows]
+        array = values[rows] if isinstance(values, np.ndarray) else values.dense(rows)
         if column in self._bfloat16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         if array.dtype == np.bool_:

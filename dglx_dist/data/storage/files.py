@@ -127,11 +127,7 @@ def named_failures(folder: Path) -> Iterator[None]:
 
 
 def publish(folder: Path, target: Path) -> bool:
-    """Synchronise ``folder`` to disk and rename it to ``target``, which must not exist or be empty.
-
-    Returns:
-        False if ``target`` is not empty; ``folder`` is then unchanged.
-    """
+    """Synchronise ``folder`` to disk and rename it to ``target``; False, unchanged, if that is not empty."""
     _sync_tree(folder)
     try:
         folder.rename(target)
@@ -173,11 +169,7 @@ def check_replaceable(
 def place_folder(
     partial: Path, folder: Path, overwrite: bool | None, what: str, is_same: Callable[[Path], bool]
 ) -> None:
-    """Rename ``partial`` to ``folder``, whose old content is removed after that.
-
-    Raises:
-        StorageError: as :func:`check_replaceable`, for what is there now.
-    """
+    """Rename ``partial`` to ``folder``, whose old content is removed; raises as :func:`check_replaceable`."""
     if not publish(partial, folder):
         check_replaceable(folder, overwrite, what, is_same)
         replace_folder(partial, folder)
@@ -284,10 +276,8 @@ def peak() -> int:
 
     Not from ``getrusage``, whose peak includes the process that started this one.
     """
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("the kernel reports no peak")
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
@@ -306,15 +296,9 @@ def read_size(text: str) -> int:
     return size
 
 
-_BYTE_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
-
-
 def readable_bytes(num_bytes: float) -> str:
     """Format a number of bytes with three digits and a decimal unit: 1536 -> ``1.54 KB``."""
-    value, unit = float(num_bytes), _BYTE_UNITS[0]
-    for unit in _BYTE_UNITS:
-        # 999.5 would be written as 1e+03.
-        if abs(value) < 999.5 or unit == _BYTE_UNITS[-1]:
-            break
-        value /= 1000
-    return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"
+    value, units = float(num_bytes), ["PB", "TB", "GB", "MB", "KB", "B"]
+    while abs(value) >= 999.5 and len(units) > 1:  # 999.5 would be written as 1e+03
+        value, _ = value / 1000, units.pop()
+    return f"{value:.0f} B" if units[-1] == "B" else f"{value:.3g} {units[-1]}"

@@ -105,11 +105,9 @@ def to_json(manifest: Manifest) -> dict[str, object]:
 
 
 def from_json(value: object, where: str) -> Manifest:
-    """Return the manifest of parsed JSON; ``where`` is the file, for messages.
+    """Return the manifest of the parsed JSON of the file ``where``.
 
-    Raises:
-        StorageError: a key is missing, unknown or of the wrong kind, or the format version is newer than this
-            program.
+    StorageError if a key is missing, unknown or of the wrong kind, or the format version is newer.
     """
     top = Fields(value, where)
     _check_format(top)
@@ -118,8 +116,8 @@ def from_json(value: object, where: str) -> Manifest:
     for item in top.records("node_types"):
         ntype = item.text("name")
         node_offsets[ntype], node_columns[ntype] = _offsets(item, num_parts), _columns(item.record("columns"))
-        if (classes := item.optional_integer("num_classes")) is not None:
-            num_classes[ntype] = classes
+        if item.value("num_classes") is not None:
+            num_classes[ntype] = item.integer("num_classes", at_least=0)
         if (kind := item.choice("user_ids", ("int64", "string", None))) is not None:
             user_ids[ntype] = kind
         item.finish()
@@ -129,6 +127,7 @@ def from_json(value: object, where: str) -> Manifest:
         etype = (source, relation, destination)
         edge_offsets[etype], edge_columns[etype] = _offsets(item, num_parts), _columns(item.record("columns"))
         item.finish()
+    files = {path: _file(item) for path, item in top.record("files").items()}
     manifest = Manifest(
         name=top.text("name"),
         num_parts=num_parts,
@@ -142,10 +141,15 @@ def from_json(value: object, where: str) -> Manifest:
         seed=top.integer("seed"),
         parameters=top.mapping("parameters"),
         quality=top.mapping("quality"),
-        files=_files(top.record("files")),
+        files=files,
     )
     top.finish()
-    _check_types(manifest, where)
+    for etype in manifest.edge_types:
+        for ntype in (etype[0], etype[2]):
+            if ntype not in node_columns:
+                raise StorageError(
+                    f"{where}: key 'edge_types' has {etype}, but there is no node type {ntype!r}"
+                )
     _check_files(manifest, where)
     return manifest
 
@@ -160,11 +164,7 @@ def write_manifest(manifest: Manifest, folder: Path) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the checked manifest of a dataset.
-
-    Raises:
-        StorageError: it is missing (perhaps the files are DGL's), damaged, or of a newer format version.
-    """
+    """Return the checked manifest of a dataset; StorageError if it is missing, damaged, or too new."""
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()
@@ -237,8 +237,7 @@ def _offsets(item: Fields, num_parts: int) -> Array:
 
 def _columns(items: Fields) -> dict[str, ColumnInfo]:
     columns = {}
-    for name in items.keys():  # noqa: SIM118  # a method of Fields, not a mapping
-        item = items.record(name)
+    for name, item in items.items():
         dtype = item.choice("dtype", DTYPES)
         columns[name] = ColumnInfo(dtype=dtype, row_shape=tuple(item.integers("row_shape")))
         item.finish()
@@ -249,23 +248,10 @@ def _columns_to_json(columns: Mapping[str, ColumnInfo]) -> dict[str, object]:
     return {name: {"dtype": info.dtype, "row_shape": list(info.row_shape)} for name, info in columns.items()}
 
 
-def _files(items: Fields) -> dict[str, FileInfo]:
-    files = {}
-    for path in items.keys():  # noqa: SIM118  # a method of Fields, not a mapping
-        item = items.record(path)
-        files[path] = FileInfo(num_bytes=item.integer("bytes", at_least=0), checksum=item.text("crc32"))
-        item.finish()
-    return files
-
-
-def _check_types(manifest: Manifest, where: str) -> None:
-    for source, relation, destination in manifest.edge_types:
-        for ntype in (source, destination):
-            if ntype not in manifest.node_columns:
-                raise StorageError(
-                    f"{where}: key 'edge_types' has {(source, relation, destination)}, "
-                    f"but there is no node type {ntype!r}"
-                )
+def _file(item: Fields) -> FileInfo:
+    info = FileInfo(num_bytes=item.integer("bytes", at_least=0), checksum=item.text("crc32"))
+    item.finish()
+    return info
 
 
 def _check_files(manifest: Manifest, where: str) -> None:

@@ -40,31 +40,11 @@ _PROGRESS_BYTES = 1 << 28
 
 _VALUES = 1 << 20
 """Ids compared at a time."""
+_STAMPS = f"{CACHE}/verified.json"
 
 Stamps: TypeAlias = dict[str, list[object]]
 """Path of a verified file -> [size, time of change in ns, checksum], and for files of ids that were found in
 range the checksum of the manifest with these ranges."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ids:
-    """An array that compiled code uses as indices without checks."""
-
-    path: str
-    part: int
-    num_rows: int
-    bound: int
-    """Above all values."""
-    of: str
-    """The things that the ids number, for messages."""
-
-    @property
-    def name(self) -> str:
-        return Path(self.path).stem
-
-    @property
-    def is_indptr(self) -> bool:
-        return self.name == "indptr"
 
 
 def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
@@ -72,15 +52,11 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
 
     ``auto`` skips files whose size and time of change are the same as at the last verification, recorded in
     ``cache/verified.json``; if that cannot be written, a warning is logged and every opening reads all files.
-    ``full`` reads all.
-
-    Raises:
-        StorageError: a file is damaged; names the first one.
-        DatasetError: an id is out of range; names the first one.
+    ``full`` reads all. StorageError names a damaged file, DatasetError the first id that is out of range.
     """
     if verify == "never":
         return
-    files, ids = manifest.files, {one.path: one for one in _arrays_of_ids(manifest)}
+    files, ids = manifest.files, _ranges_of_ids(manifest)
     stamps = _read_stamps(folder) if verify == "auto" else {}
     found = {
         path: [*_stamp(folder / path, info), *([manifest.checksum] if path in ids else [])]
@@ -95,57 +71,59 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
         for path in changed:
             _check_file(folder / path, files[path])
             if path in ids:
-                _check_ids(folder, ids[path])
+                _check_ids(folder, path, *ids[path])
             advance(files[path].num_bytes)
     _write_stamps(folder, found)
 
 
-def _arrays_of_ids(manifest: Manifest) -> Iterator[_Ids]:
+def _ranges_of_ids(manifest: Manifest) -> dict[str, tuple[int, int, str]]:
+    """Return path -> (rows, bound above all values, of what) of arrays that compiled code uses unchecked."""
+    ranges = {}
     for part in range(manifest.num_parts):
         for ntype, offsets in manifest.node_offsets.items():
-            path, num_nodes = f"{node_folder(part, ntype)}/original_ids.arrow", int(offsets[-1])
             owned = int(offsets[part + 1] - offsets[part])
-            yield _Ids(path=path, part=part, num_rows=owned, bound=num_nodes, of=f"{ntype!r} nodes")
+            path = f"{node_folder(part, ntype)}/original_ids.arrow"
+            ranges[path] = (owned, int(offsets[-1]), f"{ntype!r} nodes")
         for etype, offsets in manifest.edge_offsets.items():
             owned, nodes = int(offsets[part + 1] - offsets[part]), manifest.node_offsets[etype[2]]
-            for name, num_rows, bound, of in (
-                ("indptr", int(nodes[part + 1] - nodes[part]) + 1, owned + 1, f"edges {etype} of the part"),
-                ("indices", owned, manifest.num_nodes(etype[0]), f"{etype[0]!r} nodes"),
-                ("original_ids", owned, int(offsets[-1]), f"edges {etype}"),
-            ):
-                path = f"{edge_folder(part, etype)}/{name}.arrow"
-                yield _Ids(path=path, part=part, num_rows=num_rows, bound=bound, of=of)
+            num_rows, folder = int(nodes[part + 1] - nodes[part]) + 1, edge_folder(part, etype)
+            ranges[f"{folder}/indptr.arrow"] = (num_rows, owned + 1, f"edges {etype} of the part")
+            sources = manifest.num_nodes(etype[0])
+            ranges[f"{folder}/indices.arrow"] = (owned, sources, f"{etype[0]!r} nodes")
+            ranges[f"{folder}/original_ids.arrow"] = (owned, int(offsets[-1]), f"edges {etype}")
+    return ranges
 
 
-def _check_ids(folder: Path, ids: _Ids) -> None:
-    values = read_column(folder / ids.path, ids.name, num_rows=ids.num_rows)
-    where = f"{folder}: part {ids.part} is wrong: in {ids.path}, {ids.name}"
+def _check_ids(folder: Path, path: str, num_rows: int, bound: int, of: str) -> None:
+    name = Path(path).stem
+    values = read_column(folder / path, name, num_rows=num_rows)
+    where = f"{folder}: part {path.split('/')[0].removeprefix('part')} is wrong: in {path}, {name}"
     remedy = "copy the part again or partition the graph again"
-    dtypes = ("int32", "int64") if ids.name == "indices" else ("int64",)
+    dtypes = ("int32", "int64") if name == "indices" else ("int64",)
     if values.ndim != 1 or values.dtype.name not in dtypes:
         kinds = " or ".join(dtypes)
         raise DatasetError(f"{where} is {values.dtype} of shape {values.shape}, expected {kinds}; {remedy}")
-    at = _first_wrong(values, ids)
+    at = _first_wrong(values, bound, is_indptr=name == "indptr")
     if at is not None:
-        ranges = f"0 to {ids.bound - 1}"
-        if ids.is_indptr:
-            ranges = f"numbers that never fall, from 0 at first to {ids.bound - 1} at last"
-        raise DatasetError(f"{where}[{at}] is {values[at]}, expected {ranges} ({ids.of}); {remedy}")
+        ranges = f"0 to {bound - 1}"
+        if name == "indptr":
+            ranges = f"numbers that never fall, from 0 at first to {bound - 1} at last"
+        raise DatasetError(f"{where}[{at}] is {values[at]}, expected {ranges} ({of}); {remedy}")
 
 
-def _first_wrong(values: Array, ids: _Ids) -> int | None:
-    if ids.is_indptr and values[0] != 0:
+def _first_wrong(values: Array, bound: int, *, is_indptr: bool) -> int | None:
+    if is_indptr and values[0] != 0:
         return 0
     for start in range(0, len(values), _VALUES):
         # Includes the last value of the previous chunk, to compare neighbours.
         first = max(start - 1, 0)
         chunk = values[first : start + _VALUES]
-        wrong = (chunk < 0) | (chunk >= ids.bound)
-        if ids.is_indptr:
+        wrong = (chunk < 0) | (chunk >= bound)
+        if is_indptr:
             wrong[1:] |= chunk[1:] < chunk[:-1]
         if wrong.any():
             return first + int(wrong.argmax())
-    return len(values) - 1 if ids.is_indptr and values[-1] != ids.bound - 1 else None
+    return len(values) - 1 if is_indptr and values[-1] != bound - 1 else None
 
 
 def _check_file(path: Path, expected: FileInfo) -> None:
@@ -169,13 +147,9 @@ def _stamp(path: Path, info: FileInfo) -> list[object]:
     return [status.st_size, status.st_mtime_ns, info.checksum]
 
 
-def _stamp_file(folder: Path) -> Path:
-    return folder / CACHE / "verified.json"
-
-
 def _read_stamps(folder: Path) -> Stamps:
     try:
-        stamps = json.loads(_stamp_file(folder).read_bytes())
+        stamps = json.loads((folder / _STAMPS).read_bytes())
     except (OSError, ValueError):
         # Without a valid stamp the files are read again.
         return {}
@@ -183,7 +157,7 @@ def _read_stamps(folder: Path) -> Stamps:
 
 
 def _write_stamps(folder: Path, stamps: Stamps) -> None:
-    target = _stamp_file(folder)
+    target = folder / _STAMPS
     try:
         target.parent.mkdir(exist_ok=True)
         with replaced_file(target) as partial:
@@ -203,17 +177,14 @@ K = TypeVar("K")
 def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool = False) -> StoredDataset:
     """Open a partitioned dataset, and clean its cache; not collective.
 
-    Verification (see :func:`verify_files`) reads every file at the first opening.
-
     Args:
         folder: Output of ``write_dataset``.
-        verify: ``auto``, ``full`` (read everything now) or ``never``, which also trusts the cache.
+        verify: See :func:`verify_files`; ``never`` also trusts the cache.
         checked: Whether another process of this machine has just opened it with the same ``verify``.
 
     Raises:
         StorageError: it is missing, half-written, damaged, or of a newer format version.
         DatasetError: an id in it is out of range.
-        ConfigError: ``verify`` is none of the three.
     """
     if verify not in ("auto", "full", "never"):
         raise ConfigError(f"verify is {verify!r}; choose 'auto', 'full' or 'never'")
@@ -242,12 +213,7 @@ class StoredDataset:
         return not self._missing(part)
 
     def part(self, part: int) -> StoredPart:
-        """Return one part without reading it.
-
-        Raises:
-            ConfigError: the part does not exist.
-            StorageError: files of it are not on this machine; names them.
-        """
+        """Return one part without reading it; StorageError if files of it are not on this machine."""
         if part not in self._parts:
             missing = self._missing(part)
             if missing:
@@ -282,13 +248,15 @@ class StoredPart:
 
     def num_nodes(self, ntype: str) -> int:
         """Return the number of nodes of one type that this part owns."""
-        offsets = _known(self._manifest.node_offsets, ntype, "node type", self._folder)
-        return int(offsets[self._part + 1] - offsets[self._part])
+        return self._owned(self._manifest.node_offsets, ntype, "node type")
 
     def num_edges(self, etype: EdgeType) -> int:
         """Return the number of edges of one type that this part owns."""
-        offsets = _known(self._manifest.edge_offsets, etype, "edge type", self._folder)
-        return int(offsets[self._part + 1] - offsets[self._part])
+        return self._owned(self._manifest.edge_offsets, etype, "edge type")
+
+    def _owned(self, offsets: Mapping[K, Array], kind: K, what: str) -> int:
+        of_kind = _known(offsets, kind, what, self._folder)
+        return int(of_kind[self._part + 1] - of_kind[self._part])
 
     def indptr(self, etype: EdgeType) -> Array:
         """Return (n_dst + 1,) int64 starting at 0: in-edges of the owned destinations."""
@@ -356,11 +324,8 @@ def _known(mapping: Mapping[K, Any], key: K, kind: str, folder: Path) -> Any:
 def graph_of(dataset: StoredDataset) -> RawGraph:
     """Return the graph of a dataset of one part, with nodes and edges in the order of the source.
 
-    Node data stays memory-mapped; edges and their data are reordered in memory.
-
-    Raises:
-        ConfigError: there are several parts, or a tensor is stored as bfloat16.
-        StorageError: a file is missing or damaged.
+    Node data stays memory-mapped; edges and their data are reordered in memory. ConfigError if there are
+    several parts, or a tensor is stored as bfloat16.
     """
     manifest = dataset.manifest
     if manifest.num_parts != 1:
@@ -425,11 +390,8 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
 
     With several parts, the first process writes a copy into the cache, which later ones use as long as the
     manifest is the same. A damaged copy is logged and rewritten. Processes may race: the first to finish
-    wins. If the folder cannot be written, the copy is made in memory and a warning is logged.
-
-    Raises:
-        ConfigError: the edge type does not exist.
-        StorageError: a part is not on this machine, or damaged.
+    wins. If the folder cannot be written, the copy is made in memory and a warning is logged. StorageError if
+    a part is not on this machine, or damaged.
     """
     manifest = dataset.manifest
     if etype not in manifest.edge_offsets:

@@ -97,16 +97,10 @@ class RowIndex:
 def write_rows(
     folder: Path, name: str, first: int, rows: Array, *, info: ColumnInfo | None = None
 ) -> RowFile:
-    """Write a range of rows as one file of ``folder`` and return its index entry.
+    """Write the (n, *row) ``rows`` from row ``first`` on as one file, and return its index entry.
 
-    Not collective: each writer calls it for its own range, also an empty one.
-
-    Args:
-        folder: Existing folder.
-        name: Of the tensor.
-        first: Number of the first row.
-        rows: (n, *row); bfloat16 as uint16.
-        info: Required for bfloat16; None: that of ``rows``.
+    Not collective: each writer calls it for its own range, also an empty one. ``info`` is required for
+    bfloat16, which is passed as uint16.
 
     Raises:
         ConfigError: values of this dtype cannot be stored.
@@ -114,12 +108,9 @@ def write_rows(
     """
     info = info or column_info(rows, name)
     path = f"{safe_name(name)}.{first}-{first + len(rows)}{SUFFIX}"
-    # Two writers may have an empty range at the same row; no file is written for it.
-    written = (
-        write_column(folder / path, info, len(rows), [rows])
-        if len(rows)
-        else FileInfo(num_bytes=0, checksum="")
-    )
+    written = FileInfo(num_bytes=0, checksum="")
+    if len(rows):  # two writers may have an empty range at the same row
+        written = write_column(folder / path, info, len(rows), [rows])
     return RowFile(
         name=name,
         first=first,
@@ -139,7 +130,6 @@ def write_index(
 
     Raises:
         StorageError: the files of a tensor overlap, have gaps or differ in dtype or row shape.
-        OSError: the index cannot be written.
     """
     index = _index_of(folder, files, dict(facts or {}))
     lines = [asdict(file) for tensor in index.tensors.values() for file in tensor.files]
@@ -176,10 +166,10 @@ def read_index(folder: Path) -> RowIndex:
 
 def check_replaceable(folder: Path) -> None:
     """Raise StorageError if ``folder`` holds anything other than saved rows."""
-    if not folder.is_dir():
-        if folder.exists():
-            raise StorageError(f"{folder} is a file; choose another folder")
+    if not folder.exists():
         return
+    if not folder.is_dir():
+        raise StorageError(f"{folder} is a file; choose another folder")
     names = sorted(path.name for path in folder.iterdir())
     other = [name for name in names if name != INDEX and not name.endswith(SUFFIX)]
     if other or (names and INDEX not in names):
@@ -190,11 +180,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:
-    """Compare the files with the rows ``first`` to ``last - 1`` with their checksums.
-
-    Raises:
-        StorageError: a file is missing or damaged; names it.
-    """
+    """Compare the files of the rows ``first`` to ``last - 1`` with their checksums, or raise StorageError."""
     for file in _overlapping(saved, first, last):
         try:
             if not (folder / file.path).is_file():  # reading a device or a pipe may never end
@@ -214,10 +200,7 @@ def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:
 def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array) -> None:
     """Copy the rows ``first`` to ``last - 1`` into ``out``, (last - first, *row); bfloat16 as uint16.
 
-    Call :func:`check_rows` before.
-
-    Raises:
-        StorageError: a file is missing or of another shape or dtype, or the tensor has no such rows.
+    Call :func:`check_rows` before. StorageError if a file or the tensor has no such rows.
     """
     if not 0 <= first <= last <= saved.num_rows:
         raise StorageError(

@@ -25,6 +25,7 @@ from dglx_dist.data.storage.columns import (
 )
 from dglx_dist.data.storage.files import named_failures, partial_folder
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
+from dglx_dist.data.validate import check_ids
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import Advance, progress
 from dglx_dist.records import LABEL, Array, Assignment, ColumnInfo, EdgeType, NodeColumn, RawGraph, SparseRows
@@ -57,10 +58,8 @@ def in_precision(
 
     A single dtype applies to all floating-point columns of nodes and edges with at least two dimensions,
     except ``label``; scalars per node or edge (weights, times) keep their type unless they are named. Old and
-    new columns are in memory at the same time.
-
-    Returns:
-        The graph, and (type, column) of each column that now holds bfloat16 bits as uint16.
+    new columns are in memory at the same time. Also returns (type, column) of each column that now holds
+    bfloat16 bits as uint16.
 
     Raises:
         ConfigError: a named column does not exist or is not floating point, or a finite value would become
@@ -132,7 +131,7 @@ def _narrowed(values: Array, dtype: str, what: str, indptr: Array | None) -> Arr
         piece = np.asarray(values[first : first + step])
         target = out[first : first + step]
         if dtype == "bfloat16":
-            _round_to_bfloat16(_single_bits(piece), target.reshape(-1))
+            target[...] = _bfloat16(_single_bits(piece)).reshape(piece.shape)
             is_finite = (target & 0x7F80) != 0x7F80
         else:
             target[...] = _quietly(piece, dtype)
@@ -171,16 +170,12 @@ def _quietly(values: Array, dtype: Any) -> Array:
         return values.astype(dtype)
 
 
-@njit(cache=True, nogil=True)
-def _round_to_bfloat16(single: Array, out: Array) -> None:
-    """Round float32 bits to the nearest 16 bits, ties to even; NaN stays NaN."""
-    for i in range(len(single)):
-        bits = single[i]
-        if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-            out[i] = np.uint16((bits >> np.uint32(16)) | np.uint32(0x0040))
-        else:
-            odd = (bits >> np.uint32(16)) & np.uint32(1)
-            out[i] = np.uint16((np.uint64(bits) + np.uint64(0x7FFF) + np.uint64(odd)) >> np.uint64(16))
+def _bfloat16(single: Array) -> Array:
+    """Round (K,) float32 bits to the nearest 16 bits, ties to even; NaN stays NaN."""
+    high = single >> np.uint32(16)
+    is_nan = (single & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    rounded = (single + (np.uint32(0x7FFF) + (high & np.uint32(1)))) >> np.uint32(16)
+    return np.where(is_nan, high | np.uint32(0x0040), rounded).astype(np.uint16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,30 +220,28 @@ def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrde
         old_to_new = np.empty_like(new_to_old)
         old_to_new[new_to_old] = np.arange(num_nodes, dtype=new_to_old.dtype)
         counts = np.bincount(part_of, minlength=assignment.num_parts)
-        orders[ntype] = NodeOrder(new_to_old=new_to_old, old_to_new=old_to_new, offsets=_cumulate(counts))
+        orders[ntype] = NodeOrder(
+            new_to_old=new_to_old, old_to_new=old_to_new, offsets=np.concatenate([[0], np.cumsum(counts)])
+        )
     return orders
 
 
 def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinations: NodeOrder) -> EdgeOrder:
     """Return the edges of one type ordered by (new destination, new source, original edge id).
 
-    Linear time, with 2 E ids of temporary memory.
-
-    Raises:
-        ConfigError: an edge names a node that does not exist, or the ids are not (E,) integers.
+    Linear time, with 2 E ids of temporary memory. DatasetError if an edge names a node that does not exist.
     """
     src, dst = graph.edges[etype]
-    _check_ends(src, len(sources.new_to_old), etype, "source")
-    _check_ends(dst, len(destinations.new_to_old), etype, "destination")
+    check_ids(src, len(sources.new_to_old), "src", f"edges {etype}")
+    check_ids(dst, len(destinations.new_to_old), "dst", f"edges {etype}")
     if len(src) != len(dst):
         raise ConfigError(f"edge type {etype} has {len(src)} sources but {len(dst)} destinations")
     id_dtype = _id_dtype(len(src))
-    by_source = np.empty(len(src), dtype=id_dtype)
-    _fill(src, sources.old_to_new, _count(src, sources.old_to_new), by_source)
+    by_source, new_to_old = np.empty(len(src), dtype=id_dtype), np.arange(len(src), dtype=id_dtype)
     indptr = _count(dst, destinations.old_to_new)
-    new_to_old = np.empty(len(src), dtype=id_dtype)
     # Sorting by source first and then stably by destination gives ascending sources per destination.
-    _fill_in_order(dst, destinations.old_to_new, by_source, indptr[:-1].copy(), new_to_old)
+    _fill(src, sources.old_to_new, new_to_old, _count(src, sources.old_to_new), by_source)
+    _fill(dst, destinations.old_to_new, by_source, indptr[:-1].copy(), new_to_old)
     del by_source
     indices = np.empty(len(src), dtype=sources.old_to_new.dtype)
     _gather_twice(src, sources.old_to_new, new_to_old, indices)
@@ -259,12 +252,6 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
 
 def _id_dtype(count: int) -> type[np.signedinteger]:
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
-
-
-def _cumulate(counts: Array) -> Array:
-    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets
 
 
 def _check_owners(part_of: Array, num_nodes: int, num_parts: int, ntype: str) -> None:
@@ -281,19 +268,6 @@ def _check_owners(part_of: Array, num_nodes: int, num_parts: int, ntype: str) ->
         )
 
 
-def _check_ends(ids: Array, num_nodes: int, etype: EdgeType, end: str) -> None:
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ConfigError(
-            f"edge type {etype} has {end} ids of {ids.dtype} and shape {ids.shape}; "
-            f"give one whole number an edge"
-        )
-    if len(ids) and (ids.min() < 0 or ids.max() >= num_nodes):
-        row = int(np.flatnonzero((ids < 0) | (ids >= num_nodes))[0])
-        raise ConfigError(
-            f"edge {row} of type {etype} has {end} {ids[row]}, but there are {num_nodes} such nodes"
-        )
-
-
 def _count(ids: Array, old_to_new: Array) -> Array:
     counts = np.zeros(len(old_to_new) + 1, dtype=np.int64)
     _count_into(ids, old_to_new, counts)
@@ -307,15 +281,7 @@ def _count_into(ids: Array, old_to_new: Array, counts: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _fill(ids: Array, old_to_new: Array, cursor: Array, out: Array) -> None:
-    for edge in range(len(ids)):
-        node = old_to_new[ids[edge]]
-        out[cursor[node]] = edge
-        cursor[node] += 1
-
-
-@njit(cache=True, nogil=True)
-def _fill_in_order(ids: Array, old_to_new: Array, order: Array, cursor: Array, out: Array) -> None:
+def _fill(ids: Array, old_to_new: Array, order: Array, cursor: Array, out: Array) -> None:
     for position in range(len(order)):
         edge = order[position]
         node = old_to_new[ids[edge]]
@@ -349,13 +315,13 @@ def write_dataset(
     Args:
         graph: Sparse features are stored dense.
         assignment: The owner of every node.
-        folder: Must not exist, or be empty, unless ``overwrite``.
+        folder: Must not exist, or be empty, unless ``overwrite``, which replaces a dataset by the new one.
         quality: Figures for the manifest, JSON values only.
-        overwrite: Replace an existing dataset, after the new one is complete.
         bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.
 
     Raises:
         ConfigError: graph and assignment do not match, or a value cannot be stored.
+        DatasetError: an edge names a node that does not exist.
         StorageError: ``folder`` holds something that must not be replaced, or cannot be written.
     """
     folder = Path(folder).absolute()

@@ -96,24 +96,23 @@ def explained(what: str) -> Iterator[None]:
         yield
     except DglxError:
         raise
-    except (boto.NoCredentialsError, boto.PartialCredentialsError, boto.ProfileNotFound) as error:
-        raise ConfigError(f"{what}: {error}; log in with `aws configure` or `aws sso login`") from error
-    except boto.NoRegionError as error:
-        raise ConfigError(
-            f"{what}: no region is configured; give --region, or set one with `aws configure`"
-        ) from error
     except (boto.ConnectionError, boto.HTTPClientError) as error:
         raise PeerError(
             f"{what}: {error}; check the network, the region and the endpoint's address"
         ) from error
-    except boto.ClientError as error:
-        if error.response.get("Error", {}).get("Code", "") in _FORBIDDEN:
-            raise ConfigError(
-                f"{what}: {error}; ask for the permission, or log in as another user"
-            ) from error
-        raise ConfigError(f"{what}: {error}") from error
-    except (boto.BotoCoreError, ValueError) as error:
-        raise ConfigError(f"{what}: {error}") from error
+    except (boto.BotoCoreError, boto.ClientError, ValueError) as error:
+        remedy = ""
+        if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.ProfileNotFound):
+            remedy = "; log in with `aws configure` or `aws sso login`"
+        elif isinstance(error, boto.NoRegionError):
+            remedy = "; give --region, or set one with `aws configure`"
+        elif isinstance(error, boto.ClientError) and _code_of(error) in _FORBIDDEN:
+            remedy = "; ask for the permission, or log in as another user"
+        raise ConfigError(f"{what}: {error}{remedy}") from error
+
+
+def _code_of(error: Any) -> object:
+    return error.response.get("Error", {}).get("Code")
 
 
 Found: TypeAlias = Mapping[str, Any]

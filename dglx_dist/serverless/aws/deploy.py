@@ -9,14 +9,12 @@ import re
 import secrets
 import socket
 import sys
-import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -44,7 +42,6 @@ from dglx_dist.serverless.aws.clients import (
     found_or_none,
     is_amazon,
 )
-from dglx_dist.serverless.json_fields import Json
 from dglx_dist.serverless.program import FEATURES, Program, Slot, Vertex
 from dglx_dist.serverless.tasks import (
     Address,
@@ -52,10 +49,9 @@ from dglx_dist.serverless.tasks import (
     Secrets,
     Task,
     TaskKey,
-    TaskOptions,
     Work,
+    attempt_name,
     join_halves,
-    parse_attempt,
     parse_half,
     take_half,
 )
@@ -75,7 +71,6 @@ _COMPILED = re.compile(r"\.cpython-3(?P<minor>\d+)-(?P<machine>\w+?)-linux-\w+\.
 _GLIBC = re.compile(rb"GLIBC_2\.(\d+)")
 _AMAZON_2023 = 12
 """First minor version of Python whose runtime is Amazon Linux 2023; older ones run on Amazon Linux 2."""
-_GLIBC_OF_AMAZON = {False: 26, True: 34}
 ACTIVE_WITHIN_S = 300.0
 """Creating network interfaces in a VPC takes a minute or two the first time."""
 ROLE_KNOWN_WITHIN_S = 60.0
@@ -339,9 +334,7 @@ def _drops_failures(client: Client, name: str) -> bool:
     return now is not None and _NO_RETRIES.items() <= now.items()
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
+class Compiled(NamedTuple):
     """Requirements of a package's compiled files; None without such files."""
 
     python: int | None
@@ -354,30 +347,27 @@ class Compiled:
 
 def compiled_of(package: Path) -> Compiled:
     """Read the requirements of the zip ``package``; ConfigError if they are contradictory."""
-    pythons, machines, needed = set[int](), set[str](), set[int]()
+    kinds, needed = set[tuple[int, str]](), set[int]()
     aws_name = {machine: name for name, machine in ARCHITECTURES.items()}
     try:
         with zipfile.ZipFile(package) as archive:
             for name in archive.namelist():
                 if found := _COMPILED.search(name):
-                    pythons.add(int(found["minor"]))
-                    machines.add(aws_name.get(found["machine"], found["machine"]))
+                    kinds.add((int(found["minor"]), aws_name.get(found["machine"], found["machine"])))
                 if ".so" in Path(name).name:
                     needed |= {int(minor) for minor in _GLIBC.findall(archive.read(name))}
     except (zipfile.BadZipFile, OSError) as error:
         raise ConfigError(
             f"{package} is not a package: {error}; write one with `dglx lambda package`"
         ) from error
-    if len(pythons) > 1 or len(machines) > 1:
+    if len(kinds) > 1:
+        made = ", ".join(f"Python 3.{minor} on {machine}" for minor, machine in sorted(kinds))
         raise ConfigError(
-            f"{package} has files for minor versions {sorted(pythons)} of Python 3 on {sorted(machines)}; a "
-            "function runs one: write it with `dglx lambda package --python`"
+            f"{package} has files for {made}; a function runs one: write it with `dglx lambda package "
+            "--python`"
         )
-    return Compiled(
-        python=next(iter(pythons), None),
-        architecture=next(iter(machines), None),
-        glibc=max(needed, default=None),
-    )
+    python, architecture = kinds.pop() if kinds else (None, None)
+    return Compiled(python, architecture, max(needed, default=None))
 
 
 def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
@@ -385,32 +375,32 @@ def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
 
     ConfigError if it cannot load the package's libraries, or, ``on_aws``, if AWS's C library is too old.
     """
-    compiled = compiled_of(deployment.package)
-    minor = sys.version_info.minor if compiled.python is None else compiled.python
+    package, made = deployment.package, compiled_of(deployment.package)
+    minor = sys.version_info.minor if made.python is None else made.python
     runtime = deployment.runtime or f"python3.{minor}"
-    if compiled.python is not None and runtime != f"python3.{minor}":
+    if made.python is not None and runtime != f"python3.{minor}":
         raise ConfigError(
-            f"{deployment.package} is made for Python 3.{minor} and the runtime is {runtime}; write it with "
+            f"{package} is made for Python 3.{minor} and the runtime is {runtime}; write it with "
             f"`dglx lambda package --python {runtime.removeprefix('python')}`"
         )
-    if compiled.architecture not in (None, deployment.architecture):
+    if made.architecture not in (None, deployment.architecture):
         raise ConfigError(
-            f"{deployment.package} is made for {compiled.architecture} and the function runs on "
+            f"{package} is made for {made.architecture} and the function runs on "
             f"{deployment.architecture}; give the same --architecture to `dglx lambda package` and `deploy`"
         )
-    if on_aws and (problem := what_aws_lacks(deployment.package)):
+    if on_aws and (problem := what_aws_lacks(package)):
         raise ConfigError(problem)
     return runtime
 
 
 def what_aws_lacks(package: Path) -> str:
     """Return why AWS cannot load the libraries of ``package`` and the remedy; "" if it can."""
-    compiled = compiled_of(package)
-    has = _GLIBC_OF_AMAZON[(compiled.python or _AMAZON_2023) >= _AMAZON_2023]
-    if compiled.glibc is None or compiled.glibc <= has:
+    python, _, glibc = compiled_of(package)
+    has = 34 if python is None or python >= _AMAZON_2023 else 26
+    if glibc is None or glibc <= has:
         return ""
     return (
-        f"{package} needs glibc 2.{compiled.glibc} and AWS's Python 3.{compiled.python} has 2.{has}; write "
+        f"{package} needs glibc 2.{glibc} and AWS's Python 3.{python} has 2.{has}; write "
         f"it with `dglx lambda package --python 3.{_AMAZON_2023}`"
     )
 
@@ -443,22 +433,15 @@ def try_function(
     """
     # The invocation is synchronous, so the client waits for the longest time-out of a function.
     client = place.client("lambda", timeout_s=MAX_TIMEOUT_S + 10)
-    with _served(address or _own_address(client)) as trial:
-        say(f"serving one interval of {ROWS} nodes at {trial.endpoint}")
-        return [trial.run(client, name, epoch) for epoch in range(times)]
-
-
-@contextmanager
-def _served(address: str) -> Iterator[_Trial]:
+    address, secret = address or _own_address(client), secrets.token_hex(32)
     _check_is_local(address)
     rpc = Rpc(0, Ledger(Topology(rank=0, world_size=1, server_of_rank=(0,))), TASK_TIMEOUT_S)
-    secret = secrets.token_hex(32)
     try:
-        endpoint = rpc.listen(address, Credentials(secret=secret.encode()))
-        trial = _Trial(endpoint, secret)
+        trial = _Trial(rpc.listen(address, Credentials(secret=secret.encode())), secret)
         for op, handler in trial.handlers().items():
             rpc.register(op, handler)
-        yield trial
+        say(f"serving one interval of {ROWS} nodes at {trial.endpoint}")
+        return [trial.run(client, name, epoch) for epoch in range(times)]
     finally:
         rpc.close()
 
@@ -469,11 +452,10 @@ class _Trial:
 
     def __init__(self, endpoint: str, secret: str) -> None:
         self.endpoint, self._secret = endpoint, secret
-        config: dict[str, Json] = {"in": FEATURES_IN, "out": CLASSES, "bias": True}
         layer = Vertex(
             name="AV1",
             stage="dense",
-            config=config,
+            config={"in": FEATURES_IN, "out": CLASSES, "bias": True},
             inputs=(FEATURES,),
             outputs=(Slot("h1", CLASSES),),
             weights=("weight", "bias"),
@@ -484,59 +466,50 @@ class _Trial:
         self._weights = [rng.normal(size=shape).astype(np.float32) for shape in self._work.weights.values()]
         rows = rng.normal(size=(ROWS, FEATURES_IN)).astype(np.float32)
         self._arrays: list[Array] = [rows, rng.integers(0, CLASSES, size=ROWS, dtype=np.int32)]
-        self._lock = threading.Lock()
-        self._given: dict[tuple[TaskKey, int], list[Array]] = {}
-        self._pushed: dict[TaskKey, list[Array]] = {}
+        self._given: dict[str, list[Array]] = {}
+        """Rows and gradients, by the name under which they came."""
 
     def handlers(self) -> dict[str, Handler]:
+        program, pulled = np.frombuffer(self._program.to_json(), np.uint8), self._work.pulled
         return {
-            ops.PROGRAM: lambda _name, _arrays: [np.frombuffer(self._program.to_json(), np.uint8)],
-            ops.PULL: lambda name, _arrays: take_half(
-                self._work.pulled, self._arrays, ROWS, parse_half(name)[1]
-            ),
+            ops.PROGRAM: lambda _name, _arrays: [program],
+            ops.PULL: lambda name, _arrays: take_half(pulled, self._arrays, ROWS, parse_half(name)[1]),
             ops.WEIGHTS: lambda _name, _arrays: self._weights,
-            ops.GRADIENTS: self._take_gradients,
-            ops.GIVE: self._take_rows,
+            ops.GRADIENTS: self._take,
+            ops.GIVE: self._take,
         }
 
     def run(self, client: Client, name: str, epoch: int) -> TrialResult:
-        key, begun = TaskKey(epoch, 0, 0, Direction.FUSED), time.perf_counter()
-        with explained(f"could not invoke the function {name}"):
-            answer = client.invoke(
-                FunctionName=name,
-                InvocationType="RequestResponse",
-                LogType="Tail",
-                Payload=self._task(key).to_event(),
-            )
-            payload = answer["Payload"].read()
-        seconds = time.perf_counter() - begun
-        if "FunctionError" in answer:
-            raise RemoteError(f"the function {name} failed: {_reason(payload)}\n{_tail(answer)}")
-        worker = WorkerAnswer.from_json(payload)
-        self._check(name, key)
-        return TrialResult(seconds=seconds, worker_s=worker.seconds, cold=worker.cold)
-
-    def _task(self, key: TaskKey) -> Task:
         here = Address(rank=0, host=socket.gethostname(), endpoint=self.endpoint)
-        return Task(
-            key=key,
+        task = Task(
+            key=TaskKey(epoch, 0, 0, Direction.FUSED),
             rows=ROWS,
             program=self._program.digest,
             graph_server=here,
             parameter_server=here,
             secrets=Secrets(secret=self._secret),
             timeout_s=TASK_TIMEOUT_S,
-            options=TaskOptions(),
         )
+        begun = time.perf_counter()
+        with explained(f"could not invoke the function {name}"):
+            answer = client.invoke(
+                FunctionName=name, InvocationType="RequestResponse", LogType="Tail", Payload=task.to_event()
+            )
+            payload = answer["Payload"].read()
+        seconds = time.perf_counter() - begun
+        if "FunctionError" in answer:
+            raise RemoteError(f"the function {name} failed: {_reason(payload)}\n{_tail(answer)}")
+        worker = WorkerAnswer.from_json(payload)
+        self._check(name, task.key)
+        return TrialResult(seconds=seconds, worker_s=worker.seconds, cold=worker.cold)
 
     def _check(self, name: str, key: TaskKey) -> None:
         wanted = self._work.whole(self._weights, self._arrays, ROWS)
-        with self._lock:
-            halves = [self._given.get((key, half)) for half in (0, 1)]
-            pushed = self._pushed.get(key)
-        if halves[0] is None or halves[1] is None or pushed is None:
+        names = [attempt_name(key, 0, 0), attempt_name(key, 1, 0), str(key)]
+        if not self._given.keys() >= set(names):
             raise ConfigError(f"the function {name} answered but sent no rows or gradients; deploy it again")
-        found = [*join_halves(self._work.given, halves[0], halves[1]), *pushed]
+        first, second, pushed = (self._given[one] for one in names)
+        found = [*join_halves(self._work.given, first, second), *pushed]
         # Not bit for bit: BLAS kernels of another processor round sums differently.
         for one, other in zip(found, [*wanted.rows, *wanted.gradients], strict=True):
             if not np.allclose(one, other, rtol=1e-4, atol=1e-5):
@@ -546,16 +519,9 @@ class _Trial:
                     "package and deploy this version"
                 )
 
-    def _take_rows(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        key, half, _attempt = parse_attempt(name)
-        with self._lock:
-            self._given[key, half] = list(arrays)
+    def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:
+        self._given[name] = list(arrays)
         return [np.array([1])]
-
-    def _take_gradients(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        with self._lock:
-            self._pushed[TaskKey.parse(name)] = list(arrays)
-        return []
 
 
 def _check_is_local(address: str) -> None:

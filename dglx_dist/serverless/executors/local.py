@@ -135,7 +135,7 @@ class _Process(WorkerHandle):
         self._stopped = False
 
     def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer:
-        given = write_json(None if fault is None else fault.as_json())
+        given = write_json(None if fault is None else vars(fault))
         line = event.replace(b"\n", b" ")  # JSON strings contain no raw newline
         process = self._running()
         answer = _ask(process, b'{"event":' + line + b',"fault":' + given + b"}\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -15,6 +14,8 @@ from dglx_dist.serverless.stages.base import (
     Config,
     EdgeStage,
     Forward,
+    Mask,
+    Rows,
     Shapes,
     StageShapes,
     VertexStage,
@@ -108,18 +109,12 @@ class AttentionFinish(VertexStage):
         # Nothing is saved: recomputing additions is cheaper than moving their results.
         self.shapes = StageShapes(weights, inputs, (merged,))
 
-    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+    def forward(self, weights: Rows, inputs: Rows) -> Forward:
         merged = self._merged(self._activation.apply(self._before(weights, inputs)))
         return Forward((self._after.apply(merged),), ())
 
     def backward(
-        self,
-        weights: Sequence[Array],
-        inputs: Sequence[Array],
-        gradients: Sequence[Array],
-        *,
-        saved: Sequence[Array] | None = None,
-        wanted: Sequence[bool] | None = None,
+        self, weights: Rows, inputs: Rows, gradients: Rows, *, saved: Rows | None = None, wanted: Mask = None
     ) -> Backward:
         before = self._before(weights, inputs)
         merged = self._merged(self._activation.apply(before))
@@ -128,7 +123,7 @@ class AttentionFinish(VertexStage):
         of_inputs = tuple(d_sums if is_wanted(wanted, index) else None for index in range(len(inputs)))
         return Backward(of_inputs, (column_sums(d_sums),) if self._bias else ())
 
-    def _before(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Array:
+    def _before(self, weights: Rows, inputs: Rows) -> Array:
         out = inputs[0]
         if self._residual:
             out = out + inputs[1]
@@ -182,7 +177,7 @@ class AttentionProject(VertexStage):
         outputs = (columns, self._heads, self._heads, *((columns,) if self._has_residual else ()))
         self.shapes = StageShapes(weights, (num_in,), outputs, saved=(columns,))
 
-    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+    def forward(self, weights: Rows, inputs: Rows) -> Forward:
         (matrix, left, right), residual, (h,) = weights[:3], weights[3:], inputs
         z = h @ matrix.T
         logits = z @ self._logit_weights(left, right)
@@ -195,13 +190,7 @@ class AttentionProject(VertexStage):
         return Forward((*outputs, r), (z,))
 
     def backward(
-        self,
-        weights: Sequence[Array],
-        inputs: Sequence[Array],
-        gradients: Sequence[Array],
-        *,
-        saved: Sequence[Array] | None = None,
-        wanted: Sequence[bool] | None = None,
+        self, weights: Rows, inputs: Rows, gradients: Rows, *, saved: Rows | None = None, wanted: Mask = None
     ) -> Backward:
         (matrix, left, right), residual, (h,) = weights[:3], weights[3:], inputs
         z = h @ matrix.T if saved is None else saved[0]

@@ -208,7 +208,7 @@ _PLAIN = {
     "gelu_tanh": Activation(_gelu_tanh, _pull_back_gelu_tanh),
 }
 _WITH_PARAMETER = {"leaky_relu": ("slope", leaky_relu), "elu": ("alpha", _elu)}
-ACTIVATIONS = ("identity", "relu", "leaky_relu", "elu", "tanh", "sigmoid", "gelu", "gelu_tanh")
+ACTIVATIONS = (*_PLAIN, *_WITH_PARAMETER)
 """Names that :func:`read_activation` knows."""
 
 
@@ -232,6 +232,9 @@ def read_activation(fields: Fields, name: str = "activation") -> Activation:
 Config: TypeAlias = Mapping[str, Json]
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 Arrays: TypeAlias = tuple[Array, ...]
+Rows: TypeAlias = Sequence[Array]
+Mask: TypeAlias = Sequence[bool] | None
+"""Whether the gradient of each input is needed; None: all are."""
 
 
 class Forward(NamedTuple):
@@ -303,7 +306,7 @@ class VertexStage(Stage):
         return self.shapes.saved
 
     @abstractmethod
-    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+    def forward(self, weights: Rows, inputs: Rows) -> Forward:
         """Compute the outputs of n rows, n >= 0.
 
         Args:
@@ -313,22 +316,14 @@ class VertexStage(Stage):
 
     @abstractmethod
     def backward(
-        self,
-        weights: Sequence[Array],
-        inputs: Sequence[Array],
-        gradients: Sequence[Array],
-        *,
-        saved: Sequence[Array] | None = None,
-        wanted: Sequence[bool] | None = None,
+        self, weights: Rows, inputs: Rows, gradients: Rows, *, saved: Rows | None = None, wanted: Mask = None
     ) -> Backward:
         """Compute the gradients of inputs and weights from those of the outputs.
 
         Args:
-            weights: As in forward.
-            inputs: As in forward.
+            weights, inputs: As in forward.
             gradients: One (n, width) per output.
             saved: What forward saved; None: recompute it, bit for bit.
-            wanted: Whether the gradient of each input is needed; None: all are.
         """
 
 
@@ -382,7 +377,7 @@ def column_sums(rows: Array) -> Array:
     return np.add.reduce(rows, axis=0)
 
 
-def is_wanted(wanted: Sequence[bool] | None, index: int) -> bool:
+def is_wanted(wanted: Mask, index: int) -> bool:
     return wanted is None or wanted[index]
 
 
@@ -449,7 +444,7 @@ STAGES: Registry[Stage] = Registry(
         "attention_project": "dglx_dist.serverless.stages.attention:AttentionProject",
         "dense": "dglx_dist.serverless.stages.conv:Dense",
         "layer_norm": "dglx_dist.serverless.stages.conv:LayerNorm",
-        "rows": "dglx_dist.serverless.stages.conv:Rows",
+        "rows": "dglx_dist.serverless.stages.conv:BiasOnly",
         "sage": "dglx_dist.serverless.stages.conv:Sage",
         "sequence": "dglx_dist.serverless.stages.conv:StageSequence",
     },

@@ -15,6 +15,8 @@ from dglx_dist.serverless.stages.base import (
     Backward,
     Config,
     Forward,
+    Mask,
+    Rows,
     Shapes,
     StageShapes,
     VertexStage,
@@ -55,18 +57,12 @@ class _Affine(VertexStage):
         self.shapes = StageShapes(matrices | bias, (num_in,) * max(len(inputs), 1), (num_out,), saved)
         fields.end()
 
-    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+    def forward(self, weights: Rows, inputs: Rows) -> Forward:
         z = self._sum(weights, inputs)
         return Forward((self._activation.apply(z),), (z,) if self._inputs else ())
 
     def backward(
-        self,
-        weights: Sequence[Array],
-        inputs: Sequence[Array],
-        gradients: Sequence[Array],
-        *,
-        saved: Sequence[Array] | None = None,
-        wanted: Sequence[bool] | None = None,
+        self, weights: Rows, inputs: Rows, gradients: Rows, *, saved: Rows | None = None, wanted: Mask = None
     ) -> Backward:
         z = saved[0] if saved else self._sum(weights, inputs)
         dz = self._activation.pull_back(z, gradients[0])
@@ -80,7 +76,7 @@ class _Affine(VertexStage):
             of_weights.append(dz.T @ inputs[at] if self._transposed else inputs[at].T @ dz)
         return Backward(tuple(of_inputs), (*of_weights, *([column_sums(dz)] if self._bias else [])))
 
-    def _sum(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Array:
+    def _sum(self, weights: Rows, inputs: Rows) -> Array:
         if not self._inputs:
             return inputs[0] + weights[0] if self._bias else inputs[0]
         products = (
@@ -116,7 +112,7 @@ class Dense(_Affine):
 
 
 @final
-class Rows(_Affine):
+class BiasOnly(_Affine):
     """h = activation(x + b), as in ``dgl.nn.GraphConv(weight=False)``.
 
     Weights: ``bias`` (width,) if configured. Inputs: x (n, width). Outputs: h (n, width). Saved: none.
@@ -170,17 +166,11 @@ class LayerNorm(VertexStage):
         names = [*(["weight"] if self._scale else []), *(["bias"] if self._bias else [])]
         self.shapes = StageShapes(dict.fromkeys(names, (width,)), (width,), (width,))
 
-    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+    def forward(self, weights: Rows, inputs: Rows) -> Forward:
         return Forward((self._activation.apply(self._scaled(weights, self._normalised(inputs[0])[0])),), ())
 
     def backward(
-        self,
-        weights: Sequence[Array],
-        inputs: Sequence[Array],
-        gradients: Sequence[Array],
-        *,
-        saved: Sequence[Array] | None = None,
-        wanted: Sequence[bool] | None = None,
+        self, weights: Rows, inputs: Rows, gradients: Rows, *, saved: Rows | None = None, wanted: Mask = None
     ) -> Backward:
         y, deviations = self._normalised(inputs[0])
         dz = self._activation.pull_back(self._scaled(weights, y), gradients[0])
@@ -242,18 +232,12 @@ class StageSequence(VertexStage):
         first, last = self._stages[0], self._stages[-1]
         self.shapes = StageShapes(weights, first.input_widths, last.output_widths, last.saved_widths)
 
-    def forward(self, weights: Sequence[Array], inputs: Sequence[Array]) -> Forward:
+    def forward(self, weights: Rows, inputs: Rows) -> Forward:
         rows, _ = self._before_last(weights, inputs)[-1]
         return self._stages[-1].forward(self._split(weights)[-1], rows)
 
     def backward(
-        self,
-        weights: Sequence[Array],
-        inputs: Sequence[Array],
-        gradients: Sequence[Array],
-        *,
-        saved: Sequence[Array] | None = None,
-        wanted: Sequence[bool] | None = None,
+        self, weights: Rows, inputs: Rows, gradients: Rows, *, saved: Rows | None = None, wanted: Mask = None
     ) -> Backward:
         passes = self._before_last(weights, inputs)
         passes[-1] = passes[-1][0], saved
@@ -270,7 +254,7 @@ class StageSequence(VertexStage):
         return Backward(tuple(of_inputs), tuple(of_weights))
 
     def _before_last(
-        self, weights: Sequence[Array], inputs: Sequence[Array]
+        self, weights: Rows, inputs: Rows
     ) -> list[tuple[Sequence[Array], Sequence[Array] | None]]:
         # Of each stage its inputs, and of all but the last what it saved.
         found: list[tuple[Sequence[Array], Sequence[Array] | None]] = []

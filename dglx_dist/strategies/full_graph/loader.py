@@ -192,7 +192,7 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         """The plan of this rank if an epoch has one step, else None."""
         return None if self._kept is None else self._kept.plan
 
-    def _batches_of(self, epoch: int) -> Callable[[int], HaloBatch]:
+    def batches_of(self, epoch: int) -> Callable[[int], HaloBatch]:
         return lambda step: self._load(epoch, step)
 
     def _load(self, epoch: int, step: int) -> HaloBatch:
@@ -208,7 +208,7 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
             self._kept = batch
         return batch
 
-    def _deliver(self, step: int, batch: HaloBatch) -> Batch:
+    def deliver(self, step: int, batch: HaloBatch) -> Batch:
         batch.fetch_s = 0.0  # a kept batch is read once
         # Rows outside of the model, such as embeddings, have equal weight on each rank: HaloModel has applied
         # n_local / n_global to the gradient at the model's output.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, final
 
@@ -24,7 +24,7 @@ from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
-from dglx_dist.strategies.base import Parts, Reduction, WrappedModel, find_share, gradient_weight
+from dglx_dist.strategies.base import Reduction, WrappedModel, find_share, gradient_weight
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.full_graph.halo_block import (
     EmptyPartition,
@@ -141,7 +141,7 @@ def _accepts_two_arguments(forward: Callable[..., Any]) -> bool:
     return len(kinds) > 1 or any(kind in many for kind in kinds)
 
 
-def check_rows_stay_apart(model: nn.Module) -> None:
+def check_rows_stay_apart(model: nn.Module, features: int = 0) -> None:
     """Raise ConfigError if a module of ``model`` mixes rows of nodes that are not neighbours."""
     for name, module in model.named_modules():
         where = (
@@ -195,9 +195,7 @@ class HaloModel(WrappedModel):
         self, model: nn.Module, session: Session, *, reduction: Reduction, bucket_bytes: int
     ) -> None:
         super().__init__()
-        if reduction not in ("mean", "sum"):
-            raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
-        check_same_model(model, session, f"reduction={reduction}, bucket_bytes={bucket_bytes}")
+        check_same_model(model, session, f"bucket_bytes={bucket_bytes}", reduction)
         check_rows_stay_apart(model)
         self.module = model
         self._session, self._reduction = session, reduction
@@ -209,12 +207,8 @@ class HaloModel(WrappedModel):
         self._exchange = GradientExchange(trained, session, bucket_bytes)
         self._buffer_means = BufferMeans(model, session, reduction)
         if self._buffer_means.needed:
-            self._exchange.after_backward(self._buffer_means.average)
+            self._exchange.after = self._buffer_means.average
         self._rows = row_exchanges(session)
-
-    @property
-    def parts(self) -> Parts:
-        return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._exchange.seconds(reset=reset) + self._rows.seconds(reset=reset)
@@ -259,12 +253,8 @@ class HaloModel(WrappedModel):
         # counts once in total, not once per rank.
         return mark_output(weighted, (self._exchange, 1.0 / world_size))
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        result = super().load_state_dict(state_dict, strict, assign)
+    def note_buffers(self) -> None:
         self._buffer_means.note()
-        return result
 
     def _on_other_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.training and torch.is_grad_enabled() and self._trained:
@@ -274,12 +264,6 @@ class HaloModel(WrappedModel):
                 "evaluate model.whole() under torch.no_grad()"
             )
         return self.module(*args, **kwargs)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Called by .to(), .double() etc., which must update the reference buffers too.
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
-        self._buffer_means.note()
-        return result
 
 
 def weigh_gradients(output: Any, weight: float) -> Any:

@@ -14,7 +14,6 @@ from dglx_dist.comm.collectives import check_equal
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
-from dglx_dist.strategies.cost import Candidate, Cost, Measured
 from dglx_dist.strategies.full_graph import cost as costs
 from dglx_dist.strategies.full_graph.loader import Batch, FullGraphLoader
 from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate, choose_batches
@@ -40,6 +39,9 @@ class _FullGraphStrategy(Strategy):
     name: ClassVar[str]
     gathers_seeds: ClassVar[bool] = False
     """Whether a server composes its steps from its seeds, in place of one step of all seeds."""
+
+    inspect = staticmethod(check_rows_stay_apart)
+    cost = staticmethod(costs.cost)
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._options: FullGraphOptions = self.read_options(options)
@@ -103,14 +105,6 @@ class _FullGraphStrategy(Strategy):
         wrapped = HaloModel(model, g.session, reduction=reduction, bucket_bytes=bucket_bytes)
         _STATE.of(g.session).set_model(wrapped)
         return wrapped
-
-    @classmethod
-    def inspect(cls, model: nn.Module, features: int) -> None:
-        check_rows_stay_apart(model)
-
-    @classmethod
-    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
-        return costs.cost(candidate, known)
 
 
 @final

@@ -30,6 +30,7 @@ from dglx_dist.strategies.cost import (
     sampling_seconds,
     traffic_with_sums,
 )
+from dglx_dist.strategies.push_pull.split_model import find_first_layer
 
 _SHORT_ID_BYTES = 4
 _SUMS = ("activations", "activation_gradients")
@@ -84,6 +85,12 @@ def first_layer(model: nn.Module, convolution: nn.Module) -> FirstLayer:
         # Relations of edges are sent with the structure; a layer of the user may sum anything.
         known=type(convolution) in CONVOLUTIONS and "etypes" not in stages.edge_arguments,
     )
+
+
+def inspect(model: nn.Module, features: int) -> FirstLayer:
+    """Return the sizes of ``model`` split where it takes ``features``; raises as :func:`first_layer`."""
+    name, _ = find_first_layer(model, features, "columns")
+    return first_layer(model, model.get_submodule(name))
 
 
 def candidates(context: PlanContext) -> Iterator[Candidate]:

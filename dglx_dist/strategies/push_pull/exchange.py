@@ -6,15 +6,16 @@ own batches). All members of a group must post the same transfers in the same or
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias, cast, final
 
 import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.exchange import GlooExchange, Handle, Incoming, Outgoing
+from dglx_dist.comm.exchange import GlooExchange, Incoming, Outgoing
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 
@@ -116,20 +117,8 @@ class GroupBatch:
     None after the last one, and always when the loader does not look ahead."""
 
 
-@final
-class Transfer:
-    """A pending exchange with all members."""
-
-    def __init__(self, handle: Handle | None, received: Received, device: torch.device) -> None:
-        self._handle, self._received, self._device = handle, received, device
-
-    def result(self) -> Received:
-        """Wait and return what all members sent; PeerError if a rank is dead or late."""
-        if self._handle is not None:
-            self._handle.wait()
-            self._handle = None
-            self._received = [one.to(self._device) for one in self._received]
-        return self._received
+Transfer: TypeAlias = Callable[[], Received]
+"""Waits and returns what all members sent; PeerError if a rank is dead or late."""
 
 
 @final
@@ -170,15 +159,20 @@ class AsyncExchange:
         batch: int | None,
     ) -> Transfer:
         """Send ``sent[p]`` to each other member p and receive ``received[p]``."""
-        handle = None
-        if others := self._group.others:
-            outgoing = [
-                Outgoing(rank=rank, rows=sent[part].detach().contiguous().cpu()) for part, rank in others
-            ]
-            incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in others]
-            name = phase if batch is None else f"{phase} of batch {batch}"
-            handle = exchange.post(outgoing, incoming, name, phase=phase, layer=1, batch=batch)
-        return Transfer(handle, received, sent[self._group.part].device)
+        device, others = sent[self._group.part].device, self._group.others
+        if not others:
+            return lambda: received
+        outgoing = [Outgoing(rank=rank, rows=sent[part].detach().contiguous().cpu()) for part, rank in others]
+        incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in others]
+        name = phase if batch is None else f"{phase} of batch {batch}"
+        handle = exchange.post(outgoing, incoming, name, phase=phase, layer=1, batch=batch)
+
+        @cache
+        def arrived() -> Received:
+            handle.wait()
+            return [one.to(device) for one in received]
+
+        return arrived
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -212,7 +206,7 @@ def share_edge_values(
         # Other parts number the edges by their position in the CSC.
         *_, edge_ids = inputs[group.part].block.adj_tensors("csc")
         pushed = exchange.push(own[edge_ids.long()] if len(edge_ids) else own, like, STRUCTURE)
-        for of_owner, received in zip(by_owner, pushed.result(), strict=True):
+        for of_owner, received in zip(by_owner, pushed(), strict=True):
             of_owner[name] = received
         by_owner[group.part][name] = own
     return by_owner
@@ -238,21 +232,21 @@ class _SumToOwner(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: AsyncExchange, *shares: Tensor) -> Tensor:
         ctx.exchange, ctx.like = exchange, [share.detach() for share in shares]
-        return add_in_order(exchange.pull(shares, FORWARD).result())
+        return add_in_order(exchange.pull(shares, FORWARD)())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, *ctx.exchange.push(gradient, ctx.like, BACKWARD).result()
+        return None, *ctx.exchange.push(gradient, ctx.like, BACKWARD)()
 
 
 class _SendToParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: AsyncExchange, own: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.num_like = exchange, len(like)
-        received = exchange.push(own, like, FORWARD).result()
+        received = exchange.push(own, like, FORWARD)()
         # The own one is the input itself, which autograd must not see as an output.
         return tuple(tensor.clone() if tensor.data_ptr() == own.data_ptr() else tensor for tensor in received)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, add_in_order(ctx.exchange.pull(gradients, BACKWARD).result()), *[None] * ctx.num_like
+        return None, add_in_order(ctx.exchange.pull(gradients, BACKWARD)()), *[None] * ctx.num_like

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TypeVar, final
+from typing import ClassVar, Protocol, TypeVar, final
 
 import torch
 from dgl.heterograph import DGLBlock
@@ -17,87 +17,80 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import SplittableConv, StageInput, cut_out
+from dglx_dist.layers.base import SplittableConv, StageInput
 from dglx_dist.layers.dropout import MODULES, Columns, DropDraws, drop_entries
 from dglx_dist.strategies.push_pull.exchange import GroupBatch, PartInput
 
 
-class Origin(ABC):
-    """Computes a part's input rows of any owner; equal to another if it does the same."""
+class InputStep(Protocol):
+    """What happens to a part's rows on the way to the first layer; equal to another that does the same."""
 
-    origin: Origin
-    """What the rows are made from, if it is another one."""
-
-    @property
-    def runs(self) -> tuple[Columns, ...]:
-        """The part's columns of the uncut tensor, in order; keys of dropout."""
-        return self.origin.runs
-
-    @property
-    def is_raw(self) -> bool:
-        """Whether the rows are those of the store, but for their dtype."""
-        return False
-
-    @abstractmethod
-    def rows(self, owners: PartInput) -> Tensor:
-        """Return (L0, F_p) for one owner's batch, with a gradient where trained parameters produced it.
-
-        Rows that are a leaf with a gradient are trained themselves: their gradients go to :meth:`accumulate`.
-        """
-
-    def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
-        """Add the gradients of all owners' rows, (L0, F_p) each, to ``.grad`` of their table.
-
-        Only for rows that are leaves, as those of an embedding; does nothing for others.
-        """
-        return
+    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
+        """Return the (L0, F_p) result for one owner's rows, which are the columns ``runs`` of the input."""
+        ...
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Features(Origin):
-    """The loader's columns of one feature, or of several concatenated."""
+@dataclass(frozen=True)
+class Converted:
+    """Another dtype."""
 
-    names: tuple[str, ...]
-    pieces: tuple[Columns, ...]
-    """(number of names,) the part's run of each, as columns of their concatenation."""
-
-    @property
-    def runs(self) -> tuple[Columns, ...]:
-        return self.pieces
-
-    @property
-    def is_raw(self) -> bool:
-        return True
-
-    def rows(self, owners: PartInput) -> Tensor:
-        found = [owners.columns[name] for name in self.names]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Converted(Origin):
-    """The rows of another origin in another dtype."""
-
-    origin: Origin
     dtype: torch.dtype
 
+    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
+        return rows.to(self.dtype)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """Entries dropped by (seed, batch, node, column)."""
+
+    probability: float
+    seed: int
+    stream: int
+    """Of the draws; one for each dropout module."""
+
+    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
+        draws = DropDraws(seed=self.seed, number=owner.number, nodes=owner.nodes, runs=tuple(runs))
+        return drop_entries(rows, self.probability, draws, self.stream)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """How a part computes its input rows of any owner; equal to another if that does the same."""
+
+    runs: tuple[Columns, ...]
+    """The part's columns of the uncut input, in order; keys of dropout."""
+    names: tuple[str, ...] = ()
+    """Features of the loader, concatenated."""
+    embedding: ColumnEmbedding | None = None
+    """In place of features."""
+    steps: tuple[InputStep, ...] = ()
+    """Applied to those rows, in order."""
+
     @property
     def is_raw(self) -> bool:
-        return self.origin.is_raw
+        """Whether the rows are features, but for their dtype."""
+        return self.embedding is None and all(isinstance(step, Converted) for step in self.steps)
 
-    def rows(self, owners: PartInput) -> Tensor:
-        return _map_rows(self.origin.rows(owners), lambda rows: rows.to(self.dtype))
+    def source(self, owner: PartInput) -> Tensor:
+        """Return (L0, F_p) before the steps: features, or the present rows of an embedding, a leaf."""
+        if self.embedding is not None:
+            weight = self.embedding.weight
+            return weight.detach()[owner.nodes].requires_grad_(weight.requires_grad)
+        found = [owner.columns[name] for name in self.names]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
-    def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
-        self.origin.accumulate(gradients)
+    def rows(self, source: Tensor, owner: PartInput) -> Tensor:
+        """Return (L0, F_p), the first layer's input made of ``source``, with the history of trained steps."""
+        for step in self.steps:
+            source = step.apply(source, owner, self.runs)
+        return source
 
-
-def _map_rows(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    # Rows that are trained themselves stay a leaf.
-    trained = rows.is_leaf and rows.requires_grad
-    return function(rows.detach()).requires_grad_() if trained else function(rows)
+    def then(self, step: InputStep) -> Origin:
+        return replace(self, steps=(*self.steps, step))
 
 
 @final
@@ -132,8 +125,7 @@ class InputProvenance:
                 return origin
         for known, origin in reversed(self._known):
             if not rows.requires_grad and _copied(known, rows, origin):
-                same_dtype = known.dtype == rows.dtype
-                return origin if same_dtype else Converted(origin=origin, dtype=rows.dtype)
+                return origin if known.dtype == rows.dtype else origin.then(Converted(rows.dtype))
         return None
 
     def holds(self, rows: Tensor) -> bool:
@@ -142,98 +134,63 @@ class InputProvenance:
         return address != 0 and any(known.untyped_storage().data_ptr() == address for known, _ in self._known)
 
 
-class InputModule(nn.Module):
-    """A module between the features and the first layer that works on each column by itself.
-
-    The user's model calls it on the own batch, and the pipeline on those of other owners. It replaces the
-    user's module under its name (:func:`find_input_modules` decides). Its parameters, if any, have one entry
-    per input column, and the names of those they replace.
-    """
-
-    provenance: InputProvenance
-    """Of the model; set when the module is put there."""
-    cut: Mapping[str, int] = MappingProxyType({})
-    """Parameter name to the dimension that runs over the input columns."""
-    by_rows: tuple[str, ...] = ()
-    """Names of the parameters whose gradients come by :meth:`Origin.accumulate`; the others are stashed."""
-
-
-def _copied(known: Tensor, rows: Tensor, origin: Origin) -> bool:
-    """Whether ``rows`` are ``known`` in another dtype, or concatenated by the user."""
-    may_be = known.dtype != rows.dtype or (isinstance(origin, Features) and len(origin.names) > 1)
-    return may_be and known.shape == rows.shape and torch.equal(known.to(rows.dtype), rows)
-
-
 def _same(known: Tensor, rows: Tensor) -> bool:
     return (
         known.shape == rows.shape
         and known.dtype == rows.dtype
         and known.stride() == rows.stride()
         and known.data_ptr() == rows.data_ptr()
-        and (known.numel() > 0 or torch.equal(known, rows))
     )
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Dropped(Origin):
-    """The rows of another origin, with entries dropped by (seed, batch, node, column)."""
+def _copied(known: Tensor, rows: Tensor, origin: Origin) -> bool:
+    """Whether ``rows`` are ``known`` in another dtype, or concatenated by the user."""
+    may_be = known.dtype != rows.dtype or (len(origin.names) > 1 and not origin.steps)
+    return may_be and known.shape == rows.shape and torch.equal(known.to(rows.dtype), rows)
 
-    origin: Origin
-    probability: float
-    seed: int
-    stream: int
-    """Of the draws; one for each dropout module."""
 
-    def rows(self, owners: PartInput) -> Tensor:
-        return _map_rows(self.origin.rows(owners), lambda rows: self.drop(rows, owners))
+class InputModule(ABC):
+    """What replaces ``forward`` of a module before the first layer: it works on each column by itself.
 
-    def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
-        self.origin.accumulate(
-            [
-                (owners, None if gradient is None else self.drop(gradient, owners))
-                for owners, gradient in gradients
-            ]
-        )
+    The parameters in ``cut`` have one entry per input column of the part.
+    """
 
-    def drop(self, rows: Tensor, owners: PartInput) -> Tensor:
-        draws = DropDraws(seed=self.seed, number=owners.number, nodes=owners.nodes, runs=self.runs)
-        return drop_entries(rows, self.probability, draws, self.stream)
+    cut: Mapping[str, int] = MappingProxyType({})
+    """Parameter name to the dimension that runs over the input columns."""
+    stashed: ClassVar[bool] = True
+    """Whether batches in flight have their own leaves of the parameters; else gradients come by rows."""
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute on the own batch, and record the origin of the result."""
 
 
 @final
 class ColumnDropout(InputModule):
-    """Replaces ``nn.Dropout``, the ``index``-th of the model: keyed draws on the input, else torch's own."""
+    """``nn.Dropout``: keyed draws on the input, else torch's own. ``stream`` is one for each module."""
 
-    def __init__(self, dropout: nn.Dropout, seed: int, index: int) -> None:
-        super().__init__()
-        self.p, self.inplace = dropout.p, dropout.inplace
-        self.provenance = InputProvenance()
-        self._seed, self._stream = seed, MODULES + index
-        self.train(dropout.training)
+    def __init__(self, dropout: nn.Dropout, provenance: InputProvenance, seed: int, stream: int) -> None:
+        self._dropout, self._provenance, self._seed, self._stream = dropout, provenance, seed, stream
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self.provenance.own
-        origin = self.provenance.find(x) if self.training and own is not None else None
-        if origin is None or own is None or self.p == 0:
-            return functional.dropout(x, self.p, self.training, self.inplace)
-        if self.inplace:
+        dropout, own = self._dropout, self._provenance.own
+        origin = self._provenance.find(x) if dropout.training and own is not None else None
+        if origin is None or own is None or dropout.p == 0:
+            return functional.dropout(x, dropout.p, dropout.training, dropout.inplace)
+        if dropout.inplace:
             raise ConfigError(
                 "nn.Dropout(inplace=True) would change the loader's features in place, of which batches in "
                 "flight have their own; use inplace=False"
             )
-        made = Dropped(origin=origin, probability=self.p, seed=self._seed, stream=self._stream)
-        dropped = made.drop(x, own)
-        self.provenance.add(dropped, made)
+        step = Dropped(probability=dropout.p, seed=self._seed, stream=self._stream)
+        dropped = step.apply(x, own, origin.runs)
+        self._provenance.add(dropped, origin.then(step))
         return dropped
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, inplace={self.inplace}"
 
 
 @final
 class ColumnEmbedding(InputModule):
-    """Replaces ``nn.Embedding`` of all nodes as the input: (V, D_p), the part's columns.
+    """``nn.Embedding`` of all nodes as the input.
 
     Any torch optimizer trains it; with ``sparse=True`` the gradient is sparse too.
 
@@ -241,158 +198,111 @@ class ColumnEmbedding(InputModule):
         ConfigError: an option of the embedding needs whole rows.
     """
 
-    weight: nn.Parameter
+    stashed = False
 
-    def __init__(self, embedding: nn.Embedding, runs: Sequence[Columns]) -> None:
-        super().__init__()
-        self.cut, self.by_rows = {"weight": 1}, ("weight",)
-        self.runs, self.provenance = tuple(runs), InputProvenance()
-        for option, value in (
-            ("max_norm", embedding.max_norm),
-            ("scale_grad_by_freq", embedding.scale_grad_by_freq),
-        ):
-            if value:
+    def __init__(
+        self, embedding: nn.Embedding, provenance: InputProvenance, runs: tuple[Columns, ...]
+    ) -> None:
+        self.cut = {"weight": 1}
+        self._embedding, self._provenance, self._runs = embedding, provenance, runs
+        for option in ("max_norm", "scale_grad_by_freq"):
+            if value := getattr(embedding, option):
                 raise ConfigError(
                     f"nn.Embedding({option}={value}) needs whole rows, or counts of one owner's batch alone, "
                     f"and push_pull cuts it by columns; leave {option} out, or use strategy='data_parallel'"
                 )
-        own = cut_out(embedding.weight.detach(), self.runs, 1)
-        self.weight = nn.Parameter(own, embedding.weight.requires_grad)
-        self.sparse, self.padding_idx = embedding.sparse, embedding.padding_idx
-        self.train(embedding.training)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        own = self.provenance.own
-        if own is None or ids.shape != own.nodes.shape or not torch.equal(ids.long(), own.nodes):
+    @property
+    def weight(self) -> Tensor:
+        """(V, D_p), the part's columns."""
+        return self._embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self._provenance.own
+        if own is None or x.shape != own.nodes.shape or not torch.equal(x.long(), own.nodes):
             raise ConfigError(
-                f"nn.Embedding of {self.weight.shape[0]} nodes was cut by columns, so it can only be asked "
-                f"for the rows of a batch's input nodes; it was given ids of shape {tuple(ids.shape)} that "
+                f"nn.Embedding of {len(self.weight)} nodes was cut by columns, so it can only be asked "
+                f"for the rows of a batch's input nodes; it was given ids of shape {tuple(x.shape)} that "
                 "are not these. Call it with input_nodes, or with blocks[0].srcdata[dgl.NID]"
             )
         # The origin computes the rows that the first layer sees, so that a batch keeps those it began with.
         rows = self.weight.detach()[own.nodes]
-        self.provenance.add(rows, Embedded(embedding=self))
+        self._provenance.add(rows, Origin(runs=self._runs, embedding=self))
         return rows
 
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, {self.runs[0].width}, sparse={self.sparse}"
-
-    def add_gradients(self, nodes: Tensor, gradients: Tensor) -> None:
-        """Add ``gradients`` (K, D_p) to ``weight.grad`` at ``nodes`` ((K,) int64, repeats allowed)."""
-        if self.padding_idx is not None:
-            trained = nodes != self.padding_idx
-            nodes, gradients = nodes[trained], gradients[trained]
-        if self.sparse:
-            found = torch.sparse_coo_tensor(
-                nodes.unsqueeze(0), gradients, self.weight.shape, check_invariants=True
+    def add_gradients(self, found: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Add to ``weight.grad`` at nodes, (K,) int64 with repeats, the gradients of their rows, (K, D_p)."""
+        trained = [(nodes, gradient) for nodes, gradient in found if gradient is not None]
+        if not trained:
+            return
+        weight, padding = self.weight, self._embedding.padding_idx
+        nodes = torch.cat([nodes for nodes, _ in trained])
+        gradients = torch.cat([gradient for _, gradient in trained]).to(weight).detach()
+        if padding is not None:
+            kept = nodes != padding
+            nodes, gradients = nodes[kept], gradients[kept]
+        if self._embedding.sparse:
+            total = torch.sparse_coo_tensor(
+                nodes.unsqueeze(0), gradients, weight.shape, check_invariants=True
             ).coalesce()
         else:
-            found = torch.zeros_like(self.weight).index_add_(0, nodes, gradients)
-        self.weight.grad = found if self.weight.grad is None else self.weight.grad + found
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Embedded(Origin):
-    """Rows of a trained embedding."""
-
-    embedding: ColumnEmbedding
-
-    @property
-    def runs(self) -> tuple[Columns, ...]:
-        return self.embedding.runs
-
-    def rows(self, owners: PartInput) -> Tensor:
-        """Return a copy of the rows as they are now; a leaf."""
-        weight = self.embedding.weight
-        return weight.detach()[owners.nodes].requires_grad_(weight.requires_grad)
-
-    def accumulate(self, gradients: Sequence[tuple[PartInput, Tensor | None]]) -> None:
-        found = [(owners.nodes, gradient) for owners, gradient in gradients if gradient is not None]
-        if not found:
-            return
-        nodes = torch.cat([nodes for nodes, _ in found])
-        values = torch.cat([gradient for _, gradient in found]).to(self.embedding.weight)
-        self.embedding.add_gradients(nodes, values.detach())
+            total = torch.zeros_like(weight).index_add_(0, nodes, gradients)
+        weight.grad = total if weight.grad is None else weight.grad + total
 
 
 @final
 class ColumnLayerNorm(InputModule):
-    """Replaces ``nn.LayerNorm`` of the uncut input rows: has the part's entries of weight and bias.
+    """``nn.LayerNorm`` of the uncut input rows.
 
     A node's row has the same mean and variance in every batch, so they are computed once, over all parts:
-    ``mean`` and ``variance`` (biased) are (V,) float64 of every node's uncut row.
+    ``moments`` are mean and biased variance, (V,) float64 each, of every node's uncut row.
     """
 
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-
-    def __init__(self, norm: nn.LayerNorm, runs: Sequence[Columns], mean: Tensor, variance: Tensor) -> None:
-        super().__init__()
-        named = dict(norm.named_parameters(recurse=False))
-        self.cut, self.runs, self.provenance = dict.fromkeys(named, 0), tuple(runs), InputProvenance()
-        for name in ("weight", "bias"):
-            whole = named.get(name)
-            part = None if whole is None else cut_out(whole.detach(), self.runs, 0)
-            own = None if whole is None or part is None else nn.Parameter(part, whole.requires_grad)
-            self.register_parameter(name, own)
-        self.eps = norm.eps
-        self._mean, self._variance = mean, variance
-        self.train(norm.training)
+    def __init__(
+        self,
+        norm: nn.LayerNorm,
+        provenance: InputProvenance,
+        runs: tuple[Columns, ...],
+        moments: tuple[Tensor, Tensor],
+    ) -> None:
+        self.cut = {name: 0 for name, _ in norm.named_parameters(recurse=False)}
+        self._norm, self._provenance, self._runs, self._moments = norm, provenance, runs, moments
 
     def forward(self, x: Tensor) -> Tensor:
-        origin, own = self.provenance.find(x), self.provenance.own
+        origin, own, width = self._provenance.find(x), self._provenance.own, self._runs[0].width
         if origin is None or own is None:
             raise ConfigError(
-                f"LayerNorm({self.width}) was cut by input columns, as it is as wide as the features, and "
+                f"LayerNorm({width}) was cut by input columns, as it is as wide as the features, and "
                 f"was given rows of shape {tuple(x.shape)} that are not the features of the batch. If it "
                 "normalizes a later layer of that width, register it after the first layer; to normalize "
                 "anything but the features as they came, use strategy='data_parallel'"
             )
-        if not origin.is_raw or origin.runs != self.runs:
+        if not origin.is_raw or origin.runs != self._runs:
             raise ConfigError(
-                f"LayerNorm({self.width}) was given features that something has changed before: mean and "
+                f"LayerNorm({width}) was given features that something has changed before: mean and "
                 "variance of the changed rows need all columns in every batch; apply the norm first, or use "
                 "strategy='data_parallel'"
             )
         with torch.no_grad():
-            rows = self.normalized(x, own.nodes)
-        self.provenance.add(rows, Normalized(origin=origin, norm=self))
+            rows = self.apply(x, own, self._runs)
+        self._provenance.add(rows, origin.then(self))
         return rows
 
-    @property
-    def width(self) -> int:
-        return self.runs[0].width
-
-    def normalized(self, x: Tensor, nodes: Tensor) -> Tensor:
-        """Return the normalized (L0, F_p) of the features ``x`` of ``nodes`` ((L0,) int64)."""
+    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
+        """Return the normalized features, with the module's current weights."""
+        norm, (means, variances) = self._norm, self._moments
         # Mean and variance stay on their device; the nodes may be on another one.
-        ids = nodes.to(self._mean.device)
-        mean, scale = self._mean[ids], (self._variance[ids] + self.eps).rsqrt()
-        rows = (x - mean.to(x).unsqueeze(1)) * scale.to(x).unsqueeze(1)
-        rows = rows if self.weight is None else rows * self.weight
-        return rows if self.bias is None else rows + self.bias
-
-    def extra_repr(self) -> str:
-        return f"({self.width},), eps={self.eps}"
+        ids = owner.nodes.to(means.device)
+        mean, scale = means[ids], (variances[ids] + norm.eps).rsqrt()
+        rows = (rows - mean.to(rows).unsqueeze(1)) * scale.to(rows).unsqueeze(1)
+        rows = rows if norm.weight is None else rows * norm.weight
+        return rows if norm.bias is None else rows + norm.bias
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Normalized(Origin):
-    """The rows of another origin, normalized with the module's current weights."""
-
-    origin: Origin
-    norm: ColumnLayerNorm
-
-    def rows(self, owners: PartInput) -> Tensor:
-        return self.norm.normalized(self.origin.rows(owners), owners.nodes)
-
-
-def possible_inputs(names: tuple[str, ...], runs: tuple[Columns, ...]) -> list[Features]:
+def possible_inputs(names: tuple[str, ...], runs: tuple[Columns, ...]) -> list[Origin]:
     """Return each feature by itself, and the concatenation of all."""
-    single = [Features(names=(name,), pieces=(run,)) for name, run in zip(names, runs, strict=bool(names))]
-    return single if len(names) < 2 else [*single, Features(names=names, pieces=runs)]
+    single = [Origin(names=(name,), runs=(run,)) for name, run in zip(names, runs, strict=bool(names))]
+    return single if len(names) < 2 else [*single, Origin(names=names, runs=runs)]
 
 
 @final
@@ -469,19 +379,16 @@ class InputLayout:
     """V, rows of a trained embedding of all nodes."""
     seed: int
     """Of the run."""
-
-    @property
-    def width(self) -> int:
-        return self.runs[0].width
+    provenance: InputProvenance
 
 
 def find_input_modules(
     model: nn.Module,
-    first_name: str,
+    first: nn.Module,
     layout: InputLayout,
     moments: Callable[[Sequence[str]], tuple[Tensor, Tensor]],
-) -> dict[str, InputModule]:
-    """Return replacements of the modules that may work on the input, by all their names; collective.
+) -> dict[nn.Module, InputModule]:
+    """Return the modules that may work on the input, and what replaces their ``forward``; collective.
 
     Dropout is replaced everywhere, as one ``nn.Dropout`` usually serves all layers; on anything but the input
     it works as before. A norm over the layer's width, and an embedding of all nodes of that width, are cut; a
@@ -492,40 +399,41 @@ def find_input_modules(
     Raises:
         ConfigError: something before the first layer cannot work on columns; the message has the reason.
     """
-    _refuse_batch_norms(model, first_name, layout.width)
-    embeddings = [
-        (name, embedding)
-        for name, embedding in embeddings_of_all_nodes(model, layout.num_nodes)
-        if embedding.embedding_dim == layout.width
-    ]
-    norms = list(_norms(model, first_name, layout.width))
+    runs, provenance, width = layout.runs, layout.provenance, layout.runs[0].width
+    for name, batch_norm in _of_kind(model, nn.BatchNorm1d):
+        if batch_norm.num_features == width and _is_before(model, batch_norm, first, width):
+            raise ConfigError(
+                f"{name!r} is a BatchNorm1d of the {width} input columns: its mean and variance are over the "
+                "sources of each owner's batch, so one batch's rows would depend on who owns it, and its "
+                "running averages on the order of the batches. Use torch.nn.LayerNorm, or normalize the "
+                "features once before training, or use strategy='data_parallel'"
+            )
+    embeddings = {
+        name: one
+        for name, one in embeddings_of_all_nodes(model, layout.num_nodes)
+        if one.embedding_dim == width
+    }
+    norms = {
+        name: norm
+        for name, norm in _of_kind(model, nn.LayerNorm)
+        if tuple(norm.normalized_shape) == (width,) and _is_before(model, norm, first, width)
+    }
     if embeddings and norms:
         raise ConfigError(
-            f"{norms[0][0]!r} normalizes the rows of the trained embedding {embeddings[0][0]!r}: their mean "
-            "and variance change with every step and need all columns; leave the norm out, or use "
+            f"{next(iter(norms))!r} normalizes the rows of the trained embedding {next(iter(embeddings))!r}: "
+            "their mean and variance change with every step and need all columns; leave the norm out, or use "
             "strategy='data_parallel'"
         )
-    made: dict[nn.Module, InputModule] = {}
-    for _, embedding in embeddings:
-        made[embedding] = ColumnEmbedding(embedding, layout.runs)
+    found: dict[nn.Module, InputModule] = {}
+    found |= {one: ColumnEmbedding(one, provenance, runs) for one in embeddings.values()}
     if norms:
-        mean, variance = moments(layout.features)
-        made |= {norm: ColumnLayerNorm(norm, layout.runs, mean, variance) for _, norm in norms}
-    for index, (_, dropout) in enumerate(_of_kind(model, nn.Dropout)):
-        made[dropout] = ColumnDropout(dropout, layout.seed, index)
+        of_rows = moments(layout.features)
+        found |= {norm: ColumnLayerNorm(norm, provenance, runs, of_rows) for norm in norms.values()}
+    for number, (_, dropout) in enumerate(_of_kind(model, nn.Dropout)):
+        found[dropout] = ColumnDropout(dropout, provenance, layout.seed, MODULES + number)
     # The stages of the first layer apply its own dropout.
-    firsts = all_names(model, first_name)
-    return {
-        name: made[module]
-        for name, module in model.named_modules(remove_duplicate=False)
-        if module in made and not any(_is_inside(name, place) for place in firsts)
-    }
-
-
-def all_names(model: nn.Module, name: str) -> list[str]:
-    """Return every name under which ``model`` has the module that it has under ``name``."""
-    module = model.get_submodule(name)
-    return [other for other, one in model.named_modules(remove_duplicate=False) if one is module]
+    inside = set(first.modules())
+    return {module: found[module] for module in model.modules() if module in found and module not in inside}
 
 
 def _of_kind(model: nn.Module, kind: type[_Module]) -> Iterator[tuple[str, _Module]]:
@@ -542,37 +450,14 @@ def embeddings_of_all_nodes(model: nn.Module, num_nodes: int) -> Iterator[tuple[
             yield name, embedding
 
 
-def _norms(model: nn.Module, first_name: str, width: int) -> Iterator[tuple[str, nn.LayerNorm]]:
-    for name, norm in _of_kind(model, nn.LayerNorm):
-        if tuple(norm.normalized_shape) == (width,) and _is_before(model, name, first_name, width):
-            yield name, norm
-
-
-def _refuse_batch_norms(model: nn.Module, first_name: str, width: int) -> None:
-    for name, norm in _of_kind(model, nn.BatchNorm1d):
-        if norm.num_features == width and _is_before(model, name, first_name, width):
-            raise ConfigError(
-                f"{name!r} is a BatchNorm1d of the {width} input columns: its mean and variance are over the "
-                "sources of each owner's batch, so one batch's rows would depend on who owns it, and its "
-                "running averages on the order of the batches. Use torch.nn.LayerNorm, or normalize the "
-                "features once before training, or use strategy='data_parallel'"
-            )
-
-
-def _is_before(model: nn.Module, name: str, first_name: str, width: int) -> bool:
-    if _is_inside(name, first_name):
-        return False
-    names = [other for other, _ in model.named_modules()]
-    if first_name in names and names.index(name) < names.index(first_name):
-        return True
+def _is_before(model: nn.Module, module: nn.Module, first: nn.Module, width: int) -> bool:
+    modules, inside = list(model.modules()), set(first.modules())
+    if module in inside or modules.index(module) < modules.index(first):
+        return module not in inside
     norms = (nn.LayerNorm, nn.BatchNorm1d)
     return not any(
         width in parameter.shape
-        for other, module in model.named_modules()
-        if other != first_name and not _is_inside(other, first_name) and not isinstance(module, norms)
-        for parameter in module.parameters(recurse=False)
+        for other in modules
+        if other not in inside and not isinstance(other, norms)
+        for parameter in other.parameters(recurse=False)
     )
-
-
-def _is_inside(name: str, first_name: str) -> bool:
-    return first_name == "" or name.startswith(f"{first_name}.")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, TypeAlias, final, get_args
+from typing import Literal, TypeAlias, final
 
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import Sync
+from dglx_dist.options import Check, at_least, check_ranges, option
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import check_options
 from dglx_dist.strategies.gradient_sync import BUCKET_BYTES
@@ -23,39 +24,31 @@ StructureChoice: TypeAlias = Literal["auto", "push", "resample"]
 class PushPullOptions:
     """The strategy's options, checked."""
 
-    depth: int = 1
-    """Mini-batches in flight: 1 is exact, 3 the paper's."""
-    weights: Weights = "whole"
-    """Whether both sides of a batch use one version of the weights (as in the paper), or only M lags."""
-    order: Order = "forward_first"
-    group_size: int = 0
-    """Ranks that hold all columns together; 0: the fewest that ``memory`` allows, all without it."""
+    depth: int = option(
+        1,
+        "Mini-batches in flight: 1 is exact, 3 the paper's.",
+        check=Check(lambda depth: 1 <= depth <= 3, "1, 2 or 3 mini-batches in flight"),
+    )
+    weights: Weights = option(
+        "whole", "Whether both sides of a batch use one version of the weights (the paper's), or only M lags."
+    )
+    order: Order = option("forward_first", "Whether the next batch begins before the last one goes back.")
+    group_size: int = option(
+        0,
+        "Ranks that hold all columns together; 0: the fewest that ``memory`` allows, all without it.",
+        check=at_least(0),
+    )
     memory: str = ""
     """Bytes of features that a rank may hold, as "4GB"."""
-    structure: StructureChoice = "auto"
-    sync: Sync = "columns"
+    structure: StructureChoice = option("auto", "How parts get the blocks of other owners.")
+    sync: Sync = option("columns", "What is summed over the parts.")
     features: str = FEATURE
     """Names, comma-separated, in the order in which the model concatenates them."""
     cache_columns: bool = True
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int = option(BUCKET_BYTES, "Gradients that are sent together.", check=at_least(1))
 
     def __post_init__(self) -> None:
-        if not 1 <= self.depth <= 3:
-            raise ConfigError(f"option depth={self.depth} must be 1, 2 or 3 mini-batches in flight")
-        for name, kind in (
-            ("weights", Weights),
-            ("order", Order),
-            ("structure", StructureChoice),
-            ("sync", Sync),
-        ):
-            if getattr(self, name) not in get_args(kind):
-                known = " or ".join(map(repr, get_args(kind)))
-                raise ConfigError(f"option {name}={getattr(self, name)!r} must be {known}")
-        if self.group_size < 0 or self.bucket_bytes < 1:
-            raise ConfigError(
-                f"options group_size={self.group_size} and bucket_bytes={self.bucket_bytes} must be at least "
-                "0 and 1"
-            )
+        check_ranges(self, "option {name}={value!r}")
         if self.memory:
             read_size(self.memory)
         if not all(self.names):

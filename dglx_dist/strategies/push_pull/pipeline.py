@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, final
 
 import torch
@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from dglx_dist.comm.collectives import peers_named, sum_over_ranks
+from dglx_dist.comm.collectives import gather_int64, peers_named, sum_over_ranks
 from dglx_dist.comm.ledger import ring_bytes
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import COMPUTE, WAIT
@@ -120,62 +120,34 @@ class Version:
 
 @final
 class VersionLog:
-    """Counts the optimizer's steps on both sides and records the versions of each batch."""
-
-    def __init__(self) -> None:
-        self.steps: dict[Side, int] = {"M": 0, "D": 0}
-        self.done: deque[Version] = deque(maxlen=_KEPT)
-        """The latest, oldest first."""
-        self._pending: list[tuple[int, Side, int]] = []
-
-    def waits(self, side: Side) -> bool:
-        """Whether gradients of ``side`` wait for a step."""
-        return any(one[1] == side for one in self._pending)
-
-    def computed(self, batch: int, side: Side, read: int) -> None:
-        """Record that the gradients of ``batch`` on one side wait for a step."""
-        self._pending.append((batch, side, read))
-
-    @contextmanager
-    def put_aside(self) -> Iterator[None]:
-        """Ignore the gradients that wait, inside the block."""
-        pending, self._pending = self._pending, []
-        yield
-        self._pending = pending + self._pending
-
-    def stepped(self, sides: tuple[Side, ...]) -> None:
-        """Record an optimizer's step that writes ``sides``; it counts where a gradient waited."""
-        # A batch on which the model was called twice has one gradient, their sum.
-        taken = list(dict.fromkeys(one for one in self._pending if one[1] in sides))
-        self._pending = [one for one in self._pending if one[1] not in sides]
-        for batch, side, read in taken:
-            self.done.append(Version(batch=batch, side=side, read=read, written=self.steps[side]))
-        for side in {side for _, side, _ in taken}:
-            self.steps[side] += 1
-
-
-@final
-class OptimizerHooks:
-    """Records every step of an optimizer that has parameters of the pipeline.
+    """Counts the optimizers' steps on both sides, and records the versions of each batch.
 
     torch calls global hooks at every optimizer's steps, so the user's loop does not have to register its own.
     """
 
-    def __init__(self, part: Iterable[nn.Parameter], owner: Iterable[nn.Parameter], log: VersionLog) -> None:
+    def __init__(self, part: Iterable[nn.Parameter], owner: Iterable[nn.Parameter]) -> None:
+        self.steps: dict[Side, int] = {"M": 0, "D": 0}
+        self.done: deque[Version] = deque(maxlen=_KEPT)
+        """The latest, oldest first."""
+        self._pending: list[tuple[int, Side, int]] = []
+        """(batch, side, read) of gradients that wait for a step."""
         self._side: dict[int, Side] = {id(parameter): "M" for parameter in part}
         self._side |= {id(parameter): "D" for parameter in owner}
-        self._log = log
         self._known: list[weakref.ref[Optimizer]] = []
         self._held_back: tuple[Side, ...] = ()
         self._stepped_without_part: set[int] = set()
         """Optimizers that have stepped since the part side's gradients wait."""
         self._warned = False
-        handles = [
-            register_optimizer_step_pre_hook(_weak_hook(weakref.WeakMethod(self._before))),
-            register_optimizer_step_post_hook(_weak_hook(weakref.WeakMethod(self._after))),
-        ]
-        for handle in handles:
+        for register, action in (
+            (register_optimizer_step_pre_hook, self._before),
+            (register_optimizer_step_post_hook, self._after),
+        ):
+            handle = register(_weak_hook(weakref.WeakMethod(action)))
             weakref.finalize(self, handle.remove)
+
+    def computed(self, batch: int, side: Side, read: int) -> None:
+        """Record that the gradients of ``batch`` on one side wait for a step."""
+        self._pending.append((batch, side, read))
 
     def hold_back(self, sides: tuple[Side, ...]) -> None:
         """Set the sides that have no gradient in the coming step, as all their batches are still in flight.
@@ -195,13 +167,13 @@ class OptimizerHooks:
         parameters = [parameter for one in optimizers for parameter in _parameters(one)]
         before = [parameter.grad for parameter in parameters]
         held_back, self._held_back = self._held_back, ()
+        pending, self._pending = self._pending, []
         for parameter in parameters:
             parameter.grad = None
-        with self._log.put_aside():
-            yield
-            for one in optimizers:
-                one.step()
-        self._held_back = held_back
+        yield
+        for one in optimizers:
+            one.step()
+        self._held_back, self._pending = held_back, pending + self._pending
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 
@@ -223,13 +195,21 @@ class OptimizerHooks:
         ]
 
     def _after(self, optimizer: Optimizer) -> None:
-        if sides := tuple(sorted({self._side[one] for one in self._stepped_by(optimizer)})):
-            self._log.stepped(sides)
-            self._warn_if_part_is_left_out(optimizer)
+        sides = {self._side[one] for one in self._stepped_by(optimizer)}
+        if not sides:
+            return
+        # A batch on which the model was called twice has one gradient, their sum.
+        taken = list(dict.fromkeys(one for one in self._pending if one[1] in sides))
+        self._pending = [one for one in self._pending if one[1] not in sides]
+        for batch, side, read in taken:
+            self.done.append(Version(batch=batch, side=side, read=read, written=self.steps[side]))
+        for side in {side for _, side, _ in taken}:
+            self.steps[side] += 1
+        self._warn_if_part_is_left_out(optimizer)
 
     def _warn_if_part_is_left_out(self, optimizer: Optimizer) -> None:
         # The part side's gradients wait while another optimizer steps for the second time.
-        if not self._log.waits("M"):
+        if not any(side == "M" for _, side, _ in self._pending):
             self._stepped_without_part = set()
         elif id(optimizer) not in self._stepped_without_part:
             self._stepped_without_part.add(id(optimizer))
@@ -342,46 +322,24 @@ class InFlightBatch:
     """Steps that each side's weights had seen."""
     values: list[Tensor] | None
     """The owner side's weights at fM; None where they need not be the same."""
-    rows: list[Tensor] = field(default_factory=list)
-    """(N_f,) inputs of the first layer, (L0, F_p) of each owner."""
+    sources: list[Tensor] = field(default_factory=list)
+    """(N_f,) what the inputs of the first layer are made of, (L0, F_p) of each owner."""
     shares: list[list[Tensor]] = field(default_factory=list)
     """This part's shares by gathered tensor, then by owner, with their graph."""
     pulls: list[Transfer] = field(default_factory=list)
     """The owner's sums, by gathered tensor."""
     pushes: list[Transfer] = field(default_factory=list)
     """The owners' gradients of those sums."""
-    gradients: Sequence[Tensor | None] = ()
-    """Of the trained parameters over all owners: the cut ones, then the shared ones (bM)."""
-    of_rows: Mapping[int, Tensor | None] = field(default_factory=dict)
-    """Owner to the gradient of its input rows, where they are trained (bM)."""
+    gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
+    """Of the trained parameters over all owners (bM)."""
+    of_sources: Sequence[Tensor | None] = ()
+    """(N_f,) gradients of the sources, where they are trained (bM)."""
     weight: float = 1.0
     """Of this rank's gradient in the step (the gradient rule, docs/design/contracts.md)."""
 
     def sums(self) -> PartialSums:
         """Wait for the parts' shares and return their sums, without a gradient."""
-        return tuple(add_in_order(pull.result()) for pull in self.pulls)
-
-    def push_gradients(self, gradients: Sequence[Tensor], exchange: AsyncExchange) -> None:
-        """Send the weighted gradients of the sums to all parts (end of bD)."""
-        for gradient, shares in zip(gradients, self.shares, strict=True):
-            # A mean over no targets is nan, which a weight of 0 does not undo.
-            weighed = gradient * self.weight if self.weight else torch.zeros_like(gradient)
-            self.pushes.append(exchange.push(weighed, shares, BACKWARD, self.number))
-
-    def backward(self, wanted: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of all owners with respect to ``wanted``, leaves of this batch (bM).
-
-        Collective where the layer scatters.
-        """
-        outputs, gradients = [], []
-        for push, shares in zip(self.pushes, self.shares, strict=True):
-            for share, gradient in zip(shares, push.result(), strict=True):
-                if share.requires_grad:
-                    outputs.append(share)
-                    gradients.append(gradient)
-        if not outputs or not wanted:
-            return [None] * len(wanted)
-        return list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+        return tuple(add_in_order(pull()) for pull in self.pulls)
 
 
 def compute_shares(
@@ -418,83 +376,90 @@ class PartGradients:
         trained = [name for name, parameter in part.parameters.items() if parameter.requires_grad]
         self._cut = [name for name in trained if name not in shared]
         self._shared = [name for name in trained if name in shared]
-        self._names = [*self._cut, *self._shared]
         self._replicas = _replicas_group(session, group)
+        replicas = Group(rank=group.rank, members=group.replicas, replicas=(group.rank,))
+        self._between_replicas = AsyncExchange(session, replicas)
 
     def compute(self, batch: InFlightBatch) -> None:
         """Run the backward of a batch through this part (bM); collective where the layer scatters."""
-        rows = [number for number, rows in enumerate(batch.rows) if rows.requires_grad]
+        sources = [one for one in batch.sources if one.requires_grad]
         # Parameters that the user has frozen meanwhile have none.
-        trained = [name for name in self._names if batch.leaves[name].requires_grad]
-        leaves = [*(batch.leaves[name] for name in trained), *(batch.rows[number] for number in rows)]
-        found = batch.backward(leaves)
-        by_name = dict(zip(trained, found, strict=False))
-        batch.gradients = [by_name.get(name) for name in self._names]
-        batch.of_rows = dict(zip(rows, found[len(trained) :], strict=True))
+        trained = [name for name in (*self._cut, *self._shared) if batch.leaves[name].requires_grad]
+        wanted = [*(batch.leaves[name] for name in trained), *sources]
+        shares, received = [], []
+        for push, of_owners in zip(batch.pushes, batch.shares, strict=True):
+            for share, gradient in zip(of_owners, push(), strict=True):
+                if share.requires_grad:
+                    shares.append(share)
+                    received.append(gradient)
+        found: Sequence[Tensor | None] = [None] * len(wanted)
+        if shares and wanted:
+            found = torch.autograd.grad(shares, wanted, received, allow_unused=True)
+        batch.gradients = dict(zip(trained, found, strict=False))
+        batch.of_sources = found[len(trained) :]
 
     def add(self, batch: InFlightBatch) -> None:
         """Add to ``.grad``; collective where something is shared or replicated."""
-        split = len(self._cut)
-        like = [batch.leaves[name] for name in self._names]
-        cut = self._over_replicas(batch.gradients[:split], like[:split])
-        shared = self._over_all(batch.gradients[split:], like[split:])
-        for name, gradient in zip(self._names, [*cut, *shared], strict=True):
+        found = {name: batch.gradients.get(name) for name in self._cut}
+        if len(self._group.replicas) > 1:
+            found = self._summed(batch, self._cut, self._over_replicas)
+        for name, gradient in (found | self._summed(batch, self._shared, self._over_all)).items():
             if batch.leaves[name].requires_grad and gradient is not None:
                 parameter, new = self._part.parameters[name], gradient.detach()
                 parameter.grad = new if parameter.grad is None else parameter.grad + new
-        of_rows = [(batch.inputs[number], gradient) for number, gradient in batch.of_rows.items()]
-        if of_rows:
-            batch.origin.accumulate(self._of_all_replicas(of_rows, batch.rows))
+        if batch.of_sources and batch.origin.embedding is not None:
+            nodes = [one.nodes for one in batch.inputs]
+            rows = list(zip(nodes, batch.of_sources, strict=True))
+            if len(self._group.replicas) > 1:
+                rows = self._of_all_replicas(rows, batch.sources)
+            batch.origin.embedding.add_gradients(rows)
 
-    def _over_replicas(
-        self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
-        count = len(self._group.replicas)
-        if count == 1 or not like:
-            return gradients
-        flat = _flat(gradients, like)
+    def _summed(
+        self, batch: InFlightBatch, names: Sequence[str], all_reduce: Callable[[Tensor], Tensor]
+    ) -> dict[str, Tensor | None]:
+        if not names:
+            return {}
+        like = [batch.leaves[name] for name in names]
+        given = [batch.gradients.get(name) for name in names]
+        flat = torch.cat(
+            [
+                (torch.zeros_like(leaf) if one is None else one).reshape(-1)
+                for one, leaf in zip(given, like, strict=True)
+            ]
+        )
+        pieces = torch.split(all_reduce(flat), [leaf.numel() for leaf in like])
+        # Concatenation of several dtypes has promoted them to the widest.
+        return {
+            name: piece.view_as(leaf).to(leaf.dtype)
+            for name, piece, leaf in zip(names, pieces, like, strict=True)
+        }
+
+    def _over_replicas(self, flat: Tensor) -> Tensor:
         with peers_named(self._session, "the sum of gradients over replicas"):
             dist.all_reduce(flat, group=self._replicas)
-        sent = ring_bytes(flat.numel() * flat.element_size(), count, self._group.place)
+        sent = ring_bytes(flat.nbytes, len(self._group.replicas), self._group.place)
         self._session.ledger.add(PHASE, 1, self._group.rank, self._group.next_replica, sent)
-        return _unflattened(flat, like)
+        return flat
+
+    def _over_all(self, flat: Tensor) -> Tensor:
+        return sum_over_ranks(flat, self._session, phase=PHASE, layer=1, in_place=True)
 
     def _of_all_replicas(
-        self, of_rows: Sequence[tuple[PartInput, Tensor | None]], rows: Sequence[Tensor]
-    ) -> Sequence[tuple[PartInput, Tensor | None]]:
-        """Return the gradients of input rows of all replicas, in their order, so that all ranks add alike."""
-        count = len(self._group.replicas)
-        if count == 1:
-            return of_rows
-        nodes = torch.cat([owners.nodes for owners, _ in of_rows])
+        self, found: Sequence[tuple[Tensor, Tensor | None]], like: Sequence[Tensor]
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Return nodes and gradients of all replicas, in their order, so that all ranks add alike."""
+        nodes = torch.cat([ids for ids, _ in found])
         values = torch.cat(
-            [
-                torch.zeros_like(row) if one is None else one
-                for (_, one), row in zip(of_rows, rows, strict=True)
-            ]
-        ).contiguous()
-        with peers_named(self._session, "the gradients of input rows of replicas"):
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
-            dist.all_gather(sizes, torch.tensor([len(nodes)]), group=self._replicas)
-            most = max(int(size) for size in sizes)
-            of_replicas = [_padded_gather(one, most, count, self._replicas) for one in (nodes, values)]
-        num_bytes = most * (nodes.element_size() + values.element_size() * values.shape[1])
-        self._session.ledger.add(
-            PHASE, 1, self._group.rank, self._group.next_replica, (count - 1) * num_bytes
+            [torch.zeros_like(row) if one is None else one for (_, one), row in zip(found, like, strict=True)]
         )
-        owners = of_rows[0][0]
-        return [
-            (replace(owners, nodes=ids[: int(size)]), gradient[: int(size)])
-            for ids, gradient, size in zip(*of_replicas, sizes, strict=True)
+        sizes = gather_int64([len(nodes)], self._session)[list(self._group.replicas), 0].tolist()
+        pushed = [
+            self._between_replicas.push(
+                rows, [rows.new_empty(size, *rows.shape[1:]) for size in sizes], PHASE
+            )
+            for rows in (nodes, values)
         ]
-
-    def _over_all(
-        self, gradients: Sequence[Tensor | None], like: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
-        if not like:
-            return gradients
-        flat = sum_over_ranks(_flat(gradients, like), self._session, phase=PHASE, layer=1, in_place=True)
-        return _unflattened(flat, like)
+        return list(zip(*(one() for one in pushed), strict=True))
 
 
 def _replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
@@ -510,31 +475,6 @@ def _replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
     return made[group.part]
 
 
-def _padded_gather(rows: Tensor, most: int, count: int, replicas: dist.ProcessGroup | None) -> list[Tensor]:
-    """Return the padded rows of every replica, (most, ...) each, in their order."""
-    padded = rows.new_zeros((most, *rows.shape[1:]))
-    padded[: len(rows)] = rows
-    found = [torch.empty_like(padded) for _ in range(count)]
-    if padded.numel():
-        dist.all_gather(found, padded, group=replicas)
-    return found
-
-
-def _flat(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    return torch.cat(
-        [
-            torch.zeros_like(other).reshape(-1) if one is None else one.reshape(-1)
-            for one, other in zip(gradients, like, strict=True)
-        ]
-    )
-
-
-def _unflattened(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    pieces = torch.split(flat, [other.numel() for other in like])
-    # Concatenation of several dtypes has promoted them to the widest.
-    return [piece.view_as(other).to(other.dtype) for piece, other in zip(pieces, like, strict=True)]
-
-
 @final
 class Pipeline:
     """Runs batches through the first layer of one model, in lock-step with the other ranks.
@@ -547,6 +487,7 @@ class Pipeline:
         session: Session,
         group: Group,
         options: PushPullOptions,
+        module: nn.Module,
         split: SplitModel,
         names: Sequence[str],
         provenance: InputProvenance,
@@ -557,24 +498,23 @@ class Pipeline:
         local = {*split.cuts, *split.shared}
         trained = [
             (name, parameter)
-            for name, parameter in split.module.named_parameters()
+            for name, parameter in module.named_parameters()
             if parameter.requires_grad and name not in local
         ]
-        self._part = part = PartSide(split.module, split.stashed)
+        self._part = part = PartSide(module, split.stashed)
         self._gradients = PartGradients(session, group, part, split.shared)
         self._owner = owner = OwnerSide([parameter for _, parameter in trained])
         self.exchange = GradientExchange(trained, session, options.bucket_bytes)
         self._activations = AsyncExchange(session, group)
         self._depth, self._delay, self._looks_ahead = options.depth, options.delay, options.in_flight > 1
         self._whole = options.weights == "whole" and self._looks_ahead
-        self.exchange.set_delay(options.delay if self._whole else 0)
-        self.exchange.after_backward(self._after_backward)
-        self.log = VersionLog()
-        by_rows = [split.module.get_parameter(name) for name in split.cuts if name not in split.stashed]
-        self._steps = OptimizerHooks([*part.parameters.values(), *by_rows], owner.parameters, self.log)
+        self.exchange.delay = options.delay if self._whole else 0
+        self.exchange.after = self._after_backward
+        by_rows = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
+        self.log = VersionLog([*part.parameters.values(), *by_rows], owner.parameters)
         self._spec: InputSpec | None = None
-        self._in_flight: dict[int, InFlightBatch] = {}
-        """Begun and not yet reached by the user's loop, by number."""
+        self._begun: InFlightBatch | None = None
+        """Not yet reached by the user's loop."""
         self._pushed: list[InFlightBatch] = []
         """The gradients of their sums were pushed; bM is still to come."""
         self._ready: list[InFlightBatch] = []
@@ -598,11 +538,9 @@ class Pipeline:
         if group_batch is None:
             return
         for features in self._features:
-            self._provenance.add(features.rows(group_batch.inputs[self._group.part]), features)
-        if not torch.is_grad_enabled():
-            return
-        batch = self._in_flight.get(group_batch.number)
-        if batch is not None and batch.inputs is group_batch.inputs and batch.values is not None:
+            self._provenance.add(features.source(group_batch.inputs[self._group.part]), features)
+        batch = self._begun_for(group_batch)
+        if batch is not None and batch.values is not None:
             self._owner.place(batch.values)
 
     def resume(self) -> None:
@@ -628,7 +566,7 @@ class Pipeline:
         if ahead:
             self._check_first_call(group_batch)
         spec = read_input_spec(layer, given, self._provenance)
-        batch = self._take_started(group_batch, spec)
+        batch = self._take_begun(group_batch, spec)
         if batch is None:
             batch = self._start(layer, group_batch, spec, given.edges)
         if ahead:
@@ -646,11 +584,11 @@ class Pipeline:
         A batch with fM only is begun anew when its turn comes.
         """
         self._owner.restore()
-        for batch in self._in_flight.values():
-            batch.sums()
-        self._in_flight.clear()
+        if self._begun is not None:
+            self._begun.sums()
+            self._begun = None
         while self._pushed:
-            with self._steps.own_step():
+            with self.log.own_step():
                 self.exchange.add_delayed()
                 self._add(self._backward_part(self._pushed.pop(0)))
 
@@ -672,7 +610,10 @@ class Pipeline:
                 "backward went through the first layer twice for one batch; call the model once for each "
                 "backward (retain_graph cannot be honoured here)"
             )
-        batch.push_gradients(gradients, self._activations)
+        for gradient, shares in zip(gradients, batch.shares, strict=True):
+            # A mean over no targets is nan, which a weight of 0 does not undo.
+            weighed = gradient * batch.weight if batch.weight else torch.zeros_like(gradient)
+            batch.pushes.append(self._activations.push(weighed, shares, BACKWARD, batch.number))
         self._pushed.append(batch)
         while len(self._pushed) > self._delay:
             self._ready.append(self._backward_part(self._pushed.pop(0)))
@@ -686,31 +627,30 @@ class Pipeline:
             )
         self._last_called = weakref.ref(group_batch)
 
-    def _take_started(self, group_batch: GroupBatch, spec: InputSpec) -> InFlightBatch | None:
-        """Return the state of a batch that was begun ahead with the same inputs, if it was."""
-        batch = self._in_flight.get(group_batch.number)
-        if batch is None or batch.inputs is not group_batch.inputs or not torch.is_grad_enabled():
-            return None
-        del self._in_flight[group_batch.number]
-        if self._spec != spec:
-            raise ConfigError(
-                "the model gave its first layer other inputs than in the batch before, which batches in "
-                "flight do not allow; use depth=1"
-            )
+    def _begun_for(self, group_batch: GroupBatch) -> InFlightBatch | None:
+        """Return the batch that was begun ahead, if it is this one with the same inputs."""
+        begun = self._begun if torch.is_grad_enabled() else None
+        return begun if begun is not None and begun.inputs is group_batch.inputs else None
+
+    def _take_begun(self, group_batch: GroupBatch, spec: InputSpec) -> InFlightBatch | None:
+        batch = self._begun_for(group_batch)
+        if batch is not None:
+            self._begun = None
+            if self._spec != spec:
+                raise ConfigError(
+                    "the model gave its first layer other inputs than in the batch before, which batches in "
+                    "flight do not allow; use depth=1"
+                )
         return batch
 
     def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec) -> None:
         following = group_batch.following
-        if following is None:
+        if following is None or self._begun_for(following) is not None:
             return
-        begun = self._in_flight.get(following.number)
-        if begun is not None and begun.inputs is following.inputs:
-            return
-        # Batches that were begun by a loop that was left are not needed any more.
-        self._in_flight.clear()
-        self._spec = spec
+        # A batch that was begun by a loop that was left is not needed any more.
+        self._begun, self._spec = None, spec
         edges = spec.edges(layer, following.inputs[self._group.part].block)
-        self._in_flight[following.number] = self._start(layer, following, spec, edges)
+        self._begun = self._start(layer, following, spec, edges)
 
     def _start(
         self,
@@ -731,16 +671,16 @@ class Pipeline:
             )
             edges = share_edge_values(own_edges, group_batch.inputs, self._group, self._activations)
             with self._part.placed(batch.leaves):
-                batch.rows = [spec.origin.rows(one) for one in group_batch.inputs]
+                batch.sources = [spec.origin.source(one) for one in group_batch.inputs]
                 given = [
                     StageInput(
                         block=one.block,
-                        x=x,
+                        x=spec.origin.rows(source, one),
                         edges=values,
                         draws=self._draws(one, spec.origin),
                         runs=spec.origin.runs,
                     )
-                    for one, x, values in zip(group_batch.inputs, batch.rows, edges, strict=True)
+                    for one, source, values in zip(group_batch.inputs, batch.sources, edges, strict=True)
                 ]
                 batch.shares = compute_shares(layer, given, self._group, self._activations)
             batch.pulls = [self._activations.pull(one, FORWARD, batch.number) for one in batch.shares]
@@ -751,7 +691,7 @@ class Pipeline:
 
     def _backward_part(self, batch: InFlightBatch) -> InFlightBatch:
         for push in batch.pushes:
-            self._timed(push.result, f"{WAIT} for the push", batch.number)
+            self._timed(push, f"{WAIT} for the push", batch.number)
         with self._session.timeline.span("backward M", COMPUTE, batch.number):
             self._gradients.compute(batch)
         return batch
@@ -759,7 +699,7 @@ class Pipeline:
     def _add(self, batch: InFlightBatch) -> None:
         self._gradients.add(batch)
         # A frozen side is never stepped.
-        if batch.of_rows or any(leaf.requires_grad for leaf in batch.leaves.values()):
+        if batch.of_sources or any(leaf.requires_grad for leaf in batch.leaves.values()):
             self.log.computed(batch.number, "M", batch.read["M"])
         if self._whole:
             self.log.computed(batch.number, "D", batch.read["D"])
@@ -769,7 +709,7 @@ class Pipeline:
         self._owner.restore()
         self._buffers.average(weight)
         waiting: tuple[Side, ...] = ("M", "D") if self._whole else ("M",)
-        self._steps.hold_back(waiting if self._pushed and not self._ready else ())
+        self.log.hold_back(waiting if self._pushed and not self._ready else ())
         while self._ready:
             self._add(self._ready.pop(0))
         if self._current is not None and not self._whole:

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import gather_int64, gather_json, peers_named
+from dglx_dist.comm.collectives import gather_int64, gather_json
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import SplittableConv, cut_out, join_parts, part_of
+from dglx_dist.layers.base import SplittableConv, cut_in_place, cut_out, join_parts
 from dglx_dist.layers.convolutions import Sync, stages_of
 from dglx_dist.layers.dropout import Columns, deal_out_concatenated
 from dglx_dist.layers.tracer import convolutions_in
-from dglx_dist.strategies.push_pull.exchange import Group
+from dglx_dist.strategies.push_pull.exchange import AsyncExchange, Group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 from dglx_dist.strategies.push_pull.input_layers import (
     InputLayout,
     InputProvenance,
-    all_names,
     embeddings_of_all_nodes,
     find_input_modules,
 )
 
 PHASE = "weights"
 """Ledger phase of pieces of weights and of optimizer state that are joined."""
+
+_OWN_FORWARD = "_dglx_forward"
+"""Marks a module whose ``forward`` is replaced."""
 
 
 @final
@@ -56,15 +57,12 @@ class Cut:
 class CutState:
     """Joins and cuts the cut parameters of a model, their optimizer state and their gradients.
 
-    ``cuts`` are by name of the parameter in the user's module; ``originals`` the user's submodules that were
-    replaced, by name ("" is the model itself), as :func:`without_weights` returns them.
+    ``cuts`` are by name of the parameter in the user's module.
     """
 
-    def __init__(
-        self, session: Session, group: Group, cuts: Mapping[str, Cut], originals: Mapping[str, nn.Module]
-    ) -> None:
-        self._session, self._group = session, group
-        self._cuts, self._originals = dict(cuts), dict(originals)
+    def __init__(self, session: Session, group: Group, cuts: Mapping[str, Cut]) -> None:
+        self._session, self._group, self._cuts = session, group, dict(cuts)
+        self._exchange = AsyncExchange(session, group)
 
     def join(self, name: str, piece: Tensor) -> Tensor:
         """Return the uncut tensor of the pieces of a group; every rank must call it.
@@ -79,7 +77,8 @@ class CutState:
         # One value per parameter may have the shape of a piece of one column, but not on all parts.
         if not gather_int64([is_piece], self._session).all():
             return piece
-        return join_parts(self._gathered(piece, cut), cut.runs, cut.dimension)
+        like = [piece.new_empty(cut.piece_shape(part)) for part in range(self._group.size)]
+        return join_parts(self._exchange.push(piece, like, PHASE)(), cut.runs, cut.dimension)
 
     def cut(self, name: str, uncut: Tensor) -> Tensor:
         """Return a copy of this rank's piece; a tensor of another shape is returned as it is."""
@@ -119,13 +118,16 @@ class CutState:
         Raises:
             ConfigError: the module holds something that cannot be copied.
         """
-        state = module.state_dict()
-        self.join_all(state)
-        memo = _non_leaf_copies(module)
-        for name, original in self._originals.items():
-            part, prefix = module.get_submodule(name), _prefix(name)
-            like = {inner: state[prefix + inner] for inner, _ in original.named_parameters()}
-            memo[id(part)] = _restored(original, part, like, memo)
+        # torch does not copy results with a history, which modules may hold.
+        memo: dict[int, Any] = {
+            id(value): value.detach().clone()
+            for inner in module.modules()
+            for value in vars(inner).values()
+            if isinstance(value, Tensor) and not value.is_leaf
+        }
+        for name in self._cuts:
+            piece = module.get_parameter(name)
+            memo[id(piece)] = nn.Parameter(self.join(name, piece.detach()), piece.requires_grad)
         try:
             found = copy.deepcopy(module, memo)
         except TypeError as error:
@@ -133,7 +135,10 @@ class CutState:
                 f"{type(module).__name__} holds something that cannot be copied ({error}), and its uncut "
                 "form is a copy; keep such things out of the model, or give their class a __deepcopy__"
             ) from error
-        found.load_state_dict(state)
+        for inner in found.modules():
+            if inner.__dict__.pop(_OWN_FORWARD, False):
+                del inner.__dict__["forward"]
+            inner.__dict__.pop("run_parts", None)
         return found
 
     def clip_grad_norm_(
@@ -167,64 +172,10 @@ class CutState:
         dtype = found[0][1].dtype if found else torch.get_default_dtype()
         return norm.to(dtype)
 
-    def _gathered(self, piece: Tensor, cut: Cut) -> list[Tensor]:
-        device, piece = piece.device, piece.detach().contiguous().cpu()
-        pieces = [piece.new_empty(cut.piece_shape(part)) for part in range(self._group.size)]
-        pieces[self._group.part] = piece
-        others = self._group.others
-        work = [dist.irecv(pieces[part], rank) for part, rank in others if pieces[part].numel()]
-        work += [dist.isend(piece, rank) for _, rank in others if piece.numel()]
-        with peers_named(self._session, "the uncut weights"):
-            for one in work:
-                assert one is not None
-                one.wait()
-        for _, rank in others:
-            self._session.ledger.add(PHASE, 1, self._group.rank, rank, piece.numel() * piece.element_size())
-        return [one.to(device) for one in pieces]
 
-
-def without_weights(original: nn.Module, cut: Iterable[str]) -> nn.Module:
-    """Return a copy of a user's module whose parameters ``cut`` take no memory.
-
-    A wrapped model keeps it, so that :meth:`CutState.whole` can restore a module of the user's class.
-    """
-    memo: dict[int, Any] = _non_leaf_copies(original)
-    for name in cut:
-        parameter = original.get_parameter(name)
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-    return copy.deepcopy(original, memo)
-
-
-def _restored(
-    original: nn.Module, part: nn.Module, like: Mapping[str, Tensor], copies: dict[int, Any]
-) -> nn.Module:
-    """Return a copy of what :func:`without_weights` returned, with all parameters, in ``part``'s mode.
-
-    ``like`` has the uncut parameters. ``copies`` is the memo of the model's copy, as other layers may have
-    the part's uncut parameters, too.
-    """
-    memo: dict[int, Any] = {}
-    for name, parameter in original.named_parameters():
-        if parameter.is_meta:
-            memo[id(parameter)] = nn.Parameter(torch.empty_like(like[name]), parameter.requires_grad)
-        else:
-            live = part.get_parameter(name)
-            memo[id(parameter)] = copies.setdefault(id(live), copy.deepcopy(live))
-    found = copy.deepcopy(original, memo)
-    modes = {inner: module.training for inner, module in part.named_modules()}
-    for inner, module in found.named_modules():
-        module.training = modes.get(inner, part.training)
-    return found
-
-
-def _non_leaf_copies(module: nn.Module) -> dict[int, Any]:
-    # A memo for deepcopy: torch does not copy results with a history, which modules may hold.
-    return {
-        id(value): value.detach().clone()
-        for inner in module.modules()
-        for value in vars(inner).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
+def compute_by(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    """Replace ``forward`` of a user's module, until :meth:`CutState.whole` copies it."""
+    module.__dict__.update({"forward": forward, _OWN_FORWARD: True})
 
 
 def _power(gradients: Iterable[Tensor], norm_type: float) -> float:
@@ -244,19 +195,18 @@ def _power(gradients: Iterable[Tensor], norm_type: float) -> float:
 class SplitModel:
     """A model of which this rank has one part."""
 
-    module: nn.Module
     layer: SplittableConv
     """The first layer, of this part."""
     runs: tuple[Columns, ...]
     """This part's columns of the input."""
     cuts: Mapping[str, Cut]
-    """By uncut name of the parameter."""
+    """By name of the parameter; under all its names."""
     stashed: tuple[str, ...]
     """Parameters before the sum of which every batch in flight has its own leaves."""
     shared: tuple[str, ...]
     """The stashed ones that every part holds whole."""
-    originals: Mapping[str, nn.Module]
-    """Name of each replaced submodule to the user's, without its weights."""
+    takes_columns: frozenset[nn.Module]
+    """The modules whose parameters are cut."""
 
 
 def split_model(
@@ -269,52 +219,75 @@ def split_model(
     sync: Sync,
     provenance: InputProvenance,
 ) -> SplitModel:
-    """Replace the first layer of ``model``, and the modules before it, by this rank's part; collective.
+    """Cut the first layer of ``model``, and the modules before it, to this rank's part; collective.
+
+    The user's modules stay: their cut parameters become pieces, and their ``forward`` computes by stages.
 
     Raises:
         ConfigError: no layer takes the input's columns and can be split, or a module before it cannot.
     """
     widths = _input_widths(model, store, num_nodes)
-    name, whole = find_first_layer(model, sum(widths), sync)
-    runs = deal_out_concatenated(widths, group.size)
-    layout = InputLayout(features=store.names, runs=runs[group.part], num_nodes=num_nodes, seed=seed)
-    inputs = find_input_modules(model, name, layout, store.moments)
-    before_split = dict(model.named_parameters(remove_duplicate=False))
-    places, prefix = all_names(model, name), _prefix(name)
-    cuts = {
-        _prefix(place) + inner: Cut(
-            shape=tuple(whole.get_parameter(inner).shape), dimension=dimension, runs=runs
-        )
-        for place in places
-        for inner, dimension in whole.cut.items()
-    }
-    originals = {name: without_weights(model.get_submodule(name), whole.cut)}
-    stashed = [prefix + inner for inner in (*whole.cut, *whole.shared)]
-    seen: set[nn.Module] = set()
-    for place, module in inputs.items():
-        module.provenance = provenance
-        before = model.get_submodule(place)
-        for inner, dimension in module.cut.items():
-            shape = tuple(before.get_parameter(inner).shape)
-            cuts[f"{place}.{inner}"] = Cut(shape=shape, dimension=dimension, runs=runs)
-            if inner not in module.by_rows and module not in seen:
-                stashed.append(f"{place}.{inner}")
-        seen.add(module)
-        originals[place] = without_weights(before, module.cut)
-        _put(model, place, module)
-    _refuse_ties(before_split, cuts)
-    part = _tied(part_of(whole, runs[group.part]), whole)
-    for place in places if name else ():
-        _put(model, place, part)
+    name, layer = find_first_layer(model, sum(widths), sync)
+    first, runs = model.get_submodule(name), deal_out_concatenated(widths, group.size)
+    layout = InputLayout(
+        features=store.names, runs=runs[group.part], num_nodes=num_nodes, seed=seed, provenance=provenance
+    )
+    inputs = find_input_modules(model, first, layout, store.moments)
+    dimensions: dict[nn.Module, Mapping[str, int]] = {first: layer.cut}
+    dimensions |= {module: one.cut for module, one in inputs.items() if one.cut}
+    cuts = _cuts(model, dimensions, runs)
+    names = {module: f"{place}." if place else "" for place, module in model.named_modules()}
+    prefix = names[first]
+    stashed = [prefix + inner for inner in (*layer.cut, *layer.shared)]
+    for module, one in inputs.items():
+        stashed += [names[module] + inner for inner in one.cut if one.stashed]
+        compute_by(module, one.forward)
+    for module, cut in dimensions.items():
+        cut_in_place(module, cut, runs[group.part])
+    if layer is not first:
+        _compute_by_stages(first, layer)
     return SplitModel(
-        module=model if name else part,
-        layer=part,
+        layer=layer,
         runs=runs[group.part],
         cuts=cuts,
         stashed=tuple(stashed),
-        shared=tuple(prefix + shared for shared in whole.shared),
-        originals=originals,
+        shared=tuple(prefix + inner for inner in layer.shared),
+        takes_columns=frozenset(dimensions),
     )
+
+
+def _cuts(
+    model: nn.Module, dimensions: Mapping[nn.Module, Mapping[str, int]], runs: tuple[tuple[Columns, ...], ...]
+) -> dict[str, Cut]:
+    """Return the cuts under all names; ConfigError if a module that is not cut has such a parameter, too."""
+    places, dimension_of = {}, {}
+    for module, cut in dimensions.items():
+        for inner, dimension in cut.items():
+            owner, _, last = inner.rpartition(".")
+            places[module.get_submodule(owner), last] = dimension
+            dimension_of[module.get_parameter(inner)] = dimension
+    cuts, others = {}, {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, last = name.rpartition(".")
+        if (model.get_submodule(owner), last) in places:
+            cuts[name] = Cut(shape=tuple(parameter.shape), dimension=dimension_of[parameter], runs=runs)
+        elif parameter in dimension_of:
+            others[name] = parameter
+    for other, parameter in others.items():
+        name = next(name for name in cuts if model.get_parameter(name) is parameter)
+        raise ConfigError(
+            f"{name!r} and {other!r} are one parameter, and push_pull cuts the first by columns; give each "
+            "its own, or use strategy='data_parallel'"
+        )
+    return cuts
+
+
+def _compute_by_stages(conv: nn.Module, stages: SplittableConv) -> None:
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        stages.training = conv.training
+        return stages.forward(*args, **kwargs)
+
+    compute_by(conv, forward)
 
 
 def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, SplittableConv]:
@@ -348,32 +321,3 @@ def _input_widths(model: nn.Module, store: ColumnStore, num_nodes: int) -> tuple
         f"the nodes have none of the features that the strategy was configured with, and the model has no "
         f"torch.nn.Embedding({num_nodes}, ...) in their place; name the features with the option features="
     )
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, last = name.rpartition(".")
-    setattr(model.get_submodule(owner), last, module)
-
-
-def _prefix(name: str) -> str:
-    return f"{name}." if name else ""
-
-
-def _tied(part: SplittableConv, whole: SplittableConv) -> SplittableConv:
-    """Return ``part`` with the uncut parameters of ``whole`` itself, as other layers may share them."""
-    for name, parameter in whole.named_parameters(remove_duplicate=False):
-        if name not in whole.cut:
-            owner, _, last = name.rpartition(".")
-            part.get_submodule(owner).register_parameter(last, parameter)
-    return part
-
-
-def _refuse_ties(before_split: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut]) -> None:
-    """Raise ConfigError if a module that is not cut shares a cut parameter."""
-    cut = {id(before_split[name]): name for name in cuts}
-    for name, parameter in before_split.items():
-        if id(parameter) in cut and name not in cuts:
-            raise ConfigError(
-                f"{cut[id(parameter)]!r} and {name!r} are one parameter, and push_pull cuts the first by "
-                "columns; give each its own, or use strategy='data_parallel'"
-            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -14,7 +14,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import Sync
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
-from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext
 from dglx_dist.strategies.push_pull import cost as costs
 from dglx_dist.strategies.push_pull.exchange import Group, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
@@ -46,6 +45,9 @@ class PushPull(Strategy):
     )
 
     read_options = staticmethod(read_push_pull_options)
+    inspect = staticmethod(costs.inspect)
+    candidates = staticmethod(costs.candidates)
+    cost = staticmethod(costs.cost)
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._session = session
@@ -68,22 +70,9 @@ class PushPull(Strategy):
 
         store, group = self._opened(g)
         if _input_is_embedding(model, store, g.num_nodes(), self._options.sync):
-            store = ColumnStore({}, group, self._session)
+            store = ColumnStore([], group, self._session)
         _check_floats(store)
         return PushPullModel(model, g, store, group, self._options, reduction=reduction)
-
-    @classmethod
-    def inspect(cls, model: nn.Module, features: int) -> costs.FirstLayer:
-        name, _ = find_first_layer(model, features, "columns")
-        return costs.first_layer(model, model.get_submodule(name))
-
-    @classmethod
-    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
-        return costs.candidates(context)
-
-    @classmethod
-    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
-        return costs.cost(candidate, known)
 
     def _open_loader(
         self, inner_class: Any, g: DistGraph, seeds: Any, sampler: Any, loader_options: Mapping[str, Any]
@@ -102,7 +91,7 @@ class PushPull(Strategy):
         names = self._features(g)
         group = make_group(self._session, self._options.group_size or self._chosen_size(g, names))
         if not names:
-            return ColumnStore({}, group, self._session), group
+            return ColumnStore([], group, self._session), group
         return open_columns(g, names, group, cache=self._options.cache_columns), group
 
     def _features(self, g: DistGraph) -> tuple[str, ...]:

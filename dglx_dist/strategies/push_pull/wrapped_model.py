@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import SplittableConv
 from dglx_dist.strategies.base import Parts, Reduction, WrappedModel, find_share, gradient_weight
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen, mark_output
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
-from dglx_dist.strategies.push_pull.input_layers import InputModule, InputProvenance
+from dglx_dist.strategies.push_pull.input_layers import InputProvenance
 from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.push_pull.pipeline import Pipeline, VersionLog
-from dglx_dist.strategies.push_pull.split_model import CutState, split_model
+from dglx_dist.strategies.push_pull.split_model import CutState, SplitModel, split_model
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -35,14 +35,16 @@ class InputGuard:
     """
 
     def __init__(
-        self, module: nn.Module, first: SplittableConv, provenance: InputProvenance, group: Group
+        self, module: nn.Module, split: SplitModel, provenance: InputProvenance, group: Group
     ) -> None:
-        self._provenance, self._group, self._first = provenance, group, type(first).__name__
-        inside = set(first.modules())
+        self._provenance, self._group, self._first = provenance, group, type(split.layer).__name__
+        inside = set(split.layer.modules())
         self._names = {
             id(one): name
             for name, one in module.named_modules()
-            if one not in inside and any(True for _ in one.parameters()) and not _splits(one, first)
+            if one not in inside
+            and any(True for _ in one.parameters())
+            and split.takes_columns.isdisjoint(one.modules())
         }
 
     @contextmanager
@@ -61,7 +63,7 @@ class InputGuard:
         name = self._names.get(id(module))
         if name is None:
             return
-        tensors = list(_tensors(arguments))
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
         given = next((one for one in tensors if self._provenance.holds(one)), None)
         if given is None and isinstance(module, nn.Linear) and tensors:
             # Columns that were concatenated to something else, as in torch.cat([h, x], 1).
@@ -73,19 +75,6 @@ class InputGuard:
                 "Let nothing else with weights use the input (no skip connection around the first layer, no "
                 "second layer on the same rows), or use strategy='data_parallel'"
             )
-
-
-def _splits(module: nn.Module, first: SplittableConv) -> bool:
-    # Input modules without weights, as dropout, stand everywhere.
-    return any(one is first or (isinstance(one, InputModule) and one.cut) for one in module.modules())
-
-
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            yield argument
-        elif isinstance(argument, tuple | list):
-            yield from _tensors(argument)
 
 
 @final
@@ -112,10 +101,8 @@ class PushPullModel(WrappedModel):
         reduction: Reduction,
     ) -> None:
         super().__init__()
-        if reduction not in ("mean", "sum"):
-            raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
         session = g.session
-        check_same_model(model, session, f"reduction={reduction}, {options}")
+        check_same_model(model, session, str(options), reduction)
         broadcast_state(model, session)
         self._session, self._reduction = session, reduction
         self._group, self._provenance = group, InputProvenance()
@@ -128,16 +115,15 @@ class PushPullModel(WrappedModel):
             sync=options.sync,
             provenance=self._provenance,
         )
-        self.module = split.module
-        self._cuts = dict(split.cuts)
-        self._state = CutState(session, group, self._cuts, split.originals)
+        self.module, self._cuts = model, split.cuts
+        self._state = CutState(session, group, split.cuts)
         self._buffer_means = BufferMeans(self.module, session, reduction)
         self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
         self._pipeline = Pipeline(
-            session, group, options, split, store.names, self._provenance, self._buffer_means
+            session, group, options, model, split, store.names, self._provenance, self._buffer_means
         )
         split.layer.run_parts = self._pipeline
-        self._guard = InputGuard(self.module, split.layer, self._provenance, group)
+        self._guard = InputGuard(self.module, split, self._provenance, group)
 
     @property
     def parts(self) -> Parts:
@@ -202,15 +188,10 @@ class PushPullModel(WrappedModel):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         self.drain()
-        result = self.module.load_state_dict(self._state.cut_all(state_dict), strict=strict, assign=assign)
-        self._buffer_means.note()
-        return result
+        return super().load_state_dict(self._state.cut_all(state_dict), strict, assign)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # Called by .to(), .double() and the like: the buffers to compare with change, too.
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
+    def note_buffers(self) -> None:
         self._buffer_means.note()
-        return result
 
 
 def _group_batch_of(arguments: tuple[Any, ...]) -> GroupBatch | None:

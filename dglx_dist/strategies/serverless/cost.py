@@ -123,26 +123,20 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerlessSetting:
-    """Inputs of :func:`serverless_bytes`, for convolutions that map sums, as GCN's."""
-
-    widths: Sequence[int]
-    """(L + 1,) d_0 to d_L: features, hidden widths, classes."""
-    nodes: int
-    """n, of all graph servers."""
-    ghosts: int
-    """|G|: pairs of a node and another graph server that reads it."""
-    intervals: int
-    fusion: bool = True
-    rematerialise: bool = True
-    itemsize: int = 4
-
-
-def serverless_bytes(setting: ServerlessSetting) -> dict[str, int]:
+def serverless_bytes(
+    *,
+    widths: Sequence[int],
+    nodes: int,
+    ghosts: int,
+    intervals: int,
+    fusion: bool = True,
+    rematerialise: bool = True,
+    itemsize: int = 4,
+) -> dict[str, int]:
     """Return the bytes of an epoch by ledger phase, over all ranks, with one parameter server.
 
-    Streaming changes none of them. For each layer l of L, with s bytes a number and K intervals::
+    For convolutions that map sums, as GCN's. Streaming changes none of them. For each layer l of L, with n
+    nodes, |G| pairs of a node and another graph server that reads it, s bytes a number, K intervals::
 
         ghosts            |G| (4 + s d_l)               l < L, and as much back
         AV l              n d_{l-1} s down              n d_l s up, twice that without rematerialisation
@@ -150,23 +144,25 @@ def serverless_bytes(setting: ServerlessSetting) -> dict[str, int]:
         gradAV l          n (d_{l-1} + d_l) s down      n d_{l-1} s up, not for l = 1; n d_l s more down
                                                         without rematerialisation
         weights           K |W_l| s for each task down, once back
+
+    ``widths`` are d_0 to d_L: features, hidden widths, classes.
     """
-    hidden = sum(setting.widths[1:-1])
-    boundary = setting.ghosts * (_SHORT_ID_BYTES * (len(setting.widths) - 2) + setting.itemsize * hidden)
+    hidden = sum(widths[1:-1])
+    boundary = ghosts * (_SHORT_ID_BYTES * (len(widths) - 2) + itemsize * hidden)
     down = up = weights_down = weights_up = 0
-    last = len(setting.widths) - 1
+    last = len(widths) - 1
     for layer in range(1, last + 1):
-        wide, narrow = setting.widths[layer - 1], setting.widths[layer]
-        weights = setting.intervals * (wide + 1) * narrow * setting.itemsize
-        back = 0 if layer == 1 else setting.nodes * wide * setting.itemsize
+        wide, narrow = widths[layer - 1], widths[layer]
+        weights = intervals * (wide + 1) * narrow * itemsize
+        back = 0 if layer == 1 else nodes * wide * itemsize
         weights_up += weights
-        if layer == last and setting.fusion:
-            down += setting.nodes * (wide * setting.itemsize + _LABEL_BYTES)
-            up += back + setting.intervals * _STATISTICS_BYTES
+        if layer == last and fusion:
+            down += nodes * (wide * itemsize + _LABEL_BYTES)
+            up += back + intervals * _STATISTICS_BYTES
             weights_down += weights
             continue
-        saved = 0 if setting.rematerialise else setting.nodes * narrow * setting.itemsize
-        rows = setting.nodes * setting.itemsize
+        saved = 0 if rematerialise else nodes * narrow * itemsize
+        rows = nodes * itemsize
         down += rows * wide + rows * (wide + narrow) + saved
         up += rows * narrow + saved + back
         weights_down += 2 * weights
@@ -183,12 +179,10 @@ def serverless_bytes(setting: ServerlessSetting) -> dict[str, int]:
 def _traffic(known: Measured, ghosts: Ghosts) -> Traffic:
     shape, total = known.shape, ghosts.outside + ghosts.inside
     phases = serverless_bytes(
-        ServerlessSetting(
-            widths=(shape.features, *(layer.outputs for layer in shape.layers)),
-            nodes=known.graph.nodes,
-            ghosts=total,
-            intervals=LambdaOptions().intervals * known.cluster.ranks,
-        )
+        widths=(shape.features, *(layer.outputs for layer in shape.layers)),
+        nodes=known.graph.nodes,
+        ghosts=total,
+        intervals=LambdaOptions().intervals * known.cluster.ranks,
     )
     inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
     outside = {name: count - inside.get(name, 0) for name, count in phases.items()}

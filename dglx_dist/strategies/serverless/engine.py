@@ -5,52 +5,34 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from functools import partial
-from ipaddress import ip_address
-from typing import Generic, NamedTuple, TypeVar, final
+from typing import NamedTuple, final
 
 import numpy as np
 
 from dglx_dist.comm.collectives import barrier, gather_int64, raise_for_missing
-from dglx_dist.comm.endpoints import open_client_access
-from dglx_dist.comm.ledger import WORKER as WORKERS
-from dglx_dist.comm.rpc import Handler, PeerAddress
+from dglx_dist.comm.ledger import WORKER
+from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session, SessionField
-from dglx_dist.comm.topology import link_speed
-from dglx_dist.comm.trace import WAIT, WORKER, Span, Timeline
 from dglx_dist.comm.wire import payload_bytes
-from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.errors import PeerError
 from dglx_dist.records import Array
-from dglx_dist.serverless.aws.package import stages_of
-from dglx_dist.serverless.controller import Controller, ControllerOptions, Finished, most_workers
 from dglx_dist.serverless.cost import Bill, Counts, bill, dollars
-from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
 from dglx_dist.serverless.json_fields import printable
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, what_misses
 from dglx_dist.serverless.program import Program
-from dglx_dist.serverless.tasks import (
-    MAX_TIMEOUT_S,
-    Address,
-    Secrets,
-    Task,
-    TaskKey,
-    TaskOptions,
-    kernels,
-    parse_attempt,
-    parse_half,
-)
+from dglx_dist.serverless.tasks import TaskKey, kernels, parse_attempt, parse_half
 from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
 from dglx_dist.strategies.serverless.graph_partition import Part
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult
 from dglx_dist.strategies.serverless.options import LambdaOptions, StalenessPolicy
-from dglx_dist.strategies.serverless.scheduler import Progress, ThreadScheduler, Workers, span_name
+from dglx_dist.strategies.serverless.scheduler import Progress, ThreadScheduler
+from dglx_dist.strategies.serverless.worker_pool import WorkerPool
 
 
 @final
@@ -103,116 +85,10 @@ def account_of_ranks(own: Account, session: Session) -> Account:
     return Account(counts=Counts(**added), server_seconds=seconds)
 
 
-@final
-class WorkerPool:
-    """:class:`Workers` of this rank, behind a controller, from construction until :meth:`close`."""
-
-    def __init__(
-        self,
-        session: Session,
-        program: Program,
-        plan: ParameterPlan,
-        options: LambdaOptions,
-        handlers: Mapping[str, Handler],
-    ) -> None:
-        self._plan, rank = plan, session.topology.rank
-        access = open_client_access(session, options.interface)
-        shown = access.credentials
-        self._addresses = {peer: _address(one) for peer, one in access.addresses.items()}
-        own_host = self._addresses[rank].endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        self._task = partial(
-            Task,
-            program=program.digest,
-            graph_server=self._addresses[rank],
-            secrets=Secrets(
-                secret=shown.secret.decode(),
-                public_key=_text(shown.public_key),
-                secret_key=_text(shown.secret_key),
-            ),
-            timeout_s=min(session.timeout_s, MAX_TIMEOUT_S),
-            options=TaskOptions(streaming=options.streaming, rematerialise=options.rematerialise),
-        )
-        # The executor may give notice before the controller exists.
-        self._wake: Callable[[], None] = lambda: None
-        with ExitStack() as undo:
-            executor = EXECUTORS.get(options.executor)(
-                ExecutorContext(
-                    # The session removes it, however the rank ends.
-                    folder=session.scratch,
-                    stages=stages_of(program.steps),
-                    handlers=handlers,
-                    notice=lambda: self._wake(),
-                ),
-                options.executor_options,
-            )
-            undo.callback(executor.close)
-            check_reachable(own_host, paid=not executor.simulated)
-            self.simulated = executor.simulated
-            """True if no provider is paid."""
-            self.controller = Controller(
-                executor,
-                ControllerOptions(
-                    most=most_workers(options.intervals, link_speed(own_host)),
-                    workers=options.workers or None,
-                    batch=options.batch,
-                    retries=options.retries,
-                    prices=options.price_table,
-                ),
-                clock=time.perf_counter,
-                observer=partial(_note_spans, session.timeline, program),
-            )
-            self._wake, self.ready = self.controller.wake, self.controller.ready
-            self.raise_if_failed = self.controller.raise_if_failed
-            undo.enter_context(self.controller.run())
-            self.close = undo.pop_all().close
-            """Stops all workers immediately; idempotent."""
-
-    @property
-    def counts(self) -> Counts:
-        return self.controller.counts
-
-    def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
-        server = self._addresses[int(self._plan.server_of_interval[key.interval])]
-        self.controller.launch(self._task(key=key, rows=rows, parameter_server=server), ready=ready)
-
-    def done(self, key: TaskKey, attempt: int) -> None:
-        self.controller.finished(key, attempt)
-
-
-def check_reachable(host: str, *, paid: bool) -> None:
-    """Raise ConfigError if functions of a paid cloud would have to call ``host``, a loopback address."""
-    if paid and ip_address(host).is_loopback:
-        raise ConfigError(
-            f"workers run in a cloud, but this rank answers at {host}, which only this machine can reach; "
-            "with one rank set the option interface=NAME, with several set GLOO_SOCKET_IFNAME=NAME "
-            "(see `ip addr`)"
-        )
-
-
-def _address(peer: PeerAddress) -> Address:
-    return Address(rank=peer.rank, host=peer.host, endpoint=peer.endpoint, public_key=_text(peer.public_key))
-
-
-def _text(key: bytes | None) -> str | None:
-    return None if key is None else key.decode()
-
-
-def _note_spans(timeline: Timeline, program: Program, done: Finished) -> None:
-    # The worker's wait for its rows, and its work, with the clock of the timeline.
-    key, work = done.key, max(done.sent, done.ready)
-    note = partial(Span, row=WORKER, batch=key.epoch, interval=key.interval)
-    if done.sent < work:
-        timeline.note(note(name=f"{WAIT} for rows", begin_s=done.sent, end_s=work))
-    name = span_name(program, key.step, key.direction)
-    timeline.note(note(name=name, begin_s=work, end_s=done.done))
-
-
 PROGRAM_PHASE, DOWN, UP = "lambda_program", "lambda_down", "lambda_up"
 """Ledger phases. Workers have no ledger, so the graph server counts their traffic."""
 _MOST_KERNELS, _LONGEST_KERNELS = 16, 400
 _PEER_CHECK_S = 5.0
-
-W = TypeVar("W", bound=Workers)
 
 
 class EpochTotals(NamedTuple):
@@ -227,72 +103,94 @@ class EpochTotals(NamedTuple):
     """Between the weight updates before and after the epoch, on the slowest rank. Epochs may overlap."""
 
 
+_RUN_NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: itertools.count(1))
+
+
 @final
-class Engine(Generic[W]):
+class Engine:
     """Runs epochs on this rank together with all others. All methods but :meth:`abandon` are collective.
 
-    Args:
-        plan, policy: Equal on all ranks.
-        parameters: This rank's parameter server, if it has one.
-        start_workers: Starts the workers of this rank, given the handlers of their operations in this
-            process. The engine closes them.
+    ``weights``, to start from, are in the order of the program and, as ``update``, equal on all ranks.
     """
 
     def __init__(
         self,
         session: Session,
-        server: GraphServer,
-        plan: ParameterPlan,
+        program: Program,
+        part: Part,
+        options: LambdaOptions,
         policy: StalenessPolicy,
-        parameters: ParameterServer | None,
-        start_workers: Callable[[Mapping[str, Handler]], W],
-        *,
-        threads: int = 1,
+        weights: Sequence[Array],
+        update: Update,
     ) -> None:
-        self._session, self._server, self._parameter_server = session, server, parameters
-        rank, self._num_servers = session.topology.rank, plan.num_servers
+        self._session, rank, rpc = session, session.topology.rank, session.rpc
         self._peers = [peer for peer in range(session.topology.world_size) if peer != rank]
-        self.progress = Progress(server.schedule, server.part.num_intervals, policy, self._peers)
+        num_servers = self._num_servers = options.parameter_servers
+        plan = ParameterPlan(
+            program=program,
+            server_of_interval=assign(part.interval_sizes, num_servers),
+            staleness=options.staleness,
+            first_epoch=policy.first_epoch,
+        )
+        self._server = server = GraphServer(
+            part,
+            program,
+            fused=options.fusion,
+            rematerialise=options.rematerialise,
+            run=next(_RUN_NUMBERS.of(session)),
+            seed=session.seed,
+        )
+        self.progress = Progress(server.schedule, part.num_intervals, policy, self._peers)
         self._updated_at = {policy.first_epoch: time.perf_counter()}
-        self._program = np.frombuffer(server.program.to_json(), np.uint8)
+        self._program = np.frombuffer(program.to_json(), np.uint8)
         self.kernels = {_one_line(kernels())}
         """Numerical kernels of this process and those that workers reported; see ``kernels`` of tasks."""
         self.epoch = policy.first_epoch
         """The next epoch; all intervals have completed the one before it."""
+        self._parameter_server = ParameterServer(plan, rank, weights, update) if rank < num_servers else None
+        # This rank's share of the cores of its machine, at least 1.
+        cores = len(os.sched_getaffinity(0)) // Counter(session.hosts)[session.hosts[rank]]
         with ExitStack() as undo:
             handlers = self._answer_workers(undo)
-            self.parameters = ParameterClient(session.rpc, plan, self._updated)
+            self.parameters = ParameterClient(rpc, plan, self._updated)
             """The latest weights and the optimizer's state, between runs."""
             undo.callback(self.parameters.close)
-            if parameters is not None:
+            if self._parameter_server is not None:
                 world_size, timeline = session.topology.world_size, session.timeline
-                service = ParameterService(session.rpc, parameters, world_size, timeline, server.run)
+                service = ParameterService(rpc, self._parameter_server, world_size, timeline, server.run)
                 undo.callback(service.close)
-            self.workers = start_workers(handlers)
+            self.workers = WorkerPool(session, program, plan, options, handlers)
             undo.callback(self.workers.close)
             self.scheduler = ThreadScheduler(
-                session.rpc,
+                rpc,
                 server,
                 self.progress,
                 self.workers,
                 session.timeline,
-                threads=threads,
+                threads=options.threads or max(1, cores),
                 early=policy.mode != "no_pipe",
             )
             undo.callback(self.scheduler.close)
+            self.workers.controller.watch(lambda: self.scheduler.queue_length)
             barrier(session, "making the engines of all graph servers")
             self.abandon = undo.pop_all().close
             """Releases everything after a failure, without waiting for other ranks."""
 
-    def run(self, epochs: int) -> list[EpochTotals]:
+    def run(self, epochs: int, show: Callable[[], None] | None = None) -> list[EpochTotals]:
         """Train ``epochs`` more epochs; no rank has work in flight afterwards. Collective.
 
-        Raises PeerError, naming who is missing, if a rank is dead or there was no progress for the session's
-        time-out; or if a task failed in all allowed attempts.
+        Calls ``show`` every half a second. Raises PeerError, naming who is missing, if a rank is dead or
+        there was no progress for the session's time-out; or if a task failed in all allowed attempts.
         """
         first, end = self.epoch, self.epoch + epochs
         self._updated_at = {first: time.perf_counter()}
-        self.scheduler.run(end, self._check)
+
+        def check(quiet_s: float, behind: Sequence[int]) -> None:
+            if show is not None:
+                show()
+            self._check(quiet_s, behind)
+
+        self.scheduler.run(end, check)
         self.epoch = end
         barrier(self._session, f"the end of epoch {end - 1}")
         if self._parameter_server is not None:
@@ -343,10 +241,10 @@ class Engine(Generic[W]):
             layer = 0 if op == PROGRAM else TaskKey.parse(name.partition("/")[0]).step
             if op == GIVE:
                 # First: these rows may end the epoch, and with it what is counted as the epoch's.
-                count(UP, layer, WORKERS, None, payload_bytes(arrays))
+                count(UP, layer, WORKER, None, payload_bytes(arrays))
                 return handler(name, arrays)
             answers = handler(name, arrays)
-            count(PROGRAM_PHASE if op == PROGRAM else DOWN, layer, None, WORKERS, payload_bytes(answers))
+            count(PROGRAM_PHASE if op == PROGRAM else DOWN, layer, None, WORKER, payload_bytes(answers))
             return answers
 
         return answer
@@ -363,7 +261,7 @@ class Engine(Generic[W]):
             self.scheduler.task_done(key, attempt)
         elif result is SubmitResult.LATE and half == 1:
             self.scheduler.duplicate_done(key, attempt)
-        return [np.array([result.accepted], dtype=np.int64)]
+        return [np.array([result in (SubmitResult.TAKEN, SubmitResult.LAST)], dtype=np.int64)]
 
     def _updated(self, updates: int) -> None:
         now = time.perf_counter()
@@ -399,56 +297,7 @@ def _one_line(text: str) -> str:
     return printable(text, _LONGEST_KERNELS).replace("\n", " ")
 
 
-_RUN_NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: itertools.count(1))
-
-
-def open_engine(
-    session: Session,
-    program: Program,
-    part: Part,
-    interval_sizes: Array,
-    options: LambdaOptions,
-    policy: StalenessPolicy,
-    weights: Sequence[Array],
-    update: Update,
-) -> Engine[WorkerPool]:
-    """Return an engine with workers as ``options`` say. Collective.
-
-    Args:
-        interval_sizes: Nodes of each interval of all graph servers.
-        weights: To start from, in the order of the program; equal on all ranks, as is ``update``.
-    """
-    num_servers, rank = options.parameter_servers, session.topology.rank
-    plan = ParameterPlan(
-        program=program,
-        server_of_interval=assign(interval_sizes, num_servers),
-        staleness=options.staleness,
-        first_epoch=policy.first_epoch,
-    )
-    server = GraphServer(
-        part,
-        program,
-        fused=options.fusion,
-        rematerialise=options.rematerialise,
-        run=next(_RUN_NUMBERS.of(session)),
-        seed=session.seed,
-    )
-    # This rank's share of the cores of its machine, at least 1.
-    cores = len(os.sched_getaffinity(0)) // Counter(session.hosts)[session.hosts[rank]]
-    engine = Engine(
-        session,
-        server,
-        plan,
-        policy,
-        ParameterServer(plan, rank, weights, update) if rank < num_servers else None,
-        partial(WorkerPool, session, program, plan, options),
-        threads=options.threads or max(1, cores),
-    )
-    engine.workers.controller.watch(lambda: engine.scheduler.queue_length)
-    return engine
-
-
-def progress_line(engine: Engine[WorkerPool], options: LambdaOptions, account: Account) -> str:
+def progress_line(engine: Engine, options: LambdaOptions, account: Account) -> str:
     """Return ``epoch 3 | AV1 3 GA1 2 | 4 workers | queue 2 | 0 relaunched | $0.0012 simulated``."""
     epoch, stages = engine.scheduler.state()
     workers = engine.workers.controller.workers
@@ -458,27 +307,3 @@ def progress_line(engine: Engine[WorkerPool], options: LambdaOptions, account: A
         f"queue {engine.scheduler.queue_length} | {account.counts.relaunched} relaunched | "
         f"{dollars(paid.total)}{' simulated' if paid.simulated else ''}"
     )
-
-
-_PROGRESS_INTERVAL_S = 0.5
-
-
-@contextmanager
-def repeated(action: Callable[[float], None] | None) -> Iterator[None]:
-    """Call ``action`` with the seconds since the start, every half a second, on a thread."""
-    if action is None:
-        yield
-        return
-    over, began = threading.Event(), time.perf_counter()
-
-    def repeat() -> None:
-        while not over.wait(_PROGRESS_INTERVAL_S):
-            action(time.perf_counter() - began)
-
-    thread = threading.Thread(target=repeat, name="lambda-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()

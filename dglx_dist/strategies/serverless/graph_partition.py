@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 import torch
 
-from dglx_dist.comm.collectives import barrier, run_on_all_ranks
+from dglx_dist.comm.collectives import barrier, gather_int64, run_on_all_ranks
+from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import RowOwners
@@ -96,12 +97,9 @@ class LocalGraph:
 def local_graph(
     rank: int, starts: Sequence[int] | Array, indptr: Array, sources: Array, first_edge: int = 0
 ) -> LocalGraph:
-    """Return the local graph of graph server ``rank``; ConfigError if it is too large for int32 local ids.
+    """Return the local graph of ``rank`` from (E,) global ``sources``, the others as in :class:`LocalGraph`.
 
-    Args:
-        starts: (W + 1,) global id of the first node of each graph server.
-        indptr: (n + 1,) in-edges of its n nodes, from 0.
-        sources: (E,) global ids.
+    ConfigError if it is too large for int32 local ids.
     """
     bounds = np.asarray(starts, dtype=np.int64)
     first, end = int(bounds[rank]), int(bounds[rank + 1])
@@ -144,6 +142,8 @@ class Part:
     """(k + 1,) int64 local ids: interval i has the nodes ``bounds[i]:bounds[i + 1]``."""
     first_interval: int
     """Global number of this server's interval 0."""
+    interval_sizes: Array
+    """(W k,) nodes of each interval of all graph servers."""
     boundary: Sequence[Array]
     """Per peer (b,) int32: own nodes that are ghosts of the peer, ascending; see :class:`LocalGraph`."""
     boundary_bounds: Sequence[Array]
@@ -177,6 +177,7 @@ def part_of(
     boundary: Sequence[Array],
     bounds: Array,
     *,
+    interval_sizes: Array,
     features: Array,
     labels: Array,
     fixed: Mapping[str, Array],
@@ -199,6 +200,7 @@ def part_of(
         graph=graph,
         bounds=bounds,
         first_interval=graph.rank * (len(bounds) - 1),
+        interval_sizes=interval_sizes,
         boundary=boundary,
         boundary_bounds=[np.searchsorted(nodes, bounds) for nodes in boundary],
         returned=returned,
@@ -270,22 +272,12 @@ def read_structure(g: DistGraph) -> LocalGraph:
 
 def exchange_boundaries(session: Session, graph: LocalGraph) -> list[Array]:
     """Return, per peer, (b,) int32 own nodes that are its ghosts, ascending. Collective."""
-
-    def answer(name: str, _arrays: Sequence[Array]) -> list[Array]:
-        if not name.isdecimal() or int(name) >= graph.num_servers:
-            raise ConfigError(f"{name[:20]!r} is not one of the {graph.num_servers} graph servers")
-        return [graph.ghost_ids(int(name))]
-
-    session.rpc.register(GHOST_IDS, answer)
+    exchange = OneSidedExchange(session, GHOST_IDS, "look at its output")
     barrier(session, "listing the ghosts of all graph servers")
-    name = str(graph.rank)
-    replies = [
-        session.rpc.submit(peer, GHOST_IDS, name, [], phase=PRELOAD) for peer in range(graph.num_servers)
-    ]
-    lists = [pending.result()[0] for pending in replies]
-    barrier(session, "exchanging the ghosts of all graph servers")
-    session.rpc.unregister(GHOST_IDS)
-    return [graph.own_positions(ids, peer) for peer, ids in enumerate(lists)]
+    lists = {peer: [graph.ghost_ids(peer)] for peer in range(graph.num_servers)}
+    exchange.post(0, "", lists, phase=PRELOAD)
+    found = exchange.mailbox.take(0, "", lists, "the list of its ghosts")
+    return [graph.own_positions(ids, peer) for peer, (ids,) in found.items()]
 
 
 def read_features(g: DistGraph, graph: LocalGraph, name: str, dtype: str) -> Array:
@@ -327,11 +319,12 @@ def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, 
     Collective; ``targets`` (n,) bool tells which own nodes are trained on. ConfigError on all ranks if the
     graph does not fit on any.
     """
-    session = g.session
-    run_on_all_ranks(session, lambda: check_columns(g, objective, chain.features), ConfigError)
+    session, program = g.session, chain.program
+    run_on_all_ranks(session, lambda: check_columns(g, objective, program.features), ConfigError)
     graph = read_structure(g)
     boundary = exchange_boundaries(session, graph)
     bounds = cut_intervals(graph.indptr, graph.sources, intervals)
+    sizes = gather_int64(np.diff(bounds), session).reshape(-1)
 
     def read() -> Part:
         _check_in_edges(graph, chain.want_in_edges)
@@ -340,9 +333,10 @@ def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, 
             graph,
             boundary,
             bounds,
-            features=read_features(g, graph, objective.feature, chain.dtype),
-            labels=_labels(g, own, objective.label, targets, chain.classes),
-            fixed={name: edge_values(one, g, own, chain.dtype) for name, one in chain.factors.items()},
+            interval_sizes=sizes,
+            features=read_features(g, graph, objective.feature, program.dtype),
+            labels=_labels(g, own, objective.label, targets, program.classes),
+            fixed={name: edge_values(one, g, own, program.dtype) for name, one in chain.factors.items()},
         )
 
     return run_on_all_ranks(session, read, ConfigError)

@@ -135,8 +135,7 @@ class SharedRows:
     def reading(self) -> Iterator[Array]:
         """Yield the array while nobody writes to it. Not reentrant."""
         with self._changed:
-            while self._is_written or self._writers_waiting:
-                self._changed.wait()
+            self._changed.wait_for(lambda: not self._is_written and not self._writers_waiting)
             self._readers += 1
         try:
             yield self.array
@@ -150,8 +149,7 @@ class SharedRows:
         """Yield the array while nobody else reads or writes it."""
         with self._changed:
             self._writers_waiting += 1
-            while self._is_written or self._readers:
-                self._changed.wait()
+            self._changed.wait_for(lambda: not self._is_written and not self._readers)
             self._writers_waiting -= 1
             self._is_written = True
         try:
@@ -180,10 +178,11 @@ class Stores:
         self._part, self._program = part, program
         edges = len(part.graph.sources)
         scattered = {name for step in program.steps if isinstance(step, Scatter) for name in step.slots}
-        self.rows: dict[str, SharedRows] = {FEATURES: SharedRows(part.features)}
-        """Slot of nodes -> (n, width), or (n + m, width) if ghosts have rows."""
-        self.values = {name: SharedRows(array) for name, array in part.fixed.items()}
-        """Slot of edges, or name of fixed values -> (E, width)."""
+        self.slots = {
+            name: SharedRows(array) for name, array in (*part.fixed.items(), (FEATURES, part.features))
+        }
+        """Slot of nodes -> (n, width), or (n + m, width) if ghosts have rows; slot of edges, or name of fixed
+        values -> (E, width)."""
         self.gradients: dict[int, SharedRows] = {}
         """Step -> gradient that sources read: of a Gather's output (n, width), of an Edge step's logits
         (E, width)."""
@@ -192,12 +191,10 @@ class Stores:
         self._readers: dict[str, list[int]] = {}
         for index, step in enumerate(program.steps):
             for slot in outputs_of(step):
-                if slot.name in program.edge_slots:
-                    self.values[slot.name] = self._zeros(edges, slot.width)
-                else:
-                    has_ghosts = slot.name in scattered or drops_features(step)
-                    length = part.graph.num_local if has_ghosts else part.graph.num_own
-                    self.rows[slot.name] = self._zeros(length, slot.width)
+                has_ghosts = slot.name in scattered or drops_features(step)
+                length = part.graph.num_local if has_ghosts else part.graph.num_own
+                length = edges if slot.name in program.edge_slots else length
+                self.slots[slot.name] = self._zeros(length, slot.width)
             source = {Gather: "source", Edge: "sources"}.get(type(step))
             if source and {name := getattr(step, source), outputs_of(step)[0].name} <= program.trained:
                 length = edges if isinstance(step, Edge) else part.graph.num_own
@@ -214,10 +211,10 @@ class Stores:
         """Return the sums over the in-edges of ``interval``, (nodes, width)."""
         nodes, graph = self._part.nodes_of(interval), self._part.graph
         # Only this interval writes the values of its in-edges.
-        values = None if step.edges is None else self.values[step.edges].array
+        values = None if step.edges is None else self.slots[step.edges].array
         out = np.empty((nodes.stop - nodes.start, step.output.width), dtype=self._program.dtype)
         for first, end in self._pieces(nodes, step.output.width):
-            with self.rows[step.source].reading() as rows:
+            with self.slots[step.source].reading() as rows:
                 gather(
                     graph.indptr,
                     graph.sources,
@@ -242,13 +239,13 @@ class Stores:
         edges, nodes, graph = self._part.edges_of(interval), self._part.nodes_of(interval), self._part.graph
         heads = self._program.slots[edge_slot].width
         out = np.empty((edges.stop - edges.start, heads), dtype=gradients.dtype)
-        with self.rows[step.source].reading() as rows:
+        with self.slots[step.source].reading() as rows:
             edge_products(graph.indptr, graph.sources, gradients, rows, nodes.start, out)
         return out
 
     def source_rows(self, slot: str, interval: int) -> Array:
         """Return the row of each in-edge's source, (edges, width)."""
-        with self.rows[slot].reading() as rows:
+        with self.slots[slot].reading() as rows:
             return rows.take(self._part.graph.sources[self._part.edges_of(interval)], axis=0)
 
     def sum_to_targets(self, interval: int, values: Array) -> Array:
@@ -266,6 +263,6 @@ class Stores:
             places = graph.out_targets if isinstance(step, Gather) else graph.out_edges
             held: AbstractContextManager[Array | None] = nullcontext()
             if isinstance(step, Gather) and step.edges is not None:
-                held = self.values[step.edges].reading()
+                held = self.slots[step.edges].reading()
             with self.gradients[index].reading() as gradients, held as values:
                 pull_back(graph.out_indptr, places, graph.out_edges, values, gradients, nodes, out)

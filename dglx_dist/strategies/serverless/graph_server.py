@@ -46,26 +46,26 @@ from dglx_dist.strategies.serverless.graph_rows import Stores
 
 
 class TaskKind(Enum):
-    """Type of a task, and who executes it."""
+    """Type of a task; graph servers execute all but WORK."""
 
     GATHER = "gather"
-    """Sum source rows over in-edges; graph server."""
+    """Sum source rows over in-edges."""
     DROP = "drop"
-    """Drop entries of rows or of edge values; graph server."""
+    """Drop entries of rows or of edge values."""
     SCATTER = "scatter"
-    """Send boundary rows to ghosts; graph server."""
+    """Send boundary rows to ghosts."""
     WORK = "work"
-    """Apply a stage forward, backward or fused; worker."""
+    """Apply a stage forward, backward or fused."""
     LOSS = "loss"
-    """Compute the loss where the last step is not fused; graph server."""
+    """Compute the loss where the last step is not fused."""
     PUBLISH = "publish"
-    """Publish the gradient of a gathered sum to its sources, and compute those of its edges; graph server."""
+    """Publish the gradient of a gathered sum to its sources, and compute those of its edges."""
     SEND_BACK = "send_back"
-    """Send the gradients of ghosts to their owners; graph server."""
+    """Send the gradients of ghosts to their owners."""
     DROP_GRADIENT = "drop_gradient"
-    """Drop the same entries of the gradient; graph server."""
+    """Drop the same entries of the gradient."""
     COLLECT = "collect"
-    """Add gradients from out-edges to those of own rows; graph server."""
+    """Add gradients from out-edges to those of own rows."""
 
 
 class Barrier(Enum):
@@ -139,19 +139,12 @@ def _has_gradient(program: Program, step: Step) -> bool:
 
 
 class SubmitResult(Enum):
-    """Outcome of submitting one half of a task."""
+    """Outcome of submitting one half of a task: accepted (and then it is complete), or dropped."""
 
     TAKEN = "taken"
     LAST = "last"
-    """Accepted, and the task is complete."""
-    AGAIN = "again"
-    """Dropped: this half was submitted before."""
-    LATE = "late"
-    """Dropped: the task is complete."""
-
-    @property
-    def accepted(self) -> bool:
-        return self in (SubmitResult.TAKEN, SubmitResult.LAST)
+    AGAIN = "this half was submitted before"
+    LATE = "the task is complete"
 
 
 class _OpenTask(NamedTuple):
@@ -162,12 +155,9 @@ class _OpenTask(NamedTuple):
 
 @final
 class TaskTable:
-    """Open tasks of one graph server, which workers may take. Thread-safe; never blocks.
+    """Open tasks of one graph server's ``intervals`` (global numbers). Thread-safe; never blocks.
 
-    Args:
-        works: Work by step and direction, in the order of an epoch.
-        intervals: Global numbers of this graph server's intervals.
-        run: Number of the run in its session; workers of other runs are rejected.
+    ``works`` are in the order of an epoch. Workers of other runs in the session than ``run`` are rejected.
     """
 
     def __init__(self, works: Mapping[tuple[int, Direction], Work], intervals: range, run: int = 0) -> None:
@@ -212,7 +202,7 @@ class TaskTable:
         if half in task.submitted:
             return SubmitResult.AGAIN, []
         nodes = half_rows(task.rows, half)
-        edges = len(task.halves[half][0]) if any(item.role is Role.SOURCES for item in work.pulled) else None
+        edges = len(task.halves[half][0])
         check_payload(work.given, arrays, nodes.stop - nodes.start, f"what came of {key}", num_edges=edges)
         with self._lock:
             # Another attempt may have submitted the same half meanwhile.
@@ -251,22 +241,11 @@ class GhostMessage(NamedTuple):
     """One (r, width) per slot."""
 
 
-class _IntervalState:
-    def __init__(self) -> None:
-        self.gradients: dict[str, Array] = {}
-        self.saved: dict[int, list[Array]] = {}
-        self.sources: dict[int, Array] = {}
-
-
 @final
 class GraphServer:
     """Executes the tasks of its intervals: in order within an interval, concurrently across intervals.
 
-    Args:
-        fused: Whether the last step runs forward and backward in one task (Dorylus, section 6: fusion).
-        rematerialise: See TaskOptions.
-        run: Number of the run in its session, equal on all graph servers; part of the task keys.
-        seed: The session's seed, by which dropout masks are keyed.
+    ``run``, the number of the run in its session, is part of the task keys, and ``seed`` of those of dropout.
     """
 
     def __init__(
@@ -283,7 +262,11 @@ class GraphServer:
         self.schedule = epoch_schedule(program, fused)
         """The tasks of each epoch."""
         self._stores = Stores(part, program)
-        self._intervals = [_IntervalState() for _ in range(part.num_intervals)]
+        each = range(part.num_intervals)
+        # By interval: gradients by slot, what stages saved by step, rows of sources by Edge step.
+        self._gradients: list[dict[str, Array]] = [{} for _ in each]
+        self._saved: list[dict[int, list[Array]]] = [{} for _ in each]
+        self._sources: list[dict[int, Array]] = [{} for _ in each]
         self._statistics: dict[int, dict[int, Array]] = {}
         self._lock = threading.Lock()
         self.works = {
@@ -313,7 +296,7 @@ class GraphServer:
         match task.kind, self.program.steps[task.step]:
             case TaskKind.GATHER, Gather() as step:
                 sums = self._stores.gather(step, interval)
-                self._stores.rows[step.output.name].write(self.part.nodes_of(interval), sums)
+                self._stores.slots[step.output.name].write(self.part.nodes_of(interval), sums)
             case TaskKind.PUBLISH, Gather() as step:
                 self._publish(interval, task.step, step)
             case TaskKind.DROP, Drop() as step:
@@ -330,12 +313,12 @@ class GraphServer:
                 raise AssertionError(f"{task} is not computed here")
 
     def open(self, interval: int, epoch: int, task: ScheduledTask) -> None:
-        work, state = self.works[task.step, task.direction], self._intervals[interval]
+        work = self.works[task.step, task.direction]
         step = self.program.steps[task.step]
         if isinstance(step, Edge) and task.direction is Direction.FORWARD:
             # Kept for backward, whose gradient must match the forward pass: ghost rows may change before it.
-            state.sources[task.step] = self._stores.source_rows(step.sources, interval)
-        saved = iter(state.saved.pop(task.step, []))
+            self._sources[interval][task.step] = self._stores.source_rows(step.sources, interval)
+        saved = iter(self._saved[interval].pop(task.step, []))
         arrays = [
             next(saved) if item.role is Role.SAVED else self._pulled(interval, task.step, item)
             for item in work.pulled
@@ -348,10 +331,10 @@ class GraphServer:
         if result is SubmitResult.LAST:
             interval, step = key.interval - self.part.first_interval, self.program.steps[key.step]
             for item, *halves in zip(self.works[key.step, key.direction].given, *both, strict=True):
-                if isinstance(step, Edge):
-                    self._take_edges(interval, key, step, halves)
+                if isinstance(step, Edge) and item.role is Role.GRADIENT:
+                    self._take_edge_gradients(interval, key.step, step, halves)
                 else:
-                    self._take_rows(interval, key, item, halves)
+                    self._take(interval, key, item, halves)
         return result
 
     def ghost_messages(self, interval: int, task: ScheduledTask) -> list[GhostMessage]:
@@ -365,7 +348,7 @@ class GraphServer:
             GhostMessage(
                 peer,
                 np.arange(some.start, some.stop, dtype=np.int32),
-                [self._stores.rows[name].array[nodes] for name in step.slots],
+                [self._stores.slots[name].array[nodes] for name in step.slots],
             )
             for peer, some, nodes in self._boundary(interval)
         ]
@@ -381,11 +364,19 @@ class GraphServer:
         slots = self._trained(step) if back else step.slots
         first = 0 if back else graph.num_own + int(graph.ghost_starts[peer])
         size = len(self.part.boundary[peer]) if back else len(graph.ghost_ids(peer))
-        _check_message(self.program, slots, size, arrays, f"from graph server {peer} for step {step.name!r}")
+        positions = arrays[0] if arrays else np.empty(0)
+        shapes = [(positions.size, self.program.slots[name].width) for name in slots]
+        wanted = [((positions.size,), "int32"), *((shape, self.program.dtype) for shape in shapes)]
+        found = [(array.shape, array.dtype.name) for array in arrays]
+        if found != wanted or (positions.size and not 0 <= positions.min() <= positions.max() < size):
+            raise ConfigError(
+                f"graph server {peer} sent {found} for step {step.name!r}, not {wanted} with positions below "
+                f"{size}; run the same version everywhere"
+            )
         for name, rows in zip(slots, arrays[1:], strict=True):
-            store = self._stores.received[name, peer] if back else self._stores.rows[name]
+            store = self._stores.received[name, peer] if back else self._stores.slots[name]
             with store.writing() as array:
-                array[first + arrays[0]] = rows
+                array[first + positions] = rows
 
     def statistics(self, epoch: int) -> tuple[float, int]:
         """Return and remove the sum of losses and the number of correct own nodes of ``epoch``."""
@@ -407,15 +398,14 @@ class GraphServer:
             bounds = self.part.graph.indptr[nodes.start : nodes.stop + 1]
             return bounds - bounds[0]
         if item.role is Role.SOURCES:
-            return self._intervals[interval].sources[index]
+            return self._sources[interval][index]
         where = edges if item.per is Per.EDGE else nodes
         if item.role is Role.GRADIENT:
             return self._take_gradient(interval, item.slot, where)
-        stores = self._stores.values if item.per is Per.EDGE else self._stores.rows
-        return stores[item.slot].array[where]
+        return self._stores.slots[item.slot].array[where]
 
     def _take_gradient(self, interval: int, slot: str, where: slice) -> Array:
-        gradient = self._intervals[interval].gradients.pop(slot, None)
+        gradient = self._gradients[interval].pop(slot, None)
         if gradient is not None:
             return gradient
         # No later step reads the slot.
@@ -423,32 +413,30 @@ class GraphServer:
         return np.zeros((where.stop - where.start, width), dtype=self.program.dtype)
 
     def _add_gradient(self, interval: int, slot: str, *parts: Array) -> None:
-        gradients = self._intervals[interval].gradients
+        gradients = self._gradients[interval]
         gradient = np.concatenate(parts)
         if slot in gradients:
             gradients[slot] += gradient
         else:
             gradients[slot] = gradient
 
-    def _take_rows(self, interval: int, key: TaskKey, item: Item, halves: Sequence[Array]) -> None:
+    def _take(self, interval: int, key: TaskKey, item: Item, halves: Sequence[Array]) -> None:
         if item.role is Role.OUTPUT:
-            self._stores.rows[item.slot].write(self.part.nodes_of(interval), *halves)
+            of_edges = item.per is Per.EDGE
+            where = self.part.edges_of(interval) if of_edges else self.part.nodes_of(interval)
+            self._stores.slots[item.slot].write(where, *halves)
         elif item.role is Role.GRADIENT:
             self._add_gradient(interval, item.slot, *halves)
         elif item.role is Role.SAVED:
-            saved = self._intervals[interval].saved.setdefault(key.step, [])
+            saved = self._saved[interval].setdefault(key.step, [])
             saved.append(np.concatenate(halves))
         else:
             self._note(interval, key.epoch, halves[0] + halves[1])
 
-    def _take_edges(self, interval: int, key: TaskKey, step: Edge, halves: Sequence[Array]) -> None:
-        edges = self.part.edges_of(interval)
-        if key.direction is Direction.FORWARD:
-            self._stores.values[step.output.name].write(edges, *halves)
-            return
-        del self._intervals[interval].sources[key.step]
+    def _take_edge_gradients(self, interval: int, index: int, step: Edge, halves: Sequence[Array]) -> None:
+        del self._sources[interval][index]
         if step.sources in self.program.trained:
-            self._stores.gradients[key.step].write(edges, *halves)
+            self._stores.gradients[index].write(self.part.edges_of(interval), *halves)
         if step.targets in self.program.trained:
             sums = self._stores.sum_to_targets(interval, np.concatenate(halves))
             self._add_gradient(interval, step.targets, sums)
@@ -463,9 +451,8 @@ class GraphServer:
             self._add_gradient(interval, step.edges, products)
 
     def _drop(self, interval: int, epoch: int, step: Drop) -> None:
-        of_edges, graph = step.source in self.program.edge_slots, self.part.graph
-        stores = self._stores.values if of_edges else self._stores.rows
-        source, output = stores[step.source].array, stores[step.output.name]
+        graph = self.part.graph
+        source, output = self._stores.slots[step.source].array, self._stores.slots[step.output.name]
         where, ids = self._rows_of_slot(interval, step.source)
         # Only this interval writes these rows of the source.
         output.write(where, self._dropped(step, epoch, ids, source[where]))
@@ -500,12 +487,12 @@ class GraphServer:
             for peer, some, of_peer in self._boundary(interval):
                 with self._stores.received[name, peer].reading() as rows:
                     gradient[of_peer - nodes.start] += rows[some]
-            self._intervals[interval].gradients[name] = gradient
+            self._gradients[interval][name] = gradient
 
     def _loss(self, interval: int, epoch: int, step: Vertex) -> None:
         nodes, name = self.part.nodes_of(interval), step.outputs[0].name
         labels, scale = self.part.labels[nodes], 1 / self.program.num_train
-        loss = loss_in_halves(self._stores.rows[name].array[nodes], labels, scale)
+        loss = loss_in_halves(self._stores.slots[name].array[nodes], labels, scale)
         self._add_gradient(interval, name, loss.gradient)
         self._note(interval, epoch, np.array([loss.loss_sum, loss.correct]))
 
@@ -537,23 +524,3 @@ class GraphServer:
 
     def _trained(self, step: Scatter) -> list[str]:
         return [name for name in step.slots if name in self.program.trained]
-
-
-def _check_message(
-    program: Program, slots: Sequence[str], size: int, arrays: Sequence[Array], where: str
-) -> None:
-    if len(arrays) != 1 + len(slots):
-        raise ConfigError(f"{len(arrays)} arrays came {where}, not positions and {len(slots)} slots")
-    positions = arrays[0]
-    if positions.dtype != np.int32 or positions.ndim != 1:
-        raise ConfigError(
-            f"positions came {where} as {positions.dtype} of shape {positions.shape}, not int32"
-        )
-    if len(positions) and not 0 <= positions.min() <= positions.max() < size:
-        raise ConfigError(f"positions from {positions.min()} to {positions.max()} of {size} came {where}")
-    for name, rows in zip(slots, arrays[1:], strict=True):
-        wanted = (len(positions), program.slots[name].width)
-        if rows.shape != wanted or rows.dtype != program.dtype:
-            raise ConfigError(
-                f"{name!r} came {where} as {rows.dtype} {rows.shape}, not {program.dtype} {wanted}"
-            )

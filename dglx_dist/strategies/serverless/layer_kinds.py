@@ -71,14 +71,7 @@ _TOLERANCE = {"float32": 1e-3, "float64": 1e-8}
 
 
 def check_declared(name: str, module: Any, declared: DeclaredStage, stage: VertexStage) -> None:
-    """Compare a module with its declared stage, by values and gradients, on a few random rows.
-
-    Args:
-        module: Called as ``module(block, h)``; not changed.
-
-    Raises:
-        ConfigError: they differ; the message says in what.
-    """
+    """Raise ConfigError if ``module(block, h)`` and its stage differ on random rows: values or gradients."""
     generator = torch.Generator().manual_seed(3)
     weights = [module.get_parameter(weight) for weight in declared.weights]
     shapes, wanted = [tuple(weight.shape) for weight in weights], list(stage.weight_shapes.values())
@@ -140,12 +133,7 @@ _SMALL_STAGES = ("attention_finish", "layer_norm", "rows")
 
 @final
 class StepsBuilder:
-    """Builds the steps of a program, layer by layer.
-
-    Args:
-        names: id() of each parameter of the model to its name.
-        features: Columns of x.
-    """
+    """Builds the steps of a program, layer by layer; ``names`` by id() of the model's parameters."""
 
     def __init__(self, names: Mapping[int, str], features: int) -> None:
         self.steps: list[Step] = []
@@ -198,10 +186,9 @@ class StepsBuilder:
         widths: Mapping[str, int],
         weights: Sequence[Tensor],
     ) -> str:
-        """Add a stage and return its number; the next layer reads its first output.
+        """Add a stage and return its number, which with a key of ``widths`` names each output's slot.
 
-        Args:
-            widths: Of each output, by what is put before the number to name its slot.
+        The next layer reads the first output.
         """
         names = [self._weight(weight) for weight in weights]
         before = self._joined_step(stage, inputs, len(names))
@@ -237,13 +224,9 @@ class StepsBuilder:
         return before if is_small and fits else None
 
     def attention(self, number: str, widths: Mapping[str, int], slope: float, dropout: float) -> str:
-        """Add attention and weighted sum after a stage ``attention_project``; return the slot of the sums.
+        """Add attention and weighted sum after ``attention_project`` ``number``; return the slot of the sums.
 
-        Args:
-            number: Of that stage.
-            widths: Of its outputs ``z``, ``el`` and ``er``.
-            slope: Of the leaky ReLU.
-            dropout: Probability with which the attention of an edge and head is dropped.
+        ``widths`` are those of its outputs ``z`` and ``el``; ``slope`` is that of the leaky ReLU.
         """
         self.scatter(f"z{number}", f"el{number}")
         attention = Slot(f"att{number}", widths["el"])
@@ -305,14 +288,10 @@ Function: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Layer(ABC):
-    """A module of the model that becomes steps.
+    """A module of the model that becomes steps; ConfigError if its configuration has no stage.
 
-    Args:
-        width: Columns of its input; None: any.
-        row_shape: Shape of one row of its result before ``own_function``; None: that of its input.
-
-    Raises:
-        ConfigError: its configuration has no stage.
+    ``width``: columns of its input, None: any; ``row_shape``: of its result before ``own_function``, None:
+    that of its input.
     """
 
     takes_block = True
@@ -331,13 +310,7 @@ class Layer(ABC):
 
     @abstractmethod
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
-        """Add its steps.
-
-        Args:
-            builder: Receives the steps.
-            then: Function of its result, ``own_function`` included, before the next layer.
-            edge_column: Edge data that weighs its messages.
-        """
+        """Add its steps; ``then``, with ``own_function``, is applied to its result before the next layer."""
 
     @property
     def wants_in_edges(self) -> bool:
@@ -521,11 +494,7 @@ def is_dropping(module: nn.Module) -> bool:
 
 
 def layer_of(name: str, module: nn.Module) -> Layer | None:
-    """Return ``module`` as a layer; None: it is not a layer, but may contain some.
-
-    Raises:
-        ConfigError: it is an unknown convolution, or its configuration has no stage.
-    """
+    """Return ``module`` as a layer; None: it may contain some. ConfigError for unknown convolutions."""
     kind = type(module)
     if isinstance(module, Declares) or kind in _STAGES:
         return DeclaredLayer(name, module)

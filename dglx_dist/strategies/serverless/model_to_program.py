@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.tracer import MODEL_ERRORS, random_block, restored, stand_ins
-from dglx_dist.serverless.program import Program, Step
+from dglx_dist.serverless.program import Program
 from dglx_dist.strategies.serverless.layer_kinds import (
     KNOWN_LAYERS,
     NUM_EDGES,
@@ -39,26 +39,14 @@ _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 class Chain:
     """A model as a linear chain of steps."""
 
-    steps: tuple[Step, ...]
-    features: int
-    """Columns of x."""
-    classes: int
-    dtype: str
+    program: Program
+    """For one training node."""
     factors: Mapping[str, EdgeFactor]
     """Edge weights by the names that steps use."""
-    inputs_first: tuple[str, ...] = ()
+    inputs_first: tuple[str, ...]
     """Names of the weights of shape (inputs, outputs)."""
-    want_in_edges: tuple[str, ...] = ()
+    want_in_edges: tuple[str, ...]
     """Names of the layers that raise for a node without in-edges."""
-
-    def program(self, num_train: int) -> Program:
-        return Program(
-            steps=self.steps,
-            features=self.features,
-            classes=self.classes,
-            num_train=num_train,
-            dtype=self.dtype,
-        )
 
 
 def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | None = None) -> Chain:
@@ -98,24 +86,19 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
     builder = StepsBuilder(names, width)
     for call, function in zip(evaluating.calls, functions, strict=True):
         call.layer.build(builder, function, call.edge_column)
-    classes = builder.finish()
+    classes, dtype = builder.finish(), _DTYPES[evaluating.x.dtype]
     return Chain(
-        classes=classes,
-        steps=tuple(builder.steps),
-        features=width,
-        dtype=_DTYPES[evaluating.x.dtype],
-        factors=dict(builder.factors),
+        program=Program(
+            steps=tuple(builder.steps), features=width, classes=classes, num_train=1, dtype=dtype
+        ),
+        factors=builder.factors,
         inputs_first=tuple(names[id(weight)] for layer in layers for weight in layer.inputs_first),
         want_in_edges=tuple(layer.name for layer in layers if layer.wants_in_edges),
     )
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
-    """Return the outermost modules that are layers, in the order of the model's modules.
-
-    Raises:
-        ConfigError: a convolution, norm or dropout is unknown, or there is no layer.
-    """
+    """Return the outermost modules that are layers; ConfigError if one is unknown, or there is none."""
     layers = _outermost("", model)
     if all(layer.width is None for layer in layers):
         raise ConfigError(
@@ -164,10 +147,7 @@ class _Call:
 class _Trace:
     """Calls ``model(blocks, x)``, one block for each layer that takes one; the model does not change.
 
-    Stand-ins for the layers return random rows, which differ by mode.
-
-    Raises:
-        ConfigError: the model cannot be called this way, or calls a layer in an unknown way.
+    Stand-ins for the layers return random rows, which differ by mode; ConfigError for unknown calls.
     """
 
     def __init__(
@@ -357,11 +337,7 @@ def _check_order(layers: Sequence[Layer], seen: _Trace) -> None:
 def _function_of(
     where: str, call: _Call, in_training: _Call, outside: Mapping[str, nn.Parameter]
 ) -> RowFunction:
-    """Return the function that the model applies after a call, of which a trace in each mode is given.
-
-    Raises:
-        ConfigError: it is not a known function, it differs in training, or its gradients are not its own.
-    """
+    """Return the function that the model applies after a call, which is given as in both modes."""
     function = find_function(call.result, call.then, call.layer.own_function)
     if function is None:
         sums = torch.logsumexp(call.then.detach(), -1)

@@ -71,10 +71,7 @@ def find_function(
 ) -> RowFunction | None:
     """Return the known function that computed ``rows`` from ``z``, by values alone; None: there is none.
 
-    Args:
-        z: (n, H) or (n, K, H), random numbers of both signs.
-        rows: The model's result, of any shape.
-        own: What the layer itself applied first, to each head, before the model merged them.
+    ``z``, (n, H) or (n, K, H), are random; ``own`` is what the layer applied to each head before a merge.
     """
     merges: tuple[Merge, ...] = ("flatten", "mean") if z.dim() == 3 else ("none",)
     with torch.no_grad():

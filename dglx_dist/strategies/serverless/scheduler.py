@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from queue import PriorityQueue
-from typing import Protocol, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 
@@ -21,10 +21,10 @@ from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, Timeline
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_service import pair_name, parse_pair
-from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import Direction, TaskKey
 from dglx_dist.strategies.serverless.graph_server import Barrier, GraphServer, ScheduledTask, TaskKind
 from dglx_dist.strategies.serverless.options import StalenessPolicy
+from dglx_dist.strategies.serverless.worker_pool import WorkerPool
 
 
 @final
@@ -61,8 +61,7 @@ class Progress:
         self._peer_positions = dict.fromkeys(peers, start)
         self._announced = start
         self._correct: dict[int, dict[int, int]] = {}
-        self._undecided = self._next_loss_epoch = first
-        self._loss_index = next(at for at, task in enumerate(self._schedule) if _has_loss(task))
+        self._undecided = first
 
     @property
     def is_done(self) -> bool:
@@ -136,23 +135,21 @@ class Progress:
         before, self.floor = self.floor, min(self.position)
         return self.floor > before
 
-    def new_barrier(self) -> int | None:
-        """Return the furthest global barrier that all own intervals reached and that is not announced yet."""
-        first, self._announced = self._announced, self.floor
-        for position in range(self.floor, first, -1):
+    def news(self) -> tuple[int | None, list[int]]:
+        """Return what all own intervals have reached since the last call, for the peers.
+
+        That is the furthest global barrier, and, if there is a target, the epochs with a loss.
+        """
+        barrier, epochs = None, []
+        for position in range(self._announced + 1, self.floor + 1):
             epoch, index = divmod(position, len(self._schedule))
             if self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch):
-                return position
-        return None
-
-    def epochs_with_loss(self) -> range:
-        """Return the epochs whose losses all own intervals have computed, each once, if there is a target."""
-        if not self._may_switch:
-            return range(0)
-        end = (self.floor - self._loss_index - 1) // len(self._schedule) + 1
-        found = range(self._next_loss_epoch, end)
-        self._next_loss_epoch = max(self._next_loss_epoch, end)
-        return found
+                barrier = position
+            epoch, index = divmod(position - 1, len(self._schedule))
+            if self._may_switch and _has_loss(self._schedule[index]):
+                epochs.append(epoch)
+        self._announced = self.floor
+        return barrier, epochs
 
     def record_position(self, peer: int, position: int) -> None:
         """Record that all intervals of ``peer`` reached ``position``."""
@@ -179,42 +176,15 @@ def _has_loss(task: ScheduledTask) -> bool:
     return task.kind is TaskKind.LOSS or task.direction is Direction.FUSED
 
 
-_SPANS: dict[TaskKind | Direction, str] = {
+_SPANS = {
     TaskKind.WORK: "open {}",
     TaskKind.LOSS: "loss of {}",
     TaskKind.PUBLISH: "publish {}",
     TaskKind.DROP_GRADIENT: "grad{}",
     TaskKind.SEND_BACK: "grad{}",
     TaskKind.COLLECT: "collect {}",
-    Direction.BACKWARD: "grad{}",
-    Direction.FUSED: "{}+grad",
 }
-
-
-def span_name(program: Program, step: int, kind: TaskKind | Direction) -> str:
-    """Return "GA1", "gradSC1" or "open AV1" for a task of a graph server, "AV2+grad" for one of a worker."""
-    return _SPANS.get(kind, "{}").format(program.steps[step].name)
-
-
-class Workers(Protocol):
-    """Executes tasks. Thread-safe."""
-
-    def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
-        """Launch a task of ``rows`` nodes; ``ready``: whether its rows can be pulled already."""
-
-    def ready(self, key: TaskKey) -> None:
-        """Signal that the rows of a launched task can be pulled now."""
-
-    def done(self, key: TaskKey, attempt: int) -> None:
-        """Signal that all rows of ``attempt`` arrived, including those of a rejected duplicate."""
-
-    def raise_if_failed(self) -> None:
-        """Raise the error that prevents tasks from being executed."""
-
-    def close(self) -> None:
-        """Stop all workers immediately; may be called twice."""
-
-
+"""Names of spans; of other tasks that of the step."""
 GHOSTS, GHOST_GRADIENTS = "lambda.ghosts", "lambda.ghost_gradients"
 """Operations named "step/sender"."""
 REACHED, CORRECT = "lambda.reached", "lambda.correct"
@@ -245,7 +215,7 @@ class ThreadScheduler:
         rpc: Rpc,
         server: GraphServer,
         progress: Progress,
-        workers: Workers,
+        workers: WorkerPool,
         timeline: Timeline,
         *,
         threads: int,
@@ -295,9 +265,8 @@ class ThreadScheduler:
     def run(self, end: int, check: Callable[[float, Sequence[int]], None]) -> None:
         """Train until all own intervals have completed the epoch before ``end``, and its update is made.
 
-        Args:
-            check: Called periodically with the seconds without progress and the peers that are waited for;
-                raises if something is wrong. After any error the scheduler cannot run again.
+        ``check`` is called every half a second with the seconds without progress and the peers that are
+        waited for; it raises if something is wrong. After any error the scheduler cannot run again.
         """
         rows = [GRAPH_SERVER] * self._num_threads + [NETWORK] * _NETWORK_THREADS
         threads = [
@@ -411,10 +380,10 @@ class ThreadScheduler:
         if self._stopping:
             return
         if self._progress.finish(interval):
-            network, barrier = self._queues[NETWORK], self._progress.new_barrier()
+            network, (barrier, epochs) = self._queues[NETWORK], self._progress.news()
             if barrier is not None:
                 network.put((_ANNOUNCE_POSITION, barrier, partial(self._broadcast, REACHED, barrier)))
-            for epoch in self._progress.epochs_with_loss():
+            for epoch in epochs:
                 network.put((_ANNOUNCE_CORRECT, epoch, partial(self._announce_correct, epoch)))
             self._enqueue_all()
         elif self._progress.can_start(interval):
@@ -430,7 +399,8 @@ class ThreadScheduler:
 
     def _execute(self, interval: int, epoch: int, task: ScheduledTask, row: str) -> None:
         server = self._server
-        name, number = span_name(server.program, task.step, task.kind), server.part.first_interval + interval
+        name = _SPANS.get(task.kind, "{}").format(server.program.steps[task.step].name)
+        number = server.part.first_interval + interval
         with self._timeline.span(name, row, epoch, number):
             if task.kind is TaskKind.WORK:
                 self._open(interval, epoch, task)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
-from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext
 from dglx_dist.strategies.serverless import cost as costs
 from dglx_dist.strategies.serverless.options import read_lambda_options
 
@@ -35,6 +34,8 @@ class Lambda(Strategy):
     )
 
     read_options = staticmethod(read_lambda_options)
+    candidates = staticmethod(costs.candidates)
+    cost = staticmethod(costs.cost)
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         self._options = self.read_options(options)
@@ -60,16 +61,8 @@ class Lambda(Strategy):
             )
         return LambdaModel(model, g, self._options)
 
-    @classmethod
-    def inspect(cls, model: nn.Module, features: int) -> None:
+    @staticmethod
+    def inspect(model: nn.Module, features: int) -> None:
         from dglx_dist.strategies.serverless.model_to_program import chain_of
 
         chain_of(model)
-
-    @classmethod
-    def candidates(cls, context: PlanContext) -> Iterator[Candidate]:
-        return costs.candidates(context)
-
-    @classmethod
-    def cost(cls, candidate: Candidate, known: Measured) -> Cost:
-        return costs.cost(candidate, known)

@@ -7,7 +7,8 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast, final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
 import numpy as np
 import torch
@@ -32,17 +33,14 @@ from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.aws.package import check_imports, stages_of
 from dglx_dist.serverless.parameter_server import Scheme, Update, initialise
 from dglx_dist.serverless.stages.base import Backward, Forward
-from dglx_dist.strategies.base import EpochTrainer, Objective, Parts, WrappedModel
+from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.serverless.engine import (
     Account,
     Engine,
     EpochTotals,
-    WorkerPool,
     account_of_ranks,
-    open_engine,
     progress_line,
-    repeated,
 )
 from dglx_dist.strategies.serverless.graph_partition import open_part
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
@@ -61,17 +59,10 @@ _IGNORED_OPTIONS = ("batch_size", "shuffle", "drop_last", "seed", "depth", "num_
 
 @final
 class IntervalLoader:
-    """The training nodes of all ranks, for ``dx.fit``. One step per epoch.
+    """The training nodes of all ranks, for ``dx.fit``: this rank's ``indices``, (K,) ids or a mask.
 
-    Args:
-        g: The distributed graph, of one node and edge type.
-        indices: This rank's training nodes: (K,) ids or a mask; K may be 0. No node on two ranks.
-        sampler: Of ``dgl.dataloading``, with all in-neighbours: ``MultiLayerFullNeighborSampler``.
-        options: Loader options; those that define mini-batches only raise a warning.
-
-    Raises:
-        ConfigError: on all ranks, when on any rank the sampler draws only some in-neighbours, an option is
-            unknown or changes what is trained, or a node is given twice; or the graph has several types.
+    ConfigError on all ranks, when on any rank the sampler draws only some in-neighbours, an option is unknown
+    or changes what is trained, or a node is given twice; or the graph has several types.
     """
 
     def __init__(self, g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> None:
@@ -107,15 +98,10 @@ class IntervalLoader:
         self._epoch += epochs
 
     def own_targets(self) -> tuple[Array, int]:
-        """Return which of the rank's own nodes are trained on, and their number over all ranks. Collective.
+        """Return which own nodes are trained on, (n,) bool, and M, their number over all ranks. Collective.
 
-        Sends 16 bytes per training node that another rank owns.
-
-        Returns:
-            (n,) bool over the rows that ``RowOwners`` gives this rank, and M.
-
-        Raises:
-            ConfigError: on all ranks: two of them have the same node, or there is no training node.
+        Sends 16 bytes per training node that another rank owns. ConfigError on all ranks if two of them have
+        the same node, or there is no training node.
         """
         g, (ntype,) = self.g, self.g.ntypes
         policy = g.get_node_partition_policy(ntype)
@@ -126,7 +112,15 @@ class IntervalLoader:
         first, last = policy.owned_range
         own_counts: Array = counts[torch.arange(first, last)].numpy()
         counts.delete()
-        run_on_all_ranks(g.session, lambda: _check_once(own_counts, first), ConfigError)
+
+        def check_once() -> None:
+            if len(twice := np.flatnonzero(own_counts > 1)):
+                raise ConfigError(
+                    f"node {first + int(twice[0])} is a training node of {int(own_counts[twice[0]])} ranks; "
+                    "give each node to one rank, as dx.node_split(mask) does"
+                )
+
+        run_on_all_ranks(g.session, check_once, ConfigError)
         num_own = torch.tensor([int(own_counts.sum())])
         num_train = int(sum_over_ranks(num_own, g.session, phase="control")[0])
         if num_train == 0:
@@ -146,10 +140,15 @@ def check_types(g: DistGraph) -> None:
 
 def _checked(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> Items[str]:
     plan = read_sampler(sampler)
-    if plan.fanouts is None:
-        _refuse(f"{type(sampler).__name__} makes blocks with its own code")
-    if any(fanout != -1 for fanout in plan.fanouts):
-        _refuse(f"the sampler draws {list(plan.fanouts)} in-neighbours per layer")
+    if plan.fanouts is None or any(fanout != -1 for fanout in plan.fanouts):
+        what = f"{type(sampler).__name__} makes blocks with its own code"
+        if plan.fanouts is not None:
+            what = f"the sampler draws {list(plan.fanouts)} in-neighbours per layer"
+        raise ConfigError(
+            f"{what}, but strategy 'lambda' takes all in-neighbours of all training nodes in every step; "
+            "give it dgl.dataloading.MultiLayerFullNeighborSampler(layers) (leave fanouts= and --fanout "
+            "out), or use strategy='data_parallel'"
+        )
     given = {name: value for name, value in options.items() if value is not None}
     for name in given:
         if name not in _IGNORED_OPTIONS:
@@ -164,23 +163,6 @@ def _checked(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any
             stacklevel=2,
         )
     return read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
-
-
-def _refuse(what: str) -> NoReturn:
-    raise ConfigError(
-        f"{what}, but strategy 'lambda' takes all in-neighbours of all training nodes in every step; give it "
-        "dgl.dataloading.MultiLayerFullNeighborSampler(layers) (leave fanouts= and --fanout out), or use "
-        "strategy='data_parallel'"
-    )
-
-
-def _check_once(counts: Array, first: int) -> None:
-    twice = np.flatnonzero(counts > 1)
-    if len(twice):
-        raise ConfigError(
-            f"node {first + int(twice[0])} is a training node of {int(counts[twice[0]])} ranks; give each "
-            "node to one rank, as dx.node_split(mask) does"
-        )
 
 
 def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequence[str]) -> Update:
@@ -232,7 +214,7 @@ def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> N
         if one.requires_grad and (one.dim() > 1 or name.rpartition(".")[2] == "bias")
     }
     shapes = {name: tuple(one.shape) for name, one in trained.items()}
-    drawn = initialise(shapes, scheme, seed, np.dtype(chain.dtype), inputs_first=chain.inputs_first)
+    drawn = initialise(shapes, scheme, seed, np.dtype(chain.program.dtype), inputs_first=chain.inputs_first)
     with torch.no_grad():
         for name, weight in drawn.items():
             trained[name].copy_(torch.from_numpy(weight))
@@ -306,27 +288,26 @@ class LambdaTrainer(EpochTrainer):
         self._options, self._show = options, show
         self._session = loader.g.session
         targets, self._num_train = loader.own_targets()
-        self._program = chain.program(self._num_train)
+        self._program = replace(chain.program, num_train=self._num_train)
         self._names = list(self._program.weight_shapes)
         run_on_all_ranks(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
         self._part = open_part(loader.g, chain, objective, targets, options.intervals)
-        self._interval_sizes = gather_int64(np.diff(self._part.bounds).tolist(), self._session).reshape(-1)
-        self._engine: Engine[WorkerPool] | None = None
+        self._engine: Engine | None = None
         self._last_fingerprint = ""
         self._synchronous_from: int | None = None
         self._past, self._simulated, self._warned = Account(), True, False
 
     def run(self, first: int, number: int) -> Sequence[EpochRecord]:
         engine = self._engine_from(first)
-        counted, began, show = self._session.ledger.snapshot(), time.perf_counter(), self._show
+        counted, began = self._session.ledger.snapshot(), time.perf_counter()
 
-        def show_line(seconds: float) -> None:
+        def show() -> None:
+            seconds = time.perf_counter() - began
             account = self._past + Account(counts=engine.workers.counts, server_seconds=seconds)
-            assert show is not None
-            show(progress_line(engine, self._options, account))
+            if self._show is not None:
+                self._show(progress_line(engine, self._options, account))
 
-        with repeated(None if show is None else show_line):
-            totals = engine.run(number)
+        totals = engine.run(number, show)
         write_back(self._model, self._optimizer, engine.parameters.latest(), engine.parameters.state())
         self._past += Account(server_seconds=time.perf_counter() - began)
         self._last_fingerprint = fingerprint(self._model, self._optimizer)
@@ -356,7 +337,7 @@ class LambdaTrainer(EpochTrainer):
             found["synchronous_from"] = self._synchronous_from
         return found
 
-    def _engine_from(self, epoch: int) -> Engine[WorkerPool]:
+    def _engine_from(self, epoch: int) -> Engine:
         now = fingerprint(self._model, self._optimizer)
         # Checked each time: if only some ranks had changed something, the others would wait for them.
         remedy = "make weights and optimizer equal, and change them on all ranks"
@@ -367,11 +348,10 @@ class LambdaTrainer(EpochTrainer):
             self.close()
         if self._engine is None:
             is_synchronous = self._synchronous_from is not None
-            self._engine = open_engine(
+            self._engine = Engine(
                 self._session,
                 self._program,
                 self._part,
-                self._interval_sizes,
                 self._options,
                 self._options.policy(epoch, self._num_train, is_synchronous=is_synchronous),
                 weights_of(self._model, self._names),
@@ -419,12 +399,8 @@ class LambdaTrainer(EpochTrainer):
 class LambdaModel(WrappedModel):
     """A model trained by graph servers, workers and parameter servers; its module is the user's, unchanged.
 
-    Args:
-        model: The user's model; equal on all ranks, except that rank 0's weights are used.
-
-    Raises:
-        ConfigError: on all ranks: the model has layers that workers do not know (the message has the
-            place and a remedy); or the graph has several types, or the ranks differ.
+    Rank 0's weights are used. ConfigError on all ranks if the model has layers that workers do not know (the
+    message has the place and a remedy), the graph has several types, or the ranks differ.
     """
 
     def __init__(self, model: nn.Module, g: DistGraph, options: LambdaOptions) -> None:
@@ -436,13 +412,9 @@ class LambdaModel(WrappedModel):
         columns = {name: tuple(g.edata[name].shape[1:]) for name in g.edata}
         self._chain, self._options = chain_of(model, columns), options
         if not options.in_process:
-            check_imports(stages_of(self._chain.steps), options.executor)
+            check_imports(stages_of(self._chain.program.steps), options.executor)
         if options.initialise:
             draw_weights(model, self._chain, options.initialise, g.session.seed)
-
-    @property
-    def parts(self) -> Parts:
-        return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return 0.0  # Epochs overlap, so no rank waits only for exchanges.

@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from dglx_dist.comm.ledger import ring_bytes
+from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.structure import ReplicatedStructure
-from dglx_dist.planner.model_shape import gradient_bytes, outside_bytes, topology_of
+from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
 from dglx_dist.strategies.cost import PartitionContext, Widths
-from dglx_dist.strategies.full_graph.cost import FullWork, full_work_of, sizes_of
+from dglx_dist.strategies.full_graph.cost import FullWork, exchanged_bytes, full_work_of, sizes_of
 from dglx_dist.strategies.full_graph.expansion import compose
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
@@ -269,6 +271,16 @@ class Counted:
         return round(max(self.edges[scheme]) / max(*self.edges[BASE], 1), 3)
 
 
+def gradient_bytes(widths: Widths, topology: Topology) -> int:
+    """Return the bytes between servers of a step's ring all-reduce of gradients."""
+    servers, ranks = topology.server_of_rank, topology.world_size
+    return sum(
+        ring_bytes(widths.gradient_bytes, ranks, rank)
+        for rank in range(ranks)
+        if servers[rank] != servers[(rank + 1) % ranks]
+    )
+
+
 def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     """Make the dataset of a setting and count work and bytes on it; seconds per million edges."""
     config = _graph_of(plan, size, setting)
@@ -305,10 +317,9 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     pairs = work(exchanging).pairs
     row = setting.features * widths.itemsize
     preloaded = work(preloading).external_rows * (_ID_BYTES + row)
-    gradients = BATCHES * gradient_bytes(widths, topology)
-    without, kept = (
-        outside_bytes(pairs, widths, topology, preloaded=True, use_pp=use_pp) for use_pp in (False, True)
-    )
+    gradients = gradient_bytes(widths, topology)
+    sums = {"gradients": gradients}
+    plain, kept = (exchanged_bytes(pairs.outside, widths, use_pp=use_pp) for use_pp in (False, True))
     return Counted(
         folder=folder,
         pairs=tuple(pairs.outside),
@@ -321,11 +332,10 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
             for name, made in steps.items()
         },
         phases={
-            BASE: outside_bytes(pairs, widths, topology, preloaded=False, use_pp=False),
-            BASE_PP: outside_bytes(pairs, widths, topology, preloaded=False, use_pp=True),
-            PRELOAD: without,
-            **dict.fromkeys((PRELOAD_PP, EAS), kept),
-            COOPERATIVE: {"gradients": gradients} if gradients else {},
+            BASE: {**plain, **sums},
+            BASE_PP: {**kept, **sums},
+            **dict.fromkeys((PRELOAD, PRELOAD_PP, EAS), sums),
+            COOPERATIVE: {"gradients": BATCHES * gradients},
         },
         once={BASE: 0, BASE_PP: pairs.outside[0] * row, **dict.fromkeys((PRELOAD, PRELOAD_PP), preloaded)},
         co_batch_features=work(steps[COOPERATIVE]).external_rows * (_ID_BYTES + row),

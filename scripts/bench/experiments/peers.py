@@ -21,6 +21,13 @@ ONE_SERVER = Shape(servers=1, ranks_per_server=2, cpus=2.0)
 _LARGE = {"hidden": 256, "fanouts": (15, 10, 5)}
 
 
+_SLOW = {"rate": GIGABIT}
+_TUNED = {"allocator": "tuned"}
+_Variants = tuple[tuple[str, str, Mapping[str, Any]], ...]
+_BOTH: _Variants = (("stock", "stock", {}), ("ours", "ours", {}))
+_BOTH_SLOW: _Variants = (("stock, 1 Gbit/s", "stock", _SLOW), ("ours, 1 Gbit/s", "ours", _SLOW))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What one experiment launches."""
@@ -29,14 +36,10 @@ class Comparison:
     features: int = 100
     training: Mapping[str, Any]
     """More of ``peers.workload.Workload``."""
-    variants: tuple[tuple[str, str, Mapping[str, Any]], ...]
+    variants: _Variants
     """Name, system and settings of its launch, and ``rate`` where the link is limited."""
     ratios: tuple[Ratio, ...]
     shape: Shape = TWO_SERVERS
-
-
-_SLOW = {"rate": GIGABIT}
-_TUNED = {"allocator": "tuned"}
 
 
 def _cache(alpha: float) -> dict[str, Any]:
@@ -56,11 +59,9 @@ COMPARISONS: Mapping[str, Comparison] = {
         nodes=1_000_000,
         training={},
         variants=(
-            ("stock", "stock", {}),
-            ("ours", "ours", {}),
+            *_BOTH,
             ("ours, halo cache", "ours", _cache(1.0)),
-            ("stock, 1 Gbit/s", "stock", _SLOW),
-            ("ours, 1 Gbit/s", "ours", _SLOW),
+            *_BOTH_SLOW,
             (_CACHED, "ours", {**_cache(1.0), **_SLOW}),
         ),
         ratios=(
@@ -75,12 +76,10 @@ COMPARISONS: Mapping[str, Comparison] = {
         nodes=200_000,
         training=_LARGE,
         variants=(
-            ("stock", "stock", {}),
-            ("ours", "ours", {}),
+            *_BOTH,
             ("stock, tuned", "stock", _TUNED),
             ("ours, tuned", "ours", _TUNED),
-            ("stock, 1 Gbit/s", "stock", _SLOW),
-            ("ours, 1 Gbit/s", "ours", _SLOW),
+            *_BOTH_SLOW,
             (_CACHED, "ours", {**_cache(0.5), **_SLOW}),
         ),
         ratios=(
@@ -96,11 +95,9 @@ COMPARISONS: Mapping[str, Comparison] = {
         features=4,
         training={"embedding": 64, "hidden": 64, "fanouts": (10, 5)},
         variants=(
-            ("stock", "stock", {}),
-            ("ours", "ours", {}),
+            *_BOTH,
             ("dense under DDP", "dense", {}),
-            ("stock, 1 Gbit/s", "stock", _SLOW),
-            ("ours, 1 Gbit/s", "ours", _SLOW),
+            *_BOTH_SLOW,
         ),
         ratios=(
             _time(_OURS_OVER_STOCK, "ours", "stock", 0.41),

@@ -17,7 +17,7 @@ from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array, NodeColumn, RawGraph, SparseRows
 from dglx_dist.serverless.cost import prices
-from dglx_dist.strategies.serverless.cost import ServerlessSetting, serverless_bytes
+from dglx_dist.strategies.serverless.cost import serverless_bytes
 from scripts.bench import data
 from scripts.bench.experiments.common import bytes_quotient, clustered, quotient
 from scripts.bench.records import (
@@ -285,14 +285,12 @@ def _predicted(case: Case, folder: Path, size: Size, classes: int) -> dict[str, 
     halo = manifest.quality["halo_nodes"]
     assert isinstance(halo, Sequence)
     return serverless_bytes(
-        ServerlessSetting(
-            widths=(size.features, size.hidden, classes),
-            nodes=sum(manifest.num_nodes(kind) for kind in manifest.node_types),
-            ghosts=sum(int(count) for count in halo),
-            intervals=SERVERS * size.intervals,
-            fusion=bool(case.options.get("fusion", True)),
-            rematerialise=bool(case.options.get("rematerialise", True)),
-        )
+        widths=(size.features, size.hidden, classes),
+        nodes=sum(manifest.num_nodes(kind) for kind in manifest.node_types),
+        ghosts=sum(int(count) for count in halo),
+        intervals=SERVERS * size.intervals,
+        fusion=bool(case.options.get("fusion", True)),
+        rematerialise=bool(case.options.get("rematerialise", True)),
     )
 
 

@@ -5,8 +5,8 @@ Reports are what the driver reads; those of the ranks agree but for ``peak_bytes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from dglx_dist.api import DataLoader, init, wrap
+from dglx_dist.data.storage.files import peak
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.records import FEATURE, NODE_TYPE, EpochRecord
 from dglx_dist.serverless.parameter_service import READ
-from dglx_dist.strategies.base import EpochTrainer, Objective
+from dglx_dist.strategies.base import Objective
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
 from scripts.bench.jobs.params import IntervalParams, read_params
@@ -38,7 +39,7 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
     timeout_s = min(_LONGEST_WAIT_S, context.timeout_s)
     with init(told.strategy, timeout=timeout_s, seed=told.seed, **dict(told.options)) as session:
         g = DistGraph(told.data, structure="partitioned", session=session)
-        report = _trained(g, told) | {"peak_bytes": context.peak_bytes()}
+        report = _trained(g, told) | {"peak_bytes": peak()}
         g.close()
         return report
 
@@ -56,7 +57,8 @@ def _trained(g: DistGraph, told: IntervalParams) -> dict[str, Any]:
     trainer = wrapped.trainer(loader, optimizer, Objective(loss=F.cross_entropy))
     if trainer is None:
         raise ConfigError(f"strategy {told.strategy!r} trains in a loop; use the job 'train' for it")
-    with _closed(trainer):
+    with ExitStack() as closing:
+        closing.push(lambda kind, *_: trainer.close(failed=kind is not None))
         if told.warmup:
             trainer.run(0, told.warmup)
         before: Mapping[str, Any] = trainer.account()
@@ -82,16 +84,6 @@ def _trained(g: DistGraph, told: IntervalParams) -> dict[str, Any]:
             "dollars_are": str(after["label"]),
         },
     }
-
-
-@contextmanager
-def _closed(trainer: EpochTrainer) -> Iterator[None]:
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        trainer.close(failed=failed)
 
 
 def epochs_to(records: Sequence[EpochRecord], target: float | None) -> int | None:

@@ -47,10 +47,7 @@ def calibrate_compute(params: Mapping[str, Any], context: JobContext) -> dict[st
 
 
 def survey(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
-    """Return the fields of a :class:`Survey` by name of a run; one process counts them all.
-
-    ``params``: name to ``train``, parameters of the job ``train``, and ``servers``, each of one rank.
-    """
+    """Return the fields of a :class:`Survey` by name of a run: of the job ``train``, on ``servers``."""
     return {name: asdict(_survey(one, context)) for name, one in params.items()}
 
 
@@ -83,10 +80,7 @@ def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
 
 
 def plan(params: Mapping[str, Any], _context: JobContext) -> dict[str, Any]:
-    """Return by name and rate: ``chosen``, and ``ways``, what each that fits is and is predicted to take.
-
-    ``params``: name to ``plan``, fields of :class:`PlanConfig`, and ``rates`` between servers.
-    """
+    """Return by name and rate: ``chosen``, and ``ways``, what each that fits is and is predicted to take."""
     return {name: _choices(one) for name, one in params.items()}
 
 

@@ -20,6 +20,7 @@ from dglx_dist.api import DataLoader, init, wrap
 from dglx_dist.comm.collectives import gather_int64, gather_json
 from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session
+from dglx_dist.data.storage.files import peak
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
@@ -116,7 +117,7 @@ def _measured(training: _Training, told: TrainParams, context: JobContext, began
         "epochs": [asdict(record) for record in records],
         # What evaluation sends is not of the epochs.
         "bytes_outside_wire": None if told.accuracy else _sent_by_cards(card, context, session),
-        "peak_bytes": context.peak_bytes(),
+        "peak_bytes": peak(),
         "accuracy": curve,
         "extra": {
             **_facts(training, session),

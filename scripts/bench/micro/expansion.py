@@ -23,8 +23,8 @@ from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.graph.analysis import Expansion, measure_expansion
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import RawGraph
-from dglx_dist.report.tables import markdown_table
 from scripts.bench.micro.timing import parser
+from scripts.out_files import markdown_table
 
 REAL = ("cora", "dblp_full", "coauthor_physics")
 BUILT_IN = {
@@ -82,11 +82,6 @@ def main(argv: list[str]) -> None:
             found = expansion_of(graph, method, chosen.servers, chosen.hops)
             curves[name] = found.factors.mean(axis=1).tolist()
             rows.append(row(name, method, found))
-        way = "by METIS" if method == "metis" else "at random"
-        draw(
-            curves,
-            chosen.servers,
-            chosen.out / f"shared_preload_{method}.png",
-            f"{chosen.servers} parts {way}",
-        )
+        title = f"{chosen.servers} parts {'by METIS' if method == 'metis' else 'at random'}"
+        draw(curves, chosen.servers, chosen.out / f"shared_preload_{method}.png", title)
     print(markdown_table(["graph", "cut", *headings], rows))

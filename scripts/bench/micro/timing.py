@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from dglx_dist.report.tables import markdown_table
+from scripts.out_files import markdown_table
 
 T = TypeVar("T")
 

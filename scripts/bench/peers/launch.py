@@ -16,9 +16,10 @@ from typing import Any, final
 import psutil
 
 from dglx_dist.comm.topology import inherited_environment, rank_environment
-from dglx_dist.errors import ConfigError, JobError
+from dglx_dist.errors import ConfigError
 from dglx_dist.records import EpochRecord
 from scripts.bench.peers.workload import TOLD, TRAINERS, Launch
+from scripts.bench.records import JobError
 from scripts.bench.suites import installed
 from scripts.netlab.base import Lab
 from scripts.netlab.launch import Launcher, Started, server_environment, start, with_changes

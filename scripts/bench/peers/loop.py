@@ -7,7 +7,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -66,46 +66,6 @@ class Clock:
         self.counts[name] += value
 
 
-class Report:
-    """The epochs of one rank, written to ``<out>/rank-<r>.json`` at the end; ``device``: a card."""
-
-    def __init__(self, out: Path, rank: int, barrier: Callable[[], object], device: str | None) -> None:
-        self._path = out / f"rank-{rank}.json"
-        self._barrier = barrier
-        self._device = device
-        self._epochs: list[dict[str, Any]] = []
-
-    @contextmanager
-    def epoch(self) -> Iterator[Clock]:
-        """Measure one epoch between two barriers of all ranks."""
-        clock = Clock()
-        self._barrier()
-        sent, begin = self._sent(), time.perf_counter()
-        yield clock
-        self._barrier()
-        seconds, after = time.perf_counter() - begin, self._sent()
-        self._epochs.append(
-            {
-                "epoch": len(self._epochs),
-                "seconds": seconds,
-                "card_sent": None if sent is None or after is None else after - sent,
-                "parts": clock.seconds,
-                "counts": clock.counts,
-            }
-        )
-
-    def note_validation(self, correct: float, of: int) -> None:
-        """Say how many of this rank's validation nodes the model hits after the last epoch."""
-        self._epochs[-1]["validation"] = (correct, of)
-
-    def write(self) -> None:
-        """Write everything; called once, at the end."""
-        write_text(self._path, json.dumps({"epochs": self._epochs, "peak_bytes": peak()}))
-
-    def _sent(self) -> int | None:
-        return None if self._device is None else read_card(self._device).sent
-
-
 class Trainer(ABC):
     """One rank on its share of the training nodes: every system's loop, its parts told apart by a clock."""
 
@@ -138,6 +98,10 @@ class Trainer(ABC):
         clock.count("edges", sum(block.num_edges() for block in blocks))
         clock.count("seed_sum", int(seeds.sum()))
 
+    def validate(self, epoch: int) -> tuple[float, int] | None:
+        """Return this rank's hits among its validation nodes, and their number; None: not after ``epoch``."""
+        return None
+
     def epoch(self, clock: Clock) -> None:
         """Train one epoch."""
         batches = iter(self.loader)
@@ -163,18 +127,27 @@ class Trainer(ABC):
             self.note(clock, batch)
 
 
-def train(
-    trainer: Trainer,
-    told: Told,
-    after: Callable[[int, Report], object] = lambda epoch, report: None,
-) -> None:
-    """Train and report; ``after`` is called with the number of each epoch, from 1, once it has ended."""
-    report = Report(Path(told.out), dist.get_rank(), dist.barrier, told.device)
+def train(trainer: Trainer, told: Told) -> None:
+    """Train, each epoch between two barriers of all ranks, and write what this rank measured."""
+    epochs: list[dict[str, Any]] = []
     for number in range(1, told.launch.warmup + told.launch.epochs + 1):
-        with report.epoch() as clock:
-            trainer.epoch(clock)
-        after(number, report)
-    report.write()
+        clock = Clock()
+        dist.barrier()
+        sent, begin = _sent(told.device), time.perf_counter()
+        trainer.epoch(clock)
+        dist.barrier()
+        seconds, after = time.perf_counter() - begin, _sent(told.device)
+        measured = {"epoch": number - 1, "seconds": seconds, "parts": clock.seconds, "counts": clock.counts}
+        measured["card_sent"] = None if sent is None or after is None else after - sent
+        if (found := trainer.validate(number)) is not None:
+            measured["validation"] = found
+        epochs.append(measured)
+    report = {"epochs": epochs, "peak_bytes": peak()}
+    write_text(Path(told.out) / f"rank-{dist.get_rank()}.json", json.dumps(report))
+
+
+def _sent(device: str | None) -> int | None:
+    return None if device is None else read_card(device).sent
 
 
 class Sage(nn.Module):

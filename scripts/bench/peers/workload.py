@@ -9,7 +9,7 @@ from typing import Any, Literal
 TRAINERS: Mapping[str, str] = {
     "stock": "stock_trainer.py",
     "ours": "ours.py",
-    "dense": "dense_rows.py",
+    "dense": "ours.py",
     "pyg": "pyg_trainer.py",
 }
 """System -> its program."""

@@ -77,15 +77,6 @@ def test_what_is_in_the_tables_is_in_the_dataset(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith("partial")] == []
 
 
-@pytest.mark.usefixtures("budget")
-def test_splits_have_their_shares_of_the_labelled_nodes(tmp_path: Path) -> None:
-    run(tmp_path)
-    part = part_of(tmp_path)
-    masks = [part.node_data("user", f"{name}_mask") for name in ("train", "val", "test")]
-    assert [mask.sum() for mask in masks] == [2, 1, 1]
-    assert np.sum(masks, axis=0).tolist() == [1, 1, 1, 0, 1]  # dan has no label
-
-
 def test_the_same_bytes_within_any_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["a", "b"]
     for name, work in zip(names, (1 << 26, 1 << 11), strict=True):

@@ -15,7 +15,7 @@ def test_what_graphstorm_users_write_is_understood(tmp_path: Path) -> None:
     config = read_config(write_shop(tmp_path))
     user, item = config.nodes
     assert [path.name for path in user.files.paths] == ["users-0.parquet", "users-1.parquet"]
-    assert (user.ntype, user.id_column, user.files.format) == ("user", "id", "parquet")
+    assert (user.kind, user.id_columns, user.files.format) == ("user", ("id",), "parquet")
     assert [(one.columns, one.name, one.transform) for one in user.features] == [
         (("age",), "feat", "max_min_norm"),
         (("city",), "feat", "to_categorical"),
@@ -24,11 +24,7 @@ def test_what_graphstorm_users_write_is_understood(tmp_path: Path) -> None:
     assert user.label == LabelSpec(task="classification", column="segment", split=(0.5, 0.25, 0.25))
     assert item.label is None
     buys, knows = config.edges
-    assert (buys.etype, buys.source_column, buys.destination_column) == (
-        ("user", "buys", "item"),
-        "who",
-        "what",
-    )
+    assert (buys.kind, buys.id_columns) == (("user", "buys", "item"), ("who", "what"))
     assert (knows.files.format, knows.files.separator) == ("csv", ";")
 
 
@@ -36,11 +32,11 @@ def test_what_graphstorm_users_write_is_understood(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"nodes": []}, "'nodes' is \\[\\], expected a list that is not empty"),
-        ({"version": "gsprocessing-v1.0"}, "'gsprocessing-v1.0', expected one of gconstruct-v0.1"),
+        ({"version": "gsprocessing-v1.0"}, "'gsprocessing-v1.0', expected one of 'gconstruct-v0.1'"),
         ({"edgs": []}, "key 'edgs' is not supported; did you mean 'edges'"),
         ({"nodes.0.node_type": 3}, "node_type' is 3"),
         ({"nodes.0.files": "none-*.parquet"}, "there is no file 'none-\\*.parquet', neither in"),
-        ({"nodes.0.format": {"name": "HDF5"}}, "name' is 'HDF5', expected one of csv, parquet"),
+        ({"nodes.0.format": {"name": "HDF5"}}, "name' is 'HDF5', expected one of 'csv', 'parquet'"),
         ({"nodes.0.format": {"name": "csv", "separator": "::"}}, "'::', expected one character"),
         ({"nodes.0.features.0.transform": {"name": "bert_hf"}}, "transform 'bert_hf' is not supported"),
         ({"nodes.0.features.0.transform.max_bond": 1}, "max_bond' is not.*did you mean 'max_bound'"),

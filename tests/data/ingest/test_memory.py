@@ -34,11 +34,7 @@ def write_graph(folder: Path, nodes: int, width: int, edges: int) -> list[str]:
     ids = [f"user-{number:06}" for number in random.permutation(nodes)]
     rows = pa.array(random.random(nodes * width, dtype=np.float32))
     table = pa.table(
-        {
-            "id": ids,
-            "emb": pa.FixedSizeListArray.from_arrays(rows, width),
-            "y": random.integers(0, 3, nodes),
-        }
+        {"id": ids, "emb": pa.FixedSizeListArray.from_arrays(rows, width), "y": random.integers(0, 3, nodes)}
     )
     options = {"use_dictionary": False, "compression": "none"}
     pyarrow.parquet.write_table(table, folder / "n.parquet", row_group_size=nodes // 2, **options)

@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from dglx_dist.data.ingest.config import FileSet
-from dglx_dist.data.ingest.external_memory import Scatter, Spill, SpillReader, append_ids, bucket_of, read_ids
-from dglx_dist.data.ingest.graph import Ends, sort_edges
-from dglx_dist.data.ingest.id_map import BucketIdMap, RangeIdMap
+from dglx_dist.data.ingest.external_memory import Scatter, Spill
+from dglx_dist.data.ingest.graph import sort_edges
+from dglx_dist.data.ingest.id_map import IdMap, append_ids, read_ids
 from dglx_dist.data.ingest.tables import Table, numbers_of_text
 from dglx_dist.data.ingest.tensors import NO_SPLIT, Labels, draw_split_codes
 from dglx_dist.errors import ConfigError, DatasetError
@@ -30,37 +30,6 @@ def test_scattered_rows_come_back_in_order(tmp_path: Path, memory: int) -> None:
     assert np.array_equal(found[:50], rows)
     assert (found[50:] == 7).all()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_is_spilled_is_read_in_any_pieces(tmp_path: Path) -> None:
-    spill = Spill(tmp_path / "rows", np.int16, (2,))
-    spill.append(np.arange(6).reshape(3, 2))
-    spill.append(np.arange(6, 10).reshape(2, 2))
-    assert [len(piece) for piece in spill.chunks(2)] == [2, 2, 1]
-    reader = SpillReader(spill, 2)
-    assert [reader.take(count).tolist() for count in (1, 3, 0, 1)] == [
-        [[0, 1]], [[2, 3], [4, 5], [6, 7]], [], [[8, 9]],
-    ]  # fmt: skip
-
-
-def test_ids_spread_evenly_and_alike_wherever_they_stand() -> None:
-    texts = pa.array([f"user-{number:06}" for number in range(20_000)], pa.large_string())
-    found = bucket_of(texts, 8)
-    assert np.bincount(found).min() > 2300
-    assert np.array_equal(bucket_of(texts.slice(5000, 300), 8), found[5000:5300])
-    assert bucket_of(pa.array(["ab", "ba", "a", "aa"], pa.large_string()), 1 << 30).tolist() == [
-        *dict.fromkeys(bucket_of(pa.array(["ab", "ba", "a", "aa"], pa.large_string()), 1 << 30).tolist())
-    ]
-    assert np.bincount(bucket_of(pa.array(np.arange(20_000)), 8)).min() > 2300
-
-
-def test_long_ids_take_no_more_memory_than_short_ones() -> None:
-    texts = pa.array([f"{number:04}".ljust(20_000, "x") for number in range(200)], pa.large_string())
-    tracemalloc.start()
-    assert len(np.unique(bucket_of(texts, 1 << 30))) == 200
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 4 << 20  # the texts have as much, and a word for each of their bytes 8 times as much
 
 
 def test_what_repeats_in_a_table_is_read_a_few_rows_at_a_time(tmp_path: Path) -> None:
@@ -88,7 +57,7 @@ def test_one_id_in_all_rows_is_found_without_holding_them(tmp_path: Path) -> Non
     path = tmp_path / "n.csv"
     path.write_text("id\n" + "same\n" * 40_000)
     table = Table(FileSet(paths=(path,), format="csv"), 1 << 16)
-    ids = BucketIdMap(tmp_path / "map", 40_000, 4 * 40_000, 1 << 16)
+    ids = IdMap(tmp_path / "map", 40_000, is_text=True, id_bytes=4 * 40_000, memory=1 << 16)
     for piece in table.pieces(["id"]):
         ids.add(piece.columns["id"].cast(pa.large_string()), piece.row)
     tracemalloc.start()
@@ -105,52 +74,44 @@ def test_one_id_in_all_rows_is_found_without_holding_them(tmp_path: Path) -> Non
 def test_records_of_ids_are_read_as_they_were_appended(tmp_path: Path, ids: pa.Array) -> None:
     for first in (0, 3):
         append_ids(tmp_path, np.array([1, 0, 1]), np.arange(first, first + 3), ids)
-    ((numbers, found),) = read_ids(tmp_path / "1.ids", None)
+    ((numbers, found),) = read_ids(tmp_path / "1", None)
     assert numbers.tolist() == [0, 2, 3, 5]
     assert found.to_pylist() == [ids[i].as_py() for i in (0, 2, 0, 2)]
-    assert [piece[0].tolist() for piece in read_ids(tmp_path / "0.ids", 1)] == [[1], [4]]
-    assert list(read_ids(tmp_path / "9.ids", None)) == []
+    assert [piece[0].tolist() for piece in read_ids(tmp_path / "0", 1)] == [[1], [4]]
+    assert list(read_ids(tmp_path / "9", None)) == []
 
 
+@pytest.mark.parametrize("is_text", [True, False])
 @pytest.mark.parametrize("memory", [500, 1 << 20])
-def test_ids_are_found_in_the_order_in_which_they_are_asked_for(tmp_path: Path, memory: int) -> None:
-    names = [f"n{number}" for number in range(40)]
-    ids = BucketIdMap(tmp_path / "map", 40, 100, memory)
-    for first in (0, 30):
-        last = first + 30 if first == 0 else 40
-        ids.add(pa.array(names[first:last], pa.large_string()), first)
-    ids.check_unique(Table(FileSet(paths=(), format="csv"), 1), "id")
-    asked = [7, 39, 7, 0]
-    pieces = [pa.array([names[i] for i in asked[:3]], pa.large_string()), pa.array(["n0"], pa.large_string())]
-    found = ids.find(pieces, 4, tmp_path / "asked")
-    assert np.concatenate(list(found.rows.chunks())).tolist() == asked
-    assert found.unknown is None
-    strangers = pa.array(["n1", "x", "n2", "y"], pa.large_string())
-    unknown = ids.find([strangers], 4, tmp_path / "more").unknown
-    assert unknown is not None
-    assert (unknown.row, unknown.id, unknown.count) == (1, "x", 2)
-
-
-def test_row_numbers_need_no_table(tmp_path: Path) -> None:
-    found = RangeIdMap(3, 1000).find([pa.array([2, 0]), pa.array([3, -1])], 4, tmp_path)
-    assert np.concatenate(list(found.rows.chunks()))[:2].tolist() == [2, 0]
-    assert found.unknown is not None
-    assert (found.unknown.row, found.unknown.id, found.unknown.count) == (2, 3, 2)
+def test_ids_are_found_in_the_order_in_which_they_are_asked_for(
+    tmp_path: Path, memory: int, is_text: bool
+) -> None:
+    ids = IdMap(tmp_path / "map", 40, is_text=is_text, id_bytes=100, memory=memory)
+    known = [
+        pa.array([str(7 * i) if is_text else 7 * i for i in rows]) for rows in (range(30), range(30, 40))
+    ]
+    for first, values in zip((0, 30), known, strict=True):
+        ids.add(values.cast(pa.large_string()) if is_text else values, first)
+    path = tmp_path / "asked.parquet"
+    pyarrow.parquet.write_table(pa.table({"id": pa.chunked_array(known).take([7, 39, 7, 0])}), path)
+    table = Table(FileSet(paths=(path,), format="parquet"), 1 << 16)
+    assert whole(ids.find(table, "id", "them", tmp_path / "asked")).tolist() == [7, 39, 7, 0]
+    (tmp_path / "lines").write_text("7\n1\n\n14\n2\n")
+    lines = Table(FileSet(paths=(tmp_path / "lines",), format="lines"), 1 << 16)
+    with pytest.raises(DatasetError, match=r"row 1: node id '?1'? is not among the ids of them \(.*: 2\)"):
+        ids.find(lines, "id", "them", tmp_path / "more")
 
 
 @pytest.mark.parametrize("memory", [4000, 1 << 20])
 def test_edges_are_sorted_by_destination_source_and_row(tmp_path: Path, memory: int) -> None:
     random = np.random.default_rng(1)
     sources, destinations = random.integers(0, 20, 300), random.integers(0, 9, 300) ** 2 // 9
-    ends = Ends(sources=Spill(tmp_path / "s", np.int64), destinations=Spill(tmp_path / "d", np.int64))
-    ends.sources.append(sources)
-    ends.destinations.append(destinations)
+    ends = (Spill(tmp_path / "s", np.int64, [sources]), Spill(tmp_path / "d", np.int64, [destinations]))
     found = sort_edges(ends, 20, 10, tmp_path / "out", memory)
     order = np.lexsort((np.arange(300), sources, destinations))
     assert whole(found.rows).tolist() == order.tolist()
     assert whole(found.indices).tolist() == sources[order].tolist()
     assert whole(found.indptr).tolist() == [0, *np.cumsum(np.bincount(destinations, minlength=10))]
-    assert whole(found.positions(tmp_path / "positions", memory)).tolist() == np.argsort(order).tolist()
     with pytest.raises(ConfigError, match=r"edges end at the nodes of row 0 .* grant --memory 1\d\dMB"):
         sort_edges(ends, 20, 10, tmp_path / "less", 1000)
 
@@ -244,5 +205,5 @@ def test_texts_are_numbers_or_refused() -> None:
     assert numbers_of_text(texts, "x", "t.csv", 0, ";").tolist() == [[1.0, 2.0], [3.0, 40.0]]
     with pytest.raises(DatasetError, match=r"t.csv: column 'x', row 8: 'b' is not a number"):
         numbers_of_text(pa.array(["1;2", "3;4", "b;5"]), "x", "t.csv", 6, ";")
-    with pytest.raises(DatasetError, match=r"row 7: 1 numbers, but row 6 has 2"):
+    with pytest.raises(DatasetError, match=r"row 7: a list of 1 values, but row 6 has 2"):
         numbers_of_text(pa.array(["1;2", "3"]), "x", "t.csv", 6, ";")

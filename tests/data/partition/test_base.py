@@ -8,11 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions, default_partitioner
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.base import PARTITIONERS as SAME
-from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.records import Assignment, RawGraph
-from dglx_dist.registry import Registry
+from dglx_dist.errors import ConfigError
 
 SAID = {
     "balance": PartitionOptions(balance=("degree",)),
@@ -42,16 +40,6 @@ def test_an_option_is_honoured_or_refused_at_start(name: str, option: str) -> No
 
 def test_every_option_is_tried_above() -> None:
     assert set(SAID) == set(PartitionOptions.__dataclass_fields__)
-
-
-def test_what_a_plugin_does_not_name_is_refused() -> None:
-    class Mine(Partitioner):
-        def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-            raise NotImplementedError
-
-    assert Mine(PartitionOptions(balance=("nodes",))).options.balance == ("nodes",)
-    with pytest.raises(ConfigError, match="Mine does not support fast=True"):
-        Mine(PartitionOptions(fast=True))
 
 
 @pytest.mark.parametrize(
@@ -106,26 +94,6 @@ def test_balance_may_come_as_a_list() -> None:
     options = PartitionOptions(balance=["nodes"])  # type: ignore[arg-type]
     assert options.balance == ("nodes",)
     assert options.constraints == PartitionOptions().constraints
-
-
-def test_a_misspelt_name_gets_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="did you mean 'metis'"):
-        PARTITIONERS.get("mettis")
-
-
-def test_ones_own_partitioner_is_known_by_its_decorator() -> None:
-    # A registry of its own: what a test adds to the shared one would stay for the others.
-    registry: Registry[Partitioner] = Registry("partitioner", Partitioner, builtin={}, group="none")
-
-    @registry.register("even_odd")
-    class EvenOdd(Partitioner):
-        def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-            parts = {t: (np.arange(n) % 2).astype(np.int32) for t, n in graph.num_nodes.items()}
-            return Assignment(num_parts=num_parts, part_of=parts, method="even_odd", seed=seed)
-
-    assert registry.get("even_odd") is EvenOdd
-    with pytest.raises(ConfigError, match="name 'even_odd' is taken"):
-        registry.register("even_odd")(EvenOdd)
 
 
 def test_the_decorator_writes_into_the_registry() -> None:

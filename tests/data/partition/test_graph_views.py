@@ -11,17 +11,13 @@ from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.data.partition.graph_views import (
     SymmetricGraph,
     balance_weights,
-    check_request,
     describe,
     first_ids,
     from_assignment,
-    imbalance,
     in_degrees,
     induced_graph,
-    part_shares,
     symmetrise,
     to_assignment,
-    trivial_parts,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Assignment, RawGraph, SparseRows
@@ -41,14 +37,6 @@ def test_there_and_back() -> None:
     assert empty.parameters == {}
 
 
-def test_no_thought_for_one_part_or_a_part_each() -> None:
-    one, each = trivial_parts(3, 1), trivial_parts(2, 5)
-    assert one is not None
-    assert each is not None
-    assert (one.tolist(), each.tolist()) == ([0, 0, 0], [0, 1])
-    assert trivial_parts(3, 2) is None
-
-
 def test_what_was_told_survives_json() -> None:
     options = PartitionOptions(
         balance=("degree",), tolerance=0.1, target_weights=(1, 2), fast=True, objective="vol"
@@ -62,11 +50,6 @@ def test_what_was_told_survives_json() -> None:
         "objective": "vol",
     }
     assert describe(PartitionOptions(), None) == {"tolerance": {}}
-
-
-def test_a_senseless_request() -> None:
-    with pytest.raises(ConfigError, match="num_parts is -1"):
-        check_request(-1, 0)
 
 
 def test_edges_among_the_chosen_nodes_remain() -> None:
@@ -104,21 +87,11 @@ def rows(graph: SymmetricGraph) -> list[dict[int, int]]:
     ]
 
 
-def test_direction_is_forgotten() -> None:
-    neighbours = [sorted(row) for row in rows(symmetrise(TWO_TRIANGLES))]
-    assert neighbours == [[1, 2], [0, 2], [0, 1, 3], [2, 4, 5], [3, 5], [3, 4]]
-
-
 def test_parallel_and_opposite_edges_become_a_weight_and_loops_nothing() -> None:
     graph = homogeneous(4, [(0, 1), (0, 1), (1, 0), (2, 2), (1, 2)])
     assert rows(symmetrise(graph)) == [{1: 3}, {0: 3, 2: 1}, {1: 1}, {}]
     assert symmetrise(graph, weighted=False).edge_weights is None
     assert [sorted(r) for r in rows(symmetrise(graph, weighted=False))] == [[1], [0, 2], [1], []]
-
-
-def test_equal_weights_are_left_out() -> None:
-    both_ways = homogeneous(3, [(0, 1), (1, 0), (1, 2), (2, 1)])
-    assert symmetrise(both_ways).edge_weights is None
 
 
 def test_weights_that_hardly_differ_are_left_out() -> None:
@@ -134,12 +107,6 @@ def test_node_types_follow_each_other() -> None:
     assert [sorted(r) for r in rows(symmetrise(AUTHORS_AND_PAPERS))] == [[2, 3], [4], [0, 4], [0], [1, 2], []]
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_the_indices_have_the_asked_dtype(dtype: type) -> None:
-    graph = symmetrise(TWO_TRIANGLES, dtype=dtype)
-    assert (graph.indices.dtype, graph.indptr.dtype) == (dtype, np.int64)
-
-
 def test_a_larger_graph_agrees_with_the_plain_way() -> None:
     graph = communities(num_nodes=320)
     ((src, dst),) = graph.edges.values()
@@ -151,13 +118,6 @@ def test_a_larger_graph_agrees_with_the_plain_way() -> None:
     symmetric = symmetrise(graph)
     assert symmetric.edge_weights is not None
     assert rows(symmetric) == plain
-
-
-@pytest.mark.parametrize("num_nodes", [0, 3])
-def test_no_edges(num_nodes: int) -> None:
-    graph = symmetrise(homogeneous(num_nodes, []))
-    assert graph.indptr.tolist() == [0] * (num_nodes + 1)
-    assert len(graph.indices) == 0
 
 
 def test_in_degrees_count_all_edge_types_where_the_edge_ends() -> None:
@@ -191,10 +151,6 @@ def test_loads_capacities_and_what_is_missed() -> None:
     assert weights.missed(np.array([0, 0, 0, 1])) == {}
 
 
-def test_an_empty_constraint_is_even() -> None:
-    assert imbalance(np.zeros(3), part_shares(None, 3)) == 1.0
-
-
 @pytest.mark.parametrize(
     ("values", "named"),
     [
@@ -211,11 +167,6 @@ def test_a_column_that_is_no_weight_is_refused(values: np.ndarray, named: str) -
     options = PartitionOptions(balance=("nodes", "cost"))
     with pytest.raises(ConfigError, match=named):
         balance_weights(homogeneous(3, [], cost=values), options, 2, None)
-
-
-def test_too_many_constraints_for_a_method() -> None:
-    with pytest.raises(ConfigError, match=r"3 are asked for .*choose method metis"):
-        balance_weights(AUTHORS_AND_PAPERS, PartitionOptions(balance=("ntype",)), 2, 1)
 
 
 def test_a_misspelt_weight_names_the_nearest() -> None:

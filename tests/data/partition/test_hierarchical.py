@@ -64,13 +64,6 @@ def test_degree_counts_edges_from_other_servers_too() -> None:
     assert all(quality.balance[c] <= 1.05 + 1e-9 for c in options.balance)
 
 
-def test_unequal_machines() -> None:
-    graph = communities()
-    options = PartitionOptions(servers=2, target_weights=(3, 3, 1, 1))
-    sizes = measure(graph, Hierarchical(options).assign(graph, 4, 0)).num_nodes
-    assert sizes == pytest.approx((750, 750, 250, 250), rel=0.12)
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [

@@ -13,7 +13,6 @@ from dglx_dist.data.partition.simple import (
     Feature,
     File,
     Hash,
-    Random,
     cut_ranges,
     hash_parts,
     read_parts,
@@ -22,15 +21,6 @@ from dglx_dist.errors import ConfigError, DatasetError, DglxError
 from dglx_dist.keyed_random import splitmix64
 from dglx_dist.records import Array
 from tests.data.partition.graphs import AUTHORS_AND_PAPERS, TWO_TRIANGLES, flat, homogeneous
-
-
-@pytest.mark.parametrize(
-    ("num_nodes", "num_parts", "expected"),
-    [(6, 2, [0, 0, 0, 1, 1, 1]), (2, 1, [0, 0]), (0, 3, [])],
-)
-def test_equal_ranges(num_nodes: int, num_parts: int, expected: list[int]) -> None:
-    graph = homogeneous(num_nodes, [])
-    assert flat(Contiguous(PartitionOptions()).assign(graph, num_parts, 0).part_of) == expected
 
 
 def test_sizes_differ_by_one_at_most() -> None:
@@ -47,12 +37,6 @@ def test_ranges_of_equal_in_degree() -> None:
     graph = homogeneous(5, [(1, 0), (2, 0), (3, 0), (4, 0), (0, 1), (0, 2), (0, 3), (0, 4)])
     parts = Contiguous(PartitionOptions(balance=("degree",))).assign(graph, 2, 0).part_of
     assert flat(parts) == [0, 1, 1, 1, 1]
-
-
-def test_unequal_machines() -> None:
-    options = PartitionOptions(target_weights=(1, 3, 2))
-    parts = flat(Contiguous(options).assign(homogeneous(12, []), 3, 0).part_of)
-    assert np.bincount(parts).tolist() == [2, 6, 4]
 
 
 def test_structure_by_hash_and_features_by_column() -> None:
@@ -158,20 +142,3 @@ def test_a_stride_in_the_ids_does_not_show() -> None:
     # id mod 4 would put all of them into part 0.
     counts = np.bincount(hash_parts(40_000, 4)[::4], minlength=4)
     assert (abs(counts - 2500) < 5 * 43).all()  # five standard deviations of a fair draw
-
-
-@pytest.mark.parametrize(("num_nodes", "num_parts"), [(100, 4), (101, 4), (3, 5), (7, 7)])
-def test_random_sizes_differ_by_one_at_most(num_nodes: int, num_parts: int) -> None:
-    parts = flat(Random(PartitionOptions()).assign(homogeneous(num_nodes, []), num_parts, 3).part_of)
-    sizes = np.bincount(parts, minlength=num_parts)
-    assert sizes.max() - sizes.min() <= 1
-
-
-def test_neighbouring_ids_are_together_one_time_in_p() -> None:
-    parts = np.array(flat(Random(PartitionOptions()).assign(homogeneous(40_000, []), 4, 0).part_of))
-    assert (parts[1:] == parts[:-1]).mean() == pytest.approx(1 / 4, abs=0.01)
-
-
-def test_target_weights() -> None:
-    parts = flat(Random(PartitionOptions(target_weights=(1, 3))).assign(homogeneous(100, []), 2, 0).part_of)
-    assert np.bincount(parts).tolist() == [25, 75]

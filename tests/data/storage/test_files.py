@@ -23,7 +23,6 @@ from dglx_dist.data.storage.files import (
     hold,
     partial_folder,
     peak,
-    publish,
     readable_bytes,
     remove_abandoned,
     replace_folder,
@@ -53,37 +52,11 @@ def filled(folder: Path, text: str) -> Path:
     return folder
 
 
-def test_a_published_folder_has_the_name_and_the_content(tmp_path: Path) -> None:
-    with partial_folder(tmp_path / "deep" / "d") as partial:
-        (partial / "x").write_text("new")
-        assert publish(partial, tmp_path / "deep" / "d")
-    assert (tmp_path / "deep/d/x").read_text() == "new"
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["d"]
-
-
-def test_an_error_leaves_nothing(tmp_path: Path) -> None:
-    def interrupted() -> None:
-        with partial_folder(tmp_path / "d") as partial:
-            (partial / "x").write_text("half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     (tmp_path / "lock").symlink_to(tmp_path / "mine")
     with pytest.raises(OSError, match="symbolic links"):
         hold(tmp_path / "lock")
-
-
-def test_publishing_never_replaces(tmp_path: Path) -> None:
-    old, new = filled(tmp_path / "old", "old"), filled(tmp_path / "new", "new")
-    assert not publish(new, old)
-    assert (old / "x").read_text() == "old"
-    assert (new / "x").read_text() == "new"
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
@@ -182,14 +155,6 @@ def edges_of(structure: CSC, dataset: StoredDataset, etype: EdgeType) -> list[tu
     destinations = np.repeat(np.arange(len(structure.indptr) - 1), np.diff(structure.indptr))
     sources = put_together(dataset, etype[0])[structure.indices]
     return sorted(zip(sources.tolist(), put_together(dataset, etype[2])[destinations].tolist(), strict=True))
-
-
-def test_two_triangles(tmp_path: Path) -> None:
-    structure = open_structure(store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d"), EDGE_TYPE)
-    assert structure.indptr.tolist() == [0, 1, 2, 3, 4, 6, 7]
-    assert structure.indices.tolist() == [1, 3, 4, 0, 1, 5, 2]
-    assert (structure.indptr.dtype, structure.indices.dtype) == (np.int64, np.int32)
-    assert not structure.indices.flags.owndata
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 5])

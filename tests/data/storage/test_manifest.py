@@ -145,25 +145,6 @@ def test_a_raw_graph_is_to_be_partitioned_first(tmp_path: Path) -> None:
     assert f"`dglx partition '{graph}' --out DIR`" in str(refused.value)
 
 
-def test_every_kind_comes_back() -> None:
-    top = Fields({"a": "x", "b": 3, "c": [1, 2], "d": ["p", "q"], "e": {"f": None}, "g": [{}]}, "file")
-    assert top.text("a") == "x"
-    assert top.integer("b", at_least=3) == 3
-    assert top.integers("c", count=2) == [1, 2]
-    assert top.texts("d", count=2) == ["p", "q"]
-    assert top.record("e").optional_integer("f") is None
-    assert top.mapping("e") == {"f": None}
-    assert len(top.records("g")) == 1
-    top.finish()
-
-
-def test_every_accessor_counts_as_read() -> None:
-    top = Fields({"a": None, "b": "x", "c": ["y"]}, "file")
-    assert not top.has("a")
-    assert (top.words("b"), top.words("c")) == (("x",), ("y",))
-    top.finish()
-
-
 def test_the_path_leads_into_lists_and_objects() -> None:
     inner = Fields({"a": [{"b": {"c": "x" * 100}}]}, "file").records("a")[0].record("b")
     with pytest.raises(StorageError, match=r"^file: key 'a\[0\]\.b\.c' is 'x+\.\.\., expected a whole"):
@@ -184,8 +165,3 @@ def test_one_is_not_true(value: object) -> None:
     else:
         with pytest.raises(StorageError, match="whole number"):
             fields.integer("a")
-
-
-def test_something_else_than_an_object() -> None:
-    with pytest.raises(StorageError, match=r"file: the file holds \[\], expected an object"):
-        Fields([], "file")

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.layers.convolutions import stages_of
 from dglx_dist.strategies.base import STRATEGIES
 from tests.strategies import equality
 from tests.strategies.push_pull.delayed import Logged, delayed_sgd, logged
@@ -73,8 +72,13 @@ class Notes:
     moved: Counter[str] = field(default_factory=Counter)
     left: dict[str, int] = field(default_factory=dict)
     """What an epoch left behind."""
-    simulated: list[Any] = field(default_factory=list)
-    """On one rank: what the simulator makes of the same blocks."""
+
+
+SIZES = ("L0", "D1", "E1")
+
+
+def size_of(block: Any) -> tuple[int, int, int]:
+    return block.num_src_nodes(), block.num_dst_nodes(), block.num_edges()
 
 
 def sampler() -> Any:
@@ -102,7 +106,7 @@ def train(g: DistGraph, run: Run, watch: Callable[[Any], None] | None = None) ->
     optimizer = OPTIMIZERS[run.optimizer](model.parameters())
     if watch is not None:
         watch(model)
-    kept, before = [], session.ledger.snapshot()
+    before = session.ledger.snapshot()
     for _ in range(EPOCHS):
         for _, targets, blocks in loader:
             optimizer.zero_grad(set_to_none=run.set_to_none)
@@ -114,16 +118,14 @@ def train(g: DistGraph, run: Run, watch: Callable[[Any], None] | None = None) ->
             if len(notes.targets) in run.drains:
                 _ = model.state_dict() if len(notes.targets) % 2 else model.whole()
             notes.targets.append(g.orig_ids(targets, "_N").tolist())
-            notes.moved["D1"] += blocks[0].num_dst_nodes()
-            kept.append(blocks)
+            for name, count in zip(SIZES, size_of(blocks[0]), strict=True):
+                notes.moved[name] += count
     for row in session.ledger.since(before):
         notes.moved[row.phase] += row.num_bytes
     state = model.state_dict()
     notes.weights = [state[name].numpy().copy() for name, _ in first_model(run.kind).named_parameters()]
     if run.strategy == "push_pull":
         notes.log, notes.left = logged(model), left_over(model)
-        if world_size == 1:
-            notes.simulated = simulate(run, notes.log, staged_model(run.kind), own_loss(kept))
     return notes
 
 
@@ -131,7 +133,7 @@ def left_over(model: Any) -> dict[str, int]:
     """Count what is in flight, stashed, delayed, or on its way."""
     pipeline = model._pipeline
     return {
-        "begun": len(pipeline._in_flight),
+        "begun": int(pipeline._begun is not None),
         "pushed": len(pipeline._pushed),
         "computed": len(pipeline._ready),
         "delayed": len(pipeline.exchange._pending),
@@ -143,22 +145,9 @@ def left_over(model: Any) -> dict[str, int]:
     }
 
 
-def staged_model(kind: str) -> nn.Module:
-    """The same first layer as a strategy uses, so that one rank does the very same operations."""
-    model: Any = first_model(kind)
-    model.convs[0] = stages_of(model.convs[0])
-    return model
-
-
 def loss_of(model: nn.Module, blocks: Any) -> Tensor:
     """The mean over a batch's own targets."""
     return F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"])
-
-
-def own_loss(batches: Sequence[Any]) -> Callable[[nn.Module, int], Tensor]:
-    """The loss over the blocks that one rank had."""
-
-    return lambda model, batch: loss_of(model, batches[batch])
 
 
 def plain_loss(targets: Sequence[Sequence[int]]) -> Callable[[nn.Module, int], Tensor]:

@@ -83,10 +83,3 @@ def test_no_destination() -> None:
     own = OwnerBlock(block=dgl.create_block((empty, empty), num_src_nodes=0, num_dst_nodes=0), nodes=empty)
     found = unpack_block(pack_block(own, wide=False), BlockBuilder(), torch.int64)
     assert found.block.num_dst_nodes() == found.block.num_edges() == len(found.nodes) == 0
-
-
-def test_kernels_that_read_edge_data_take_it() -> None:
-    found = unpack_block(pack_block(block_of(torch.int64), wide=False), BlockBuilder(), torch.int64)
-    x = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
-    weighed = dgl.ops.u_mul_e_sum(found.block, x, torch.tensor([[1.0], [1.0], [1.0]]))
-    assert weighed.tolist() == [[4.0], [9.0]]

@@ -20,12 +20,12 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading import negative
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
-from dglx_dist.dataloading.row_buffers import BufferPool
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.analysis import reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.dropout import deal_out_columns
 from dglx_dist.strategies.push_pull.exchange import make_group
+from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 from dglx_dist.strategies.push_pull.pipeline import PIPELINES
 from tests.dataloading import bonds
 from tests.helpers.ranks import run_ranks, start_ranks
@@ -151,19 +151,6 @@ def check_columns(on_part: dict[str, Any], part: int) -> None:
     # Features are ten times the original id, plus the column.
     firsts = rows[:, :1] - columns.first
     assert np.array_equal(rows, firsts + np.arange(columns.first, columns.last))
-
-
-@pytest.mark.parametrize("kind", ["nodes", "here", "edges"])
-def test_drawing_again_gives_what_is_pushed(three: list[dict[str, Any]], kind: str) -> None:
-    for found in three:
-        pushed, again = found[f"{kind}/push"][0], found[f"{kind}/resample"][0]
-        for one, other in zip(pushed, again, strict=True):
-            for owners, others in zip(one, other, strict=True):
-                for a, b in zip(owners, others, strict=True):
-                    assert {k: v for k, v in a.items() if k != "columns"} == {
-                        k: v for k, v in b.items() if k != "columns"
-                    }
-                    assert np.array_equal(a["columns"]["feat"], b["columns"]["feat"])
 
 
 def test_epochs_of_an_empty_rank_and_of_others(three: list[dict[str, Any]]) -> None:
@@ -339,37 +326,20 @@ def test_edge_prediction_samplers_bring_columns_too(graph: DistGraph) -> None:
     group = make_group(graph.session, 1)
     options = rounds.PushPullOptions()
     loader = rounds.open_loader(
-        DistEdgeDataLoader, graph, torch.arange(20), sampler, None, group, options, {"batch_size": 5}
+        DistEdgeDataLoader,
+        graph,
+        torch.arange(20),
+        sampler,
+        ColumnStore([], group, graph.session),
+        group,
+        options,
+        {"batch_size": 5},
     )
     batches = list(loader)
     assert len(batches) == 4
     for nodes, positive, negatives, blocks in batches:
         assert positive.num_edges() == negatives.num_edges() == 5
         assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][nodes])
-
-
-def test_rows_lie_where_batches_before_had_theirs_and_never_where_one_is_held(
-    graph: DistGraph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loader = nodes_of(graph, batch_size=2, num_threads=0)
-    loader.set_epoch(0)
-    batches = list(loader)
-    assert len({blocks[0].srcdata["feat"].data_ptr() for _, _, blocks in batches}) == len(batches) > 10
-    for nodes, _, blocks in batches:
-        assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][nodes])
-    del batches, nodes, blocks
-    take, fresh = BufferPool.take, []
-
-    def noted(pool: BufferPool, count: int) -> Any:
-        known = {id(array) for array in pool._kept}
-        rows = take(pool, count)
-        fresh.append(id(rows.base) not in known)
-        return rows
-
-    monkeypatch.setattr(BufferPool, "take", noted)
-    passed = sum(len(nodes) > 0 for nodes, _, _ in loader)
-    # Of the first batches memory may be too short for a later one.
-    assert fresh.count(False) >= passed - 5 > 5
 
 
 def test_an_error_of_a_batch_is_told_as_it_is(graph: DistGraph) -> None:
@@ -386,9 +356,10 @@ def test_several_types_are_refused(tmp_path: Path) -> None:
     with start_session() as session:
         g = DistGraph(bonds.write(bonds.shop(), tmp_path / "shop", 1))
         group, options = make_group(session, 1), rounds.PushPullOptions()
+        store = ColumnStore([], group, session)
         with pytest.raises(ConfigError, match=r"user, item|item, user.*data_parallel"):
             rounds.open_loader(
-                DataLoader, g, {"user": torch.arange(3)}, sampler_of(), None, group, options, {}
+                DataLoader, g, {"user": torch.arange(3)}, sampler_of(), store, group, options, {}
             )
 
 

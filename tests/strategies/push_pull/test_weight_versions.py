@@ -93,12 +93,6 @@ def test_what_does_not_is_refused_and_told_what_works(
     assert "data_parallel" in str(error.value)
 
 
-def test_a_scheduler_changes_nothing() -> None:
-    optimizer = torch.optim.SGD(matrix(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    check_optimizer(optimizer)
-
-
 LONGEST_S = 0.05
 RUNS = {
     "exact": Run("gat", {}),

@@ -14,7 +14,7 @@ from dglx_dist.comm.session import Session
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.program import Program
-from dglx_dist.strategies.serverless.engine import Engine, WorkerPool, open_engine
+from dglx_dist.strategies.serverless.engine import Engine
 from dglx_dist.strategies.serverless.graph_partition import (
     LocalGraph,
     Part,
@@ -56,10 +56,12 @@ class Case:
     def part(self, graph: LocalGraph, boundary: Sequence[Array], intervals: int) -> Part:
         first, end = graph.starts[graph.rank], graph.starts[graph.rank + 1]
         edges = slice(int(self.indptr[first]), int(self.indptr[end]))
+        bounds = [cut_intervals(one.indptr, one.sources, intervals) for one in self.graphs(graph.starts)]
         return part_of(
             graph,
             boundary,
-            cut_intervals(graph.indptr, graph.sources, intervals),
+            bounds[graph.rank],
+            interval_sizes=np.concatenate([np.diff(one) for one in bounds]),
             features=np.concatenate([self.x[first:end], self.x[graph.ghosts]]),
             labels=self.labels[first:end],
             fixed={"fixed:0": self.fixed[edges]},
@@ -132,9 +134,8 @@ def plain_answer(name: str, epochs: int) -> tuple[dict[str, Array], list[tuple[f
 def plan_of(
     program: Program, parts: Sequence[Part], num_servers: int = 1, staleness: int = 0
 ) -> ParameterPlan:
-    sizes = np.concatenate([np.diff(part.bounds) for part in parts])
-    server_of = assign(sizes, num_servers)
-    return ParameterPlan(program=program, server_of_interval=server_of, staleness=staleness)
+    servers = assign(parts[0].interval_sizes, num_servers)
+    return ParameterPlan(program=program, server_of_interval=servers, staleness=staleness)
 
 
 def parameter_server(program: Program, plan: ParameterPlan, index: int) -> ParameterServer:
@@ -171,14 +172,13 @@ STARTS = {1: [0, 40], 2: [0, 17, 40], 4: [0, 9, 9, 24, 40]}
 INTERVALS, PIPE = 3, StalenessPolicy()
 
 
-def engine(session: Session, name: str, policy: StalenessPolicy = PIPE, **options: Any) -> Engine[WorkerPool]:
+def engine(session: Session, name: str, policy: StalenessPolicy = PIPE, **options: Any) -> Engine:
     """Return a real engine on this rank, whose workers are threads."""
     program, starts = PROGRAMS[name](), STARTS[session.topology.world_size]
     graph, names = case().graphs(starts)[session.topology.rank], list(program.weight_shapes)
     part = case().part(graph, exchange_boundaries(session, graph), INTERVALS)
-    sizes = np.concatenate([np.diff(one.bounds) for one in case().parts(starts, INTERVALS)])
     given = {"mode": policy.mode, "staleness": policy.staleness, "executor": "inline", "workers": 3}
     weights = [first_weights(program)[name] for name in names]
     update = Update("SGD", [{"lr": LR, "params": names}], names)
     read = read_lambda_options({**given, **options})
-    return open_engine(session, program, part, sizes, read, policy, weights, update)
+    return Engine(session, program, part, read, policy, weights, update)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ def weights_after(g: DistGraph, kind: str, graph_servers: int, epochs: int) -> l
     optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
     chain = chain_of(model)
     case = case_of(g, chain)
-    program = chain.program(int((case.labels >= 0).sum()))
+    program = replace(chain.program, num_train=int((case.labels >= 0).sum()))
     ends = np.cumsum(np.arange(1, graph_servers + 1)) / sum(range(1, graph_servers + 1))
     parts = case.parts([0, *(ends * g.num_nodes()).astype(int).tolist()], INTERVALS)
     plan = plan_of(program, parts, min(2, graph_servers))

@@ -9,27 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterServer
-from dglx_dist.serverless.stages.base import Arrays
-from dglx_dist.serverless.tasks import TaskKey, add_gradients, half_rows
-from dglx_dist.strategies.serverless.graph_server import GraphServer, ScheduledTask, SubmitResult, TaskKind
+from dglx_dist.serverless.tasks import Computed, TaskKey, add_gradients, half_rows
+from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
 from dglx_dist.strategies.serverless.options import StalenessPolicy
-from dglx_dist.strategies.serverless.scheduler import Progress
+from dglx_dist.strategies.serverless.scheduler import EXCHANGED, Progress
 from tests.serverless.programs import exchange
 
 
 @final
 class LocalParameters:
-    """The parameter servers of one process.
-
-    Args:
-        servers: All of a plan, in order.
-    """
+    """All parameter servers of a plan, in this process."""
 
     def __init__(self, servers: Sequence[ParameterServer]) -> None:
         self._servers = servers
@@ -44,47 +39,31 @@ class LocalParameters:
         return self._servers[int(self._servers[0].plan.server_of_interval[key.interval])]
 
 
-class Computed(NamedTuple):
-    """Results of a task that are not yet submitted."""
-
-    halves: tuple[Arrays, Arrays]
-    gradients: Arrays
+Halves: TypeAlias = list[Computed]
 
 
-def compute_task(server: GraphServer, parameters: LocalParameters, key: TaskKey) -> Computed:
+def compute_task(server: GraphServer, parameters: LocalParameters, key: TaskKey) -> Halves:
     """Pull weights and rows of the open task ``key``, and compute it in its two halves."""
     work = server.works[key.step, key.direction]
     rows = server.rows_of(key.interval - server.part.first_interval)
     weights = parameters.weights(key) if work.weights else []
     found = []
     for half in (0, 1):
-        arrays = server.task_table.pull(key, half)
+        arrays, nodes = server.task_table.pull(key, half), half_rows(rows, half)
         assert arrays is not None, f"task {key} is not open"
-        nodes = half_rows(rows, half)
         found.append(work.half(weights, arrays, nodes.stop - nodes.start))
-    gradients = add_gradients(found[0].gradients, found[1].gradients) if work.pushes else ()
-    return Computed((found[0].rows, found[1].rows), gradients)
-
-
-def submit(server: GraphServer, parameters: LocalParameters, key: TaskKey, computed: Computed) -> bool:
-    """Push the gradients, then submit the rows; return whether that completes the task."""
-    work = server.works[key.step, key.direction]
-    if work.pushes and work.weights:
-        parameters.gradients(key, computed.gradients)
-    return [server.submit(key, half, computed.halves[half]) for half in (0, 1)][-1] is SubmitResult.LAST
+    return found
 
 
 class EventKind(Enum):
+    """A graph server executes or opens a task, or tells its correct predictions of an epoch; a worker
+    computes a task, or submits it; the weights are updated."""
+
     START = "start"
-    """A graph server executes a task, or opens it for workers."""
     COMPUTE = "compute"
-    """A worker pulls weights and rows, and computes."""
     SUBMIT = "submit"
-    """It pushes gradients and submits rows."""
     UPDATE = "update"
-    """The parameter servers update the weights."""
     ANNOUNCE = "announce"
-    """A graph server announces how many predictions of an epoch were correct."""
 
 
 @final
@@ -120,14 +99,7 @@ def seeded(seed: int) -> Choice:
 
 @final
 class SerialScheduler:
-    """Runs epochs of all graph servers in this thread.
-
-    Args:
-        servers: All graph servers, by number.
-        parameters: All parameter servers of one plan, in order.
-        policy: How epochs may overlap.
-        choose: Which event comes next.
-    """
+    """Runs epochs of all graph and parameter servers in this thread; ``choose`` tells which event is next."""
 
     def __init__(
         self,
@@ -138,18 +110,15 @@ class SerialScheduler:
     ) -> None:
         self.servers, self._parameters, self._choose = servers, parameters, choose
         self._local_parameters = LocalParameters(parameters)
-        numbers = range(len(servers))
+        ranks = [one.rank for one in servers]
         self.progress = [
             Progress(
-                one.schedule,
-                one.part.num_intervals,
-                policy,
-                [peer for peer in numbers if peer != one.rank],
+                one.schedule, one.part.num_intervals, policy, [peer for peer in ranks if peer != one.rank]
             )
             for one in servers
         ]
         self._waiting: dict[tuple[int, int], TaskKey] = {}
-        self._computed: dict[tuple[int, int], tuple[TaskKey, Computed]] = {}
+        self._computed: dict[tuple[int, int], tuple[TaskKey, Halves]] = {}
         self._unannounced: list[tuple[int, int]] = []
         self.watch: Callable[[Event], None] = lambda _event: None
         """Called after each event."""
@@ -199,9 +168,14 @@ class SerialScheduler:
             computed = compute_task(self.servers[event.server], self._local_parameters, key)
             self._computed[event.server, event.interval] = key, computed
         else:
-            key, computed = self._computed.pop((event.server, event.interval))
-            over = submit(self.servers[event.server], self._local_parameters, key, computed)
-            assert over, f"task {key} is not over with all it gives"
+            key, found = self._computed.pop((event.server, event.interval))
+            server = self.servers[event.server]
+            work = server.works[key.step, key.direction]
+            if work.pushes and work.weights:
+                gradients = add_gradients(found[0].gradients, found[1].gradients)
+                self._local_parameters.gradients(key, gradients)
+            results = [server.submit(key, half, found[half].rows) for half in (0, 1)]
+            assert results[-1] is SubmitResult.LAST, f"task {key} is not over with all it gives"
             self._finish(event.server, event.interval)
 
     def _move(self, number: int, interval: int) -> None:
@@ -211,23 +185,21 @@ class SerialScheduler:
             server.open(interval, epoch, task)
             self._waiting[number, interval] = server.key_of(interval, epoch, task)
             return
-        if task.kind in (TaskKind.SCATTER, TaskKind.SEND_BACK):
-            self._send(server, interval, task)
+        if task.kind in EXCHANGED:
+            for message in server.ghost_messages(interval, task):
+                arrays = [message.positions, *message.rows]
+                self.servers[message.peer].receive(server.rank, task.kind, task.step, arrays)
         else:
             server.compute(interval, epoch, task)
         self._finish(number, interval)
-
-    def _send(self, server: GraphServer, interval: int, task: ScheduledTask) -> None:
-        for message in server.ghost_messages(interval, task):
-            arrays = [message.positions, *message.rows]
-            self.servers[message.peer].receive(server.rank, task.kind, task.step, arrays)
 
     def _finish(self, number: int, interval: int) -> None:
         progress = self.progress[number]
         if not progress.finish(interval):
             return
-        self._unannounced += [(number, epoch) for epoch in progress.epochs_with_loss()]
-        if (new_barrier := progress.new_barrier()) is not None:
+        new_barrier, epochs = progress.news()
+        self._unannounced += [(number, epoch) for epoch in epochs]
+        if new_barrier is not None:
             for other in self.progress:
                 if other is not progress:
                     other.record_position(number, new_barrier)

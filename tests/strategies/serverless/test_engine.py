@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,9 +23,7 @@ from dglx_dist.serverless.worker import GIVE
 from dglx_dist.strategies.serverless.engine import (
     Account,
     account_of_ranks,
-    check_reachable,
     progress_line,
-    repeated,
 )
 from dglx_dist.strategies.serverless.graph_partition import (
     exchange_boundaries,
@@ -34,7 +31,9 @@ from dglx_dist.strategies.serverless.graph_partition import (
     read_structure,
 )
 from dglx_dist.strategies.serverless.options import StalenessPolicy, read_lambda_options
+from dglx_dist.strategies.serverless.worker_pool import check_reachable
 from tests.helpers.ranks import run_ranks, start_ranks
+from tests.serverless.faults import Faults
 from tests.strategies.equality import write_parts
 
 from . import cases
@@ -90,15 +89,18 @@ def check_what_is_read(session: Session, folder: str) -> None:
 def four_ranks(folder: str) -> None:
     with start_session(timeout_s=30.0) as session:
         check_what_is_read(session, folder)
-        train(session, "gcn", StalenessPolicy(mode="pipe"), faults={"duplicate": 1.0})
+        with pytest.MonkeyPatch.context() as patch:
+            Faults(duplicate=1.0).strike(patch)
+            train(session, "gcn", StalenessPolicy(mode="pipe"))
         train(session, "gat", StalenessPolicy(mode="pipe"), threads=2)
         train(session, "sage", StalenessPolicy(mode="no_pipe"))
         train(session, "gat", StalenessPolicy(mode="async", staleness=1), threads=2)
 
 
-def test_one_rank_whose_tasks_are_all_done_twice() -> None:
+def test_one_rank_whose_tasks_are_all_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    Faults(duplicate=1.0).strike(monkeypatch)
     with start_session(timeout_s=30.0) as session:
-        train(session, "dropping", StalenessPolicy(mode="pipe"), threads=2, faults={"duplicate": 1.0})
+        train(session, "dropping", StalenessPolicy(mode="pipe"), threads=2)
 
 
 @pytest.mark.wide
@@ -219,15 +221,6 @@ def test_the_line_says_stages_workers_queue_relaunches_and_dollars() -> None:
     assert progress_line(engine, SETTINGS, account) == (
         "epoch 3 | AV1 2 GA1 1 | 4 workers | queue 2 | 5 relaunched | $0.512 simulated"
     )
-
-
-def test_lines_come_while_a_run_goes_on_and_no_longer() -> None:
-    first = threading.Event()
-    with repeated(lambda _seconds: first.set()):
-        assert first.wait(20)
-    assert not any(thread.name == "lambda-progress" for thread in threading.enumerate())
-    with repeated(None):
-        assert not any(thread.name == "lambda-progress" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

@@ -59,7 +59,7 @@ def test_a_scatter_waits_for_all_intervals_of_all_graph_servers() -> None:
     go(one, 1, 3)
     assert one.startable() == []
     assert one.waited_for() == one.behind(3) == [1]
-    assert [one.new_barrier(), one.new_barrier()] == [3, None]
+    assert [one.news(), one.news()] == [(3, []), (None, [])]
     one.record_position(1, 3)
     assert one.startable() == [0, 1]
     go(one, 0, 3)
@@ -86,7 +86,7 @@ def test_news_are_told_once_and_of_synchronous_epochs_only() -> None:
     told = []
     while one.can_start(0):
         go(one, 0, 1)
-        told.append(one.new_barrier())
+        told.append(one.news()[0])
     assert [position for position in told if position is not None] == [3, 7]
     # Epoch 0 has barriers; then S more may begin before the first update.
     assert divmod(one.position[0], 9) == (6, 0)

@@ -1,14 +1,12 @@
 """All graph servers in one thread: pipe is plain training; async keeps its bounds in any order of events."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from dglx_dist.serverless.parameter_server import ParameterServer
-from dglx_dist.serverless.program import Vertex
-from dglx_dist.serverless.tasks import TaskKey
 from dglx_dist.strategies.serverless.graph_server import GraphServer, TaskKind
 from dglx_dist.strategies.serverless.options import StalenessPolicy
 from tests.helpers import wide
@@ -18,9 +16,7 @@ from .serial_scheduler import (
     Choice,
     Event,
     EventKind,
-    LocalParameters,
     SerialScheduler,
-    compute_task,
     first_come,
     seeded,
 )
@@ -118,53 +114,6 @@ def test_options_and_modes_change_no_bit(name: str) -> None:
             _, parameters = train(name, 2, 2, StalenessPolicy(mode=mode), seeded(3), epochs=2, **options)
             found.append([value.tobytes() for value in parameters[0].latest()])
     assert all(one == found[0] for one in found)
-
-
-def test_runs_go_on_where_they_ended_and_async_can_become_synchronous() -> None:
-    policy = StalenessPolicy(mode="async", staleness=2)
-    servers, parameters = cases.servers(cases.gcn(), CUTS[2], 2, staleness=2)
-    schedule = SerialScheduler(servers, parameters, policy, seeded(5))
-    schedule.run(3)
-    between = cases.latest(parameters[0])
-    for progress in schedule.progress:
-        progress.synchronous_from = 3
-    schedule.run(5)
-    program, graph = cases.gcn(), cases.case()
-    for _ in range(2):
-        gradients = cases.plain_run(program, between, graph).gradients
-        between = {key: value - cases.LR * gradients[key] for key, value in between.items()}
-    for key, value in cases.latest(parameters[0]).items():
-        np.testing.assert_allclose(value, between[key], rtol=1e-10, atol=1e-12)
-
-
-def test_gradients_of_intervals_add_up_to_those_of_the_graph() -> None:
-    """And an interval without training nodes, or without nodes, reports zeros."""
-    program, graph = cases.gcn(), cases.case()
-    servers, parameters = cases.servers(program, CUTS[3], 7)
-    total = {name: np.zeros(shape) for name, shape in program.weight_shapes.items()}
-    reported: set[tuple[int, int]] = set()
-    silent = 0
-
-    class Listening:
-        def weights(self, key: TaskKey) -> list[np.ndarray]:
-            return LocalParameters(parameters).weights(key)
-
-        def gradients(self, key: TaskKey, arrays: Sequence[np.ndarray]) -> None:
-            nonlocal silent
-            reported.add((key.interval, key.step))
-            silent += not any(array.any() for array in arrays)
-            for name, array in zip(program.weights_of(key.step), arrays, strict=True):
-                total[name] += array
-            LocalParameters(parameters).gradients(key, arrays)
-
-    schedule = SerialScheduler(servers, parameters, StalenessPolicy())
-    schedule._local_parameters = Listening()  # type: ignore[assignment]
-    schedule.run(1)
-    plain = cases.plain_run(program, cases.first_weights(program), graph)
-    for name, gradient in plain.gradients.items():
-        np.testing.assert_allclose(total[name], gradient, rtol=1e-12, atol=1e-13)
-    assert reported == {(interval, step) for interval in range(21) for step in (1, 4)}
-    assert silent >= 14  # the seven of the graph server without nodes, twice
 
 
 class Bounds:
@@ -298,34 +247,3 @@ def test_the_watch_sees_a_gate_that_is_left_open() -> None:
     Bounds(schedule, parameters, 1)
     with pytest.raises(AssertionError):
         schedule.run(8)
-
-
-@pytest.mark.parametrize("name", ["gcn", "dropping"])
-def test_a_second_attempt_gives_the_same_and_is_dropped(name: str) -> None:
-    servers, parameters = cases.servers(cases.PROGRAMS[name](), CUTS[2], 2)
-    schedule = SerialScheduler(servers, parameters, StalenessPolicy())
-    workers = LocalParameters(parameters)
-    twice: list[bool] = []
-    inner: Callable[[Event], None] = schedule._apply
-
-    def apply(event: Event) -> None:
-        place = event.server, event.interval
-        if event.kind is EventKind.SUBMIT:
-            key, computed = schedule._computed[place]
-            server = servers[event.server]
-            again = compute_task(server, workers, key)
-            inner(event)
-            for half in (0, 1):
-                first, second = computed.halves[half], again.halves[half]
-                assert [one.tobytes() for one in first] == [one.tobytes() for one in second]
-                twice.append(server.submit(key, half, second).accepted)
-            if isinstance(server.program.steps[key.step], Vertex) and again.gradients:
-                workers.gradients(key, again.gradients)
-        else:
-            inner(event)
-
-    schedule._apply = apply  # type: ignore[method-assign]
-    schedule.run(3)
-    assert twice
-    assert not any(twice)
-    check_equal_to_plain(name, schedule, parameters, 3)

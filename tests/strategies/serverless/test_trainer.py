@@ -19,7 +19,6 @@ from dglx_dist.comm.session import current_session
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.optim import SparseAdam
 from dglx_dist.records import EpochRecord
-from dglx_dist.serverless.aws.package import check_imports
 from dglx_dist.serverless.parameter_server import initialise
 from dglx_dist.strategies.base import Objective, WrappedModel
 from dglx_dist.strategies.serverless.graph_partition import read_features, read_structure
@@ -80,13 +79,6 @@ def test_what_nothing_depends_on_has_gradient_zero() -> None:
     assert [array is not None and array.max() for array in back.inputs] == [0, 2]
     assert not back.weights[0].any()
     assert not backward_by_torch(constant, weights, inputs, [np.ones((3, 2))]).weights[0].any()
-
-
-def test_workers_of_their_own_refuse_it_with_the_reason() -> None:
-    here = "tests.strategies.serverless."
-    check_imports({"gate": f"{here}own_stage:Gate"}, "local")
-    with pytest.raises(ConfigError, match=r"imports torch.*'local' have numpy and zmq only.*'inline'"):
-        check_imports({"gate": f"{here}own_tensor_stage:TensorGate"}, "local")
 
 
 fused = pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch does not fuse")

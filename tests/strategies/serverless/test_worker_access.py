@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,17 +10,14 @@ import pytest
 
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.endpoints import ClientAccess, open_client_access
-from dglx_dist.comm.rpc import Handler
-from dglx_dist.comm.session import Session, start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError, RemoteError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.records import Array
-from dglx_dist.serverless.program import Program
-from dglx_dist.serverless.tasks import Direction, Task, TaskKey, Work, attempt_name, half_name
-from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS, Worker
+from dglx_dist.serverless.tasks import Direction, TaskKey, Work, attempt_name, half_name
+from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
 from dglx_dist.strategies.serverless.engine import Engine
-from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.options import StalenessPolicy
 from tests.helpers.ranks import run_ranks
 
@@ -92,7 +87,7 @@ def test_a_workers_secret_opens_the_operations_of_workers_alone(environment: dic
         )
 
 
-INTERVALS, EPOCHS, RUN = 3, 3, 2
+EPOCHS, RUN = 3, 1
 NO_KEYS = (
     *("", "r0", "e0.s1.i0.f/0", "r0.e0.s1.i0.f/2", "r0.e0.s1.i0.f/00", "r0.e1e9.s1.i0.f/0"),
     *("r0.e9999999999.s1.i0.f/0", "r9999999999.e0.s1.i0.f/0", "r-1.e0.s1.i0.f/0", "r0.e0.s1.i-1.f/0"),
@@ -101,71 +96,27 @@ NO_KEYS = (
 """Neither halves nor attempts."""
 
 
-class Besieged:
-    """A worker as workers are, by sockets; before it does a task, others do what they can to that task."""
+class Attacker:
+    """Does what somebody with a worker's secret can do to each task before a worker takes it."""
 
-    def __init__(self, access: ClientAccess, program: Program) -> None:
-        self._program, self._client = program, WorkerClient(access)
-        self._attacker = WorkerClient(access)
-        self._waiting: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._launched: dict[TaskKey, Task] = {}
-        self._failure: Exception | None = None
+    def __init__(self, access: ClientAccess, engine: Engine) -> None:
+        self._attacker, self._works = WorkerClient(access), engine._server.works
+        self._launch = engine.workers.launch
+        engine.workers.launch = self.launch  # type: ignore[method-assign]
         self.attacked: set[tuple[int, Direction]] = set()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
 
     def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
-        client = self._client
-        self._launched[key] = Task(
-            key=key,
-            rows=rows,
-            program=self._program.digest,
-            graph_server=client.address,
-            parameter_server=client.address,
-            secrets=client.secrets,
-            timeout_s=20.0,
-        )
-        if ready:
-            self.ready(key)
-
-    def ready(self, key: TaskKey) -> None:
-        self._waiting.put(self._launched[key])
-
-    def done(self, key: TaskKey, attempt: int) -> None:
-        """Nothing: whoever gave the rows, these are the task's."""
-
-    def raise_if_failed(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def close(self) -> None:
-        self._waiting.put(None)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        worker = Worker(self._client.caller)
-        try:
-            while (task := self._waiting.get()) is not None:
-                self._attack(task)
-                assert worker.handle(task.to_event())["accepted"] is True
-        except BaseException as error:
-            self._failure = PeerError(f"{type(error).__name__}: {error}")
-        finally:
-            self._client.caller.close()
-            self._attacker.caller.close()
-
-    def _attack(self, task: Task) -> None:
-        key = task.key
-        work = Work(self._program, key.step, key.direction, True)
+        work = self._works[key.step, key.direction]
         if not self.attacked:
             self._by_names()
         if (key.step, key.direction) not in self.attacked:
-            self._by_rows(task, work)
+            self._by_rows(key, rows, work)
             self._by_gradients(key, work)
-            self._by_other_runs(task, work)
+            self._by_other_runs(key, rows, work)
         if key.interval == 1:
             self._by_keys(key, work)
         self.attacked.add((key.step, key.direction))
+        self._launch(key, rows, ready=ready)
 
     def _by_names(self) -> None:
         for op in (PULL, GIVE):
@@ -180,18 +131,17 @@ class Besieged:
     def _by_keys(self, key: TaskKey, work: Work) -> None:
         """Intervals, steps and epochs that are not there, not yet, or no more."""
         attacker, end = self._attacker, f"s{key.step}.i{key.interval}.{key.direction.value}"
-        for interval in (INTERVALS, 999_999_999):
-            for op, half in ((PULL, "/0"), (GIVE, "/0/0")):
-                attacker.is_refused(op, f"r{RUN}.e{key.epoch}.s1.i{interval}.f{half}", match="of no interval")
-            for op in (WEIGHTS, GRADIENTS):
-                attacker.is_refused(op, f"r{RUN}.e{key.epoch}.s1.i{interval}.b", match="there is no interval")
-        for step in (0, 2, 5, 9999):
-            for op, half in ((PULL, "/0"), (GIVE, "/0/0")):
-                attacker.is_refused(
-                    op, f"r{RUN}.e{key.epoch}.s{step}.i0.f{half}", match="no worker does step"
-                )
-            for op in (WEIGHTS, GRADIENTS):
-                attacker.is_refused(op, f"r{RUN}.e{key.epoch}.s{step}.i0.b", match="has no weights")
+        no_interval = [f"s1.i{interval}" for interval in (cases.INTERVALS, 999_999_999)]
+        no_work = [f"s{step}.i0" for step in (0, 2, 5, 9999)]
+        for names, no_rows, no_weights in (
+            (no_interval, "of no interval", "there is no interval"),
+            (no_work, "no worker does step", "has no weights"),
+        ):
+            for name in names:
+                for op, half in ((PULL, "/0"), (GIVE, "/0/0")):
+                    attacker.is_refused(op, f"r{RUN}.e{key.epoch}.{name}.f{half}", match=no_rows)
+                for op in (WEIGHTS, GRADIENTS):
+                    attacker.is_refused(op, f"r{RUN}.e{key.epoch}.{name}.b", match=no_weights)
         for epoch in (key.epoch + 1, 999_999_999):
             assert attacker.ask(PULL, f"r{RUN}.e{epoch}.{end}/0") == []  # not there yet: that tells nothing
             attacker.is_refused(GIVE, f"r{RUN}.e{epoch}.{end}/0/0", match="came before it began")
@@ -214,18 +164,17 @@ class Besieged:
         else:
             assert self._attacker.ask(GRADIENTS, name, gradients) == []  # dropped
 
-    def _by_rows(self, task: Task, work: Work) -> None:
+    def _by_rows(self, key: TaskKey, rows: int, work: Work) -> None:
         """Rows of the open task in every wrong form; none of them is taken."""
-        good = [np.zeros(shape, dtype) for shape, dtype in _first_half(task, work)]
-        for bad in _other_forms(good):
-            self._attacker.is_refused(GIVE, f"{task.key}/0/0", bad, match=rf"what came of {task.key} has")
+        for bad in _other_forms(_first_half(rows, work)):
+            self._attacker.is_refused(GIVE, f"{key}/0/0", bad, match=rf"what came of {key} has")
 
-    def _by_other_runs(self, task: Task, work: Work) -> None:
+    def _by_other_runs(self, of_run: TaskKey, num_rows: int, work: Work) -> None:
         """A worker that was given up in an earlier run of this session, which began at the same epoch."""
-        rows = [np.zeros(shape, dtype) for shape, dtype in _first_half(task, work)]
+        rows = _first_half(num_rows, work)
         gradients = [np.ones(shape) for shape in work.weights.values()]
         for run in (RUN - 1, RUN + 1):
-            key = replace(task.key, run=run)
+            key = replace(of_run, run=run)
             said = f"task {key} is of run {run} of this session, and this is run {RUN}"
             self._attacker.is_refused(PULL, half_name(key, 0), match=said)
             self._attacker.is_refused(GIVE, attempt_name(key, 0, 0), rows, match=said)
@@ -241,10 +190,10 @@ class Besieged:
             self._attacker.is_refused(GRADIENTS, str(key), bad, match="gradients of interval")
 
 
-def _first_half(task: Task, work: Work) -> list[tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of what a worker gives for the first half."""
-    half = (task.rows + 1) // 2
-    return [((half, item.width) if item.width else (2,), item.dtype) for item in work.given]
+def _first_half(rows: int, work: Work) -> list[Array]:
+    """Zeros in the form of what a worker gives for the first half."""
+    half = (rows + 1) // 2
+    return [np.zeros((half, item.width) if item.width else (2,), item.dtype) for item in work.given]
 
 
 def _other_forms(good: Sequence[Array]) -> Iterator[list[Array]]:
@@ -263,30 +212,15 @@ def _other_forms(good: Sequence[Array]) -> Iterator[list[Array]]:
         yield [other, *rest]
 
 
-def engine_of(session: Session, access: ClientAccess) -> tuple[Engine[Besieged], Besieged]:
-    program = cases.gcn()
-    (part,) = cases.case().parts([0, cases.case().num_nodes], INTERVALS)
-    plan = cases.plan_of(program, [part])
-    started: list[Besieged] = []
-
-    def start_workers(_handlers: Mapping[str, Handler]) -> Besieged:
-        started.append(Besieged(access, program))
-        return started[0]
-
-    parameters = cases.parameter_server(program, plan, 0)
-    server = GraphServer(part, program, run=RUN)
-    return Engine(session, server, plan, StalenessPolicy(), parameters, start_workers), started[0]
-
-
 def test_attacks_on_the_tasks_of_a_run_change_nothing() -> None:
     with start_session(timeout_s=30.0) as session:
-        engine, besieged = engine_of(session, open_client_access(session))
+        engine = cases.engine(session, "gcn", StalenessPolicy(mode="no_pipe"), threads=1)
+        attacker = Attacker(open_client_access(session), engine)
         totals = engine.run(EPOCHS)
         weights, losses = cases.plain_answer("gcn", EPOCHS)
         for name, value in engine.parameters.latest().items():
             np.testing.assert_allclose(value, weights[name], rtol=1e-10, atol=1e-12)
         assert [one.correct for one in totals] == [correct for _, correct in losses]
         forward, backward, fused = Direction.FORWARD, Direction.BACKWARD, Direction.FUSED
-        assert besieged.attacked == {(1, forward), (1, backward), (4, fused)}
+        assert attacker.attacked == {(1, forward), (1, backward), (4, fused)}
         engine.close()
-        besieged.close()

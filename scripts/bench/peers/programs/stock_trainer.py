@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scripts.bench.peers.loop import Clock, Report, Sage, Trainer, initial, read_arguments, train
-from scripts.bench.peers.workload import Workload
+from scripts.bench.peers.loop import Clock, Sage, Trainer, initial, read_arguments, train
+from scripts.bench.peers.workload import Launch
 
 
 class Stock(Trainer):
@@ -20,7 +20,8 @@ class Stock(Trainer):
 
     sampled = "sample"
 
-    def __init__(self, workload: Workload, config: str) -> None:
+    def __init__(self, launch: Launch) -> None:
+        self.launch, workload, config = launch, launch.workload, launch.data
         self.g = g = dgl.distributed.DistGraph(Path(config).stem, part_config=config)
         nodes = dgl.distributed.node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=True)
         self.loader = dgl.dataloading.DistNodeDataLoader(
@@ -60,8 +61,11 @@ class Stock(Trainer):
         if self.sparse is not None:
             self.sparse.zero_grad()  # else every step applies all gradients since the start again
 
-    def validate(self) -> tuple[float, int]:
-        """Return how many of this trainer's validation nodes are hit, and their number; all neighbours."""
+    def validate(self, epoch: int) -> tuple[float, int] | None:
+        # After so many epochs, and the last; 0: never. All neighbours.
+        every = int(self.launch.options.get("accuracy_every", 0))
+        if not every or (epoch % every and epoch != self.launch.warmup + self.launch.epochs):
+            return None
         nodes = dgl.distributed.node_split(
             self.g.ndata["val_mask"], self.g.get_partition_book(), force_even=True
         )
@@ -82,15 +86,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dgl.distributed.initialize(told.ip_config, net_type="socket")
     dist.init_process_group("gloo")
-    trainer = Stock(told.launch.workload, told.launch.data)
-    # After so many epochs; 0: never.
-    every = int(told.launch.options.get("accuracy_every", 0))
-
-    def validate(epoch: int, report: Report) -> None:
-        if every and (epoch % every == 0 or epoch == told.launch.warmup + told.launch.epochs):
-            report.note_validation(*trainer.validate())
-
-    train(trainer, told, validate)
+    train(Stock(told.launch), told)
 
 
 if __name__ == "__main__":
