@@ -24,6 +24,7 @@ from dglx_dist.data.sources import (
     refuse_unknown,
     standard_columns,
 )
+from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.data.validate import check_columns, check_finite, check_unique
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import (
@@ -395,7 +396,7 @@ def _positions(
     if _is_range(ids):
         numbers = np.asarray(values.to_numpy(zero_copy_only=False))
         unknown = (numbers < 0) | (numbers >= len(ids))
-        positions = numbers.astype(np.int32 if len(ids) < 2**31 else np.int64)
+        positions = numbers.astype(id_dtype(len(ids)))
     else:
         found = pc.index_in(values, value_set=ids)
         unknown = pc.is_null(found).to_numpy(zero_copy_only=False)

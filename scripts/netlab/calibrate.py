@@ -30,8 +30,7 @@ from scripts.out_files import last_lines, write_text
 
 LEAST_RATE, MOST_RATE = Rate(100_000), Rate(100_000_000_000)
 _LEAST_BYTES = 1_000
-_ROUNDED_TO = 3
-"""Digits of a rate that are kept: more would say nothing."""
+_ROUNDED_TO = 3  # digits of a rate
 _FARTHEST = 8.0
 """One try moves the rate by this factor at most, so that noise throws none far away."""
 _NO_COST = 1.02
@@ -206,10 +205,7 @@ class CommandMeasure:
         self._runs = 0
 
     def __call__(self, rate: Rate | None) -> Measured:
-        """Return the median epoch without the first, which warms up, and what a server sent in one (mean).
-
-        CommandError: the command failed. ConfigError: it noted fewer than two epochs.
-        """
+        """Return what :func:`measured_of` says of a run; CommandError: it failed."""
         self.lab.set_rates(rate, self.lab.spec.internal)
         at = "without a limit" if rate is None else f"at {rate}"
         self._tell(f"running the command {at}")
@@ -235,7 +231,7 @@ class CommandMeasure:
 
 
 def measured_of(trace: Trace) -> Measured:
-    """Return the median epoch of ``trace`` without the first, and the payload that a server sent in one."""
+    """Return the median epoch of ``trace`` without the first, which warms up, and what a server sent."""
     seconds = trace.epoch_seconds()
     if len(seconds) < 2:
         raise ConfigError(

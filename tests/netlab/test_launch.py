@@ -29,7 +29,7 @@ from scripts.netlab.launch import (
     start,
     with_changes,
 )
-from tests.netlab.helpers import FAILS, WAITS, WHO, processes_with, script, wait_until_gone
+from tests.netlab.helpers import WAITS, WHO, processes_with, script, wait_until_gone
 
 
 @pytest.fixture
@@ -61,17 +61,6 @@ def test_each_server_is_a_node_of_torchrun(
     for server in range(2):
         logged = (logs / f"server-{server}.log").read_text().splitlines()
         assert {line for line in logged if line.startswith("who")} == set(said[2 * server : 2 * server + 2])
-
-
-@pytest.mark.wide
-def test_a_rank_that_is_killed_ends_all_and_is_told_of(lab: Lab, tmp_path: Path) -> None:
-    path = script(tmp_path, FAILS)
-    done = run(lab, [path, "killed"], ranks_per_server=1, show=False, timeout_s=120)
-    assert done.exit_code == 137
-    assert done.failure is not None
-    assert done.failure.startswith("server 1: rank 1 (process ")
-    assert "SIGKILL" in done.failure
-    assert wait_until_gone(path) == []
 
 
 def test_a_command_that_takes_too_long_is_ended_and_who_it_waited_for_is_named(

@@ -29,7 +29,7 @@ from dglx_dist.data.ingest.features import make_transforms
 from dglx_dist.data.ingest.id_map import IdMap, text_buffers
 from dglx_dist.data.ingest.tables import Table, ids_of
 from dglx_dist.data.ingest.tensors import DatasetOutput, Reorder, TypeRows
-from dglx_dist.data.storage.columns import IDS, edge_folder, node_folder, write_string_chunks
+from dglx_dist.data.storage.columns import IDS, edge_folder, id_dtype, node_folder, write_string_chunks
 from dglx_dist.data.storage.files import named_failures, partial_folder, peak
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.errors import ConfigError
@@ -171,7 +171,7 @@ def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path
     buckets = _write_buckets(ends, firsts, folder / "buckets", step)
     result = InEdges(
         indptr=Spill(folder / "indptr", np.int64),
-        indices=Spill(folder / "indices", np.int32 if num_sources < 2**31 else np.int64),
+        indices=Spill(folder / "indices", id_dtype(num_sources)),
         rows=Spill(folder / "rows", np.int64),
     )
     result.indptr.append(np.zeros(1, np.int64))
@@ -264,7 +264,7 @@ def _write_structure(
     edges = sort_edges(ends, num_sources, num_destinations, output.work / name, output.budget.bucket)
     folder, at_once = edge_folder(0, etype), output.budget.batch // 8
     output.write(f"{folder}/indptr.arrow", IDS, num_destinations + 1, edges.indptr.chunks(at_once))
-    info = ColumnInfo(dtype="int32" if num_sources < 2**31 else "int64", row_shape=())
+    info = ColumnInfo(dtype=id_dtype(num_sources).__name__, row_shape=())
     output.write(f"{folder}/indices.arrow", info, edges.rows.num_rows, edges.indices.chunks(at_once))
     output.write(f"{folder}/original_ids.arrow", IDS, edges.rows.num_rows, edges.rows.chunks(at_once))
     return edges

@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 
 from dglx_dist.data.partition.base import Partitioner, PartitionOptions
+from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, EdgeType, NodeColumn, RawGraph, SparseRows
 from dglx_dist.registry import did_you_mean
@@ -261,8 +262,7 @@ def symmetrise(graph: RawGraph, *, dtype: Any = None, weighted: bool = True) -> 
     of N int64. ``dtype`` is that of the indices; None: int32 if N fits, else int64.
     """
     num_nodes = graph.total_nodes
-    if dtype is None:
-        dtype = np.int32 if num_nodes <= np.iinfo(np.int32).max else np.int64
+    dtype = dtype or id_dtype(num_nodes)
     first_id = first_ids(graph)
     # One slot more than rows + 1: while filling, indptr[v + 1] is the next free position of row v.
     indptr = np.zeros(num_nodes + 2, dtype=np.int64)

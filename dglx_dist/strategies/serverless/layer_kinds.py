@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeAlias, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 import torch
@@ -284,9 +284,6 @@ def _stages_in(step: Vertex) -> list[dict[str, Any]]:
     return [{"stage": step.stage, "config": dict(step.config)}]
 
 
-Function: TypeAlias = Callable[[Tensor], Tensor]
-
-
 class Layer(ABC):
     """A module of the model that becomes steps; ConfigError if its configuration has no stage.
 
@@ -297,7 +294,7 @@ class Layer(ABC):
     takes_block = True
     dropouts: tuple[str, ...] = ()
     """Dropouts inside the module that become steps, by their names in it."""
-    own_function: Function | None = None
+    own_function: Callable[[Tensor], Tensor] | None = None
     """The activation that the module applies to its result."""
     inputs_first: tuple[Tensor, ...] = ()
     """Weights of shape (inputs, outputs); torch has them the other way round."""

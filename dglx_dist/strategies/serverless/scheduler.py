@@ -427,8 +427,8 @@ class ThreadScheduler:
         op, phase = EXCHANGED[task.kind]
         name, submit = pair_name(task.step, self._server.rank), self._rpc.submit
         sent = [
-            submit(one.peer, op, name, [one.positions, *one.rows], phase=phase, layer=task.step)
-            for one in self._server.ghost_messages(interval, task)
+            submit(peer, op, name, arrays, phase=phase, layer=task.step)
+            for peer, arrays in self._server.ghost_messages(interval, task)
         ]
         for pending in sent:
             pending.result()
