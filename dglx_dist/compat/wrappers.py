@@ -38,8 +38,8 @@ class Wrapper(Shared):
     """Class of ours to DGL's."""
     inner: Any
 
-    def __init_subclass__(cls, of: type[Any] | None = None) -> None:
-        Wrapper.views |= {} if of is None else {of: cls}
+    def __init_subclass__(cls, of: type[Any] = object) -> None:
+        Wrapper.views |= {} if of is object else {of: cls}
         for name in dir(of):
             if not (name.startswith("_") or hasattr(cls, name)):
                 setattr(cls, name, Forward(of, name))
