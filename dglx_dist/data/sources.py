@@ -112,6 +112,12 @@ def count_classes(columns: Mapping[str, NodeColumn]) -> int | None:
     return largest + 1 if largest >= 0 else None
 
 
+def classes_of(node_data: Mapping[str, Mapping[str, NodeColumn]]) -> dict[str, int]:
+    """Return :func:`count_classes` of the node types with labels."""
+    counts = {ntype: count_classes(columns) for ntype, columns in node_data.items()}
+    return {ntype: count for ntype, count in counts.items() if count is not None}
+
+
 def masks_of_split(split_of: Array) -> dict[str, Array]:
     """Return the three masks of (N,) split codes: 0 train, 1 validation, 2 test, others none."""
     return {name: split_of == code for code, name in enumerate(SPLITS)}
@@ -204,15 +210,12 @@ def raw_graph_from_dgl(
     if "coo" not in (*known["created"], *known["not created"]):
         # Only this format returns edges in the order of their ids.
         graph = graph.formats(["coo", "csr", "csc"])
-    node_data, classes = {}, {}
+    node_data = {}
     for node_type in graph.ntypes:
         where = f"{name}, nodes {node_type!r}"
         arrays = _arrays(graph.nodes[node_type].data, dgl.NID)
         arrays = {key: _one_split(key, array, split, where) for key, array in arrays.items()}
         node_data[node_type] = standard_columns(arrays, where, rename=rename)
-        counted = count_classes(node_data[node_type])
-        if LABEL in node_data[node_type] and counted is not None:
-            classes[node_type] = max(counted, num_classes or 0)
     edges, edge_data = {}, {}
     for edge_type in graph.canonical_etypes:
         source_ids, destination_ids = graph.edges(etype=edge_type, order="eid")
@@ -227,7 +230,7 @@ def raw_graph_from_dgl(
         edges=edges,
         node_data=node_data,
         edge_data=edge_data,
-        num_classes=classes,
+        num_classes={ntype: max(count, num_classes or 0) for ntype, count in classes_of(node_data).items()},
     )
 
 
@@ -589,7 +592,7 @@ def _short_names(names: list[str]) -> list[str]:
     return [f"{name}_{code}" for code, name in enumerate(clean)]
 
 
-_MASK_OF_PART = {"train": "train_mask", "valid": "val_mask", "test": "test_mask"}
+_MASK_OF_PART = dict(zip(("train", "valid", "test"), SPLITS, strict=True))
 
 
 @final
@@ -641,7 +644,6 @@ def raw_graph_from_ogb(
         edge_type: (index[0], index[1]) for edge_type, index in graph["edge_index_dict"].items()
     }
     node_data: dict[str, dict[str, NodeColumn]] = {}
-    classes: dict[str, int] = {}
     for node_type, count in num_nodes.items():
         columns = dict(_columns_of(graph, "node_", node_type))
         if node_type in labels:
@@ -651,16 +653,13 @@ def raw_graph_from_ogb(
                 columns[mask_name] = np.zeros(count, dtype=np.bool_)
                 columns[mask_name][split[part][node_type]] = True
         node_data[node_type] = standard_columns(columns, f"ogb:{name}, nodes {node_type!r}")
-        counted = count_classes(node_data[node_type])
-        if counted is not None:
-            classes[node_type] = counted
     return RawGraph(
         name=name,
         num_nodes=num_nodes,
         edges=edges,
         node_data=node_data,
         edge_data={edge_type: dict(_columns_of(graph, "edge_", edge_type)) for edge_type in edges},
-        num_classes=classes,
+        num_classes=classes_of(node_data),
     )
 
 

@@ -10,6 +10,7 @@ from typing import final
 import numpy as np
 
 from dglx_dist.data.sources import DatasetSource, refuse_unknown
+from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import progress
 from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, SPLITS, Array, RawGraph
@@ -43,7 +44,7 @@ def draw_edges(
     stubs = _make_stubs(config, communities, generator)
     num_links = round(num_nodes * config.degree / (2 if config.both_directions else 1))
     keys = np.empty(0, dtype=np.int64)
-    first_ends: Array = np.arange(num_nodes, dtype=_id_dtype(num_nodes))
+    first_ends: Array = np.arange(num_nodes, dtype=id_dtype(num_nodes))
     with progress("drawing edges", num_links, enabled=num_links >= _SHOWN_FROM) as advance:
         for _ in range(_MAX_ROUNDS):
             missing = num_links - len(keys)
@@ -68,7 +69,7 @@ def _make_stubs(config: SyntheticConfig, communities: Array, generator: np.rando
     weights *= _STUBS_PER_NODE / weights.mean()
     # Rounded up with the probability of the fraction, which keeps the expectation.
     copies = np.maximum(1, np.floor(weights + generator.random(num_nodes))).astype(np.int64)
-    order = np.argsort(communities, kind="stable").astype(_id_dtype(num_nodes))
+    order = np.argsort(communities, kind="stable").astype(id_dtype(num_nodes))
     per_community = np.bincount(communities, copies, config.num_communities).astype(np.int64)
     first = np.concatenate([[0], np.cumsum(per_community)]).astype(np.int64)
     return _Stubs(nodes=np.repeat(order, copies[order]), first=first)
@@ -144,11 +145,7 @@ def _isolated(keys: Array, num_nodes: int) -> Array:
         piece = keys[first : first + _PAIRS_AT_ONCE]
         linked[piece // num_nodes] = True
         linked[piece % num_nodes] = True
-    return np.flatnonzero(~linked).astype(_id_dtype(num_nodes))
-
-
-def _id_dtype(num_nodes: int) -> type[np.signedinteger]:
-    return np.int32 if num_nodes < 2**31 else np.int64
+    return np.flatnonzero(~linked).astype(id_dtype(num_nodes))
 
 
 def _directed(
@@ -168,7 +165,7 @@ def _directed(
             turned[first : first + len(piece)] = np.where(turn, reverse, piece)
     del keys
     turned.sort()
-    ends = np.empty((2, len(turned)), dtype=_id_dtype(num_nodes))
+    ends = np.empty((2, len(turned)), dtype=id_dtype(num_nodes))
     for first in range(0, len(turned), _PAIRS_AT_ONCE):
         piece = turned[first : first + _PAIRS_AT_ONCE]
         ends[:, first : first + len(piece)] = divmod(piece, num_nodes)

@@ -18,11 +18,13 @@ import pyarrow.parquet
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.sources import (
     DatasetSource,
+    classes_of,
     count_classes,
     masks_of_split,
     refuse_unknown,
     standard_columns,
 )
+from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.data.validate import check_columns, check_finite, check_unique
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import (
@@ -330,14 +332,14 @@ class TablesSource(DatasetSource):
             )
             data = _columns(tables[etype], layout.edges[etype], set(keys))
             edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
-        counted = {t: layout.nodes[t].classes or count_classes(columns) for t, columns in node_data.items()}
+        stated = {ntype: spec.classes for ntype, spec in layout.nodes.items() if spec.classes}
         return RawGraph(
             name=layout.name,
             num_nodes={ntype: len(values) for ntype, values in ids.items()},
             edges=edges,
             node_data=node_data,
             edge_data=edge_data,
-            num_classes={ntype: count for ntype, count in counted.items() if count is not None},
+            num_classes=classes_of(node_data) | stated,
             user_ids={ntype: _user_ids(values) for ntype, values in ids.items() if not _is_range(values)},
         )
 
@@ -394,7 +396,7 @@ def _positions(
     if _is_range(ids):
         numbers = np.asarray(values.to_numpy(zero_copy_only=False))
         unknown = (numbers < 0) | (numbers >= len(ids))
-        positions = numbers.astype(np.int32 if len(ids) < 2**31 else np.int64)
+        positions = numbers.astype(id_dtype(len(ids)))
     else:
         found = pc.index_in(values, value_set=ids)
         unknown = pc.is_null(found).to_numpy(zero_copy_only=False)

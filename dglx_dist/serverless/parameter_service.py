@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
+import json
 import logging
+import math
 import re
 import threading
 import time
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import final
@@ -58,28 +58,29 @@ def parse_pair(name: str) -> tuple[int, int]:
 
 
 def pack_state(state: Mapping[str, Array]) -> list[Array]:
-    """Return all values by name as one uint8 array, in NumPy's format of several arrays."""
-    buffer = io.BytesIO()
-    np.savez(buffer, **state)  # type: ignore[arg-type]  # the names of arguments are those of the arrays
-    return [np.frombuffer(buffer.getvalue(), np.uint8)]
+    """Return a JSON table of path, dtype and shape, and all values in one buffer, both as uint8."""
+    table = [[path, value.dtype.name, list(value.shape)] for path, value in state.items()]
+    numbers = b"".join(np.ascontiguousarray(value).tobytes() for value in state.values())
+    return [np.frombuffer(json.dumps(table).encode(), np.uint8), np.frombuffer(numbers, np.uint8)]
 
 
 def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Array]:
-    """Read :func:`pack_state`; ConfigError if it does not fit the weights of ``plan``."""
+    """Read :func:`pack_state` into new arrays; ConfigError if it does not fit the weights of ``plan``."""
+    state: dict[str, Array] = {}
+    begin = 0
     try:
-        with np.load(io.BytesIO(b"".join(one.tobytes() for one in packed)), allow_pickle=False) as found:
-            state = dict(found)
-    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile) as error:
+        table, numbers = (one.tobytes() for one in packed)
+        for path, dtype, shape in json.loads(table):
+            name = path.rpartition("/")[0]
+            if dtype not in DTYPES or name not in plan.shapes or tuple(shape) not in ((), plan.shapes[name]):
+                raise ValueError(f"{path[:80]!r}, {dtype} of shape {shape}, belongs to no weight here")
+            values = np.frombuffer(numbers, dtype, math.prod(shape), begin)
+            state[path] = values.reshape(shape).copy()
+            begin += values.nbytes
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"the optimizer's state cannot be read: {error}; run the same version everywhere"
         ) from None
-    for path, value in state.items():
-        shape = plan.shapes.get(path.rpartition("/")[0])
-        if shape is None or value.shape not in ((), shape) or value.dtype.name not in DTYPES:
-            raise ConfigError(
-                f"the optimizer's state {path[:80]!r}, {value.dtype} of shape {value.shape}, belongs to no "
-                "weight here"
-            )
     return state
 
 

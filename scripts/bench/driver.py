@@ -42,10 +42,8 @@ Tell: TypeAlias = Callable[[str], None]
 FEWEST = 5
 """Repetitions without which a median says little."""
 QUICK_LOOK = f"quick look, fewer than {FEWEST} repetitions"
-_CALIBRATION_JOBS = 3
-"""How many a calibration is expected to take, for the estimate of the time left."""
-_RECENT = 4
-"""Jobs that tell how long the next ones take: the first start processes and compile."""
+_CALIBRATION_JOBS, _RECENT = 3, 4
+"""Jobs that a calibration is expected to take; those that tell how long the next ones take."""
 _PACKAGES = ("dglx-dist", "torch", "dgl", "numpy", "numba", "pyzmq", "pyarrow", "torch-geometric")
 
 
@@ -131,10 +129,8 @@ class _Running:
         self._plan = ExperimentPlan(variants=())
         self._network: dict[str, dict[str, Any]] = {}
         self._measurements: list[Measurement] = []
-        self._total = 0
-        """Jobs that are expected."""
-        self._seconds: list[float] = []
-        """Of each job that has ended."""
+        self._total, self._seconds = 0, list[float]()
+        """Jobs that are expected; seconds of each that has ended."""
 
     def build(self) -> list[Shape]:
         """Have the experiment make its datasets and say what to run; return distinct shapes, in order."""

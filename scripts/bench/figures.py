@@ -273,11 +273,7 @@ class Verdict:
 
 
 def judge(figures: RatioFigures) -> Verdict:
-    """Judge one ratio by its bounds.
-
-    A value inside the bounds is not enough where they claim a difference (all of them above 1, or all
-    below): an interquartile range that holds 1 shows none. Two bounds with 1 between or on them claim none.
-    """
+    """Judge one ratio by its bounds; where these claim a difference, quartiles around 1 show none."""
     word, why = _judged(figures.ratio, figures.value, figures.links)
     return Verdict(word=word, why=why, simulated=figures.simulated)
 

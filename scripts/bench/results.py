@@ -45,11 +45,7 @@ def write(folder: Path, outcome: Outcome) -> Path:
 
 
 def read(folder: Path) -> tuple[Outcome, ...]:
-    """Return all outcomes in ``folder``, by id; other files are left alone.
-
-    Raises:
-        StorageError: no such folder, or a result in it, which is named, is damaged or of another version.
-    """
+    """Return all outcomes in ``folder``, by id; StorageError: one is damaged, or of another version."""
     if not folder.is_dir():
         raise StorageError(
             f"there is no folder {folder}; results are what `python scripts/bench --out FOLDER` writes"

@@ -63,11 +63,10 @@ def calibrate(
     repetitions: int = 3,
     clock: Callable[[], float] = time.process_time,
 ) -> ComputeCost:
-    """Measure forward and backward of ``model`` on ``batches``; one process with one thread.
+    """Measure forward and backward of ``model`` on ``batches`` of two sizes at least, in one thread.
 
     Each is run once to warm up and then ``repetitions`` times; a line is laid through the medians. ``clock``:
-    seconds of the process itself, so that what else runs on the machine is not counted. Batches have features
-    and labels attached, and two sizes at least (else ConfigError); gradients are left cleared.
+    seconds of the process itself, so that what else runs on the machine is not counted.
     """
     edges = [sum(block.num_edges() for block in blocks) for blocks in batches]
     if len(set(edges)) < 2:

@@ -85,10 +85,7 @@ def program(name: str) -> Callable[[list[str]], int | None]:
 
 
 def why_absent(experiment: Experiment, *, installed: bool = True) -> str:
-    """Return why this release, as it is installed here, cannot run ``experiment``; empty: it can.
-
-    ``installed``: whether the modules that it needs beside this package count.
-    """
+    """Return why this release cannot run ``experiment``; empty: it can. ``installed``: do its needs count?"""
     known = STRATEGIES.names()
     lacking = [name for name in experiment.strategies if name not in known]
     if lacking:

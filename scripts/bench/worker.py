@@ -111,10 +111,9 @@ SILENT_S = 3 * 3600.0
 
 
 def serve(argv: list[str]) -> int:
-    """Do the jobs that appear in the folder ``argv[0]`` until one says that it is the end.
+    """Do the jobs that appear in the folder ``argv[0]``; 0 after the last one, 1 when its driver is silent.
 
-    Return 0 after the last job, 1 when its driver is silent; SystemExit after a job that failed. Whoever ends
-    the driver ends this too: the launcher's guard does.
+    Whoever ends the driver ends this too: the launcher's guard does.
     """
     folder, rank, number = Path(argv[0]), read_topology().rank, 0
     while found := wait_for_job(folder, number):

@@ -1,14 +1,8 @@
 """Matched phi: the link rate at which a command spends a wanted share of its time on the network.
 
-A slow machine computes slowly, so at the same rate the network is a smaller part of its time than on the
-machines of a paper. What can be equal is the share::
-
     phi = 1 - seconds with links that are not limited / seconds at the rate
 
-the part of the time that the network costs, whatever of it runs beside computing. Without overlap it is
-``(bytes / rate) / (compute + bytes / rate)``, the phi of the closed form ``1 / ((1 - phi) kappa + phi beta)``
-for a variant with kappa of the computing and beta of the bytes; with overlap it is less than the share of the
-time during which bytes move.
+is the part of the time that the network costs; docs/netlab.md, "Matched phi", says why shares are compared.
 """
 
 from __future__ import annotations
@@ -30,8 +24,7 @@ from scripts.out_files import last_lines, write_text
 
 LEAST_RATE, MOST_RATE = Rate(100_000), Rate(100_000_000_000)
 _LEAST_BYTES = 1_000
-_ROUNDED_TO = 3
-"""Digits of a rate that are kept: more would say nothing."""
+_ROUNDED_TO = 3  # digits of a rate
 _FARTHEST = 8.0
 """One try moves the rate by this factor at most, so that noise throws none far away."""
 _NO_COST = 1.02
@@ -206,10 +199,7 @@ class CommandMeasure:
         self._runs = 0
 
     def __call__(self, rate: Rate | None) -> Measured:
-        """Return the median epoch without the first, which warms up, and what a server sent in one (mean).
-
-        CommandError: the command failed. ConfigError: it noted fewer than two epochs.
-        """
+        """Return what :func:`measured_of` says of a run; CommandError: it failed."""
         self.lab.set_rates(rate, self.lab.spec.internal)
         at = "without a limit" if rate is None else f"at {rate}"
         self._tell(f"running the command {at}")
@@ -235,7 +225,7 @@ class CommandMeasure:
 
 
 def measured_of(trace: Trace) -> Measured:
-    """Return the median epoch of ``trace`` without the first, and the payload that a server sent in one."""
+    """Return the median epoch of ``trace`` without the first, which warms up, and what a server sent."""
     seconds = trace.epoch_seconds()
     if len(seconds) < 2:
         raise ConfigError(

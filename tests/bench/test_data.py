@@ -30,19 +30,6 @@ def test_another_recipe_has_another_key() -> None:
     assert len(keys) == 5
 
 
-def test_two_cuts_are_of_one_graph(tmp_path: Path) -> None:
-    found = data.prepare(SMALL, {"two": HALVES, "one": replace(HALVES, num_parts=1)}, tmp_path)
-    two, one = (open_dataset(found[name]) for name in ("two", "one"))
-    features = {
-        int(original): tuple(row)
-        for part in (two.part(0), two.part(1))
-        for original, row in zip(part.original_node_ids("_N"), part.node_data("_N", "feat"), strict=True)
-    }
-    part = one.part(0)
-    for original, row in zip(part.original_node_ids("_N"), part.node_data("_N", "feat"), strict=True):
-        assert features[int(original)] == tuple(row)
-
-
 def test_what_a_killed_run_left_is_not_taken(tmp_path: Path) -> None:
     folder = data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"]
     # A writer that dies leaves its folder under another name, and never one of this name without manifest.
@@ -71,20 +58,6 @@ def test_who_loses_the_race_takes_what_is_there(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(data, "partition_to_disk", beaten)
     folder = data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"]
     assert (folder / MANIFEST).is_file()
-
-
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises((StorageError, OSError)):
-        data.prepare(SMALL, {"halves": HALVES}, tmp_path / "file")
-
-
-def test_facts_are_those_of_the_manifest(tmp_path: Path) -> None:
-    found = data.facts(data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"])
-    assert (found["nodes"], found["parts"], found["partitioned_by"]) == (600, 2, "random")
-    cut = found["edge_cut"]
-    assert isinstance(cut, float)
-    assert 0.4 < cut < 0.6
 
 
 def test_what_a_cut_took_is_told_also_when_it_is_found_again(tmp_path: Path) -> None:

@@ -167,10 +167,6 @@ def test_no_path_of_the_user_is_kept(tmp_path: Path) -> None:
     assert outcome.plan.variants[0].job.params["data"] == "WORK/synthetic-1"
 
 
-def test_few_repetitions_are_labelled(tmp_path: Path) -> None:
-    assert run(plan_of("a", "b"), Played(), tmp_path, repetitions=4).label == driver.QUICK_LOOK
-
-
 def test_each_variant_has_its_own_servers_and_rate(tmp_path: Path) -> None:
     one, two = (
         Variant(name=name, shape=shape, rate=rate, job=Job(kind="echo", params={"as": name}))
@@ -278,9 +274,3 @@ def test_results_that_cannot_be_written_are_told_before_anything_runs(tmp_path: 
 def test_plans_that_contradict_themselves_are_refused(plan: ExperimentPlan, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_plan("T1", plan)
-
-
-def test_the_order_moves_on_by_one() -> None:
-    variants = plan_of("a", "b", "c").variants
-    turns = ["".join(one.name for one in driver.in_turn(variants, number)) for number in range(4)]
-    assert turns == ["abc", "bca", "cab", "abc"]

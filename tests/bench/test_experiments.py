@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.errors import UnknownNameError
 from dglx_dist.planner.records import Rate
 from dglx_dist.strategies.cost import Survey
 from scripts.bench import suites
@@ -153,13 +152,6 @@ def test_papers_are_all_that_is_planned_of_the_four_systems_and_the_choice() -> 
     found = {one.id for one in suites.suite("papers")}
     assert planned <= found
     assert not [one.id for one in suites.suite("papers") if suites.why_absent(one)]
-
-
-def test_wrong_names_get_the_nearest_one() -> None:
-    with pytest.raises(UnknownNameError, match="did you mean 'quick'"):
-        suites.suite("quik")
-    with pytest.raises(UnknownNameError, match=r"no experiment 'P11'; did you mean 'P1'"):
-        suites.find("P11")
 
 
 def test_an_experiment_is_absent_without_its_strategies_its_modules_or_its_code() -> None:

@@ -8,39 +8,24 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.errors import ConfigError
-from dglx_dist.planner.records import Rate
-from scripts.bench import results
 from scripts.bench.driver import differing
 from scripts.bench.experiments import choice
-from scripts.bench.experiments.common import predicted_time
 from scripts.bench.figures import (
     Spread,
     Verdict,
     accuracy_in_words,
-    bounds_in_words,
-    cell_rows,
-    closed_form_rows,
-    fact_lines,
     figures_of,
-    flat,
     judge,
     judge_experiment,
-    link_of,
-    nearness,
-    once_rows,
     phase_rows,
     ratio_figures,
-    spread,
     time_to_accuracy,
     variant_rows,
 )
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.records import (
     COUNTED_BYTES,
-    KAPPA,
     PREDICTED_BYTES,
-    PREDICTED_ONCE,
     PREDICTED_SECONDS,
     BenchPlan,
     Cell,
@@ -55,31 +40,10 @@ from tests.bench.helpers import (
     epoch_of,
     measurements,
     outcome,
-    plan_of,
     scaling,
     variant,
     with_curves,
 )
-
-
-@pytest.mark.parametrize(
-    ("noted", "words"),
-    [
-        ({"kind": "namespaces", "external": "96mbit", "phi": 0.65}, "96mbit, phi 0.65"),
-        ({"kind": "namespaces", "external": None}, "no limit"),
-        ({"kind": "namespaces"}, "1gbit"),
-        ({"kind": "loopback", "external": None}, "not limited (plain loopback)"),
-        ({}, "not noted"),
-    ],
-)
-def test_a_link_is_told_as_it_was_noted(noted: dict[str, object], words: str) -> None:
-    fixed = replace(variant("random"), rate=Rate.parse("1gbit"))
-    assert link_of(replace(outcome(), network={"random": noted}), fixed).words == words
-
-
-def test_a_spread_is_median_and_quartiles() -> None:
-    assert spread([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(median=3.0, low=2.0, high=4.0)
-    assert spread([7.0]) == Spread(median=7.0, low=7.0, high=7.0)
 
 
 def test_a_variant_is_the_median_of_its_repetitions() -> None:
@@ -111,14 +75,6 @@ def test_a_ratio_is_the_quotient_of_medians_within_the_quartiles_of_pairs() -> N
     drifting = (1.0, 2.0, 4.0, 8.0, 16.0)
     (figures,) = ratio_figures(outcome(slow=[2 * one for one in drifting], fast=drifting))
     assert figures.value == Spread(median=2.0, low=2.0, high=2.0)
-
-
-@pytest.mark.parametrize(("quantity", "value"), [("bytes_outside", 4.0), ("samples_per_second", 0.5)])
-def test_ratios_of_other_quantities(quantity: str, value: float) -> None:
-    ratio = Ratio(name="r", over="random", under="metis", quantity=quantity)  # type: ignore[arg-type]
-    (figures,) = ratio_figures(outcome(ratio=ratio))
-    assert figures.value is not None
-    assert figures.value.median == pytest.approx(value)
 
 
 def test_a_ratio_without_a_measurement_or_over_nothing_has_no_value() -> None:
@@ -280,33 +236,6 @@ def test_absent_failed_and_not_measured_yet_give_the_reason() -> None:
     assert "teleport" in found.why
 
 
-def test_bounds_are_written_as_people_say_them() -> None:
-    told = [bounds_in_words(*both) for both in ((1.5, None), (None, 1.1), (0.9, 1.1), (None, None))]
-    assert told == ["at least 1.5", "at most 1.1", "between 0.9 and 1.1", "without bounds"]
-
-
-def test_values_stand_in_one_line_and_facts_in_a_list_of_at_most_two_levels() -> None:
-    values = {"memory_bytes": 25_300_000_000, "share": 0.12345, "missed": {}, "versions": {"a": "1"}}
-    assert flat(values) == "memory 25.3 GB; share 0.1235; missed none; versions (a 1)"
-    assert flat({"held": [True, None]}) == "held [true, none]"
-    facts = {"cut": {"random": 0.75}, "parts": {"metis": {"halo": [1, 2]}}, "edges": 5}
-    listed = ["- cut: random 0.75", "- parts:", "  - metis: halo [1, 2]", "- edges: 5"]
-    assert fact_lines(facts) == listed
-
-
-def test_circumstances_are_told_once_for_variants_that_share_them() -> None:
-    servers, matched = figures_of(EXPERIMENT, calibrated(outcome()))["circumstances"]
-    assert servers == "Servers (random, metis): kind namespaces."
-    # Medians of random: 2.1 s. The machine was slower by then, and the share of the network with it another.
-    assert matched == (
-        "Matched phi: at 38mbit the network costs random 0.64 of its time (0.209 s per epoch, 0.0762 s "
-        "with free links); by the median of the repetitions 0.96."
-    )
-    missed = figures_of(EXPERIMENT, calibrated(outcome(), within_tolerance=False))["circumstances"][1]
-    assert missed.endswith("; 0.65 was wanted and not reached.")
-    assert figures_of(EXPERIMENT, replace(outcome(), network={}))["circumstances"] == []
-
-
 def with_phases(name: str, phases: dict[str, int], **drawn: int) -> Measurement:
     """Two epochs."""
     extra: dict[str, Any] = {"bytes_outside_by_phase": phases, **drawn}
@@ -340,42 +269,6 @@ def test_bytes_of_an_epoch_stand_beside_the_formula() -> None:
     assert phase_rows(replace(TWO_PHASES, measurements=())) == []
     assert TWO_PHASES.plan is not None
     assert phase_rows(replace(TWO_PHASES, plan=replace(TWO_PHASES.plan, facts={}))) == []
-
-
-def measured(name: str, seconds: float, sent: int, preloaded: int) -> Measurement:
-    extra = {
-        "bytes_outside_by_phase": {"halo": sent},
-        "bytes_outside_before": {"preload": preloaded, "halo": 5},
-        "seconds_before": 1.5,
-    }
-    return Measurement(variant=name, repetition=0, epochs=(epoch_of(seconds),), extra=extra)
-
-
-FOUND = Outcome(
-    experiment="G1",
-    status="measured",
-    network={"fb": {"phi": 0.75}, "preload": {"phi": 0.75}},
-    plan=replace(
-        plan_of("fb", "preload"),
-        facts={KAPPA: {"fb": 1.0, "preload": 1.2}, PREDICTED_ONCE: {"preload": 3_000_000}},
-    ),
-    measurements=(measured("fb", 4.0, 100, 0), measured("preload", 2.0, 10, 3_000_001)),
-)
-
-
-def test_gain_and_what_is_done_once_stand_beside_the_formula() -> None:
-    assert predicted_time(0.75, 1.0, 1.0) == 1.0
-    assert predicted_time(0.75, 1.2, 0.1) == pytest.approx(0.3 + 0.075)
-    assert [list(row.values()) for row in closed_form_rows(FOUND)] == [
-        ["fb", "0.75", "1.00", "1.000", "1.00", "1.00"],
-        ["preload", "0.75", "1.20", "0.100", "2.67", "2.00"],
-    ]
-    assert [list(row.values()) for row in once_rows(FOUND)] == [
-        ["fb", "1.50", "0.000", "-", "-"],
-        ["preload", "1.50", "3.000", "3.000", "1"],
-    ]
-    for nothing in (replace(FOUND, plan=plan_of("fb", "preload")), replace(FOUND, measurements=())):
-        assert closed_form_rows(nothing) == once_rows(nothing) == []
 
 
 CELLS = tuple(Cell(name=one, chosen=f"{one}: a", ways=(f"{one}: a", f"{one}: b")) for one in ("1", "2", "3"))
@@ -423,33 +316,6 @@ def test_regret_alone_does_not_reproduce_what_was_predicted() -> None:
     far = judge_experiment(EXPERIMENT, judged("median", 1.25, off=1.3, counted=1))
     assert far.word == "partly reproduced"
     assert "30 % off" in far.why
-
-
-def test_cells_have_a_row_each_and_say_how_near_it_was() -> None:
-    whole = judged("median", 1.15)
-    one, two, _ = (list(row.values()) for row in cell_rows(whole))
-    assert one == ["1", "a", "1.1", "1", "", "1.00"]
-    assert two == ["2", "a", "1.32", "1.2", "b 1", "1.20"]
-    assert nearness(whole) == (
-        False,
-        "predicted seconds of 6 ways are 10 % off in the median; of 2 whose bytes were predicted exactly, 1 "
-        "moved others",
-    )
-    assert cell_rows(outcome()) == []
-    # Every way of every cell is a page of rows that nobody reads.
-    assert figures_of(EXPERIMENT, whole)["variants"] == []
-
-
-def test_cells_come_back_from_a_result(tmp_path: Path) -> None:
-    whole = judged("worst", 1.5)
-    back = results.read_one(results.write(tmp_path, whole))
-    assert back is not None
-    assert back.plan is not None
-    assert whole.plan is not None
-    assert back.plan.ratios == whole.plan.ratios
-    missing = replace(whole.plan, variants=whole.plan.variants[:-1])
-    with pytest.raises(ConfigError, match="no variant is called 3: b"):
-        check_plan("A1", missing)
 
 
 @pytest.mark.wide

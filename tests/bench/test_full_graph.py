@@ -6,13 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from dglx_dist.data.storage.reader import open_dataset, open_structure
-from dglx_dist.errors import ConfigError
 from dglx_dist.planner.model_shape import topology_of
-from dglx_dist.records import EDGE_TYPE
 from dglx_dist.strategies.cost import Widths
 from dglx_dist.strategies.full_graph.cost import exchanged_bytes
 from scripts.bench.experiments import full_graph
@@ -34,8 +30,6 @@ from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.records import PREDICTED_BYTES, PREDICTED_ONCE, BenchPlan, MatchedPhi, check_plan
 from tests.bench.helpers import context
 from tests.helpers.ranks import run_ranks
-from tests.planner.plain_counts import count_pairs
-from tests.strategies import equality
 
 TINY = Size(nodes=2400, epochs=1, curve_epochs=1, deep_layers=4)
 WIDTHS = Widths(first=10, hidden=3, first_learns=False, gradient_bytes=40)
@@ -58,39 +52,6 @@ def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
             assert sum(predicted[variant.name].values()) > 0
     unpredicted = [one.name for one in plan.ratios if one.predicted is None]
     assert all("gbit" in name or name.startswith(STOCK) for name in unpredicted)
-
-
-def pairs_of(folder: Path, layers: int) -> tuple[list[int], list[int]]:
-    """Pairs outside and inside by layer, of the equality graph on 2 servers of 2 ranks, the plain way."""
-    dataset = open_dataset(folder)
-    manifest, whole = dataset.manifest, open_structure(dataset, EDGE_TYPE)
-    offsets = manifest.node_offsets["_N"]
-    mask = np.concatenate([dataset.part(part).node_data("_N", "train_mask") for part in range(4)])
-    bounds = [0, int(offsets[2]), int(offsets[4])]
-    middle = [(bounds[0] + bounds[1]) // 2, bounds[1] + (bounds[2] - bounds[1]) // 2]
-    starts = [bounds[0], middle[0], bounds[1], middle[1]]
-    rank_of = np.searchsorted(starts, np.arange(len(mask)), side="right") - 1
-    needed, outside, inside = set(np.flatnonzero(mask).tolist()), [], []
-    for _ in range(layers):
-        found = {
-            (int(u), int(rank_of[v]))
-            for v in needed
-            for u in whole.indices[whole.indptr[v] : whole.indptr[v + 1]]
-        }
-        halo = [(u, rank) for u, rank in found if rank_of[u] != rank]
-        outside.insert(0, sum(rank_of[u] // 2 != rank // 2 for u, rank in halo))
-        inside.insert(0, len(halo) - outside[0])
-        needed |= {u for u, _ in found}
-    return outside, inside
-
-
-def test_pairs_are_those_of_plain_search(tmp_path: Path) -> None:
-    folder = equality.write_parts(tmp_path)
-    found = count_pairs(open_dataset(folder), topology_of(2, 2), 3)
-    assert (list(found.outside), list(found.inside)) == pairs_of(folder, 3)
-    assert found.outside[0] >= found.outside[2] > 0
-    with pytest.raises(ConfigError, match="halos of 65 ranks"):
-        count_pairs(open_dataset(folder), topology_of(1, 65), 1)
 
 
 def test_bytes_by_hand() -> None:

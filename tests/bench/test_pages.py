@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,8 @@ from scripts.bench import plots, results
 from scripts.bench.figures import figures_of, variant_rows
 from scripts.bench.notes import read_notes
 from scripts.bench.pages import render, write_page
-from scripts.bench.performance import dump_figures, main
-from scripts.bench.records import Experiment, Outcome
+from scripts.bench.performance import main
+from scripts.bench.records import Outcome
 from scripts.bench.suites import everything, find
 from tests.bench.helpers import EXPERIMENT, outcome, scaling, with_curves
 
@@ -93,33 +92,6 @@ def test_without_results_nothing_is_measured_yet_and_parts_stand_at_the_end(fold
         assert row(page, experiment.id).endswith("| - | not measured yet |")
     assert "| [First part](#first-part) | aim: 1.7 | 2.3 | met |" in page
     assert page.endswith("\n\n## First part\n\n    a command\n\n## Second part\n\ntext\n")
-
-
-def test_a_result_fills_its_row_and_gets_a_section(folder: Path) -> None:
-    (folder / "P1-bytes.png").write_bytes(b"")
-    page = page_of(folder, replace(outcome(), experiment="P1"))
-    assert row(page, "P1").endswith("| speed-up: 2.00 | reproduced |")
-    assert "`speed-up` **2.00**, predicted 1.90, bound at least 1.5 met." in page
-    assert "- **Here**: Two servers.\n" in page
-    assert "- **Verdict**: **reproduced**. It pays.\n" in page
-    command = "`python scripts/bench --suite papers --only D1 --out results`, 5 repetitions, 2026-11-21 "
-    assert f"{command}![P1](results/P1-b" in page
-    assert "2026-11-21 to 2026-11-21 on: cpu A processor; cores 2; versions (torch 2.13.0)." in page
-
-
-def test_a_simulated_result_is_not_passed_off_as_measured(folder: Path) -> None:
-    page = page_of(folder, replace(outcome(simulated="compute is slept"), experiment="P1"))
-    assert row(page, "P1").endswith("| speed-up: 2.00 simulated | reproduced (simulated) |")
-    assert "**2.00** simulated, predicted 1.90" in page
-    assert "Simulated: compute is slept." in page
-
-
-def test_figures_keep_medians_with_one_line_for_each_variant() -> None:
-    text = dump_figures(figures_of(find("P1"), replace(outcome(), experiment="P1")))
-    (line,) = (line for line in text.splitlines() if line.startswith('  {"name": "random"'))
-    assert '"seconds": [2.1, 2.0, 2.2]' in line
-    assert '"mb_outside": 40.0' in line
-    assert json.loads(text)["variants"][0]["peak_mb"] == 300
 
 
 def test_results_are_taken_over_gzipped_and_found_out_of_date_when_they_change(
@@ -226,20 +198,6 @@ def test_an_experiment_gets_the_pictures_that_it_has_figures_for(tmp_path: Path)
     assert not plots.is_scaling(outcome())
 
 
-def titles(experiment: Experiment, given: Outcome) -> tuple[str, str]:
-    return plots.titles(experiment, given, variant_rows(given))
-
-
-def test_titles_say_what_is_simulated_and_how_the_links_were() -> None:
-    assert titles(EXPERIMENT, outcome()) == ("D1: random or metis", "links between servers: 96mbit, phi 0.65")
-    assert titles(*scaling())[0].endswith("(simulated)")
-    assert titles(EXPERIMENT, replace(outcome(), label="quick look"))[0].endswith("[quick look]")
-    given = outcome()
-    network = {**given.network, "metis": {"kind": "namespaces", "external": "1gbit"}}
-    subtitle = titles(EXPERIMENT, replace(given, network=network))[1]
-    assert subtitle == "links between servers: 96mbit, phi 0.65 (random); 1gbit (metis)"
-
-
 def test_bars_are_the_medians_of_phases_and_bytes() -> None:
     axes = Figure().subplots()
     rows = variant_rows(outcome())
@@ -261,12 +219,3 @@ def test_bars_are_the_medians_of_phases_and_bytes() -> None:
     assert bars["payload between servers (ledger)"] == [40, 10]
     assert bars["payload inside a server (ledger)"] == [10, 10]
     assert bars["between servers, by the cards"] == [42, 11]
-
-
-def test_scaling_is_beside_the_ideal() -> None:
-    axes = Figure().subplots()
-    plots.draw_scaling(axes, scaling()[1])
-    ideal, measured = (line.get_ydata() for line in axes.get_lines()[:2])
-    assert list(ideal) == pytest.approx([1000, 2000, 4000])
-    assert list(measured) == pytest.approx([1000, 1900, 3200])
-    assert [text.get_text() for text in axes.texts] == ["100%", "95%", "80%"]

@@ -27,12 +27,6 @@ from tests.netlab.helpers import processes_with, wait_until_gone
 ECHO = Job(kind="echo", params={"word": "hello"})
 
 
-def test_a_job_arrives_as_it_was_given(tmp_path: Path) -> None:
-    assert worker.read_job(tmp_path, 7) is None
-    worker.write_job(tmp_path, 7, Job(kind="echo", params={"a": [1, None, 0.5]}), 30.0)
-    assert worker.read_job(tmp_path, 7) == (Job(kind="echo", params={"a": [1, None, 0.5]}), 30.0)
-
-
 def test_a_rank_leaves_when_its_driver_is_silent_or_the_folder_is_gone(tmp_path: Path) -> None:
     before = time.monotonic()
     assert wait_for_job(tmp_path, 0, silent_s=0.5) is None

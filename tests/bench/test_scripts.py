@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -15,27 +13,6 @@ from scripts.bench.__main__ import main
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 MICRO = sorted((BENCH / "micro").glob("*.py"))
-
-
-def imported(path: Path) -> list[tuple[str, str]]:
-    """Return (module, name) of all that a script imports from the package or from the scripts."""
-    return [
-        (node.module, alias.name)
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and node.module is not None
-        for alias in node.names
-        if node.module.startswith(("dglx_dist", "scripts"))
-    ]
-
-
-@pytest.mark.parametrize("path", MICRO, ids=lambda path: path.stem)
-def test_every_script_finds_what_it_imports(path: Path) -> None:
-    for module, name in imported(path):
-        assert name in vars(importlib.import_module(module)) or importlib.import_module(f"{module}.{name}")
-
-
-def test_the_scripts_are_seen() -> None:
-    assert ("scripts.bench.micro.timing", "in_turn") in imported(BENCH / "micro" / "sampling.py")
 
 
 @pytest.mark.parametrize("name", suites.PROGRAMS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import dgl
@@ -369,27 +368,6 @@ def test_a_node_samplers_own_code_is_told_what_to_exclude(g: DistGraph) -> None:
 REVERSED = np.r_[HALF : 2 * HALF, 0:HALF]
 
 
-@pytest.fixture(scope="module")
-def excluding_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("exclude")
-    return {
-        "ring": bonds.write(bonds.ring(), folder / "ring", 2),
-        "shop": bonds.write(bonds.shop(), folder / "shop", 2),
-    }
-
-
-@pytest.fixture
-def ring(excluding_folders: dict[str, Path]) -> Iterator[DistGraph]:
-    with start_session():
-        yield DistGraph(excluding_folders["ring"])
-
-
-@pytest.fixture
-def ring_shop(excluding_folders: dict[str, Path]) -> Iterator[DistGraph]:
-    with start_session():
-        yield DistGraph(excluding_folders["shop"])
-
-
 def excluded(g: DistGraph, edges: dict[Any, list[int]], **rule: Any) -> dict[Any, list[int]]:
     given = {etype: np.array(ids, np.int64) for etype, ids in edges.items()}
     found = open_exclude(g, ExcludeRule(**rule))(given)
@@ -397,33 +375,33 @@ def excluded(g: DistGraph, edges: dict[Any, list[int]], **rule: Any) -> dict[Any
 
 
 @pytest.mark.parametrize("make", [np.asarray, torch.from_numpy, lambda ids: {"_E": ids}])
-def test_reverse_ids_from_lists(ring: DistGraph, make: Any) -> None:
+def test_reverse_ids_from_lists(g: DistGraph, make: Any) -> None:
     reverse = REVERSED.copy()
     reverse[5] = -1
     rule = {"exclude": "reverse_id", "reverse_eids": make(reverse)}
-    assert excluded(ring, {EDGE_TYPE: [130, 3, 10, 5]}, **rule) == {EDGE_TYPE: [3, 5, 10, 123, 130]}
+    assert excluded(g, {EDGE_TYPE: [130, 3, 10, 5]}, **rule) == {EDGE_TYPE: [3, 5, 10, 123, 130]}
 
 
-def test_a_function_is_called_as_dgl_calls_it(ring: DistGraph, excluding_folders: dict[str, Path]) -> None:
+def test_a_function_is_called_as_dgl_calls_it(g: DistGraph) -> None:
     def one(ids: torch.Tensor) -> torch.Tensor:
         assert isinstance(ids, torch.Tensor)
         return torch.cat([ids, ids + 1, ids + 1])
 
-    assert excluded(ring, {EDGE_TYPE: [9, 3]}, exclude=one) == {EDGE_TYPE: [3, 4, 9, 10]}
-    assert excluded(ring, {EDGE_TYPE: []}, exclude=one) == {}
-    assert excluded(ring, {EDGE_TYPE: [1]}, exclude=lambda _: None) == {}
+    assert excluded(g, {EDGE_TYPE: [9, 3]}, exclude=one) == {EDGE_TYPE: [3, 4, 9, 10]}
+    assert excluded(g, {EDGE_TYPE: []}, exclude=one) == {}
+    assert excluded(g, {EDGE_TYPE: [1]}, exclude=lambda _: None) == {}
     with pytest.raises(IndexError, match="id 240"):
-        excluded(ring, {EDGE_TYPE: [239]}, exclude=one)
+        excluded(g, {EDGE_TYPE: [239]}, exclude=one)
 
 
-def test_a_function_of_several_types(ring_shop: DistGraph) -> None:
+def test_a_function_of_several_types(shop: DistGraph) -> None:
     def several(ids: Any) -> Any:
         assert set(ids) == {BUYS}
         return {"knows": ids[BUYS]}
 
-    assert excluded(ring_shop, {BUYS: [2], KNOWS: []}, exclude=several) == {KNOWS: [2]}
+    assert excluded(shop, {BUYS: [2], KNOWS: []}, exclude=several) == {KNOWS: [2]}
     with pytest.raises(ConfigError, match="several edge types"):
-        excluded(ring_shop, {BUYS: [2]}, exclude=lambda ids: ids[BUYS])
+        excluded(shop, {BUYS: [2]}, exclude=lambda ids: ids[BUYS])
 
 
 @pytest.mark.parametrize(
@@ -441,9 +419,9 @@ def test_a_function_of_several_types(ring_shop: DistGraph) -> None:
         ({"exclude": "reverse_types", "reverse_etypes": {"_E": "_E"}}, "must be another type"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_honoured_is_told(ring: DistGraph, rule: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_honoured_is_told(g: DistGraph, rule: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_rule(ring, ExcludeRule(**rule), [EDGE_TYPE])
+        check_rule(g, ExcludeRule(**rule), [EDGE_TYPE])
 
 
 @pytest.mark.parametrize(
@@ -455,9 +433,9 @@ def test_what_cannot_be_honoured_is_told(ring: DistGraph, rule: dict[str, Any], 
         ({"exclude": "reverse_types", "reverse_etypes": ["buys"]}, "give {edge type"),
     ],
 )
-def test_what_cannot_be_honoured_over_types_is_told(ring_shop: DistGraph, rule: Any, message: str) -> None:
+def test_what_cannot_be_honoured_over_types_is_told(shop: DistGraph, rule: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_rule(ring_shop, ExcludeRule(**rule), [BUYS])
+        check_rule(shop, ExcludeRule(**rule), [BUYS])
 
 
 PAIR_BUYS, PAIR_KNOWS = ("user", "buys", "item"), ("user", "knows", "user")

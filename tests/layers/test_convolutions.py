@@ -122,11 +122,24 @@ def add_up(parts: list[PartialSums]) -> PartialSums:
     return tuple(sum(rest, first) for first, *rest in zip(*parts, strict=True))
 
 
-def run_parts(layers: list[SplittableConv], block: dgl.DGLGraph, x: Tensor, **edges: Tensor) -> Tensor:
-    """What push-pull does, without a network: every part with its columns, sums between."""
-    cuts = deal_out_columns(x.shape[1], len(layers))
+def run_parts(
+    layers: list[SplittableConv], block: dgl.DGLGraph, x: Tensor, drops: Any = None, **edges: Tensor
+) -> Tensor:
+    """What push-pull does, without a network: every part with its columns, sums between.
+
+    ``drops`` gives the draws of a part's columns.
+    """
     handed = {} if layers[0].edges_after_sync else edges
-    given = [StageInput(block=block, x=x[:, one.cut], edges=handed, runs=(one,)) for one in cuts]
+    given = [
+        StageInput(
+            block=block,
+            x=x[:, one.cut],
+            edges=handed,
+            runs=(one,),
+            draws=None if drops is None else drops(one),
+        )
+        for one in deal_out_columns(x.shape[1], len(layers))
+    ]
     transformed = [layer.transform(one) for layer, one in zip(layers, given, strict=True)]
     scattered = add_up(
         [layer.scatter(*pair) for layer, *pair in zip(layers, given, transformed, strict=True)]

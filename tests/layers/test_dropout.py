@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from dataclasses import replace
 from typing import Any
 
 import dgl
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import StageInput
 from dglx_dist.layers.convolutions import Sync, stages_of
 from dglx_dist.layers.dropout import (
     Columns,
@@ -28,7 +26,7 @@ from dglx_dist.layers.dropout import (
     install_node_dropouts,
     kept_entries,
 )
-from tests.layers.test_convolutions import add_up, block_and_rows, close, part_of
+from tests.layers.test_convolutions import block_and_rows, close, part_of, run_parts, summed_gradient
 
 NODES = torch.randperm(10_000, generator=torch.Generator().manual_seed(0))[:400]
 
@@ -106,36 +104,22 @@ def test_parts_drop_what_one_part_drops(name: str, sync: Sync) -> None:
     }[name]()
     staged = stages_of(conv.double(), sync)
     block, x, _ = block_and_rows(7)
-    nodes = NODES[: len(x)]
-    found, gradients = [], []
+
+    def drops(columns: Columns) -> DropDraws:
+        return DropDraws(seed=1, number=2, nodes=NODES[: len(x)], runs=(columns,))
+
+    found = []
     for parts in (1, 2, 3, 4):
-        cuts = deal_out_columns(7, parts)
-        layers = [part_of(staged, [columns]) for columns in cuts]
-        given = [
-            StageInput(
-                block=block,
-                x=x[:, columns.cut],
-                edges={},
-                draws=DropDraws(seed=1, number=2, nodes=nodes, runs=(columns,)),
-            )
-            for columns in cuts
-        ]
-        rows = [layer.transform(one) for layer, one in zip(layers, given, strict=True)]
-        logits = add_up([a.scatter(b, c) for a, b, c in zip(layers, given, rows, strict=True)])
-        sums = add_up([a.gather(b, c, logits) for a, b, c in zip(layers, given, rows, strict=True)])
-        out = layers[0].apply_edges(given[0], sums)
+        layers = [part_of(staged, [columns]) for columns in deal_out_columns(7, parts)]
+        out = run_parts(layers, block, x, drops)
         out.cos().sum().backward()
-        found.append(out)
-        weight = next(iter(staged.cut))
-        pieces = [layer.get_parameter(weight).grad for layer in layers]
-        gradients.append(torch.cat([piece for piece in pieces if piece is not None], 1))
-    for out, gradient in zip(found[1:], gradients[1:], strict=True):
-        close(out, found[0])
-        close(gradient, gradients[0])
+        found.append((out, summed_gradient(layers, next(iter(staged.cut)))))
+    for out, gradient in found[1:]:
+        close(out, found[0][0])
+        close(gradient, found[0][1])
     undropped = staged.eval()(block, x)
-    assert (undropped - found[0]).abs().max() > 1e-2
-    quiet = replace(given[0], x=x, draws=replace(given[0].draws, runs=all_columns(7)))  # type: ignore[type-var,arg-type]  # set above
-    close(staged.apply_edges(quiet, staged.sync(quiet)), undropped)
+    assert (undropped - found[0][0]).abs().max() > 1e-2
+    close(run_parts([staged], block, x, drops), undropped)
 
 
 def test_alone_a_layer_drops_as_torch_does() -> None:
@@ -170,13 +154,6 @@ def test_attention_is_dropped_by_destination_and_place_not_by_number_of_the_edge
     assert torch.equal(drop_attention(part, ones, 0.5, draws), owners[edge_ids])
     assert 0.3 < (owners != 0).double().mean() < 0.7
     assert drop_attention(part, ones, 0.0, draws) is ones
-
-
-def test_it_is_a_module_s_mask_that_the_gradient_sees() -> None:
-    x = nn.Parameter(torch.randn(400, 9, dtype=torch.float64))
-    draws = DropDraws(seed=7, number=3, nodes=NODES, runs=all_columns(9))
-    drop_entries(x, 0.3, draws).sum().backward()
-    close(x.grad, mask(all_columns(9)).double() / 0.7)
 
 
 # The ring 0 -> 1 -> ... -> 11 -> 0 with chords v -> v + 5.

@@ -277,8 +277,3 @@ def test_a_damaged_lab_is_named_and_down_all_removes_it(own_notes: Path) -> None
     assert str(own_notes / "slow.json") in str(refused)
     assert lab("down", "--all").output == "down: slow\n"
     assert lab("status").output == "no lab is up\n"
-
-
-def test_a_bad_rate_is_refused_before_anything_is_made(own_notes: Path) -> None:
-    assert isinstance(lab("up", "slow", "--external", "fast").exception, ConfigError)
-    assert not own_notes.exists()

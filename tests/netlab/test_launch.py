@@ -29,7 +29,7 @@ from scripts.netlab.launch import (
     start,
     with_changes,
 )
-from tests.netlab.helpers import FAILS, WAITS, WHO, processes_with, script, wait_until_gone
+from tests.netlab.helpers import WAITS, WHO, processes_with, script, wait_until_gone
 
 
 @pytest.fixture
@@ -61,17 +61,6 @@ def test_each_server_is_a_node_of_torchrun(
     for server in range(2):
         logged = (logs / f"server-{server}.log").read_text().splitlines()
         assert {line for line in logged if line.startswith("who")} == set(said[2 * server : 2 * server + 2])
-
-
-@pytest.mark.wide
-def test_a_rank_that_is_killed_ends_all_and_is_told_of(lab: Lab, tmp_path: Path) -> None:
-    path = script(tmp_path, FAILS)
-    done = run(lab, [path, "killed"], ranks_per_server=1, show=False, timeout_s=120)
-    assert done.exit_code == 137
-    assert done.failure is not None
-    assert done.failure.startswith("server 1: rank 1 (process ")
-    assert "SIGKILL" in done.failure
-    assert wait_until_gone(path) == []
 
 
 def test_a_command_that_takes_too_long_is_ended_and_who_it_waited_for_is_named(
@@ -251,27 +240,6 @@ def ends(one: Launcher) -> int | None:
         time.sleep(0.01)
     one.stop()
     return one.poll()
-
-
-def test_output_is_shown_behind_the_name_of_the_server_and_kept(
-    servers: Sequence[Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    both = [
-        launcher(
-            server,
-            "echo out $0; echo err >&2",
-            tmp_path,
-            screen=threading.Lock(),
-            log=tmp_path / f"{number}.log",
-        )
-        for number, server in enumerate(servers)
-    ]
-    for one in both:
-        assert ends(one) == 0
-    shown = capsys.readouterr()
-    assert sorted(shown.out.splitlines()) == ["out sh", "server 1 | out sh"]
-    assert sorted(shown.err.splitlines()) == ["err", "server 1 | err"]
-    assert sorted((tmp_path / "1.log").read_text().split()) == ["err", "out", "sh"]
 
 
 def test_server_0_has_the_terminal_itself_and_only_that(

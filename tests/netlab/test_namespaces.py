@@ -17,7 +17,7 @@ import pytest
 
 from dglx_dist.errors import ConfigError, LabError
 from dglx_dist.planner.records import Rate
-from scripts.netlab import cgroups, hold, labs, servers, state
+from scripts.netlab import cgroups, labs, servers, state
 from scripts.netlab.base import LabSpec
 from scripts.netlab.labs import NamespaceLab, attach, open_detached, open_lab
 from scripts.netlab.servers import (
@@ -25,39 +25,10 @@ from scripts.netlab.servers import (
     Holder,
     Process,
     cgroup_name,
-    find_process,
     wait_until_ended,
 )
 from tests.helpers.cgroups import quota_of
 from tests.netlab.helpers import LIMIT_S, lab_of, output, python, reaches
-
-
-def test_holds_until_it_is_closed() -> None:
-    held = Holder("one", ["--net"], [["ip", "link", "set", "lo", "up"]])
-    assert held.init.alive()
-    assert os.stat(f"/proc/{held.init.pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino
-    held.close()
-    assert not held.init.alive()
-    assert not held.outer.alive()
-    held.close()
-
-
-def test_ends_when_its_maker_lets_go_of_the_pipe() -> None:
-    held = Holder("one", ["--net"], [])
-    held.forget()
-    wait_until_ended((held.init, held.outer))
-    held.close()
-
-
-def test_stays_when_it_was_told_to() -> None:
-    held = Holder("one", ["--net"], [])
-    held.stay()
-    held.forget()
-    with pytest.raises(subprocess.TimeoutExpired):
-        subprocess.run(["tail", f"--pid={held.init.pid}", "-f", "/dev/null"], timeout=0.3, check=False)
-    assert held.init.alive()
-    held.init.kill()
-    wait_until_ended((held.init, held.outer))
 
 
 def test_one_that_has_ended_cannot_stay() -> None:
@@ -69,32 +40,11 @@ def test_one_that_has_ended_cannot_stay() -> None:
     held.close()
 
 
-def test_a_command_that_fails_is_told_with_its_answer() -> None:
-    with pytest.raises(LabError, match=r"server 3 could not be made: .*nonesuch"):
-        Holder("server 3", ["--net"], [["ip", "link", "set", "nonesuch", "up"]])
-
-
 def test_a_command_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_START_S", 0.3)
     monkeypatch.setattr(servers, "_END_S", 0.3)
     with pytest.raises(LabError, match="no answer within 0 s"):
         Holder("one", ["--net"], [["sleep", "600"]])
-
-
-def test_waiting_names_who_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "_END_S", 0.1)
-    with pytest.raises(LabError, match=str(os.getpid())):
-        wait_until_ended([find_process(os.getpid())])
-
-
-def test_the_program_ends_with_its_input_and_says_its_number() -> None:
-    program = [sys.executable, "-I", "-S", hold.__file__, "17"]
-    done = subprocess.run(program, input=b"", capture_output=True, timeout=60, check=True)
-    assert done.stdout == b"ready 17\n"
-    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as staying:
-        with pytest.raises(subprocess.TimeoutExpired):
-            staying.communicate(hold.STAY, timeout=0.5)
-        staying.kill()
 
 
 def test_shared_memory_and_processes_are_private(pair: NamespaceLab) -> None:
@@ -126,10 +76,6 @@ def test_servers_have_names_that_all_of_them_know(pair: NamespaceLab) -> None:
 def test_a_command_starts_in_the_folder_of_its_caller(pair: NamespaceLab, tmp_path: Path) -> None:
     assert output(pair.servers[0], "pwd", cwd=tmp_path) == str(tmp_path)
     assert output(pair.servers[0], "echo", "a b", "$HOME; 'c'", "") == "a b $HOME; 'c'"
-
-
-def test_the_exit_code_of_a_command_comes_back(pair: NamespaceLab) -> None:
-    assert subprocess.run(pair.servers[0].inside(["sh", "-c", "exit 7"]), check=False).returncode == 7
 
 
 def test_processes_are_held_to_their_cores_and_quota() -> None:
@@ -314,13 +260,6 @@ def test_nothing_stays_when_a_setup_command_fails(lab_name: str, monkeypatch: py
     with pytest.raises(LabError, match=r"server 0 could not be made: .*nonesuch"):
         open_lab(LabSpec(servers=2, cpus=0.3), name=lab_name)
     assert _traces_of(lab_name) == []
-
-
-def test_a_name_that_exists_is_refused(lab_name: str) -> None:
-    with open_lab(LabSpec(servers=1), name=lab_name) as lab:
-        with pytest.raises(ConfigError, match=f"python scripts/netlab down {lab_name}"):
-            open_lab(LabSpec(servers=1), name=lab_name)
-        assert lab.cards()[0].received >= 0
 
 
 ROOT = Path(__file__).parents[2]

@@ -236,13 +236,6 @@ def test_damaged_notes_stay_until_they_are_taken_down(text: str, own_notes: Path
     assert state.lab_names() == []
 
 
-def test_there_is_nothing_to_take_down(own_notes: Path) -> None:
-    assert state.take_down_all() == []
-    assert state.clean_stale() == []
-    with pytest.raises(ConfigError, match="no lab called 'a'"):
-        state.take_down("a")
-
-
 def test_a_lab_of_root_is_left_to_root(own_notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state.write_notes(noted("a", owner=NOBODY), new=True)
     monkeypatch.setattr(os, "access", lambda *_: False)

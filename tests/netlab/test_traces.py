@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.comm.trace import Pass, TraceWriter
 from dglx_dist.errors import ConfigError, StorageError
 from scripts.netlab.base import Card, LabSpec, LoopbackLab
-from scripts.netlab.traces import Trace, compare, find_outcome, read_trace, write_outcome
+from scripts.netlab.traces import Trace, compare, find_outcome, read_trace
 from tests.netlab.helpers import ended, epoch, rank_trace, row, trace_of
 
 SERVERS = (0, 0, 1)
@@ -69,13 +68,6 @@ def test_what_workers_send_and_get_is_their_servers_alone() -> None:
     assert trace.ledger_outside_by_server() == {0: (7, 5), 1: (0, 0)}
 
 
-def test_sessions_add_up() -> None:
-    one = trace_of((0, 1), [[row(0, 1, 10)], []])
-    again = trace_of((0, 1), [[], [row(1, 0, 5)]])
-    both = Trace(sessions=one.sessions + again.sessions)
-    assert both.ledger_outside_by_server() == {0: (10, 5), 1: (5, 10)}
-
-
 def test_passes_count_where_there_are_no_epochs() -> None:
     """The slowest rank's, of the first loader that made any; one rank was interrupted in its last pass."""
     ranks = [
@@ -95,20 +87,6 @@ def test_sessions_come_in_their_order(tmp_path: Path) -> None:
         for rank in range(3):
             _write(tmp_path, rank, job=job, epochs=number)
     assert [ranks[0].job for ranks in read_trace(tmp_path).sessions] == ["second", "first", "third"]
-
-
-def test_a_loss_that_was_no_number_is_none_again(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path, 0)
-    writer.note_epoch(epoch(0, 1.0).__class__(**(epoch(0, 1.0).__dict__ | {"loss": math.inf})))
-    writer.write("a", Topology(0, 1, (0,)), Ledger(Topology(0, 1, (0,))), failed=True)
-    trace = read_trace(tmp_path)
-    assert math.isnan(trace.sessions[0][0].epochs[0].loss)
-    assert trace.sessions[0][0].failed
-
-
-def test_nothing_written_is_no_session(tmp_path: Path) -> None:
-    assert read_trace(tmp_path).sessions == ()
-    assert read_trace(tmp_path / "none").ledger_outside_by_server() == {}
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
@@ -202,10 +180,6 @@ def test_no_session_is_too_little() -> None:
     assert {one.verdict for one in found} == {"too little traffic to compare"}
 
 
-def test_without_cards_there_is_no_witness() -> None:
-    assert compare((), (), _trace(10, 10)) == ()
-
-
 def test_more_servers_than_cards_is_an_error() -> None:
     three = trace_of((0, 1, 2), [[], [], []])
     with pytest.raises(ConfigError, match=r"2 and 2 cards .* 3 servers.*DGLX_RANKS_PER_SERVER"):
@@ -234,18 +208,6 @@ def test_cards_without_a_session_are_told_and_nothing_is_compared(lab: LoopbackL
     assert outcome.epoch_seconds is None
 
 
-def test_what_was_run_where_and_how_it_ended_is_in_the_file(lab: LoopbackLab, tmp_path: Path) -> None:
-    outcome = find_outcome(lab, ["dglx", "train", "x"], 2, ended(3, "server 1"))
-    target = write_outcome(outcome, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["lab.json"]
-    said = json.loads(target.read_text())
-    assert said["label"] == "loopback, links not limited: no root"
-    assert said["lab"]["kind"] == "loopback"
-    assert (said["command"], said["ranks_per_server"]) == (["dglx", "train", "x"], 2)
-    assert (said["exit_code"], said["failure"], said["seconds"]) == (3, "server 1", 1.0)
-    assert (said["servers"], said["sum"], said["ledger_outside"]) == ([], None, {})
-
-
 @pytest.mark.parametrize(("seconds", "shown"), [((), None), ((9.0,), 9.0), ((9.0, 1.0, 3.0), 2.0)])
 def test_the_first_epoch_compiles_and_does_not_count(
     lab: LoopbackLab, seconds: tuple[float, ...], shown: float | None
@@ -257,11 +219,3 @@ def test_the_first_epoch_compiles_and_does_not_count(
     )
     assert outcome.epoch_seconds == shown
     assert outcome.to_json()["epoch_seconds"] == list(seconds)
-
-
-def test_a_trace_that_is_not_whole_is_told_and_not_raised(lab: LoopbackLab, tmp_path: Path) -> None:
-    (tmp_path / "rank-0.json").write_text("{")
-    outcome = find_outcome(lab, ["a.py"], 1, ended(0, None, trace_folder=tmp_path))
-    assert outcome.trace.sessions == ()
-    assert outcome.trace_missing is not None
-    assert "rank-0.json" in outcome.trace_missing

@@ -6,16 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
-from dglx_dist.comm.topology import Topology
-from dglx_dist.data.storage.reader import StoredDataset, open_structure
-from dglx_dist.errors import ConfigError
-from dglx_dist.graph.partition_book import Placement, RowOwners
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
-from dglx_dist.strategies.full_graph.plan_counts import HaloPairs
-
-_MAX_RANKS = 64  # Bits of a word.
+from dglx_dist.records import Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,66 +76,6 @@ def preloading_work(
                 needed = _with_sources(indptr, indices, needed) & allowed
             foreign[server] += needed.sum() - needed[first:last].sum()
     return ServerWork(edges=tuple(edges.tolist()), foreign=tuple(foreign.tolist()))
-
-
-def count_pairs(dataset: StoredDataset, topology: Topology, layers: int) -> HaloPairs:
-    """Count the rows that ``full_graph`` exchanges: only rows that training nodes depend on are computed.
-
-    Args:
-        dataset: With all its parts, of one node and edge type, and a ``train_mask``.
-        topology: Of the run.
-        layers: L, at least 1.
-
-    Raises:
-        ConfigError: there are more than 64 ranks, or no training mask.
-    """
-    if topology.world_size > _MAX_RANKS:
-        raise ConfigError(f"halos of {topology.world_size} ranks cannot be counted; use at most {_MAX_RANKS}")
-    manifest = dataset.manifest
-    offsets = manifest.node_offsets[NODE_TYPE]
-    bounds = Placement(manifest.num_parts, topology).server_offsets(offsets)
-    rank_of = RowOwners(bounds, topology).rank_of(np.arange(int(offsets[-1])))
-    needed = np.concatenate(
-        [dataset.part(part).node_data(NODE_TYPE, "train_mask") for part in range(manifest.num_parts)]
-    ).astype(np.bool_)
-    csc = open_structure(dataset, EDGE_TYPE)
-    server_of_rank = np.array(topology.server_of_rank)
-    found = []
-    for _ in range(layers):
-        readers = np.zeros(len(needed), np.uint64)
-        _mark_readers(csc.indptr, csc.indices, needed, rank_of, readers)
-        found.append(_count_pairs(readers, rank_of, server_of_rank))
-        needed = needed | (readers != 0)
-    outside, inside = zip(*reversed(found), strict=True)
-    return HaloPairs(outside=outside, inside=inside)
-
-
-@njit(cache=True, nogil=True)
-def _mark_readers(indptr: Array, indices: Array, needed: Array, rank_of: Array, readers: Array) -> None:
-    """Set the bit of each needed node's rank at all its in-neighbours, and at itself."""
-    for node in range(len(needed)):
-        if needed[node]:
-            bit = np.uint64(1) << np.uint64(rank_of[node])
-            readers[node] |= bit
-            for edge in range(indptr[node], indptr[node + 1]):
-                readers[indices[edge]] |= bit
-
-
-@njit(cache=True, nogil=True)
-def _count_pairs(readers: Array, rank_of: Array, server_of_rank: Array) -> tuple[int, int]:
-    outside, inside = 0, 0
-    for node in range(len(readers)):
-        bits = readers[node]
-        rank = 0
-        while bits != np.uint64(0):
-            if bits & np.uint64(1) and rank != rank_of[node]:
-                if server_of_rank[rank] == server_of_rank[rank_of[node]]:
-                    inside += 1
-                else:
-                    outside += 1
-            bits >>= np.uint64(1)
-            rank += 1
-    return outside, inside
 
 
 def _ranges(bounds: Array) -> list[tuple[int, int]]:

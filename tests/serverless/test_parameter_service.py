@@ -14,7 +14,7 @@ from dglx_dist.comm.ledger import WORKER, Ledger
 from dglx_dist.comm.rpc import Rpc
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.comm.topology import Topology
-from dglx_dist.errors import PeerError, RemoteError
+from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
 from dglx_dist.serverless import parameter_service as ops
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
@@ -283,6 +283,23 @@ def test_sums_that_do_not_come_are_named(dead: list[int], says: str, monkeypatch
 
 def broken(_weights: Sequence[Array], _gradients: Sequence[Array]) -> tuple[Array, ...]:
     raise ValueError("no room")
+
+
+def test_a_state_comes_back_and_others_are_refused() -> None:
+    state = {"w/step": np.array(3, np.float32), "w/exp_avg": np.ones((3, 2)), "b/exp_avg": np.zeros(2)}
+    table, numbers = ops.pack_state(state)
+    found = ops.unpack_state(plan_of(1), [table, numbers])
+    assert list(found) == list(state)
+    assert all(np.array_equal(found[path], value) for path, value in state.items())
+    for bad in (
+        [],
+        [table],
+        [table, numbers[:9]],
+        [table[:-1], numbers],
+        ops.pack_state({"x/step": np.ones(1)}),
+    ):
+        with pytest.raises(ConfigError, match="state cannot be read"):
+            ops.unpack_state(plan_of(1), bad)
 
 
 def test_listeners_hear_of_each_update_once() -> None:

@@ -23,11 +23,11 @@ Paths are relative to the folder of the description or to the current folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.errors import ConfigError
@@ -57,6 +57,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+K = TypeVar("K", str, EdgeType)
 FORMATS = ("csv", "parquet")
 
 
@@ -167,25 +168,13 @@ class LabelSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeSpec:
-    """One node type."""
+class TypeSpec(Generic[K]):
+    """The table of one node or edge type."""
 
-    ntype: str
+    kind: K
     files: FileSet
-    id_column: str | None
-    """None: nodes are numbered by row."""
-    features: tuple[FeatureSpec, ...] = ()
-    label: LabelSpec | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EdgeSpec:
-    """One edge type."""
-
-    etype: EdgeType
-    files: FileSet
-    source_column: str
-    destination_column: str
+    id_columns: tuple[str, ...]
+    """Of the nodes (none: they are numbered by row), or of the sources and the destinations."""
     features: tuple[FeatureSpec, ...] = ()
     label: LabelSpec | None = None
 
@@ -195,8 +184,8 @@ class IngestConfig:
     """A whole description."""
 
     path: Path
-    nodes: tuple[NodeSpec, ...]
-    edges: tuple[EdgeSpec, ...]
+    nodes: tuple[TypeSpec[str], ...]
+    edges: tuple[TypeSpec[EdgeType], ...]
     raw: Mapping[str, Any]
     """The parsed JSON."""
 
@@ -212,35 +201,36 @@ def read_config(path: Path) -> IngestConfig:
         top.choice("version", VERSIONS)
     nodes = tuple(map(_node, top.filled_records("nodes", _NODE_KEYS)))
     edges = tuple(map(_edge, top.filled_records("edges", _EDGE_KEYS)))
-    _check_types(nodes, edges, path)
-    return IngestConfig(path=path, nodes=nodes, edges=edges, raw={key: top.value(key) for key in top.keys()})  # noqa: SIM118
+    raw = {key: top.value(key) for key in top.keys()}  # noqa: SIM118  # a method of Fields, not a mapping
+    config = IngestConfig(path=path, nodes=nodes, edges=edges, raw=raw)
+    _check_types(config)
+    return config
 
 
-def _node(entry: Fields) -> NodeSpec:
+def _node(entry: Fields) -> TypeSpec[str]:
     label = _label(entry)
     if label is not None and label.task == "link_prediction":
         raise entry.failure("link_prediction is a task of edges; move it there")
-    return NodeSpec(
-        ntype=entry.word("node_type"),
+    return TypeSpec(
+        kind=entry.word("node_type"),
         files=read_files(entry),
-        id_column=entry.optional_word("node_id_col"),
+        id_columns=(entry.word("node_id_col"),) if entry.has("node_id_col") else (),
         features=_features(entry),
         label=label,
     )
 
 
-def _edge(entry: Fields) -> EdgeSpec:
+def _edge(entry: Fields) -> TypeSpec[EdgeType]:
     relation = entry.words("relation")
     if len(relation) != 3:
         raise entry.wrong("relation", "[source node type, relation, destination node type]")
     label = _label(entry)
     if label is not None and label.files:
         raise entry.failure("custom_split_filenames is for nodes; give split_pct, or a column of the table")
-    return EdgeSpec(
-        etype=(relation[0], relation[1], relation[2]),
+    return TypeSpec(
+        kind=(relation[0], relation[1], relation[2]),
         files=read_files(entry),
-        source_column=entry.word("source_id_col"),
-        destination_column=entry.word("dest_id_col"),
+        id_columns=(entry.word("source_id_col"), entry.word("dest_id_col")),
         features=_features(entry),
         label=label,
     )
@@ -331,19 +321,19 @@ def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 
-def _check_types(nodes: Sequence[NodeSpec], edges: Sequence[EdgeSpec], path: Path) -> None:
-    names: list[Any] = [node.ntype for node in nodes]
-    relations: list[Any] = [edge.etype for edge in edges]
-    for kind, found in (("node", names), ("edge", relations)):
+def _check_types(config: IngestConfig) -> None:
+    names, relations = [node.kind for node in config.nodes], [edge.kind for edge in config.edges]
+    known: tuple[tuple[str, list[Any]], ...] = (("node", names), ("edge", relations))
+    for what, found in known:
         for one in found:
             if found.count(one) > 1:
                 raise ConfigError(
-                    f"{path}: {kind} type {one!r} is described twice; list its files in one entry"
+                    f"{config.path}: {what} type {one!r} is described twice; list its files in one entry"
                 )
-    for edge in edges:
-        for ntype in (edge.etype[0], edge.etype[2]):
+    for source, relation, destination in relations:
+        for ntype in (source, destination):
             if ntype not in names:
                 raise ConfigError(
-                    f"{path}: the edges {edge.etype} name the node type {ntype!r}, which is not among nodes "
-                    f"({', '.join(names)})"
+                    f"{config.path}: the edges {(source, relation, destination)} name the node type "
+                    f"{ntype!r}, which is not among nodes ({', '.join(names)})"
                 )

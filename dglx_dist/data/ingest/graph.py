@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow.compute as pc
 
-from dglx_dist.data.ingest.config import EdgeSpec, FeatureSpec, IngestConfig, NodeSpec
+from dglx_dist.data.ingest.config import FeatureSpec, IngestConfig, TypeSpec
 from dglx_dist.data.ingest.external_memory import (
     BUDGET_SHARES,
     PROGRAM_BYTES,
@@ -29,7 +29,7 @@ from dglx_dist.data.ingest.features import make_transforms
 from dglx_dist.data.ingest.id_map import IdMap, text_buffers
 from dglx_dist.data.ingest.tables import Table, ids_of
 from dglx_dist.data.ingest.tensors import DatasetOutput, Reorder, TypeRows
-from dglx_dist.data.storage.columns import IDS, edge_folder, node_folder, write_string_chunks
+from dglx_dist.data.storage.columns import IDS, edge_folder, id_dtype, node_folder, write_string_chunks
 from dglx_dist.data.storage.files import named_failures, partial_folder, peak
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.errors import ConfigError
@@ -84,11 +84,11 @@ class _Nodes:
     ids: IdMap
 
 
-def _ingest_nodes(spec: NodeSpec, *, is_text: bool, seed: int, output: DatasetOutput) -> _Nodes:
-    folder, column = node_folder(0, spec.ntype), spec.id_column
+def _ingest_nodes(spec: TypeSpec[str], *, is_text: bool, seed: int, output: DatasetOutput) -> _Nodes:
+    folder, column = node_folder(0, spec.kind), next(iter(spec.id_columns), None)
     rows = TypeRows(spec, folder, output)
     id_bytes, is_range = 0, not is_text
-    for piece in rows.scan(*([] if column is None else [column])):
+    for piece in rows.scan(*spec.id_columns):
         if column is not None:
             ids = ids_of(piece.columns[column], column, piece.where, piece.first_row, is_text=is_text)
             id_bytes += (pc.sum(pc.binary_length(ids)).as_py() or 0) if is_text else 8 * len(ids)
@@ -171,7 +171,7 @@ def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path
     buckets = _write_buckets(ends, firsts, folder / "buckets", step)
     result = InEdges(
         indptr=Spill(folder / "indptr", np.int64),
-        indices=Spill(folder / "indices", np.int32 if num_sources < 2**31 else np.int64),
+        indices=Spill(folder / "indices", id_dtype(num_sources)),
         rows=Spill(folder / "rows", np.int64),
     )
     result.indptr.append(np.zeros(1, np.int64))
@@ -228,21 +228,25 @@ def _write_buckets(ends: Ends, firsts: list[int], folder: Path, step: int) -> Bu
 
 
 def _ingest_edges(
-    spec: EdgeSpec, nodes: Mapping[str, _Nodes], *, reverse: EdgeType | None, seed: int, output: DatasetOutput
+    spec: TypeSpec[EdgeType],
+    nodes: Mapping[str, _Nodes],
+    *,
+    reverse: EdgeType | None,
+    seed: int,
+    output: DatasetOutput,
 ) -> TypeRows:
     # The reverse edges are another edge type, without tensors; None: they are not written.
-    rows = TypeRows(spec, edge_folder(0, spec.etype), output)
+    rows = TypeRows(spec, edge_folder(0, spec.kind), output)
     for _ in rows.scan():
         pass
     found: list[Spill] = []
-    columns = (spec.source_column, spec.destination_column)
-    for column, ntype in zip(columns, (spec.etype[0], spec.etype[2]), strict=True):
+    for column, ntype in zip(spec.id_columns, spec.kind[::2], strict=True):
         folder = output.work / f"end{len(found)}"
         found.append(nodes[ntype].ids.find(rows.table, column, f"the {ntype!r} nodes", folder))
         output.advance(1)
     ends = (found[0], found[1])
-    sizes = nodes[spec.etype[0]].ids.num_nodes, nodes[spec.etype[2]].ids.num_nodes
-    edges = _write_structure(spec.etype, ends, sizes, "forward", output)
+    sizes = nodes[spec.kind[0]].ids.num_nodes, nodes[spec.kind[2]].ids.num_nodes
+    edges = _write_structure(spec.kind, ends, sizes, "forward", output)
     if spec.features or spec.label is not None:
         rows.write(seed, reorder=_edge_order(edges, output))
     shutil.rmtree(output.work / "forward")
@@ -260,7 +264,7 @@ def _write_structure(
     edges = sort_edges(ends, num_sources, num_destinations, output.work / name, output.budget.bucket)
     folder, at_once = edge_folder(0, etype), output.budget.batch // 8
     output.write(f"{folder}/indptr.arrow", IDS, num_destinations + 1, edges.indptr.chunks(at_once))
-    info = ColumnInfo(dtype="int32" if num_sources < 2**31 else "int64", row_shape=())
+    info = ColumnInfo(dtype=id_dtype(num_sources).__name__, row_shape=())
     output.write(f"{folder}/indices.arrow", info, edges.rows.num_rows, edges.indices.chunks(at_once))
     output.write(f"{folder}/original_ids.arrow", IDS, edges.rows.num_rows, edges.rows.chunks(at_once))
     return edges
@@ -319,19 +323,19 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
         nodes = {}
         for i, node in enumerate(config.nodes):
             own = replace(output, work=work / f"nodes{i}")
-            nodes[node.ntype] = _ingest_nodes(node, is_text=is_text[node.ntype], seed=plan.seed, output=own)
-            advance.say(f"{nodes[node.ntype].ids.num_nodes} nodes {node.ntype!r}")
+            nodes[node.kind] = _ingest_nodes(node, is_text=is_text[node.kind], seed=plan.seed, output=own)
+            advance.say(f"{nodes[node.kind].ids.num_nodes} nodes {node.kind!r}")
         edges = {}
         for i, edge in enumerate(config.edges):
             own = replace(output, work=work / f"edges{i}")
-            other = reverse.get(edge.etype)
-            edges[edge.etype] = _ingest_edges(edge, nodes, reverse=other, seed=plan.seed, output=own)
-            advance.say(f"{edges[edge.etype].num_rows} edges {':'.join(edge.etype)}")
+            other = reverse.get(edge.kind)
+            edges[edge.kind] = _ingest_edges(edge, nodes, reverse=other, seed=plan.seed, output=own)
+            advance.say(f"{edges[edge.kind].num_rows} edges {':'.join(edge.kind)}")
         description = copy.deepcopy(dict(config.raw))
         for entry, node in zip(description["nodes"], config.nodes, strict=True):
-            _add_settings(entry, node.features, nodes[node.ntype].rows.settings)
+            _add_settings(entry, node.features, nodes[node.kind].rows.settings)
         for entry, edge in zip(description["edges"], config.edges, strict=True):
-            _add_settings(entry, edge.features, edges[edge.etype].settings)
+            _add_settings(entry, edge.features, edges[edge.kind].settings)
         manifest = _manifest(plan, reverse, output, nodes, edges, description)
         manifest = write_manifest(manifest, partial)
         put_in_place(partial, out, plan.overwrite)
@@ -348,25 +352,22 @@ def write_description(ingested: Ingested, path: Path) -> None:
 
 
 def _check_tables(config: IngestConfig) -> None:
-    specs: tuple[NodeSpec | EdgeSpec, ...] = (*config.nodes, *config.edges)
+    specs: tuple[TypeSpec[Any], ...] = (*config.nodes, *config.edges)
     for spec in specs:
         for feature in spec.features:
             make_transforms(feature)
-        if isinstance(spec, EdgeSpec):
-            ids: tuple[str | None, ...] = (spec.source_column, spec.destination_column)
-        else:
-            ids = (spec.id_column,)
         label = spec.label
-        others = [column for feature in spec.features for column in feature.columns]
-        columns = (*ids, *others, None if label is None else label.column)
-        Table(spec.files, 1).check([column for column in columns if column is not None])
+        columns = [*spec.id_columns, *(column for feature in spec.features for column in feature.columns)]
+        if label is not None and label.column is not None:
+            columns.append(label.column)
+        Table(spec.files, 1).check(columns)
         if label is not None and label.id_column is not None:
             for files in label.files.values():
                 Table(files, 1).check([label.id_column])
 
 
 def _reverse_types(config: IngestConfig) -> dict[EdgeType, EdgeType]:
-    own = {edge.etype for edge in config.edges}
+    own = {edge.kind for edge in config.edges}
     reverse = {etype: (etype[2], f"{etype[1]}{_REVERSE}", etype[0]) for etype in own}
     for etype, other in reverse.items():
         if other in own:
@@ -381,19 +382,19 @@ def _text_types(config: IngestConfig) -> dict[str, bool]:
     # Ids are texts unless all tables that name them hold Parquet integers.
     is_text = {}
     for node in config.nodes:
-        used = [(node.files, node.id_column)]
+        used = [(node.files, column) for column in node.id_columns]
         for edge in config.edges:
-            used += [(edge.files, edge.source_column)] if edge.etype[0] == node.ntype else []
-            used += [(edge.files, edge.destination_column)] if edge.etype[2] == node.ntype else []
+            ends = zip(edge.kind[::2], edge.id_columns, strict=True)
+            used += [(edge.files, column) for ntype, column in ends if ntype == node.kind]
         # Row numbers are integers, also if a CSV file names them.
-        is_text[node.ntype] = node.id_column is not None and not all(
-            Table(files, 0).is_whole_number(column) for files, column in used if column is not None
+        is_text[node.kind] = bool(node.id_columns) and not all(
+            Table(files, 0).is_whole_number(column) for files, column in used
         )
     return is_text
 
 
 def _num_steps(config: IngestConfig, num_reverse: int) -> int:
-    def tensors(spec: NodeSpec | EdgeSpec) -> int:
+    def tensors(spec: TypeSpec[Any]) -> int:
         return len({feature.name for feature in spec.features}) + (
             0 if spec.label is None else 1 + len(SPLITS)
         )

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dglx_dist.data.ingest.config import SPLIT_FILES, EdgeSpec, LabelSpec, NodeSpec
+from dglx_dist.data.ingest.config import SPLIT_FILES, LabelSpec, TypeSpec
 from dglx_dist.data.ingest.external_memory import Budget, Scatter, Spill, release_memory
 from dglx_dist.data.ingest.features import MAX_CATEGORIES, Features
 from dglx_dist.data.ingest.id_map import IdMap
@@ -235,7 +235,7 @@ class TypeRows:
         output: With a scratch folder of its own.
     """
 
-    def __init__(self, spec: NodeSpec | EdgeSpec, folder: str, output: DatasetOutput) -> None:
+    def __init__(self, spec: TypeSpec[Any], folder: str, output: DatasetOutput) -> None:
         self.spec, self._folder, self._output = spec, folder, output
         self.table = Table(spec.files, output.budget.batch)
         self.num_rows = 0
@@ -264,7 +264,7 @@ class TypeRows:
             self.num_rows += piece.num_rows
         where, spec = str(self.spec.files.paths[0]), self.spec
         if not self.num_rows:
-            what = f"node {spec.ntype!r}" if isinstance(spec, NodeSpec) else f"edge {spec.etype}"
+            what = f"node {spec.kind!r}" if isinstance(spec.kind, str) else f"edge {spec.kind}"
             raise DatasetError(f"{where}: the table has no row, so there is no {what}")
         release_memory()
         self.settings = self._features.finalize(where)

@@ -24,7 +24,6 @@ from dglx_dist.data.partition.graph_views import (
     in_degrees,
     part_shares,
     symmetrise,
-    trivial_parts,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, RawGraph
@@ -209,12 +208,12 @@ def assign_balanced(
     missed: dict[str, float] = {}
 
     def corrected(weights: BalanceWeights) -> Array:
-        parts = trivial_parts(graph.total_nodes, size[0])
-        if parts is None:
-            symmetric = symmetrise(graph, dtype=dtype)
-            name = type(partitioner).__name__.lower()
-            parts, found = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
-            missed.update(found)
+        num_parts, num_nodes = size[0], graph.total_nodes
+        if num_parts == 1 or num_parts >= num_nodes:
+            return np.arange(num_nodes, dtype=np.int32) % np.int32(num_parts)
+        symmetric, name = symmetrise(graph, dtype=dtype), type(partitioner).__name__.lower()
+        parts, found = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
+        missed.update(found)
         return parts
 
     assignment = assign_parts(partitioner, graph, size, corrected)

@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 
 from dglx_dist.data.partition.base import Partitioner, PartitionOptions
+from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, EdgeType, NodeColumn, RawGraph, SparseRows
 from dglx_dist.registry import did_you_mean
@@ -177,15 +178,6 @@ def check_request(num_parts: int, seed: int) -> None:
         raise ConfigError(f"seed is {seed}; it must be at least 0")
 
 
-def trivial_parts(num_nodes: int, num_parts: int) -> Array | None:
-    """Return the (N,) int32 parts for a single part or at least one part per node; else None."""
-    if num_parts == 1:
-        return np.zeros(num_nodes, dtype=np.int32)
-    if num_parts >= num_nodes:
-        return np.arange(num_nodes, dtype=np.int32)
-    return None
-
-
 def to_assignment(
     graph: RawGraph,
     part_of_node: Array,
@@ -270,8 +262,7 @@ def symmetrise(graph: RawGraph, *, dtype: Any = None, weighted: bool = True) -> 
     of N int64. ``dtype`` is that of the indices; None: int32 if N fits, else int64.
     """
     num_nodes = graph.total_nodes
-    if dtype is None:
-        dtype = np.int32 if num_nodes <= np.iinfo(np.int32).max else np.int64
+    dtype = dtype or id_dtype(num_nodes)
     first_id = first_ids(graph)
     # One slot more than rows + 1: while filling, indptr[v + 1] is the next free position of row v.
     indptr = np.zeros(num_nodes + 2, dtype=np.int64)

@@ -49,6 +49,11 @@ class FileInfo:
     """CRC-32 of all bytes, eight hexadecimal digits."""
 
 
+def id_dtype(count: int) -> type[np.signedinteger]:
+    """Return the dtype of ids below ``count``: int32, or int64 where they do not fit."""
+    return np.int32 if count <= np.iinfo(np.int32).max else np.int64
+
+
 @cache
 def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
     """Return the NumPy dtype of values of ``dtype`` in memory; uint16 for bfloat16."""

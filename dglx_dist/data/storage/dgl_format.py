@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.progress import progress
 from dglx_dist.records import EDGE_TYPE, LABEL, NODE_TYPE, Array, Assignment, EdgeType, NodeColumn, RawGraph
 
-K = TypeVar("K", str, EdgeType)
+K = TypeVar("K", bound=str | EdgeType)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -201,8 +201,9 @@ class _Collected:
     def __init__(self, config: PartConfig) -> None:
         self._config = config
         self._ends = [np.full((2, int(count)), -1, np.int64) for count in config.edges.counts.sum(axis=1)]
-        self._columns: tuple[dict[tuple[int, str], Array], dict[tuple[int, str], Array]] = ({}, {})
-        self._user_ids: dict[int, Array] = {}
+        self._node_data: dict[str, dict[str, Array]] = {ntype: {} for ntype in config.ntypes}
+        self._edge_data: dict[EdgeType, dict[str, Array]] = {etype: {} for etype in config.etypes}
+        self._user_ids: dict[str, Array] = {}
         self.bfloat16: list[tuple[str | EdgeType, str]] = []
 
     def add_part(self, part: int) -> None:
@@ -225,33 +226,25 @@ class _Collected:
         _check_ids(edges[inner_edges], config.edges.part_range(part), "edges", path)
         source, destination = (end.numpy()[inner_edges] for end in structure.edges(order="eid"))
         self._add_edges(edges[inner_edges], nodes[source], nodes[destination], path)
-        node_types = {name: kind for kind, name in enumerate(config.ntypes)}
-        edge_types = {":".join(name): kind for kind, name in enumerate(config.etypes)}
-        self._add_columns(0, config.file(part, "node_feats"), node_types, nodes[inner_nodes])
-        self._add_columns(1, config.file(part, "edge_feats"), edge_types, edges[inner_edges])
+        self._add_columns(self._node_data, config.file(part, "node_feats"), config.nodes, nodes[inner_nodes])
+        self._add_columns(self._edge_data, config.file(part, "edge_feats"), config.edges, edges[inner_edges])
         self._add_user_ids(path.with_name("orig_nids.dgl"), part)
 
     def graph(self) -> RawGraph:
         config = self._config
-        node_data: dict[str, dict[str, Array]] = {}
-        edge_data: dict[EdgeType, dict[str, Array]] = {}
-        for (kind, name), column in self._columns[0].items():
-            node_data.setdefault(config.ntypes[kind], {})[name] = column
-        for (kind, name), column in self._columns[1].items():
-            edge_data.setdefault(config.etypes[kind], {})[name] = column
         counts = config.nodes.counts.sum(axis=1).tolist()
         return RawGraph(
             name=config.name,
             num_nodes=dict(zip(config.ntypes, counts, strict=True)),
             edges={etype: (ends[0], ends[1]) for etype, ends in zip(config.etypes, self._ends, strict=True)},
-            node_data=node_data,
-            edge_data=edge_data,
+            node_data=self._node_data,
+            edge_data=self._edge_data,
             num_classes={
                 ntype: int(columns[LABEL].max(initial=-1)) + 1
-                for ntype, columns in node_data.items()
+                for ntype, columns in self._node_data.items()
                 if LABEL in columns and columns[LABEL].ndim == 1 and columns[LABEL].dtype.kind in "iu"
             },
-            user_ids={config.ntypes[kind]: ids for kind, ids in self._user_ids.items()},
+            user_ids=self._user_ids,
         )
 
     def _add_edges(self, ids: Array, sources: Array, destinations: Array, path: Path) -> None:
@@ -266,25 +259,29 @@ class _Collected:
                 raise StorageError(f"{path} has edges of type {etype} between nodes of other types")
             self._ends[kind][:, typed[chosen]] = sources[chosen], destinations[chosen]
 
-    def _add_columns(self, which: int, path: Path, types: Mapping[str, int], ids: Array) -> None:
-        ranges = self._config.edges if which else self._config.nodes
+    def _add_columns(self, data: dict[K, dict[str, Array]], path: Path, ranges: IdRanges, ids: Array) -> None:
+        owners = {one if isinstance(one, str) else ":".join(one): one for one in data}
         kinds, typed = ranges.to_typed(ids)
-        for kind, name, tensor in _named(_load(path, load_tensors), types, path):
+        for key, tensor in _load(path, load_tensors).items():
+            # Keys are type/column; old files leave out the only type.
+            given, slash, name = key.partition("/")
+            if not slash and len(owners) == 1:
+                given, name = next(iter(owners)), key
+            if given not in owners:
+                raise StorageError(f"{path}: {key!r} names none of the types {', '.join(owners)}")
+            owner, kind = owners[given], list(owners).index(given)
             chosen = typed[kinds == kind]
             if len(tensor) != len(chosen):
                 raise StorageError(f"{path}: {name!r} has {len(tensor)} rows for {len(chosen)} owned ids")
-            rows = self._as_array(which, kind, name, tensor)
+            rows = self._as_array(owner, name, tensor)
             total = int(ranges.counts[kind].sum())
-            column = self._columns[which].setdefault(
-                (kind, name), np.zeros((total, *rows.shape[1:]), rows.dtype)
-            )
+            column = data[owner].setdefault(name, np.zeros((total, *rows.shape[1:]), rows.dtype))
             if column.shape[1:] != rows.shape[1:] or column.dtype != rows.dtype:
                 raise StorageError(f"{path}: {name!r} has another shape or dtype than in the other parts")
             column[chosen] = rows
 
-    def _as_array(self, which: int, kind: int, name: str, tensor: torch.Tensor) -> Array:
+    def _as_array(self, owner: str | EdgeType, name: str, tensor: torch.Tensor) -> Array:
         if tensor.dtype == torch.bfloat16:
-            owner: str | EdgeType = self._config.etypes[kind] if which else self._config.ntypes[kind]
             self.bfloat16.append((owner, name))
             return tensor.view(torch.int16).numpy().view(np.uint16)
         array: Array = tensor.numpy()
@@ -300,7 +297,7 @@ class _Collected:
             kind = self._config.ntypes.index(name) if name in self._config.ntypes else None
             if kind is None or len(ids) != nodes.counts[kind, part]:
                 raise StorageError(f"{path}: {len(ids)} original ids of {name!r} do not fit the part")
-            column = self._user_ids.setdefault(kind, np.zeros(int(nodes.counts[kind].sum()), np.int64))
+            column = self._user_ids.setdefault(name, np.zeros(int(nodes.counts[kind].sum()), np.int64))
             column[nodes.offsets[kind, part] : nodes.offsets[kind, part + 1]] = ids.numpy()
 
 
@@ -312,20 +309,6 @@ def _load(path: Path, read: Callable[[str], Any]) -> Any:
         return read(str(path))
     except (dgl.DGLError, ValueError, RuntimeError) as problem:
         raise StorageError(f"{path} cannot be read by DGL ({problem}); copy it again") from problem
-
-
-def _named(
-    tensors: Mapping[str, torch.Tensor], types: Mapping[str, int], path: Path
-) -> Iterator[tuple[int, str, torch.Tensor]]:
-    # Keys are type/column; old files leave out the only type.
-    for key, tensor in tensors.items():
-        owner, slash, name = key.partition("/")
-        if not slash and len(types) == 1:
-            yield 0, key, tensor
-        elif owner in types:
-            yield types[owner], name, tensor
-        else:
-            raise StorageError(f"{path}: {key!r} names none of the types {', '.join(types)}")
 
 
 def _check_ids(ids: Array, expected: tuple[int, int], what: str, path: Path) -> None:

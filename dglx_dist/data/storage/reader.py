@@ -21,6 +21,7 @@ from dglx_dist.data.storage.columns import (
     data_path,
     edge_folder,
     edge_type_name,
+    id_dtype,
     node_folder,
     part_files,
     read_column,
@@ -361,8 +362,7 @@ def graph_of(dataset: StoredDataset) -> RawGraph:
 
 def _edges(part: StoredPart, etype: EdgeType) -> tuple[Array, Array]:
     indptr = part.indptr(etype)
-    dtype = np.int32 if len(indptr) <= np.iinfo(np.int32).max else np.int64
-    destinations = np.repeat(np.arange(len(indptr) - 1, dtype=dtype), np.diff(indptr))
+    destinations = np.repeat(np.arange(len(indptr) - 1, dtype=id_dtype(len(indptr))), np.diff(indptr))
     return _by_source(part, etype, part.indices(etype)), _by_source(part, etype, destinations)
 
 

@@ -18,6 +18,7 @@ from dglx_dist.data.storage.columns import (
     column_info,
     data_path,
     edge_folder,
+    id_dtype,
     node_folder,
     numpy_dtype,
     write_column,
@@ -216,7 +217,7 @@ def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrde
         _check_owners(part_of, num_nodes, assignment.num_parts, ntype)
         # Stable, so that nodes keep their order; NumPy's stable sort of 16-bit keys is a radix sort.
         narrow = part_of.astype(np.uint16 if assignment.num_parts <= 1 << 16 else np.int32)
-        new_to_old = np.argsort(narrow, kind="stable").astype(_id_dtype(num_nodes), copy=False)
+        new_to_old = np.argsort(narrow, kind="stable").astype(id_dtype(num_nodes), copy=False)
         old_to_new = np.empty_like(new_to_old)
         old_to_new[new_to_old] = np.arange(num_nodes, dtype=new_to_old.dtype)
         counts = np.bincount(part_of, minlength=assignment.num_parts)
@@ -236,8 +237,8 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
     check_ids(dst, len(destinations.new_to_old), "dst", f"edges {etype}")
     if len(src) != len(dst):
         raise ConfigError(f"edge type {etype} has {len(src)} sources but {len(dst)} destinations")
-    id_dtype = _id_dtype(len(src))
-    by_source, new_to_old = np.empty(len(src), dtype=id_dtype), np.arange(len(src), dtype=id_dtype)
+    dtype = id_dtype(len(src))
+    by_source, new_to_old = np.empty(len(src), dtype=dtype), np.arange(len(src), dtype=dtype)
     indptr = _count(dst, destinations.old_to_new)
     # Sorting by source first and then stably by destination gives ascending sources per destination.
     _fill(src, sources.old_to_new, new_to_old, _count(src, sources.old_to_new), by_source)
@@ -248,10 +249,6 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
     return EdgeOrder(
         indptr=indptr, indices=indices, new_to_old=new_to_old, offsets=indptr[destinations.offsets]
     )
-
-
-def _id_dtype(count: int) -> type[np.signedinteger]:
-    return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
 def _check_owners(part_of: Array, num_nodes: int, num_parts: int, ntype: str) -> None:

@@ -335,7 +335,7 @@ class ColumnStore:
         self.slices = {one.name: one for one in slices}
         """By feature; nothing once the graph is closed."""
         self._group, self._session = group, session
-        self._moments: dict[tuple[str, ...], Moments] = {}
+        self._moments: Moments | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -382,16 +382,15 @@ class ColumnStore:
         take_rows(one.rows, ids, numpy_view(found))
         return (precision or Precision()).converted(found)
 
-    def moments(self, names: Sequence[str]) -> Moments:
-        """Return mean and variance of each node's row of all columns of ``names``, concatenated.
+    def moments(self) -> Moments:
+        """Return mean and variance of each node's row of all columns, of all features and parts.
 
         Every rank must call it; the first call sums twice over the ranks, first values, then squared
         differences, 8 bytes per node each, under the phase ``columns``, and its result is kept. The variance
         is biased, as in LayerNorm.
         """
-        key = tuple(names)
-        if key not in self._moments:
-            parts = [self._slice(name) for name in key]
+        if self._moments is None:
+            parts = [self._slice(name) for name in self.names]
             # Other groups hold the same columns: they add zeros, and get the same bits.
             counted = parts if min(self._group.replicas) == self._group.rank else []
             width, num_rows = sum(one.columns.width for one in parts), parts[0].num_rows
@@ -401,14 +400,12 @@ class ColumnStore:
                 return sum_over_ranks(sums, self._session, phase=PHASE, in_place=True).div_(width)
 
             mean = mean_of(lambda values, _: values)
-            variance = mean_of(lambda values, rows: (values - mean[rows, None]).square_())
-            self._moments[key] = mean, variance
-        return self._moments[key]
+            self._moments = mean, mean_of(lambda values, rows: (values - mean[rows, None]).square_())
+        return self._moments
 
     def close(self) -> None:
         """Release the columns; ``g.close()`` calls it."""
         self.slices.clear()
-        self._moments.clear()
 
     def _slice(self, name: str) -> ColumnSlice:
         if name not in self.slices:

@@ -367,39 +367,36 @@ def _key_of(values: Tensor, block: DGLBlock) -> str | None:
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-@dataclass(frozen=True, kw_only=True)
-class InputLayout:
-    """The input of the first layer, and this part's columns of it."""
-
-    features: tuple[str, ...]
-    """Names, in the order in which the model concatenates them."""
-    runs: tuple[Columns, ...]
-    """This part's columns of the input."""
-    num_nodes: int
-    """V, rows of a trained embedding of all nodes."""
-    seed: int
-    """Of the run."""
-    provenance: InputProvenance
-
-
 def find_input_modules(
     model: nn.Module,
     first: nn.Module,
-    layout: InputLayout,
-    moments: Callable[[Sequence[str]], tuple[Tensor, Tensor]],
+    provenance: InputProvenance,
+    runs: tuple[Columns, ...],
+    moments: Callable[[], tuple[Tensor, Tensor]],
+    *,
+    num_nodes: int,
+    seed: int,
 ) -> dict[nn.Module, InputModule]:
     """Return the modules that may work on the input, and what replaces their ``forward``; collective.
 
     Dropout is replaced everywhere, as one ``nn.Dropout`` usually serves all layers; on anything but the input
     it works as before. A norm over the layer's width, and an embedding of all nodes of that width, are cut; a
     norm is taken for one of the input if it is registered before the first layer, or if no other parameter of
-    the model is that wide. ``moments`` maps feature names to (mean, variance) of each node's concatenated
-    row, (V,) float64; it is collective and called only if there is a norm.
+    the model is that wide.
+
+    Args:
+        model, first: The model, and its first layer.
+        provenance: Of the model.
+        runs: This part's columns of the input.
+        moments: Returns mean and variance of each node's concatenated features, (V,) float64; collective, and
+            called only if there is a norm.
+        num_nodes: V, rows of a trained embedding of all nodes.
+        seed: Of the run.
 
     Raises:
         ConfigError: something before the first layer cannot work on columns; the message has the reason.
     """
-    runs, provenance, width = layout.runs, layout.provenance, layout.runs[0].width
+    width = runs[0].width
     for name, batch_norm in _of_kind(model, nn.BatchNorm1d):
         if batch_norm.num_features == width and _is_before(model, batch_norm, first, width):
             raise ConfigError(
@@ -409,9 +406,7 @@ def find_input_modules(
                 "features once before training, or use strategy='data_parallel'"
             )
     embeddings = {
-        name: one
-        for name, one in embeddings_of_all_nodes(model, layout.num_nodes)
-        if one.embedding_dim == width
+        name: one for name, one in embeddings_of_all_nodes(model, num_nodes) if one.embedding_dim == width
     }
     norms = {
         name: norm
@@ -427,10 +422,10 @@ def find_input_modules(
     found: dict[nn.Module, InputModule] = {}
     found |= {one: ColumnEmbedding(one, provenance, runs) for one in embeddings.values()}
     if norms:
-        of_rows = moments(layout.features)
+        of_rows = moments()
         found |= {norm: ColumnLayerNorm(norm, provenance, runs, of_rows) for norm in norms.values()}
     for number, (_, dropout) in enumerate(_of_kind(model, nn.Dropout)):
-        found[dropout] = ColumnDropout(dropout, provenance, layout.seed, MODULES + number)
+        found[dropout] = ColumnDropout(dropout, provenance, seed, MODULES + number)
     # The stages of the first layer apply its own dropout.
     inside = set(first.modules())
     return {module: found[module] for module in model.modules() if module in found and module not in inside}

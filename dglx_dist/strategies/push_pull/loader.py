@@ -272,25 +272,6 @@ def _check_block(arrays: Sequence[Array]) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ColumnFetcher:
-    """What a loader of push-pull adds to the batches of the inner one."""
-
-    group: Group
-    store: ColumnStore
-    """Of the features that come as this part's columns."""
-    precision: Precision
-    """Dtype of the columns in a batch."""
-    memory: RowMemory
-    """Buffers of the columns."""
-
-    def input_of(self, owner: OwnerBlock, number: int) -> PartInput:
-        columns = {
-            name: self.store.rows(name, owner.nodes, self.memory, self.precision) for name in self.store.names
-        }
-        return PartInput(block=owner.block, nodes=owner.nodes, columns=columns, number=number)
-
-
 @dataclass(kw_only=True, eq=False)
 class _Made:
     """A batch of the inner loader, and every owner's input of it."""
@@ -327,28 +308,30 @@ class PushPullLoader(EpochLoader[_Made, Any]):
     def __init__(
         self,
         inner: StepLoader[Any, Any, Any],
-        session: Session,
-        fetcher: ColumnFetcher,
+        g: DistGraph,
+        store: ColumnStore,
+        group: Group,
         options: PushPullOptions,
-        *,
-        num_nodes: int,
-        builder: BlockBuilder,
+        feature_dtype: torch.dtype | None = None,
     ) -> None:
-        self._inner, self._fetcher = inner, fetcher
+        session, (etype,) = g.session, g.canonical_etypes
+        self._inner, self._store, self._group = inner, store, group
+        num_alive = (inner.depth + _EXTRA_BATCHES) * group.size
+        self._precision, self._memory = Precision(feature_dtype, num_alive), RowMemory(num_alive)
         self._looks_ahead = options.in_flight > 1
         self._structure = BlockExchange(
             inner,
             session,
-            fetcher.group,
+            group,
             # The ranks' loaders share a name, as all construct theirs in the same order.
             f"push_pull.{next(_LOADER_NUMBERS.of(session))}",
             requested=options.structure,
-            builder=builder,
-            wide=num_nodes >= SMALL_NODES,
+            builder=BlockBuilder(etype),
+            wide=g.num_nodes() >= SMALL_NODES,
         )
         settings = {
             "depth": inner.depth,
-            "features": fetcher.store.names,
+            "features": store.names,
             "structure": options.structure,
             "look_ahead": self._looks_ahead,
         }
@@ -383,7 +366,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
     def batches_of(self, epoch: int) -> Callable[[int], _Made]:
         make_inner, iteration = self._inner.batches_of(epoch), self._iteration
         fetch = self._structure.begin(iteration, epoch)
-        group, timeline = self._fetcher.group, self._session.timeline
+        group, timeline = self._group, self._session.timeline
 
         def make(step: int) -> _Made:
             number = epoch * len(self) + step
@@ -394,7 +377,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                 with timeline.span("push structure", LOADER, number):
                     blocks = {group.part: own, **fetch(step, own, batch.sample_s)}
                 with timeline.span("gather columns", LOADER, number):
-                    inputs = tuple(self._fetcher.input_of(blocks[part], number) for part in range(group.size))
+                    inputs = tuple(self._input_of(blocks[part], number) for part in range(group.size))
             except BaseException as error:
                 # Other threads of this loader wait for ranks that now wait for this one.
                 self._structure.cancel(iteration, error)
@@ -403,6 +386,11 @@ class PushPullLoader(EpochLoader[_Made, Any]):
             return _Made(batch=batch, inputs=inputs, sample_s=batch.sample_s, fetch_s=fetch_s)
 
         return make
+
+    def _input_of(self, owner: OwnerBlock, number: int) -> PartInput:
+        store, memory, precision = self._store, self._memory, self._precision
+        columns = {name: store.rows(name, owner.nodes, memory, precision) for name in store.names}
+        return PartInput(block=owner.block, nodes=owner.nodes, columns=columns, number=number)
 
     def in_order(self, batches: Iterator[_Made]) -> Iterator[_Made]:
         if not self._looks_ahead:
@@ -426,7 +414,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
             return made.group_batch
         made.delivered = self._inner.deliver(step, made.batch)
         made.share, block = self._session.step_share, made.delivered[-1][0]
-        inputs, part = self._on_device(block, made.inputs), self._fetcher.group.part
+        inputs, part = self._on_device(block, made.inputs), self._group.part
         for name, columns in inputs[part].columns.items():
             block.srcdata[name] = columns
         # A view, and not the user's block itself, which gets a reference to the batch: the cycle would keep
@@ -440,7 +428,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         """Return ``inputs`` on the device of the user's block, but for the own block, which it replaces."""
         if block.device.type == "cpu":
             return inputs
-        own = self._fetcher.group.part
+        own = self._group.part
         return tuple(
             replace(
                 one,
@@ -475,17 +463,8 @@ def open_loader(
     inner = inner_class(g, seeds, without, **loader_options)
     if store.names != names:
         store = open_columns(g, names, group, cache=options.cache_columns)
-    (etype,) = g.canonical_etypes
-    num_alive = (inner.depth + _EXTRA_BATCHES) * group.size
-    fetcher = ColumnFetcher(
-        group=group,
-        store=store,
-        # The inner loader has checked the dtype.
-        precision=Precision(loader_options.get("feature_dtype"), num_alive),
-        memory=RowMemory(num_alive),
-    )
-    builder = BlockBuilder(etype)
-    return PushPullLoader(inner, g.session, fetcher, options, num_nodes=g.num_nodes(), builder=builder)
+    # The inner loader has checked the dtype.
+    return PushPullLoader(inner, g, store, group, options, loader_options.get("feature_dtype"))
 
 
 def _split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:

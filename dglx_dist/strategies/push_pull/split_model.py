@@ -21,7 +21,6 @@ from dglx_dist.layers.tracer import convolutions_in
 from dglx_dist.strategies.push_pull.exchange import AsyncExchange, Group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 from dglx_dist.strategies.push_pull.input_layers import (
-    InputLayout,
     InputProvenance,
     embeddings_of_all_nodes,
     find_input_modules,
@@ -229,10 +228,9 @@ def split_model(
     widths = _input_widths(model, store, num_nodes)
     name, layer = find_first_layer(model, sum(widths), sync)
     first, runs = model.get_submodule(name), deal_out_concatenated(widths, group.size)
-    layout = InputLayout(
-        features=store.names, runs=runs[group.part], num_nodes=num_nodes, seed=seed, provenance=provenance
+    inputs = find_input_modules(
+        model, first, provenance, runs[group.part], store.moments, num_nodes=num_nodes, seed=seed
     )
-    inputs = find_input_modules(model, first, layout, store.moments)
     dimensions: dict[nn.Module, Mapping[str, int]] = {first: layer.cut}
     dimensions |= {module: one.cut for module, one in inputs.items() if one.cut}
     cuts = _cuts(model, dimensions, runs)

@@ -142,6 +142,7 @@ class Engine:
         )
         self.progress = Progress(server.schedule, part.num_intervals, policy, self._peers)
         self._updated_at = {policy.first_epoch: time.perf_counter()}
+        self._show: Callable[[], None] = lambda: None
         self._program = np.frombuffer(program.to_json(), np.uint8)
         self.kernels = {_one_line(kernels())}
         """Numerical kernels of this process and those that workers reported; see ``kernels`` of tasks."""
@@ -176,21 +177,15 @@ class Engine:
             self.abandon = undo.pop_all().close
             """Releases everything after a failure, without waiting for other ranks."""
 
-    def run(self, epochs: int, show: Callable[[], None] | None = None) -> list[EpochTotals]:
+    def run(self, epochs: int, show: Callable[[], None] = lambda: None) -> list[EpochTotals]:
         """Train ``epochs`` more epochs; no rank has work in flight afterwards. Collective.
 
         Calls ``show`` every half a second. Raises PeerError, naming who is missing, if a rank is dead or
         there was no progress for the session's time-out; or if a task failed in all allowed attempts.
         """
         first, end = self.epoch, self.epoch + epochs
-        self._updated_at = {first: time.perf_counter()}
-
-        def check(quiet_s: float, behind: Sequence[int]) -> None:
-            if show is not None:
-                show()
-            self._check(quiet_s, behind)
-
-        self.scheduler.run(end, check)
+        self._updated_at, self._show = {first: time.perf_counter()}, show
+        self.scheduler.run(end, self._check)
         self.epoch = end
         barrier(self._session, f"the end of epoch {end - 1}")
         if self._parameter_server is not None:
@@ -270,6 +265,7 @@ class Engine:
         self.scheduler.weights_updated(updates)
 
     def _check(self, quiet_s: float, behind: Sequence[int]) -> None:
+        self._show()
         self.parameters.raise_if_stopped()
         late = quiet_s >= self._session.timeout_s
         if not late and quiet_s < _PEER_CHECK_S:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -231,14 +231,9 @@ class TaskTable:
         return last is not None and (key.epoch, self._order[key.step, key.direction]) <= last
 
 
-class GhostMessage(NamedTuple):
-    """Rows for another graph server."""
-
-    peer: int
-    positions: Array
-    """(r,) int32 positions in the ghost list, which both sides have in the same order."""
-    rows: list[Array]
-    """One (r, width) per slot."""
+GhostMessage: TypeAlias = tuple[int, list[Array]]
+"""A peer, and (r,) int32 positions in the ghost list, which both sides have in the same order, and (r, width)
+rows of each slot."""
 
 
 @final
@@ -344,14 +339,11 @@ class GraphServer:
         if task.kind is TaskKind.SEND_BACK:
             return list(self._ghost_gradients(interval, step))
         # Only this interval writes its own rows, so they can be read without the lock.
-        return [
-            GhostMessage(
-                peer,
-                np.arange(some.start, some.stop, dtype=np.int32),
-                [self._stores.slots[name].array[nodes] for name in step.slots],
-            )
-            for peer, some, nodes in self._boundary(interval)
-        ]
+        found = []
+        for peer, some, nodes in self._boundary(interval):
+            rows = [self._stores.slots[name].array[nodes] for name in step.slots]
+            found.append((peer, [np.arange(some.start, some.stop, dtype=np.int32), *rows]))
+        return found
 
     def receive(self, peer: int, kind: TaskKind, index: int, arrays: Sequence[Array]) -> None:
         """Accept the positions and rows of a message; ConfigError if they are not what a Scatter sends."""
@@ -520,7 +512,7 @@ class GraphServer:
                     width = self.program.slots[name].width
                     rows.append(np.zeros((len(positions), width), dtype=self.program.dtype))
                     self._stores.pull_back(name, ghosts, rows[-1])
-                yield GhostMessage(peer, positions, rows)
+                yield peer, [positions, *rows]
 
     def _trained(self, step: Scatter) -> list[str]:
         return [name for name in step.slots if name in self.program.trained]

@@ -47,12 +47,8 @@ DEFAULT_SERVER = "c5.2xlarge"
 class LambdaOptions:
     """The user's options; ConfigError if a value is out of range or conflicts with another one."""
 
-    mode: Mode = option(
-        "pipe", "no_pipe: one phase at a time; pipe: exact, intervals overlap; async: no barriers."
-    )
-    staleness: int = option(
-        0, "S of async: epochs that an interval may be ahead of the slowest one.", check=_within(0, 1000)
-    )
+    mode: Mode = option("pipe", "no_pipe: one phase at a time; pipe: exact; async: no barriers.")
+    staleness: int = option(0, "S of async: lead over the slowest interval.", check=_within(0, 1000))
     switch_at: float = option(
         0.0,
         "Training accuracy of an epoch after which async trains synchronously; 0: never.",
@@ -62,18 +58,12 @@ class LambdaOptions:
     threads: int = option(0, "Threads of a graph server; 0: its cores.", check=_within(0, 1024))
     parameter_servers: int = option(1, "Ranks that hold weights: the first ones.", check=_within(1, 1024))
     executor: str = option("local", "Where workers run: local, inline, aws or http.")
-    workers: int = option(
-        0, "Most tasks in flight per graph server; 0: tuned at run time.", check=_within(0, 10_000)
-    )
-    batch: int = option(
-        1, "Tasks handed to the executor together; fewer when one has waited 5 ms.", check=_within(1, 1000)
-    )
-    retries: int = option(
-        4, "How often a task is launched again before the run fails.", check=_within(0, 1000)
-    )
+    workers: int = option(0, "Tasks in flight per graph server; 0: tuned.", check=_within(0, 10_000))
+    batch: int = option(1, "Tasks sent together; fewer after a wait of 5 ms.", check=_within(1, 1000))
+    retries: int = option(4, "Further attempts at a task before the run fails.", check=_within(0, 1000))
     fusion: bool = option(True, "Whether the last step runs forward and backward in one task.")
     rematerialise: bool = option(True, "Whether backward recomputes what forward would otherwise send.")
-    streaming: bool = option(True, "Whether a worker computes the first half while it receives the second.")
+    streaming: bool = option(True, "Whether workers compute the first half while they receive the second.")
     initialise: Scheme | Literal[""] = option(
         "",
         "Initialisation of the trained weights at ``wrap``, by the session's seed: xavier_uniform, "

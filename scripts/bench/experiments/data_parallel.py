@@ -206,11 +206,8 @@ def scaling(plan: BenchPlan, size: Size) -> ExperimentPlan:
 
 
 def weak_scaling(one_step_s: float, found: Survey, rate: Rate) -> float:
-    """Return the expected samples per second of a run relative to one server that moves nothing.
-
-    A step lasts as long as its compute, ``one_step_s``, or its pulls, which are made ahead, and then the
-    gradients, which are not: they are there when backward ends.
-    """
+    """Return the expected samples per second of a run relative to one server that moves nothing."""
+    # A step lasts as long as its compute or its pulls, which are made ahead, and then the gradients.
     bytes_per_s = rate.bits_per_s / 8 * found.ranks * found.steps
     pull_s = (found.payload_bytes - found.gradient_bytes) / bytes_per_s
     return found.ranks * one_step_s / (max(one_step_s, pull_s) + found.gradient_bytes / bytes_per_s)

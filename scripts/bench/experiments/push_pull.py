@@ -380,11 +380,8 @@ def _predicted(one: Ratio, cases: Mapping[str, Case], phases: Mapping[str, Mappi
 
 
 def _predicted_time(case: Case, total: Mapping[str, int]) -> float:
-    """Return its time by that of the baseline of its rate, for equal computing; 0 without a prediction.
-
-    (1 - phi) + phi beta with beta its bytes by the baseline's, and the larger of the two terms where
-    several batches are in flight.
-    """
+    """Return its time by that of the baseline of its rate, for equal computing; 0 without a prediction."""
+    # (1 - phi) + phi beta, beta its bytes by the baseline's; the larger of both where several are in flight.
     if not isinstance(case.rate, MatchedPhi):
         return 0.0
     network = PHI * total[case.name] / total[case.rate.baseline]

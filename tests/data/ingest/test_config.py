@@ -15,7 +15,7 @@ def test_what_graphstorm_users_write_is_understood(tmp_path: Path) -> None:
     config = read_config(write_shop(tmp_path))
     user, item = config.nodes
     assert [path.name for path in user.files.paths] == ["users-0.parquet", "users-1.parquet"]
-    assert (user.ntype, user.id_column, user.files.format) == ("user", "id", "parquet")
+    assert (user.kind, user.id_columns, user.files.format) == ("user", ("id",), "parquet")
     assert [(one.columns, one.name, one.transform) for one in user.features] == [
         (("age",), "feat", "max_min_norm"),
         (("city",), "feat", "to_categorical"),
@@ -24,11 +24,7 @@ def test_what_graphstorm_users_write_is_understood(tmp_path: Path) -> None:
     assert user.label == LabelSpec(task="classification", column="segment", split=(0.5, 0.25, 0.25))
     assert item.label is None
     buys, knows = config.edges
-    assert (buys.etype, buys.source_column, buys.destination_column) == (
-        ("user", "buys", "item"),
-        "who",
-        "what",
-    )
+    assert (buys.kind, buys.id_columns) == (("user", "buys", "item"), ("who", "what"))
     assert (knows.files.format, knows.files.separator) == ("csv", ";")
 
 

@@ -138,4 +138,4 @@ def epoch_of(loader: PushPullLoader) -> list[list[dict[str, Any]]]:
 
 
 def loader_part(loader: PushPullLoader) -> int:
-    return loader._fetcher.group.part
+    return loader._group.part

@@ -125,14 +125,14 @@ def check_rows(g: DistGraph, store: ColumnStore, name: str, part: int, parts: in
     assert store.rows(name, nodes[:0]).shape == (0, expected.shape[1])
 
 
-def check_moments(g: DistGraph, store: ColumnStore, names: tuple[str, ...]) -> None:
-    every = torch.arange(g.num_nodes())
+def check_moments(g: DistGraph, names: tuple[str, ...], group: Group) -> None:
+    every, store = torch.arange(g.num_nodes()), open_columns(g, names, group)
     rows = torch.cat([g.ndata[name][every].double() for name in names], 1)
-    mean, variance = store.moments(names)
+    mean, variance = store.moments()
     assert mean.dtype == variance.dtype == torch.float64
     torch.testing.assert_close(mean, rows.mean(1), rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(variance, rows.var(1, correction=0), rtol=1e-13, atol=1e-13)
-    assert store.moments(names)[0] is mean
+    assert store.moments()[0] is mean
 
 
 def everything(folder: str, size: int) -> None:
@@ -152,8 +152,8 @@ def everything(folder: str, size: int) -> None:
             assert num_bytes(store) == sum(row_bytes.values()) * NUM_NODES
             for name in NAMES:
                 check_rows(g, store, name, group.part, group.size)
-            check_moments(g, store, ("odd", "float16", "int32"))
             check_sharing(g, store, make_group(session, group.size))
+            check_moments(g, ("odd", "float16", "int32"), group)
             check_disagreement(g, group)
             g.close()
             with pytest.raises(ConfigError, match="closed"):
@@ -225,9 +225,8 @@ def test_rows_that_do_not_exist_are_refused(tmp_path: Path, session: Session) ->
     for nodes in (torch.tensor([1.0]), torch.tensor([[1]]), torch.tensor([1], dtype=torch.int32)):
         with pytest.raises(ConfigError, match="int64"):
             store.rows("three", nodes)
-    for ask in (store.dtype, lambda name: store.moments([name])):
-        with pytest.raises(ConfigError, match=r"'odd' are not open .open: 'three', 'one'"):
-            ask("odd")
+    with pytest.raises(ConfigError, match=r"'odd' are not open .open: 'three', 'one'"):
+        store.dtype("odd")
     g.close()
 
 
@@ -486,7 +485,7 @@ def moments_of(session: Session, width: int, *found: tuple[Array, str]) -> tuple
         info = ColumnInfo(dtype=dtype, row_shape=(rows.shape[1],))
         slices.append(slice_of(str(number), columns, info, len(rows), rows=rows))
     store = ColumnStore(slices, make_group(session, 1), session)
-    mean, variance = store.moments(store.names)
+    mean, variance = store.moments()
     assert mean.dtype == variance.dtype == torch.float64
     return mean.tolist(), variance.tolist()
 

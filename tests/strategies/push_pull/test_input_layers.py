@@ -5,7 +5,7 @@ That they train as in one process is in test_models.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from dglx_dist.strategies.push_pull.exchange import GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.input_layers import (
     ColumnEmbedding,
     Converted,
-    InputLayout,
     InputModule,
     InputProvenance,
     Origin,
@@ -44,13 +43,14 @@ class Model(nn.Module):
         self.conv = dgl.nn.SAGEConv(F, H, "mean")
 
 
-def moments(names: Sequence[str]) -> tuple[Tensor, Tensor]:
-    assert tuple(names) == ("feat",)
+def moments() -> tuple[Tensor, Tensor]:
     return TABLE.mean(1), TABLE.var(1, correction=0)
 
 
-def layout(columns: Columns, provenance: InputProvenance) -> InputLayout:
-    return InputLayout(features=("feat",), runs=(columns,), num_nodes=V, seed=5, provenance=provenance)
+def modules_of(
+    model: nn.Module, first: nn.Module, columns: Columns, provenance: InputProvenance
+) -> dict[nn.Module, InputModule]:
+    return find_input_modules(model, first, provenance, (columns,), moments, num_nodes=V, seed=5)
 
 
 @dataclass(kw_only=True)
@@ -78,7 +78,7 @@ def make_parts(make: Callable[[], nn.Module], parts: int, owner: int = 0) -> lis
     for columns in deal_out_columns(F, parts):
         model: Any = make()
         provenance, block = InputProvenance(), None
-        found = find_input_modules(model, model.conv, layout(columns, provenance), moments)
+        found = modules_of(model, model.conv, columns, provenance)
         for module, one in found.items():
             cut_in_place(module, one.cut, (columns,))
         inputs = [
@@ -206,8 +206,7 @@ def test_embedding_refuses_other_ids_and_what_needs_whole_rows() -> None:
 
 def found_in(model: nn.Module, first: str = "conv") -> dict[str, str]:
     columns = Columns(first=0, last=F, width=F)
-    given = layout(columns, InputProvenance())
-    modules = find_input_modules(model, model.get_submodule(first), given, moments)
+    modules = modules_of(model, model.get_submodule(first), columns, InputProvenance())
     return {name: type(modules[one]).__name__ for name, one in model.named_modules() if one in modules}
 
 

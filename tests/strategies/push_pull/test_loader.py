@@ -20,7 +20,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading import negative
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
-from dglx_dist.errors import CheckpointError, ConfigError
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.dropout import deal_out_columns
@@ -267,11 +267,7 @@ def leave_early(loader: Any) -> dict[str, Any]:
     whole = [batch[0].tolist() for batch in loader]
     loader.load_state_dict(state)
     rest = [batch[0].tolist() for batch in loader]
-    try:
-        loader.load_state_dict({"epoch": 0, "step": 10**6, "seed": state["seed"]})
-    except CheckpointError as error:
-        problem = str(error)
-    return {"first": first, "state": state, "whole": whole, "rest": rest, "problem": problem}
+    return {"first": first, "state": state, "whole": whole, "rest": rest}
 
 
 def test_groups_positions_and_drains(folder: Path) -> None:
@@ -287,7 +283,6 @@ def test_groups_positions_and_drains(folder: Path) -> None:
         assert left["state"] == {"epoch": 7, "step": 2, "seed": 0}
         assert left["whole"][:2] == left["first"]
         assert left["rest"] == left["whole"][2:]
-        assert "steps" in left["problem"]
         assert found["waiting"] == 0
         assert found["share"] is None
         assert [choice[0] for choice in found["choices"]] == ["push"] * 3

@@ -186,9 +186,8 @@ class SerialScheduler:
             self._waiting[number, interval] = server.key_of(interval, epoch, task)
             return
         if task.kind in EXCHANGED:
-            for message in server.ghost_messages(interval, task):
-                arrays = [message.positions, *message.rows]
-                self.servers[message.peer].receive(server.rank, task.kind, task.step, arrays)
+            for peer, arrays in server.ghost_messages(interval, task):
+                self.servers[peer].receive(server.rank, task.kind, task.step, arrays)
         else:
             server.compute(interval, epoch, task)
         self._finish(number, interval)

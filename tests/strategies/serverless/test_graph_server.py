@@ -32,10 +32,8 @@ STARTS = [0, 17, 40]
 
 def test_messages_that_are_not_what_a_scatter_sends_are_refused() -> None:
     (server, peer), _ = cases.servers(cases.gcn(), STARTS, 2)
-    messages = peer.ghost_messages(1, peer.schedule[2])
-    (message,) = messages
-    good = [message.positions, *message.rows]
-    assert message.rows[0].shape == (len(message.positions), 4)
+    ((_, good),) = peer.ghost_messages(1, peer.schedule[2])
+    assert good[1].shape == (len(good[0]), 4)
     server.receive(1, TaskKind.SCATTER, 2, good)
     size = len(server.part.graph.ghost_ids(1))
     wrong = (

@@ -41,7 +41,6 @@ def train(
         CUTS[graph_servers],
         intervals,
         num_parameter_servers=parameter_servers,
-        staleness=policy.staleness,
         **options,
     )
     schedule = SerialScheduler(servers, parameters, policy, choose)
@@ -68,18 +67,11 @@ def check_equal_to_plain(
 def test_pipe_is_plain_training(
     name: str, graph_servers: int, intervals: int, parameter_servers: int
 ) -> None:
-    count = min(parameter_servers, graph_servers * intervals)
-    choose = seeded(graph_servers)
-    schedule, parameters = train(
-        name,
-        graph_servers,
-        intervals,
-        StalenessPolicy(mode="pipe"),
-        choose,
-        epochs=3,
-        parameter_servers=count,
+    count, policy = min(parameter_servers, graph_servers * intervals), StalenessPolicy(mode="pipe")
+    trained = train(
+        name, graph_servers, intervals, policy, seeded(graph_servers), epochs=3, parameter_servers=count
     )
-    check_equal_to_plain(name, schedule, parameters, 3)
+    check_equal_to_plain(name, *trained, 3)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +119,8 @@ class Bounds:
         self.seen: dict[tuple[int, int], int] = {}
         self.versions: dict[tuple[int, int, int], int] = {}
         self.lag = self.spread = self.alive = 0
-        self.sources = [sources_of(server) for server in schedule.servers]
+        bounds = [server.part.bounds for server in schedule.servers]
+        self.sources = [sources_of(server, bounds) for server in schedule.servers]
         schedule.watch = self.look
 
     def look(self, event: Event) -> None:
@@ -172,29 +165,19 @@ class Bounds:
         assert epoch - self.staleness <= version <= epoch
 
 
-def sources_of(server: GraphServer) -> list[set[tuple[int, int]]]:
-    """Per interval: (graph server, interval) of the sources of its in-edges; all have as many intervals."""
+def sources_of(server: GraphServer, bounds: Sequence[np.ndarray]) -> list[set[tuple[int, int]]]:
+    """Per interval: (graph server, interval) of the sources of its in-edges, by the servers' ``bounds``."""
     part, graph = server.part, server.part.graph
-    bounds = [one.bounds for one in cases_parts(tuple(graph.starts.tolist()), part.num_intervals)]
+    ids = np.concatenate([graph.own_ids, graph.ghosts])
     found = []
     for interval in range(part.num_intervals):
         some = set()
-        for local in graph.sources[part.edges_of(interval)].tolist():
-            where = (
-                local + graph.starts[graph.rank]
-                if local < graph.num_own
-                else graph.ghosts[local - graph.num_own]
-            )
+        for where in ids[graph.sources[part.edges_of(interval)]].tolist():
             owner = int(np.searchsorted(graph.starts, where, side="right") - 1)
             inside = where - graph.starts[owner]
             some.add((owner, int(np.searchsorted(bounds[owner], inside, side="right") - 1)))
         found.append(some)
     return found
-
-
-@functools.cache
-def cases_parts(starts: tuple[int, ...], intervals: int) -> list:
-    return SMALL().parts(list(starts), intervals)
 
 
 SMALL = functools.partial(cases.case, 12, 30, 3)
