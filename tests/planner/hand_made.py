@@ -16,7 +16,7 @@ from dglx_dist.strategies.cost import (
     Rates,
     Survey,
 )
-from dglx_dist.strategies.full_graph.plan_counts import FullGraphScheme, FullWork, HaloPairs
+from dglx_dist.strategies.full_graph.cost import FullGraphScheme, FullWork, HaloPairs
 from dglx_dist.strategies.serverless.cost import GhostPairs, Ghosts
 from dglx_dist.training.models import build_model
 

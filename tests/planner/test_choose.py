@@ -17,7 +17,7 @@ from dglx_dist.planner.choose import (
 )
 from dglx_dist.planner.records import ChoiceOptions, Outcome
 from dglx_dist.strategies.cost import Candidate, PlanContext, ring_split
-from dglx_dist.strategies.full_graph.plan_counts import FullGraphScheme
+from dglx_dist.strategies.full_graph.cost import FullGraphScheme
 from dglx_dist.strategies.serverless.cost import GhostPairs
 from tests.planner import hand_made
 from tests.planner.hand_made import CLUSTER, RATES, SHAPE, known, shape_of_kind

@@ -18,9 +18,9 @@ from dglx_dist.planner.profile import busy_cores, time_on_plans
 from dglx_dist.planner.workload import stats_of_dataset
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.strategies.cost import PartitionContext
+from dglx_dist.strategies.full_graph.cost import FullWork, full_work_of, plan_trials, sizes_of
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
-from dglx_dist.strategies.full_graph.plan_counts import FullWork, full_work_of, plan_trials, sizes_of
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
 from tests.planner.plain_counts import exchanging_work, preloading_work

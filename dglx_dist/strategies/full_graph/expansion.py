@@ -123,9 +123,7 @@ def compose(
     return tuple(np.sort(piece) for piece in np.array_split(seeds[order], num_batches))
 
 
-def cluster_seeds(
-    structure: Structure, nodes: Array, seeds: Array, num_clusters: int, *, seed: int, method: str = "metis"
-) -> Array:
+def cluster_seeds(structure: Structure, nodes: Array, seeds: Array, num_clusters: int, *, seed: int) -> Array:
     """Return the (s,) int64 cluster of each seed: by shared neighbours, of about equal numbers of seeds.
 
     Partitions the subgraph of the server's own ``nodes``, (n,) int64 ascending, of which the (s,) ``seeds``
@@ -136,7 +134,7 @@ def cluster_seeds(
         return np.zeros(len(seeds), np.int64)
     graph = _induced_graph(structure, nodes, seeds)
     options = PartitionOptions(balance=("train",), tolerance={"train": 0.1, "nodes": 1.0})
-    assignment = PARTITIONERS.get(method)(options).assign(graph, num_clusters, seed)
+    assignment = PARTITIONERS.get("metis")(options).assign(graph, num_clusters, seed)
     return assignment.part_of[NODE_TYPE][np.searchsorted(nodes, seeds)].astype(np.int64)
 
 

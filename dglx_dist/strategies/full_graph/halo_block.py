@@ -101,8 +101,7 @@ class EmptyPartition(TorchFunctionMode):
     ``h.view(len(h), -1, width)``, as in the residuals of DGL's attention layers, is ambiguous for torch if
     ``h`` is empty. In this mode -1 has the value of a tensor with rows.
 
-    Args:
-        owner: The caller of :meth:`turn_on`; None: used in a ``with`` statement.
+    ``owner`` is the caller of :meth:`turn_on`; None: used in a ``with`` statement.
     """
 
     def __init__(self, owner: object = None) -> None:

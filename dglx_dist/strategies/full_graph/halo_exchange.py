@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Any, cast, final
 
 import numpy as np
@@ -18,7 +18,6 @@ from torch import Tensor
 from dglx_dist.comm.exchange import Incoming, Outgoing, ReusableBuffer, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import Array
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 
 PIECE_BYTES = 256 * 1024
@@ -29,7 +28,6 @@ _STEP_BYTES = 1 << 20
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Return whether a socket can access the memory of ``tensor``."""
     return tensor.device.type == "cpu"
 
 
@@ -122,14 +120,12 @@ class HaloExchange:
         self._session, self._exchanges = session, row_exchanges(session)
         self.number = number
         self.own_rows, self.num_halo = layer.own_rows, len(layer.halo_nodes)
-        _check_layer(layer, session.topology.rank)
         # Arrays of mapped plans are read-only, which torch does not support.
         rows = [torch.from_numpy(np.require(rows, np.int64, ("C", "W"))) for _, rows in layer.send]
         self._sent_rows = {torch.device("cpu"): rows}
-        self._sent_to = [rank for rank, _ in layer.send]
-        self._sent_at = _bounds([len(rows) for _, rows in layer.send])
-        self._received_from = [rank for rank, _ in layer.receive]
-        self._received_at = _bounds([count for _, count in layer.receive])
+        self._sent = [(rank, len(rows)) for rank, rows in layer.send]
+        self._num_sent = sum(count for _, count in self._sent)
+        self._received = layer.receive
 
     def at(self, number: int) -> HaloExchange:
         """Return the exchange of layer ``number`` with equal structure; row lists are shared."""
@@ -142,19 +138,15 @@ class HaloExchange:
         return self.own_rows + self.num_halo
 
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Append the halo rows to this rank's own rows; the layer's peers must call it too.
+        """Append the halo rows to the (own_rows, ...) ``h``; the layer's peers must call it too.
 
         Backward adds the gradients of the peers in a fixed order, 16-bit ones in float32, so the bits do not
         depend on timing. Every peer must run backward. Twice differentiable. Tensors on accelerators are sent
-        by NCCL if every rank has its own device, else through host memory.
+        by NCCL if every rank has its own device, else through host memory. ``h`` is of any dtype, with the
+        same trailing shape on all ranks; it is returned itself if this rank has no peers at this layer.
 
-        Args:
-            h: (own_rows, ...), any dtype; the trailing shape is the same on all ranks.
-            kept: (n_halo, ...) halo that an earlier call returned for the same ``h``. Forward then sends
-                nothing; pass it on all ranks or on none.
-
-        Returns:
-            (own_rows + n_halo, ...); ``h`` itself if this rank has no peers at this layer.
+        With ``kept``, the (n_halo, ...) halo that an earlier call returned for the same ``h``, forward sends
+        nothing; pass it on all ranks or on none.
 
         Raises:
             ConfigError: ``h`` or ``kept`` has another number of rows.
@@ -163,7 +155,7 @@ class HaloExchange:
         self._check_rows(h, self.own_rows, "the own rows")
         if kept is not None:
             self._check_rows(kept, self.num_halo, "the halo rows")
-        if not self._sent_to and not self._received_from:
+        if not self._sent and not self._received:
             return h
         return cast("Tensor", _Append.apply(self, h, kept))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
@@ -198,23 +190,23 @@ class HaloExchange:
         wider = torch.float32 if gradient.dtype in _SUMMED_WIDER else gradient.dtype
         total = torch.empty(own.shape, dtype=wider, device=gradient.device)
         sent = (halo if self._is_direct(halo) else halo.cpu()).contiguous()
-        outgoing = [Outgoing(rank=rank, rows=part) for rank, part in self._by_sender(sent)]
-        received = self._memory(self._exchanges.received, self._sent_at[-1], gradient)
-        incoming = [Incoming(rank=rank, rows=part) for rank, part in self._by_receiver(received)]
+        outgoing = [Outgoing(rank=rank, rows=part) for rank, part in _pieces_of(sent, self._received)]
+        received = self._memory(self._exchanges.received, self._num_sent, gradient)
+        incoming = [Incoming(rank=rank, rows=part) for rank, part in _pieces_of(received, self._sent)]
         adding = added(total, self._rows_on(total.device), incoming)
         self._swap(outgoing, incoming, BACKWARD, chain(copied(own, total), adding))
         return total.to(gradient.dtype)
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:
         """Fill ``halo`` with the rows of peers and, at the same time, ``own`` with ``h``."""
-        sent = self._memory(self._exchanges.sent, self._sent_at[-1], h)
+        sent = self._memory(self._exchanges.sent, self._num_sent, h)
         outgoing = [
             Outgoing(rank=rank, rows=part, pieces=gathered(h, rows, part))
-            for (rank, part), rows in zip(self._by_receiver(sent), self._rows_on(h.device), strict=True)
+            for (rank, part), rows in zip(_pieces_of(sent, self._sent), self._rows_on(h.device), strict=True)
         ]
         in_place = is_on_host(halo) or self._is_direct(halo)
         target = halo if in_place else self._memory(self._exchanges.received, self.num_halo, halo)
-        incoming = [Incoming(rank=rank, rows=part) for rank, part in self._by_sender(target)]
+        incoming = [Incoming(rank=rank, rows=part) for rank, part in _pieces_of(target, self._received)]
         self._swap(outgoing, incoming, phase, () if own is None else copied(h, own))
         if not in_place:
             halo.copy_(target)
@@ -243,16 +235,6 @@ class HaloExchange:
 
     def _is_direct(self, rows: Tensor) -> bool:
         return self._exchanges.devices is not None and not is_on_host(rows)
-
-    def _by_sender(self, halo: Tensor) -> list[tuple[int, Tensor]]:
-        """Split the (n_halo, ...) rows by the rank that sends them in forward."""
-        bounds = pairwise(self._received_at)
-        return [(rank, halo[a:b]) for rank, (a, b) in zip(self._received_from, bounds, strict=True)]
-
-    def _by_receiver(self, rows: Tensor) -> list[tuple[int, Tensor]]:
-        """Split the rows that are sent in forward by the receiving rank."""
-        bounds = pairwise(self._sent_at)
-        return [(rank, rows[a:b]) for rank, (a, b) in zip(self._sent_to, bounds, strict=True)]
 
     def _check_rows(self, given: Tensor, expected: int, what: str) -> None:
         if given.dim() == 0 or len(given) != expected:
@@ -288,25 +270,9 @@ class _ReturnGradients(torch.autograd.Function):
         return None, _Append.apply(ctx.halo, gradient, None)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
-def _bounds(counts: Sequence[int]) -> list[int]:
-    """Return the first row of each peer, and the end of the last one."""
-    return [0, *accumulate(counts)]
-
-
-def _check_layer(layer: HaloLayer, rank: int) -> None:
-    # Assertions, because plans are made by this package.
-    senders, receivers = [peer for peer, _ in layer.receive], [peer for peer, _ in layer.send]
-    for peers in (senders, receivers):
-        assert rank not in peers, f"rank {rank} exchanges rows with itself"
-        assert all(a < b for a, b in pairwise(peers)), f"peers {peers} are not in the order of their ranks"
-    assert sum(count for _, count in layer.receive) == len(layer.halo_nodes)
-    for peer, rows in layer.send:
-        assert _are_distinct_rows(rows, layer.own_rows), f"rows to rank {peer} are not distinct own rows"
-
-
-def _are_distinct_rows(rows: Array, count: int) -> bool:
-    if len(rows) and not 0 <= rows.min() <= rows.max() < count:
-        return False
-    seen = np.zeros(count, dtype=bool)
-    seen[rows] = True
-    return int(seen.sum()) == len(rows)
+def _pieces_of(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
+    """Split the rows of several ranks into (rank, its rows)."""
+    first = 0
+    for rank, count in counts:
+        yield rank, rows[first : first + count]
+        first += count

@@ -15,6 +15,7 @@ import numpy as np
 from numba import njit
 from torch import Tensor
 
+from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.arrays import ArrayCache, ArrayFolder
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.row_kernels import SlotTable, fill_table, numpy_view, slot_of, table_sizes, tensor_view
@@ -81,14 +82,8 @@ class RankPlan:
     """(n,) int64 global ids of the feature rows of this rank."""
     layers: tuple[HaloLayer, ...]
     """The L layers, input layer first."""
-    hops: int
-    """k: number of layers that the server computes alone (0: full_graph, L: no rows cross servers)."""
-    server_nodes: int
-    """|R_i^0|: feature rows of all ranks of this server."""
-    inner_nodes: int
-    """|I_i|: nodes owned by the server."""
     external_nodes: int
-    """|R_i^0 without I_i|: feature rows fetched from other servers, once."""
+    """|R_i^0 without I_i|: feature rows that this server fetches from others, once."""
 
     @property
     def seeds(self) -> int:
@@ -129,8 +124,8 @@ def _places(table: SlotTable, ids: Array, places: Array) -> None:
         places[k] = slot_of(table, ids[k])
 
 
-VERSION = 4
-NUMBERS = "numbers"
+VERSION = 5
+NUMBERS, ROWS = "numbers", "rows"
 
 
 def write_plan(folder: ArrayFolder, plan: RankPlan) -> bool:
@@ -175,21 +170,18 @@ def read_plan(folder: ArrayFolder) -> RankPlan:
 
 @final
 class PlanCache:
-    """The plans of one rank on disk, in the dataset's ``cache``. Not collective, not thread-safe.
+    """The plans of one rank on disk, in the dataset's ``cache``, and the column rows fetched for them.
 
-    ``facts`` are all other inputs of the plans as JSON values, equal on all ranks.
+    Not collective, not thread-safe. ``facts`` are all other inputs of the plans as JSON values, equal on all
+    ranks. The first failure to write is logged, and later calls do not try again.
     """
 
-    def __init__(self, cache: ArrayCache, facts: Mapping[str, Any], rank: int) -> None:
+    def __init__(self, cache: ArrayCache, facts: Mapping[str, Any], topology: Topology) -> None:
         text = json.dumps({**facts, "version": VERSION}, sort_keys=True)
         key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         # The cache object keeps the entry from eviction.
         self._cache, self.folder = cache, cache.entry("cobatches", key)
-        self._rank, self._can_write = rank, True
-
-    def rows(self, server: int) -> RowFiles:
-        """Return the fetched rows of the plans."""
-        return RowFiles(self.folder.below(f"rows-{self._rank}"), server)
+        self._topology, self._can_write = topology, True
 
     def holds(self, step: int) -> bool:
         """Return whether the plan of ``step`` exists and is undamaged; damage is logged."""
@@ -202,51 +194,36 @@ class PlanCache:
     def write(self, step: int, plan: RankPlan) -> bool:
         """Store the plan of ``step``; return whether it was written.
 
-        The first failure is logged, and later calls do not try again. An existing plan is replaced even if it
-        is undamaged: it may stem from an earlier run whose plans other ranks have lost, and only plans made
-        together fit together.
+        An existing plan is replaced even if it is undamaged: it may stem from an earlier run whose plans
+        other ranks have lost, and only plans made together fit together.
         """
         self._can_write = self._can_write and write_plan(self._folder_of(step), plan)
         return self._can_write
 
-    def _folder_of(self, step: int) -> ArrayFolder:
-        return self.folder.below(f"{step}-{self._rank}")
-
-
-ROWS = "rows"
-
-
-@final
-class RowFiles:
-    """Fetched column rows of one rank on disk. Not collective, not thread-safe."""
-
-    def __init__(self, folder: ArrayFolder, server: int) -> None:
-        self._folder, self._server = folder, server
-        self._can_write = True
-
     def takes(self, column: Column, ids: Array) -> bool:
         """Return whether to store the rows of ``ids``: read-only, and some from other servers."""
-        first, last = column.bounds[self._server : self._server + 2]
+        first, last = column.bounds[self._topology.server : self._topology.server + 2]
         has_foreign = bool(((ids < first) | (ids >= last)).any())
         return has_foreign and not column.writable and column.row_bytes > 0
 
-    def read(self, column: Column, ids: Array) -> Tensor | None:
+    def read_rows(self, column: Column, ids: Array) -> Tensor | None:
         """Return (K, *row), copy-on-write mapped, in the stored dtype; None if missing or damaged (logged).
 
         The checksum is verified, so the rows are in the page cache when they are used.
         """
-        found = self._folder_of(column, ids).find(mode="c")
+        found = self._folder_of_rows(column, ids).find(mode="c")
         return tensor_view(found[1][ROWS], column.info) if found is not None else None
 
-    def write(self, column: Column, ids: Array, rows: Tensor) -> bool:
+    def write_rows(self, column: Column, ids: Array, rows: Tensor) -> bool:
         """Store ``rows`` (K, *row) in the stored dtype; return whether they were written."""
-        what = f"the fetched rows of {column.name!r}"
-        self._can_write = self._can_write and self._folder_of(column, ids).keep(
-            {ROWS: np.ascontiguousarray(numpy_view(rows))}, {}, what
-        )
+        arrays, what = {ROWS: np.ascontiguousarray(numpy_view(rows))}, f"the fetched rows of {column.name!r}"
+        self._can_write = self._can_write and self._folder_of_rows(column, ids).keep(arrays, {}, what)
         return self._can_write
 
-    def _folder_of(self, column: Column, ids: Array) -> ArrayFolder:
+    def _folder_of(self, step: int) -> ArrayFolder:
+        return self.folder.below(f"{step}-{self._topology.rank}")
+
+    def _folder_of_rows(self, column: Column, ids: Array) -> ArrayFolder:
         digest = hashlib.blake2b(np.ascontiguousarray(ids, np.int64).data, digest_size=16)
         digest.update(json.dumps([column.name, column.info.dtype, *column.info.row_shape]).encode())
-        return self._folder.below(digest.hexdigest())
+        return self.folder.below(f"rows-{self._topology.rank}").below(digest.hexdigest())

@@ -22,7 +22,7 @@ from dglx_dist.graph.row_kernels import empty_rows
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
-from dglx_dist.strategies.full_graph.halo_plan import RankPlan, RowFiles
+from dglx_dist.strategies.full_graph.halo_plan import PlanCache, RankPlan
 from dglx_dist.strategies.full_graph.options import LoaderRequest
 from dglx_dist.strategies.full_graph.plan_source import PlanSource
 
@@ -39,16 +39,16 @@ FetchHalo: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 @final
 class ColumnReader:
-    """Reads the columns of plans by one-sided calls, on any thread; uncached without ``files``.
+    """Reads the columns of plans by one-sided calls, on any thread; uncached without ``cache``.
 
     Sends 8 bytes for each feature row of another server and receives the row, once per server, because its
     ranks hold different rows. Edge values likewise, once for all layers. Rows on disk are mapped, and nothing
     is sent for them.
     """
 
-    def __init__(self, g: DistGraph, columns: Columns, files: RowFiles | None = None) -> None:
+    def __init__(self, g: DistGraph, columns: Columns, cache: PlanCache | None = None) -> None:
         self._store: KVStore = g.kvstore
-        self._columns, self._files = columns, files
+        self._columns, self._cache = columns, cache
 
     def inputs(self, plan: RankPlan, fetch: FetchHalo | None = None) -> dict[str, Tensor]:
         """Return the (rows, *row) features of the rank, or with ``fetch`` those of all sources of layer 1.
@@ -80,18 +80,18 @@ class ColumnReader:
     def _rows(self, keys: Mapping[str, str], ids: Array, phase: str, layer: int = 0) -> dict[str, Tensor]:
         found, pulls = {}, {}
         for name, key in keys.items():
-            column, files = self._store.column(key), self._files
-            files = files if files is not None and files.takes(column, ids) else None
-            stored = None if files is None else files.read(column, ids)
+            column, cache = self._store.column(key), self._cache
+            cache = cache if cache is not None and cache.takes(column, ids) else None
+            stored = None if cache is None else cache.read_rows(column, ids)
             if stored is None:
                 pull = self._store.submit_pull(key, ids, distinct=True, phase=phase, layer=layer)
-                pulls[name] = pull, column, files
+                pulls[name] = pull, column, cache
             else:
                 found[name] = stored
-        for name, (pull, column, files) in pulls.items():
+        for name, (pull, column, cache) in pulls.items():
             found[name] = pull.result()
-            if files is not None:
-                files.write(column, ids, found[name])
+            if cache is not None:
+                cache.write_rows(column, ids, found[name])
         return found
 
     def _converted(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
 
     def __init__(self, g: DistGraph, source: PlanSource, request: LoaderRequest, *, use_pp: bool) -> None:
         self._g, self._source, self._request = g, source, request
-        self._reader = ColumnReader(g, request.columns, source.row_files)
+        self._reader = ColumnReader(g, request.columns, source.row_cache)
         self._keeps, self._use_pp = len(source) == 1, use_pp
         self._kept: HaloBatch | None = None
         # A kept batch may need an exchange, which must run on the thread of the loop.

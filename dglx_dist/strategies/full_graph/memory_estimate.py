@@ -90,17 +90,9 @@ def trace_memory(
 ) -> MemoryTrace:
     """Run one step of a copy of ``model`` on a tiny graph and return its allocations.
 
-    Args:
-        model: Called as ``model(blocks, rows)``; not changed. Its tensors are on the CPU.
-        num_layers: L.
-        row: (1, *row) of the features in the compute type; its values are not used.
-        with_halo: Whether ranks of a server share the rows, so that layers exchange.
-        etype: Edge type of the graph.
-        out_degrees: Maps ids in [0, number of rows) to out-degrees.
-        seed: Of dropouts.
-
-    Raises:
-        ConfigError: the model fails on it.
+    The model is called as ``model(blocks, rows)`` on the CPU, with rows like the (1, *row) ``row`` of the
+    features in the compute type. With ``with_halo`` ranks of a server share rows, so layers exchange.
+    ``out_degrees`` maps ids in [0, number of rows) to out-degrees. ConfigError: the model fails.
     """
     copied = copy.deepcopy(model).train()
     _restore_plain_dropouts(copied)

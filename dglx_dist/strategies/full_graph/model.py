@@ -187,15 +187,8 @@ class HaloModel(WrappedModel):
     computed these rows, so they must carry the weight already. ``nn.Dropout`` anywhere in the model drops by
     (seed, step, node, column), so results do not depend on the number of ranks.
 
-    Args:
-        model: The user's model; changed in place by hooks and dropouts that act on halo blocks only.
-        session: The run.
-        reduction: Of the user's loss over the targets of this rank.
-        bucket_bytes: Size of a gradient bucket.
-
-    Raises:
-        ConfigError: a module mixes rows of nodes that are not neighbours, such as a batch norm; or as for
-            data parallel models.
+    The user's model is changed in place by hooks and dropouts that act on halo blocks only. ConfigError: a
+    module mixes rows of nodes that are not neighbours, such as a batch norm; or as for data parallel models.
     """
 
     def __init__(

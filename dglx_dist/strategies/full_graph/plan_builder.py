@@ -95,9 +95,7 @@ class Step:
     among: Collection[int]
     """Ranks that all make this step."""
     outgoing: Mapping[int, Any]
-    """Arrays by rank; in the step :data:`_SHARED` the rows of the server."""
-    empty: Sequence[Array] = ()
-    """For ranks that are not in :attr:`outgoing`."""
+    """Arrays by rank; in the step :data:`_SHARED` the rows of the server. Others get no array."""
 
 
 T = TypeVar("T")
@@ -121,9 +119,6 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> Steps[RankPla
     return RankPlan(
         nodes=own.nodes,
         layers=tuple(layers),
-        hops=request.hops,
-        server_nodes=len(held.nodes),
-        inner_nodes=last - first,
         external_nodes=int(np.count_nonzero((held.nodes < first) | (held.nodes >= last))),
     )
 
@@ -287,8 +282,9 @@ def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeig
         return RowOwners(context.bounds, topology).rank_of(ids)
     ranks, pieces = range(topology.world_size), seeds_by_server(context, ids)
     serving = Placement(topology.num_servers, topology).serving_ranks
-    requests = {rank: [piece] for rank, piece in zip(serving, pieces, strict=True)}
-    received = yield Step(name="requests for holders", among=ranks, outgoing=requests, empty=[_NO_IDS])
+    requests = {rank: [_NO_IDS] for rank in ranks}
+    requests |= {rank: [piece] for rank, piece in zip(serving, pieces, strict=True)}
+    received = yield Step(name="requests for holders", among=ranks, outgoing=requests)
     # The index costs as much as the server's rows, so it is built once for all requests.
     index = RowIndex(held.nodes, int(context.bounds[-1]))
     answers = {}
@@ -402,11 +398,9 @@ def plan_all(
         for rank, step in [*waiting.items()]:
             others = sent[step.name]
             if others.keys() >= {*step.among}:
-                came = {other: others[other] for other in step.among}
+                answer = {other: others[other].outgoing.get(rank, ()) for other in step.among}
                 try:
-                    waiting[rank] = running[rank].send(
-                        {other: one.outgoing.get(rank, one.empty) for other, one in came.items()}
-                    )
+                    waiting[rank] = running[rank].send(answer)
                 except StopIteration as finished:
                     plans[rank] = finished.value
                     del waiting[rank]
@@ -471,7 +465,7 @@ class PlanExchange:
             RemoteError: another rank failed in this job; the error has its text.
             PeerError: a rank is dead, or is not planning within the session's time-out; it is named.
         """
-        sent = {rank: step.outgoing.get(rank, step.empty) for rank in step.among}
+        sent = {rank: step.outgoing.get(rank, ()) for rank in step.among}
         self._arrays.post(self._job, step.name, sent, phase=PLAN)
         what = f"{step.name!r} of plan {self._job}"
         received = self._mailbox.take(self._job, step.name, step.among, what, self._is_in_this_job)

@@ -27,7 +27,7 @@ from dglx_dist.strategies.full_graph.expansion import (
     draw_of,
     eas_rule,
 )
-from dglx_dist.strategies.full_graph.halo_plan import PlanCache, RankPlan, RowFiles
+from dglx_dist.strategies.full_graph.halo_plan import PlanCache, RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest
 
 if TYPE_CHECKING:
@@ -184,16 +184,20 @@ class PlanSource:
         self._pending: dict[tuple[int, int], Future[RankPlan]] = {}
         self._position = (0, spec.num_batches)
         """Epoch and step expected by the next request."""
-        self.row_files: RowFiles | None = None
-        """Files of the columns of planned rows; None: not kept on disk, or held by the loader."""
+        self.row_cache: PlanCache | None = None
+        """Keeps the columns of planned rows; None: they are not kept on disk, or held by the loader."""
         if isinstance(maker.seeds, ServerSeeds):
-            check_num_batches(spec.num_batches, maker.seeds)
+            counts = maker.seeds.counts
+            if not 1 <= spec.num_batches <= max(counts):
+                raise ConfigError(
+                    f"batches={spec.num_batches} cooperative batches, but the servers have "
+                    f"{', '.join(map(str, counts))} seeds; give 1 to {max(counts)}"
+                )
             self._sizes = maker.seeds.sizes(spec.num_batches)
             if keep and spec.is_fixed:
                 self._cache = _open_cache(g, maker.seeds, spec)
                 self._on_disk = _common_steps(g, self._cache, spec.num_batches)
-                if len(self) > 1:
-                    self.row_files = self._cache.rows(g.session.topology.server)
+                self.row_cache = self._cache if len(self) > 1 else None
         else:
             # All samples have the same seeds in total, though distributed differently over the ranks.
             self._sizes = gather_int64([self.plan(0, 0).seeds], g.session).sum(axis=0)
@@ -278,15 +282,6 @@ def _close_on_all_ranks(g: DistGraph, source: PlanSource) -> None:
     session.before_close.append(leave)
 
 
-def check_num_batches(num_batches: int, seeds: ServerSeeds) -> None:
-    """Raise ConfigError unless each of ``num_batches`` batches has seeds on some server."""
-    if not 1 <= num_batches <= max(seeds.counts):
-        raise ConfigError(
-            f"batches={num_batches} cooperative batches, but the servers have "
-            f"{', '.join(map(str, seeds.counts))} seeds; give 1 to {max(seeds.counts)}"
-        )
-
-
 def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: PlanSpec) -> PlanCache:
     facts = asdict(spec) | {
         "servers": g.session.topology.server_of_rank,
@@ -295,7 +290,7 @@ def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: PlanSpec) -> PlanCache:
         "seeds": [seeds.digest, *seeds.counts],
         "edges": list(g.canonical_etypes[0]),
     }
-    return PlanCache(g.dataset.cache, facts, g.session.topology.rank)
+    return PlanCache(g.dataset.cache, facts, g.session.topology)
 
 
 def _common_steps(g: DistGraph, cache: PlanCache, num_batches: int) -> set[int]:

@@ -44,7 +44,6 @@ class _FullGraphStrategy(Strategy):
     cost = staticmethod(costs.cost)
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
-        self._session = session
         self._options: FullGraphOptions = self.read_options(options)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
@@ -192,12 +191,9 @@ class Cooperative(_FullGraphStrategy):
 class DeferredLoader:
     """A :class:`FullGraphLoader` whose number of steps depends on the memory of a model.
 
-    It is usable once it has a model: the next one that is wrapped, or an earlier one if iteration begins
-    first.
-
-    Args:
-        opened: Opens the loader for a model and returns its memory estimate; collective.
-        earlier: Returns the model that was wrapped last, the same on all ranks; None: none.
+    It is usable once it has a model: the next one that is wrapped, or the ``earlier`` one, the same on all
+    ranks, if iteration begins first. ``opened`` opens the loader for a model and returns its memory estimate;
+    collective.
     """
 
     def __init__(
@@ -207,20 +203,13 @@ class DeferredLoader:
     ) -> None:
         self._opened, self._earlier = opened, earlier
         self._loader: FullGraphLoader | None = None
-        self._memory: MemoryEstimate | None = None
-
-    @property
-    def is_settled(self) -> bool:
-        return self._loader is not None
-
-    @property
-    def memory(self) -> MemoryEstimate | None:
+        self.memory: MemoryEstimate | None = None
         """Estimate of the largest cooperative batch on this rank; None without a model."""
-        return self._memory
 
     def settle(self, model: nn.Module) -> None:
-        """Open the loader for the user's ``model``; every rank must call it, once."""
-        self._loader, self._memory = self._opened(model)
+        """Open the loader for the user's ``model``, unless it is open; every rank must call it."""
+        if self._loader is None:
+            self._loader, self.memory = self._opened(model)
 
     def __len__(self) -> int:
         return len(self._settled)
@@ -232,7 +221,7 @@ class DeferredLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         model = self._earlier()
-        if not self.is_settled and model is not None:
+        if model is not None:
             self.settle(model)
         return iter(self._settled)
 
@@ -272,8 +261,7 @@ class _State:
         self._model, deferred = weakref.ref(wrapped), self._deferred
         self._deferred, self._is_new = [], not deferred
         for loader in deferred:
-            if not loader.is_settled:
-                loader.settle(wrapped.module)
+            loader.settle(wrapped.module)
 
 
 _STATE: SessionField[_State] = SessionField(lambda _: _State())

@@ -27,8 +27,7 @@ from dglx_dist.strategies.cost import (
     Work,
     traffic_with_sums,
 )
-from dglx_dist.strategies.full_graph.cost import full_graph_memory
-from dglx_dist.strategies.full_graph.plan_counts import FullGraphScheme
+from dglx_dist.strategies.full_graph.cost import FullGraphScheme, full_graph_memory
 from dglx_dist.strategies.serverless.options import LambdaOptions
 
 _SHORT_ID_BYTES, _LABEL_BYTES, _STATISTICS_BYTES = 4, 4, 2 * 2 * 8

@@ -20,11 +20,10 @@ from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
 from dglx_dist.strategies.cost import PartitionContext, Widths
-from dglx_dist.strategies.full_graph.cost import exchanged_bytes
+from dglx_dist.strategies.full_graph.cost import FullWork, exchanged_bytes, full_work_of, sizes_of
 from dglx_dist.strategies.full_graph.expansion import compose
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
-from dglx_dist.strategies.full_graph.plan_counts import FullWork, full_work_of, sizes_of
 from scripts.bench import data
 from scripts.bench.experiments.common import (
     GIGABIT,

@@ -18,15 +18,30 @@ from torch import Tensor, nn
 WIDTH, WIDE, NUM_RELATIONS = 4, 6, 3
 
 
-class Flat(nn.Module):
-    """A convolution with heads, whose output is one row per node again."""
+class Called(nn.Module):
+    """A module with the call that it needs: its inner one, the graph and the rows."""
 
-    def __init__(self, conv: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, call: Callable[[Any, Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.conv = conv
+        self.inner, self._call = inner, call
 
     def forward(self, graph: Any, h: Tensor) -> Tensor:
-        return self.conv(graph, h).flatten(1)
+        return self._call(self.inner, graph, h)
+
+
+def flat(conv: nn.Module) -> nn.Module:
+    """A convolution with heads, whose output is one row per node again."""
+    return Called(conv, lambda conv, g, h: conv(g, h).flatten(1))
+
+
+def with_edges(conv: nn.Module, **taken: Callable[[Any], Tensor]) -> nn.Module:
+    """A convolution that takes a value per edge; the first tensor of those that return several."""
+
+    def call(conv: Any, g: Any, h: Tensor) -> Tensor:
+        out = conv(g, h, **{name: take(g) for name, take in taken.items()})
+        return out[0] if isinstance(out, tuple) else out
+
+    return Called(conv, call)
 
 
 class Residual(nn.Module):
@@ -40,172 +55,71 @@ class Residual(nn.Module):
         return h[: block.num_dst_nodes()] + self.conv(block, torch.relu(self.norm(h)))
 
 
-class ByHand(nn.Module):
+def by_hand(linear: Any, g: Any, h: Tensor) -> Tensor:
     """Message passing with DGL's functions; the rows are first and not where a hook looks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, g: Any, h: Tensor) -> Tensor:
-        with g.local_scope():
-            g.srcdata["h"] = h
-            g.update_all(fn.copy_u("h", "m"), fn.mean("m", "o"))
-            return self.linear(torch.cat([h[: g.num_dst_nodes()], g.dstdata["o"]], 1))
+    with g.local_scope():
+        g.srcdata["h"] = h
+        g.update_all(fn.copy_u("h", "m"), fn.mean("m", "o"))
+        return linear(torch.cat([h[: g.num_dst_nodes()], g.dstdata["o"]], 1))
 
 
-class Attention(nn.Module):
+def attention(linear: Any, g: Any, h: Tensor) -> Tensor:
     """Edges first, softmax, then messages, all by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, g: Any, h: Tensor) -> Tensor:
-        with g.local_scope():
-            g.srcdata.update({"h": h, "k": self.key(h)})
-            g.dstdata["q"] = self.query(h[: g.num_dst_nodes()])
-            g.apply_edges(fn.u_dot_v("k", "q", "s"))
-            g.edata["a"] = dgl.ops.edge_softmax(g, g.edata["s"])
-            g.update_all(fn.u_mul_e("h", "a", "m"), fn.sum("m", "o"))
-            return g.dstdata["o"]
+    query, key = linear
+    with g.local_scope():
+        g.srcdata.update({"h": h, "k": key(h)})
+        g.dstdata["q"] = query(h[: g.num_dst_nodes()])
+        g.apply_edges(fn.u_dot_v("k", "q", "s"))
+        g.edata["a"] = dgl.ops.edge_softmax(g, g.edata["s"])
+        g.update_all(fn.u_mul_e("h", "a", "m"), fn.sum("m", "o"))
+        return g.dstdata["o"]
 
 
-class Functions(nn.Module):
+def functions(linear: Any, g: Any, h: Tensor) -> Tensor:
     """Messages and reductions that are functions of the user's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, g: Any, h: Tensor) -> Tensor:
-        with g.local_scope():
-            g.srcdata["h"] = h
-            g.update_all(self._message, self._reduce)
-            return g.dstdata["o"]
-
-    def _message(self, edges: Any) -> dict[str, Tensor]:
-        return {"m": self.linear(edges.src["h"])}
-
-    def _reduce(self, nodes: Any) -> dict[str, Tensor]:
-        return {"o": torch.logsumexp(nodes.mailbox["m"], 1)}
+    with g.local_scope():
+        g.srcdata["h"] = h
+        g.update_all(
+            lambda edges: {"m": linear(edges.src["h"])},
+            lambda nodes: {"o": torch.logsumexp(nodes.mailbox["m"], 1)},
+        )
+        return g.dstdata["o"]
 
 
-class EdgeValues(nn.Module):
-    """A convolution that takes a value per edge; the first tensor of those that return several."""
-
-    def __init__(self, conv: nn.Module, **taken: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.conv, self._taken = conv, taken
-
-    def forward(self, g: Any, h: Tensor) -> Tensor:
-        out = self.conv(g, h, **{name: take(g) for name, take in self._taken.items()})
-        return out[0] if isinstance(out, tuple) else out
-
-
-class ServerLeaders(nn.Module):
+def heads(linear: Any, g: Any, h: Tensor) -> Tensor:
     """Messages of three dimensions, which the edges weigh head by head, by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, g: Any, h: Tensor) -> Tensor:
-        with g.local_scope():
-            g.srcdata["h"] = self.linear(h).view(len(h), -1, 2)
-            g.edata["w"] = features(2)(g).unsqueeze(-1)
-            g.update_all(fn.u_mul_e("h", "w", "m"), fn.max("m", "o"))
-            return g.dstdata["o"].flatten(1)
+    with g.local_scope():
+        g.srcdata["h"] = linear(h).view(len(h), -1, 2)
+        g.edata["w"] = features(2)(g).unsqueeze(-1)
+        g.update_all(fn.u_mul_e("h", "w", "m"), fn.max("m", "o"))
+        return g.dstdata["o"].flatten(1)
 
 
-class Between(nn.Module):
+def between(linear: Any, g: Any, h: Tensor) -> Tensor:
     """Functions of the user's of both ends of an edge, then a sum of what is on the edges."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, g: Any, h: Tensor) -> Tensor:
-        with g.local_scope():
-            g.srcdata["h"], g.dstdata["t"] = h, h[: g.num_dst_nodes()]
-            g.apply_edges(lambda edges: {"e": torch.cat([edges.src["h"], edges.dst["t"]], 1)})
-            g.edata["e"] = torch.relu(self.linear(g.edata["e"]))
-            g.update_all(fn.copy_e("e", "m"), fn.sum("m", "o"), lambda nodes: {"o": nodes.data["o"] * 2})
-            return g.dstdata["o"]
+    with g.local_scope():
+        g.srcdata["h"], g.dstdata["t"] = h, h[: g.num_dst_nodes()]
+        g.apply_edges(lambda edges: {"e": torch.cat([edges.src["h"], edges.dst["t"]], 1)})
+        g.edata["e"] = torch.relu(linear(g.edata["e"]))
+        g.update_all(fn.copy_e("e", "m"), fn.sum("m", "o"), lambda nodes: {"o": nodes.data["o"] * 2})
+        return g.dstdata["o"]
 
 
-class OfPair(nn.Module):
-    """A convolution that takes the rows of sources and of destinations of a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = dglnn.EGATConv((WIDTH, WIDTH), 3, 2, 3, 2)
-
-    def forward(self, g: Any, h: Tensor) -> Tensor:
-        return self.conv(g, (h, h[: g.num_dst_nodes()]), features(3)(g))[0].flatten(1)
+def make_by_hand() -> nn.Module:
+    return Called(nn.Linear(2 * WIDTH, WIDTH), by_hand)
 
 
-class Transformer(nn.Module):
-    """Types of the nodes beside their rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = dglnn.HGTConv(WIDTH, 2, 2, 2, NUM_RELATIONS, 0.0)
-
-    def forward(self, g: Any, h: Tensor) -> Tensor:
-        return self.conv(g, h, (h[:, 0] > 0).long(), relations(g))
+def make_functions() -> nn.Module:
+    return Called(nn.Linear(WIDTH, WIDTH), functions)
 
 
-class Coordinates(nn.Module):
-    """Two matrices of the nodes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = dglnn.EGNNConv(WIDTH, 5, WIDTH, 3)
-
-    def forward(self, g: Any, h: Tensor) -> Tensor:
-        return self.conv(g, h, h[:, :3], features(3)(g))[0]
-
-
-class Initial(nn.Module):
+def initial(**taken: Callable[[Any], Tensor]) -> nn.Module:
     """A convolution that takes the first features beside the last ones."""
 
-    def __init__(self, **taken: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.conv, self._taken = dglnn.GCN2Conv(WIDTH, 1, alpha=0.3), taken
+    def call(conv: Any, g: Any, h: Tensor) -> Tensor:
+        return conv(g, h, torch.sin(h), **{name: take(g) for name, take in taken.items()})
 
-    def forward(self, g: Any, h: Tensor) -> Tensor:
-        return self.conv(g, h, torch.sin(h), **{name: take(g) for name, take in self._taken.items()})
-
-
-class Atoms(nn.Module):
-    """Pooling by distances."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        ones = torch.ones(1, 2)
-        self.conv = dglnn.AtomicConv(torch.tensor([[1.0, 2.0]]), ones, ones)
-
-    def forward(self, g: Any, h: Tensor) -> Tensor:
-        return self.conv(g, h[:, :1], features(1)(g).abs()).repeat(1, 2)
-
-
-class Reversible(nn.Module):
-    """Layers that DGL computes again in backward, where they exchange again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = dglnn.GroupRevRes(Residual(2), 2)
-
-    def forward(self, g: Any, h: Tensor) -> Tensor:
-        return self.conv(g, h.clone())  # it takes the memory of what it is given
-
-
-class OverSources(nn.Module):
-    """A softmax over the out-edges of each source."""
-
-    def forward(self, g: Any, h: Tensor) -> Tensor:
-        return dgl.ops.edge_softmax(g, features(1)(g), norm_by="src")
+    return Called(dglnn.GCN2Conv(WIDTH, 1, alpha=0.3), call)
 
 
 def _ids(g: Any) -> Tensor:
@@ -236,40 +150,46 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "sage pool": lambda: dglnn.SAGEConv(WIDTH, WIDTH, "pool"),
     "sage gcn": lambda: dglnn.SAGEConv(WIDTH, WIDTH, "gcn"),
     "sage lstm": lambda: dglnn.SAGEConv(WIDTH, WIDTH, "lstm"),
-    "sage weighted": lambda: EdgeValues(dglnn.SAGEConv(WIDTH, WIDTH, "mean"), edge_weight=weights),
+    "sage weighted": lambda: with_edges(dglnn.SAGEConv(WIDTH, WIDTH, "mean"), edge_weight=weights),
     "gcn both": lambda: dglnn.GraphConv(WIDTH, WIDTH, norm="both"),
     "gcn left": lambda: dglnn.GraphConv(WIDTH, WIDTH, norm="left"),
     "gcn right": lambda: dglnn.GraphConv(WIDTH, WIDTH, norm="right"),
     "gcn none": lambda: dglnn.GraphConv(WIDTH, WIDTH, norm="none"),
-    "gcn weighted": lambda: EdgeValues(dglnn.GraphConv(WIDTH, WIDTH), edge_weight=weights),
-    "gat": lambda: Flat(dglnn.GATConv(WIDTH, 2, 2)),
-    "gatv2": lambda: Flat(dglnn.GATv2Conv(WIDTH, 2, 2)),
+    "gcn weighted": lambda: with_edges(dglnn.GraphConv(WIDTH, WIDTH), edge_weight=weights),
+    "gat": lambda: flat(dglnn.GATConv(WIDTH, 2, 2)),
+    "gatv2": lambda: flat(dglnn.GATv2Conv(WIDTH, 2, 2)),
     "gin": lambda: dglnn.GINConv(_mlp(), "sum", learn_eps=True),
     "gin max": lambda: dglnn.GINConv(_mlp(), "max"),
     "edge": lambda: dglnn.EdgeConv(WIDTH, WIDTH),
-    "dot gat": lambda: Flat(dglnn.DotGatConv(WIDTH, 2, 2)),
+    "dot gat": lambda: flat(dglnn.DotGatConv(WIDTH, 2, 2)),
     "agnn": lambda: dglnn.AGNNConv(),
-    "relations": lambda: EdgeValues(
+    "relations": lambda: with_edges(
         dglnn.RelGraphConv(WIDTH, WIDTH, NUM_RELATIONS, num_bases=2), etypes=relations
     ),
-    "gat residual": lambda: Flat(dglnn.GATConv(WIDTH, 2, 2, residual=True)),
-    "gatv2 residual": lambda: Flat(dglnn.GATv2Conv(WIDTH, 2, 2, residual=True)),
-    "gat weighted": lambda: Flat(EdgeValues(dglnn.GATConv(WIDTH, 2, 2), edge_weight=weights)),
-    "edge gat": lambda: Flat(EdgeValues(dglnn.EdgeGATConv(WIDTH, 3, 2, 2), edge_feat=features(3))),
-    "egat": OfPair,
-    "gine": lambda: EdgeValues(dglnn.GINEConv(_mlp(), learn_eps=True), edge_feat=features(WIDTH)),
-    "nn": lambda: EdgeValues(
+    "gat residual": lambda: flat(dglnn.GATConv(WIDTH, 2, 2, residual=True)),
+    "gatv2 residual": lambda: flat(dglnn.GATv2Conv(WIDTH, 2, 2, residual=True)),
+    "gat weighted": lambda: flat(with_edges(dglnn.GATConv(WIDTH, 2, 2), edge_weight=weights)),
+    "edge gat": lambda: flat(with_edges(dglnn.EdgeGATConv(WIDTH, 3, 2, 2), edge_feat=features(3))),
+    "egat": lambda: Called(
+        dglnn.EGATConv((WIDTH, WIDTH), 3, 2, 3, 2),
+        lambda conv, g, h: conv(g, (h, h[: g.num_dst_nodes()]), features(3)(g))[0].flatten(1),
+    ),
+    "gine": lambda: with_edges(dglnn.GINEConv(_mlp(), learn_eps=True), edge_feat=features(WIDTH)),
+    "nn": lambda: with_edges(
         dglnn.NNConv(WIDTH, WIDTH, nn.Linear(3, WIDTH * WIDTH), "mean", residual=True), efeat=features(3)
     ),
-    "cf": lambda: EdgeValues(dglnn.CFConv(WIDTH, 3, 5, WIDTH), edge_feats=features(3)),
-    "gmm": lambda: EdgeValues(dglnn.GMMConv(WIDTH, WIDTH, 3, 2, "mean", residual=True), pseudo=features(3)),
-    "hgt": Transformer,
+    "cf": lambda: with_edges(dglnn.CFConv(WIDTH, 3, 5, WIDTH), edge_feats=features(3)),
+    "gmm": lambda: with_edges(dglnn.GMMConv(WIDTH, WIDTH, 3, 2, "mean", residual=True), pseudo=features(3)),
+    "hgt": lambda: Called(
+        dglnn.HGTConv(WIDTH, 2, 2, 2, NUM_RELATIONS, 0.0),
+        lambda conv, g, h: conv(g, h, (h[:, 0] > 0).long(), relations(g)),
+    ),
     "residual": Residual,
-    "by hand": ByHand,
-    "attention": Attention,
-    "functions": Functions,
-    "heads": ServerLeaders,
-    "between": Between,
+    "by hand": make_by_hand,
+    "attention": lambda: Called(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), attention),
+    "functions": make_functions,
+    "heads": lambda: Called(nn.Linear(WIDTH, WIDTH), heads),
+    "between": lambda: Called(nn.Linear(2 * WIDTH, WIDTH), between),
 }
 """On blocks and on local graphs."""
 
@@ -278,25 +198,38 @@ ON_GRAPHS: dict[str, Callable[[], nn.Module]] = {
     "tag": lambda: dglnn.TAGConv(WIDTH, WIDTH, k=2),
     "cheb": lambda: dglnn.ChebConv(WIDTH, WIDTH, 3),
     "gated": lambda: dglnn.GatedGraphConv(WIDTH, WIDTH, 2, 1),
-    "gcn2": Initial,
-    "egnn": Coordinates,
-    "atomic": Atoms,
-    "egat alone": lambda: Flat(EdgeValues(dglnn.EGATConv(WIDTH, 3, 2, 3, 2), efeats=features(3))),
+    "gcn2": initial,
+    "egnn": lambda: Called(
+        dglnn.EGNNConv(WIDTH, 5, WIDTH, 3), lambda conv, g, h: conv(g, h, h[:, :3], features(3)(g))[0]
+    ),
+    "atomic": lambda: Called(
+        dglnn.AtomicConv(torch.tensor([[1.0, 2.0]]), torch.ones(1, 2), torch.ones(1, 2)),
+        lambda conv, g, h: conv(g, h[:, :1], features(1)(g).abs()).repeat(1, 2),
+    ),
+    "egat alone": lambda: flat(with_edges(dglnn.EGATConv(WIDTH, 3, 2, 3, 2), efeats=features(3))),
 }
 """Those that DGL runs on whole graphs alone."""
 
-RECOMPUTED: dict[str, Callable[[], nn.Module]] = {"reversible": Reversible}
+RECOMPUTED: dict[str, Callable[[], nn.Module]] = {
+    # It takes the memory of what it is given.
+    "reversible": lambda: Called(dglnn.GroupRevRes(Residual(2), 2), lambda conv, g, h: conv(g, h.clone()))
+}
 """As ON_GRAPHS, where all ranks go backward at the same time, as processes do."""
 
 _REVERSED, _OF_ALL = "out-edges of each source", "only those of this rank"
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "over sources": (OverSources, _REVERSED),
-    "gcn2 weighted": (lambda: Initial(edge_weight=weights), _REVERSED),
-    "tag weighted": (lambda: EdgeValues(dglnn.TAGConv(WIDTH, WIDTH, 2), edge_weight=weights), _REVERSED),
-    "sgc weighted": (lambda: EdgeValues(dglnn.SGConv(WIDTH, WIDTH, 2), edge_weight=weights), _REVERSED),
-    "appnp weighted": (lambda: EdgeValues(dglnn.APPNPConv(2, 0.2), edge_weight=weights), _REVERSED),
+    "over sources": (
+        lambda: Called(
+            nn.Identity(), lambda _, g, __: dgl.ops.edge_softmax(g, features(1)(g), norm_by="src")
+        ),
+        _REVERSED,
+    ),
+    "gcn2 weighted": (lambda: initial(edge_weight=weights), _REVERSED),
+    "tag weighted": (lambda: with_edges(dglnn.TAGConv(WIDTH, WIDTH, 2), edge_weight=weights), _REVERSED),
+    "sgc weighted": (lambda: with_edges(dglnn.SGConv(WIDTH, WIDTH, 2), edge_weight=weights), _REVERSED),
+    "appnp weighted": (lambda: with_edges(dglnn.APPNPConv(2, 0.2), edge_weight=weights), _REVERSED),
     "gated types": (
-        lambda: EdgeValues(dglnn.GatedGraphConv(WIDTH, WIDTH, 2, NUM_RELATIONS), etypes=relations),
+        lambda: with_edges(dglnn.GatedGraphConv(WIDTH, WIDTH, 2, NUM_RELATIONS), etypes=relations),
         "all edges at once",
     ),
     # These two have a batch norm, besides: HaloModel refuses them earlier.

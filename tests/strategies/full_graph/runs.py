@@ -46,7 +46,6 @@ class Notes:
     """The same for each epoch."""
     rows: list[Any] = field(default_factory=list)
     """Global ids of this rank's rows of every level."""
-    server_nodes: int = 0
     external_nodes: int = 0
 
 
@@ -82,7 +81,7 @@ def train(g: DistGraph, run: Run, model: nn.Module, num_layers: int = 2) -> Note
         notes.moved.append(_moved(session, before))
     plan = loader.plan
     notes.rows = [plan.rows(level).copy() for level in range(num_layers + 1)]
-    notes.server_nodes, notes.external_nodes = plan.server_nodes, plan.external_nodes
+    notes.external_nodes = plan.external_nodes
     notes.weights = [p.detach().numpy().copy() for p in wrapped.whole().parameters()]
     return notes
 

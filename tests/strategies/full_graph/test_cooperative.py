@@ -23,17 +23,12 @@ from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
-
-TOLERANCE = 1e-10
+from tests.strategies.test_equality import TOLERANCE, difference
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return equality.write_parts(tmp_path_factory.mktemp("cooperative"))
-
-
-def difference(mine: list[Any], other: list[Any]) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(mine, other, strict=True))
 
 
 def an_epoch(g: DistGraph, options: dict[str, Any], kind: str = "sage", epochs: int = 2) -> dict[str, Any]:

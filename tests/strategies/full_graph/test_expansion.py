@@ -29,7 +29,6 @@ from dglx_dist.strategies.full_graph.expansion import (
     draw_of,
     eas_rule,
     in_edges_of,
-    only_from,
     read_held,
     remove_held,
     select_external,
@@ -99,12 +98,6 @@ def test_many_nodes_are_asked_for_some_at_a_time(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(expansion, "CHUNK", 1)
     pieces = list(in_edges_of(PATH, np.array([4, 0, 3, 1, 2])))
     assert [piece.sources.tolist() for piece in pieces] == [[3], [], [2, 5], [0], [1]]
-
-
-def test_only_from_no_node_leaves_no_edge() -> None:
-    edges = PATH.ask("in_edges", np.array([3, 4]))
-    left = only_from(edges, np.empty(0, np.int64))
-    assert (left.indptr.tolist(), left.sources.tolist(), left.edge_ids.tolist()) == ([0, 0, 0], [], [])
 
 
 def random_closure(num_rows: int = 400, counts: tuple[int, ...] = (400, 300, 200, 100)) -> KHopNeighborhood:
@@ -201,39 +194,8 @@ SOURCES = np.array([0, 0, 1, 2, 3, 1])
 NODES = np.array([4, 5, 6])
 
 
-def chosen(fanout: int, taken: list[int] | None = None, scores: list[int] | None = None) -> list[int]:
-    return choose_external(
-        INDPTR,
-        SOURCES,
-        NODES,
-        np.array(taken or [], np.int64),
-        np.array(scores or [], np.int64),
-        fanout,
-        STREAM,
-    ).tolist()
-
-
-def test_all_of_them_each_once_for_a_node() -> None:
-    assert chosen(-1) == [0, 1, 2, 3, 1]
-
-
-def test_taken_nodes_are_no_candidates() -> None:
-    assert chosen(-1, taken=[0, 1]) == [2, 3]
-    assert sorted(chosen(9, taken=[0, 1])) == [2, 3]
-
-
-def test_as_many_as_the_fan_out_and_a_larger_one_takes_more_of_the_same() -> None:
-    for fanout in (1, 2, 3):
-        few, more = chosen(fanout), chosen(fanout + 1)
-        assert len(few) == fanout + 1
-        assert set(few[:fanout]) < set(more[: fanout + 1])
-        assert few[-1] == more[-1] == 1
-
-
-def test_higher_scores_go_first() -> None:
-    assert chosen(2, scores=[5, 5, 1, 9, 2, 1])[:2] == [2, 0]
-    # A tie is broken by a random number.
-    assert chosen(1, scores=[5, 5, 1, 9, 9, 1])[0] in (2, 3)
+def test_a_neighbour_is_chosen_once_for_a_node() -> None:
+    assert choose_external(INDPTR, SOURCES, NODES, NONE, NONE, -1, STREAM).tolist() == [0, 1, 2, 3, 1]
 
 
 def test_any_neighbour_is_as_likely() -> None:

@@ -22,18 +22,20 @@ from tests.strategies.full_graph.layers_of_dgl import (
     ON_GRAPHS,
     RECOMPUTED,
     REFUSED,
-    ByHand,
-    Flat,
-    Functions,
     Stack,
+    flat,
+    make_by_hand,
+    make_functions,
 )
-from tests.strategies.full_graph.threads import OWNER, SEEDS, World, gradients_of, whole_graph
-
-TOLERANCE = {"rtol": 0.0, "atol": 1e-10}
-
-
-def features() -> Tensor:
-    return torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+from tests.strategies.full_graph.threads import (
+    OWNER,
+    SEEDS,
+    TOLERANCE,
+    World,
+    features,
+    gradients_of,
+    whole_graph,
+)
 
 
 def loss_weights() -> Tensor:
@@ -66,14 +68,13 @@ WITHOUT_HOOKS = ("sage mean", "gin max", "functions", "dot gat", "relations")
 """Layers that set the rows they are given on the block, before they combine them with others."""
 
 
-@pytest.mark.parametrize(
-    ("name", "hooked"), [*((name, True) for name in LAYERS), *((name, False) for name in WITHOUT_HOOKS)]
-)
+@pytest.mark.parametrize("name", [*WITHOUT_HOOKS, "sage lstm"])
 @pytest.mark.filterwarnings("ignore:The input graph for the user-defined edge function")
-def test_layers_compute_what_they_compute_on_the_whole_graph(name: str, hooked: bool) -> None:
+def test_layers_compute_what_they_compute_on_the_whole_graph(name: str) -> None:
+    """All others, with hooks, are compared on real ranks; edges have an order that LSTM needs only here."""
     model = Stack(LAYERS[name])
     expected, gradients = on_one_process(model, SEEDS)
-    if hooked:
+    if name not in WITHOUT_HOOKS:
         install(model)
     found, found_gradients = on_ranks(model, World(whole_graph(), SEEDS, 2))
     assert sorted(found) == sorted(SEEDS.tolist())
@@ -111,7 +112,7 @@ def test_the_table_of_layers_is_whole() -> None:
 
 def test_a_rank_without_targets_may_reshape() -> None:
     world = World(whole_graph(), SEEDS, 2)
-    model = Flat(dgl.nn.GATConv(4, 2, 2, residual=True))
+    model = flat(dgl.nn.GATConv(4, 2, 2, residual=True))
     install(model)
     block = world.blocks[2][1]
     out = model(block, torch.zeros(block.num_src_nodes(), 4))
@@ -181,27 +182,6 @@ def test_every_layer_exchanges_once_and_as_wide_as_its_input() -> None:
         assert [one.given for one in exchanges] == [[(layer.own_rows, 4)] for layer in plan.layers]
 
 
-def test_rows_of_all_sources_are_not_exchanged() -> None:
-    world = World(whole_graph(), SEEDS, 2)
-    model = Stack(LAYERS["gcn both"])
-    expected, _ = on_one_process(model, SEEDS)
-    install(model)
-
-    def work(rank: int) -> tuple[np.ndarray, Tensor]:
-        first, second = world.blocks[rank]
-        layer = world.plans[rank].layers[0]
-        nodes = np.concatenate([world.plans[rank].nodes[: layer.own_rows], layer.halo_nodes])
-        first.set_all("feat", features()[nodes])
-        assert torch.equal(first.srcdata["feat"], features()[first.srcdata[dgl.NID]])
-        return world.plans[rank].rows(2), model([first, second], first.srcdata["feat"])
-
-    done = world.run(work)
-    assert all(not exchanges[0].given for exchanges in world.exchanges)
-    for nodes, out in done:
-        where = [SEEDS.tolist().index(node) for node in nodes]
-        torch.testing.assert_close(out, expected[where], **TOLERANCE)
-
-
 def test_own_rows_that_the_loader_set_are_exchanged_when_messages_read_them() -> None:
     g = whole_graph()
     g.ndata["h"] = features()
@@ -224,7 +204,7 @@ def test_own_rows_that_the_loader_set_are_exchanged_when_messages_read_them() ->
         torch.testing.assert_close(out, g.ndata["o"][nodes], **TOLERANCE)
 
 
-@pytest.mark.parametrize("make", [ByHand, Functions])
+@pytest.mark.parametrize("make", [make_by_hand, make_functions])
 @pytest.mark.filterwarnings("ignore:The input graph for the user-defined edge function")
 def test_a_rank_without_edges_takes_the_gradients_of_the_rows_it_sent(make: Any) -> None:
     world = World(whole_graph(), SEEDS, 2)
@@ -269,17 +249,6 @@ def test_degrees_are_those_of_the_whole_graph() -> None:
                 assert block.out_degrees(0) == g.out_degrees(int(sources[0]))
                 assert torch.equal(block.out_degrees([0]), g.out_degrees(sources[:1]))
             assert torch.equal(block.in_degrees(), g.in_degrees(torch.from_numpy(plan.rows(level))))
-
-
-def test_a_block_without_peers_exchanges_nothing() -> None:
-    world = World(whole_graph(), SEEDS, 2, np.zeros(12, np.int64))
-    model = Stack(LAYERS["sage mean"])
-    expected, _ = on_one_process(model, SEEDS)
-    install(model)
-    found, _ = on_ranks(model, world)
-    assert world.exchanges[0][0].given == []
-    assert world.blocks[0][0].num_src_nodes() == world.blocks[0][0].own_rows
-    torch.testing.assert_close(torch.stack([found[node] for node in SEEDS.tolist()]), expected, **TOLERANCE)
 
 
 def test_pairs_named_arguments_and_kept_rows() -> None:

@@ -9,8 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.arrays import ArrayCache, ArrayFolder, ArrayWriter
+from dglx_dist.graph.column import Column
+from dglx_dist.graph.row_kernels import column_info
 from dglx_dist.strategies.full_graph.halo_plan import (
     NUMBERS,
     HaloLayer,
@@ -58,9 +62,6 @@ def a_plan(seeds: int = 1) -> RankPlan:
     return RankPlan(
         nodes=np.array([5, 2, 9]),
         layers=(first, second),
-        hops=2,
-        server_nodes=4,
-        inner_nodes=3,
         external_nodes=1,
     )
 
@@ -93,7 +94,8 @@ def test_layers_that_are_one_stay_one(tmp_path: Path) -> None:
 
 
 def cache_at(folder: Path, rank: int = 0, checksum: str = "abc", **facts: Any) -> PlanCache:
-    return PlanCache(ArrayCache(folder, checksum), {"batches": 2, **facts}, rank)
+    """Each rank is a server."""
+    return PlanCache(ArrayCache(folder, checksum), {"batches": 2, **facts}, Topology(rank, 2, (0, 1)))
 
 
 def test_plans_are_found_again_by_all_that_they_depend_on(tmp_path: Path) -> None:
@@ -140,7 +142,54 @@ def test_another_dataset_or_version_does_not_find_them(
     assert not cache_at(tmp_path).holds(0)
 
 
-def test_a_disk_without_room_is_survived(
+IDS = np.array([5, 2, 40])
+
+
+def column(dtype: torch.dtype = torch.float32, name: str = "feat", writable: bool = False) -> Column:
+    """Rows of two numbers; server 0 owns 0..9, server 1 the others."""
+    return Column(
+        name=name,
+        info=column_info(dtype, (2,)),
+        bounds=np.array([0, 10, 100]),
+        shards=(),
+        writable=writable,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
+def test_rows_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    cache, rows = cache_at(tmp_path), torch.tensor([[0, 1], [1, 0], [3, 4]]).to(dtype)
+    assert cache.read_rows(column(dtype), IDS) is None
+    assert cache.write_rows(column(dtype), IDS, rows)
+    found = cache_at(tmp_path).read_rows(column(dtype), IDS)
+    assert found is not None
+    assert found.dtype == dtype
+    assert torch.equal(found, rows)
+    found.zero_()
+    again = cache.read_rows(column(dtype), IDS)
+    assert again is not None
+    assert torch.equal(again, rows)
+
+
+def test_others_are_not_found(tmp_path: Path) -> None:
+    cache = cache_at(tmp_path)
+    cache.write_rows(column(), IDS, torch.zeros(3, 2))
+    assert cache.read_rows(column(), IDS[[1, 0, 2]]) is None
+    assert cache.read_rows(column(), IDS[:2]) is None
+    assert cache.read_rows(column(name="other"), IDS) is None
+    assert cache.read_rows(column(torch.float64), IDS) is None
+
+
+def test_only_what_comes_from_elsewhere_and_stays_is_worth_it(tmp_path: Path) -> None:
+    cache = cache_at(tmp_path)
+    assert cache.takes(column(), IDS)
+    assert not cache.takes(column(), IDS[:2])
+    assert not cache.takes(column(), IDS[:0])
+    assert cache_at(tmp_path, 1).takes(column(), IDS)
+    assert not cache.takes(column(writable=True), IDS)
+
+
+def test_a_disk_without_room_is_survived_and_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
@@ -148,6 +197,10 @@ def test_a_disk_without_room_is_survived(
 
     monkeypatch.setattr(ArrayWriter, "put", full)
     cache = cache_at(tmp_path)
+    assert not cache.write_rows(column(), IDS, torch.zeros(3, 2))
     assert not cache.write(0, a_plan())
     assert not cache.write(1, a_plan())
-    assert caplog.text.count("the plan is not kept on disk") == 1
+    assert caplog.text.count("the fetched rows of 'feat' is not kept on disk") == 1
+    assert caplog.text.count("is not kept on disk") == 1
+    assert cache.read_rows(column(), IDS) is None
+    assert not list(tmp_path.rglob("*.partial"))

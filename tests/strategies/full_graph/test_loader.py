@@ -1,37 +1,33 @@
-"""The full-graph loader: steps of an epoch, resuming, shared preloading, rows kept in files."""
+"""The full-graph loader: steps of an epoch, resuming, shared preloading, external nodes chosen anew."""
 
 from __future__ import annotations
 
-import errno
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import dgl
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.data.storage.arrays import ArrayFolder, ArrayWriter
 from dglx_dist.data.storage.writer import write_dataset
-from dglx_dist.dataloading.feature_fetch import Columns
-from dglx_dist.errors import CheckpointError
-from dglx_dist.graph.column import Column
+from dglx_dist.errors import CheckpointError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.row_kernels import column_info
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.full_graph.expansion import EasOptions
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock
-from dglx_dist.strategies.full_graph.halo_plan import RowFiles
-from dglx_dist.strategies.full_graph.loader import ColumnReader
+from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSource, PlanSpec
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import plan_cases, runs
-from tests.strategies.full_graph.test_halo_plan import a_plan
+from tests.strategies.test_equality import difference
 
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full_graph", {}),
     "anew": ("full_graph", {"use_pp": False}),
     "closed": ("shared_preload", {}),
@@ -53,7 +49,7 @@ def on_rank(folder: str) -> dict[str, Any]:
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder)
         found: dict[str, Any] = {}
-        for name, (strategy, options) in OPTIONS.items():
+        for name, (strategy, options) in WAYS.items():
             loader = loader_of(g, strategy, options, "uneven")
             found[name] = look_at(g, loader, use_pp=options.get("use_pp", True))
         check_positions(g)
@@ -148,7 +144,7 @@ def check_positions(g: DistGraph) -> None:
 def test_every_seed_is_computed_once_where_it_lies(folder: Path, ranks: int, ranks_per_server: int) -> None:
     results = run_ranks(on_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
     expected = [node for node in range(equality.NUM_NODES) if node % 3 == 0]
-    for name in OPTIONS:
+    for name in WAYS:
         seeds = [seed for one in results for seed in one[name]["seeds"]]
         assert sorted(seeds) == expected
         assert {one[name]["targets"][1] for one in results} == {len(expected)}
@@ -206,109 +202,69 @@ def test_values_of_edges_come_once_for_all_layers(preload_folder: Path, strategy
     assert (sum(remote) > 0) == (strategy == "shared_preload")
 
 
-IDS = np.array([5, 2, 40])
+EPOCHS = (0, 1, 2, 3, 4, 0, 4)
+OPTIONS = {"external_hops": 1, "external_fanout": 1, "resample_every": 2}
 
 
-def column(dtype: torch.dtype = torch.float32, name: str = "feat", writable: bool = False) -> Column:
-    """Rows of two numbers; server 0 owns 0..9, server 1 the others."""
-    return Column(
-        name=name,
-        info=column_info(dtype, (2,)),
-        bounds=np.array([0, 10, 100]),
-        shards=(),
-        writable=writable,
-    )
+def epochs_of(folder: str) -> list[dict[str, Any]]:
+    """Five epochs, and then the first and the last once more."""
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder, structure="partitioned")
+    strategy: Any = STRATEGIES.get("shared_preload")(session, OPTIONS)
+    loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+    model = strategy.wrap(runs.first_model("sage"), g)
+    found = []
+    for epoch in EPOCHS:
+        loader.set_epoch(epoch)
+        ((_, output_nodes, blocks),) = loader
+        model.zero_grad()
+        scores = model(blocks, blocks[0].srcdata["feat"])
+        F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
+        found.append(
+            {
+                "nodes": loader.plan.nodes.tolist(),
+                "external": loader.plan.external_nodes,
+                "seeds": output_nodes.tolist(),
+                "num_global": blocks[-1].step_share.num_global,
+                "gradients": [parameter.grad.numpy().copy() for parameter in model.parameters()],
+            }
+        )
+    g.close()
+    return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
-def test_rows_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
-    files, rows = RowFiles(ArrayFolder(tmp_path), 0), torch.tensor([[0, 1], [1, 0], [3, 4]]).to(dtype)
-    assert files.read(column(dtype), IDS) is None
-    assert files.write(column(dtype), IDS, rows)
-    found = RowFiles(ArrayFolder(tmp_path), 0).read(column(dtype), IDS)
-    assert found is not None
-    assert found.dtype == dtype
-    assert torch.equal(found, rows)
-    found.zero_()
-    again = files.read(column(dtype), IDS)
-    assert again is not None
-    assert torch.equal(again, rows)
+def test_the_choice_changes_every_two_epochs_and_comes_again(tmp_path: Path) -> None:
+    folder = str(equality.write_parts(tmp_path))
+    by_number = [run_ranks(epochs_of, ranks, args=(folder,), ranks_per_server=ranks // 2) for ranks in (2, 4)]
+    for results in by_number:
+        # What the ranks hold together, replicas as often as servers have them.
+        nodes = [sorted(node for rank in results for node in rank[n]["nodes"]) for n in range(len(EPOCHS))]
+        assert nodes[0] == nodes[1] == nodes[5]
+        assert nodes[2] == nodes[3]
+        assert nodes[4] == nodes[6]
+        assert len({tuple(nodes[n]) for n in (0, 2, 4)}) == 3
+        for n in range(len(EPOCHS)):
+            assert nodes[n] == sorted(node for rank in by_number[0] for node in rank[n]["nodes"])
+            seeds = [node for rank in results for node in rank[n]["seeds"]]
+            assert len(seeds) == len(set(seeds)) == results[0][n]["num_global"]
+        for rank in results:
+            assert rank[0]["external"] > 0
+            assert difference(rank[0]["gradients"], rank[5]["gradients"]) == 0
+            assert difference(rank[0]["gradients"], rank[2]["gradients"]) > 1e-6
+            for one, other in zip(rank, by_number[0][0], strict=True):
+                assert difference(one["gradients"], other["gradients"]) <= 1e-10
 
 
-def test_others_are_not_found(tmp_path: Path) -> None:
-    files = RowFiles(ArrayFolder(tmp_path), 0)
-    files.write(column(), IDS, torch.zeros(3, 2))
-    assert files.read(column(), IDS[[1, 0, 2]]) is None
-    assert files.read(column(), IDS[:2]) is None
-    assert files.read(column(name="other"), IDS) is None
-    assert files.read(column(torch.float64), IDS) is None
-
-
-def test_only_what_comes_from_elsewhere_and_stays_is_worth_it(tmp_path: Path) -> None:
-    files = RowFiles(ArrayFolder(tmp_path), 0)
-    assert files.takes(column(), IDS)
-    assert not files.takes(column(), IDS[:2])
-    assert not files.takes(column(), IDS[:0])
-    assert RowFiles(ArrayFolder(tmp_path), 1).takes(column(), IDS)
-    assert not files.takes(column(writable=True), IDS)
-
-
-class Store:
-    """Row i of a column is (i, i), and every pull is noted."""
-
-    def __init__(self) -> None:
-        self.pulled: list[tuple[str, list[int]]] = []
-
-    def column(self, name: str) -> Column:
-        return column(name=name)
-
-    def submit_pull(self, name: str, ids: Array, **_: Any) -> Any:
-        self.pulled.append((name, ids.tolist()))
-        rows = torch.from_numpy(ids).float()[:, None].expand(-1, 2).contiguous()
-        return type("Pull", (), {"result": lambda _: rows})()
-
-
-def columns_of(store: Store, files: RowFiles | None) -> list[Tensor]:
-    graph: Any = type("Graph", (), {"kvstore": store})()
-    columns = Columns(
-        inputs={NODE_TYPE: {"x": "feat"}},
-        targets={NODE_TYPE: {"y": "label"}},
-        edges={EDGE_TYPE: {"w": "weight"}},
-    )
-    reader, plan = ColumnReader(graph, columns, files), a_plan()
-    return [reader.inputs(plan)["x"], reader.targets(plan)["y"], reader.edges(plan)["w"]]
-
-
-def test_a_plans_columns_are_fetched_once_where_some_rows_are_foreign(tmp_path: Path) -> None:
-    """Nodes 5, 2, 9 and the one seed are server 0's own; edges 10, 11 and 17 of layer 1 are not."""
-    store, files = Store(), RowFiles(ArrayFolder(tmp_path), 0)
-    first = columns_of(store, files)
-    local = [("feat", [5, 2, 9]), ("label", [5])]
-    assert sorted(store.pulled) == sorted([*local, ("weight", [10, 11, 17])])
-    store.pulled.clear()
-    for one, other in zip(first, columns_of(store, files), strict=True):
-        assert torch.equal(one, other)
-    assert sorted(store.pulled) == sorted(local)
-    # For server 1 the nodes are foreign, and they are kept too.
-    elsewhere = RowFiles(ArrayFolder(tmp_path / "other"), 1)
-    columns_of(store, elsewhere)
-    store.pulled.clear()
-    columns_of(store, elsewhere)
-    assert store.pulled == [("weight", [10, 11, 17])]
-
-
-def test_without_room_rows_are_fetched_each_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(ArrayWriter, "put", full)
-    store, files = Store(), RowFiles(ArrayFolder(tmp_path), 0)
-    for _ in range(2):
-        columns_of(store, files)
-    assert store.pulled.count(("weight", [10, 11, 17])) == 2
-    # Told once, not for each of the many rows of many epochs.
-    assert caplog.text.count("the fetched rows of 'weight' is not kept on disk") == 1
-    assert caplog.text.count("is not kept on disk") == 1
-    assert not list(tmp_path.rglob("*.partial"))
+def test_a_choice_that_failed_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
+    with start_session():
+        g = DistGraph(str(equality.write_parts(tmp_path)))
+        maker = PlanMaker(g, np.array([1, 2]))
+        plans = PlanSource(g, maker, PlanSpec(num_layers=2, hops=2, eas=EasOptions(resample_every=2)))
+        before = plans.plan(1, 0)
+        with (
+            mock.patch.object(maker._planner, "plan", side_effect=PeerError("gone")),
+            pytest.raises(PeerError, match="gone"),
+        ):
+            plans.plan(2, 0)
+        assert plans.plan(2, 0) is not before
+        plans.close()

@@ -13,45 +13,14 @@ from torch import Tensor
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
-from tests.strategies.full_graph.layers_of_dgl import LAYERS, ON_GRAPHS, REFUSED, Stack, weights
-from tests.strategies.full_graph.threads import World, gradients_of, whole_graph
+from tests.strategies.full_graph.layers_of_dgl import LAYERS, REFUSED, Stack, weights
+from tests.strategies.full_graph.threads import TOLERANCE, World, features, whole_graph
 
-TOLERANCE = {"rtol": 0.0, "atol": 1e-10}
 ALL = np.arange(12)
-
-
-def features() -> Tensor:
-    return torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
 def graphs_of(world: World) -> list[LocalGraph]:
     return [LocalGraph(block) for (block,) in world.blocks]
-
-
-@pytest.mark.parametrize("name", [*LAYERS, *ON_GRAPHS])
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_models_compute_what_they_compute_on_the_whole_graph(name: str) -> None:
-    model = Stack({**LAYERS, **ON_GRAPHS}[name])
-    weigh = torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
-    x = features().requires_grad_()
-    expected = model(whole_graph(), x)
-    (expected * weigh).sum().backward()
-    gradients = gradients_of([x, *model.parameters()])
-    world = World(whole_graph(), ALL, 1)
-    graphs = graphs_of(world)
-
-    def work(rank: int) -> tuple[np.ndarray, Tensor]:
-        nodes = world.plans[rank].nodes
-        assert torch.equal(graphs[rank].ndata[dgl.NID], torch.from_numpy(nodes))
-        return nodes, model(graphs[rank], x[torch.from_numpy(nodes)])
-
-    done = world.run(work)
-    sum((out * weigh[nodes]).sum() for nodes, out in done).backward()
-    for nodes, out in done:
-        torch.testing.assert_close(out, expected[nodes], **TOLERANCE)
-    for one, other in zip(gradients_of([x, *model.parameters()]), gradients, strict=True):
-        torch.testing.assert_close(one, other, **TOLERANCE)
-    assert all(list(graph.ndata.keys()) == [dgl.NID] for graph in graphs)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -196,6 +165,3 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
         graph.adj()
     with pytest.raises(ConfigError, match="'likes'"):
         graph["likes"]
-    two_layers = World(whole_graph(), np.array([0]), 2)
-    with pytest.raises(ConfigError, match="every node as a seed"):
-        LocalGraph(two_layers.blocks[0][0])

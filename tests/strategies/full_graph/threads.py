@@ -21,6 +21,7 @@ from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 
 TIMEOUT_S = 20.0
+TOLERANCE = {"rtol": 0.0, "atol": 1e-10}
 
 # Node 11 has no in-neighbour but itself, and is one of others: its rank sends and receives nothing.
 NUM_NODES = 12
@@ -39,6 +40,10 @@ def whole_graph() -> dgl.DGLGraph:
     ends = np.unique(ends, axis=1)
     ends = ends[:, np.lexsort((ends[0], ends[1]))]
     return dgl.graph((torch.from_numpy(ends[0]), torch.from_numpy(ends[1])), num_nodes=NUM_NODES)
+
+
+def features() -> Tensor:
+    return torch.randn(12, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
 def plans_of(
