@@ -66,11 +66,7 @@ class Server(ABC):
 
     @abstractmethod
     def inside(self, command: Sequence[str]) -> list[str]:
-        """Return the command that runs ``command`` on this server, within its share of the cores.
-
-        Raises:
-            LabError: the server is down.
-        """
+        """Return the command that runs ``command`` on this server, within its share of the cores."""
 
 
 class Lab(ABC):
@@ -85,11 +81,7 @@ class Lab(ABC):
 
     @abstractmethod
     def set_rates(self, external: Rate | None, internal: Rate | None) -> None:
-        """Limit all links anew, at once, also while commands run.
-
-        Raises:
-            ConfigError: a rate is given and this lab is plain loopback.
-        """
+        """Limit all links anew, at once, also while commands run; ConfigError on plain loopback."""
 
     @abstractmethod
     def cards(self) -> tuple[Card, ...]:
@@ -121,10 +113,7 @@ class Lab(ABC):
 
 
 def label(lab: Lab) -> str:
-    """Say what is emulated, in the few words that stand beside every figure.
-
-    E.g. "namespaces, 100mbit between servers" or "loopback, links not limited: WHY".
-    """
+    """Say what is emulated, as beside every figure: e.g. "namespaces, 100mbit between servers"."""
     if lab.kind == "loopback":
         return f"loopback, links not limited: {lab.missing or 'asked for'}"
     external, internal = lab.spec.external, lab.spec.internal

@@ -1,14 +1,8 @@
 """Matched phi: the link rate at which a command spends a wanted share of its time on the network.
 
-A slow machine computes slowly, so at the same rate the network is a smaller part of its time than on the
-machines of a paper. What can be equal is the share::
-
     phi = 1 - seconds with links that are not limited / seconds at the rate
 
-the part of the time that the network costs, whatever of it runs beside computing. Without overlap it is
-``(bytes / rate) / (compute + bytes / rate)``, the phi of the closed form ``1 / ((1 - phi) kappa + phi beta)``
-for a variant with kappa of the computing and beta of the bytes; with overlap it is less than the share of the
-time during which bytes move.
+is the part of the time that the network costs; docs/netlab.md, "Matched phi", says why shares are compared.
 """
 
 from __future__ import annotations

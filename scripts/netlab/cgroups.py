@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from dglx_dist.errors import LabError
@@ -17,20 +17,19 @@ _REMOVE_S = 10.0
 
 def make(name: str, share: float) -> Path | None:
     """Make a control group limited to ``share`` cores; return its folder, None where that is not possible."""
-    for parent in _parents():
-        folder = parent / name
-        _delegate_cpu(parent)
-        try:
+    for folder in (parent / name for parent in _parents()):
+        # In version 2 children get a controller only if the parent delegates it; init systems usually do.
+        with suppress(OSError), (folder.parent / "cgroup.subtree_control").open("r+") as control:
+            control.write("+cpu")
+        with suppress(OSError):
             folder.mkdir()
-        except OSError:
-            continue
-        try:
-            set_quota(folder, share)
-        except OSError:
-            # The controller is not delegated to this group, or the parent has a smaller quota.
-            folder.rmdir()
-            continue
-        return folder
+            try:
+                set_quota(folder, share)
+            except OSError:
+                # The controller is not delegated to this group, or the parent has a smaller quota.
+                folder.rmdir()
+                raise
+            return folder
     return None
 
 
@@ -42,17 +41,13 @@ def find(pattern: str) -> list[Path]:
 def remove(folder: Path) -> None:
     """Remove a group whose processes have been killed, if it exists; LabError if it has some after 10 s."""
     deadline = time.monotonic() + _REMOVE_S
-    while True:
+    while folder.is_dir():
         try:
             folder.rmdir()
-        except FileNotFoundError:
-            return
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LabError(f"the control group {folder} cannot be removed: {error.strerror}") from error
             time.sleep(0.005)
-        else:
-            return
 
 
 def set_quota(folder: Path, share: float) -> None:
@@ -89,10 +84,3 @@ def parents(mounts: str, own: str) -> list[Path]:
 
 def _parents() -> list[Path]:
     return parents(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text())
-
-
-def _delegate_cpu(parent: Path) -> None:
-    # In version 2 children get a controller only if the parent delegates it; init systems usually do.
-    with contextlib.suppress(OSError):
-        if "cpu" not in (parent / "cgroup.subtree_control").read_text().split():
-            (parent / "cgroup.subtree_control").write_text("+cpu")

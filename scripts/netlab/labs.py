@@ -31,20 +31,12 @@ _PACKAGES = {
 }
 _TRIAL = ("unshare", "--net", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child")
 _TRIAL_TIMEOUT_S = 30.0
+_NEED = "refused; a container needs --privileged"
 _STEPS = (
-    (
-        "true",
-        "new namespaces are refused; a container needs --privileged (or --cap-add SYS_ADMIN, NET_ADMIN)",
-    ),
-    (
-        "mount --make-rprivate / && mount -t proc proc /proc",
-        "mounts are refused; a container needs --privileged",
-    ),
-    (
-        "echo server > /proc/sys/kernel/hostname",
-        "a host name of its own is refused; a container needs --privileged",
-    ),
-    ("mount -t tmpfs tmpfs /dev/shm", "a private /dev/shm is refused; a container needs --privileged"),
+    ("true", f"new namespaces are {_NEED} (or --cap-add SYS_ADMIN, NET_ADMIN)"),
+    ("mount --make-rprivate / && mount -t proc proc /proc", f"mounts are {_NEED}"),
+    ("echo server > /proc/sys/kernel/hostname", f"a host name of its own is {_NEED}"),
+    ("mount -t tmpfs tmpfs /dev/shm", f"a private /dev/shm is {_NEED}"),
     ("ip link add veth0 type veth peer name veth1", "the kernel makes no virtual cards (module veth)"),
     ("ip link add bridge type bridge", "the kernel makes no bridges (module bridge)"),
     (
@@ -200,10 +192,6 @@ def open_lab(spec: LabSpec, *, name: str | None = None, force_loopback: bool = F
     What is left of labs whose owner was killed is removed first. On a machine that cannot make namespaces, or
     with ``force_loopback``, it is plain loopback, whose ``missing`` says what the machine lacks. ``name`` is
     what ``python scripts/netlab status`` shows; None: a random one.
-
-    Raises:
-        ConfigError: the name is taken, or there are not as many cores as asked for.
-        LabError: the machine refused something that it can do otherwise; nothing stays.
     """
     missing = None if force_loopback else what_is_missing()
     if force_loopback or missing:

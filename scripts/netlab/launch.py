@@ -96,27 +96,19 @@ _PORTS, _TRIES = range(20_000, 32_000), 200
 
 
 def free_port(lab: Lab) -> int:
-    """Return a port at which server 0 can listen; LabError: none was found."""
+    """Return a port at which server 0 can listen on every address; LabError: none was found."""
     # Seeded by nothing: two labs that start at once shall not look at the same ports in the same order.
     for number in random.SystemRandom().sample(_PORTS, min(_TRIES, len(_PORTS))):
-        # In a network of its own nobody but this package's commands listens.
-        if lab.kind != "loopback" or nobody_listens(number):
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # In a network of its own nobody but this package's commands listens.
+            if lab.kind == "loopback":
+                probe.bind(("", number))
             return number
     raise LabError(
         f"no free port among {_PORTS} after {_TRIES} tries; end other programs of user {os.getuid()} that "
         "listen there"
     )
-
-
-def nobody_listens(number: int) -> bool:
-    """Whether a program of this network could listen at ``number`` on every address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", number))
-        except OSError:
-            return False
-    return True
 
 
 _LINE_LIMIT = 1 << 20
@@ -150,18 +142,6 @@ def relay(
 
 GRACE_S = 8.0
 """What a launcher has for ending its ranks before all of them are killed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """How the command failed on one server."""
-
-    message: str
-    exit_code: int
-    lost_a_peer: bool
-    """Whether it failed because another rank had."""
-    second: int
-    """When it was seen."""
 
 
 class Launcher:
@@ -215,11 +195,7 @@ class Launcher:
             self._process.stdin.close()
 
     def stop(self) -> None:
-        """End everything on this server and close the files after the last lines. May be called again.
-
-        Raises:
-            LabError: a process that was killed has not ended 10 s later; the message names it.
-        """
+        """End everything on this server and close the files after the last lines. May be called again."""
         self.end()
         try:
             self._process.wait(GRACE_S + 5.0)
@@ -242,20 +218,21 @@ class Launcher:
         """Whether it has ended with a code that is not 0 and not because of :meth:`end`."""
         return self.poll() not in (None, 0) and (not self._told_to_end or self._failure_file.exists())
 
-    def failure(self, seen: float) -> Failure:
-        """Return how it failed, once :meth:`failed_by_itself`; ``seen``: in which second of the clock."""
+    def failure(self, seen: float) -> dict[str, Any]:
+        """Return how it failed, once :meth:`failed_by_itself`; ``seen``: in which second of the clock.
+
+        JSON values: message, exit_code, lost_a_peer (whether it failed because another rank had) and second.
+        """
         code = self._process.returncode
-        try:
+        told: dict[str, Any] = {
+            "message": f"its launcher ended with code {code}; see its output",
+            "exit_code": code if code >= 0 else 128 - code,
+            "lost_a_peer": False,
+            "second": int(seen),
+        }
+        with suppress(FileNotFoundError):
             told = json.loads(self._failure_file.read_text())
-        except FileNotFoundError:
-            told = {
-                "message": f"its launcher ended with code {code}; see its output",
-                "exit_code": code if code >= 0 else 128 - code,
-                "lost_a_peer": False,
-                "second": int(seen),
-            }
-        told.pop("rank", None)
-        return Failure(**told | {"message": f"server {self.server.number}: {told['message']}"})
+        return told | {"message": f"server {self.server.number}: {told['message']}"}
 
 
 _SETTLE_S = 2.0
@@ -317,11 +294,7 @@ class Started:
         return self._finish()
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """Wait until all launchers have ended; return the exit code.
-
-        Raises:
-            PeerError: some had not ended ``timeout_s`` seconds from now; they are named, and all were ended.
-        """
+        """Wait until all launchers have ended; return the exit code. PeerError names those that are late."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -357,8 +330,8 @@ class Started:
         self._code = 0 if all(launcher.poll() == 0 for launcher in self._launchers) else 1
         if failures:
             # A cause comes before what it caused.
-            first = min(failures, key=lambda one: (one.lost_a_peer, one.second))
-            self._code, self.failure = first.exit_code, first.message
+            first = min(failures, key=lambda one: (one["lost_a_peer"], one["second"]))
+            self._code, self.failure = int(first["exit_code"]), str(first["message"])
         self._closing.close()
         return self._code
 
@@ -385,10 +358,6 @@ def start(
         trace: Folder for what each session writes when it closes.
         log_folder: Folder for ``server-<i>.log``, all output of each server; None: no files.
         show: Whether output is shown: server 0's as it is, the others' lines behind their server's name.
-
-    Raises:
-        ConfigError: the command cannot be started so, or ``ranks_per_server`` is below 1.
-        LabError: no port was free.
     """
     if ranks_per_server < 1:
         raise ConfigError(f"ranks_per_server={ranks_per_server}: each server has at least one rank")
@@ -439,11 +408,7 @@ def run(lab: Lab, command: Sequence[str], *, timeout_s: float | None = None, **h
 
 
 def server_environment(server: Server, ranks: int) -> dict[str, str]:
-    """Return the whole environment of the launcher and the ``ranks`` ranks on ``server``.
-
-    Raises:
-        ConfigError: this process's environment cuts machines into virtual servers; the lab has its own.
-    """
+    """Return the whole environment of the launcher and the ``ranks`` ranks on ``server``."""
     inherited = inherited_environment()
     if inherited.get("DGLX_RANKS_PER_SERVER"):
         raise ConfigError(

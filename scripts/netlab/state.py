@@ -69,11 +69,7 @@ class LabState:
 
 
 def notes_folder() -> Path:
-    """Return where the notes of labs are, whether it exists or not.
-
-    Raises:
-        LabError: someone else could write there.
-    """
+    """Return where the notes of labs are, whether it exists or not; LabError: others could write there."""
     run = Path("/run")
     place = run / _FOLDER
     if not place.is_dir() and not (run.is_dir() and os.access(run, os.W_OK)):
@@ -103,12 +99,7 @@ def random_name() -> str:
 
 
 def write_notes(state: LabState, *, new: bool = False) -> None:
-    """Replace the notes of a lab, or write its first ones, in one step.
-
-    Raises:
-        ConfigError: a new lab has the name of another.
-        LabError: there are none, as it was taken down meanwhile, or nothing can be written there.
-    """
+    """Replace the notes of a lab, or write its first ones, in one step; LabError: it was taken down."""
     path = _path(state.name)
     try:
         if new:
@@ -197,10 +188,7 @@ def _from_json(name: str, values: Any) -> LabState:
 
 
 def clean_stale() -> list[str]:
-    """Remove what is left of labs that ended without being taken down; return their names.
-
-    Damaged notes stay, as nobody can tell whether their lab is in use; ``down_all`` removes them.
-    """
+    """Remove what is left of labs that ended without being taken down, but damaged notes; return names."""
     removed = []
     for name in lab_names():
         try:

@@ -1,16 +1,8 @@
 """What a command left: traces of its ranks (``comm/trace.py``), the cards as witness of the ledger.
 
-Compared are all bytes of a server's card, both directions together, with all payload that the ledger has
-between this server and others. The card also has headers (0.2 to 1 % where messages are large, as packets
-leave a virtual card in bundles, up to 5 % where they are small and many); acknowledgements, which go the
-other way than the bytes they are for and are why directions are not compared alone; what was sent again; and
-what ranks need to meet, to keep in touch and to end: some hundred kB, which is why little traffic is not
-judged at all.
-
-An all-reduce is counted as a ring, which is what gloo does. A broadcast is counted as a copy from its source
-to each other rank, while gloo hands copies on along a tree: the sum over all servers is the same, but where
-the first weights of a large model are much of what is sent, single servers of four or more may differ.
-Traffic on the loopback of a server goes through no card, nor does the ledger count it as outside.
+All bytes of a server's card are compared with all payload that the ledger has between this server and others,
+both directions together, as acknowledgements go the other way. docs/netlab.md, "Validation", says what the
+card has beside; traffic on a server's loopback goes through no card, nor does the ledger count it as outside.
 """
 
 from __future__ import annotations

@@ -219,12 +219,3 @@ def test_bars_are_the_medians_of_phases_and_bytes() -> None:
     assert bars["payload between servers (ledger)"] == [40, 10]
     assert bars["payload inside a server (ledger)"] == [10, 10]
     assert bars["between servers, by the cards"] == [42, 11]
-
-
-def test_scaling_is_beside_the_ideal() -> None:
-    axes = Figure().subplots()
-    plots.draw_scaling(axes, scaling()[1])
-    ideal, measured = (line.get_ydata() for line in axes.get_lines()[:2])
-    assert list(ideal) == pytest.approx([1000, 2000, 4000])
-    assert list(measured) == pytest.approx([1000, 1900, 3200])
-    assert [text.get_text() for text in axes.texts] == ["100%", "95%", "80%"]

@@ -242,27 +242,6 @@ def ends(one: Launcher) -> int | None:
     return one.poll()
 
 
-def test_output_is_shown_behind_the_name_of_the_server_and_kept(
-    servers: Sequence[Server], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    both = [
-        launcher(
-            server,
-            "echo out $0; echo err >&2",
-            tmp_path,
-            screen=threading.Lock(),
-            log=tmp_path / f"{number}.log",
-        )
-        for number, server in enumerate(servers)
-    ]
-    for one in both:
-        assert ends(one) == 0
-    shown = capsys.readouterr()
-    assert sorted(shown.out.splitlines()) == ["out sh", "server 1 | out sh"]
-    assert sorted(shown.err.splitlines()) == ["err", "server 1 | err"]
-    assert sorted((tmp_path / "1.log").read_text().split()) == ["err", "out", "sh"]
-
-
 def test_server_0_has_the_terminal_itself_and_only_that(
     servers: Sequence[Server],
     tmp_path: Path,

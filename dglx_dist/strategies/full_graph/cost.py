@@ -43,7 +43,7 @@ from dglx_dist.strategies.cost import (
     ring_split,
     traffic_with_sums,
 )
-from dglx_dist.strategies.full_graph.expansion import EasOptions, Selection, compose, eas_rule
+from dglx_dist.strategies.full_graph.expansion import EasOptions, compose, eas_rule
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
 from dglx_dist.strategies.full_graph.memory_estimate import LocalExchange, structure_bytes
@@ -133,7 +133,7 @@ class FullGraphScheme(Work):
             [own] if number == 1 else compose(own, number, "random", seed=partition.seed)
             for own in seeds_by_server(partition, run.seeds)
         ]
-        topology, make = partition.topology, self._in_job(run) if run.in_job else self._alone(run)
+        topology, make = partition.topology, self._maker(run)
         sizes = np.array(
             [
                 [sizes_of(plan, topology.world_size) for plan in make([piece[step] for piece in pieces])]
@@ -144,13 +144,15 @@ class FullGraphScheme(Work):
         gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape)
         return full_work_of(gathered.transpose(1, 0, 2, 3).reshape(number, topology.world_size, -1), topology)
 
-    def _alone(self, run: PlannedRun) -> Callable[[list[Array]], list[RankPlan]]:
-        eas = self._selection(run)
-        return lambda seeds: plan_all(run.partition, seeds, run.num_layers, self.hops, eas=eas)
-
-    def _in_job(self, run: PlannedRun) -> Callable[[list[Array]], list[RankPlan]]:
-        """Return what makes this rank's plan, as in training; collective."""
-        topology, planner, eas = run.partition.topology, Planner(run.g), self._selection(run)
+    def _maker(self, run: PlannedRun) -> Callable[[list[Array]], list[RankPlan]]:
+        """Return what makes the plans of all ranks, or in a job that of this rank; then collective."""
+        topology, eas = run.partition.topology, None
+        if self.limit:
+            limits = EasOptions(hops=EAS_HOPS[self.limit], fanout=EAS_FANOUT)
+            eas = eas_rule(limits, seed=run.partition.seed)
+        if not run.in_job:
+            return lambda seeds: plan_all(run.partition, seeds, run.num_layers, self.hops, eas=eas)
+        planner = Planner(run.g)
 
         def make(seeds: list[Array]) -> list[RankPlan]:
             own = seeds[topology.server]
@@ -166,11 +168,6 @@ class FullGraphScheme(Work):
             return [planner.plan(request)]
 
         return make
-
-    def _selection(self, run: PlannedRun) -> Selection | None:
-        if not self.limit:
-            return None
-        return eas_rule(EasOptions(hops=EAS_HOPS[self.limit], fanout=EAS_FANOUT), seed=run.partition.seed)
 
     def trials(self, run: PlannedRun) -> Iterator[list[Any]]:
         if run.partition.structure.is_whole:

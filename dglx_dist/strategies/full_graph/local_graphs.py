@@ -63,12 +63,8 @@ class LocalGraph(DGLGraph):
     _graph = InEdgesOnly()
 
     def __init__(self, block: HaloBlock) -> None:
-        rows, own = block.num_dst_nodes(), block.own_rows
-        if rows != own:
-            raise ConfigError(
-                f"a local graph needs the edges of all {own} own rows, but the block has {rows} "
-                "destinations; plan one layer with every node as a seed"
-            )
+        rows = block.num_dst_nodes()
+        assert rows == block.own_rows, "a plan of one layer with every node as a seed"
         (source, relation, _) = block.canonical_etypes[0]
         frames = [Frame(dict(block.dstdata.items()), num_rows=rows)]
         super().__init__(block._graph, [source], [relation], frames, [*block._edge_frames])

@@ -97,13 +97,25 @@ def check_declared(name: str, module: Any, declared: DeclaredStage, stage: Verte
     matrices = [_sums_of(block, declared.around, rows)] if declared.around is not None else []
     matrices += [torch.eye(NUM_NODES, dtype=dtype).numpy()] if declared.own else []
     own, inputs = [one.detach().numpy() for one in weights], [one @ rows.detach().numpy() for one in matrices]
-    _compare(name, declared, "result", out.detach(), stage.forward(own, inputs).outputs[0])
+
+    def check(what: str, expected: Array, computed: Array) -> None:
+        same_shape = expected.shape == computed.shape
+        largest = float(np.abs(expected - computed).max(initial=0.0)) if same_shape else np.inf
+        scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
+        if not largest <= _TOLERANCE.get(str(expected.dtype), 1e-3) * scale:
+            raise ConfigError(
+                f"layer {name!r} and the stage {declared.stage!r} that it declares differ in the {what}, by "
+                f"up to {largest:.3g} (shapes {expected.shape} and {computed.shape}); make both compute the "
+                "same"
+            )
+
+    check("result", out.detach().numpy(), stage.forward(own, inputs).outputs[0])
     found = stage.backward(own, inputs, [cotangent.numpy()])
     back = [one.T @ slope for one, slope in zip(matrices, found.inputs, strict=True)]
     of_stage = {"its input": sum(back[1:], back[0])}
     of_stage |= {repr(key): slope for key, slope in zip(declared.weights, found.weights, strict=True)}
     for what, slope in zip(trained, slopes, strict=True):
-        _compare(name, declared, f"gradient of {what}", slope, of_stage[what])
+        check(f"gradient of {what}", slope.numpy(), of_stage[what])
 
 
 def _sums_of(block: Any, around: str, like: Tensor) -> Array:
@@ -114,17 +126,6 @@ def _sums_of(block: Any, around: str, like: Tensor) -> Array:
     out_of = degree_powers(np.bincount(sources, minlength=NUM_NODES), factor.source)
     np.add.at(sums, (targets, sources), (into[targets] * out_of[sources]).astype(sums.dtype))
     return sums
-
-
-def _compare(name: str, declared: DeclaredStage, what: str, module: Tensor, stage: Array) -> None:
-    expected = module.numpy()
-    largest = float(np.abs(expected - stage).max(initial=0.0)) if expected.shape == stage.shape else np.inf
-    scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
-    if not largest <= _TOLERANCE.get(str(expected.dtype), 1e-3) * scale:
-        raise ConfigError(
-            f"layer {name!r} and the stage {declared.stage!r} that it declares differ in the {what}, by up "
-            f"to {largest:.3g} (shapes {expected.shape} and {stage.shape}); make both compute the same"
-        )
 
 
 _SMALL_STAGES = ("attention_finish", "layer_norm", "rows")

@@ -46,20 +46,15 @@ class Progress:
     ) -> None:
         self._schedule, self._policy, first = tuple(schedule), policy, policy.first_epoch
         start = first * len(schedule)
-        self.position = [start] * num_intervals
-        """Position of the next or running task of each interval."""
-        self.floor = start
-        """The least of them."""
+        self.position, self.floor = [start] * num_intervals, start
+        """Positions of the next or running task of each interval, and the least of them."""
         self.running: set[int] = set()
         """Intervals with a running task."""
-        self.updates = first
-        """Weight updates that all parameter servers have made."""
-        self.end = first
-        """The epoch before which training stops."""
+        self.updates = self.end = first
+        """Weight updates that all parameter servers have made; the epoch before which training stops."""
         self.synchronous_from = policy.synchronous_from
         """The epoch from which asynchronous training is synchronous; None: not known yet, or never."""
-        self._peer_positions = dict.fromkeys(peers, start)
-        self._announced = start
+        self._peer_positions, self._announced = dict.fromkeys(peers, start), start
         self._correct: dict[int, dict[int, int]] = {}
         self._undecided = first
 

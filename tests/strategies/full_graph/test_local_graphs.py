@@ -165,6 +165,3 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
         graph.adj()
     with pytest.raises(ConfigError, match="'likes'"):
         graph["likes"]
-    two_layers = World(whole_graph(), np.array([0]), 2)
-    with pytest.raises(ConfigError, match="every node as a seed"):
-        LocalGraph(two_layers.blocks[0][0])
