@@ -284,7 +284,7 @@ def _cuts(
 
 @final
 class _ByStages:
-    """The ``forward`` of a user's convolution. Not a closure: that of a copy computes with the copy's weights."""
+    """What replaces a convolution's ``forward``: no closure, so that a copy computes with its own weights."""
 
     def __init__(self, conv: nn.Module, stages: SplittableConv) -> None:
         self._conv, self._stages = conv, stages
