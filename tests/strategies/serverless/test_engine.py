@@ -117,9 +117,8 @@ def a_death() -> str:
 
         def launch_or_die(key: TaskKey, rows: int, *, ready: bool) -> None:
             if (key.step, key.direction) == (1, Direction.BACKWARD):
-                time.sleep(
-                    1.0
-                )  # until the other rank has done its part, too: it waits for no barrier any more
+                # Until the other rank has done its part, too: it waits for no barrier any more.
+                time.sleep(1.0)
                 os._exit(3)
             launch(key, rows, ready=ready)
 
