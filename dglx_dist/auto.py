@@ -46,6 +46,7 @@ from dglx_dist.training.fit import TRAINED_WITH, FitResult
 
 _DEEP = 4
 """Layers from which on mini-batches are not considered without explicit fan-outs."""
+_TRACED = "layers sum, multiply and exchange as in a call of the model on a few rows"
 _NO_BATCHES = (
     f"mini-batches of {_DEEP} layers and more are not considered unless fan-outs are given, so ways to train "
     "on whole graphs are compared (--fanout, --unit)"
@@ -285,7 +286,7 @@ def _choose(
         epoch=epoch,
         assumptions=(
             *batch_assumptions(options.unit, layers, training.fanouts),
-            *_model_assumptions(shape),
+            *([f"{_TRACED}: {shape.words}"] if shape.guessed else []),
         ),
     )
     known, candidates = measure(g, model, shape, requested, lambda text: notify(f"counting: {text}"))
@@ -308,12 +309,6 @@ def _shape(model: nn.Module, g: DistGraph, training: Training) -> ModelShape:
         hidden=training.hidden or 0,
         guessed=training.kind is None,
     )
-
-
-def _model_assumptions(shape: ModelShape) -> tuple[str, ...]:
-    if not shape.guessed:
-        return ()
-    return (f"layers sum, multiply and exchange as in a call of the model on a few rows: {shape.words}",)
 
 
 def check_equal_servers(topology: Topology) -> None:

@@ -39,7 +39,7 @@ class Wrapper(Shared):
     inner: Any
 
     def __init_subclass__(cls, of: type[Any] = object) -> None:
-        Wrapper.views[of] = cls
+        Wrapper.views |= {} if of is object else {of: cls}
         for name in dir(of):
             if not (name.startswith("_") or hasattr(cls, name)):
                 setattr(cls, name, Forward(of, name))

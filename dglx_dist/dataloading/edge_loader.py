@@ -30,7 +30,6 @@ from dglx_dist.dataloading.sampler_spec import edge_columns, names_by_type, read
 from dglx_dist.dataloading.step_loader import (
     Items,
     LoaderOptions,
-    Pace,
     StepLoader,
     read_items,
     read_options,
@@ -503,12 +502,10 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         **options: Any,
     ) -> None:
         rule = ExcludeRule(exclude=exclude, reverse_eids=reverse_eids, reverse_etypes=reverse_etypes)
-        pace, read = run_on_all_ranks(
+        options |= {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+        read = run_on_all_ranks(
             g.session,
-            lambda: (
-                Pace(batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(drop_last)),
-                _check(g, eids, _unwrapped(sampler, rule, negative_sampler), options),
-            ),
+            lambda: _check(g, eids, _unwrapped(sampler, rule, negative_sampler), options),
             ConfigError,
         )
         signature = _rule_signature(read.rule)
@@ -529,7 +526,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
             user_function=_user_function(read),
             signature=f"exclude {signature}, negative_sampler={read.negative!r}",
         )
-        super().__init__(g.session, read.items, pace, read.options, maker)
+        super().__init__(g.session, read.items, read.options, maker)
 
     def _on_device(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
         blocks, nodes = batch.blocks, batch.input_nodes

@@ -43,7 +43,6 @@ from dglx_dist.dataloading.sampler_spec import (
 )
 from dglx_dist.dataloading.step_loader import (
     LoaderOptions,
-    Pace,
     StepLoader,
     read_items,
     read_options,
@@ -263,18 +262,18 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         **options: Any,
     ) -> None:
         counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
-        read, plan, pace, seeds = run_on_all_ranks(
+        options |= {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+        read, plan, seeds = run_on_all_ranks(
             g.session,
             lambda: (
                 read_options(options),
                 read_sampler(sampler),
-                Pace(batch_size=batch_size, shuffle=bool(shuffle), drop_last=bool(drop_last)),
                 read_items(indices, counts, "node"),
             ),
             ConfigError,
         )
         maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))
-        super().__init__(g.session, seeds, pace, read, maker)
+        super().__init__(g.session, seeds, read, maker)
 
     def _on_device(self, batch: MiniBatch, share: StepShare) -> Batch:
         blocks, nodes, seeds = batch.blocks, batch.input_nodes, batch.output_nodes

@@ -146,6 +146,12 @@ _NEEDLESS = {
 class LoaderOptions:
     """How a loader makes its batches."""
 
+    batch_size: int = 1
+    """Items per rank and step."""
+    shuffle: bool = False
+    """Whether each epoch has its own order, keyed by seed, epoch, type and id."""
+    drop_last: bool = False
+    """Whether a rank leaves out its last batch when it is not full."""
     seed: int | None = None
     """Seed of order and draws; None: the session's."""
     depth: int = 1
@@ -178,6 +184,7 @@ def read_options(options: Mapping[str, Any]) -> LoaderOptions:
                 f"the loader has no option {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
             )
     read = LoaderOptions(**{name: value for name, value in options.items() if name in known})
+    whole_number("batch_size", read.batch_size, least=1)
     whole_number("depth", read.depth, least=1)
     whole_number("num_threads", read.num_threads, least=0)
     if read.seed is not None:
@@ -291,21 +298,6 @@ class LoaderTimes:
     """Fetching columns, on the loader's threads."""
     wait_s: float = 0.0
     """Waiting of the consumer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pace:
-    """Batch size and order of a loader."""
-
-    batch_size: int
-    """Items per rank and step."""
-    shuffle: bool = False
-    """Whether each epoch has its own order, keyed by seed, epoch, type and id."""
-    drop_last: bool = False
-    """Whether a rank leaves out its last batch when it is not full."""
-
-    def __post_init__(self) -> None:
-        whole_number("batch_size", self.batch_size, least=1)
 
 
 class EpochLoader(ABC, Generic[B, T]):
@@ -438,18 +430,16 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         PeerError: a rank did not take part.
     """
 
-    def __init__(
-        self, session: Session, items: Items[K], pace: Pace, options: LoaderOptions, maker: Maker[K, B]
-    ) -> None:
-        self._items, self._pace, self._maker = items, pace, maker
+    def __init__(self, session: Session, items: Items[K], options: LoaderOptions, maker: Maker[K, B]) -> None:
+        self._items, self._options, self._maker = items, options, maker
         device = torch.device(session.device if options.device is None else options.device)
         # Batches are moved on threads, where "cuda" without an index would mean the first one.
         has_index = device.index is not None or device.type != session.device.type
         self._device = device if has_index else session.device
         self._schedule = Schedule(
-            batch_size=int(pace.batch_size),
-            drop_last=bool(pace.drop_last),
-            counts=_counts(items, pace, session),
+            batch_size=int(options.batch_size),
+            drop_last=bool(options.drop_last),
+            counts=_counts(items, options, session),
             rank=session.topology.rank,
         )
         seed = seed_of(options, session)
@@ -477,7 +467,9 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     def sampling_signature(self) -> str:
         """Return a string that is equal on ranks that draw alike."""
-        return f"seed={self._seed}, {self._pace}, {self._maker.sampling_signature()}"
+        one = self._options
+        order = f"batch_size={one.batch_size}, shuffle={bool(one.shuffle)}, drop_last={bool(one.drop_last)}"
+        return f"seed={self._seed}, {order}, {self._maker.sampling_signature()}"
 
     def seeds_of_step(
         self, epoch: int, items: Items[K] | None = None, rank: int | None = None
@@ -485,7 +477,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         """Return a function of step to the items of a rank, by default this one."""
         of_rank = self._items if items is None else items
         schedule = self._schedule if rank is None else replace(self._schedule, rank=rank)
-        order = of_rank.order(shuffle=self._pace.shuffle, seed=self._seed, epoch=epoch)
+        order = of_rank.order(shuffle=self._options.shuffle, seed=self._seed, epoch=epoch)
         return lambda step: of_rank.take(order[schedule.slice_of(step)])
 
     def batches_of(self, epoch: int) -> Callable[[int], B]:
@@ -528,10 +520,10 @@ def seed_of(options: LoaderOptions, session: Session) -> int:
     return session.seed if options.seed is None else whole_number("seed", options.seed, least=0)
 
 
-def _counts(items: Items[K], pace: Pace, session: Session) -> tuple[int, ...]:
+def _counts(items: Items[K], options: LoaderOptions, session: Session) -> tuple[int, ...]:
     """Return the number of items of each rank; warn if all ranks have the same ones. Collective."""
-    local = [len(items), items.digest() if len(items) else 0, int(pace.batch_size), int(pace.drop_last)]
-    rows = gather_int64(local, session)
+    local = [len(items), items.digest() if len(items) else 0]
+    rows = gather_int64([*local, int(options.batch_size), int(options.drop_last)], session)
     for name, given in (("batch_size", rows[:, 2]), ("drop_last", rows[:, 3])):
         if bool((given != given[0]).any()):
             raise ConfigError(

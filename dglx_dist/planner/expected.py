@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from dglx_dist.planner.workload import EDGE_BYTES
 from dglx_dist.strategies.cost import ID_BYTES, BatchWork, Cluster, Draws, GraphStats, Survey
@@ -16,50 +15,42 @@ ASSUMPTIONS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Levels:
-    """Rows and edges of one batch by layer, input-most first."""
-
-    sources: tuple[float, ...]
-    targets: tuple[float, ...]
-    edges: tuple[float, ...]
-    remote: float
-    """Fraction of the input rows that another server owns."""
-
-
 def batches(
     graph: GraphStats, cluster: Cluster, draws: Draws, *, gradient_bytes: int, partitioned: bool
 ) -> BatchWork:
     """Estimate an epoch; ``partitioned``: servers ask each other for in-edges."""
     seeds = graph.train_nodes / cluster.ranks
     steps = max(math.ceil(seeds / draws.batch_size), 1)
-    one = _batch(graph, cluster, min(draws.batch_size, seeds), draws.fanouts)
+    (sources, targets, edges), remote = _batch(graph, cluster, min(draws.batch_size, seeds), draws.fanouts)
     every = cluster.ranks * steps
-    sampling_bytes = every * one.remote * (ID_BYTES * sum(one.targets) + EDGE_BYTES * sum(one.edges))
+    sampling_bytes = every * remote * (ID_BYTES * sum(targets) + EDGE_BYTES * sum(edges))
     total = Survey(
         steps=steps,
-        input_rows=round(every * one.sources[0]),
-        remote_rows=round(every * one.sources[0] * one.remote),
-        edges=round(every * sum(one.edges)),
+        input_rows=round(every * sources[0]),
+        remote_rows=round(every * sources[0] * remote),
+        edges=round(every * sum(edges)),
         seeds_per_rank=[round(seeds)] * cluster.ranks,
-        feature_bytes=round((ID_BYTES + graph.feature_bytes) * every * one.sources[0] * one.remote),
+        feature_bytes=round((ID_BYTES + graph.feature_bytes) * every * sources[0] * remote),
         sampling_bytes=round(sampling_bytes) if partitioned and cluster.servers > 1 else 0,
         label_bytes=0,
         gradient_bytes=2 * (cluster.ranks - 1) * gradient_bytes * steps,
-        first_targets=round(every * one.targets[0]),
-        first_edges=round(every * one.edges[0]),
+        first_targets=round(every * targets[0]),
+        first_edges=round(every * edges[0]),
         ranks_per_server=cluster.ranks_per_server,
     )
     return BatchWork(
         survey=total,
-        worked=(_rounded(one.sources, steps), _rounded(one.targets, steps), _rounded(one.edges, steps)),
-        largest=(_rounded(one.sources, 1), _rounded(one.targets, 1), _rounded(one.edges, 1)),
+        worked=(_rounded(sources, steps), _rounded(targets, steps), _rounded(edges, steps)),
+        largest=(_rounded(sources, 1), _rounded(targets, 1), _rounded(edges, 1)),
         card_share=1.0 / cluster.servers,
         counted=False,
     )
 
 
-def _batch(graph: GraphStats, cluster: Cluster, seeds: float, fanouts: Sequence[int]) -> _Levels:
+def _batch(
+    graph: GraphStats, cluster: Cluster, seeds: float, fanouts: Sequence[int]
+) -> tuple[tuple[list[float], list[float], list[float]], float]:
+    """Return sources, targets and edges of a batch by layer, and the share of input rows of other servers."""
     sources: list[float] = []
     targets: list[float] = []
     edges: list[float] = []
@@ -78,7 +69,7 @@ def _batch(graph: GraphStats, cluster: Cluster, seeds: float, fanouts: Sequence[
         rows = min(rows + new, graph.nodes)
         sources.insert(0, rows)
     share = remote / max(reached + seeds, 1.0)
-    return _Levels(sources=tuple(sources), targets=tuple(targets), edges=tuple(edges), remote=share)
+    return (sources, targets, edges), share
 
 
 def _remote_share(graph: GraphStats, cluster: Cluster, hops: int) -> float:

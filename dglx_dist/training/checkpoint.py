@@ -81,6 +81,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> list[dict[str, A
                 "name": name,
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "shape": list(tensor.shape),
+                "offset": [0] * tensor.dim(),
                 "file": path.name,
                 "first_byte": file.tell(),
                 "num_bytes": len(raw),
@@ -94,14 +95,15 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> list[dict[str, A
 
 def _index_of(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the content of ``tensors.json``; its pieces are whole tensors."""
-    tensors, pieces = {}, []
-    for line in lines:
-        name, shape = line["name"], line["shape"]
-        start = [0] * len(shape)
-        tensors[name] = {"dtype": line["dtype"], "shape": shape, "chunks": [[start, shape]]}
-        position = {key: line[key] for key in ("file", "first_byte", "num_bytes", "crc32")}
-        pieces.append({"name": name, "offset": start, **position})
-    return {"tensors": tensors, "pieces": pieces}
+    tensors = {
+        line["name"]: {
+            "dtype": line["dtype"],
+            "shape": line["shape"],
+            "chunks": [[line["offset"], line["shape"]]],
+        }
+        for line in lines
+    }
+    return {"tensors": tensors, "pieces": lines}
 
 
 def read_index(folder: Path) -> dict[str, SavedTensor]:

@@ -32,7 +32,7 @@ from dglx_dist.training.checkpoint import Sparse, optimizers_of
 from dglx_dist.training.config import RunOptions
 from dglx_dist.training.inference import check_evaluable, evaluate, float_of, labelled_type
 from dglx_dist.training.relational import EntityInputs
-from dglx_dist.training.tracing import TraceConfig, recording, without_keys
+from dglx_dist.training.tracing import recording, without_keys
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -344,8 +344,7 @@ def train(
     enabled = config.show_progress and g.session.topology.rank == 0
     bar = progress(_progress_title(run.result.first_epoch, config.epochs), steps, enabled=enabled)
     trace = None if config.trace is None else Path(config.trace).absolute()
-    traced = None if trace is None else TraceConfig(path=trace, num_steps=config.trace_steps)
-    with recording(traced, g.session) as count_step, bar as advance:
+    with recording(trace, config.trace_steps, g.session) as count_step, bar as advance:
 
         def after_step() -> None:
             count_step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any, final
@@ -27,17 +27,6 @@ from dglx_dist.errors import StorageError
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceConfig:
-    """Path and length of a trace."""
-
-    path: Path
-    """Written by rank 0, replacing an earlier trace. When training fails, each rank writes its own part on
-    its own machine: see :func:`path_of_rank`."""
-    num_steps: int
-    """Number of steps recorded, from the first one on."""
-
-
 def check_trace(path: Path, session: Session) -> None:
     """Check before training that the trace can be written. Collective.
 
@@ -53,22 +42,25 @@ def path_of_rank(path: Path, rank: int) -> Path:
 
 
 @contextmanager
-def recording(config: TraceConfig | None, session: Session) -> Iterator[Callable[[], None]]:
-    """Record the block, and write the trace at its end. Collective.
+def recording(path: Path | None, num_steps: int, session: Session) -> Iterator[Callable[[], None]]:
+    """Record the first steps of the block, and write the trace at its end. Collective.
 
-    Yields a function to call after each step. Nothing is recorded without ``config``, or while another
+    Rank 0 writes it, replacing an earlier one; after a failure each rank writes its own part on its own
+    machine, see :func:`path_of_rank`.
+
+    Yields a function to call after each step. Nothing is recorded without ``path``, or while another
     recording is active.
 
     Raises:
         StorageError: the trace cannot be written; before the block if possible.
     """
-    if config is None or session.timeline.on:
+    if path is None or session.timeline.on:
         yield lambda: None
         return
-    check_trace(config.path, session)
+    check_trace(path, session)
     # The trace of an earlier run that failed would mislead beside the new one.
-    run_on_all_ranks(session, lambda: remove_trace(path_of_rank(config.path, session.topology.rank)))
-    recorder = _Recorder(config, session, measure_clock(session))
+    run_on_all_ranks(session, lambda: remove_trace(path_of_rank(path, session.topology.rank)))
+    recorder = _Recorder(path, num_steps, session, measure_clock(session))
     session.timeline.start()
     try:
         yield recorder.step
@@ -78,20 +70,20 @@ def recording(config: TraceConfig | None, session: Session) -> Iterator[Callable
         session.timeline.on = False
         recorder.write_own()
         raise
-    run_on_all_ranks(session, lambda: write_trace(config.path, trace) if trace is not None else None)
+    run_on_all_ranks(session, lambda: write_trace(path, trace) if trace is not None else None)
 
 
 @final
 class _Recorder:
     """Counts steps and gathers the timelines of all ranks."""
 
-    def __init__(self, config: TraceConfig, session: Session, clock: Clock) -> None:
-        self._config, self._session, self._clock = config, session, clock
+    def __init__(self, path: Path, num_steps: int, session: Session, clock: Clock) -> None:
+        self._path, self._num_steps, self._session, self._clock = path, num_steps, session, clock
         self._steps = 0
 
     def step(self) -> None:
         self._steps += 1
-        if self._steps == self._config.num_steps:
+        if self._steps == self._num_steps:
             self._session.timeline.on = False
 
     def gather(self) -> TraceFile | None:
@@ -105,7 +97,7 @@ class _Recorder:
 
     def write_own(self) -> None:
         # A failure is only logged, so that it does not hide the error that ended training.
-        path = path_of_rank(self._config.path, self._session.topology.rank)
+        path = path_of_rank(self._path, self._session.topology.rank)
         try:
             check_replaceable(path)
             write_trace(path, self._trace([self._own()]))
@@ -133,7 +125,7 @@ class _Recorder:
             "ranks": topology.world_size,
             "servers": topology.num_servers,
             "steps": self._steps,
-            "steps_recorded": min(self._steps, self._config.num_steps),
+            "steps_recorded": min(self._steps, self._num_steps),
             "versions": {name: metadata.version(name) for name in ("dglx_dist", "torch", "dgl")},
         }
         return TraceFile(ranks=tuple(ranks), facts=facts)

@@ -18,7 +18,6 @@ from dglx_dist.comm.session import Session, start_session
 from dglx_dist.dataloading.step_loader import (
     Items,
     LoaderOptions,
-    Pace,
     Schedule,
     StepLoader,
     read_items,
@@ -197,7 +196,7 @@ class Echoes(StepLoader[str, Echo, tuple[list[int], int, StepShare]]):
 
 def echoes(session: Session, ids: list[int], size: int = 2, **pace: Any) -> Echoes:
     items = Items(ids={"a": np.array(ids[:3], np.int64), "b": np.array(ids[3:], np.int64)})
-    return Echoes(session, items, Pace(batch_size=size, **pace), LoaderOptions(seed=7), EchoMaker())
+    return Echoes(session, items, LoaderOptions(seed=7, batch_size=size, **pace), EchoMaker())
 
 
 def test_steps_in_the_order_given() -> None:
@@ -225,7 +224,7 @@ def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(EchoMaker, "make", make)
     with start_session() as session:
         items = Items(ids={"a": np.arange(5)})
-        loader = Echoes(session, items, Pace(batch_size=2), LoaderOptions(num_threads=0), EchoMaker())
+        loader = Echoes(session, items, LoaderOptions(batch_size=2, num_threads=0), EchoMaker())
         for _ in loader:
             now += 10
         assert loader.times().wait_s == 3 * 3
