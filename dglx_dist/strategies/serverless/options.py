@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
 from typing import Literal, TypeAlias, final
 
 from dglx_dist.errors import ConfigError
@@ -93,8 +94,9 @@ class LambdaOptions:
                 "out"
             )
 
-    @property
+    @cached_property
     def price_table(self) -> PriceTable:
+        # Read once: a bill at the end of a long run must not need the user's file.
         return prices(self.prices)
 
     @property
