@@ -3,7 +3,7 @@
 A checkpoint is a folder ``<folder>/epoch-<e>-step-<s>``. It is written under another name and renamed when
 complete, so an interrupted save does not affect earlier checkpoints. It has ``state.json``,
 ``tensors-<rank>.bin`` (the bytes of one tensor after another) and ``tensors.json`` (position, dtype, shape
-and CRC-32 of each tensor).
+and CRC-32 of each tensor). Both JSON files have a CRC-32 of their other values.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ def read_index(folder: Path) -> dict[str, SavedTensor]:
     index = _read_json(path)
     with damage_named(path):
         pieces = {piece["name"]: piece for piece in index["pieces"]}
-        return {name: _saved(folder, name, tensor, pieces) for name, tensor in index["tensors"].items()}
+        found = {name: _saved(folder, name, tensor, pieces) for name, tensor in index["tensors"].items()}
+        _check_crc(index)
+    return found
 
 
 def _saved(folder: Path, name: str, tensor: Any, pieces: Mapping[str, Any]) -> SavedTensor:
@@ -145,8 +147,20 @@ def whole(value: object) -> int:
     return value
 
 
-def write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write JSON values with their CRC-32, since a changed digit is valid JSON, too."""
+    plain = json.loads(json.dumps(value))
+    path.write_text(json.dumps({**plain, "crc32": _crc_of(plain)}, indent=1), encoding="utf-8")
+
+
+def _crc_of(values: Mapping[str, object]) -> int:
+    return zlib.crc32(json.dumps({name: one for name, one in values.items() if name != "crc32"}).encode())
+
+
+def _check_crc(values: Mapping[str, object]) -> None:
+    """Raise ValueError if values have changed; files written before there was a sum are not checked."""
+    if values.get("crc32", own := _crc_of(values)) != own:
+        raise ValueError("its values have changed since they were written")
 
 
 def _read_json(path: Path) -> Any:
@@ -198,6 +212,7 @@ def _check_state(path: Path, state: Any) -> None:
     wrong = [name for name in ("dataset", "extra") if not isinstance(state[name], dict)]
     if wrong or len(state["loader"]) != numbers[0]:
         raise ValueError(f"{wrong[0] if wrong else 'loader'!r} has a wrong type or length")
+    _check_crc(state)
 
 
 def _check_run(

@@ -214,7 +214,7 @@ def test_an_index_of_a_stranger_is_refused_before_anything_is_made_of_it(saved: 
     told, change = HOSTILE[name]
     index = json.loads((saved / "tensors.json").read_text())
     change(index)
-    (saved / "tensors.json").write_text(json.dumps(index))
+    checkpoint.write_json(saved / "tensors.json", index)
     with start_session(), pytest.raises(CheckpointError, match=told):
         checkpoint.load(saved, model=net())
 
@@ -229,6 +229,38 @@ def test_json_of_a_stranger_is_one_clear_error(saved: Path, file: str, text: str
     (saved / file).write_text(text)
     with start_session(), pytest.raises(CheckpointError, match=file):
         checkpoint.load(saved, model=net())
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("state.json", '"lr": 0.05', '"lr": 0.45'),
+        ("state.json", '"epoch": 3', '"epoch": 1'),
+        ("state.json", '"step": 2', '"step": 6'),
+        ("tensors.json", '"optimizer/0.bias/step": {', '"optimizer/0.bias/stap": {'),
+    ],
+)
+def test_a_changed_digit_is_refused_and_changes_nothing(
+    tmp_path: Path, file: str, old: str, new: str
+) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = net()
+        return model, torch.optim.Adam(model.parameters(), lr=0.05)
+
+    with start_session():
+        model, optimizer = made()
+        advance(model, optimizer, range(2), 0)
+        folder = checkpoint.save(tmp_path, model=model, optimizer=optimizer, epoch=3, step=2)
+        text = (folder / file).read_text()
+        assert old in text
+        names = '"name": "' + old.strip('": {') + '"', '"name": "' + new.strip('": {') + '"'
+        (folder / file).write_text(text.replace(old, new).replace(*names))
+        model, optimizer = made()
+        before = str(model.state_dict())
+        with pytest.raises(CheckpointError, match=f"{file} is damaged.*have changed"):
+            checkpoint.load(tmp_path, model=model, optimizer=optimizer)
+        assert str(model.state_dict()) == before
+        assert not optimizer.state
 
 
 def test_no_file_of_a_checkpoint_is_a_pickle(saved: Path) -> None:
