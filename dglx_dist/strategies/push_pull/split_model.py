@@ -304,6 +304,12 @@ def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, Spl
     for name, module in convolutions_in(model):
         try:
             found = stages_of(module, sync)
+            computed = found.cut.keys() - dict(found.named_parameters(remove_duplicate=False)).keys()
+            if computed:
+                raise ConfigError(
+                    f"{min(computed)!r} is no parameter, but computed of others, as by a weight norm, which "
+                    "takes all columns; remove that, or use strategy='data_parallel'"
+                )
         except ConfigError as error:
             reasons.append(f"{name or 'the model'}: {error}")
             continue

@@ -197,3 +197,10 @@ def test_a_model_that_is_refused_stays_as_it_was() -> None:
         cut_up(net, session, 1)
     assert all(one is before[name] for name, one in net.named_parameters(remove_duplicate=False))
     assert not any("forward" in vars(module) for module in net.modules())
+
+
+def test_a_weight_that_a_parametrization_computes_is_refused() -> None:
+    net = Net().double()
+    nn.utils.parametrizations.weight_norm(net.first.fc_neigh)
+    with start_session() as session, pytest.raises(ConfigError, match=r"first: .fc_neigh\.weight. is no param"):
+        cut_up(net, session, 1)
