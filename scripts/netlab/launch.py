@@ -106,7 +106,7 @@ def free_port(lab: Lab) -> int:
                 probe.bind(("", number))
             return number
     raise LabError(
-        f"no free port among {_PORTS} after {_TRIES} tries; end other programs of user {os.getuid()} that "
+        f"no free port between {_PORTS[0]} and {_PORTS[-1]} after {_TRIES} tries; end other programs of user {os.getuid()} that "
         "listen there"
     )
 
