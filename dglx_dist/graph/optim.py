@@ -30,6 +30,7 @@ from dglx_dist.graph.sparse_update import (
     UpdateRule,
     adagrad_rule,
     adam_rule,
+    at_least_0,
     sgd_rule,
 )
 from dglx_dist.records import Array
@@ -101,7 +102,7 @@ class SparseOptimizer:
 
     @lr.setter
     def lr(self, lr: float) -> None:
-        self._rule.lr = lr
+        self._rule.lr = float(at_least_0("lr", lr))
 
     @property
     def settings(self) -> Mapping[str, float]:

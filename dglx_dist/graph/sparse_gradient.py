@@ -31,22 +31,12 @@ class RowSum(NamedTuple):
     def for_sending(self) -> RowSum:
         """Return the same with one row for each id, in order, and weight 1."""
         rows = np.empty((len(self.ids), self.rows.shape[1]), dtype=self.rows.dtype)
-        take_weighted(self.rows, self.weight, self.places, rows)
+        _add(self, np.arange(len(self.ids)), rows, 0)
         return one_row_each(self.ids, rows)
 
 
 def one_row_each(ids: Array, rows: Array, weight: float = 1.0) -> RowSum:
     return RowSum(ids, rows, np.arange(len(ids)), weight)
-
-
-@njit(cache=True, nogil=True)
-def take_weighted(source: Array, weight: float, places: Array, out: Array) -> None:
-    """Write ``weight * source[places[k]]`` to ``out[k]``, (k, d)."""
-    factor = source.dtype.type(weight)
-    for k in range(len(places)):
-        place = np.uint64(places[k])
-        for column in range(source.shape[1]):
-            out[np.uint64(k), np.uint64(column)] = factor * source[place, np.uint64(column)]
 
 
 def sum_rows(gradients: Sequence[RowSum]) -> RowSum:

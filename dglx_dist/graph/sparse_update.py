@@ -49,16 +49,9 @@ class UpdateRule:
         settings: Mapping[str, float],
         state_names: tuple[str, ...] = (),
     ) -> None:
-        self.lr, self.settings, self.state_names = lr, settings, state_names
+        self.lr = float(at_least_0("lr", lr))
+        self.settings, self.state_names = settings, state_names
         self._kernel, self._constants = kernel, constants
-
-    @property
-    def lr(self) -> float:
-        return self._lr
-
-    @lr.setter
-    def lr(self, lr: float) -> None:
-        self._lr = float(_at_least_0("lr", lr))
 
     def update(self, weight: Array, at: Array, states: Sequence[Array], gradient: RowSum, step: int) -> None:
         """Update the rows ``at`` of (n, d) ``weight`` and the rows ``gradient.ids`` of the states in place.
@@ -75,7 +68,7 @@ def sgd_rule(lr: float) -> UpdateRule:
 
 def adagrad_rule(lr: float, eps: float) -> UpdateRule:
     """``s += g^2; w -= lr g / (sqrt(s) + eps)``; ConfigError for an invalid ``eps``."""
-    settings = {"eps": _at_least_0("eps", eps)}
+    settings = {"eps": at_least_0("eps", eps)}
     return UpdateRule(lr, update_adagrad, lambda rate, _: (rate, eps), settings, ("sum",))
 
 
@@ -95,11 +88,11 @@ def adam_rule(lr: float, betas: tuple[float, float], eps: float, *, corrected: b
         small = eps * correction if corrected else eps
         return rate * correction / (1.0 - beta1**step), 1.0 - beta1, 1.0 - beta2, small
 
-    settings = {"beta1": beta1, "beta2": beta2, "eps": _at_least_0("eps", eps)}
+    settings = {"beta1": beta1, "beta2": beta2, "eps": at_least_0("eps", eps)}
     return UpdateRule(lr, update_adam, constants, settings, ("mean", "square"))
 
 
-def _at_least_0(name: str, value: float) -> float:
+def at_least_0(name: str, value: float) -> float:
     if not 0.0 <= value < math.inf:
         raise ConfigError(f"{name}={value} must be a number, at least 0")
     return value

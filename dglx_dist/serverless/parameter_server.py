@@ -430,6 +430,7 @@ class ParameterServer:
         if self.servers_missing():
             return None
         with self._lock:
+            self._drop_unused_versions()  # first, so that never more than S + 2 lie in memory
             epoch, weights = self.updates, self._versions[self.updates]
             received = self._received[epoch]
         total = received[0].copy()

@@ -44,7 +44,7 @@ _IDLE_S = 5.0
 """Connections idle for longer are reopened: a function's container is frozen between invocations, and its
 peers have dropped a silent connection by then."""
 PROGRAM, PULL, GIVE = "lambda.program", "lambda.pull", "lambda.give"
-"""Operations of graph servers; see :class:`TaskCalls`."""
+"""Operations of graph servers; see :class:`_Calls`."""
 WEIGHTS, GRADIENTS = "lambda.weights", "lambda.gradients"
 """Operations of parameter servers."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.02
@@ -151,7 +151,7 @@ class RemoteCaller(Caller):
             self._secrets = None
 
     def _open(self, secrets: Secrets) -> None:
-        self._secrets, self._numbers = secrets, dict[Address, int]()
+        self._numbers = dict[Address, int]()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: dict[int, PeerAddress] = {}
         credentials = Credentials(
@@ -160,6 +160,7 @@ class RemoteCaller(Caller):
             secret_key=_bytes(secrets.secret_key),
         )
         self._client = Client(self._context, self._peers, credentials)
+        self._secrets = secrets
 
 
 def _bytes(text: str | None) -> bytes | None:

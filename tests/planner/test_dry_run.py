@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from torch import nn
 
+from dglx_dist.comm.session import start_session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.graph.structure import ReplicatedStructure
@@ -18,7 +21,13 @@ from dglx_dist.planner.profile import busy_cores, time_on_plans
 from dglx_dist.planner.workload import stats_of_dataset
 from dglx_dist.records import EDGE_TYPE
 from dglx_dist.strategies.cost import PartitionContext
-from dglx_dist.strategies.full_graph.cost import FullWork, full_work_of, plan_trials, sizes_of
+from dglx_dist.strategies.full_graph.cost import (
+    FullGraphScheme,
+    FullWork,
+    full_work_of,
+    plan_trials,
+    sizes_of,
+)
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 from dglx_dist.training.models import build_model
@@ -103,6 +112,19 @@ def test_the_cut_is_that_of_the_servers(context: tuple[Path, PartitionContext, n
     crossing = np.count_nonzero(server_of[targets] != server_of[csc.indices])
     assert stats_of_dataset(open_dataset(folder), 2).edge_cut == pytest.approx(crossing / len(csc.indices))
     assert stats_of_dataset(open_dataset(folder), 1).edge_cut == 0.0
+
+
+def test_more_cooperative_batches_than_seeds_are_counted(
+    context: tuple[Path, PartitionContext, np.ndarray],
+) -> None:
+    folder, where, seeds = context
+    with start_session() as session:
+        run: Any = SimpleNamespace(g=SimpleNamespace(session=session), partition=where, in_job=False)
+        run.graph, run.num_layers = stats_of_dataset(open_dataset(folder), 2), LAYERS
+        run.seeds = seeds[[0, 1, -1]]
+        work = FullGraphScheme(LAYERS, cooperative_batches=8).count(run)
+    assert work is not None
+    assert work.steps == 2, "the servers have 2 seeds and 1"
 
 
 def test_steps_are_summed_and_the_busiest_found() -> None:

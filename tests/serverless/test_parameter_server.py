@@ -222,6 +222,18 @@ def test_weights_of_an_epoch_that_is_over_are_gone() -> None:
         server.weights(1, 0, 0)
 
 
+def test_an_update_keeps_no_version_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    (server,) = servers_of(plan_of(staleness=0))
+    apply, before = Update.apply, []
+    monkeypatch.setattr(Update, "apply", lambda *given: before.append(len(server.versions)) or apply(*given))
+    for epoch in range(3):
+        for interval in range(5):
+            server.weights(interval, epoch, 0)
+        finish(server, epoch)
+        exchange([server])
+    assert before == [1, 1, 1]  # and its result makes staleness + 2
+
+
 def test_many_threads_may_push_and_pull() -> None:
     plan = plan_of(32, staleness=2)
     (server,) = servers_of(plan)

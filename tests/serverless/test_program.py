@@ -154,6 +154,8 @@ def test_edges_are_checked_too() -> None:
     rows = Vertex(name="V", stage="attention_finish", config={}, inputs=("att1",), outputs=(Slot("y", 3),))
     with pytest.raises(ConfigError):
         replace(program, steps=(*program.steps[:3], rows))
+    with pytest.raises(ConfigError, match="is an edge stage"):
+        replace(program, steps=(*program.steps[:3], replace(rows, stage=edge.stage, config=edge.config)))
     with pytest.raises(ConfigError, match="no earlier step makes for nodes"):
         replace(program, steps=(*program.steps[:3], Scatter(name="S", slots=("att1",))))
     odd = Gather(name="G", source="x", output=Slot("s1", 5), edges="att1")

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from dglx_dist.serverless import worker as caller_module
 from dglx_dist.serverless.aws import function
 from dglx_dist.serverless.tasks import Direction, TaskKey, kernels
 from dglx_dist.serverless.worker import DirectCaller, RemoteCaller, TaskPhase, Worker, WorkerAnswer
+from dglx_dist.serverless.worker_process import Fault, FaultInjector
 
 from .programs import gcn, sage
 from .servers import Bench, keys_of, served
@@ -120,6 +122,24 @@ def test_an_answer_says_what_happened_and_a_second_attempt_is_not_taken() -> Non
     assert (second.key, second.attempt, second.accepted, second.cold) == (key, 1, False, False)
     assert second.seconds > 0
     assert bench.pushes == [key, key]  # with the same bits, or Bench would have refused
+    bench.check(key)
+
+
+@pytest.mark.parametrize("place", TaskPhase)
+@pytest.mark.parametrize("direction", [Direction.FORWARD, Direction.FUSED])
+def test_a_worker_that_dies_anywhere_loses_nothing(place: TaskPhase, direction: Direction) -> None:
+    def die() -> NoReturn:
+        raise PeerError("killed")
+
+    bench, key, faults = Bench(gcn(), [7]), TaskKey(0, 4, 0, direction), FaultInjector(die)
+    faults.next = Fault(place=place)
+    worker, task = Worker(DirectCaller(bench.handlers()), faults), bench.task(key)
+    with pytest.raises(PeerError, match="attempt 0: killed"):
+        worker.handle(task.to_event())
+    assert (len(bench.given.get(key, ())) == 2) is (place is TaskPhase.END)  # else the task is not done
+    has_pushed = direction is Direction.FUSED and place in (TaskPhase.PUSHED, TaskPhase.END)
+    assert bench.pushes == [key] * has_pushed
+    worker.handle(task.again().to_event())
     bench.check(key)
 
 

@@ -166,11 +166,11 @@ def noted(g: DistGraph, graphs: list[Any]) -> Step:
 
 
 def one_process(
-    task: str, steps_of_rank: list[list[Step]], *, exclude: str | None
+    task: str, steps_of_rank: list[list[Step]], *, exclude: str | None, mean_of_means: bool = False
 ) -> tuple[list[Any], list[Any]]:
     """Repeat the steps of all ranks with plain DGL over the whole graph; return weights and losses by step.
 
-    Each rank's batch leaves out its own edges.
+    Each rank's batch leaves out its own edges. ``mean_of_means`` weighs ranks alike, which is wrong.
     """
     raw = raw_graph()
     whole = dgl.graph(raw.edges[EDGE_TYPE], num_nodes=NUM_NODES)
@@ -182,6 +182,7 @@ def one_process(
     for step in zip(*steps_of_rank, strict=True):
         optimizer.zero_grad()
         total = sum(len(part.edges) for part in step)
+        working = sum(len(part.edges) > 0 for part in step)
         losses.append([])
         for part in step:
             if not len(part.edges):
@@ -191,7 +192,7 @@ def one_process(
                      for ends in (part.positive, part.negative)]  # fmt: skip
             outputs = model(pairs, [graph, graph], features)
             loss = loss_of(task, outputs, all_labels[part.edges])
-            (loss * (len(part.edges) / total)).backward()
+            (loss * (1 / working if mean_of_means else len(part.edges) / total)).backward()
             losses[-1].append(float(loss))
         optimizer.step()
     return [p.detach().numpy().copy() for p in model.parameters()], losses

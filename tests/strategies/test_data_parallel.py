@@ -207,6 +207,21 @@ def test_bytes_are_those_of_a_ring(on_ranks: list[dict[str, Any]]) -> None:
     assert sum(result["bytes"] for result in on_ranks) == 2 * (world_size - 1) * (46 + 8) * 8
 
 
+def test_uneven_shards_tell_the_rule_from_its_mistakes() -> None:
+    """The mean of two ranks' means, and their unweighted sum, are not the gradient of one process."""
+    x, y = rows()
+    parts = []
+    for mine in (slice(4), slice(4, 6)):
+        model = net()
+        mean(model, x[mine], y[mine])
+        parts.append(gradients(model)["first.weight"])
+    first, second = parts
+    exact = one_process()["mean"]["first.weight"]
+    for wrong in ((first + second) / 2, first + second):
+        assert np.abs(wrong - exact).max() > 1e-3
+    np.testing.assert_allclose((4 * first + 2 * second) / 6, exact, atol=1e-12)
+
+
 def _refusals() -> list[str]:
     session = start_session()
     x, y = rows()

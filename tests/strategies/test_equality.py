@@ -20,7 +20,7 @@ from dglx_dist.strategies.base import STRATEGIES
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
-from tests.strategies.equality import DEEP_MODELS, MODELS, STEPS, Column
+from tests.strategies.equality import DEEP_MODELS, MODELS, SHARES, STEPS, Column
 from tests.strategies.serverless import fifo
 
 COLUMNS = [
@@ -150,3 +150,34 @@ def test_ranks_draw_the_same_sample_as_one(folder: Path) -> None:
     alone = run_ranks(_many_steps, 1, args=(str(folder), [2, 2]))[0]
     for result in run_ranks(_many_steps, 2, args=(str(folder), [2, 2])):
         assert difference(result, alone) <= TOLERANCE
+    everyone = equality.plain_graph().ndata["train_mask"].nonzero()[:, 0]
+    exact, _ = equality.one_process("sage", [_targets_of_step(everyone, step) for step in range(MANY_STEPS)])
+    assert difference(alone, exact) > 1e-3
+
+
+def _wrong_rules(folder: str) -> dict[str, list[Any]]:
+    """What torch's own DDP makes of uneven shards, and what an unweighted sum does."""
+    session = start_session(timeout_s=60)
+    g = DistGraph(folder)
+    rank, world_size = session.topology.rank, session.topology.world_size
+    ids = equality.new_ids_of_training(g)
+    mine = equality.cut(ids, SHARES["uneven"], rank, world_size)
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+        2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+    )
+    loader = STRATEGIES.get("data_parallel")(session, {}).loader(g, mine, sampler, batch_size=len(ids))
+    found = {}
+    # A sum is so many times DDP's mean, and plain SGD takes either times its rate.
+    for rule, times in {"mean of means": 1, "unweighted sum": world_size}.items():
+        model = torch.nn.parallel.DistributedDataParallel(equality.model_of("sage", g))
+        optimizer = torch.optim.SGD(model.parameters(), lr=times * equality.RATE)
+        equality.loop(model, loader, optimizer, STEPS)
+        found[rule] = [p.detach().numpy().copy() for p in model.parameters()]
+    return found
+
+
+def test_wrong_rules_are_told_apart(folder: Path) -> None:
+    result = run_ranks(_wrong_rules, 2, args=(str(folder),))[0]
+    for rule, weights in result.items():
+        assert difference(weights, plain_weights("sage")) > 1e-3, rule
+    assert difference(*result.values()) > 1e-3

@@ -180,14 +180,15 @@ def remove(name: str, place: Place, change: Changes) -> None:
     check_name(name)
     client, iam, logs = (place.client(service) for service in ("lambda", "iam", "logs"))
     function, role = _own_function(client, name), _find_role(iam, default_role(name))
-    has_role, group = role is not None and _owner(role) == name, f"/aws/lambda/{name}"
-    with explained(f"could not look for the log {group}"):
-        listed = logs.describe_log_groups(logGroupNamePrefix=group)["logGroups"]
-    has_log = group in [one["logGroupName"] for one in listed]
+    has_role, has_log, group = role is not None and _owner(role) == name, False, f"/aws/lambda/{name}"
+    # A log has no tag of its creator: it is deleted together with a function or role that has one.
+    if function is not None or has_role:
+        with explained(f"could not look for the log {group}"):
+            listed = logs.describe_log_groups(logGroupNamePrefix=group)["logGroups"]
+        has_log = group in [one["logGroupName"] for one in listed]
     if function is not None:
         change(f"delete the function {name}", client.delete_function, FunctionName=name)
-    # A log has no tag of its creator: it is deleted together with a function or role that has one.
-    if has_log and (function is not None or has_role):
+    if has_log:
         change(f"delete the log {group}", logs.delete_log_group, logGroupName=group)
     if has_role:
         change(f"delete the role {default_role(name)}", _delete_role, iam=iam, name=default_role(name))

@@ -133,16 +133,13 @@ class FullGraphScheme(Work):
             [own] if number == 1 else compose(own, number, "random", seed=partition.seed)
             for own in seeds_by_server(partition, run.seeds)
         ]
+        # A server may have fewer seeds than there are batches.
+        steps = [step for step in zip(*pieces, strict=True) if any(map(len, step))]
         topology, make = partition.topology, self._maker(run)
-        sizes = np.array(
-            [
-                [sizes_of(plan, topology.world_size) for plan in make([piece[step] for piece in pieces])]
-                for step in range(number)
-            ]
-        )
+        sizes = np.array([[sizes_of(plan, topology.world_size) for plan in make([*step])] for step in steps])
         # (processes, R, ranks of a process, K)
-        gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape)
-        return full_work_of(gathered.transpose(1, 0, 2, 3).reshape(number, topology.world_size, -1), topology)
+        gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape).transpose(1, 0, 2, 3)
+        return full_work_of(gathered.reshape(len(steps), topology.world_size, -1), topology)
 
     def _maker(self, run: PlannedRun) -> Callable[[list[Array]], list[RankPlan]]:
         """Return what makes the plans of all ranks, or in a job that of this rank; then collective."""

@@ -109,19 +109,21 @@ class RowIndex:
     def __init__(self, ids: Array, num_ids: int) -> None:
         num_slots, num_keys = table_sizes(len(ids), num_ids, direct_limit=0)
         self._table = SlotTable(np.empty(num_slots, np.int32), np.empty(num_keys, np.int64))
+        self._num_ids = num_ids
         fill_table(self._table, ids)
 
     def places(self, ids: Array) -> Array:
-        """Return the (K,) int64 positions of the (K,) int64 ``ids``; -1 for ids without a row."""
+        """Return the (K,) int64 positions of any (K,) int64 ``ids``; -1 for ids without a row."""
         places = np.empty(len(ids), np.int64)
-        _places(self._table, ids, places)
+        _places(self._table, self._num_ids, ids, places)
         return places
 
 
 @njit(cache=True, nogil=True)
-def _places(table: SlotTable, ids: Array, places: Array) -> None:
+def _places(table: SlotTable, num_ids: int, ids: Array, places: Array) -> None:
     for k in range(len(ids)):
-        places[k] = slot_of(table, ids[k])
+        # Other ranks send ids: outside of the range they would be read beside the table.
+        places[k] = slot_of(table, ids[k]) if 0 <= ids[k] < num_ids else -1
 
 
 VERSION = 5

@@ -395,15 +395,15 @@ def plan_all(
     while waiting:
         for rank, step in waiting.items():
             sent[step.name][rank] = step
-        for rank, step in [*waiting.items()]:
-            others = sent[step.name]
-            if others.keys() >= {*step.among}:
-                answer = {other: others[other].outgoing.get(rank, ()) for other in step.among}
-                try:
-                    waiting[rank] = running[rank].send(answer)
-                except StopIteration as finished:
-                    plans[rank] = finished.value
-                    del waiting[rank]
+        ready = [rank for rank, step in waiting.items() if sent[step.name].keys() >= {*step.among}]
+        assert ready, f"no rank can go on: { ({rank: step.name for rank, step in waiting.items()}) }"
+        for rank in ready:
+            step = waiting.pop(rank)
+            answer = {other: sent[step.name][other].outgoing.get(rank, ()) for other in step.among}
+            try:
+                waiting[rank] = running[rank].send(answer)
+            except StopIteration as finished:
+                plans[rank] = finished.value
     return [plans[rank] for rank in range(topology.world_size)]
 
 

@@ -106,6 +106,10 @@ class InputProvenance:
         """The own part of the batch that the model computes; None outside of a batch."""
         self._known: list[tuple[Tensor, Origin]] = []
 
+    def __deepcopy__(self, memo: object) -> InputProvenance:
+        # A copy of the model belongs to the same pipeline, which says what is computed.
+        return self
+
     def begin(self, group_batch: GroupBatch | None, part: int) -> None:
         """Forget the last batch; ``group_batch`` is the one that the model computes now, if any."""
         self.own, self._known = None if group_batch is None else group_batch.inputs[part], []

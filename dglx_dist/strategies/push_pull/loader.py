@@ -352,9 +352,10 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         stream = cast("Generator[Any, None, None]", super().__iter__())
         try:
             for batch in stream:
+                group_batch: GroupBatch = batch[-1][0].push_pull
                 yield batch
                 # Or a user who keeps one batch would keep all that follow.
-                batch[-1][0].push_pull.following = None
+                group_batch.following = None
         finally:
             # First, or the loader would wait for threads that wait for the other ranks.
             self._structure.cancel(iteration)

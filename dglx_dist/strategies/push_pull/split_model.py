@@ -124,6 +124,8 @@ class CutState:
             for value in vars(inner).values()
             if isinstance(value, Tensor) and not value.is_leaf
         }
+        # Not part of the uncut module: they hold the last batch and the moments of all rows.
+        memo |= {id(inner.forward): False for inner in module.modules() if _OWN_FORWARD in vars(inner)}
         for name in self._cuts:
             piece = module.get_parameter(name)
             memo[id(piece)] = nn.Parameter(self.join(name, piece.detach()), piece.requires_grad)
@@ -243,7 +245,7 @@ def split_model(
     for module, cut in dimensions.items():
         cut_in_place(module, cut, runs[group.part])
     if layer is not first:
-        _compute_by_stages(first, layer)
+        compute_by(first, _ByStages(first, layer).forward)
     return SplitModel(
         layer=layer,
         runs=runs[group.part],
@@ -280,12 +282,16 @@ def _cuts(
     return cuts
 
 
-def _compute_by_stages(conv: nn.Module, stages: SplittableConv) -> None:
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        stages.training = conv.training
-        return stages.forward(*args, **kwargs)
+@final
+class _ByStages:
+    """What replaces a convolution's ``forward``: no closure, so that a copy computes with its own weights."""
 
-    compute_by(conv, forward)
+    def __init__(self, conv: nn.Module, stages: SplittableConv) -> None:
+        self._conv, self._stages = conv, stages
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._stages.training = self._conv.training
+        return self._stages.forward(*args, **kwargs)
 
 
 def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, SplittableConv]:

@@ -217,6 +217,19 @@ def gone_at_once(g: DistGraph) -> dict[str, Any]:
     return found
 
 
+def dropped_loader(g: DistGraph) -> bool:
+    """Whether the memory that a loader lent stays when the user has dropped the loader."""
+    trained = Trained(g)
+    gc.collect()
+    gc.disable()
+    trained.epoch()
+    memory = weakref.ref(trained.loader._memory)
+    del trained.loader
+    stays = memory() is not None
+    gc.enable()
+    return stays
+
+
 def on_rank(folder: str) -> dict[str, Any]:
     with start_session(timeout_s=60):
         g = DistGraph(folder)
@@ -234,6 +247,7 @@ SCENES = (
     frozen_first,
     left_loops,
     gone_at_once,
+    dropped_loader,
 )
 
 HELD: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -310,3 +324,7 @@ def test_a_batch_is_gone_as_soon_as_nobody_uses_it(seen: list[dict[str, Any]]) -
             assert held == 0, name
             # The model knows the rows of the last batch until it is called again.
             assert batches <= 1, name
+
+
+def test_what_a_loader_lent_goes_with_the_loader(seen: list[dict[str, Any]]) -> None:
+    assert not any(found["dropped_loader"] for found in seen)

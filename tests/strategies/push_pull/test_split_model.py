@@ -103,6 +103,8 @@ def check_whole(session: Session, size: int) -> None:
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     plain = Net().double().eval()
     plain.load_state_dict(uncut)
+    copied, own = copy.deepcopy(net), x[:, : net.norm.weight.numel()]
+    computed = net.first(graph, own)
     net.seen = net.second.fc_self.weight * 2  # a result with a history
     whole: Any = state.whole(net)
     assert [type(one) for one in whole.modules()] == [type(one) for one in Net().modules()]
@@ -114,6 +116,7 @@ def check_whole(session: Session, size: int) -> None:
         for parameter in net.parameters():
             parameter.zero_()
     assert torch.equal(whole(graph, x), plain(graph, x))
+    assert torch.equal(copied.first(graph, own), computed)
     assert not any(parameter.any() for parameter in state.whole(net).parameters())
     net.lock = copy  # a module of Python's, which nothing can copy
     with pytest.raises(ConfigError, match="cannot be copied"):

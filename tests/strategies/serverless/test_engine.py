@@ -46,9 +46,18 @@ def train(session: Session, name: str, policy: StalenessPolicy, **options: Any) 
     engine = cases.engine(
         session, name, policy, parameter_servers=min(2, session.topology.world_size), **options
     )
+    launch, was_ready = engine.workers.launch, set[bool]()
+
+    def note(key: TaskKey, rows: int, *, ready: bool) -> None:
+        was_ready.add(ready)
+        launch(key, rows, ready=ready)
+
+    engine.workers.launch = note  # type: ignore[method-assign]
     totals = engine.run(EPOCHS // 2)
     assert engine.scheduler.state() == (EPOCHS // 2, "drained")
     totals += engine.run(EPOCHS - EPOCHS // 2)
+    # A worker starts while the graph server still computes its rows, but where phases come one at a time.
+    assert (False in was_ready) is (policy.mode != "no_pipe")
     if policy.mode != "async":
         weights, losses = cases.plain_answer(name, EPOCHS)
         for key, value in engine.parameters.latest().items():
@@ -117,9 +126,8 @@ def a_death() -> str:
 
         def launch_or_die(key: TaskKey, rows: int, *, ready: bool) -> None:
             if (key.step, key.direction) == (1, Direction.BACKWARD):
-                time.sleep(
-                    1.0
-                )  # until the other rank has done its part, too: it waits for no barrier any more
+                # Until the other rank has done its part, too: it waits for no barrier any more.
+                time.sleep(1.0)
                 os._exit(3)
             launch(key, rows, ready=ready)
 

@@ -1,0 +1,77 @@
+"""Each convolution that is split has the names and values of DGL's: in states, uncut, and in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dgl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.training import checkpoint
+from tests.helpers.ranks import run_ranks
+from tests.layers.test_convolutions import BY_ROWS, CONVS
+from tests.strategies import equality
+
+MAKE: dict[str, Any] = {name: make for name, (make, _) in (CONVS | BY_ROWS).items()}
+MAKE["sgc"] = lambda width: dgl.nn.SGConv(width, 5)
+
+
+def first_of(name: str, seed: int) -> nn.Module:
+    """The convolution with what a seed draws, buffers included."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(MAKE[name](equality.WIDTH))
+    net.load_state_dict({key: value + torch.rand(()) for key, value in net.state_dict().items()})
+    return net
+
+
+def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    """Names that only one has, or whose values differ."""
+    same = {name for name in found.keys() & wanted.keys() if torch.equal(found[name], wanted[name])}
+    return sorted((found.keys() | wanted.keys()) - same)
+
+
+def there_and_back(g: DistGraph, name: str, folder: Path) -> list[list[str]]:
+    """Save rows, load them cut, save the cut model, load it uncut; return what differs from the first."""
+
+    def wrapped(strategy: str, seed: int) -> Any:
+        options = {"sync": "inputs"} if name in BY_ROWS and strategy == "push_pull" else {}
+        return STRATEGIES.get(strategy)(g.session, options).wrap(first_of(name, seed), g)
+
+    wanted = first_of(name, 1).state_dict()
+    checkpoint.save(folder / "rows", model=wrapped("data_parallel", 1))
+    cut, back = wrapped("push_pull", 2), wrapped("data_parallel", 3)
+    checkpoint.load(folder / "rows", model=cut)
+    checkpoint.save(folder / "columns", model=cut)
+    checkpoint.load(folder / "columns", model=back)
+    plain = first_of(name, 4)
+    plain.load_state_dict(cut.state_dict())
+    return [differences(one.state_dict(), wanted) for one in (cut, cut.whole(), back, plain)]
+
+
+def on_rank(parts: str, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with start_session(timeout_s=60):
+        g = DistGraph(parts)
+        for name in MAKE:
+            try:
+                found[name] = there_and_back(g, name, Path(folder, name))
+            except Exception as error:  # of this convolution; others are tested all the same
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("convolutions")
+    return run_ranks(on_rank, 2, args=(str(equality.write_parts(folder)), str(folder / "saved")))
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_split_convolution_has_the_state_of_dgls(name: str, found: list[dict[str, Any]]) -> None:
+    assert [rank[name] for rank in found] == [[[]] * 4] * 2

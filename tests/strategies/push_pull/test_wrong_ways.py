@@ -1,0 +1,112 @@
+"""Mistakes that implementations of P3 make, in the real code: each leaves other weights, so tests see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.layers import convolutions
+from dglx_dist.strategies.push_pull import pipeline
+from dglx_dist.strategies.push_pull.pipeline import PartGradients, Pipeline
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+from tests.strategies.push_pull import runs
+from tests.strategies.push_pull.runs import Run
+from tests.strategies.test_equality import difference
+
+RANKS, FANOUT, KINDS, STRATEGIES = 3, 3, ("sage", "gat"), ("data_parallel", "push_pull")
+compute, add, complete = PartGradients.compute, PartGradients.add, Pipeline.complete
+compute_shares = pipeline.compute_shares
+
+
+def own_owner(self: Any, batch: Any) -> None:
+    part = self._group.part
+    batch.shares = [[of_owners[part]] for of_owners in batch.shares]
+    batch.pushes = [lambda push=push: [push()[part]] for push in batch.pushes]
+    compute(self, batch)
+
+
+def unweighed(self: Any, batch: Any, gradients: Any) -> None:
+    batch.weight = 1.0
+    # Of a rank without targets; that would be nan, which anybody would see.
+    complete(self, batch, [torch.nan_to_num(one) for one in gradients])
+
+
+def averaged(self: Any, batch: Any) -> None:
+    add(self, batch)
+    for parameter in self._part.parameters.values():
+        if parameter.grad is not None:
+            parameter.grad /= dist.get_world_size()
+
+
+def activated(*given: Any) -> Any:
+    return [[torch.relu(share) for share in of_owners] for of_owners in compute_shares(*given)]
+
+
+def mean_of_fanout(block: Any, rows: Any, weight: Any = None) -> Any:
+    return convolutions.sum_in_edges(block, rows, weight) / FANOUT
+
+
+Wrong = tuple[Any, str, Any]
+WRONG: Mapping[str, tuple[str, Sequence[Wrong]]] = {
+    # zero_grad inside the loop over the owners.
+    "gradients of the own owner only": ("sage", [(PartGradients, "compute", own_owner)]),
+    "owners alike, whatever their targets": ("sage", [(Pipeline, "complete", unweighed)]),
+    "the mean of DDP for different columns": ("sage", [(PartGradients, "add", averaged)]),
+    "activation before the sum": ("sage", [(pipeline, "compute_shares", activated)]),
+    "a softmax of each part's own logits": (
+        "gat",
+        [
+            (pipeline, "sum_to_owner", lambda shares, exchange: shares[0]),
+            (pipeline, "send_to_parts", lambda own, like, exchange: tuple(like)),
+        ],
+    ),
+    "a mean over the fan-out": ("sage", [(convolutions, "mean_in_edges", mean_of_fanout)]),
+    "attention vectors of one part": ("gat", [(PartGradients, "_over_all", lambda self, flat: flat)]),
+}
+"""What is wrong: the model, and what is replaced by what."""
+
+LEAST = {"attention vectors of one part": 1e-6}
+"""They hardly move in some steps; everything else is off by more than 1e-3."""
+
+
+def on_rank(folder: str) -> dict[str, list[Any]]:
+    with start_session(timeout_s=60):
+        g, found = DistGraph(folder), {}
+        for kind in KINDS:
+            for strategy in STRATEGIES:
+                found[f"{kind} {strategy}"] = runs.train(g, Run(kind, {}, strategy=strategy)).weights
+        for name, (kind, replaced) in WRONG.items():
+            with ExitStack() as mistake:
+                for one in replaced:
+                    mistake.enter_context(mock.patch.object(*one))
+                found[name] = runs.train(g, Run(kind, {})).weights
+        g.barrier()
+        return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any]]]:
+    folder: Path = equality.write_parts(tmp_path_factory.mktemp("wrong"))
+    return run_ranks(on_rank, RANKS, args=(str(folder),))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_mistake_weights_are_those_of_data_parallel(results: list[Any], kind: str) -> None:
+    for found in results:
+        assert difference(found[f"{kind} push_pull"], found[f"{kind} data_parallel"]) <= 1e-10
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_every_mistake_leaves_other_weights(results: list[Any], name: str) -> None:
+    for found in results:
+        assert difference(found[name], found[f"{WRONG[name][0]} data_parallel"]) > LEAST.get(name, 1e-3)
