@@ -232,7 +232,10 @@ def _read_array(socket: zmq.Socket[bytes], spec: ArraySpec) -> Array:
     if len(frames) == 1 and spec.num_bytes > _SMALL_BYTES:
         array = _array_from(spec, frames[0])
         return array if array.flags.aligned and array.flags.writeable else array.copy()
-    return _array_from(spec, bytearray().join(frames))
+    try:
+        return _array_from(spec, bytearray().join(frames))
+    except MemoryError:
+        raise WireError(f"there is no memory for {spec.dtype} of shape {spec.shape}") from None
 
 
 _NBYTES = attrgetter("nbytes")

@@ -133,7 +133,7 @@ class AsyncPushQueue:
         # A call must be answered on the thread that made it, so this one does both.
         in_flight: deque[Pending | Exception] = deque()
         while True:
-            if in_flight and (self._sends.empty() or len(in_flight) >= MAX_IN_FLIGHT):
+            if in_flight and (len(in_flight) >= MAX_IN_FLIGHT or self._is_idle()):
                 self._finish(in_flight.popleft())
                 continue
             send = self._sends.get()
@@ -145,6 +145,11 @@ class AsyncPushQueue:
                 in_flight.append(error)
         for call in in_flight:
             self._finish(call)
+
+    def _is_idle(self) -> bool:
+        # put() holds the lock until all its requests are queued; none waits for the answer to an earlier one.
+        with self._changed:
+            return self._sends.empty()
 
     def _finish(self, call: Pending | Exception) -> None:
         error = call if isinstance(call, Exception) else None

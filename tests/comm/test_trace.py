@@ -79,6 +79,14 @@ def test_sessions_of_one_process_have_a_file_each(tmp_path: Path, monkeypatch: p
     assert len({one["job"] for one in found}) == 3
 
 
+def test_two_writers_at_once_do_not_meet(tmp_path: Path) -> None:
+    topology = Topology(0, 1, (0,))
+    first, second = TraceWriter(tmp_path, 0), TraceWriter(tmp_path, 0)
+    second.write("second", topology, Ledger(topology), failed=False)
+    first.write("first", topology, Ledger(topology), failed=False)
+    assert [_read(tmp_path / name)["job"] for name in ("rank-0.json", "rank-0.1.json")] == ["first", "second"]
+
+
 def test_a_session_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DGLX_TRACE", str(tmp_path))
     with pytest.raises(KeyError), start_session():
@@ -91,8 +99,9 @@ def test_a_folder_that_is_a_file_is_told_at_start(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("DGLX_TRACE", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"DGLX_TRACE='.*file'.*every rank can write"):
         start_session()
-    monkeypatch.delenv("DGLX_TRACE")
-    start_session().close()
+    monkeypatch.setenv("DGLX_TRACE", "")
+    with start_session() as session:
+        assert session.trace is None
 
 
 def test_a_write_that_fails_at_the_end_is_only_a_warning(
@@ -209,6 +218,13 @@ def test_only_a_trace_is_replaced_or_removed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="choose another place"):
         check_replaceable(tmp_path / "file" / "trace.json")
+
+
+def test_a_trace_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "t").mkdir()
+    with pytest.raises(StorageError, match="cannot write the trace"):
+        write_trace(tmp_path / "t", trace_of(SPANS))
+    assert [one.name for one in tmp_path.iterdir()] == ["t"]
 
 
 @pytest.mark.parametrize(

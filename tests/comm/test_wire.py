@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -160,6 +161,18 @@ def test_what_does_not_fit_is_refused(wire: tuple[zmq.Socket[bytes], zmq.Socket[
     # Nothing of the bad message is left behind for the next one.
     send_message(sender, encode(Head(Kind.REPLY, 5), SENT))
     assert all(np.array_equal(a, b) for a, b in zip(receive(receiver), SENT, strict=True))
+
+
+def test_an_array_that_memory_does_not_hold_is_dropped(
+    wire: tuple[zmq.Socket[bytes], zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = wire
+    sender.send_multipart(frames())
+    raw = receiver.recv()
+    monkeypatch.setattr("dglx_dist.comm.wire.bytearray", mock.Mock(side_effect=MemoryError), raising=False)
+    with pytest.raises(WireError, match="no memory for int64"):
+        read_arrays(receiver, decode(raw)._replace(arrays=decode(raw).arrays[:1]))
+    assert not receiver.getsockopt(zmq.RCVMORE)
 
 
 @RELAXED

@@ -35,6 +35,7 @@ def test_a_standard_name_that_is_taken_is_not_overwritten() -> None:
     columns = standard_columns(given, "here")
     assert set(columns) == {"feat", "features"}
     assert np.asarray(columns["feat"]).tolist() == [1.0]
+    assert np.asarray(columns["feat"]).dtype == np.float64
 
 
 def test_floating_labels_are_whole_numbers_with_gaps() -> None:

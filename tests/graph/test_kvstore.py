@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from dglx_dist.graph import kvstore as async_pushes
 from dglx_dist.graph import partition_book as row_requests
 from dglx_dist.graph import shared_memory
 from dglx_dist.graph.column import Column, RowCache, Shard
-from dglx_dist.graph.kvstore import AsyncPushQueue, KVStore, Send
+from dglx_dist.graph.kvstore import MAX_IN_FLIGHT, AsyncPushQueue, KVStore, Send
 from dglx_dist.graph.partition_book import Placement, RowOwners
 from dglx_dist.graph.row_kernels import (
     NO_SLOTS,
@@ -189,6 +190,32 @@ def test_a_fence_that_waits_in_vain_names_who_is_missing(queue: AsyncPushQueue, 
         queue.fence(0.05)
     rpc.gate.set()
     queue.fence()
+
+
+def test_requests_leave_in_order_before_the_first_is_answered(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # lets the thread run between two requests of a call
+    try:
+        queue.put([send(number) for number in range(MAX_IN_FLIGHT + 3)])
+    finally:
+        sys.setswitchinterval(interval)
+    for _ in range(MAX_IN_FLIGHT):
+        assert rpc.left.acquire(timeout=5)
+    assert rpc.sent == list(range(MAX_IN_FLIGHT))
+    rpc.gate.set()
+    queue.fence()
+    assert rpc.sent == list(range(MAX_IN_FLIGHT + 3))
+
+
+def test_errors_are_raised_at_the_fence_once_and_counted(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
+    rpc.gate.set()
+    queue.put([send(1), send(-2), send(3), send(-4), send(-5)])
+    with pytest.raises(RemoteError, match="failed at -2") as caught:
+        queue.fence()
+    assert caught.value.__notes__ == ["2 more pushes with wait=False failed too"]
+    queue.put([send(6)])
+    queue.fence()
+    assert rpc.sent == [1, -2, 3, -4, -5, 6]
 
 
 def test_who_pushes_too_much_waits_for_room(

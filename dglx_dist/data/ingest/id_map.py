@@ -114,7 +114,8 @@ class IdMap:
             return np.fromiter(map(hash, ids.to_pylist()), np.int64, len(ids)) % self._num_buckets
         with np.errstate(over="ignore"):
             words = ids.to_numpy(zero_copy_only=False).astype(np.uint64) * _GOLDEN >> np.uint64(32)
-        return (words % np.uint64(self._num_buckets)).astype(np.int64)
+        # By the highest bits, in which all bits of an id count.
+        return (words * np.uint64(self._num_buckets) >> np.uint64(32)).astype(np.int64)
 
     def _repeats(self, number: int) -> Iterator[tuple[int, int, object]]:
         # Yields (row, earlier row, id) of the first repeated id of a bucket, if any.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
 from typing import Literal, TypeAlias, final
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import Check, check_ranges, option
+from dglx_dist.options import Check, between, check_ranges, option
 from dglx_dist.registry import did_you_mean
 from dglx_dist.serverless.cost import DEFAULT_PRICES, PriceTable, prices
 from dglx_dist.serverless.executors.base import EXECUTORS
@@ -34,10 +35,6 @@ class StalenessPolicy:
     """The epoch from which all are synchronous; None: not known yet, or never."""
 
 
-def _within(least: int, most: int) -> Check:
-    return Check(lambda value: least <= value <= most, f"from {least} to {most}")
-
-
 DEFAULT_SERVER = "c5.2xlarge"
 """Server type of the paper's graph servers."""
 
@@ -48,19 +45,19 @@ class LambdaOptions:
     """The user's options; ConfigError if a value is out of range or conflicts with another one."""
 
     mode: Mode = option("pipe", "no_pipe: one phase at a time; pipe: exact; async: no barriers.")
-    staleness: int = option(0, "S of async: lead over the slowest interval.", check=_within(0, 1000))
+    staleness: int = option(0, "S of async: lead over the slowest interval.", check=between(0, 1000))
     switch_at: float = option(
         0.0,
         "Training accuracy of an epoch after which async trains synchronously; 0: never.",
         check=Check(lambda value: 0 <= value <= 1, "an accuracy from 0 to 1"),
     )
-    intervals: int = option(8, "Per graph server.", check=_within(1, 10_000))
-    threads: int = option(0, "Threads of a graph server; 0: its cores.", check=_within(0, 1024))
-    parameter_servers: int = option(1, "Ranks that hold weights: the first ones.", check=_within(1, 1024))
+    intervals: int = option(8, "Per graph server.", check=between(1, 10_000))
+    threads: int = option(0, "Threads of a graph server; 0: its cores.", check=between(0, 1024))
+    parameter_servers: int = option(1, "Ranks that hold weights: the first ones.", check=between(1, 1024))
     executor: str = option("local", "Where workers run: local, inline, aws or http.")
-    workers: int = option(0, "Tasks in flight per graph server; 0: tuned.", check=_within(0, 10_000))
-    batch: int = option(1, "Tasks sent together; fewer after a wait of 5 ms.", check=_within(1, 1000))
-    retries: int = option(4, "Further attempts at a task before the run fails.", check=_within(0, 1000))
+    workers: int = option(0, "Tasks in flight per graph server; 0: tuned.", check=between(0, 10_000))
+    batch: int = option(1, "Tasks sent together; fewer after a wait of 5 ms.", check=between(1, 1000))
+    retries: int = option(4, "Further attempts at a task before the run fails.", check=between(0, 1000))
     fusion: bool = option(True, "Whether the last step runs forward and backward in one task.")
     rematerialise: bool = option(True, "Whether backward recomputes what forward would otherwise send.")
     streaming: bool = option(True, "Whether workers compute the first half while they receive the second.")
@@ -93,8 +90,9 @@ class LambdaOptions:
                 "out"
             )
 
-    @property
+    @cached_property
     def price_table(self) -> PriceTable:
+        # Read once: a bill at the end of a long run must not need the user's file.
         return prices(self.prices)
 
     @property

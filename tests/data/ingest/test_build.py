@@ -60,6 +60,9 @@ def test_what_is_in_the_tables_is_in_the_dataset(tmp_path: Path) -> None:
     assert part.node_data("user", "emb").dtype == np.float32
     assert part.node_data("user", "emb").tolist() == USERS["emb"]
     assert part.node_data("user", "label").tolist() == [0, 1, 0, -1, 1]
+    masks = [part.node_data("user", f"{name}_mask") for name in ("train", "val", "test")]
+    assert [mask.sum() for mask in masks] == [2, 1, 1]
+    assert np.sum(masks, axis=0).tolist() == [1, 1, 1, 0, 1]  # dan has no label
     assert done.manifest.num_classes == {"user": 2}
     assert done.manifest.parameters["class_names"] == {"user": ["gold", "iron"]}
     assert part.node_data("item", "price").tolist() == [0.125, 0.375, 0.5]

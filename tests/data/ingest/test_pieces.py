@@ -3,6 +3,7 @@
 import tracemalloc
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -100,6 +101,22 @@ def test_ids_are_found_in_the_order_in_which_they_are_asked_for(
     lines = Table(FileSet(paths=(tmp_path / "lines",), format="lines"), 1 << 16)
     with pytest.raises(DatasetError, match=r"row 1: node id '?1'? is not among the ids of them \(.*: 2\)"):
         ids.find(lines, "id", "them", tmp_path / "more")
+
+
+@pytest.mark.parametrize("ids", [[str(number) for number in range(20_000)], range(20_000),
+                                 [number << 40 for number in range(20_000)]])  # fmt: skip
+def test_ids_spread_evenly_over_the_buckets(tmp_path: Path, ids: Any) -> None:
+    found = IdMap(tmp_path, 20_000, is_text=ids[0] == "0", id_bytes=0, memory=240_000)._bucket_of(
+        pa.array(ids)
+    )
+    assert np.bincount(found, minlength=8).min() > 2200
+
+
+def test_row_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("2\n0\n3\n-1\n")
+    table = Table(FileSet(paths=(tmp_path / "lines",), format="lines"), 1 << 16)
+    with pytest.raises(DatasetError, match=r"row 2: node id 3 is not among the ids of them \(.*: 2\)"):
+        IdMap(tmp_path, 3, is_text=False, id_bytes=None, memory=1000).find(table, "id", "them", tmp_path)
 
 
 @pytest.mark.parametrize("memory", [4000, 1 << 20])

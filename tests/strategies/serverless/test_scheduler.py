@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.serverless.cost import prices
 from dglx_dist.strategies.serverless.graph_server import Barrier, TaskKind, epoch_schedule
 from dglx_dist.strategies.serverless.options import LambdaOptions, StalenessPolicy, read_lambda_options
 from dglx_dist.strategies.serverless.scheduler import Progress
@@ -153,6 +156,14 @@ def test_what_is_given_and_what_is_not() -> None:
     policy = found.policy(4, 30)
     assert (policy.mode, policy.staleness, policy.first_epoch, policy.target) == ("async", 2, 4, 30)
     assert read_lambda_options({}).mode == "pipe"
+
+
+def test_a_price_table_is_read_once(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.json"
+    mine.write_text(prices().to_json().replace('"aws"', '"mine"'))
+    options = read_lambda_options({"prices": str(mine)})
+    mine.unlink()
+    assert options.price_table.name == "mine"
 
 
 @pytest.mark.parametrize(
