@@ -375,8 +375,8 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
         dataset: Facts that must be equal on load, JSON values only.
 
     Raises:
-        CheckpointError: on all ranks, when the optimizer, ``extra`` or ``dataset`` has a value that cannot be
-            saved, or writing failed on one.
+        CheckpointError: on all ranks, when model, optimizer, ``extra`` or ``dataset`` has a value that cannot
+            be saved, or writing failed on one.
         PeerError: a rank is dead or silent.
     """
     session = current_session()
@@ -388,6 +388,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
 
     def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         _check_json({"extra": extra, "dataset": dataset})
+        _check_tensors(of_model)
         return split_state(optimizer, module) if optimizer is not None else ({}, None)
 
     of_optimizer, plain = run_on_all_ranks(session, prepare, CheckpointError)
@@ -426,7 +427,9 @@ def _own_share(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Ten
     """Return the tensors that this rank writes of those that all ranks have. Collective."""
     names: Any = gather_json(list(tensors), session)
     # A rank may lack the optimizer's state of a parameter that had no gradient there.
-    holders = {name: [rank for rank, own in enumerate(names) if name in own] for name in chain(*names)}
+    holders: dict[str, list[int]] = {}
+    for rank, name in ((rank, name) for rank, own in enumerate(names) for name in own):
+        holders.setdefault(name, []).append(rank)
     return {
         name: tensors[name]
         for place, (name, ranks) in enumerate(holders.items())
@@ -558,6 +561,15 @@ def _check_json(values: Mapping[str, object]) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{name} cannot be saved ({error}); give JSON values only") from error
+
+
+def _check_tensors(values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{name!r} of the model is of type {type(value).__name__}, not a tensor, and cannot be saved "
+                "without running code on load; save it yourself through ``extra``"
+            )
 
 
 def _publish(partial: Path, final: Path, index: Mapping[str, object], state: Mapping[str, object]) -> None:

@@ -106,8 +106,8 @@ def free_port(lab: Lab) -> int:
                 probe.bind(("", number))
             return number
     raise LabError(
-        f"no free port among {_PORTS} after {_TRIES} tries; end other programs of user {os.getuid()} that "
-        "listen there"
+        f"no free port between {_PORTS[0]} and {_PORTS[-1]} after {_TRIES} tries; end other programs of user "
+        f"{os.getuid()} that listen there"
     )
 
 

@@ -27,7 +27,6 @@ from torch._C._distributed_c10d import TCPStore
 PRELOAD = [
     "torch",
     "torch.distributed",
-    "torch.distributed.checkpoint",
     "torch._dynamo",  # the first optimizer imports it
     "numpy",
     "zmq",

@@ -70,6 +70,12 @@ def test_a_run_becomes_a_picture_with_something_on_it(tmp_path: Path) -> None:
     assert picture[..., :3].std() > 0.05
 
 
+def test_a_run_without_epochs_or_evaluation_still_draws(tmp_path: Path) -> None:
+    draw([], tmp_path / "none.png", title="nothing")
+    draw([epoch(0, val=None)], tmp_path / "one.png", title="no evaluation")
+    assert imread(tmp_path / "none.png").shape == imread(tmp_path / "one.png").shape
+
+
 def test_panels_stand_two_to_a_row(tmp_path: Path) -> None:
     columns = {name: [1.0, 2.0] for name in "abcde"}
     draw_parts(dict(list(columns.items())[:2]), tmp_path / "two.png", title="two")

@@ -26,6 +26,10 @@ def test_the_first_epoch_counts_in_no_figure() -> None:
     assert summary["samples_per_second"] == 25.0
     assert summary["bytes_inside"] == 2000
     assert summary["bytes_outside"] == 20
+    # Unless there is no other.
+    assert summarise(FACTS, [epoch(0, seconds=60.0)])["epoch_seconds"] == 60.0
+    none = summarise(FACTS, [])
+    assert (none["epoch_seconds"], none["bytes_inside"], none["phase_seconds"]) == (None, 0, {})
 
 
 def test_the_title_counts_ranks_and_servers() -> None:

@@ -115,6 +115,13 @@ def test_loads_on_another_number_of_ranks_and_into_a_plain_module(tmp_path: Path
         assert float(sum(p.detach().sum() for p in plain.parameters())) == sums[0]
 
 
+class Stateful(nn.Linear):
+    """A module with a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+
 def _fail_on_one_rank(folder: str) -> list[str]:
     session = start_session(timeout_s=60)
     odd = session.topology.rank == 1
@@ -124,6 +131,7 @@ def _fail_on_one_rank(folder: str) -> list[str]:
     for action in (
         lambda: checkpoint.load(folder, model=net()),
         lambda: checkpoint.save(folder, model=net(), extra={"when": object()} if odd else None),
+        lambda: checkpoint.save(folder, model=Stateful(2, 2) if odd else nn.Linear(2, 2)),
         lambda: checkpoint.save(Path(folder, "a file"), model=net()),
         lambda: checkpoint.save(folder, model=net(), epoch=1),
         lambda: checkpoint.load(folder, model=net(9 if odd else 3)),
@@ -138,13 +146,14 @@ def _fail_on_one_rank(folder: str) -> list[str]:
 def test_what_fails_on_one_rank_fails_on_all_and_the_run_goes_on(tmp_path: Path) -> None:
     first, second = run_ranks(_fail_on_one_rank, 2, args=(str(tmp_path),))
     for said in first, second:
-        none, extra, file, model = said
+        none, extra, state, file, model = said
         assert "no complete checkpoint" in none
         assert "extra cannot be saved" in extra
+        assert "'_extra_state' of the model is of type dict" in state
         assert "a file" in file
         assert "'0.weight' is (4, 3)" in model
-    assert first[1].startswith("rank 1 on ")
-    assert second[2].startswith("rank 0 on ")
+    assert all(text.startswith("rank 1 on ") for text in first[1:3])
+    assert second[3].startswith("rank 0 on ")
 
 
 @pytest.fixture

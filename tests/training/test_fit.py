@@ -19,7 +19,7 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Assignment
-from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES, edge_data_named
 from dglx_dist.strategies.serverless.trainer import LambdaTrainer
 from dglx_dist.training.fit import FitConfig, epoch_line, train
 from dglx_dist.training.inference import evaluate
@@ -162,6 +162,11 @@ def test_edge_data_that_a_layer_lacks_is_told_with_what_to_pass(strategy: str, f
             dx.fit(model, g, config=FitConfig(epochs=1, show_progress=False))
         with pytest.raises(ConfigError, match=r"'edge_feat'.*FitConfig\(evaluate=\.\.\.\)"):
             evaluate(model, g)
+
+
+def test_a_key_error_of_the_users_own_stays() -> None:
+    with pytest.raises(KeyError, match="mine"), edge_data_named():
+        dict[str, int]()["mine"]
 
 
 def test_early_stop_and_first_loss(folder: Path, tmp_path: Path) -> None:

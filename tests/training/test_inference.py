@@ -368,3 +368,14 @@ def test_scores_and_accuracy(evaluated_folder: Path, ranks: int, ranks_per_serve
             np.testing.assert_allclose(result[name], scores.numpy(), rtol=0, atol=1e-12, err_msg=name)
         assert result["accuracy"] == pytest.approx(accuracy, abs=1e-15)
         assert result["accuracy untold"] == pytest.approx({"val_mask": accuracy["val_mask"]}, abs=1e-15)
+
+
+def test_degrees_inside_a_block_would_give_other_scores() -> None:
+    """Why blocks for evaluation carry the degrees of the graph: DGL's own do not."""
+    graph = equality.plain_graph()
+    model = own_model(OwnModel).eval()
+    block = dgl.to_block(dgl.in_subgraph(graph, torch.arange(50)), torch.arange(50))
+    with torch.no_grad():
+        inside = model.first(block, graph.ndata["feat"][block.srcdata[dgl.NID]])
+        whole = model.first(graph, graph.ndata["feat"])[:50]
+    assert float((inside - whole).abs().max()) > 1e-3
