@@ -191,6 +191,13 @@ def test_folder_of_a_killed_process_is_removed_by_the_next() -> None:
     assert left == []
 
 
+def test_a_survivor_removes_the_folder_of_a_killed_process() -> None:
+    mine, job = Scratch(uuid.uuid4().hex[:12], 0), uuid.uuid4().hex[:12]
+    start_ranks(_open_and_die, 1, args=(job,))
+    mine.close()
+    assert list(mine.path.parent.glob(f"*{job}-s3")) == []
+
+
 def _path() -> str:
     with start_session() as session:
         return str(session.scratch)

@@ -268,6 +268,7 @@ def differ_on_one_rank(folder: Path) -> list[str]:
             refused(lambda: DistTensor(rows, torch.complex64 if one else float32, "h")),
             refused(lambda: DistTensor((), float32) if one else DistTensor(rows, float32)),
             refused(lambda: DistTensor((6 if one else 5,), float32, "h", part_policy=other if one else own)),
+            refused(lambda: DistTensor((5,), float32, part_policy=3 if one else own)),
         ]
         # Numbers are still in step, and no name is taken.
         unnamed = DistTensor(rows, float32)
@@ -298,12 +299,13 @@ def test_what_one_rank_asks_for_differently_is_an_error_on_all_and_attaching_on_
         assert all("create it alike on all ranks" in text for text in (said[1], said[2], said[5]))
         assert "cannot have dtype 'complex64'" in said[3]
         assert "give the number of rows first" in said[4]
-    assert "float32 of shape (40,), server bounds [0, 14, 40], not float32 of shape (40, 2), " in one[6]
-    assert "is float32 of shape (40,), server bounds [0, 14, 40], not int64 of shape (40,), " in one[7]
-    assert "already" in one[8]
-    assert "no type has 39 rows" in one[9]
-    assert zero[6:] == one[10:]
-    assert zero[7] == "4.0"
+        assert said[6].endswith("part_policy is 3; give what g.get_node_partition_policy gives")
+    assert "float32 of shape (40,), server bounds [0, 14, 40], not float32 of shape (40, 2), " in one[7]
+    assert "is float32 of shape (40,), server bounds [0, 14, 40], not int64 of shape (40,), " in one[8]
+    assert "already" in one[9]
+    assert "no type has 39 rows" in one[10]
+    assert zero[7:] == one[11:]
+    assert zero[8] == "4.0"
 
 
 def free_in_blocks(folder: Path) -> list[Any]:

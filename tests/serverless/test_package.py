@@ -13,6 +13,7 @@ import pytest
 from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.aws import package as libraries
 from dglx_dist.serverless.aws.package import (
+    LIBRARIES,
     Packed,
     download_wheels,
     package_root,
@@ -50,6 +51,13 @@ def test_files_are_those_that_a_worker_imports() -> None:
     for file in files:
         parents = Path(file).parents
         assert all(f"{parent}/__init__.py" in files for parent in parents if parent.name), file
+
+
+def test_files_of_an_installed_package_leave_out_the_libraries_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "dglx_dist").symlink_to(package_root() / "dglx_dist")
+    for name in LIBRARIES:
+        (tmp_path / f"{name}.py").touch()
+    assert worker_files(tmp_path) == worker_files(package_root())
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:

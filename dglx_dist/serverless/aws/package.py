@@ -171,6 +171,12 @@ def package_root() -> Path:
 
 
 class _Finder(ModuleFinder):
+    def find_module(self, name: str, path: Any, parent: Any = None) -> Any:
+        # Where this package is installed, others are in the same folder.
+        if path is None and name != "dglx_dist":
+            raise ImportError(name)
+        return super().find_module(name, path, parent)
+
     def scan_code(self, co: CodeType, m: Any) -> None:
         # The package's own __init__ imports lazily, and a worker uses none of its names.
         if m.__name__ != "dglx_dist":
