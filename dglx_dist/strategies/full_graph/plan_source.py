@@ -162,7 +162,7 @@ class PlanMaker:
 
 @final
 class PlanSource:
-    """The plans of this rank, made on a thread one step ahead. Every rank must construct it.
+    """The plans of this rank; of several, made on a thread one step ahead. Every rank must construct it.
 
     All ranks have the same number of steps and request them in the same order; requests use no collectives,
     so a loader thread can make them while the model trains. Plans that are equal in all epochs are made once,
@@ -210,6 +210,9 @@ class PlanSource:
 
     def plan(self, epoch: int, step: int) -> RankPlan:
         """Return the plan of a step; of a single batch the same object again if it is unchanged."""
+        if len(self) == 1:
+            # Here, where Ctrl-C ends it: nothing is made ahead.
+            return self._make(self._spec.key(epoch, step))
         # An epoch that is left early is still planned to its end: the look-ahead of loaders depends on
         # timing, but all ranks must make the same plans.
         if (epoch, step) != self._position:

@@ -259,19 +259,19 @@ def split_model(
 def _cuts(
     model: nn.Module, dimensions: Mapping[nn.Module, Mapping[str, int]], runs: tuple[tuple[Columns, ...], ...]
 ) -> dict[str, Cut]:
-    """Return the cuts under all names; ConfigError if a module that is not cut has such a parameter, too."""
-    places, dimension_of = {}, {}
+    """Return the cuts under all names; ConfigError if a parameter that is cut has another place, too."""
+    known: dict[nn.Parameter, tuple[tuple[nn.Module, str], int]] = {}
     for module, cut in dimensions.items():
         for inner, dimension in cut.items():
             owner, _, last = inner.rpartition(".")
-            places[module.get_submodule(owner), last] = dimension
-            dimension_of[module.get_parameter(inner)] = dimension
+            known.setdefault(module.get_parameter(inner), ((module.get_submodule(owner), last), dimension))
     cuts, others = {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, last = name.rpartition(".")
-        if (model.get_submodule(owner), last) in places:
-            cuts[name] = Cut(shape=tuple(parameter.shape), dimension=dimension_of[parameter], runs=runs)
-        elif parameter in dimension_of:
+        place, dimension = known.get(parameter, (None, 0))
+        if place == (model.get_submodule(owner), last):
+            cuts[name] = Cut(shape=tuple(parameter.shape), dimension=dimension, runs=runs)
+        elif place is not None:
             others[name] = parameter
     for other, parameter in others.items():
         name = next(name for name in cuts if model.get_parameter(name) is parameter)
@@ -304,6 +304,12 @@ def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, Spl
     for name, module in convolutions_in(model):
         try:
             found = stages_of(module, sync)
+            computed = found.cut.keys() - dict(found.named_parameters(remove_duplicate=False)).keys()
+            if computed:
+                raise ConfigError(
+                    f"{min(computed)!r} is no parameter, but computed of others, as by a weight norm, which "
+                    "takes all columns; remove that, or use strategy='data_parallel'"
+                )
         except ConfigError as error:
             reasons.append(f"{name or 'the model'}: {error}")
             continue

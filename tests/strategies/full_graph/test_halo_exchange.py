@@ -449,3 +449,20 @@ def test_layers_that_are_alike_share_their_lists_of_rows() -> None:
         for device in (torch.device("cpu"), torch.device("meta")):
             assert second._rows_on(device)[0].device == device
             assert first._rows_on(device) is second._rows_on(device)
+
+
+def in_another_width() -> str:
+    with start_session(timeout_s=20) as session:
+        first, _ = two_layers(session)
+        with pytest.raises(PeerError) as error:
+            first.exchange(torch.zeros(3, 2 + session.topology.rank))
+        barrier(session, "both have failed")
+        return str(error.value)
+
+
+def test_another_width_is_reported() -> None:
+    zero, one = run_ranks(in_another_width, 2)
+    assert "sends 24 bytes of 'halo of layer 1'" in zero
+    assert "expects 16 bytes" in zero
+    assert "sends 8 bytes" in one
+    assert "expects 12 bytes" in one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -267,4 +268,5 @@ def test_a_choice_that_failed_is_not_taken_for_the_one_before(tmp_path: Path) ->
         ):
             plans.plan(2, 0)
         assert plans.plan(2, 0) is not before
+        assert not any("dglx-plans" in thread.name for thread in threading.enumerate())
         plans.close()

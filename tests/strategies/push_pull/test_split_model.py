@@ -19,7 +19,7 @@ from dglx_dist.records import ColumnInfo
 from dglx_dist.strategies.push_pull.exchange import make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnSlice, ColumnStore
 from dglx_dist.strategies.push_pull.input_layers import InputProvenance
-from dglx_dist.strategies.push_pull.split_model import PHASE, CutState, split_model
+from dglx_dist.strategies.push_pull.split_model import PHASE, CutState, SplitModel, split_model
 from tests.helpers.ranks import run_ranks
 
 WIDTHS, HIDDEN, NODES = (3, 2), 4, 3
@@ -67,12 +67,16 @@ def split(session: Session, size: int) -> tuple[Any, CutState, dict[str, Tensor]
     torch.manual_seed(5)
     net, group = Net().double(), make_group(session, size)
     uncut = {name: value.clone() for name, value in net.state_dict().items()}
-    provenance = InputProvenance()
-    found = split_model(
-        net, store_of(session, size), group, num_nodes=NODES, seed=0, sync="columns", provenance=provenance
-    )
+    found = cut_up(net, session, size)
     net.eval()
     return net, CutState(session, group, found.cuts), uncut
+
+
+def cut_up(net: Net, session: Session, size: int) -> SplitModel:
+    provenance, group = InputProvenance(), make_group(session, size)
+    return split_model(
+        net, store_of(session, size), group, num_nodes=NODES, seed=0, sync="columns", provenance=provenance
+    )
 
 
 def check_joining(session: Session, size: int) -> None:
@@ -182,3 +186,21 @@ def on_rank(sizes: tuple[int, ...]) -> int:
 def test_joining_copying_and_clipping(sizes: tuple[int, ...], columns: tuple[int, ...]) -> None:
     moved = run_ranks(on_rank, len(columns), args=(sizes,))
     assert moved == [count * HIDDEN * 8 for count in columns]
+
+
+def test_a_model_that_is_refused_stays_as_it_was() -> None:
+    """One parameter in two places that are cut would become two."""
+    net = Net().double()
+    net.first.fc_neigh.weight = net.first.fc_self.weight
+    before = dict(net.named_parameters(remove_duplicate=False))
+    with start_session() as session, pytest.raises(ConfigError, match=r"'first\.fc_\w+.*are one parameter"):
+        cut_up(net, session, 1)
+    assert all(one is before[name] for name, one in net.named_parameters(remove_duplicate=False))
+    assert not any("forward" in vars(module) for module in net.modules())
+
+
+def test_a_weight_that_a_parametrization_computes_is_refused() -> None:
+    net = Net().double()
+    nn.utils.parametrizations.weight_norm(net.first.fc_neigh)
+    with start_session() as session, pytest.raises(ConfigError, match="' is no parameter, but"):
+        cut_up(net, session, 1)

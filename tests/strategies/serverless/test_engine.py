@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,9 +99,16 @@ def check_what_is_read(session: Session, folder: str) -> None:
 def four_ranks(folder: str) -> None:
     with start_session(timeout_s=30.0) as session:
         check_what_is_read(session, folder)
+        before = session.ledger.snapshot()
         with pytest.MonkeyPatch.context() as patch:
             Faults(duplicate=1.0).strike(patch)
             train(session, "gcn", StalenessPolicy(mode="pipe"))
+        moved = Counter[str]()
+        for row in session.ledger.since(before):
+            moved[row.phase] += row.num_bytes
+        ghosts = cases.case().graphs(cases.STARTS[4])[session.topology.rank].num_ghosts
+        told = gather_int64([moved["ghosts"], moved["ghost_gradients"], ghosts], session).sum(axis=0)
+        assert told[0] == told[1] == EPOCHS * told[2] * (4 + 8 * 4)
         train(session, "gat", StalenessPolicy(mode="pipe"), threads=2)
         train(session, "sage", StalenessPolicy(mode="no_pipe"))
         train(session, "gat", StalenessPolicy(mode="async", staleness=1), threads=2)
