@@ -379,9 +379,10 @@ class Link:
         first = self._socket.recv()
         try:
             head = decode(first)
+            arrays = read_arrays(self._socket, head)
             if head.request in self._waiting:
-                self.replies[head.request] = head, read_arrays(self._socket, head)
                 self._waiting.discard(head.request)
+                self.replies[head.request] = head, arrays
         except WireError as error:
             log.warning("dropped a malformed reply of %s: %s", self.name, error)
         finally:

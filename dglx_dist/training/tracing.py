@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, final
 from urllib.parse import urlsplit
 
-from dglx_dist.comm.collectives import Clock, gather_json, measure_clock, run_on_all_ranks
+from dglx_dist.comm.collectives import Clock, broadcast_json, measure_clock, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import (
     RankSpans,
@@ -88,12 +88,13 @@ class _Recorder:
 
     def gather(self) -> TraceFile | None:
         """Return the trace of all ranks on rank 0, None on the others. Collective."""
-        ranks: Any = gather_json(asdict(self._own()), self._session)
-        if self._session.topology.rank:
-            return None
-        return self._trace(
-            [RankSpans(**one | {"spans": tuple(Span(**span) for span in one["spans"])}) for one in ranks]
-        )
+        session, own, ranks = self._session, asdict(self._own()), []
+        for source in range(session.topology.world_size):
+            # One after the other: the spans of a rank may have megabytes.
+            one: Any = broadcast_json(own, session, source)
+            if session.topology.rank == 0:
+                ranks.append(RankSpans(**one | {"spans": tuple(Span(**span) for span in one["spans"])}))
+        return self._trace(ranks) if ranks else None
 
     def write_own(self) -> None:
         # A failure is only logged, so that it does not hide the error that ended training.

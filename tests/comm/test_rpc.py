@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import zmq
 
+from dglx_dist.comm import rpc as rpc_module
 from dglx_dist.comm.auth import Credentials, make_credentials_keys
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rpc import PeerAddress, Rpc
 from dglx_dist.comm.session import start_session
 from dglx_dist.comm.topology import Topology
+from dglx_dist.comm.wire import Head, Kind
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from tests.helpers.ranks import run_ranks
 
@@ -163,14 +165,25 @@ def test_replies_find_their_calls_in_any_order_and_from_many_threads() -> None:
     assert not failures
 
 
-def test_call_nobody_waits_for_is_forgotten() -> None:
+def test_call_nobody_waits_for_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair() as (caller, server):
         server.register("rows", lambda _name, arrays: arrays)
         for _ in range(10):
             caller.submit(1, "rows", "", [TABLE], phase="p")
+        dropped = [caller.submit(1, "rows", "", [TABLE], phase="p")]
+        read = rpc_module.read_arrays
+
+        def read_late(socket: zmq.Socket[bytes], head: Head) -> list[np.ndarray]:
+            # The collector may drop a call at any time, also while its reply is read.
+            if (head.kind, head.request) == (Kind.REPLY, 11):
+                dropped.clear()
+            return read(socket, head)
+
+        monkeypatch.setattr(rpc_module, "read_arrays", read_late)
         caller.call(1, "rows", "", [], phase="p")
+        assert dropped == []
         link = caller._client._local.links[1]
-        assert len(link._waiting) == 0
+        assert len(link._waiting) == len(link.replies) == 0
 
 
 def test_end_of_the_peer_is_noticed_while_waiting() -> None:

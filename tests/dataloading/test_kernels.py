@@ -7,12 +7,15 @@ import pytest
 
 from dglx_dist.dataloading.kernels import (
     NumberedNodes,
+    Schema,
     Table,
     Workspace,
     grown_table,
     number,
+    relations_of,
 )
 from dglx_dist.errors import ConfigError
+from dglx_dist.keyed_random import Csc
 from tests.dataloading.graphs import csc_from, edges_of_hop, random_csc, sampled
 
 # 0 <- 1, 2    1 <- 3    2 <- 3, 4    3 <-    4 <- 0
@@ -138,3 +141,14 @@ def test_a_refused_batch_leaves_no_trace() -> None:
         sampled(CSC, [7, 5, 7], [4], workspace=workspace)
     again = sampled(CSC, [5, 6, 7], [4], workspace=workspace)
     assert again.nodes.tolist() == sampled(CSC, [5, 6, 7], [4]).nodes.tolist()
+
+
+def test_memory_is_bounded_on_huge_graphs() -> None:
+    assert Workspace(10**12).table.slots.nbytes < 1 << 20
+
+
+def test_memory_of_another_layout_is_not_read_by_address() -> None:
+    schema = Schema(ntypes=("a",), num_nodes=(2,), etypes=(("a", "x", "a"),))
+    every_other = np.array([0, 9, 1, 9])[::2]
+    with pytest.raises(AssertionError):
+        relations_of(schema, [Csc(np.array([0, 1, 2]), every_other, np.empty(0, np.float32), 0, 0)])

@@ -217,7 +217,7 @@ def test_a_port_that_somebody_listens_at_is_not_taken(lab: Lab, monkeypatch: pyt
         other.listen()
         number = other.getsockname()[1]
         monkeypatch.setattr(launch, "_PORTS", range(number, number + 1))
-        with pytest.raises(LabError, match="no free port among"):
+        with pytest.raises(LabError, match="no free port between"):
             free_port(lab)
     assert free_port(lab) == number
 
