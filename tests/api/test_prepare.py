@@ -46,7 +46,7 @@ def test_who_balances_too_much_at_once_is_told_what_it_costs(
 def test_a_full_folder_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("")
     plan = PartitionPlan(num_parts=2, method="hash")
-    with pytest.raises(StorageError, match="not empty"):
+    with pytest.raises(StorageError, match="exists already"):
         partition_to_disk(two_triangles(), tmp_path, plan)
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
