@@ -38,10 +38,7 @@ def test_each_value_of_balance_ntypes_is_balanced(tmp_path: Path) -> None:
     assert kinds[mapping[0]].reshape(3, 2).sum(1).tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [{"num_hops": 2}, {"graph_formats": "coo"}, {"use_graphbolt": True}],
-)
+@pytest.mark.parametrize("asked", [{"num_hops": 2}, {"graph_formats": "coo"}, {"use_graphbolt": True}])
 def test_what_cannot_be_honoured_is_refused(asked: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(dx.ConfigError, match=next(iter(asked))):
         dx.partition_graph(as_dgl(), "t", 2, tmp_path, **asked)

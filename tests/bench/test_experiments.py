@@ -59,8 +59,7 @@ def test_d1_predicts_from_counted_bytes_and_measures_both_at_the_rate_that_suits
 @pytest.mark.wide
 def test_d2_is_uneven_without_constraints(bench: BenchPlan) -> None:
     plan = data_parallel.balance(
-        bench,
-        data_parallel.Size(nodes=4000, degree=8, train_rate=0.02, hidden=8, batch_size=8),
+        bench, data_parallel.Size(nodes=4000, degree=8, train_rate=0.02, hidden=8, batch_size=8)
     )
     check("D2", plan)
     seeds = plan.facts["max / mean seeds of a server"]

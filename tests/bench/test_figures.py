@@ -38,14 +38,7 @@ from scripts.bench.records import (
     Ratio,
     check_plan,
 )
-from tests.bench.helpers import (
-    EXPERIMENT,
-    epoch_of,
-    measurements,
-    outcome,
-    variant,
-    with_curves,
-)
+from tests.bench.helpers import EXPERIMENT, epoch_of, measurements, outcome, variant, with_curves
 
 
 def test_without_cards_or_bytes_there_is_no_wire_ratio() -> None:

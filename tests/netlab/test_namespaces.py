@@ -20,13 +20,7 @@ from dglx_dist.planner.records import Rate
 from scripts.netlab import cgroups, labs, servers, state
 from scripts.netlab.base import LabSpec
 from scripts.netlab.labs import NamespaceLab, attach, open_detached, open_lab
-from scripts.netlab.servers import (
-    CARD,
-    Holder,
-    Process,
-    cgroup_name,
-    wait_until_ended,
-)
+from scripts.netlab.servers import CARD, Holder, Process, cgroup_name, wait_until_ended
 from tests.helpers.cgroups import quota_of
 from tests.netlab.helpers import LIMIT_S, lab_of, output, python, reaches
 

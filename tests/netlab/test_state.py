@@ -103,9 +103,7 @@ def test_damaged_notes_are_named_and_can_be_removed(key: str, value: Any, own_no
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "null", "\x00\x01", "[" * 100_000, "\udcff"],
-    ids=lambda text: repr(text[-3:]),
+    "text", ["", "{", "[]", "null", "\x00\x01", "[" * 100_000, "\udcff"], ids=lambda text: repr(text[-3:])
 )
 def test_notes_that_are_no_notes(text: str, own_notes: Path) -> None:
     own_notes.mkdir()

@@ -8,13 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dglx_dist.planner.choose import (
-    choose,
-    enumerate_candidates,
-    find_regions,
-    predict,
-    works_of,
-)
+from dglx_dist.planner.choose import choose, enumerate_candidates, find_regions, predict, works_of
 from dglx_dist.planner.records import ChoiceOptions, Outcome
 from dglx_dist.strategies.cost import Candidate, PlanContext, ring_split
 from dglx_dist.strategies.full_graph.cost import FullGraphScheme
