@@ -273,7 +273,6 @@ def training(dataset: Path, out: Path, *more: str, **how: Any) -> Iterator["subp
         text=True,
         **({"env": ENVIRONMENT} | how),
     )
-    assert process.stderr is not None
     try:
         # The line comes when both ranks have met and training starts.
         assert "training" in process.stderr.readline()

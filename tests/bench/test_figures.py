@@ -147,7 +147,6 @@ def test_without_limited_links_nothing_is_judged(low: float | None) -> None:
 
 def test_one_server_has_no_link_to_limit() -> None:
     given = outcome()
-    assert given.plan is not None
     alone = tuple(replace(one, shape=replace(one.shape, servers=1)) for one in given.plan.variants)
     found = replace(given, plan=replace(given.plan, variants=alone), network={})
     assert verdict_of(found).word == "reproduced"
@@ -215,7 +214,6 @@ def test_bytes_of_an_epoch_stand_beside_the_formula() -> None:
     # They are in a table of their own.
     assert figures_of(EXPERIMENT, TWO_PHASES)["facts"] == []
     assert phase_rows(replace(TWO_PHASES, measurements=())) == []
-    assert TWO_PHASES.plan is not None
     assert phase_rows(replace(TWO_PHASES, plan=replace(TWO_PHASES.plan, facts={}))) == []
 
 
@@ -226,7 +224,6 @@ SECONDS = {"1: a": 1.0, "1: b": 2.0, "2: a": 1.2, "2: b": 1.0, "3: a": 1.6, "3: 
 def judged(of: str, high: float, *, off: float = 1.1, counted: int = 2) -> Outcome:
     """The chosen ways take 1, 1.2 and 1.6 of the fastest, 50 MB an epoch each."""
     given = outcome()
-    assert given.plan is not None
     chosen = ("1: a", "1: a")
     regret = Ratio(name="regret", over=chosen[0], under=chosen[1], high=high, cells=CELLS, of_cells=of)  # type: ignore[arg-type]
     counts = {"1: a": 50_000_000, "2: a": 49_999_999}
@@ -247,7 +244,6 @@ def judged(of: str, high: float, *, off: float = 1.1, counted: int = 2) -> Outco
 def test_regret_is_of_medians_over_the_cells() -> None:
     for of, value in (("median", 1.2), ("worst", 1.6)):
         (figures,) = ratio_figures(judged(of, 1.7))
-        assert figures.value is not None
         assert figures.value.median == pytest.approx(value)
         assert judge(figures).word == "reproduced"
         assert judge(replace(figures, ratio=replace(figures.ratio, high=1.15))).word == "not reproduced"

@@ -208,8 +208,6 @@ def _links(folder: Path, modules: Sequence[str]) -> Path:
     folder.mkdir()
     for name in modules:
         spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.origin is not None
         place = Path(spec.origin)
         place = place.parent if place.name == "__init__.py" else place
         (folder / place.name).symlink_to(place)

@@ -49,7 +49,6 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         text=True,
         env=ENVIRONMENT,
     )
-    assert process.stdout is not None
     seen: list[str] = []
     while sum("waits" in line for line in seen) < 2:
         seen.append(process.stdout.readline())

@@ -215,7 +215,6 @@ def _traces_of(name: str) -> list[str]:
 
 def test_nothing_stays_after_closing() -> None:
     with lab_of(2, cpus=0.3, external=SLOW) as lab:
-        assert isinstance(lab, NamespaceLab)
         holders = state.read_notes(lab.name).processes
         child = subprocess.Popen(lab.servers[0].inside(["sleep", "600"]))
         assert all(process.alive() for process in holders)
@@ -278,7 +277,6 @@ def test_all_ends_with_a_killed_owner_and_the_next_lab_sweeps_up(lab_name: str) 
     with subprocess.Popen(
         [sys.executable, "-c", _OWNER, lab_name], cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as owner:
-        assert owner.stdout is not None
         timer = threading.Timer(LIMIT_S, owner.kill)
         timer.start()
         forked = int(owner.stdout.readline())
