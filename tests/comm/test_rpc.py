@@ -255,10 +255,10 @@ def test_reply_that_came_in_time_counts_however_late_it_is_asked_for() -> None:
         server.register("echo", lambda _name, arrays: arrays)
         early = caller.submit(1, "echo", "", [TABLE], phase="p")
         late = caller.submit(1, "echo", "", [TABLE], phase="p")
-        assert late._answer._link.pump(20_000)  # the reply of the first; that of the second follows
-        assert late._answer._link.pump(20_000)
+        assert late._link.pump(20_000)  # the reply of the first; that of the second follows
+        assert late._link.pump(20_000)
         third = caller.submit(1, "echo", "", [TABLE], phase="p")
-        assert late._answer._link._socket.poll(20_000)  # has come, but was not taken in
+        assert late._link._socket.poll(20_000)  # has come, but was not taken in
         for one in (early, late, third):
             assert np.array_equal(one.result(1e-9)[0], TABLE)
 
