@@ -204,12 +204,17 @@ def reverse_edge_ids(
     def compute(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
         first, last = (int(at) for at in policy.bounds[policy.part_id : policy.part_id + 2])
         if by == "endpoints":
-            return torch.from_numpy(_by_endpoints(g, kind, back)[first:last])
+            forward = _all_edges(g, kind)
+            backward = forward if back == kind else _all_edges(g, back)
+            return torch.from_numpy(match_reverse(forward, backward)[first:last])
         places = g.orig_edge_ids(np.arange(first, last), kind).numpy()
         if by == "half":
             half = g.num_edges(kind) // 2
             places = np.where(places < half, places + half, places - half)
-        return torch.from_numpy(_id_at(g, back)[places])
+        ids = np.arange(g.num_edges(back))
+        id_at = np.empty_like(ids)  # by position in the source's list
+        id_at[g.orig_edge_ids(ids, back).numpy()] = ids
+        return torch.from_numpy(id_at[places])
 
     policy = g.get_edge_partition_policy(kind)
     name = f"reverse-{by}-{':'.join(back)}"
@@ -241,23 +246,10 @@ def _sorted(keys: Array, rank: Array) -> tuple[Array, Array]:
     return order, keys[order]
 
 
-def _by_endpoints(g: DistGraph, etype: EdgeType, back: EdgeType) -> Array:
-    forward = _all_edges(g, etype)
-    return match_reverse(forward, forward if back == etype else _all_edges(g, back))
-
-
 def _all_edges(g: DistGraph, etype: EdgeType) -> tuple[Array, Array, Array]:
     ids = np.arange(g.num_edges(etype))
     sources, destinations = g.find_edges(ids, etype)
     return sources.numpy(), destinations.numpy(), g.orig_edge_ids(ids, etype).numpy()
-
-
-def _id_at(g: DistGraph, etype: EdgeType) -> Array:
-    """Return the (E,) id of the edge at each position of the source's list."""
-    ids = np.arange(g.num_edges(etype))
-    at = np.empty_like(ids)
-    at[g.orig_edge_ids(ids, etype).numpy()] = ids
-    return at
 
 
 def _check_matching(g: DistGraph, etype: EdgeType, back: EdgeType, by: str) -> None:
