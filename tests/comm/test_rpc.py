@@ -127,13 +127,8 @@ def test_operation_is_registered_once() -> None:
 
 def test_slow_handler_holds_up_nobody_and_silence_is_named() -> None:
     release = threading.Event()
-
-    def wait(_name: str, _arrays: object) -> list[np.ndarray]:
-        release.wait(20)
-        return []
-
     with pair() as (caller, server):
-        server.register("wait", wait)
+        server.register("wait", lambda _name, _arrays: release.wait(20) and [])
         server.register("quick", lambda _name, arrays: arrays)
         slow = caller.submit(1, "wait", "w", [], phase="p")
         assert np.array_equal(caller.call(1, "quick", "", [TABLE], phase="p")[0], TABLE)
