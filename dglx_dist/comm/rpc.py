@@ -493,9 +493,9 @@ class Rpc:
             ]
         }
         self._client_handlers: dict[str, Handler] = {}
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._server: Server | None = None
-        self._client_server: tuple[zmq.Context[zmq.Socket[bytes]], Server] | None = None
+        self._contexts: list[zmq.Context[zmq.Socket[bytes]]] = []
+        """One for each server: ZeroMQ has one authenticator for all sockets of a context."""
+        self._servers: list[Server] = []
         self._client: Client | None = None
         self.credentials: Credentials | None = None
         """Presented and accepted by this rank; None: it does not listen."""
@@ -506,25 +506,18 @@ class Rpc:
 
     def listen(self, address: str, credentials: Credentials) -> str:
         """Start serving on ``address``; return the endpoint to publish."""
-        self._context = zmq.Context()
-        self.address = address
-        self._server = Server(self._context, address, credentials, self._handlers)
-        self.credentials = credentials
-        return self._server.endpoint
+        self.address, self.credentials = address, credentials
+        return self._serve(address, credentials, self._handlers)
 
     def connect(self, peers: Mapping[int, PeerAddress]) -> None:
-        if self._context is None or self.credentials is None:
+        if self.credentials is None:
             raise ConfigError("listen() must come before connect()")
         self.addresses = dict(peers)
-        self._client = Client(self._context, peers, self.credentials)
+        self._client = Client(self._contexts[0], peers, self.credentials)
 
     def listen_to_clients(self, address: str, credentials: Credentials) -> str:
         """Serve what is registered for clients at another port of ``address``; return the endpoint."""
-        # Another context: ZeroMQ has one authenticator for all sockets of a context.
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        server = Server(context, address, credentials, self._client_handlers)
-        self._client_server = context, server
-        return server.endpoint
+        return self._serve(address, credentials, self._client_handlers)
 
     def register(self, op: str, handler: Handler, *, for_clients: bool = False) -> None:
         """Answer calls of ``op`` with ``handler``, called from any thread, several at a time.
@@ -590,23 +583,21 @@ class Rpc:
         """Stop serving and calling; may be called twice. Does not wait for other ranks."""
         if self._client is not None:
             self._client.close()
-        if self._server is not None:
-            self._server.close()
-        if self._context is not None:
+        while self._servers:
+            self._servers.pop().close()
+        while self._contexts:
             with contextlib.suppress(zmq.ZMQError):
-                self._context.destroy(linger=0)
-        self._context = self._server = None
-        if self._client_server is not None:
-            context, server = self._client_server
-            server.close()
-            with contextlib.suppress(zmq.ZMQError):
-                context.destroy(linger=0)
-            self._client_server = None
+                self._contexts.pop().destroy(linger=0)
 
     def forget(self) -> None:
         """In a forked process: leave sockets and threads to the parent and refuse calls."""
         if self._client is not None:
             self._client.forget()
+
+    def _serve(self, address: str, credentials: Credentials, handlers: Mapping[str, Handler]) -> str:
+        self._contexts.append(zmq.Context())
+        self._servers.append(Server(self._contexts[-1], address, credentials, handlers))
+        return self._servers[-1].endpoint
 
     def _call_locally(self, op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
         try:

@@ -273,8 +273,7 @@ def test_a_number_of_a_socket_that_is_still_closing_can_come_again() -> None:
     """Threads come and go, and ZeroMQ lets go of a closed socket later than the system of its number."""
     with pair() as (caller, server):
         server.register("echo", lambda _name, arrays: arrays)
-        assert caller._context is not None
-        still_there = [caller._context.socket(zmq.PAIR) for _ in range(200)]
+        still_there = [caller._contexts[0].socket(zmq.PAIR) for _ in range(200)]
         for number, old in enumerate(still_there):
             old.bind(f"inproc://monitor.s-{number}")
         (answer,) = caller.call(1, "echo", "", [TABLE], phase="p")
@@ -303,7 +302,7 @@ def test_wrong_secret_is_refused_and_logged(caplog: pytest.LogCaptureFixture) ->
 def test_stranger_without_security_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pair() as (_, server):
         server.register("rows", lambda _name, arrays: pytest.fail("a stranger was served"))
-        endpoint = server._server.endpoint
+        endpoint = server._servers[0].endpoint
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.setsockopt(zmq.LINGER, 0)
             monitor = stranger.get_monitor_socket(
@@ -320,7 +319,7 @@ def test_stranger_without_security_is_refused_and_logged(caplog: pytest.LogCaptu
 def test_raw_bytes_of_a_stranger_are_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pair() as (caller, server):
         server.register("echo", lambda _name, arrays: arrays)
-        host, port = server._server.endpoint.removeprefix("tcp://").rsplit(":", 1)
+        host, port = server._servers[0].endpoint.removeprefix("tcp://").rsplit(":", 1)
         with socket.create_connection((host, int(port))) as stranger:
             stranger.settimeout(20)
             stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(range(256)) * 8)
