@@ -14,7 +14,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import StoredDataset, open_dataset, open_structure
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.analysis import Expansion, match_reverse, measure_expansion, reverse_edge_ids
+from dglx_dist.graph.analysis import match_reverse, measure_expansion, reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
@@ -103,13 +103,6 @@ def test_refusals(line: StoredDataset, tmp_path: Path) -> None:
         measure_expansion(line, 4, 1)
     with pytest.raises(ConfigError, match=r"3 node and 5 edge types.*one relation"):
         measure_expansion(open_dataset(hetero.write_parts(tmp_path)), 1, 1)
-
-
-def test_figures_are_those_of_the_record() -> None:
-    found = Expansion(nodes=np.array([[2, 4], [6, 4]]), edges=np.array([[1, 0], [3, 0]]))
-    assert found.factors.tolist() == [[1, 1], [3, 1]]
-    assert found.foreign.tolist() == [[0, 0], [4, 0]]
-    assert found.work.tolist() == [[1, 1], [1, 1]]
 
 
 ORDER = np.arange
