@@ -282,7 +282,7 @@ class GraphConvStages(SplittableConv):
 class RelationalStages(SplittableConv):
     """``RelGraphConv`` by columns."""
 
-    edge_arguments = ("etypes", "norm")
+    edge_arguments, required_edges = ("etypes", "norm"), ("etypes",)
 
     def __init__(self, conv: dglnn.RelGraphConv) -> None:
         super().__init__(conv)

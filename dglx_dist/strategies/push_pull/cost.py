@@ -82,8 +82,8 @@ def first_layer(model: nn.Module, convolution: nn.Module) -> FirstLayer:
         replicated_bytes=sum(
             (other.numel() + (id(other) not in unflagged)) * other.element_size() for other in others
         ),
-        # Relations of edges are sent with the structure; a layer of the user may sum anything.
-        known=type(convolution) in CONVOLUTIONS and "etypes" not in stages.edge_arguments,
+        # Edge values are sent with the structure; a layer of the user may sum anything.
+        known=type(convolution) in CONVOLUTIONS and not stages.required_edges,
     )
 
 
