@@ -75,14 +75,12 @@ class PlanRequest:
     split: str = AUTO
     """Partitioner that splits the rows of a server among its ranks; ``auto``: METIS. Unused with hops 0,
     where a rank computes the rows that it owns."""
-    seeds_stay: bool = False
-    """Whether a server computes the seeds given by its ranks (needs hops == L), or the seeds that it owns."""
     show_progress: bool = True
     """Whether rank 0 shows a progress bar for large graphs."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.hops <= self.num_layers > 0
-        assert self.hops == self.num_layers or not (self.eas or self.seeds_stay), "needs independent servers"
+        assert self.hops == self.num_layers or not self.eas, "needs independent servers"
 
 
 @final
@@ -127,14 +125,12 @@ def _seeds_of_server(context: PartitionContext, request: PlanRequest) -> Steps[A
     """Send the seeds to the leaders that compute them; return those received (none unless a leader)."""
     topology = context.topology
     seeds = np.unique(as_ids(request.seeds, int(context.bounds[-1]), "the nodes"))
-    asked = [request.num_layers, request.hops, request.eas is not None, request.seeds_stay, len(seeds)]
-    pieces = {_leaders(context)[topology.server]: seeds} if request.seeds_stay else _by_leader(context, seeds)
-    ranks, header = range(topology.world_size), np.array(asked, np.int64)
+    asked, pieces = [request.num_layers, request.hops, request.eas is not None], _by_leader(context, seeds)
+    ranks, header = range(topology.world_size), np.array([*asked, len(seeds)], np.int64)
     outgoing = {rank: [header, pieces.get(rank, _NO_IDS)] for rank in ranks}
     received = yield Step(name="seeds", among=ranks, outgoing=outgoing)
-    names = ("num_layers", "hops", "eas", "seeds_stay")
     for rank, (other, _) in received.items():
-        for name, here, there in zip(names, header, other, strict=False):
+        for name, here, there in zip(("num_layers", "hops", "eas"), header, other, strict=False):
             if here != there:
                 raise ConfigError(
                     f"rank {topology.rank} plans with {name} {here} and rank {rank} with {there}; use the "
