@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Parts, Reduction, WrappedModel, find_share, gradient_weight
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
-from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen, mark_output
+from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 from dglx_dist.strategies.push_pull.input_layers import InputProvenance
@@ -159,7 +159,7 @@ class PushPullModel(WrappedModel):
         share = find_share((*args, *kwargs.values()), self._session)
         weight = gradient_weight(share, self._reduction)
         self._pipeline.weight = weight
-        return mark_output(self._computed(args, kwargs), (self._pipeline.exchange, weight))
+        return self._pipeline.exchange.mark(self._computed(args, kwargs), weight)
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._guard.watching():
