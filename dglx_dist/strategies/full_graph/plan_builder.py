@@ -34,6 +34,7 @@ from dglx_dist.graph.row_kernels import number_distinct
 from dglx_dist.graph.structure import InEdges
 from dglx_dist.progress import progress
 from dglx_dist.records import Array
+from dglx_dist.strategies.base import check_one_type
 from dglx_dist.strategies.cost import PartitionContext
 from dglx_dist.strategies.full_graph.expansion import (
     AUTO,
@@ -539,15 +540,6 @@ class Planner:
 def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: Any) -> RankPlan:
     """Return this rank's plan; every rank must call it. ``options`` are further fields of a PlanRequest."""
     return Planner(g).plan(PlanRequest(seeds=seeds, num_layers=num_layers, hops=hops, **options))
-
-
-def check_one_type(strategy: str, g: DistGraph) -> None:
-    if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
-        raise ConfigError(
-            f"{strategy} trains on graphs of one node and one edge type, but this graph has the node types "
-            f"{', '.join(g.ntypes)} and the edge types {', '.join(map(str, g.canonical_etypes))}; use "
-            "strategy='data_parallel'"
-        )
 
 
 def check_graph(g: DistGraph) -> None:

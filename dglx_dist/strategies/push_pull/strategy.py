@@ -13,7 +13,7 @@ from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import Sync
 from dglx_dist.records import FEATURE
-from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel, check_one_type
 from dglx_dist.strategies.push_pull import cost as costs
 from dglx_dist.strategies.push_pull.exchange import Group, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
@@ -83,11 +83,7 @@ class PushPull(Strategy):
         return open_loader(inner_class, g, seeds, sampler, store, group, self._options, loader_options)
 
     def _opened(self, g: DistGraph) -> tuple[ColumnStore, Group]:
-        if len(g.ntypes) != 1:
-            raise ConfigError(
-                f"push_pull trains on graphs of one node type, and this one has {', '.join(g.ntypes)}; use "
-                "strategy='data_parallel'"
-            )
+        check_one_type("push_pull", g)
         names = self._features(g)
         group = make_group(self._session, self._options.group_size or self._chosen_size(g, names))
         if not names:
