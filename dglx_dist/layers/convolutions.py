@@ -282,7 +282,8 @@ class GraphConvStages(SplittableConv):
 class RelationalStages(SplittableConv):
     """``RelGraphConv`` by columns."""
 
-    edge_arguments, required_edges = ("etypes", "norm"), ("etypes",)
+    edge_arguments = ("etypes", "norm")
+    required_edges = ("etypes",)
 
     def __init__(self, conv: dglnn.RelGraphConv) -> None:
         super().__init__(conv)

@@ -153,7 +153,7 @@ def tie_gradient(output: Any, rows: Tensor) -> Any:
     """Return the (nested) tensors of ``output``, connected to ``rows`` in autograd by a zero gradient."""
     if not (rows.requires_grad and torch.is_grad_enabled()):
         return output
-    return replace_floats(output, functools.partial(_TieGradient.apply, rows))
+    return replace_floats(output, lambda *floats: _TieGradient.apply(rows, *floats))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Tensor]:
