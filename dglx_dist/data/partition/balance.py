@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.partition.base import Partitioner
+from dglx_dist.data.partition.base import PARTITIONERS, Partitioner
 from dglx_dist.data.partition.graph_views import (
     MASKS,
     BalanceWeights,
@@ -211,7 +211,7 @@ def assign_balanced(
         num_parts, num_nodes = size[0], graph.total_nodes
         if num_parts == 1 or num_parts >= num_nodes:
             return np.arange(num_nodes, dtype=np.int32) % np.int32(num_parts)
-        symmetric, name = symmetrise(graph, dtype=dtype), type(partitioner).__name__.lower()
+        symmetric, name = symmetrise(graph, dtype=dtype), PARTITIONERS.name_of(type(partitioner))
         parts, found = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
         missed.update(found)
         return parts

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.partition.base import Partitioner, PartitionOptions
+from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, EdgeType, NodeColumn, RawGraph, SparseRows
@@ -199,22 +199,22 @@ def assign_parts(
     partitioner: Partitioner,
     graph: RawGraph,
     size: tuple[int, int],
-    compute: Callable[[BalanceWeights], Array],
-    *,
-    is_balanced: bool = True,
+    parts: Array | Callable[[BalanceWeights], Array],
     **parameters: object,
 ) -> Assignment:
-    """Return the assignment of a method of (weights) to (N,) int parts, named as its class.
+    """Return the assignment of a method to its (N,) int ``parts``, or to those that it makes of the weights.
 
-    ``size`` is (P, seed); ``is_balanced`` says whether the method promises the tolerances of its options, and
-    ``parameters`` are added to those of the assignment.
+    Only a method of weights promises the tolerances of its options. ``size`` is (P, seed), and ``parameters``
+    are added to those of the assignment.
     """
     num_parts, seed = size
     check_request(num_parts, seed)
-    weights = balance_weights(graph, partitioner.options, num_parts, partitioner.max_constraints)
-    told = describe(partitioner.options, weights if is_balanced else None) | parameters
-    name = type(partitioner).__name__.lower()
-    return to_assignment(graph, compute(weights), num_parts, method=name, seed=seed, parameters=told)
+    weights = None
+    if not isinstance(parts, np.ndarray):
+        weights = balance_weights(graph, partitioner.options, num_parts, partitioner.max_constraints)
+        parts = parts(weights)
+    told, name = describe(partitioner.options, weights) | parameters, PARTITIONERS.name_of(type(partitioner))
+    return to_assignment(graph, parts, num_parts, method=name, seed=seed, parameters=told)
 
 
 def from_assignment(graph: RawGraph, assignment: Assignment) -> Array:
