@@ -170,14 +170,6 @@ def _weight_of(values: NodeColumn, constraint: str, node_type: str) -> Array:
     return values.astype(np.int64)
 
 
-def check_request(num_parts: int, seed: int) -> None:
-    """Raise ConfigError unless ``num_parts`` is at least 1 and ``seed`` at least 0."""
-    if num_parts < 1:
-        raise ConfigError(f"num_parts is {num_parts}; it must be at least 1")
-    if seed < 0:
-        raise ConfigError(f"seed is {seed}; it must be at least 0")
-
-
 def to_assignment(
     graph: RawGraph,
     part_of_node: Array,
@@ -208,7 +200,6 @@ def assign_parts(
     are added to those of the assignment.
     """
     num_parts, seed = size
-    check_request(num_parts, seed)
     weights = None
     if not isinstance(parts, np.ndarray):
         weights = balance_weights(graph, partitioner.options, num_parts, partitioner.max_constraints)

@@ -13,7 +13,6 @@ from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOp
 from dglx_dist.data.partition.graph_views import (
     COUNT_EDGES,
     balance_weights,
-    check_request,
     constraint_columns,
     describe,
     first_ids,
@@ -42,7 +41,6 @@ class Hierarchical(Partitioner):
     max_constraints = None
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        check_request(num_parts, seed)
         servers, workers = self._shape(num_parts)
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
         inner = self._inner()

@@ -10,7 +10,7 @@ from typing import ClassVar, final
 import numpy as np
 
 from dglx_dist.data.partition.base import Partitioner
-from dglx_dist.data.partition.graph_views import BalanceWeights, assign_parts, check_request
+from dglx_dist.data.partition.graph_views import BalanceWeights, assign_parts
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.keyed_random import splitmix64
 from dglx_dist.records import Array, Assignment, RawGraph
@@ -47,7 +47,6 @@ class _ByHash(Partitioner):
     _parameters: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        check_request(num_parts, seed)
         parts = hash_parts(graph.total_nodes, num_parts)
         return assign_parts(self, graph, (num_parts, seed), parts, **self._parameters)
 
@@ -85,7 +84,6 @@ class File(Partitioner):
     honours = frozenset({"file", "vector"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        check_request(num_parts, seed)
         source, parts, unit = self._parts(graph)
         _check_parts(parts, source, unit, graph.total_nodes, num_parts)
         return assign_parts(self, graph, (num_parts, seed), parts, file=source)
