@@ -44,13 +44,6 @@ def test_each_constraint_has_its_own_tolerance() -> None:
     assert 1.05 < quality.balance["train"] <= 1.4
 
 
-def test_train_val_and_test_together() -> None:
-    graph = communities(num_nodes=4000)
-    options = PartitionOptions(balance=("train", "val", "test"), tolerance=0.1)
-    quality = measure(graph, Metis(options).assign(graph, 3, 1))
-    assert all(quality.balance[c] <= 1.1 + 1e-9 for c in ("nodes", "train", "val", "test"))
-
-
 @pytest.mark.parametrize("tolerance", [0.05, 0.07], ids=["build-of-dgl", "one-pass"])
 def test_fast_reaches_the_library(tolerance: float) -> None:
     """Less effort is another answer where there is something to refine; a dead switch would give the same."""
