@@ -26,7 +26,6 @@ BUYS_TYPE = ("user", "buys", "item")
 PLENTY = 1 << 33
 """More than the process of the tests holds, which counts."""
 EMPTY_LISTS = pa.array([[]] * 3, pa.list_(pa.float32()))
-KNOWS_TYPE = ("user", "knows", "user")
 
 
 @pytest.fixture(params=[1 << 26, 1 << 12], ids=["all fits", "nothing fits"])

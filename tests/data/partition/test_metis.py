@@ -13,7 +13,7 @@ import pytest
 from dglx_dist.data.partition.balance import measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.graph_views import balance_weights, imbalance, in_degrees, symmetrise
-from dglx_dist.data.partition.metis import Metis, library_path, part_graph
+from dglx_dist.data.partition.multilevel import Metis, library_path, part_graph
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import RawGraph
 from tests.data.partition.graphs import AUTHORS_AND_PAPERS, communities, flat, homogeneous
