@@ -172,8 +172,9 @@ def test_partitioning_options_are_never_ignored(tmp_path: Path) -> None:
         for how in ({"parts": 3}, {"method": "hash"}, {"balance": ["train"]}, {"seed": 0}):
             with pytest.raises(dx.ConfigError, match=f"is partitioned already, so {next(iter(how))} would"):
                 dx.distribute(tmp_path / "t", **how)  # type: ignore[arg-type]
-        with pytest.raises(dx.ConfigError, match="number of parts is 0"):
-            dx.distribute(as_dgl(), parts=0, cache=tmp_path / "cache")
+        for wrong, named in (({"parts": 0}, "number of parts is 0"), ({"seed": -1}, "seed is -1")):
+            with pytest.raises(dx.ConfigError, match=named):
+                dx.distribute(as_dgl(), cache=tmp_path / "cache", **wrong)  # type: ignore[arg-type]
 
 
 def two_circles() -> Any:
