@@ -72,7 +72,7 @@ class Fields:
             what = f"key {key!r} is {shown}" if key else f"it is {shown}"
             raise error(f"{where}: {what}, expected an object with named fields")
         self.given: Mapping[str, Any] = given
-        self._read: list[str] = []
+        self._read: dict[str, None] = {}
 
     @classmethod
     def parse(
@@ -110,12 +110,12 @@ class Fields:
 
     def has(self, name: str) -> bool:
         """Return whether the field has a value other than null."""
-        self._read.append(name)
+        self._read[name] = None
         return self.given.get(name) is not None
 
     def any(self, name: str) -> Any:
         """Return the field unchecked."""
-        self._read.append(name)
+        self._read[name] = None
         if name not in self.given:
             raise self.wrong(name, "a value")
         return self.given[name]
