@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, final
 
@@ -32,7 +33,7 @@ from dglx_dist.dataloading.kernels import (
     write_ids,
 )
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, PendingInEdges, Structure
+from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, Structure
 from dglx_dist.keyed_random import Csc, Rule, draw_edges, merged, relation_keys
 from dglx_dist.records import Array, EdgeType
 
@@ -187,17 +188,17 @@ class RemoteSource(BatchSource):
     def _draw(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, nodes: NumberedNodes
     ) -> list[InEdges]:
-        pending: list[PendingInEdges | int] = []
+        pending: list[Callable[[], InEdges]] = []
         for relation, structure in enumerate(self._structures):
             frontier = self._frontier(nodes, self._destination_types[relation])
             fanout = int(request.fanouts[hop, relation])
             if fanout == 0 or not len(frontier):
-                pending.append(len(frontier))
+                pending.append(partial(_no_edges, len(frontier)))
                 continue
             parameters = json.dumps({"fanout": fanout, "stream": int(request.streams[hop, relation])})
             excluded, layer = exclude.get(self._etypes[relation], NO_EDGES), len(request.fanouts) - hop
             pending.append(structure.submit(self._op, frontier, parameters, exclude=excluded, layer=layer))
-        return [_no_edges(one) if isinstance(one, int) else one.result() for one in pending]
+        return [draw() for draw in pending]
 
     def _number(
         self, table: Table, nodes: NumberedNodes, edges: Sequence[InEdges], dtype: np.dtype[np.generic]

@@ -142,7 +142,7 @@ class RemoteCaller(Caller):
         if number not in self._peers:
             endpoint, key = self._through(to.endpoint), _bytes(to.public_key)
             self._peers[number] = PeerAddress(rank=to.rank, host=to.host, endpoint=endpoint, public_key=key)
-        return self._client.send(number, op, name, arrays).wait
+        return self._client.send(number, op, name, arrays).result
 
     def close(self) -> None:
         if self._secrets is not None:

@@ -291,7 +291,6 @@ BAD_TABLES = {
         r"column 'id' must hold integer or string ids; it holds double",
     ),
     "no ends": ("id\n1\n", "from,to\n1,1\n", r"edges\.csv: has no columns src and dst \(it has from, to\)"),
-    "NaN feature": ("id,feat_0\n1,0\n2,nan\n", "src,dst\n1,2\n", r"nodes\.csv: column 'feat_0', row 1"),
     "empty feature": (
         "id,feat_0\n1,\n2,1\n",
         "src,dst\n1,2\n",

@@ -458,7 +458,6 @@ def test_pairs_over_the_nodes_they_touch() -> None:
     assert [ends.tolist() for ends in graphs.positive.edges(etype="buys")] == [[1, 1], [1, 0]]
     assert graphs.positive.edges["buys"].data[dgl.EID].tolist() == [11, 10]
     assert [ends.tolist() for ends in graphs.positive.edges(etype="knows")] == [[0], [1]]
-    assert graphs.negative is not None
     assert [ends.tolist() for ends in graphs.negative.edges(etype="buys")] == [[1], [2]]
     assert graphs.negative.num_edges("knows") == 0
     for graph in (graphs.positive, graphs.negative):

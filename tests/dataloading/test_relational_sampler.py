@@ -144,21 +144,20 @@ class Recording:
         self._events.append(("ask", layer, self._name))
         nodes = nodes.copy()
 
-        class Pending:
-            def result(_self):
-                self._events.append(("draw", layer, self._name))
-                places = np.flatnonzero(nodes < self._cut), np.flatnonzero(nodes >= self._cut)
-                pieces = [
-                    Piece(
-                        edges=self._draw(piece, nodes[at], parameters, exclude),
-                        starts=np.arange(len(at) + 1),
-                        positions=at,
-                    )
-                    for piece, at in zip(self._pieces, places, strict=True)
-                ]
-                return join_pieces(len(nodes), pieces)
+        def drawn():
+            self._events.append(("draw", layer, self._name))
+            places = np.flatnonzero(nodes < self._cut), np.flatnonzero(nodes >= self._cut)
+            pieces = [
+                Piece(
+                    edges=self._draw(piece, nodes[at], parameters, exclude),
+                    starts=np.arange(len(at) + 1),
+                    positions=at,
+                )
+                for piece, at in zip(self._pieces, places, strict=True)
+            ]
+            return join_pieces(len(nodes), pieces)
 
-        return Pending()
+        return drawn
 
 
 def cut_source(events, schema, cscs):

@@ -155,7 +155,6 @@ class FullGraphScheme(Work):
                 num_layers=run.num_layers,
                 hops=self.hops,
                 eas=eas,
-                seeds_stay=self.cooperative_batches > 1,
                 show_progress=False,
             )
             return [planner.plan(request)]

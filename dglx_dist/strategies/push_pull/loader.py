@@ -31,6 +31,7 @@ from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import EpochLoader, Items, StepLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, StepShare
+from dglx_dist.strategies.base import check_one_type
 from dglx_dist.strategies.push_pull.exchange import STRUCTURE, Group, GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.options import PushPullOptions, StructureChoice
@@ -470,12 +471,7 @@ def open_loader(
 
 def _split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
     """Return a copy of ``sampler`` without prefetched input matrices, and ``names`` with theirs."""
-    if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
-        raise ConfigError(
-            f"push_pull trains on graphs of one node and one edge type, and this one has the nodes "
-            f"{', '.join(g.ntypes)} and the edges {', '.join(map(str, g.canonical_etypes))}; use "
-            "strategy='data_parallel'"
-        )
+    check_one_type("push_pull", g)
     if isinstance(sampler, EdgePredictionSampler):
         outer = copy.copy(sampler)
         outer.sampler, names = _split_prefetch(g, sampler.sampler, names)

@@ -8,7 +8,7 @@ import pytest
 
 from dglx_dist.data.ingest.config import LabelSpec, read_config
 from dglx_dist.errors import ConfigError
-from tests.data.ingest.shop import describe, write_shop
+from tests.data.ingest.shop import describe, put_at, write_shop
 
 
 def test_what_graphstorm_users_write_is_understood(tmp_path: Path) -> None:
@@ -75,13 +75,9 @@ def test_what_graphstorm_users_write_is_understood(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    description: Any = describe()
+    description = describe()
     for path, value in change.items():
-        *steps, last = path.split(".")
-        entry = description
-        for step in steps:
-            entry = entry[int(step) if step.isdigit() else step]
-        entry[last] = value
+        put_at(description, path, value)
     with pytest.raises(ConfigError, match=message):
         read_config(write_shop(tmp_path, description))
 

@@ -132,7 +132,7 @@ def test_a_folder_of_dgl_is_told_apart(tmp_path: Path) -> None:
 
 def test_a_missing_folder_is_named_once(tmp_path: Path) -> None:
     for folder, reason in ((tmp_path / "absent", "does not exist"), (tmp_path, r"has no manifest\.json")):
-        with pytest.raises(StorageError, match=reason) as refused:
+        with pytest.raises(StorageError, match=f"{reason}; write one with `dglx partition") as refused:
             read_manifest(folder)
         assert str(refused.value).count(str(folder)) == 1
 

@@ -26,11 +26,6 @@ from tests.strategies.full_graph import runs
 from tests.strategies.test_equality import TOLERANCE, difference
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("cooperative"))
-
-
 def an_epoch(g: DistGraph, options: dict[str, Any], kind: str = "sage", epochs: int = 2) -> dict[str, Any]:
     """Gradients of each step at the first weights, and who trained on what."""
     session = g.session
