@@ -214,10 +214,10 @@ def test_regions_turn_with_the_network() -> None:
 def test_a_wide_model_does_not_fit_where_a_narrow_one_does() -> None:
     """What was rehearsed at a width of 16 tells nothing of one of 1000: 7 MB, and 4 of weights."""
     slim = known()
-    memory = replace(slim.memory, of_batches=lambda _: 0)
+    nothing = replace(slim.of_batches, row_bytes=0 * slim.of_batches.row_bytes)
     small = replace(CLUSTER, memory_bytes=predict(ROWS, slim).memory_bytes + 6_500_000)
     shapes = {16: SHAPE, 1000: shape_of_kind("sage", 100, 1000, 10, 2)}
-    rehearsed = known(cluster=small, memory=memory)
+    rehearsed = known(cluster=small, of_batches=nothing)
     found = find_regions(rehearsed, (ROWS, COLUMNS), ChoiceOptions(), shapes, [1e4, 1e12])
     assert found.winners[1] == ("", "")
     assert found.gains[1] == (1.0, 1.0)

@@ -29,6 +29,7 @@ from dglx_dist.strategies.full_graph.cost import (
     sizes_of,
 )
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
+from dglx_dist.strategies.full_graph.memory_estimate import StepSizes
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
@@ -140,11 +141,11 @@ def test_steps_are_summed_and_the_busiest_found() -> None:
     """Two ranks, two steps of one layer; rank 1 has more edges, and server 0 sends what server 1 receives."""
 
     def sizes(edges: int, received: list[int]) -> list[int]:
-        return [10, 5, 10 + edges, edges, 3, *received]
+        return [10, 5, 10 + edges, edges, edges + 1, 3, *received]
 
     steps = [[sizes(1, [0, 0]), sizes(4, [2, 0])], [sizes(2, [0, 1]), sizes(6, [7, 0])]]
     work = full_work_of(np.array(steps), topology_of(2, 1))
     assert work.worked == ((30,), (10,), (10,))
-    assert (work.edges, work.rows) == ((6,), (10, 5))
+    assert work.largest == StepSizes(rows=(10, 5), sources=(16,), edges=(6,), sent=(7,))
     assert (work.pairs.outside, work.card_rows) == ((10,), (9,))
     assert (work.external_rows, work.steps) == (12, 2)
