@@ -28,7 +28,7 @@ from dglx_dist.serverless.program import (
     drops_features,
     inputs_of,
 )
-from dglx_dist.serverless.stages.base import loss_in_halves
+from dglx_dist.serverless.stages.base import half_rows, loss_in_halves
 from dglx_dist.serverless.tasks import (
     TASK_OVER,
     Direction,
@@ -38,7 +38,6 @@ from dglx_dist.serverless.tasks import (
     TaskKey,
     Work,
     check_payload,
-    half_rows,
     take_half,
 )
 from dglx_dist.strategies.serverless.graph_partition import Part
