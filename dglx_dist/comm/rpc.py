@@ -537,20 +537,23 @@ class Rpc:
         self._client_handlers.pop(op, None)
 
     def submit(
-        self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str, layer: int = 0
+        self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str | None, layer: int = 0
     ) -> Pending:
         """Call ``rank`` and return at once; any thread. ``arrays`` must not change until the result arrives.
 
-        A call to the own rank runs the handler at once, without socket or bytes. RemoteError: that handler
-        raised; PeerError: there is no such rank, or the session is closed.
+        ``phase``: for the ledger; None: not counted. A call to the own rank runs the handler at once, without
+        socket or bytes. RemoteError: that handler raised; PeerError: there is no such rank, or the session is
+        closed.
         """
         if rank == self.rank:
             return Pending(None, 0, op, self._call_locally(op, name, arrays))
         if self._client is None:
             raise PeerError(f"there is no rank {rank}: this session runs alone")
         call = self._client.send(rank, op, name, arrays)
-        call.timeout_s, call.count = self.timeout_s, partial(self.count, phase, layer, rank, None)
-        self.count(phase, layer, None, rank, payload_bytes(arrays))
+        call.timeout_s = self.timeout_s
+        if phase is not None:
+            call.count = partial(self.count, phase, layer, rank, None)
+            self.count(phase, layer, None, rank, payload_bytes(arrays))
         return call
 
     def call(
