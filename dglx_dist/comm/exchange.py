@@ -87,8 +87,8 @@ class Incoming:
 Wait: TypeAlias = Callable[..., list[Tensor]]
 """(local work in small steps, done while bytes are in transit; default none) to each incoming message's rows.
 
-Call it once, on the thread that posted. The work yields True if it can continue at once, False if it needs more
-of the incoming messages.
+Call it once, on the thread that posted. The work yields True if it can continue at once, False if it needs
+more of the incoming messages.
 
 PeerError: a peer is dead, silent for the time-out, or at another exchange; it is named. ConfigError: another
 thread runs an exchange on streams.
@@ -199,6 +199,40 @@ def open_devices(session: Session) -> DeviceExchange | None:
 
 
 _NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: count())
+_Arrived: TypeAlias = Mailbox[tuple[float, Array]]
+"""Time of arrival and bytes of each message of one exchange."""
+
+
+@final
+class _Inbox:
+    """What has arrived, by exchange; dropped where nobody can wait for it any more."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock, self._num_posted = threading.Lock(), 0
+        self._posted: weakref.WeakValueDictionary[int, _Arrived] = weakref.WeakValueDictionary()
+        self._early: dict[int, _Arrived] = {}
+        """Of exchanges that this rank has not posted yet."""
+
+    def post(self) -> tuple[int, _Arrived]:
+        """Return the number of a new exchange, and its messages."""
+        with self._lock:
+            number, self._num_posted = self._num_posted, self._num_posted + 1
+            arrived = self._early.pop(number) if number in self._early else self._new()
+            self._posted[number] = arrived
+            return number, arrived
+
+    def of(self, number: int) -> _Arrived | None:
+        with self._lock:
+            if number < self._num_posted:
+                return self._posted.get(number)
+            return self._early.setdefault(number, self._new())
+
+    def __len__(self) -> int:
+        return len(self._posted) + len(self._early)
+
+    def _new(self) -> _Arrived:
+        return Mailbox(self._session, "run the same layers on all ranks")
 
 
 @final
@@ -211,13 +245,13 @@ class CallExchange(Exchange):
     def __init__(self, session: Session, span: str) -> None:
         super().__init__(session)
         self._op, self._span = f"exchange-{next(_NUMBERS.of(session))}", span
-        self._numbers = count()
-        mailbox: Mailbox[tuple[float, Array]] = Mailbox(session, "all ranks must run the same layers")
-        self._mailbox = mailbox
+        self._inbox = inbox = _Inbox(session)
 
         def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
             sender, number, what = name.split(" ", 2)
-            mailbox.put(int(number), what, int(sender), (time.perf_counter(), arrays[0]))
+            arrived = inbox.of(int(number))
+            if arrived is not None:
+                arrived.put(0, what, int(sender), (time.perf_counter(), arrays[0]))
             return []
 
         # Not a method, which would keep the exchange alive as long as the session.
@@ -229,7 +263,8 @@ class CallExchange(Exchange):
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str, batch: int | None
     ) -> Callable[[Iterator[bool]], None]:
         _fill(outgoing)
-        number, rpc, begin = next(self._numbers), self.session.rpc, time.perf_counter()
+        rpc, begin = self.session.rpc, time.perf_counter()
+        number, mailbox = self._inbox.post()
         text = f"{self.session.topology.rank} {number} {name}"
         sent = [
             rpc.submit(one.rank, self._op, text, [_flat(one.rows).numpy()], phase=None) for one in outgoing
@@ -238,7 +273,7 @@ class CallExchange(Exchange):
         def finish(work: Iterator[bool]) -> None:
             for _ in work:
                 pass
-            arrived = self._mailbox.take(number, name, [one.rank for one in incoming], name)
+            arrived = mailbox.take(0, name, [one.rank for one in incoming], name)
             for one in incoming:
                 _, rows = arrived[one.rank]
                 one.num_arrived = one.rows.numel() * one.rows.element_size()
