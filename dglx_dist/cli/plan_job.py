@@ -14,7 +14,6 @@ import torch
 
 from dglx_dist.api import init
 from dglx_dist.auto import batch_assumptions, draws_of
-from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.data.partition.base import PARTITIONERS
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.graph.dist_graph import DistGraph
@@ -38,6 +37,7 @@ from dglx_dist.strategies.cost import (
     ModelShape,
     PlanContext,
 )
+from dglx_dist.training.config import PlanConfig
 from dglx_dist.training.models import build_model
 
 Notify = Callable[[str], None]
