@@ -31,8 +31,7 @@ from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
 from dglx_dist.strategies.serverless.graph_partition import Part
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult
 from dglx_dist.strategies.serverless.options import LambdaOptions, StalenessPolicy
-from dglx_dist.strategies.serverless.scheduler import Progress, ThreadScheduler
-from dglx_dist.strategies.serverless.worker_pool import WorkerPool
+from dglx_dist.strategies.serverless.scheduler import Progress, ThreadScheduler, WorkerPool
 
 
 @final

@@ -303,7 +303,7 @@ class LambdaTrainer(EpochTrainer):
 
         def show() -> None:
             seconds = time.perf_counter() - began
-            account = self._past + Account(counts=engine.workers.counts, server_seconds=seconds)
+            account = self._past + Account(counts=engine.workers.controller.counts, server_seconds=seconds)
             if self._show is not None:
                 self._show(progress_line(engine, self._options, account))
 
@@ -325,12 +325,12 @@ class LambdaTrainer(EpochTrainer):
                 engine.abandon()
             else:
                 engine.close()
-            self._past += Account(counts=engine.workers.counts)
+            self._past += Account(counts=engine.workers.controller.counts)
 
     def account(self) -> dict[str, object]:
         now, simulated = self._past, self._simulated
         if self._engine is not None:
-            now += Account(counts=self._engine.workers.counts)
+            now += Account(counts=self._engine.workers.controller.counts)
             simulated = self._engine.workers.simulated
         found = account_of_ranks(now, self._session).describe(self._options, simulated=simulated)
         if self._options.switch_at:

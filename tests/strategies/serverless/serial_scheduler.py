@@ -196,9 +196,9 @@ class SerialScheduler:
         progress = self.progress[number]
         if not progress.finish(interval):
             return
-        new_barrier, epochs = progress.news()
-        self._unannounced += [(number, epoch) for epoch in epochs]
-        if new_barrier is not None:
-            for other in self.progress:
-                if other is not progress:
-                    other.record_position(number, new_barrier)
+        is_awaited, counted = progress.news()
+        if counted is not None:
+            self._unannounced.append((number, counted))
+        for other in self.progress:
+            if is_awaited and other is not progress:
+                other.record_position(number, progress.floor)

@@ -32,7 +32,7 @@ from dglx_dist.strategies.serverless.graph_partition import (
     read_structure,
 )
 from dglx_dist.strategies.serverless.options import StalenessPolicy, read_lambda_options
-from dglx_dist.strategies.serverless.worker_pool import check_reachable
+from dglx_dist.strategies.serverless.scheduler import check_reachable
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.serverless.faults import Faults
 from tests.strategies.equality import write_parts
@@ -160,11 +160,11 @@ def test_late_rows_end_a_duplicate_attempt() -> None:
     with start_session(timeout_s=30.0) as session:
         engine = cases.engine(session, "gcn")
         engine.run(2)
-        run, before = engine._server.run, engine.workers.counts.refused
+        run, before = engine._server.run, engine.workers.controller.counts.refused
         for half in (0, 1):
             (taken,) = session.rpc.call(0, GIVE, f"r{run}.e1.s1.i0.f/{half}/7", [], phase="test")
             assert taken.tolist() == [0]
-            assert engine.workers.counts.refused == before + half
+            assert engine.workers.controller.counts.refused == before + half
         engine.close()
 
 
@@ -191,7 +191,7 @@ def test_workers_that_stand_still_or_fail_end_the_run(replaced: dict[str, Any], 
         vars(engine.workers).update(replaced)
         with pytest.raises(PeerError, match=message):
             engine.run(1)
-        assert engine.workers.counts.lost == 0
+        assert engine.workers.controller.counts.lost == 0
         engine.abandon()
 
 

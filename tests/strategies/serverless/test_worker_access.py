@@ -27,7 +27,7 @@ from .client import WorkerClient
 OF_RANKS = {
     *("kv.pull", "kv.push", "kv.add", "kv.handle", "cluster.ping", "lambda.ghosts", "lambda.reached"),
     *("lambda.state", "lambda.latest", "lambda.sums", "lambda.updated", "lambda.stopped", "lambda.missing"),
-    *("lambda.weights_for_rank", "lambda.gradients_of_rank", "lambda.ghost_gradients", "lambda.correct"),
+    *("lambda.weights_for_rank", "lambda.gradients_of_rank", "lambda.ghost_gradients"),
 }
 OF_WORKERS = {PROGRAM, PULL, GIVE, WEIGHTS, GRADIENTS}
 LARGE: Array = np.zeros(1 << 18)
