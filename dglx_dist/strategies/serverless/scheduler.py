@@ -33,41 +33,48 @@ from dglx_dist.serverless.parameter_service import pair_name, parse_pair
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import MAX_TIMEOUT_S, Address, Direction, Secrets, Task, TaskKey, TaskOptions
 from dglx_dist.strategies.serverless.graph_server import Barrier, GraphServer, ScheduledTask, TaskKind
-from dglx_dist.strategies.serverless.options import LambdaOptions, StalenessPolicy
+from dglx_dist.strategies.serverless.options import LambdaOptions
 
 
 @final
 class Progress:
     """Positions of the intervals of one graph server: epoch x tasks per epoch + task. Not thread-safe.
 
-    If the policy has a target, the correct predictions of an epoch, summed over the graph servers, set
-    :attr:`synchronous_from`. When the sum of epoch e is known, intervals may be S epochs further, so the
-    first epoch that no interval can have begun is e + S + 1. It does not begin before the sum is known,
-    because graph servers would otherwise begin it in different modes.
+    With ``switch_at``, the correct predictions of an epoch, summed over the graph servers, set
+    :attr:`synchronous_from`, unless it is given. When the sum of epoch e is known, intervals may be S epochs
+    further, so the first epoch that no interval can have begun is e + S + 1. It does not begin before the sum
+    is known, because graph servers would otherwise begin it in different modes.
+
+    Args:
+        first_epoch: Always synchronous, because no stale values exist yet.
+        num_train: Training nodes of all graph servers.
     """
 
     def __init__(
         self,
         schedule: Sequence[ScheduledTask],
         num_intervals: int,
-        policy: StalenessPolicy,
+        options: LambdaOptions,
         peers: Sequence[int],
+        num_train: int,
+        first_epoch: int = 0,
+        synchronous_from: int | None = None,
     ) -> None:
-        self._schedule, self._policy, first = tuple(schedule), policy, policy.first_epoch
-        self.floor = start = first * len(schedule)
+        self._schedule, self._options, self._num_train = tuple(schedule), options, num_train
+        self.floor = start = first_epoch * len(schedule)
         """The least position."""
         self.position = [start] * num_intervals
         """Positions of the next or running task of each interval."""
         self._intervals_at = Counter({start: num_intervals})
         self.running: set[int] = set()
         """Intervals with a running task."""
-        self.updates = self.end = first
+        self._first = self.updates = self.end = first_epoch
         """Weight updates that all parameter servers have made; the epoch before which training stops."""
-        self.synchronous_from = policy.synchronous_from
+        self.synchronous_from = synchronous_from
         """The epoch from which asynchronous training is synchronous; None: not known yet, or never."""
         self._peer_positions = dict.fromkeys(peers, start)
         self._correct: dict[int, dict[int, int]] = {}
-        self._undecided = first
+        self._undecided = first_epoch
 
     @property
     def is_done(self) -> bool:
@@ -77,16 +84,16 @@ class Progress:
 
     @property
     def _may_switch(self) -> bool:
-        return self._policy.target is not None and self.synchronous_from is None
+        return self._options.switch_at > 0 and self.synchronous_from is None
 
     def is_synchronous(self, epoch: int) -> bool:
         """True if ``epoch`` has a barrier at every Scatter."""
         late = self.synchronous_from is not None and epoch >= self.synchronous_from
-        return self._policy.mode != "async" or epoch <= self._policy.first_epoch or late
+        return self._options.mode != "async" or epoch <= self._first or late
 
     def is_known(self, epoch: int) -> bool:
         """True if it is known whether ``epoch`` is synchronous."""
-        return not self._may_switch or epoch - self._policy.staleness - 1 < self._undecided
+        return not self._may_switch or epoch - self._options.staleness - 1 < self._undecided
 
     def task_of(self, interval: int) -> tuple[int, ScheduledTask]:
         """Return the epoch of ``interval`` and its next or running task."""
@@ -100,13 +107,13 @@ class Progress:
         if interval in self.running or epoch >= self.end:
             return False
         if index == 0:
-            lead = 0 if self.is_synchronous(epoch) else self._policy.staleness
+            lead = 0 if self.is_synchronous(epoch) else self._options.staleness
             if not self.is_known(epoch) or epoch > self.updates + lead:
                 return False
         if not self.is_synchronous(epoch):
             return True
         barrier = self._schedule[index].barrier
-        if self.floor < position and (barrier is not Barrier.NONE or self._policy.mode == "no_pipe"):
+        if self.floor < position and (barrier is not Barrier.NONE or self._options.mode == "no_pipe"):
             return False
         return barrier is not Barrier.GLOBAL or not self.behind(position)
 
@@ -150,7 +157,7 @@ class Progress:
     def news(self) -> tuple[bool, int | None]:
         """Return whether the peers wait for :attr:`floor`, now reached, and the epoch that they count there.
 
-        They wait for global barriers, and, if there is a target, for the correct predictions after a loss.
+        They wait for global barriers, and, with ``switch_at``, for the correct predictions after a loss.
         """
         epoch, index = divmod(self.floor, len(self._schedule))
         at_barrier = self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch)
@@ -174,8 +181,9 @@ class Progress:
             )
         known[server] = correct
         while self._may_switch and len(self._correct.get(self._undecided, ())) == num_servers:
-            if sum(self._correct.pop(self._undecided).values()) >= (self._policy.target or 0):
-                self.synchronous_from = self._undecided + self._policy.staleness + 1
+            correct = sum(self._correct.pop(self._undecided).values())
+            if correct / self._num_train >= self._options.switch_at:
+                self.synchronous_from = self._undecided + self._options.staleness + 1
             self._undecided += 1
 
 
@@ -302,7 +310,7 @@ _SPANS = {
 GHOSTS, GHOST_GRADIENTS = "lambda.ghosts", "lambda.ghost_gradients"
 """Operations named "step/sender"."""
 REACHED = "lambda.reached"
-"""Named "position/sender"; if there is a target, after a loss with the number of correct predictions."""
+"""Named "position/sender"; with ``switch_at``, after a loss with the number of correct predictions."""
 EXCHANGED = {TaskKind.SCATTER: (GHOSTS, "ghosts"), TaskKind.SEND_BACK: (GHOST_GRADIENTS, "ghost_gradients")}
 """Operation and ledger phase: |G| (4 + s d) bytes per Scatter, epoch and direction; the layer is the step."""
 _CHECK_INTERVAL_S, _JOIN_TIMEOUT_S = 0.5, 5.0
