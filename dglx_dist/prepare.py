@@ -14,7 +14,7 @@ import numpy as np
 
 from dglx_dist.data.partition.balance import PartitionQuality, measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
-from dglx_dist.data.partition.hierarchical import assign_two_levels, check_no_trainer_ids, with_trainer_ids
+from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
 from dglx_dist.data.partition.simple import COLUMNS, FEATURES
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST
@@ -151,7 +151,6 @@ def _partition(
     if plan.trainers_per_part == 1:
         assignment = PARTITIONERS.get(plan.partitioner)(plan.options).assign(graph, plan.num_parts, plan.seed)
         return assignment, measure(graph, assignment), None
-    check_no_trainer_ids(graph)
     size = (plan.num_parts, plan.trainers_per_part)
     split = assign_two_levels(graph, plan.partitioner, plan.options, size, plan.seed)
     return split.parts, measure(graph, split.parts), split.trainers

@@ -48,6 +48,7 @@ class Registry(Generic[T]):
         self._aliases = dict(aliases or {})
         self._group = group
         self._added: dict[str, type[T]] = {}
+        self._name_of: dict[type[T], str] = {}
 
     def names(self) -> tuple[str, ...]:
         """Return all names, without aliases, sorted."""
@@ -110,8 +111,13 @@ class Registry(Generic[T]):
 
         return add
 
+    def name_of(self, plugin: type[T]) -> str:
+        """Return the name that ``plugin`` was got or registered by; else that of the class in lower case."""
+        return self._name_of.get(plugin, plugin.__name__.lower())
+
     def _checked(self, name: str, found: object) -> type[T]:
         if isinstance(found, type) and issubclass(found, self._base):
+            self._name_of[found] = name
             return found
         raise ConfigError(
             f"the {self._kind} {name!r} is {found!r}, which is not a subclass of "

@@ -61,13 +61,14 @@ def test_a_decorated_class_is_known_and_a_taken_name_is_refused() -> None:
     registry = make()
 
     @registry.register("square")
-    class Square(Shape):
+    class Box(Shape):
         pass
 
-    assert registry.get("square") is Square
+    assert registry.get("square") is Box
+    assert (registry.name_of(Box), registry.name_of(Circle)) == ("square", "circle")
     for taken in ("square", "circle", "disc"):
         with pytest.raises(ConfigError, match=f"{taken}' is taken"):
-            registry.register(taken)(Square)
+            registry.register(taken)(Box)
 
 
 def test_a_plugin_of_another_kind_is_refused() -> None:

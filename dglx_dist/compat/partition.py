@@ -115,7 +115,9 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     if graphbolt_options:
         why = "options of GraphBolt's files, which are not written; leave them out"
         raise ConfigError(f"{', '.join(graphbolt_options)}: {why}")
+    whole_number("num_parts", num_parts, least=1)
     whole_number("num_trainers_per_machine", num_trainers_per_machine, least=1)
+    whole_number("seed", seed, least=0)
     # DGL overwrites the trainer ids of an earlier partition.
     raw, bfloat16 = raw_graph(g, graph_name, {TRAINER_ID} if num_trainers_per_machine > 1 else set())
     method = PARTITIONERS.resolve(part_method)

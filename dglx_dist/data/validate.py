@@ -1,4 +1,4 @@
-"""Validation of raw graphs; errors name the column and the first wrong row."""
+"""Validation of raw graphs and assignments; errors name the column and the first wrong row."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from itertools import combinations
 
 import numpy as np
 
-from dglx_dist.errors import DatasetError
-from dglx_dist.records import LABEL, SPLITS, Array, NodeColumn, RawGraph, SparseRows
+from dglx_dist.errors import ConfigError, DatasetError
+from dglx_dist.records import LABEL, SPLITS, Array, Assignment, NodeColumn, RawGraph, SparseRows
 
 _ROWS_AT_ONCE = 1 << 16
 
@@ -51,6 +51,28 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
             raise DatasetError(f"{here}: user ids of a node type that the graph lacks")
         _check_length(user_ids, graph.num_nodes[node_type], "id", here)
         check_unique(user_ids, "id", here)
+
+
+def check_assignment(assignment: Assignment, graph: RawGraph) -> None:
+    """Raise ConfigError unless each node of ``graph`` has one owner, which is one of the parts."""
+    if assignment.num_parts < 1:
+        raise ConfigError(f"the assignment has {assignment.num_parts} parts; there must be at least 1")
+    for ntype, num_nodes in graph.num_nodes.items():
+        if ntype not in assignment.part_of:
+            raise ConfigError(f"the assignment names no owners for nodes of type {ntype!r}")
+        part_of = np.asarray(assignment.part_of[ntype])
+        if part_of.shape != (num_nodes,) or part_of.dtype.kind not in "iu":
+            raise ConfigError(
+                f"the owners of nodes of type {ntype!r} are {part_of.dtype} of shape {part_of.shape}; "
+                f"expected one whole number for each of the {num_nodes} nodes"
+            )
+        wrong = (part_of < 0) | (part_of >= assignment.num_parts)
+        if wrong.any():
+            node = _first(wrong)
+            raise ConfigError(
+                f"node {node} of type {ntype!r} is assigned to part {part_of[node]}, "
+                f"but the parts are 0..{assignment.num_parts - 1}"
+            )
 
 
 def check_ids(ids: Array, end: int, column: str, where: str, what: str = "node id") -> None:

@@ -78,7 +78,6 @@ def test_types_are_balanced_each_by_itself_and_trainers_are_told(tmp_path: Path)
     mapped = partition_graph(
         graph, "typed", 2, tmp_path, balance_ntypes=kinds, num_trainers_per_machine=2, return_mapping=True
     )
-    assert mapped is not None
     nodes, edges = mapped
     assert nodes.keys() == {"paper", "author"}
     assert edges.keys() == set(graph.canonical_etypes)
@@ -111,7 +110,9 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
         ({"num_hops": 2}, "fetched on demand"),
         ({"use_graphbolt": True}, "there is one format"),
         ({"store_eids": True}, "store_eids: options of GraphBolt"),
+        ({"num_parts": 0}, "num_parts=0; give a whole number of at least 1"),
         ({"num_trainers_per_machine": 0}, "num_trainers_per_machine=0; give a whole number of at least 1"),
+        ({"seed": -1}, "seed=-1; give a whole number of at least 0"),
         ({"balance_ntypes": {"paper": torch.zeros(60)}}, r"has \['paper'\]; the node types are _N"),
         ({"balance_ntypes": torch.zeros(7)}, r"has shape \(7,\) for the 60 nodes of '_N'"),
         ({"part_method": "random", "balance_edges": True}, "honours balance"),
@@ -120,5 +121,6 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path, arguments: Any, reason: str) -> None:
+    given: dict[str, Any] = {"num_parts": 2, "out_path": tmp_path, **arguments}
     with pytest.raises(ConfigError, match=reason):
-        partition_graph(paper_graph(), "mine", 2, tmp_path, **arguments)
+        partition_graph(paper_graph(), "mine", **given)

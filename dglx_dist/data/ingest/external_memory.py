@@ -1,4 +1,4 @@
-"""Memory budget, and files that hold what does not fit: records in buckets, scattered rows and spills."""
+"""Memory budget, and files that hold what does not fit: buckets, scattered rows, spills, and nodes by id."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import Any, final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from dglx_dist.data.ingest.tables import Piece, Table, ids_of
 from dglx_dist.data.storage.files import resident
-from dglx_dist.errors import ConfigError
+from dglx_dist.data.validate import first_repeat
+from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.records import Array
 
 _M_MMAP_THRESHOLD = -3
@@ -180,3 +183,170 @@ class Spill:
         with self.path.open("rb") as file:
             for first in range(0, self.num_rows, num_rows):
                 yield np.fromfile(file, self._dtype, min(num_rows, self.num_rows - first))
+
+
+_TABLE_BYTES = 96
+"""Approximate bytes per id of a hash table and sorted copies, beside the id itself."""
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@final
+class IdMap:
+    """Numbers of nodes by their ids: 0..N-1 in the order of the table, or any ids in files (buckets).
+
+    Args:
+        folder: For the buckets, each of which fits into ``memory`` bytes.
+        num_nodes: N.
+        is_text: Whether ids are texts (large_string), not int64.
+        id_bytes: Of all ids that will be added; None: they are 0..N-1.
+        memory: Bytes looked up at a time.
+    """
+
+    def __init__(
+        self, folder: Path, num_nodes: int, *, is_text: bool, id_bytes: int | None, memory: int
+    ) -> None:
+        self.num_nodes, self.is_text, self.is_range = num_nodes, is_text, id_bytes is None
+        self._folder, self._memory = folder, memory
+        self._num_buckets = max(1, -(-((id_bytes or 0) + _TABLE_BYTES * num_nodes) // memory))
+
+    def read(self, table: Table, column: str) -> Iterator[tuple[Piece, Any]]:
+        """Yield the ids of a column as pyarrow arrays, with their pieces."""
+        for piece in table.pieces([column]):
+            where, first_row = piece.where, piece.first_row
+            yield piece, ids_of(piece.columns[column], column, where, first_row, is_text=self.is_text)
+
+    def add(self, ids: Any, first_row: int) -> None:
+        self._append(self._folder, ids, first_row)
+
+    def check_unique(self, table: Table, column: str) -> None:
+        """Raise DatasetError naming both rows if an id occurs twice; called after all are added."""
+        repeats = [one for number in range(self._num_buckets) for one in self._repeats(number)]
+        if not repeats:
+            return
+        row, earlier, name = min(repeats, key=lambda one: one[0])
+        (path, here), (before, there) = table.locate(row), table.locate(earlier)
+        raise DatasetError(
+            f"{path}: column {column!r}, row {here}: node id {name!r} occurs already in row {there}"
+            f"{'' if before == path else f' of {before}'}; every node may have one row only"
+        )
+
+    def find(self, table: Table, column: str, owner: str, folder: Path) -> Spill:
+        """Return the (E,) int64 node numbers of the ids in a column, in their order.
+
+        Raises:
+            DatasetError: an id is not among those of ``owner``; names file and row of the first one.
+        """
+        unknown: list[tuple[int, object, int]] = []
+
+        def note(missing: Array, rows: Array, ids: Any) -> None:
+            for at in np.flatnonzero(missing)[:1]:
+                unknown.append((int(rows[at]), ids[int(at)].as_py(), int(missing.sum())))
+
+        found = Spill(folder / "nodes", np.int64)
+        for piece, ids in self.read(table, column):
+            if self.is_range:
+                numbers = np.asarray(ids.to_numpy(zero_copy_only=False))
+                rows = np.arange(piece.row, piece.row + len(ids))
+                note((numbers < 0) | (numbers >= self.num_nodes), rows, ids)
+                found.append(numbers)
+            else:
+                self._append(folder / "asked", ids, piece.row)
+        if not self.is_range:
+            scatter = Scatter(folder / "rows", table.num_rows, np.int64, memory=self._memory)
+            for number in range(self._num_buckets):
+                own, known = next(read_ids(self._folder / str(number), None), (None, None))
+                for rows, ids in read_ids(folder / "asked" / str(number), self._memory // 8):
+                    places = pc.index_in(ids, value_set=ids[:0] if known is None else known)
+                    missing = np.asarray(pc.is_null(places).to_numpy(zero_copy_only=False))
+                    note(missing, rows, ids)
+                    if own is not None:
+                        scatter.put(rows[~missing], own[places.drop_null().to_numpy()])
+                (folder / "asked" / str(number)).unlink(missing_ok=True)
+                del own, known
+                release_memory()
+            for numbers in scatter.chunks():
+                found.append(numbers)
+        if unknown:
+            row, name, _ = min(unknown, key=lambda one: one[0])
+            path, row = table.locate(row)
+            raise DatasetError(
+                f"{path}: column {column!r}, row {row}: node id {name!r} is not among the ids of {owner} "
+                f"(rows of {column!r} with unknown ids: {sum(count for *_, count in unknown)})"
+            )
+        return found
+
+    def _append(self, folder: Path, ids: Any, first_row: int) -> None:
+        append_ids(folder, self._bucket_of(ids), np.arange(first_row, first_row + len(ids)), ids)
+
+    def _bucket_of(self, ids: Any) -> Array:
+        if self.is_text:
+            return np.fromiter(map(hash, ids.to_pylist()), np.int64, len(ids)) % self._num_buckets
+        with np.errstate(over="ignore"):
+            words = ids.to_numpy(zero_copy_only=False).astype(np.uint64) * _GOLDEN >> np.uint64(32)
+        # By the highest bits, in which all bits of an id count.
+        return (words * np.uint64(self._num_buckets) >> np.uint64(32)).astype(np.int64)
+
+    def _repeats(self, number: int) -> Iterator[tuple[int, int, object]]:
+        # Yields (row, earlier row, id) of the first repeated id of a bucket, if any.
+        path = self._folder / str(number)
+        # One id in most rows makes a bucket that does not fit; its first rows then hold a repeat.
+        does_fit = not path.is_file() or path.stat().st_size <= self._memory
+        for most_bytes in [None] if does_fit else [self._memory, None]:
+            rows, ids = next(read_ids(path, most_bytes), (np.empty(0, np.int64), None))
+            if ids is None:
+                return
+            found = first_repeat(ids.dictionary_encode().indices.to_numpy(zero_copy_only=False))
+            if found is not None:
+                yield int(rows[found[0]]), int(rows[found[1]]), ids[found[0]].as_py()
+                return
+
+
+def text_buffers(ids: Any) -> tuple[Array, Array]:
+    """Return (K + 1,) int64 offsets from 0 and the (offsets[-1],) bytes of a large_string array."""
+    _, offsets, data = ids.buffers()
+    ends = np.frombuffer(offsets, np.int64)[ids.offset : ids.offset + len(ids) + 1]
+    first, last = int(ends[0]), int(ends[-1])
+    values = np.frombuffer(data, np.uint8)[first:last] if data is not None else np.empty(0, np.uint8)
+    return ends - first, values
+
+
+def append_ids(folder: Path, buckets: Array, numbers: Array, ids: Any) -> None:
+    """Append (K,) int64 numbers and K pyarrow int64 or large_string ids to the files named by ``buckets``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    order = np.argsort(buckets, kind="stable")
+    ids, numbers = ids.take(pa.array(order)), numbers[order]
+    for number, run in runs(buckets[order]):
+        piece = ids[run]
+        is_text = not pa.types.is_integer(piece.type)
+        values = text_buffers(piece) if is_text else (piece.to_numpy(zero_copy_only=False),)
+        with (folder / str(number)).open("ab") as file:
+            for array in (np.array([len(piece), is_text], np.int64), numbers[run], *values):
+                array.tofile(file)
+
+
+def read_ids(path: Path, most_bytes: int | None) -> Iterator[tuple[Array, Any]]:
+    """Yield (numbers, ids) in the order in which they were appended; nothing if the file does not exist.
+
+    About ``most_bytes`` are read at a time; None: all.
+    """
+    if not path.is_file():
+        return
+    numbers: list[Array] = []
+    ids: list[Any] = []
+    held = 0
+    with path.open("rb") as file:
+        while len(head := np.fromfile(file, np.int64, 2)):
+            count, is_text = head.tolist()
+            numbers.append(np.fromfile(file, np.int64, count))
+            values = np.fromfile(file, np.int64, count + is_text)
+            if is_text:
+                buffers = [None, pa.py_buffer(values), pa.py_buffer(np.fromfile(file, np.uint8, values[-1]))]
+                ids.append(pa.Array.from_buffers(pa.large_string(), count, buffers))
+            else:
+                ids.append(pa.array(values))
+            held += numbers[-1].nbytes + ids[-1].nbytes
+            if most_bytes is not None and held >= most_bytes:
+                yield np.concatenate(numbers), pa.concat_arrays(ids)
+                numbers, ids, held = [], [], 0
+    if numbers:
+        yield np.concatenate(numbers), pa.concat_arrays(ids)

@@ -13,9 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dglx_dist.data.ingest.config import SPLIT_FILES, LabelSpec, TypeSpec
-from dglx_dist.data.ingest.external_memory import Budget, Scatter, Spill, release_memory
+from dglx_dist.data.ingest.external_memory import Budget, IdMap, Scatter, Spill, release_memory
 from dglx_dist.data.ingest.features import MAX_CATEGORIES, Features
-from dglx_dist.data.ingest.id_map import IdMap
 from dglx_dist.data.ingest.tables import LINE_COLUMN, Piece, Table, numbers_of_text
 from dglx_dist.data.storage.columns import FileInfo, data_path, write_column
 from dglx_dist.data.tables import holds_text, number_values

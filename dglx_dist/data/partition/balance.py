@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.partition.base import Partitioner
+from dglx_dist.data.partition.base import PARTITIONERS, Partitioner
 from dglx_dist.data.partition.graph_views import (
     MASKS,
     BalanceWeights,
@@ -25,7 +25,7 @@ from dglx_dist.data.partition.graph_views import (
     part_shares,
     symmetrise,
 )
-from dglx_dist.errors import ConfigError
+from dglx_dist.data.validate import check_assignment
 from dglx_dist.records import Array, Assignment, RawGraph
 
 
@@ -64,7 +64,7 @@ class PartitionQuality:
 
 def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
     """Return the quality of ``assignment`` on ``graph``; reads each edge 1 + P / 64 times."""
-    _check_fits(graph, assignment)
+    check_assignment(assignment, graph)
     num_parts = assignment.num_parts
     part = from_assignment(graph, assignment)
     owned = np.bincount(part, minlength=num_parts)
@@ -86,22 +86,6 @@ def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
         tolerance=dict(tolerance) if isinstance(tolerance, dict) else {},
         missed=dict(missed) if isinstance(missed, dict) else {},
     )
-
-
-def _check_fits(graph: RawGraph, assignment: Assignment) -> None:
-    for node_type, count in graph.num_nodes.items():
-        owners = assignment.part_of.get(node_type)
-        if owners is None or len(owners) != count:
-            have = "none" if owners is None else len(owners)
-            raise ConfigError(
-                f"the assignment has {have} owners for the {count} nodes of type {node_type!r}; "
-                "it was made for another graph"
-            )
-        if count and (owners.min() < 0 or owners.max() >= assignment.num_parts):
-            raise ConfigError(
-                f"an owner of type {node_type!r} is outside 0..{assignment.num_parts - 1}: "
-                f"they span {owners.min()}..{owners.max()}"
-            )
 
 
 def _balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, float]:
@@ -211,7 +195,7 @@ def assign_balanced(
         num_parts, num_nodes = size[0], graph.total_nodes
         if num_parts == 1 or num_parts >= num_nodes:
             return np.arange(num_nodes, dtype=np.int32) % np.int32(num_parts)
-        symmetric, name = symmetrise(graph, dtype=dtype), type(partitioner).__name__.lower()
+        symmetric, name = symmetrise(graph, dtype=dtype), PARTITIONERS.name_of(type(partitioner))
         parts, found = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
         missed.update(found)
         return parts

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.partition.base import Partitioner, PartitionOptions
+from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, EdgeType, NodeColumn, RawGraph, SparseRows
@@ -170,14 +170,6 @@ def _weight_of(values: NodeColumn, constraint: str, node_type: str) -> Array:
     return values.astype(np.int64)
 
 
-def check_request(num_parts: int, seed: int) -> None:
-    """Raise ConfigError unless ``num_parts`` is at least 1 and ``seed`` at least 0."""
-    if num_parts < 1:
-        raise ConfigError(f"num_parts is {num_parts}; it must be at least 1")
-    if seed < 0:
-        raise ConfigError(f"seed is {seed}; it must be at least 0")
-
-
 def to_assignment(
     graph: RawGraph,
     part_of_node: Array,
@@ -199,22 +191,21 @@ def assign_parts(
     partitioner: Partitioner,
     graph: RawGraph,
     size: tuple[int, int],
-    compute: Callable[[BalanceWeights], Array],
-    *,
-    is_balanced: bool = True,
+    parts: Array | Callable[[BalanceWeights], Array],
     **parameters: object,
 ) -> Assignment:
-    """Return the assignment of a method of (weights) to (N,) int parts, named as its class.
+    """Return the assignment of a method to its (N,) int ``parts``, or to those that it makes of the weights.
 
-    ``size`` is (P, seed); ``is_balanced`` says whether the method promises the tolerances of its options, and
-    ``parameters`` are added to those of the assignment.
+    Only a method of weights promises the tolerances of its options. ``size`` is (P, seed), and ``parameters``
+    are added to those of the assignment.
     """
     num_parts, seed = size
-    check_request(num_parts, seed)
-    weights = balance_weights(graph, partitioner.options, num_parts, partitioner.max_constraints)
-    told = describe(partitioner.options, weights if is_balanced else None) | parameters
-    name = type(partitioner).__name__.lower()
-    return to_assignment(graph, compute(weights), num_parts, method=name, seed=seed, parameters=told)
+    weights = None
+    if not isinstance(parts, np.ndarray):
+        weights = balance_weights(graph, partitioner.options, num_parts, partitioner.max_constraints)
+        parts = parts(weights)
+    told, name = describe(partitioner.options, weights) | parameters, PARTITIONERS.name_of(type(partitioner))
+    return to_assignment(graph, parts, num_parts, method=name, seed=seed, parameters=told)
 
 
 def from_assignment(graph: RawGraph, assignment: Assignment) -> Array:

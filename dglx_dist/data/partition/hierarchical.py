@@ -13,7 +13,6 @@ from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOp
 from dglx_dist.data.partition.graph_views import (
     COUNT_EDGES,
     balance_weights,
-    check_request,
     constraint_columns,
     describe,
     first_ids,
@@ -42,26 +41,25 @@ class Hierarchical(Partitioner):
     max_constraints = None
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        check_request(num_parts, seed)
         servers, workers = self._shape(num_parts)
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
         inner = self._inner()
         plugin = PARTITIONERS.get(inner)
         whole, options = _with_whole_weights(graph, _inner_options(self.options, plugin.honours))
         shares = weights.shares.reshape(servers, workers)
-        of_server = options
-        if self.options.target_weights is not None:
-            of_server = replace(options, target_weights=tuple(shares.sum(axis=1)))
-        upper = plugin(of_server).assign(whole, servers, seed)
+
+        def split(graph: RawGraph, shares: Array) -> Assignment:
+            has_targets = options.target_weights is not None
+            given = replace(options, target_weights=tuple(shares)) if has_targets else options
+            return plugin(given).assign(graph, len(shares), seed)
+
+        upper = split(whole, shares.sum(axis=1))
         first = from_assignment(whole, upper)
         part_of_node = np.empty(len(first), dtype=np.int32)
         for server in range(servers):
             local_nodes = np.flatnonzero(first == server)
-            of_worker = options
-            if self.options.target_weights is not None:
-                of_worker = replace(options, target_weights=tuple(shares[server]))
             piece = induced_graph(whole, local_nodes, options.constraints)
-            second = plugin(of_worker).assign(piece, workers, seed)
+            second = split(piece, shares[server])
             part_of_node[local_nodes] = server * workers + from_assignment(piece, second)
         promised = weights if upper.parameters.get("tolerance") else None
         parameters = describe(self.options, promised)
@@ -161,6 +159,12 @@ def assign_two_levels(
             f"servers, workers and inner are for method hierarchical alone, and {per_part} trainers for each "
             "part ask for two levels already; leave them out"
         )
+    for name, columns in (*graph.node_data.items(), *graph.edge_data.items()):
+        if TRAINER_ID in columns:
+            raise ConfigError(
+                f"{graph.name} has {TRAINER_ID!r} as data of {name!r} already; remove it, or partition for "
+                "one trainer per part"
+            )
     part_shares(options.target_weights, num_parts)
     targets = None
     if options.target_weights is not None:
@@ -184,7 +188,6 @@ def assign_two_levels(
 
 def with_trainer_ids(graph: RawGraph, trainers: Assignment) -> RawGraph:
     """Return ``graph`` with int32 columns of the trainer of each node and of each edge's destination."""
-    check_no_trainer_ids(graph)
     node_data: dict[str, dict[str, NodeColumn]] = {
         ntype: {**graph.node_data.get(ntype, {}), TRAINER_ID: trainers.part_of[ntype]}
         for ntype in graph.num_nodes
@@ -194,13 +197,3 @@ def with_trainer_ids(graph: RawGraph, trainers: Assignment) -> RawGraph:
         for etype, (_, destinations) in graph.edges.items()
     }
     return replace(graph, node_data=node_data, edge_data=edge_data)
-
-
-def check_no_trainer_ids(graph: RawGraph) -> None:
-    """Raise ConfigError if the graph already has a column ``trainer_id``."""
-    for name, columns in (*graph.node_data.items(), *graph.edge_data.items()):
-        if TRAINER_ID in columns:
-            raise ConfigError(
-                f"{graph.name} has {TRAINER_ID!r} as data of {name!r} already; remove it, or partition for "
-                "one trainer per part"
-            )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import final
+from types import MappingProxyType
+from typing import ClassVar, final
 
 import numpy as np
 
 from dglx_dist.data.partition.base import Partitioner
-from dglx_dist.data.partition.graph_views import BalanceWeights, assign_parts, check_request
+from dglx_dist.data.partition.graph_views import BalanceWeights, assign_parts
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.keyed_random import splitmix64
 from dglx_dist.records import Array, Assignment, RawGraph
@@ -41,17 +42,18 @@ def cut_ranges(weights: Array, shares: Array) -> Array:
     return np.searchsorted(borders, middles, side="right").astype(np.int32)
 
 
-@final
-class Hash(Partitioner):
-    """splitmix64(id) mod P (P3): independent of patterns in the ids, no balance promise."""
-
+class _ByHash(Partitioner):
     scatters = True
+    _parameters: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        size = (num_parts, seed)
-        return assign_parts(
-            self, graph, size, lambda _: hash_parts(graph.total_nodes, num_parts), is_balanced=False
-        )
+        parts = hash_parts(graph.total_nodes, num_parts)
+        return assign_parts(self, graph, (num_parts, seed), parts, **self._parameters)
+
+
+@final
+class Hash(_ByHash):
+    """splitmix64(id) mod P (P3): independent of patterns in the ids, no balance promise."""
 
 
 def hash_parts(num_nodes: int, num_parts: int) -> Array:
@@ -65,20 +67,14 @@ FEATURES, COLUMNS = "features", "columns"
 
 
 @final
-class Feature(Partitioner):
+class Feature(_ByHash):
     """Owners by hash, and features also split by column (P3, section 3.2).
 
     Rows are stored with their owner, so that every strategy can train; for ``parameters["features"]`` the
     writer of the dataset adds files of columns for as many ranks as parts.
     """
 
-    scatters = True
-
-    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        size, more = (num_parts, seed), {FEATURES: COLUMNS}
-        return assign_parts(
-            self, graph, size, lambda _: hash_parts(graph.total_nodes, num_parts), is_balanced=False, **more
-        )
+    _parameters = MappingProxyType({FEATURES: COLUMNS})
 
 
 @final
@@ -88,10 +84,9 @@ class File(Partitioner):
     honours = frozenset({"file", "vector"})
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        check_request(num_parts, seed)
         source, parts, unit = self._parts(graph)
         _check_parts(parts, source, unit, graph.total_nodes, num_parts)
-        return assign_parts(self, graph, (num_parts, seed), lambda _: parts, is_balanced=False, file=source)
+        return assign_parts(self, graph, (num_parts, seed), parts, file=source)
 
     def _parts(self, graph: RawGraph) -> tuple[str, Array, str]:
         # The source of the ids, the ids, and the unit of a position in messages.

@@ -143,6 +143,24 @@ def checksum(path: Path) -> FileInfo:
     return FileInfo(num_bytes=num_bytes, checksum=f"{value:08x}")
 
 
+def check_file(path: Path, expected: FileInfo, remedy: str) -> None:
+    """Raise StorageError, which ends with ``remedy``, unless the file has this size and checksum."""
+    try:
+        if not path.is_file():  # reading a device or a pipe may never end
+            raise FileNotFoundError("there is no such file")
+        # The size is cheap to check, and distinguishes a half-copied file from a damaged one.
+        size = path.stat().st_size
+        found = checksum(path) if size == expected.num_bytes else None
+    except OSError as problem:
+        raise StorageError(f"{path} cannot be read ({problem}); {remedy}") from problem
+    if found is None:
+        raise StorageError(f"{path} has {size} bytes instead of {expected.num_bytes}; {remedy}")
+    if found != expected:
+        raise StorageError(
+            f"{path} is damaged: its checksum is {found.checksum} instead of {expected.checksum}; {remedy}"
+        )
+
+
 @dataclass(frozen=True)
 class _Body:
     """Content of one buffer of a column."""

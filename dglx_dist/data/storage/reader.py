@@ -17,7 +17,7 @@ from dglx_dist.data.storage.columns import (
     CACHE,
     IDS,
     FileInfo,
-    checksum,
+    check_file,
     data_path,
     edge_folder,
     edge_type_name,
@@ -70,7 +70,7 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
     num_bytes = sum(files[path].num_bytes for path in changed)
     with progress("Checking files", num_bytes, enabled=num_bytes > _PROGRESS_BYTES) as advance:
         for path in changed:
-            _check_file(folder / path, files[path])
+            check_file(folder / path, files[path], "copy it again or partition the graph again")
             if path in ids:
                 _check_ids(folder, path, *ids[path])
             advance(files[path].num_bytes)
@@ -125,22 +125,6 @@ def _first_wrong(values: Array, bound: int, *, is_indptr: bool) -> int | None:
         if wrong.any():
             return first + int(wrong.argmax())
     return len(values) - 1 if is_indptr and values[-1] != bound - 1 else None
-
-
-def _check_file(path: Path, expected: FileInfo) -> None:
-    # The size is cheap to check, and distinguishes a half-copied file from a damaged one.
-    size = path.stat().st_size
-    if size != expected.num_bytes:
-        raise StorageError(
-            f"{path} has {size} bytes instead of {expected.num_bytes}; "
-            f"copy it again or partition the graph again"
-        )
-    found = checksum(path)
-    if found != expected:
-        raise StorageError(
-            f"{path} is damaged: its checksum is {found.checksum}, the manifest says {expected.checksum}; "
-            f"copy it again or partition the graph again"
-        )
 
 
 def _stamp(path: Path, info: FileInfo) -> list[object]:

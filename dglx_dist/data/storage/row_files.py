@@ -17,7 +17,7 @@ import numpy as np
 
 from dglx_dist.data.storage.columns import (
     FileInfo,
-    checksum,
+    check_file,
     column_info,
     read_column,
     safe_name,
@@ -182,19 +182,8 @@ def check_replaceable(folder: Path) -> None:
 def check_rows(folder: Path, saved: SavedRows, first: int, last: int) -> None:
     """Compare the files of the rows ``first`` to ``last - 1`` with their checksums, or raise StorageError."""
     for file in _overlapping(saved, first, last):
-        try:
-            if not (folder / file.path).is_file():  # reading a device or a pipe may never end
-                raise FileNotFoundError("there is no such file")
-            found = checksum(folder / file.path)
-        except OSError as problem:
-            raise StorageError(
-                f"{folder / file.path} cannot be read ({problem}); use another copy"
-            ) from problem
-        if (found.num_bytes, found.checksum) != (file.num_bytes, file.checksum):
-            raise StorageError(
-                f"{folder / file.path} is damaged: {found.num_bytes} bytes with checksum {found.checksum}, "
-                f"the index says {file.num_bytes} with {file.checksum}; use another copy"
-            )
+        expected = FileInfo(num_bytes=file.num_bytes, checksum=file.checksum)
+        check_file(folder / file.path, expected, "use another copy")
 
 
 def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array) -> None:

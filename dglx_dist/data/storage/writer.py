@@ -26,7 +26,7 @@ from dglx_dist.data.storage.columns import (
 )
 from dglx_dist.data.storage.files import named_failures, partial_folder
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
-from dglx_dist.data.validate import check_ids
+from dglx_dist.data.validate import check_assignment, check_ids
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import Advance, progress
 from dglx_dist.records import LABEL, Array, Assignment, ColumnInfo, EdgeType, NodeColumn, RawGraph, SparseRows
@@ -207,14 +207,10 @@ class EdgeOrder:
 
 def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrder]:
     """Return the new ids of every node type; nodes of one part keep their order."""
-    if assignment.num_parts < 1:
-        raise ConfigError(f"the assignment has {assignment.num_parts} parts; there must be at least 1")
+    check_assignment(assignment, graph)
     orders = {}
     for ntype, num_nodes in graph.num_nodes.items():
-        if ntype not in assignment.part_of:
-            raise ConfigError(f"the assignment names no owners for nodes of type {ntype!r}")
         part_of = np.asarray(assignment.part_of[ntype])
-        _check_owners(part_of, num_nodes, assignment.num_parts, ntype)
         # Stable, so that nodes keep their order; NumPy's stable sort of 16-bit keys is a radix sort.
         narrow = part_of.astype(np.uint16 if assignment.num_parts <= 1 << 16 else np.int32)
         new_to_old = np.argsort(narrow, kind="stable").astype(id_dtype(num_nodes), copy=False)
@@ -249,20 +245,6 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
     return EdgeOrder(
         indptr=indptr, indices=indices, new_to_old=new_to_old, offsets=indptr[destinations.offsets]
     )
-
-
-def _check_owners(part_of: Array, num_nodes: int, num_parts: int, ntype: str) -> None:
-    if part_of.shape != (num_nodes,) or part_of.dtype.kind not in "iu":
-        raise ConfigError(
-            f"the owners of nodes of type {ntype!r} are {part_of.dtype} of shape {part_of.shape}; "
-            f"expected one whole number for each of the {num_nodes} nodes"
-        )
-    bad = np.flatnonzero((part_of < 0) | (part_of >= num_parts))
-    if len(bad):
-        raise ConfigError(
-            f"node {bad[0]} of type {ntype!r} is assigned to part {part_of[bad[0]]}, "
-            f"but the parts are 0..{num_parts - 1}"
-        )
 
 
 def _count(ids: Array, old_to_new: Array) -> Array:

@@ -34,7 +34,7 @@ from dglx_dist.serverless.aws.package import check_imports, stages_of
 from dglx_dist.serverless.cost import Counts
 from dglx_dist.serverless.parameter_server import Scheme, Update, initialise
 from dglx_dist.serverless.stages.base import Backward, Forward
-from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel
+from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel, check_one_type
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.serverless.engine import (
     Account,
@@ -67,7 +67,7 @@ class IntervalLoader:
     """
 
     def __init__(self, g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> None:
-        check_types(g)
+        check_one_type("lambda", g)
         self.g, self._epoch = g, 0
         self._seeds: Items[str] = run_on_all_ranks(
             g.session, lambda: _checked(g, indices, sampler, options), ConfigError
@@ -129,14 +129,6 @@ class IntervalLoader:
                 "no rank has a training node; pass the loader dx.node_split(g.ndata['train_mask'])"
             )
         return own_counts > 0, num_train
-
-
-def check_types(g: DistGraph) -> None:
-    if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
-        raise ConfigError(
-            f"strategy 'lambda' trains on graphs of one node and one edge type, but this one has "
-            f"{', '.join(g.ntypes)} and {len(g.canonical_etypes)} edge types; use strategy='data_parallel'"
-        )
 
 
 def _checked(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> Items[str]:
@@ -399,7 +391,7 @@ class LambdaModel(WrappedModel):
 
     def __init__(self, model: nn.Module, g: DistGraph, options: LambdaOptions) -> None:
         super().__init__()
-        check_types(g)
+        check_one_type("lambda", g)
         check_same_model(model, g.session, str(options))
         broadcast_state(model, g.session)
         self.module = model

@@ -71,6 +71,22 @@ def describe() -> dict[str, Any]:
     }
 
 
+def one_type(kind: str, node: dict[str, Any], edge: dict[str, Any]) -> dict[str, Any]:
+    """The description of one table of nodes, with ids in ``id``, and one of edges from ``s`` to ``d``."""
+    return {
+        "nodes": [{"node_type": kind, "node_id_col": "id"} | node],
+        "edges": [{"relation": [kind, "e", kind], "source_id_col": "s", "dest_id_col": "d"} | edge],
+    }
+
+
+def put_at(description: Any, path: str, value: object) -> None:
+    """Change one value, such as that at ``nodes.0.files``."""
+    *steps, last = (int(step) if step.isdigit() else step for step in path.split("."))
+    for step in steps:
+        description = description[step]
+    description[last] = value
+
+
 def write_tables(folder: Path) -> None:
     """Write all tables; those of users in two files."""
     users = pa.table(USERS)

@@ -20,13 +20,12 @@ from dglx_dist.data.storage.reader import StoredPart, open_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DatasetError, StorageError
 from dglx_dist.prepare import load_graph
-from tests.data.ingest.shop import BUYS, ITEMS, USERS, describe, write_csv, write_shop
+from tests.data.ingest.shop import BUYS, ITEMS, USERS, describe, one_type, put_at, write_csv, write_shop
 
 BUYS_TYPE = ("user", "buys", "item")
 PLENTY = 1 << 33
 """More than the process of the tests holds, which counts."""
 EMPTY_LISTS = pa.array([[]] * 3, pa.list_(pa.float32()))
-KNOWS_TYPE = ("user", "knows", "user")
 
 
 @pytest.fixture(params=[1 << 26, 1 << 12], ids=["all fits", "nothing fits"])
@@ -102,16 +101,14 @@ def test_equals_the_reader_of_tables_in_memory(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pa.table({**nodes, "feat": pa.array(nodes["feat"], pa.list_(pa.float32()))}),
                                 tables / "nodes.parquet")  # fmt: skip
     pyarrow.parquet.write_table(pa.table(edges), tables / "edges.parquet", row_group_size=300)
-    (tables / "one.json").write_text(
-        json.dumps(
-            {
-                "nodes": [{"node_type": "_N", "files": "nodes.parquet", "node_id_col": "id",
-                           "features": [{"feature_col": "feat"}]}],
-                "edges": [{"relation": ["_N", "_E", "_N"], "files": "edges.parquet", "source_id_col": "src",
-                           "dest_id_col": "dst", "features": [{"feature_col": "w", "out_dtype": "float64"}]}],
-            }
-        )
-    )  # fmt: skip
+    ends_of = {"relation": ["_N", "_E", "_N"], "source_id_col": "src", "dest_id_col": "dst"}
+    weights = [{"feature_col": "w", "out_dtype": "float64"}]
+    description = one_type(
+        "_N",
+        {"files": "nodes.parquet", "features": [{"feature_col": "feat"}]},
+        {"files": "edges.parquet", "features": weights} | ends_of,
+    )
+    (tables / "one.json").write_text(json.dumps(description))
     ingest(read_config(tables / "one.json"), IngestPlan(out=tmp_path / "out", memory=PLENTY))
     graph = load_dataset(tables)
     assignment = PARTITIONERS.get("contiguous")(PartitionOptions()).assign(graph, 1, 0)
@@ -215,13 +212,7 @@ def test_a_broken_line_of_csv_is_named(tmp_path: Path) -> None:
 def test_ids_that_only_csv_names_are_texts_as_they_are_written(tmp_path: Path) -> None:
     write_csv(tmp_path / "n.csv", {"id": ["007", "7", "x,y"], "x": ["1", " 2.5", "3e1"]})
     write_csv(tmp_path / "e.csv", {"s": ["7", "x,y"], "d": ["007", "7"]})
-    description = {
-        "nodes": [
-            {"node_type": "n", "files": "n.csv", "node_id_col": "id", "features": [{"feature_col": "x"}]}
-        ],
-        "edges": [{"relation": ["n", "e", "n"], "files": "e.csv", "source_id_col": "s", "dest_id_col": "d"}],
-    }
-    run(tmp_path, description)
+    run(tmp_path, one_type("n", {"files": "n.csv", "features": [{"feature_col": "x"}]}, {"files": "e.csv"}))
     part = part_of(tmp_path)
     assert part.user_ids("n").tolist() == ["007", "7", "x,y"]
     assert part.indices(("n", "e", "n")).tolist() == [1, 2]
@@ -232,11 +223,9 @@ def test_ids_that_only_csv_names_are_texts_as_they_are_written(tmp_path: Path) -
 def test_rows_without_an_id_column_are_numbered(tmp_path: Path) -> None:
     write_csv(tmp_path / "n.csv", {"x": ["1", "2", "3"]})
     write_csv(tmp_path / "e.csv", {"s": ["2", "0"], "d": ["1", "1"]})
-    description = {
-        "nodes": [{"node_type": "n", "files": "n.csv", "features": [{"feature_col": "x"}]}],
-        "edges": [{"relation": ["n", "e", "n"], "files": "e.csv", "source_id_col": "s", "dest_id_col": "d",
-                   "labels": [{"task_type": "link_prediction", "split_pct": [0.5, 0.5, 0]}]}],
-    }  # fmt: skip
+    nodes = {"files": "n.csv", "node_id_col": None, "features": [{"feature_col": "x"}]}
+    labels = [{"task_type": "link_prediction", "split_pct": [0.5, 0.5, 0]}]
+    description = one_type("n", nodes, {"files": "e.csv", "labels": labels})
     run(tmp_path, description)
     part, etype = part_of(tmp_path), ("n", "e", "n")
     assert part.user_ids("n") is None
@@ -274,13 +263,8 @@ def test_files_without_a_row_stand_among_others(tmp_path: Path) -> None:
         (tmp_path / f"n-{name}.csv").write_text(f"id,v\n{text}")
     write_csv(tmp_path / "e-0.csv", {"s": ["x"], "d": ["y"]})
     (tmp_path / "e-1.csv").write_text("s,d\n")
-    description = {
-        "nodes": [{"node_type": "n", "files": "n-*.csv", "node_id_col": "id",
-                   "features": [{"feature_col": "v"}]}],
-        "edges": [{"relation": ["n", "e", "n"], "files": "e-*.csv", "source_id_col": "s",
-                   "dest_id_col": "d"}],
-    }  # fmt: skip
-    run(tmp_path, description)
+    nodes = {"files": "n-*.csv", "features": [{"feature_col": "v"}]}
+    run(tmp_path, one_type("n", nodes, {"files": "e-*.csv"}))
     part = part_of(tmp_path)
     assert part.user_ids("n").tolist() == ["x", "y"]
     assert part.node_data("n", "v").tolist() == [1.0, 2.0]
@@ -301,12 +285,8 @@ def test_what_is_wrong_in_the_description_is_told_before_a_table_is_read(tmp_pat
                               "custom_split_filenames": {"train": "t.csv", "column": "i"}},
          DatasetError, "t.csv: has no column 'i'"),
     ):  # fmt: skip
-        description: Any = describe()
-        *steps, last = place.split(".")
-        entry = description
-        for step in steps:
-            entry = entry[int(step) if step.isdigit() else step]
-        entry[int(last) if last.isdigit() else last] = value
+        description = describe()
+        put_at(description, place, value)
         path.write_text(json.dumps(description))
         with pytest.raises(kind, match=message):
             ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=PLENTY))

@@ -22,6 +22,7 @@ from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.prepare import load_graph
 from dglx_dist.training.config import TrainConfig
+from tests.data.ingest.shop import one_type
 from tests.helpers.ranks import run_ranks
 
 LIMIT_MB = 185
@@ -41,27 +42,10 @@ def write_graph(folder: Path, nodes: int, width: int, edges: int) -> list[str]:
     texts = pa.array(ids)
     ends = [texts.take(pa.array(random.integers(0, nodes, edges))) for _ in range(2)]
     pyarrow.parquet.write_table(pa.table(ends, ["s", "d"]), folder / "e.parquet", **options)
-    description = {
-        "nodes": [
-            {
-                "node_type": "user",
-                "files": "n.parquet",
-                "node_id_col": "id",
-                "features": [
-                    {"feature_col": "emb", "feature_name": "feat", "transform": {"name": "max_min_norm"}}
-                ],
-                "labels": [{"task_type": "classification", "label_col": "y"}],
-            }
-        ],
-        "edges": [
-            {
-                "relation": ["user", "knows", "user"],
-                "files": "e.parquet",
-                "source_id_col": "s",
-                "dest_id_col": "d",
-            }
-        ],
-    }
+    feature = {"feature_col": "emb", "feature_name": "feat", "transform": {"name": "max_min_norm"}}
+    label = {"task_type": "classification", "label_col": "y"}
+    nodes_table = {"files": "n.parquet", "features": [feature], "labels": [label]}
+    description = one_type("user", nodes_table, {"files": "e.parquet"})
     (folder / "graph.json").write_text(json.dumps(description))
     return ids
 
@@ -77,7 +61,7 @@ def test_tables_larger_than_the_limit_stay_within_it(tmp_path: Path) -> None:
     (shown,) = re.findall(rf"peak memory (\d+) MB of {LIMIT_MB}MB", done.stdout)
     assert int(shown) <= LIMIT_MB
     manifest = open_dataset(tmp_path / "out", verify="never").manifest
-    assert (manifest.num_nodes("user"), manifest.num_edges(("user", "knows", "user"))) == (60_000, 300_000)
+    assert (manifest.num_nodes("user"), manifest.num_edges(("user", "e", "user"))) == (60_000, 300_000)
 
 
 def test_predictions_stand_beside_the_ids_of_the_tables(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from dglx_dist.data.ingest.config import FileSet
-from dglx_dist.data.ingest.external_memory import Scatter, Spill
+from dglx_dist.data.ingest.external_memory import IdMap, Scatter, Spill, append_ids, read_ids
 from dglx_dist.data.ingest.graph import sort_edges
-from dglx_dist.data.ingest.id_map import IdMap, append_ids, read_ids
 from dglx_dist.data.ingest.tables import Table, numbers_of_text
 from dglx_dist.data.ingest.tensors import NO_SPLIT, Labels, draw_split_codes
 from dglx_dist.errors import ConfigError, DatasetError

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
-from dglx_dist.data.partition.base import PARTITIONERS as SAME
 from dglx_dist.errors import ConfigError
 
 SAID = {
@@ -94,11 +93,6 @@ def test_balance_may_come_as_a_list() -> None:
     options = PartitionOptions(balance=["nodes"])  # type: ignore[arg-type]
     assert options.balance == ("nodes",)
     assert options.constraints == PartitionOptions().constraints
-
-
-def test_the_decorator_writes_into_the_registry() -> None:
-    with pytest.raises(ConfigError, match="is taken"):
-        SAME.register("metis")(PARTITIONERS.get("metis"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 from dglx_dist.data.partition.balance import measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.graph_views import balance_weights
-from dglx_dist.errors import ConfigError
 from dglx_dist.records import Assignment, RawGraph
 from tests.data.partition.graphs import AUTHORS_AND_PAPERS, TWO_TRIANGLES, communities, flat, homogeneous
 from tests.helpers import wide
@@ -116,14 +115,6 @@ def test_the_graph_is_left_alone(name: str) -> None:
     assign(name, graph, 4)
     for edge_type, ends in untouched.edges.items():
         assert all((a == b).all() for a, b in zip(ends, graph.edges[edge_type], strict=True))
-
-
-@every_partitioner
-@pytest.mark.parametrize(("num_parts", "seed", "named"), [(0, 0, "num_parts is 0"), (2, -1, "seed is -1")])
-def test_a_senseless_request_is_refused(name: str, num_parts: int, seed: int, named: str) -> None:
-    options = PartitionOptions(servers=1 if name == "hierarchical" else None)
-    with pytest.raises(ConfigError, match=named):
-        PARTITIONERS.get(name)(options).assign(TWO_TRIANGLES, num_parts, seed)
 
 
 @pytest.mark.parametrize("name", ["metis", "kaminpar", "hierarchical"])

@@ -7,7 +7,7 @@ import pytest
 
 from dglx_dist.data.partition.balance import measure
 from dglx_dist.data.partition.base import PartitionOptions
-from dglx_dist.data.partition.metis import Metis
+from dglx_dist.data.partition.multilevel import Metis
 from dglx_dist.errors import ConfigError
 from tests.data.partition.graphs import communities, homogeneous
 

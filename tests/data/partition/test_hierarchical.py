@@ -185,9 +185,8 @@ def test_edges_have_the_trainer_of_their_destination() -> None:
 
 def test_a_column_of_that_name_is_not_overwritten() -> None:
     graph = homogeneous(4, [(0, 1)], trainer_id=np.zeros(4))
-    split = assign_two_levels(graph, "random", PartitionOptions(), (2, 1), 0)
     with pytest.raises(ConfigError, match="'trainer_id' as data of '_N' already"):
-        with_trainer_ids(graph, split.trainers)
+        assign_two_levels(graph, "random", PartitionOptions(), (2, 1), 0)
 
 
 @pytest.mark.parametrize(

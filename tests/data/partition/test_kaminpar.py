@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dglx_dist.data.partition import kaminpar as kaminpar_library
+from dglx_dist.data.partition import multilevel
 from dglx_dist.data.partition.balance import measure
 from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.data.partition.graph_views import symmetrise
-from dglx_dist.data.partition.kaminpar import Kaminpar, write_parhip
+from dglx_dist.data.partition.multilevel import Kaminpar, write_parhip
 from dglx_dist.errors import ConfigError
 from tests.data.partition.graphs import communities, flat, homogeneous
 
@@ -40,7 +40,7 @@ def test_without_shared_memory_the_temporary_folder_serves(
 ) -> None:
     graph = communities(num_nodes=400)
     first = flat(Kaminpar(PartitionOptions()).assign(graph, 2, 0).part_of)
-    monkeypatch.setattr(kaminpar_library, "_SHARED_MEMORY", tmp_path / "absent")
+    monkeypatch.setattr(multilevel, "_SHARED_MEMORY", tmp_path / "absent")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert flat(Kaminpar(PartitionOptions()).assign(graph, 2, 0).part_of) == first
     assert list(tmp_path.iterdir()) == []

@@ -85,12 +85,7 @@ def test_halo_nodes_follow_the_owned_ones(tmp_path: Path, monkeypatch: pytest.Mo
         (random_homogeneous(2), 3),
         (random_heterogeneous(3), 1),
         (random_heterogeneous(4), 3),
-        (
-            RawGraph(
-                name="bare", num_nodes={NODE_TYPE: 3}, edges={EDGE_TYPE: (np.array([0]), np.array([2]))}
-            ),
-            2,
-        ),
+        (BARE, 2),
     ],
 )
 def test_stock_dgl_reads_what_our_reader_reads(
@@ -225,6 +220,7 @@ def test_stock_partitions_open_here(tmp_path: Path, make: Callable[[], dgl.DGLGr
     manifest = import_dgl_format(tmp_path / "dgl/shop.json", tmp_path / "ours")
     dataset = open_dataset(tmp_path / "ours")
     assert (manifest.name, manifest.method, manifest.num_parts) == ("shop", "random", num_parts)
+    assert manifest.num_classes == ({NODE_TYPE: 4} if graph.is_homogeneous else {})
     for part in range(num_parts):
         local, node_feats, _, book, *_ = dgl.distributed.load_partition(str(tmp_path / "dgl/shop.json"), part)
         stored = dataset.part(part)
@@ -246,11 +242,6 @@ def test_stock_partitions_open_here(tmp_path: Path, make: Callable[[], dgl.DGLGr
             for name, column in graph.edges[etype].data.items():
                 expected = column[original_edges[key][originals]]
                 np.testing.assert_array_equal(stored.edge_data(etype, name), expected)
-
-
-def test_labels_give_the_number_of_classes(tmp_path: Path) -> None:
-    dgl.distributed.partition_graph(homogeneous(), "g", 2, str(tmp_path / "dgl"), part_method="random")
-    assert import_dgl_format(tmp_path / "dgl/g.json", tmp_path / "d").num_classes == {NODE_TYPE: 4}
 
 
 @pytest.fixture

@@ -65,11 +65,6 @@ def test_unknown_names_list_what_exists(tmp_path: Path) -> None:
         part.edge_data(EDGE_TYPE, "w")
 
 
-def test_no_dataset_there(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"is not a partitioned dataset.*dglx partition"):
-        open_dataset(tmp_path)
-
-
 def test_an_unknown_way_to_verify_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'maybe'"):
         open_dataset(tmp_path, verify="maybe")  # type: ignore[arg-type]  # the point of the test

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dglx_dist.data.storage import columns
 from dglx_dist.data.storage import reader as verify
 from dglx_dist.data.storage.columns import write_column
 from dglx_dist.data.storage.manifest import read_manifest, write_manifest
@@ -79,13 +80,13 @@ def test_a_shortened_file_is_found(stored: Path) -> None:
 def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are read to verify them."""
     names: list[str] = []
-    real = verify.checksum
+    real = columns.checksum
 
     def recording(path: Path) -> object:
         names.append(path.name)
         return real(path)
 
-    monkeypatch.setattr(verify, "checksum", recording)
+    monkeypatch.setattr(columns, "checksum", recording)
     return names
 
 

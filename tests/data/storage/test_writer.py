@@ -17,7 +17,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.storage import writer
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.storage.writer import in_precision, relabel_edges, relabel_nodes, write_dataset
@@ -475,13 +474,3 @@ def test_the_row_of_a_sparse_value_is_named() -> None:
 def test_what_cannot_be_stored_so(wanted: Any, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         in_precision(graph(np.ones((3, 2), np.float32), train_mask=np.ones(3, dtype=bool)), wanted)
-
-
-def test_written_and_read_again(tmp_path: Path) -> None:
-    features = np.array(HARD[:9], dtype=np.float32).reshape(3, 3)
-    converted, marked = in_precision(graph(features), "bfloat16")
-    assignment = PARTITIONERS.get("contiguous")(PartitionOptions()).assign(converted, 1, 0)
-    manifest = write_dataset(converted, assignment, tmp_path / "d", bfloat16=marked)
-    assert manifest.node_columns[NODE_TYPE]["feat"].dtype == "bfloat16"
-    stored = open_dataset(tmp_path / "d").part(0).node_data(NODE_TYPE, "feat")
-    assert np.array_equal(stored, bits(torch.from_numpy(features).to(torch.bfloat16)))
