@@ -113,7 +113,7 @@ def _groups(context: PlanContext) -> list[int]:
 
 def cost(candidate: Candidate, known: Measured) -> Cost:
     """Return the cost of an epoch on the batches of data parallelism."""
-    work, memory = known.mini_batches, known.memory
+    work = known.mini_batches
     first: FirstLayer = known.shape.inspected[candidate.strategy]
     size = int(candidate.options.get("group_size", known.cluster.ranks))
     depth = int(candidate.options.get("depth", 1))
@@ -121,14 +121,14 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
     traffic = _traffic(known, first, size, pushed=pushed)
     columns = known.graph.nodes * known.graph.feature_bytes // size
     peak = (
-        memory.batches(work.largest, held=columns + memory.own_features, owners=size, in_flight=depth)
+        known.batch_memory(held=columns + known.own_features, owners=size, in_flight=depth)
         + (depth - 1) * 4 * work.largest[1][0] * known.shape.layers[0].outputs
     )
     return Cost(
         seconds=_seconds(known, first, size, traffic, late=depth > 1, pushed=pushed),
         traffic=traffic,
         memory=peak,
-        shared=memory.own_features + memory.structure,
+        shared=known.own_features + known.structure,
     )
 
 

@@ -30,11 +30,6 @@ EPOCHS = 6
 Wrap = Callable[[DistGraph, Any, nn.Module], Any]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("full_graph_wrong"))
-
-
 def right(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
     return strategy.wrap(model, g)
 
