@@ -10,10 +10,10 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Literal, final
 
-from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import cgroups, servers, state
-from scripts.netlab.base import Card, CpuShare, Lab, LabSpec, LoopbackLab, deal_out, usable_cores
+from scripts.netlab.base import Card, CpuShare, Lab, LabError, LabSpec, LoopbackLab, deal_out, usable_cores
 from scripts.netlab.servers import (
     NAMESPACES,
     SETUP,
