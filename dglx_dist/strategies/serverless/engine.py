@@ -19,10 +19,10 @@ from dglx_dist.comm.ledger import WORKER
 from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.wire import payload_bytes
+from dglx_dist.data.json_fields import printable
 from dglx_dist.errors import PeerError
 from dglx_dist.records import Array
 from dglx_dist.serverless.cost import Bill, Counts, bill, dollars
-from dglx_dist.serverless.json_fields import printable
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, what_misses
 from dglx_dist.serverless.program import Program

@@ -107,20 +107,6 @@ def edge_products(
                 out[edge - begin, head] = total
 
 
-@njit(cache=True, nogil=True)
-def segment_sums(indptr: Array, values: Array, first: int, out: Array) -> None:
-    """Write to ``out[i]``, (nodes, K), the sum over the in-edges of node ``first + i``.
-
-    ``values`` (edges, K) has only the in-edges of these nodes.
-    """
-    begin = indptr[first]
-    for i in range(out.shape[0]):
-        out[i, :] = 0
-        for edge in range(indptr[first + i], indptr[first + i + 1]):
-            for column in range(values.shape[1]):
-                out[i, column] += values[edge - begin, column]
-
-
 @final
 class SharedRows:
     """An array of rows behind a readers-writer lock; waiting writers go before new readers."""
@@ -252,7 +238,9 @@ class Stores:
         """Return the sum of (edges, k) ``values`` over the in-edges of each node of ``interval``."""
         nodes = self._part.nodes_of(interval)
         out = np.empty((nodes.stop - nodes.start, values.shape[1]), dtype=values.dtype)
-        segment_sums(self._part.graph.indptr, values, nodes.start, out)
+        bounds = self._part.graph.indptr[nodes.start : nodes.stop + 1]
+        # Each edge is a source of its own, in the same order.
+        gather(bounds - bounds[0], np.arange(len(values), dtype=np.int32), None, values, 0, out)
         return out
 
     def pull_back(self, slot: str, nodes: Array, out: Array) -> None:

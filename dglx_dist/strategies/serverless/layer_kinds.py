@@ -13,13 +13,13 @@ import torch
 from dgl.nn import GATConv
 from torch import Tensor, nn
 
+from dglx_dist.data.json_fields import Json
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import DeclaredStage, Declares
 from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.layers.dropout import NodeDropout
 from dglx_dist.layers.tracer import random_block
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Json
 from dglx_dist.serverless.program import (
     FEATURES,
     FIXED,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dglx_dist.serverless.json_fields import Json
+from dglx_dist.data.json_fields import Json
 
 Merge: TypeAlias = Literal["none", "flatten", "mean"]
 """How the heads of (n, K, H) rows are merged."""
