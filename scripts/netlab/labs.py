@@ -25,10 +25,7 @@ from scripts.netlab.servers import (
 )
 from scripts.netlab.state import LabState, clean_stale
 
-_PACKAGES = {
-    "iproute2": ("ip", "tc"),
-    "util-linux": ("unshare", "nsenter", "mount", "taskset"),
-}
+_PACKAGES = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "nsenter", "mount", "taskset")}
 _TRIAL = ("unshare", "--net", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child")
 _TRIAL_TIMEOUT_S = 30.0
 _NEED = "refused; a container needs --privileged"

@@ -15,13 +15,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import calibrate, cli, labs
 from scripts.netlab.base import LabError, LabSpec
-from scripts.netlab.calibrate import (
-    LEAST_RATE,
-    CommandMeasure,
-    Measured,
-    find_rate,
-    measured_of,
-)
+from scripts.netlab.calibrate import LEAST_RATE, CommandMeasure, Measured, find_rate, measured_of
 from scripts.netlab.launch import LabRun
 from scripts.netlab.traces import Trace
 from tests.netlab.helpers import COMPUTE_S, PaperLab, ended, rank_trace, ranks_that_train, row
