@@ -327,11 +327,6 @@ class EpochLoader(ABC, Generic[B, T]):
         return batches
 
     @property
-    @abstractmethod
-    def num_targets_of_epoch(self) -> tuple[int, int]:
-        """Targets of an epoch: (of this rank, of all ranks)."""
-
-    @property
     def seed(self) -> int:
         """Seed of all draws."""
         return self._seed
@@ -459,6 +454,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     @property
     def num_targets_of_epoch(self) -> tuple[int, int]:
+        """Targets of an epoch: (of this rank, of all ranks)."""
         return self._schedule.targets()
 
     def offline(self) -> Callable[[Mapping[K, Any], int], B]:

@@ -103,7 +103,7 @@ def counting_replicas(g: DistGraph) -> list[Any]:
         # Each server, of one rank, keeps the seeds that its rank gave.
         patched.setattr(plan_builder, "_by_leader", lambda context, ids: {context.topology.rank: ids})
         plans = PlanSource(g, maker, PlanSpec(num_layers=2, hops=2))
-    assert plans.share(0, 0).num_global > int(is_training.sum())
+    assert plans.share(0, plans.plan(0, 0)).num_global > int(is_training.sum())
     request = read_request("full_graph", g, seeds, runs.sampler(), {})
     loader = FullGraphLoader(g, plans, request, use_pp=True)
     return steps_on(loader, runs.first_model("sage"), lambda model: right_strategy(g).wrap(model, g))
