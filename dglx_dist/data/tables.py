@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -252,36 +251,35 @@ def _edge_type(text: str, separator: str, where: Path) -> EdgeType:
 
 
 def _described(path: Path, ignore: tuple[str, ...]) -> TableLayout:
-    try:
-        description = json.loads(path.read_text())
-    except ValueError as error:
-        raise DatasetError(f"{path}: not valid JSON: {error}") from error
-    top = Fields(description, str(path), known=("name", "nodes", "edges"), error=DatasetError)
-    nodes = top.record("nodes") if top.has("nodes") else Fields({}, str(path))
-    edges = top.record("edges")
+    where = str(path)
+    top = Fields.parse(path.read_bytes(), where, error=DatasetError).only(("name", "nodes", "edges"))
+    nodes, edges = top.maybe("nodes", top.inner, Fields({}, where)), top.inner("edges")
     return TableLayout(
-        name=top.optional_word("name") or path.resolve().parent.name,
-        nodes={ntype: _spec(entry, ("id",), ignore) for ntype, entry in nodes.items(_NODE_KEYS)},
+        name=top.maybe("name", top.word, path.resolve().parent.name),
+        nodes={ntype: _spec(nodes.inner(ntype).only(_NODE_KEYS), ("id",), ignore) for ntype in nodes.given},
         edges={
-            _edge_type(key, ":", path): _spec(entry, ("source", "destination"), ignore)
-            for key, entry in edges.items(_EDGE_KEYS)
+            _edge_type(key, ":", path): _spec(
+                edges.inner(key).only(_EDGE_KEYS), ("source", "destination"), ignore
+            )
+            for key in edges.given
         },
     )
 
 
 def _spec(entry: Fields, key_names: tuple[str, ...], ignore: tuple[str, ...]) -> TableSpec:
-    given = [entry.optional_word(name) for name in key_names]
+    given = [entry.maybe(name, entry.word, None) for name in key_names]
     keys = tuple(key for key in given if key is not None)
     if keys and len(keys) < len(given):
         raise entry.failure(f"it must name both or none of {', '.join(key_names)}")
+    texts = tuple[str, ...]
     return TableSpec(
         path=Path(entry.where).parent / entry.word("file"),
         keys=keys or None,
-        label=entry.optional_word("label"),
-        classes=entry.integer("classes", at_least=1) if entry.has("classes") else None,
-        split=entry.optional_word("split"),
-        features=tuple(entry.texts("features")) if entry.has("features") else None,
-        ignore=(*(entry.texts("ignore") if entry.has("ignore") else ()), *ignore),
+        label=entry.maybe("label", entry.word, None),
+        classes=entry.whole("classes", 1) if entry.has("classes") else None,
+        split=entry.maybe("split", entry.word, None),
+        features=entry.value("features", texts | None),
+        ignore=(*(entry.value("ignore", texts | None) or ()), *ignore),
     )
 
 

@@ -13,7 +13,7 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
-from dglx_dist.dataloading.feature_fetch import Columns
+from dglx_dist.dataloading.feature_fetch import Columns, Precision, RowMemory
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import (
     BatchMaker,
@@ -23,7 +23,6 @@ from dglx_dist.dataloading.minibatch import (
     NodeIds,
     SamplerMaker,
 )
-from dglx_dist.dataloading.row_buffers import Precision, RowMemory
 from dglx_dist.dataloading.sampler import (
     BatchSource,
     Draws,
@@ -78,7 +77,7 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
         return SamplerMaker(
             lambda seeds, exclude: _call_sampler(sampler, g, seeds, exclude), g.kvstore, columns, g.ntypes
         )
-    return KernelMaker(_source(g, plan, draws), draws, g.kvstore, columns)
+    return KernelMaker(_source(g, draws, plan.weights), draws, g.kvstore, columns)
 
 
 def _local_plan(
@@ -107,28 +106,24 @@ def _local_plan(
     )
 
 
-def _source(g: DistGraph, plan: SamplePlan, draws: Draws) -> BatchSource:
+def _source(g: DistGraph, draws: Draws, weights: str | None, op: str = "") -> BatchSource:
     structures = [g.structure(etype) for etype in draws.schema.etypes]
     if all(structure.is_whole for structure in structures):
-        return WholeSource(draws.schema, _whole(g, plan.weights))
-    return RemoteSource(draws.schema, structures, _serve(g, plan.weights, draws))
+        return WholeSource(draws.schema, _whole(g, weights))
+    return RemoteSource(draws.schema, structures, op or _serve(g, weights, draws))
 
 
 def neighborhood_maker(g: DistGraph, num_layers: int) -> BatchMaker:
     """Return what makes blocks of all in-edges of ``num_layers`` hops, without columns. Not collective."""
-    schema, structures = _schema(g), [g.structure(etype) for etype in g.canonical_etypes]
-    source: BatchSource = RemoteSource(schema, structures, "in_edges")
-    if all(structure.is_whole for structure in structures):
-        source = WholeSource(schema, _whole(g, None))
     draws = Draws(
-        schema=schema,
-        fanouts=np.full((num_layers, len(schema.etypes)), -1),
+        schema=_schema(g),
+        fanouts=np.full((num_layers, len(g.canonical_etypes)), -1),
         replace=False,
         exclude={},
         seed=0,
         idtype=np.dtype(np.int64),
     )
-    return KernelMaker(source, draws, g.kvstore, Columns())
+    return KernelMaker(_source(g, draws, None, "in_edges"), draws, g.kvstore, Columns())
 
 
 def _whole(g: DistGraph, weights: str | None) -> list[Csc]:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -89,13 +88,17 @@ class Draws:
         )
 
 
-class BatchSource(ABC):
-    """Samples whole batches. Thread-safe; each thread passes its own workspace."""
+@final
+class WholeSource:
+    """Samples from the whole structure in one compiled call. Thread-safe."""
 
-    is_whole: ClassVar[bool]
-    """Whether it samples without other servers."""
+    is_whole = True
 
-    @abstractmethod
+    def __init__(self, schema: Schema, cscs: Sequence[Csc]) -> None:
+        # Keeps the arrays alive: the record has only their addresses.
+        self._cscs = tuple(cscs)
+        self._relations = relations_of(schema, self._cscs)
+
     def sample(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
     ) -> RawBatch:
@@ -110,22 +113,6 @@ class BatchSource(ABC):
             ConfigError: a type's seeds repeat an id.
             PeerError: a server did not answer in time.
         """
-
-
-@final
-class WholeSource(BatchSource):
-    """Samples from the whole structure in one compiled call."""
-
-    is_whole = True
-
-    def __init__(self, schema: Schema, cscs: Sequence[Csc]) -> None:
-        # Keeps the arrays alive: the record has only their addresses.
-        self._cscs = tuple(cscs)
-        self._relations = relations_of(schema, self._cscs)
-
-    def sample(
-        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
-    ) -> RawBatch:
         batch, table = sample_batch(self._relations, request, workspace.table)
         workspace.keep(table)
         _check_seeds(request, batch.node_ends[0])
@@ -148,12 +135,12 @@ def _ends(lists: Sequence[Array]) -> Array:
 
 
 @final
-class RemoteSource(BatchSource):
+class RemoteSource:
     """Samples when each server has only the in-edges of its own nodes; one round of requests per hop.
 
     For every hop and edge type it sends 8 bytes per remote destination and receives 24 per edge drawn there;
     each request also has 8 bytes per edge of the type that the batch excludes there. All ranks serve ``op``
-    with :func:`keyed_draw`, by the rule of the requests without what single batches exclude.
+    with :func:`keyed_draw`, by the rule of the requests without what single batches exclude. Thread-safe.
     """
 
     is_whole = False
@@ -218,6 +205,9 @@ class RemoteSource(BatchSource):
     def _frontier(self, nodes: NumberedNodes, node_type: int) -> Array:
         first = nodes.starts[node_type]
         return nodes.ids[first : first + nodes.counts[node_type]]
+
+
+BatchSource: TypeAlias = WholeSource | RemoteSource
 
 
 def _no_edges(num_nodes: int) -> InEdges:

@@ -121,7 +121,7 @@ BY_TYPE = {"a:to:b": {"file": "e.csv"}}
             "'nodes.a.classes' is 0, expected a whole number of at least 1",
         ),
         ({"edges": ["e.csv"]}, "'edges' is .*, expected an object"),
-        (["e.csv"], "the file holds .*, expected an object with name, nodes, edges"),
+        (["e.csv"], "it is .*, expected an object with named fields"),
     ],
 )
 def test_wrong_descriptions_are_refused(tmp_path: Path, description: object, message: str) -> None:
@@ -133,7 +133,7 @@ def test_wrong_descriptions_are_refused(tmp_path: Path, description: object, mes
 
 def test_what_is_not_json_or_not_there_is_refused(tmp_path: Path) -> None:
     (tmp_path / "shop.json").write_text("{")
-    with pytest.raises(DatasetError, match=r"shop\.json: not valid JSON"):
+    with pytest.raises(DatasetError, match=r"shop\.json is not valid JSON"):
         find_layout(tmp_path / "shop.json", ())
     with pytest.raises(DatasetError, match="there is no folder or description"):
         find_layout(tmp_path / "absent", ())

@@ -8,7 +8,7 @@ import torch
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading.edge_loader import EdgeMaker
-from dglx_dist.dataloading.minibatch import BatchMaker, MiniBatch
+from dglx_dist.dataloading.minibatch import MiniBatch
 from dglx_dist.dataloading.negative import open_negative
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
@@ -16,7 +16,7 @@ from tests.dataloading import bonds
 from tests.helpers.ranks import run_ranks
 
 
-class Notes(BatchMaker):
+class Notes:
     """Makes no blocks, but remembers what was asked."""
 
     def __init__(self) -> None:

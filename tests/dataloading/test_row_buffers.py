@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.dataloading.row_buffers import BufferPool, Precision, RowMemory, check_float
+from dglx_dist.dataloading.feature_fetch import BufferPool, Precision, RowMemory, check_float
 from dglx_dist.dataloading.sampler_spec import SamplePlan, find_columns
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -88,21 +88,6 @@ def test_rows_of_any_shape_none_included() -> None:
     for shape in ((0, 2), (3,), (0,), (2, 3, 4), (3, 0)):
         rows = torch.ones(shape, dtype=torch.float16)
         assert torch.equal(Precision().converted(rows), torch.ones(shape))
-
-
-def test_memory_is_used_again_only_when_the_batch_is_gone() -> None:
-    precision = Precision(num_batches=2)
-    first = precision.converted(torch.zeros(8, 4, dtype=torch.bfloat16))
-    place = first.data_ptr()
-    second = precision.converted(torch.ones(8, 4, dtype=torch.bfloat16))
-    assert second.data_ptr() != place
-    assert not first.any()
-    view = first[2:]
-    del first
-    assert precision.converted(torch.ones(8, 4, dtype=torch.bfloat16)).data_ptr() != place
-    assert not view.any()
-    del view
-    assert precision.converted(torch.ones(7, 4, dtype=torch.bfloat16)).data_ptr() == place
 
 
 @pytest.mark.parametrize("wrong", ["float16", torch.int32, torch.complex64, 16])

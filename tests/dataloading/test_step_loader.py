@@ -201,7 +201,9 @@ def test_steps_in_the_order_given() -> None:
         times = loader.times(reset=True)
         assert (times.sample_s, times.fetch_s) == (6 * 0.25, 6 * 0.5)
         assert loader.times().sample_s == 0
-        assert [rows for rows, _, _ in echoes(session, [5, 6, 7, 1, 2], drop_last=True)] == [[5, 6], [7, 1]]
+        full = echoes(session, [5, 6, 7, 1, 2], drop_last=True)
+        assert [rows for rows, _, _ in full] == [[5, 6], [7, 1]]
+        assert full.num_targets_of_epoch == (4, 4)
 
 
 def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from dglx_dist.dataloading.minibatch import BlockBuilder
+from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, Array, EdgeType
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
@@ -426,7 +426,7 @@ def halo_block(
     own = nodes[: layer.own_rows]
     repeated = own[:1] if needs_repeated_row(layer) else own[:0]
     sources = torch.cat([own, _tensor(layer.halo_nodes), repeated])
-    plain = BlockBuilder(etype).block(_tensor(layer.indptr), _tensor(layer.indices), len(sources))
+    plain = build_block(_tensor(layer.indptr), _tensor(layer.indices), len(sources), etype)
     plain.srcdata[dgl.NID], plain.dstdata[dgl.NID] = sources, sources[: plain.num_dst_nodes()]
     plain.edata[dgl.EID] = _tensor(layer.edge_ids)
     return HaloBlock(plain, layer, exchange, out_degrees)
