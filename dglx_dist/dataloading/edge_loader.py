@@ -373,7 +373,7 @@ class EdgeMaker:
         sampled = time.perf_counter()
         for etype, columns in pulls.items():
             for name, pull in columns.items():
-                pairs.positive.edges[etype].data[name] = pull.result()
+                pairs.positive.edges[etype].data[name] = pull()
         return EdgeBatch(
             input_nodes=batch.input_nodes,
             positive=pairs.positive,

@@ -203,13 +203,13 @@ class Fetch:
         """
         converted = self._columns.precision.converted
         for (ntype, name), pull in self._inputs.items():
-            blocks[0].srcnodes[ntype].data[name] = converted(pull.result())
+            blocks[0].srcnodes[ntype].data[name] = converted(pull())
         for (ntype, name), pull in self._targets.items():
-            blocks[-1].dstnodes[ntype].data[name] = pull.result()
+            blocks[-1].dstnodes[ntype].data[name] = pull()
         # Without edge columns, `start` may have got no edges.
         for block, pulls in zip(blocks, self._edges, strict=bool(self._edges)):
             for (etype, name), pull in pulls.items():
-                block.edges[etype].data[name] = converted(pull.result())
+                block.edges[etype].data[name] = converted(pull())
 
     def _submit_input(self, key: str, ids: Array) -> PendingPull:
         out = self._columns.memory.rows(key, len(ids), self._store.column(key).info)

@@ -44,12 +44,11 @@ class FakeStore:
         self._note("ask", key)
         note = self._note
 
-        class Pending:
-            def result(self):
-                note("wait", key)
-                return torch.from_numpy(np.asarray(ids, np.int64))
+        def pulled():
+            note("wait", key)
+            return torch.from_numpy(np.asarray(ids, np.int64))
 
-        return Pending()
+        return pulled
 
 
 def homogeneous(note: Callable[[str, str], None]) -> BatchMaker:

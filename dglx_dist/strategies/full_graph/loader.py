@@ -89,7 +89,7 @@ class ColumnReader:
             else:
                 found[name] = stored
         for name, (pull, column, cache) in pulls.items():
-            found[name] = pull.result()
+            found[name] = pull()
             if cache is not None:
                 cache.write_rows(column, ids, found[name])
         return found
