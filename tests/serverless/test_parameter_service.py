@@ -126,7 +126,7 @@ def train(session: Session, num_servers: int, *, as_worker: bool) -> dict[str, A
         barrier(session, "all read")
         if service is not None:
             service.server.drain()
-            found["alive"] = service.server.versions
+            found["alive"] = tuple(service.server._versions)
     rows = session.ledger.since(before)
     found["bytes"] = [(row.phase, row.layer, row.source, row.destination, row.num_bytes) for row in rows]
     return found
