@@ -24,7 +24,7 @@ from dglx_dist.strategies.serverless.graph_partition import (
     part_of,
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
-from dglx_dist.strategies.serverless.options import read_lambda_options
+from dglx_dist.strategies.serverless.options import LambdaOptions, read_lambda_options
 from tests.serverless.programs import PlainRun, dropping, gat, gcn, sage
 
 PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "dropping": dropping}
@@ -151,14 +151,13 @@ def servers(
     intervals: int,
     *,
     num_parameter_servers: int = 1,
-    staleness: int = 0,
     graph: Case | None = None,
-    **options: bool,
+    **given: Any,
 ) -> tuple[list[GraphServer], list[ParameterServer]]:
-    parts = (graph or case()).parts(starts, intervals)
-    plan = plan_of(program, parts, num_parameter_servers, staleness)
+    parts, options = (graph or case()).parts(starts, intervals), LambdaOptions(**given)
+    plan = plan_of(program, parts, num_parameter_servers, options.staleness)
     return (
-        [GraphServer(part, program, **options) for part in parts],
+        [GraphServer(part, program, options) for part in parts],
         [parameter_server(program, plan, index) for index in range(num_parameter_servers)],
     )
 

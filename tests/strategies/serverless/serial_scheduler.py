@@ -17,7 +17,6 @@ from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.serverless.tasks import Computed, TaskKey, add_gradients, half_rows
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
-from dglx_dist.strategies.serverless.options import LambdaOptions
 from dglx_dist.strategies.serverless.scheduler import EXCHANGED, Progress
 from tests.serverless.programs import exchange
 
@@ -105,7 +104,6 @@ class SerialScheduler:
         self,
         servers: Sequence[GraphServer],
         parameters: Sequence[ParameterServer],
-        options: LambdaOptions,
         choose: Choice = first_come,
     ) -> None:
         self.servers, self._parameters, self._choose = servers, parameters, choose
@@ -113,11 +111,7 @@ class SerialScheduler:
         ranks = [one.rank for one in servers]
         self.progress = [
             Progress(
-                one.schedule,
-                one.part.num_intervals,
-                options,
-                [peer for peer in ranks if peer != one.rank],
-                one.program.num_train,
+                one.program, one.options, one.part.num_intervals, [peer for peer in ranks if peer != one.rank]
             )
             for one in servers
         ]

@@ -44,7 +44,7 @@ def test_schedules() -> None:
 
 
 def progress(policy: LambdaOptions, intervals: int = 2, peers: tuple[int, ...] = (1,)) -> Progress:
-    found = Progress(epoch_schedule(gcn(), True), intervals, policy, peers, num_train=10)
+    found = Progress(gcn(), policy, intervals, peers)
     found.end = 9
     return found
 
@@ -97,7 +97,7 @@ def test_news_are_told_of_synchronous_epochs_only() -> None:
 
 def test_counts_may_come_in_any_order() -> None:
     options = LambdaOptions(mode="async", staleness=1, switch_at=0.55)
-    one = Progress(epoch_schedule(gcn(), True), 2, options, (1,), num_train=100, first_epoch=3)
+    one = Progress(gcn(num_train=100), options, 2, (1,), first_epoch=3)
     # Epoch 5 may be begun while one of epoch 3 is under way; then it must be known what 3 came to.
     assert [one.is_known(epoch) for epoch in (3, 4, 5)] == [True, True, False]
     for server, epoch, correct in ((1, 4, 50), (0, 4, 5), (0, 3, 54)):
@@ -116,10 +116,10 @@ def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
     """In random orders, in which counts are told late: plain training goes on from there."""
     epochs, switched, program = 15, set(), gcn(num_train=30)
     for seed in range(8):
-        servers, parameters = cases.servers(program, [0, 17, 40], 2, staleness=staleness)
         target = 10 + seed % 2
-        policy = LambdaOptions(mode="async", staleness=staleness, switch_at=target / 30)
-        schedule = SerialScheduler(servers, parameters, policy, seeded(seed))
+        options = {"mode": "async", "staleness": staleness, "switch_at": target / 30}
+        servers, parameters = cases.servers(program, [0, 17, 40], 2, **options)
+        schedule = SerialScheduler(servers, parameters, seeded(seed))
         weights: dict[int, dict[str, np.ndarray]] = {}
 
         def keep(event: Event, weights=weights, parameters=parameters) -> None:
