@@ -144,12 +144,6 @@ def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
     assert switched
 
 
-def test_what_is_given_and_what_is_not() -> None:
-    found = read_lambda_options({"mode": "async", "staleness": 2, "switch_at": 1})
-    assert (found.mode, found.staleness, found.switch_at) == ("async", 2, 1.0)
-    assert read_lambda_options({}).mode == "pipe"
-
-
 def test_a_price_table_is_read_once(tmp_path: Path) -> None:
     mine = tmp_path / "mine.json"
     mine.write_text(prices().to_json().replace('"aws"', '"mine"'))

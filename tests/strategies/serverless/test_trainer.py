@@ -34,30 +34,6 @@ from dglx_dist.training import checkpoint
 from dglx_dist.training.fit import FitConfig
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
-from tests.strategies.serverless.own_stage import Gate
-from tests.strategies.serverless.own_tensor_stage import TensorGate
-
-SHAPE = {"in": 5, "out": 3}
-
-
-@pytest.mark.parametrize(("rows", "dtype", "wanted"), [(7, "float32", (True, False)), (0, "float64", None)])
-def test_it_is_the_stage_that_numpy_computes(rows: int, dtype: str, wanted: tuple[bool, bool] | None) -> None:
-    draw = np.random.default_rng(0)
-    weights = [draw.standard_normal((5, 3)).astype(dtype)]
-    inputs = [draw.standard_normal((rows, 5)).astype(dtype) for _ in range(2)]
-    gradients = [draw.standard_normal((rows, 3)).astype(dtype)]
-    for array in (*weights, *inputs, *gradients):
-        array.flags.writeable = False
-    tensors, plain, near = TensorGate(SHAPE), Gate(SHAPE), {"atol": 1e-5}
-    found = tensors.forward(weights, inputs)
-    assert found.outputs[0].dtype == dtype
-    np.testing.assert_allclose(found.outputs[0], plain.forward(weights, inputs).outputs[0], **near)
-    back = tensors.backward(weights, inputs, gradients, wanted=wanted)
-    expected = plain.backward(weights, inputs, gradients)
-    np.testing.assert_allclose(back.weights[0], expected.weights[0], **near)
-    assert [slope is not None for slope in back.inputs] == list(wanted or (True, True))
-    for slope, right in zip(back.inputs, expected.inputs, strict=True):
-        assert slope is None or np.allclose(slope, right, **near)
 
 
 def test_what_nothing_depends_on_has_gradient_zero() -> None:
