@@ -16,7 +16,7 @@ from tests.helpers import wide
 from tests.serverless.programs import gat, gcn, sage
 
 from . import cases
-from .serial_scheduler import Event, EventKind, SerialScheduler, seeded
+from .serial_scheduler import Event, SerialScheduler, seeded
 
 GCN = "AV1 f; SC1 scatter; GA2 gather |; AV2 fb; GA2 publish; SC1 send_back ,; SC1 collect |; AV1 b"
 GAT = (
@@ -123,7 +123,7 @@ def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
         weights: dict[int, dict[str, np.ndarray]] = {}
 
         def keep(event: Event, weights=weights, parameters=parameters) -> None:
-            if event.kind is EventKind.UPDATE:
+            if event.kind == "update":
                 weights[parameters[0].updates] = cases.latest(parameters[0])
 
         schedule.watch = keep

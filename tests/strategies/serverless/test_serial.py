@@ -16,7 +16,6 @@ from . import cases
 from .serial_scheduler import (
     Choice,
     Event,
-    EventKind,
     SerialScheduler,
     first_come,
     seeded,
@@ -122,7 +121,7 @@ class Bounds:
         alive = max(len(server.versions) for server in self.parameters)
         assert alive <= self.staleness + 2
         self.alive = max(self.alive, alive)
-        if event.kind is EventKind.UPDATE:
+        if event.kind == "update":
             return
         server = self.schedule.servers[event.server]
         epoch, index = divmod(event.position, len(server.schedule))
@@ -137,9 +136,9 @@ class Bounds:
             assert epoch - oldest <= self.staleness + 1
         elif task.kind is TaskKind.SCATTER:
             self.seen[place] = epoch
-        elif task.kind is TaskKind.WORK and event.kind is EventKind.SUBMIT and index == 1:
+        elif task.kind is TaskKind.WORK and event.kind == "submit" and index == 1:
             self.written[place] = epoch
-        if event.kind is EventKind.COMPUTE:
+        if event.kind == "compute":
             self.check_version(server, event, epoch)
 
     def value_of(self, reader: tuple[int, int], source: tuple[int, int]) -> int:
