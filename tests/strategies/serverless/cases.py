@@ -21,7 +21,6 @@ from dglx_dist.strategies.serverless.graph_partition import (
     cut_intervals,
     exchange_boundaries,
     local_graph,
-    part_of,
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.options import LambdaOptions, read_lambda_options
@@ -57,10 +56,10 @@ class Case:
         first, end = graph.starts[graph.rank], graph.starts[graph.rank + 1]
         edges = slice(int(self.indptr[first]), int(self.indptr[end]))
         bounds = [cut_intervals(one.indptr, one.sources, intervals) for one in self.graphs(graph.starts)]
-        return part_of(
-            graph,
-            boundary,
-            bounds[graph.rank],
+        return Part(
+            graph=graph,
+            boundary=boundary,
+            bounds=bounds[graph.rank],
             interval_sizes=np.concatenate([np.diff(one) for one in bounds]),
             features=np.concatenate([self.x[first:end], self.x[graph.ghosts]]),
             labels=self.labels[first:end],
