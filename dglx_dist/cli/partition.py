@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dglx_dist.cli.common import command, write
+from dglx_dist.data.partition.base import PARTITIONERS
 from dglx_dist.options import by_name, common_fields, fractions, literals, names, option, tolerances
 
 
@@ -89,8 +90,8 @@ class PartitionCommand:
     num_parts: int = option(2, "Number of parts; independent of ranks and servers.", flag="--parts")
     method: str | None = option(
         None,
-        "How to place nodes; a wrong name lists all methods. Without it: kaminpar for one balance weight, "
-        "metis for more.",
+        f"How to place nodes: {', '.join(PARTITIONERS.names())}. Without it: kaminpar for one balance "
+        "weight, metis for more.",
     )
     out: Path = option(
         Path("data/partitioned"), "Folder to write; must not hold anything yet.", metavar="DIR"
@@ -126,7 +127,7 @@ class PartitionCommand:
         metavar="TYPE",
         parse=by_name,
     )
-    file: Path | None = option(None, "For file: one part id per node (.npy, .txt, .csv).")
+    file: Path | None = option(None, "For file: a .npy with one part id per node.")
     threads: int = option(1, "Threads of the partitioner, if it supports them.")
     seed: int = option(0, "The same seed gives the same parts.")
     format: str = option("dglx", "dglx, or dgl: what DGL's own load_partition reads.")

@@ -10,7 +10,7 @@ from os import PathLike
 from typing import ClassVar, Literal
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import Array, Assignment, RawGraph
+from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.registry import Registry
 
 DEFAULT_TOLERANCE = 0.05
@@ -43,9 +43,7 @@ class PartitionOptions:
     inner: str | None = None
     """Partitioner of both levels of ``hierarchical``; None: the default one."""
     file: str | PathLike[str] | None = None
-    """For ``file``: .npy, .txt or .csv with one part id per node, node types one after the other."""
-    vector: Array | Mapping[str, Array] | None = field(default=None, compare=False)
-    """For ``file``: part ids, (N,) integers over all node types, or by node type."""
+    """For ``file``: .npy of (N,) part ids, node types one after the other."""
     threads: int = 1
     """Compute threads of ``kaminpar``; with more than 1 results may not be reproducible."""
 
@@ -120,12 +118,11 @@ class Partitioner(ABC):
     def __init__(self, options: PartitionOptions) -> None:
         self.options = options
         default = PartitionOptions()
-        # Balancing the number of nodes is the default of every partitioner.
-        given = {"balance"} if options.constraints != default.constraints else set()
-        if options.vector is not None:
-            given.add("vector")
-        others = {option.name for option in fields(options)} - {"balance", "vector"}
-        given |= {name for name in others if getattr(options, name) != getattr(default, name)}
+        given = {
+            one.name for one in fields(options) if getattr(options, one.name) != getattr(default, one.name)
+        }
+        if options.constraints == default.constraints:  # the number of nodes, which all balance
+            given.discard("balance")
         for name in sorted(given - self.honours):
             raise ConfigError(
                 f"{type(self).__name__} does not support {name}={getattr(options, name)!r}; leave it out or "
@@ -149,16 +146,16 @@ PARTITIONERS: Registry[Partitioner] = Registry(
     "partitioner",
     Partitioner,  # type: ignore[type-abstract]  # the registry only asks issubclass of it
     builtin={
-        "random": "dglx_dist.data.partition.simple:Random",
-        "hash": "dglx_dist.data.partition.simple:Hash",
-        "contiguous": "dglx_dist.data.partition.simple:Contiguous",
+        "random": "dglx_dist.data.partition.one_pass:Random",
+        "hash": "dglx_dist.data.partition.one_pass:Hash",
+        "contiguous": "dglx_dist.data.partition.one_pass:Contiguous",
         "metis": "dglx_dist.data.partition.multilevel:Metis",
         "kaminpar": "dglx_dist.data.partition.multilevel:Kaminpar",
-        "ldg": "dglx_dist.data.partition.streaming:Ldg",
-        "fennel": "dglx_dist.data.partition.streaming:Fennel",
+        "ldg": "dglx_dist.data.partition.one_pass:Ldg",
+        "fennel": "dglx_dist.data.partition.one_pass:Fennel",
         "hierarchical": "dglx_dist.data.partition.hierarchical:Hierarchical",
-        "feature": "dglx_dist.data.partition.simple:Feature",
-        "file": "dglx_dist.data.partition.simple:File",
+        "feature": "dglx_dist.data.partition.one_pass:Feature",
+        "file": "dglx_dist.data.partition.one_pass:File",
     },
     group="dglx_dist.partitioners",
 )
