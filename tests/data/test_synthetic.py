@@ -54,15 +54,6 @@ def test_no_node_is_isolated(small: RawGraph) -> None:
     assert np.bincount(ends(small)[1], minlength=3000).min() >= 1
 
 
-def test_one_direction_stores_every_pair_once() -> None:
-    graph = generate(dataclasses.replace(SMALL, both_directions=False))
-    source_ids, destination_ids = (ids.astype(np.int64) for ids in ends(graph))
-    assert len(source_ids) == 30_000
-    low, high = np.minimum(source_ids, destination_ids), np.maximum(source_ids, destination_ids)
-    assert len(np.unique(low * 3000 + high)) == 30_000
-    assert 0.4 < (source_ids < destination_ids).mean() < 0.6
-
-
 def test_the_seed_decides_everything(small: RawGraph) -> None:
     again = generate(SMALL)
     other = generate(dataclasses.replace(SMALL, seed=4))
@@ -122,8 +113,7 @@ def test_one_class_in_one_community_is_a_graph_too() -> None:
     [
         ("", {}, SyntheticConfig()),
         ("nodes=2e4,degree=7.5", {"seed": 9}, SyntheticConfig(nodes=20_000, degree=7.5, seed=9)),
-        ("seed=1", {"seed": 2, "both_directions": False}, SyntheticConfig(seed=2, both_directions=False)),
-        ("both_directions=no", {}, SyntheticConfig(both_directions=False)),
+        ("seed=1", {"seed": 2}, SyntheticConfig(seed=2)),
         ("", {"seed": 2**60 + 1}, SyntheticConfig(seed=2**60 + 1)),  # no float holds that number
     ],
 )
@@ -140,7 +130,6 @@ def test_a_spec_is_read_and_options_win(
         ("nodes", "name=value"),
         ("nodes=many", "must be a number"),
         ("nodes=2.5", "whole number"),
-        ("both_directions=maybe", "true or false"),
         ("homophily=1.5", "homophily=1.5 .* between 0 and 1"),
         ("exponent=2", "above 2"),
         ("communities=15", "a multiple of classes=10"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import pyarrow as pa
@@ -96,83 +96,91 @@ class Unchanged(Transform):
         return rows[:, : self._width]
 
 
-@final
-class MaxMin(Transform):
-    """(value - min) / (max - min), clipped to [0, 1]; for each position of a list separately."""
+class _Scaled(Transform):
+    """Numbers scaled by statistics; those of each position of a list are separate."""
 
     needs_scan = True
+    _reductions: ClassVar[Mapping[str, np.ufunc]]
+    """Setting with a statistic -> how it is found."""
 
     def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
         super().__init__(column, settings)
-        self._bounds = tuple(_number(settings, key, column) for key in ("min_bound", "max_bound"))
-        self._given = tuple(_numbers(settings, key, column) for key in ("min_val", "max_val"))
-        self._low, self._high = self._given
+        given = {key: _numbers(settings, key, column) for key in self._reductions}
+        self._found = {key: values for key, values in given.items() if values is not None}
+        self._missing = [key for key in given if key not in self._found]
 
     def scan(self, values: Any, where: str, first_row: int) -> None:
-        rows = _matrix(values, self.column, where, first_row).astype(np.float64, copy=False)
-        _check_width(rows, self._low, self._high, self.column, where, first_row)
-        if len(rows) and self._given[0] is None:
-            low = rows.min(axis=0)
-            self._low = low if self._low is None else np.minimum(self._low, low)
-        if len(rows) and self._given[1] is None:
-            high = rows.max(axis=0)
-            self._high = high if self._high is None else np.maximum(self._high, high)
+        rows = self._rows(values, where, first_row)
+        for key in self._missing if len(rows) else ():
+            reduce = self._reductions[key]
+            found = reduce.reduce(rows, axis=0, dtype=np.float64)
+            self._found[key] = reduce(self._found[key], found) if key in self._found else found
+
+    def _rows(self, values: Any, where: str, first_row: int) -> Array:
+        rows = _matrix(values, self.column, where, first_row)
+        for found in self._found.values() if len(rows) else ():
+            # A statistic of length 1 was given in the settings, for all positions.
+            if len(found) not in (1, rows.shape[1]):
+                raise DatasetError(
+                    f"{where}: column {self.column!r}, row {first_row}: {rows.shape[1]} numbers, but there "
+                    f"were {len(found)} before"
+                )
+        return rows
+
+
+@final
+class MaxMin(_Scaled):
+    """(value - min) / (max - min), clipped to [0, 1]."""
+
+    _reductions: ClassVar = {"min_val": np.minimum, "max_val": np.maximum}
+
+    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(column, settings)
+        self._bounds = {key: _number(settings, key, column) for key in ("min_bound", "max_bound")}
 
     def finalize(self, where: str) -> Mapping[str, Any]:
-        if self._low is None or self._high is None:
+        if len(self._found) < 2:
             raise DatasetError(
                 f"{where}: column {self.column!r} has no row to find its minimum and maximum in"
             )
-        low, high = self._low, self._high
-        if self._given[0] is None and self._bounds[0] is not None:
-            low = np.maximum(low, self._bounds[0])
-        if self._given[1] is None and self._bounds[1] is not None:
-            high = np.minimum(high, self._bounds[1])
+        for key, name, nearer in (
+            ("min_val", "min_bound", np.maximum),
+            ("max_val", "max_bound", np.minimum),
+        ):
+            bound = self._bounds[name]
+            if key in self._missing and bound is not None:
+                self._found[key] = nearer(self._found[key], bound)
+        low, high = self._found["min_val"], self._found["max_val"]
         if (high <= low).any():
             raise DatasetError(
                 f"{where}: column {self.column!r}: its maximum {high.max()} is not above its "
                 f"minimum {low.min()}, and max_min_norm would divide by 0; leave the column out"
             )
-        self._low, self._high = low, high
         return {**self.settings, "min_val": low.tolist(), "max_val": high.tolist()}
 
     def apply(self, values: Any, where: str, first_row: int) -> Array:
-        rows = _matrix(values, self.column, where, first_row).astype(np.float64, copy=False)
-        assert self._low is not None
-        assert self._high is not None
-        return np.clip((rows - self._low) / (self._high - self._low), 0, 1).astype(np.float32)
+        rows = self._rows(values, where, first_row).astype(np.float64, copy=False)
+        low, high = self._found["min_val"], self._found["max_val"]
+        return np.clip((rows - low) / (high - low), 0, 1).astype(np.float32)
 
 
 @final
-class Standard(Transform):
+class Standard(_Scaled):
     """Value / sum of all values, which GraphStorm calls standard."""
 
-    needs_scan = True
-
-    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
-        super().__init__(column, settings)
-        self._given = _numbers(settings, "sum", column)
-        self._sum = self._given
-
-    def scan(self, values: Any, where: str, first_row: int) -> None:
-        rows = _matrix(values, self.column, where, first_row)
-        _check_width(rows, self._sum, None, self.column, where, first_row)
-        if self._given is None and len(rows):
-            found = rows.sum(axis=0, dtype=np.float64)
-            self._sum = found if self._sum is None else self._sum + found
+    _reductions: ClassVar = {"sum": np.add}
 
     def finalize(self, where: str) -> Mapping[str, Any]:
-        if self._sum is None or (self._sum == 0).any():
+        total = self._found.get("sum")
+        if total is None or (total == 0).any():
             raise DatasetError(
                 f"{where}: column {self.column!r}: the sum of its values is 0, and standard would "
                 "divide by it; take max_min_norm, or leave the column out"
             )
-        return {**self.settings, "sum": self._sum.tolist()}
+        return {**self.settings, "sum": total.tolist()}
 
     def apply(self, values: Any, where: str, first_row: int) -> Array:
-        rows = _matrix(values, self.column, where, first_row)
-        assert self._sum is not None
-        return (rows / self._sum).astype(np.float32)
+        return (self._rows(values, where, first_row) / self._found["sum"]).astype(np.float32)
 
 
 @final
@@ -256,18 +264,6 @@ def _matrix(values: Any, column: str, where: str, first_row: int, separator: str
     else:
         rows = number_values(values, column, where, first_row)
     return rows.reshape(len(rows), -1) if rows.ndim == 1 else rows
-
-
-def _check_width(
-    rows: Array, low: Array | None, high: Array | None, column: str, where: str, first_row: int
-) -> None:
-    # A statistic of length 1 was given in the settings, for all positions.
-    for found in (low, high):
-        if found is not None and len(rows) and len(found) not in (1, rows.shape[1]):
-            raise DatasetError(
-                f"{where}: column {column!r}, row {first_row}: {rows.shape[1]} numbers, but there "
-                f"were {len(found)} before"
-            )
 
 
 def _number(settings: Mapping[str, Any], key: str, column: str) -> float | None:

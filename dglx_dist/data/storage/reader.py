@@ -401,7 +401,10 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     found = copy.find(lengths)
     try:
         if found is None:
-            with copy.writing() as writer, progress("Assembling the structure", total, enabled=total > _PROGRESS_EDGES) as advance:
+            with (
+                copy.writing() as writer,
+                progress("Assembling the structure", total, enabled=total > _PROGRESS_EDGES) as advance,
+            ):
                 for name, length in lengths.items():
                     stream = writer.stream(name, dtypes[name], (length,))
                     for piece in pieces(name):
