@@ -362,10 +362,10 @@ DATASETS: Registry[DatasetSource] = Registry(
 )
 
 
-_SOURCE_OF_SUFFIX = {".npz": "npz", ".bin": "dgl_binary", ".dgl": "dgl_binary", ".json": "tables"}
+_SOURCE_OF_SUFFIX = {".npz": "npz", ".bin": "dgl_binary", ".dgl": "dgl_binary"}
 _EXPECTED = (
-    "a .npz file, a .bin file of saved DGL graphs, a folder or a .json description of CSV / Parquet "
-    "tables, or NAME:WHERE with NAME one of"
+    "a .npz file, a .bin file of saved DGL graphs, a folder of CSV / Parquet tables (those that a .json "
+    "describes: dglx ingest), or NAME:WHERE with NAME one of"
 )
 
 
@@ -374,7 +374,7 @@ def load_dataset(spec: str | os.PathLike[str] | dgl.DGLGraph, /, **options: obje
 
     Args:
         spec: ``synthetic``, ``synthetic:nodes=20000,degree=25,seed=0``, a path (``.npz``, ``.bin`` of
-            saved DGL graphs, a folder or ``.json`` of tables), ``dgl:CoraGraphDataset``,
+            saved DGL graphs, a folder of tables), ``dgl:CoraGraphDataset``,
             ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE`` names the source, whatever the suffix.
         options: Options of the source; see its class.
 
@@ -501,7 +501,9 @@ def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: 
     for name in ("num_nodes", "num_entities"):
         if name in arrays:
             return int(arrays[name])
-    return 1 + max(int(source_ids.max(initial=-1)), int(destination_ids.max(initial=-1)))
+    of_nodes = [arrays[name] for name in (FEATURE, LABEL, *_OTHER_NAMES) if name in arrays]
+    ends = [1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)]
+    return max(*ends, *(len(column) for column in of_nodes if column.ndim))
 
 
 def _columns(

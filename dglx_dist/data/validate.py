@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from itertools import combinations
 
@@ -10,7 +11,10 @@ import numpy as np
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.records import LABEL, SPLITS, Array, Assignment, NodeColumn, RawGraph, SparseRows
 
+_LOG = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 16
+MAX_CLASSES = 1 << 24
+"""A model has an output for each class; a larger label is an id or a measurement."""
 
 
 def check_raw_graph(graph: RawGraph, where: str) -> None:
@@ -23,7 +27,7 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
     """
     if graph.total_nodes == 0 or graph.total_edges == 0:
         raise DatasetError(
-            f"{where}: the graph is empty ({graph.total_nodes} nodes, {graph.total_edges} edges); "
+            f"{where}: the graph has {graph.total_nodes} nodes and {graph.total_edges} edges; "
             f"there must be at least one of each"
         )
     for edge_type, (source_ids, destination_ids) in graph.edges.items():
@@ -202,6 +206,13 @@ def _checked_mask(mask: NodeColumn, name: str, where: str) -> Array:
     return mask
 
 
+def too_many_classes(largest: int) -> str:
+    """Return what is said of a ``largest`` label from :data:`MAX_CLASSES` on."""
+    return (
+        f"the label {largest}, which takes over {MAX_CLASSES} classes; is it an id, or a task of regression?"
+    )
+
+
 def _check_labels(label: Array, num_classes: int, masks: Mapping[str, Array], where: str) -> None:
     if label.ndim != 1:
         return  # several targets per node may be any numbers
@@ -214,6 +225,8 @@ def _check_labels(label: Array, num_classes: int, masks: Mapping[str, Array], wh
             f"{where}: column {LABEL!r}, row {row}: label {label[row]} is outside 0..{num_classes - 1} "
             f"(-1 means none)"
         )
+    if num_classes > MAX_CLASSES:
+        _LOG.warning("%s: column %r has %s", where, LABEL, too_many_classes(num_classes - 1))
     for name, mask in masks.items():
         missing = mask & (label < 0)
         if missing.any():

@@ -97,7 +97,7 @@ BAD_EDGES = {
     "negative": (array(0, 1, -1), array(1, 2, 3), "column 'src', row 2: node id -1"),
     "lengths": (array(0, 1), array(1, 2, 3), "2 sources but 3 destinations"),
     "fractions": (array(0.0, 1.0), array(1, 2), "column 'src' must hold one whole number a row"),
-    "none": (array(), array(), "the graph is empty"),
+    "none": (array(), array(), "the graph has 4 nodes and 0 edges"),
 }
 
 
