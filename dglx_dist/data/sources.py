@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from dglx_dist.data.validate import check_ids, check_raw_graph, check_whole
+from dglx_dist.data.validate import check_ids, check_raw_graph, check_whole, column_error
 from dglx_dist.errors import ConfigError, DatasetError, UnknownNameError
 from dglx_dist.records import (
     EDGE_TYPE,
@@ -129,9 +129,7 @@ def _as_mask(column: Array, name: str, where: str) -> Array:
     odd = (column != 0) & (column != 1)
     if odd.any():
         row = int(np.argmax(odd.reshape(len(odd), -1).any(axis=1)))
-        raise DatasetError(
-            f"{where}: column {name!r}, row {row}: {column[row]} is neither 0 nor 1 (false nor true)"
-        )
+        raise column_error(where, name, f"{column[row]} is neither 0 nor 1 (false nor true)", row)
     return column.astype(np.bool_)
 
 
@@ -141,7 +139,7 @@ def _as_label(column: Array, where: str) -> Array:
     if column.dtype.kind in "iub":
         return column.astype(np.int64) if column.ndim == 1 else column
     if column.dtype.kind != "f":
-        raise DatasetError(f"{where}: column {LABEL!r} must hold numbers; it is {column.dtype}")
+        raise column_error(where, LABEL, f"must hold numbers; it is {column.dtype}")
     if column.ndim > 1:
         return column
     # Sources store labels with gaps as floating point, with NaN for missing ones.
@@ -149,7 +147,7 @@ def _as_label(column: Array, where: str) -> Array:
     odd = known != np.floor(known)
     if odd.any():
         row = int(np.argmax(odd))
-        raise DatasetError(f"{where}: column {LABEL!r}, row {row}: {column[row]} is not a whole number")
+        raise column_error(where, LABEL, f"{column[row]} is not a whole number", row)
     return known.astype(np.int64)
 
 

@@ -23,7 +23,7 @@ from dglx_dist.data.sources import (
     standard_columns,
 )
 from dglx_dist.data.storage.columns import id_dtype
-from dglx_dist.data.validate import check_columns, check_finite, check_unique
+from dglx_dist.data.validate import check_columns, check_finite, check_unique, column_error
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import (
     EDGE_TYPE,
@@ -53,8 +53,7 @@ class Column:
 
     def error(self, problem: str, at: int | None = None) -> DatasetError:
         """Return the error that the column has ``problem``, or value number ``at`` has it."""
-        place = "" if at is None else f", row {self.first_row + at}:"
-        return DatasetError(f"{self.where}: column {self.name!r}{place} {problem}")
+        return column_error(self.where, self.name, problem, None if at is None else self.first_row + at)
 
     @property
     def is_text(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.data.synthetic import SyntheticConfig, assign_communities, draw_edges, generate, parse_config
+from dglx_dist.data.synthetic import SyntheticConfig, assign_communities, generate, parse_config
 from dglx_dist.data.validate import check_raw_graph
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
@@ -171,33 +171,18 @@ def _accuracy_of_mlp(features: Tensor, data: dict[str, Tensor]) -> float:
     return float((guesses == data["label"][test]).float().mean())
 
 
-def edges_of(
-    nodes: int, homophily: float, locality: float, degree: float = 8, seed: int = 0
-) -> tuple[Array, Array]:
-    """Two classes of two communities: node n is in community n % 4, of class n % 2."""
-    config = SyntheticConfig(
-        nodes=nodes,
-        classes=2,
-        communities=4,
-        degree=degree,
-        exponent=3.0,
-        homophily=homophily,
-        locality=locality,
-    )
-    return draw_edges(config, np.arange(nodes, dtype=np.int32) % 4, np.random.default_rng(seed))
-
-
 def test_links_that_always_leave_the_class_reach_both_communities_of_the_other() -> None:
-    source_ids, destination_ids = edges_of(200, 0.0, 0.0)
-    assert (source_ids % 2 != destination_ids % 2).all()
-    from_first = np.bincount(destination_ids[source_ids % 4 == 0] % 4, minlength=4)
-    assert from_first[0] == from_first[2] == 0
-    assert min(from_first[1], from_first[3]) > 100
+    config = SyntheticConfig(nodes=200, classes=2, communities=4, degree=8, homophily=0.0, locality=0.0)
+    communities, (source_ids, destination_ids) = assign_communities(config), ends(generate(config))
+    reached = np.bincount(communities[destination_ids[communities[source_ids] == 0]], minlength=4)
+    assert reached[0] == reached[2] == 0
+    assert min(reached[1], reached[3]) > 100
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_crowded_community_is_filled_until_the_number_of_edges_is_reached(seed: int) -> None:
     # Communities of 10 nodes, each wanting 5 of its 9 possible neighbours: most draws repeat.
-    source_ids, destination_ids = edges_of(40, 1.0, 1.0, 5, seed)
+    config = SyntheticConfig(nodes=40, classes=2, communities=4, degree=5, homophily=1, locality=1, seed=seed)
+    source_ids, destination_ids = ends(generate(config))
     assert len(np.unique(source_ids.astype(np.int64) * 40 + destination_ids)) == 200
     assert len(np.unique(source_ids)) == 40

@@ -81,7 +81,7 @@ BAD_COLUMNS = {
         "column 'feat', row 2: value 3.0 at position 4",
     ),
     "sparse NaN": ({"feat": sparse(values=array(1.0, np.nan, 3, 4))}, "column 'feat', row 1: value nan"),
-    "sparse pointers": ({"feat": sparse(indptr=array(0, 2, 1, 3, 4))}, "must rise from 0 to 4"),
+    "sparse pointers": ({"feat": sparse(indptr=array(0, 2, 1, 3, 4))}, "do not rise from 0 to 4"),
     "sparse values": ({"feat": sparse(values=array(1.0, 2.0))}, "4 column indices but 2 values"),
 }
 

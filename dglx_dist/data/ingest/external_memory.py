@@ -17,8 +17,8 @@ import pyarrow.compute as pc
 from dglx_dist.data.ingest.tables import Piece, Table, ids_of
 from dglx_dist.data.storage.files import resident
 from dglx_dist.data.tables import as_numpy
-from dglx_dist.data.validate import first_repeat
-from dglx_dist.errors import ConfigError, DatasetError
+from dglx_dist.data.validate import column_error, first_repeat, repeated_id
+from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
 
 _M_MMAP_THRESHOLD = -3
@@ -225,10 +225,8 @@ class IdMap:
             return
         row, earlier, name = min(repeats, key=lambda one: one[0])
         (path, here), (before, there) = table.locate(row), table.locate(earlier)
-        raise DatasetError(
-            f"{path}: column {column!r}, row {here}: node id {name!r} occurs already in row {there}"
-            f"{'' if before == path else f' of {before}'}; every node may have one row only"
-        )
+        place = f"row {there}{'' if before == path else f' of {before}'}"
+        raise column_error(str(path), column, repeated_id(name, place), here)
 
     def find(self, table: Table, column: str, owner: str, folder: Path) -> Spill:
         """Return the (E,) int64 node numbers of the ids in a column, in their order.
@@ -269,9 +267,9 @@ class IdMap:
         if unknown:
             row, name, _ = min(unknown, key=lambda one: one[0])
             path, row = table.locate(row)
-            raise DatasetError(
-                f"{path}: column {column!r}, row {row}: node id {name!r} is not among the ids of {owner} "
-                f"(rows of {column!r} with unknown ids: {sum(count for *_, count in unknown)})"
+            count = f"(rows of {column!r} with unknown ids: {sum(count for *_, count in unknown)})"
+            raise column_error(
+                str(path), column, f"node id {name!r} is not among the ids of {owner} {count}", row
             )
         return found
 

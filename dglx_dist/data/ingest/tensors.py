@@ -18,7 +18,7 @@ from dglx_dist.data.ingest.features import Features, add_texts
 from dglx_dist.data.ingest.tables import LINE_COLUMN, Piece, Table, numbers_of_text
 from dglx_dist.data.storage.columns import FileInfo, data_path, write_column
 from dglx_dist.data.tables import Column, as_numpy, first_true
-from dglx_dist.data.validate import MAX_CLASSES, too_many_classes
+from dglx_dist.data.validate import MAX_CLASSES, column_error, too_many_classes
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.progress import Advance
 from dglx_dist.records import LABEL, SPLITS, Array, ColumnInfo
@@ -305,7 +305,7 @@ class TypeRows:
                 problem = (
                     f"no label, but the row is in the {split} split; leave it out of the files that say so"
                 )
-                raise Column(None, str(label.column), str(path)).error(problem, row)
+                raise column_error(str(path), str(label.column), problem, row)
             first += len(code)
         return by_row
 

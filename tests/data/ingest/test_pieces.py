@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from dglx_dist.data.ingest.config import FileSet
-from dglx_dist.data.ingest.external_memory import IdMap, Scatter, Spill, append_ids, read_ids
+from dglx_dist.data.ingest.external_memory import IdMap, Scatter, Spill
 from dglx_dist.data.ingest.graph import sort_edges
 from dglx_dist.data.ingest.tables import Table, numbers_of_text
 from dglx_dist.data.ingest.tensors import NO_SPLIT, Labels, draw_split_codes
@@ -69,17 +69,6 @@ def test_one_id_in_all_rows_is_found_without_holding_them(tmp_path: Path) -> Non
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 40_000 * 16
-
-
-@pytest.mark.parametrize("ids", [pa.array([3, 1, 2]), pa.array(["é", "", "long text"], pa.large_string())])
-def test_records_of_ids_are_read_as_they_were_appended(tmp_path: Path, ids: pa.Array) -> None:
-    for first in (0, 3):
-        append_ids(tmp_path, np.array([1, 0, 1]), np.arange(first, first + 3), ids)
-    ((numbers, found),) = read_ids(tmp_path / "1", None)
-    assert numbers.tolist() == [0, 2, 3, 5]
-    assert found.to_pylist() == [ids[i].as_py() for i in (0, 2, 0, 2)]
-    assert [piece[0].tolist() for piece in read_ids(tmp_path / "0", 1)] == [[1], [4]]
-    assert list(read_ids(tmp_path / "9", None)) == []
 
 
 @pytest.mark.parametrize("is_text", [True, False])
