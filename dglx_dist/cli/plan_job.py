@@ -34,9 +34,9 @@ from dglx_dist.strategies.cost import (
     Draws,
     GraphStats,
     Measured,
-    MemoryModel,
     ModelShape,
     PlanContext,
+    trace_of_widths,
 )
 from dglx_dist.training.models import build_model
 
@@ -88,10 +88,8 @@ def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, 
 def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
     graph, cluster = _stats_of(plan), cluster_of(plan)
     shape = _shape(plan, graph.features, plan.hidden, graph.classes)
-    memory = MemoryModel(
-        graph=graph, shape=shape, cluster=cluster, program_bytes=PROGRAM_BYTES, replicated=True
-    )
-    partitioned = _is_partitioned(plan, memory.structure)
+    trace = trace_of_widths(shape)
+    partitioned = _is_partitioned(plan, graph.structure_bytes)
     draws, batches = _draws_of(plan), None
     if draws is not None:
         batches = expected.batches(
@@ -106,7 +104,9 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         shape=shape,
         cluster=cluster,
         rates=assumed_rates(speed=plan.speed),
-        memory=replace(memory, replicated=not partitioned),
+        program_bytes=PROGRAM_BYTES,
+        of_batches=trace,
+        of_graphs=trace,
         batches=batches,
         works={work: work.estimate(graph, cluster, plan.layers) for work in works_of(candidates)},
         structure_partitioned=partitioned,

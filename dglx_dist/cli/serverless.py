@@ -180,9 +180,9 @@ def invoke_test(
     from dglx_dist.serverless.aws.deploy import try_function
 
     place = Place(region=region, endpoint_url=endpoint_url)
-    for one in try_function(name, place, write, address=address):
-        kind = "cold" if one.cold else "warm"
-        write(f"{kind}: right after {one.seconds:.3f} s, of which {one.worker_s:.3f} s in the worker")
+    for seconds, answer in try_function(name, place, write, address=address):
+        kind = "cold" if answer.cold else "warm"
+        write(f"{kind}: right after {seconds:.3f} s, of which {answer.seconds:.3f} s in the worker")
 
 
 @lambda_app.command()

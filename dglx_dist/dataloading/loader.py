@@ -78,7 +78,7 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
         return SamplerMaker(
             lambda seeds, exclude: _call_sampler(sampler, g, seeds, exclude), g.kvstore, columns, g.ntypes
         )
-    return KernelMaker(_source(g, plan, draws), draws, g.kvstore, columns)
+    return KernelMaker(_source(g, draws, plan.weights), draws, g.kvstore, columns)
 
 
 def _local_plan(
@@ -107,28 +107,24 @@ def _local_plan(
     )
 
 
-def _source(g: DistGraph, plan: SamplePlan, draws: Draws) -> BatchSource:
+def _source(g: DistGraph, draws: Draws, weights: str | None, op: str = "") -> BatchSource:
     structures = [g.structure(etype) for etype in draws.schema.etypes]
     if all(structure.is_whole for structure in structures):
-        return WholeSource(draws.schema, _whole(g, plan.weights))
-    return RemoteSource(draws.schema, structures, _serve(g, plan.weights, draws))
+        return WholeSource(draws.schema, _whole(g, weights))
+    return RemoteSource(draws.schema, structures, op or _serve(g, weights, draws))
 
 
 def neighborhood_maker(g: DistGraph, num_layers: int) -> BatchMaker:
     """Return what makes blocks of all in-edges of ``num_layers`` hops, without columns. Not collective."""
-    schema, structures = _schema(g), [g.structure(etype) for etype in g.canonical_etypes]
-    source: BatchSource = RemoteSource(schema, structures, "in_edges")
-    if all(structure.is_whole for structure in structures):
-        source = WholeSource(schema, _whole(g, None))
     draws = Draws(
-        schema=schema,
-        fanouts=np.full((num_layers, len(schema.etypes)), -1),
+        schema=_schema(g),
+        fanouts=np.full((num_layers, len(g.canonical_etypes)), -1),
         replace=False,
         exclude={},
         seed=0,
         idtype=np.dtype(np.int64),
     )
-    return KernelMaker(source, draws, g.kvstore, Columns())
+    return KernelMaker(_source(g, draws, None, "in_edges"), draws, g.kvstore, Columns())
 
 
 def _whole(g: DistGraph, weights: str | None) -> list[Csc]:

@@ -301,11 +301,15 @@ class LoaderTimes:
 
 
 class EpochLoader(ABC, Generic[B, T]):
-    """Yields the batches of an epoch, made ahead on threads; each iteration is the next epoch."""
+    """Yields the batches of an epoch, made ahead on threads; each iteration is the next epoch.
+
+    ``seed`` is that of all draws, ``depth`` the number of batches made ahead, ``num_threads`` that of batches
+    made at a time; 0: in the consumer's thread.
+    """
 
     def __init__(self, session: Session, *, seed: int, depth: int, num_threads: int) -> None:
-        self._session, self._seed = session, seed
-        self._depth, self._num_threads = depth, num_threads
+        self._session = session
+        self.seed, self.depth, self.num_threads = seed, depth, num_threads
         self._epoch, self._next_step, self._started = 0, 0, False
         self._times, self._waited_s = LoaderTimes(), 0.0
         self._trace_number = 0 if session.trace is None else session.trace.new_loader()
@@ -332,21 +336,6 @@ class EpochLoader(ABC, Generic[B, T]):
         """Targets of an epoch: (of this rank, of all ranks)."""
 
     @property
-    def seed(self) -> int:
-        """Seed of all draws."""
-        return self._seed
-
-    @property
-    def num_threads(self) -> int:
-        """Batches made at a time; 0: in the consumer's thread."""
-        return self._num_threads
-
-    @property
-    def depth(self) -> int:
-        """Batches made ahead."""
-        return self._depth
-
-    @property
     def epoch(self) -> int:
         """The epoch of the current iteration, or of the next one."""
         return self._epoch
@@ -358,7 +347,7 @@ class EpochLoader(ABC, Generic[B, T]):
 
     def state_dict(self) -> dict[str, int]:
         """Return the position as JSON values; within the loop's body, the current step counts as done."""
-        return {"epoch": self._epoch, "step": self._next_step, "seed": self._seed}
+        return {"epoch": self._epoch, "step": self._next_step, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume after the position ``state``; the next iteration has the rest of its epoch.
@@ -366,7 +355,7 @@ class EpochLoader(ABC, Generic[B, T]):
         Raises:
             CheckpointError: it is no position, or that of a loader with another seed or more steps.
         """
-        check_position(state, self._seed, len(self))
+        check_position(state, self.seed, len(self))
         self._epoch, self._next_step, self._started = int(state["epoch"]), int(state["step"]), False
 
     def times(self, *, reset: bool = False) -> LoaderTimes:
@@ -383,7 +372,7 @@ class EpochLoader(ABC, Generic[B, T]):
         self._started = True
         epoch, steps = self._epoch, range(self._next_step, len(self))
         began, waited_s = time.perf_counter(), self._waited_s
-        ahead = run_ahead(self.batches_of(epoch), steps, depth=self._depth, num_threads=self._num_threads)
+        ahead = run_ahead(self.batches_of(epoch), steps, depth=self.depth, num_threads=self.num_threads)
         try:
             with closing(ahead) as batches:
                 stream = self.in_order(batches)
@@ -392,8 +381,10 @@ class EpochLoader(ABC, Generic[B, T]):
         finally:
             # A step after the loop does not belong to the last batch and must not get its weight.
             self._session.step_share = None
-        if steps.start == 0:
-            self._record_pass(time.perf_counter() - began, self._waited_s - waited_s)
+        if steps.start == 0 and self._session.trace is not None:
+            seconds, wait_s = time.perf_counter() - began, self._waited_s - waited_s
+            done = Pass(loader=self._trace_number, steps=len(self), seconds=seconds, wait_s=wait_s)
+            self._session.trace.note_pass(done)
         self._epoch, self._next_step, self._started = epoch + 1, 0, False
 
     def _next(self, step: int, batches: Iterator[B]) -> T:
@@ -411,12 +402,6 @@ class EpochLoader(ABC, Generic[B, T]):
             wait_s=self._times.wait_s + waited_s,
         )
         return delivered
-
-    def _record_pass(self, seconds: float, wait_s: float) -> None:
-        if self._session.trace is not None:
-            self._session.trace.note_pass(
-                Pass(loader=self._trace_number, steps=len(self), seconds=seconds, wait_s=wait_s)
-            )
 
 
 class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
@@ -469,7 +454,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         """Return a string that is equal on ranks that draw alike."""
         one = self._options
         order = f"batch_size={one.batch_size}, shuffle={bool(one.shuffle)}, drop_last={bool(one.drop_last)}"
-        return f"seed={self._seed}, {order}, {self._maker.sampling_signature()}"
+        return f"seed={self.seed}, {order}, {self._maker.sampling_signature()}"
 
     def seeds_of_step(
         self, epoch: int, items: Items[K] | None = None, rank: int | None = None
@@ -477,7 +462,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         """Return a function of step to the items of a rank, by default this one."""
         of_rank = self._items if items is None else items
         schedule = self._schedule if rank is None else replace(self._schedule, rank=rank)
-        order = of_rank.order(shuffle=self._options.shuffle, seed=self._seed, epoch=epoch)
+        order = of_rank.order(shuffle=self._options.shuffle, seed=self.seed, epoch=epoch)
         return lambda step: of_rank.take(order[schedule.slice_of(step)])
 
     def batches_of(self, epoch: int) -> Callable[[int], B]:

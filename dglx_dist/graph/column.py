@@ -17,7 +17,6 @@ from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import rows_per_message
 from dglx_dist.graph.row_kernels import (
-    Hits,
     RemotePlan,
     SlotTable,
     check_ids,
@@ -196,11 +195,9 @@ class PendingPull:
         ids: Array,
         out: Tensor,
         plan: RemotePlan,
-        hits: Hits,
         replies: list[tuple[Pending, int, int]],
     ) -> None:
-        self._column, self._ids, self._out = column, ids, out
-        self._plan, self._hits, self._replies = plan, hits, replies
+        self._column, self._ids, self._out, self._plan, self._replies = column, ids, out, plan, replies
         self._done = False
 
     def result(self) -> Tensor:
@@ -214,7 +211,7 @@ class PendingPull:
             out = numpy_view(self._out)
             self._column.read(self._ids, out)
             if self._column.cache is not None:
-                move_rows(self._column.cache.rows, self._hits.slots, out, self._hits.places)
+                move_rows(self._column.cache.rows, self._plan.hit_slots, out, self._plan.hit_places)
             for reply, first, last in self._replies:
                 (rows,) = reply.result()
                 spread_rows(rows, out, self._plan.starts, self._plan.positions, first, last)

@@ -112,16 +112,6 @@ def add_columns(
             add(policy, policy.hidden_key(USER_IDS), IDS, StoredPart.user_ids)
 
 
-def text_ids(dataset: StoredDataset, ntype: str) -> Array:
-    """Return the user's (N,) unicode ids of the nodes; reads the files at each call.
-
-    Raises:
-        StorageError: a part is not on this machine.
-    """
-    parts = range(dataset.manifest.num_parts)
-    return np.concatenate([np.asarray(dataset.part(part).user_ids(ntype)) for part in parts])
-
-
 T = TypeVar("T", str, EdgeType)
 
 
@@ -400,7 +390,10 @@ class DistGraph(Shared):
         key = self._ntype_or_only(ntype, "user_ids(ids, ntype)")
         policy, kind = self._node_policies[key], self.dataset.manifest.user_ids.get(key)
         if kind == "string":
-            return text_ids(self.dataset, key)[as_ids(ids, policy.get_size(), policy.policy_str)]
+            # Reads the files at each call.
+            parts = [self.dataset.part(part) for part in range(self.dataset.manifest.num_parts)]
+            text = np.concatenate([np.asarray(part.user_ids(key)) for part in parts])
+            return text[as_ids(ids, policy.get_size(), policy.policy_str)]
         return self._hidden(policy, USER_IDS if kind else ORIGINAL_IDS, ids).numpy()
 
     def rank(self) -> int:

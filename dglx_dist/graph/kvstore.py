@@ -36,7 +36,6 @@ from dglx_dist.graph.row_kernels import (
     check_summable,
     empty_rows,
     first_outside,
-    plan_pull,
     plan_remote,
     sum_repeated,
     take_rows,
@@ -300,17 +299,17 @@ class KVStore:
         else:
             _check_out(out, len(ids), column)
         cached = NO_SLOTS if column.cache is None else column.cache.table
-        plan, hits = plan_pull(ids, column.bounds, self._server, cached, distinct=distinct)
+        plan = plan_remote(ids, column.bounds, self._server, cached, distinct=distinct)
         replies, rpc = [], self.session.rpc
         for rank, first, last in plan.requests(self.placement.serving_ranks, column.rows_per_message):
             requested = [plan.ids[first:last]]
             pending = rpc.submit(rank, self._pull_op, name, requested, phase=phase, layer=layer)
             replies.append((pending, first, last))
         with self._counts_lock:
-            column.counts[0] += len(ids) - len(hits.places) - len(plan.positions)
-            column.counts[1] += len(hits.places)
+            column.counts[0] += len(ids) - len(plan.hit_places) - len(plan.positions)
+            column.counts[1] += len(plan.hit_places)
             column.counts[2] += len(plan.positions)
-        return PendingPull(column, ids, out, plan, hits, replies)
+        return PendingPull(column, ids, out, plan, replies)
 
     def set_cache(self, name: str, cache: RowCache | None) -> None:
         """Read rows of ``name`` from ``cache`` before asking other servers; None: no cache. Not collective.

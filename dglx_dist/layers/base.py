@@ -127,6 +127,8 @@ class SplittableConv(nn.Module, ABC):
     """Runs the stages up to *sync* on all parts; None: there is only one."""
     edge_arguments: tuple[str, ...] = ("edge_weight",)
     """Names of the per-edge arguments of :meth:`forward`."""
+    required_edges: tuple[str, ...] = ()
+    """Those of them that every call has, so that their bytes come to those of the sums."""
     edges_after_sync: bool = False
     """Whether only :meth:`apply_edges` uses the per-edge values, which then stay with the owner."""
     heads: int = 0

@@ -283,6 +283,7 @@ class RelationalStages(SplittableConv):
     """``RelGraphConv`` by columns."""
 
     edge_arguments = ("etypes", "norm")
+    required_edges = ("etypes",)
 
     def __init__(self, conv: dglnn.RelGraphConv) -> None:
         super().__init__(conv)

@@ -43,13 +43,14 @@ from dglx_dist.strategies.cost import (
     Cluster,
     Draws,
     Measured,
-    MemoryModel,
+    MemoryTrace,
     ModelShape,
     PartitionContext,
     PlanContext,
     PlannedRun,
     Rates,
     Work,
+    trace_of_widths,
 )
 from dglx_dist.strategies.full_graph.memory_estimate import trace_memory
 
@@ -132,15 +133,9 @@ def measure(
         shape=shape,
         cluster=config.cluster,
         rates=rates,
-        memory=MemoryModel(
-            graph=run.graph,
-            shape=shape,
-            cluster=config.cluster,
-            program_bytes=max(PROGRAM_BYTES, *programs),
-            replicated=not config.partitioned,
-            of_batches=_traced_memory(module, shape, with_halo=False),
-            of_graphs=_traced_memory(module, shape, with_halo=True) if works else None,
-        ),
+        program_bytes=max(PROGRAM_BYTES, *programs),
+        of_batches=_traced_memory(module, shape, with_halo=False),
+        of_graphs=_traced_memory(module, shape, with_halo=True) if works else trace_of_widths(shape),
         batches=batches,
         works=run.works,
         structure_partitioned=config.partitioned,
@@ -236,8 +231,7 @@ def _owned(run: PlannedRun) -> Array:
     return own if len(own) else np.array([first])
 
 
-def _traced_memory(module: nn.Module, shape: ModelShape, *, with_halo: bool) -> Callable[[Array], int] | None:
-    """Return the peak of a traced step, see :class:`MemoryModel`; None: it cannot be traced."""
+def _traced_memory(module: nn.Module, shape: ModelShape, *, with_halo: bool) -> MemoryTrace:
     kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
     row = torch.zeros(1, shape.features, dtype=kind)
     silence_profiler()
@@ -249,7 +243,7 @@ def _traced_memory(module: nn.Module, shape: ModelShape, *, with_halo: bool) -> 
             with_halo=with_halo,
             etype=EDGE_TYPE,
             out_degrees=lambda ids: torch.ones(len(ids), dtype=torch.int64),
-        ).peak
+        )
     except ConfigError as problem:
         log.info("memory is estimated from widths: %s", problem)
-        return None
+        return trace_of_widths(shape)

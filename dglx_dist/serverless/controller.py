@@ -113,26 +113,13 @@ class ControllerOptions:
         # Ticks must also be frequent enough to send an incomplete batch in time.
         return self.tick_s if self.batch == 1 else min(self.tick_s, max(self.batch_wait_s, _LEAST_PAUSE_S))
 
+    def timeout_s(self, average_s: float | None, attempt: int = 0) -> float:
+        """Return the time-out of an attempt at a kind of task with this moving average; None: none finished.
 
-@final
-class Durations:
-    """Moving averages of the durations of each kind of task (step, direction). Not thread-safe."""
-
-    def __init__(self, options: ControllerOptions) -> None:
-        self._options = options
-        self._average: dict[tuple[int, str], float] = {}
-
-    def add(self, kind: tuple[int, str], seconds: float) -> None:
-        before = self._average.get(kind, seconds)
-        self._average[kind] = _USUAL_KEEP * before + (1 - _USUAL_KEEP) * seconds
-
-    def timeout_s(self, kind: tuple[int, str], attempt: int = 0) -> float:
-        """Return max(``least_s``, 5 moving averages) for attempt 0; each further one has twice the time.
-
-        Up to 8 times: if the machine is slow and the worker alive, relaunching slows it down further.
+        Each further attempt has twice the time, up to 8 times: if the machine is slow and the worker alive,
+        relaunching slows it down further.
         """
-        average, options = self._average.get(kind), self._options
-        usual = options.first_s if average is None else max(options.least_s, _USUAL_FACTOR * average)
+        usual = self.first_s if average_s is None else max(self.least_s, _USUAL_FACTOR * average_s)
         return usual * min(2.0**attempt, MAX_BACKOFF)
 
 
@@ -258,7 +245,8 @@ class Controller:
         self._executor, self._options, self._clock, self._observer = executor, options, clock, observer
         self._tuner = Autotuner(options.most) if options.workers is None else None
         self._pending = PendingTasks(options.workers or options.most)
-        self._durations = Durations(options)
+        self._averages: dict[tuple[int, str], float] = {}
+        """Moving average of the durations of each kind of task (step, direction)."""
         self._queue: Callable[[], float] | None = None
         self._tuned = clock()
         self._counts = Counts()
@@ -311,7 +299,9 @@ class Controller:
             sent = work.sent.get(attempt, now)
             ready = sent if work.ready is None else work.ready
             if attempt in work.sent:
-                self._durations.add(_kind(key), now - max(sent, ready))
+                took, kind = now - max(sent, ready), _kind(key)
+                before = self._averages.get(kind, took)
+                self._averages[kind] = _USUAL_KEEP * before + (1 - _USUAL_KEEP) * took
         if self._observer is not None:
             self._observer(Finished(key=key, attempt=attempt, sent=sent, ready=ready, done=now))
         self._send()
@@ -400,7 +390,8 @@ class Controller:
                 if work.ready is None:
                     continue
                 took = now - max(work.sent[work.task.attempt], work.ready)
-                allowed = self._durations.timeout_s(_kind(work.task.key), len(work.sent) - 1)
+                average = self._averages.get(_kind(work.task.key))
+                allowed = self._options.timeout_s(average, len(work.sent) - 1)
                 if took > allowed:
                     self._again(work, f"it gave no rows for {took:.3g} s; the limit is {allowed:.3g} s")
 

@@ -18,9 +18,9 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
+from dglx_dist.data.json_fields import Fields, Within, read_json, write_json
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Fields, Within, read_json, write_json
 from dglx_dist.serverless.program import Edge, Program, Vertex
 from dglx_dist.serverless.stages.base import (
     Arrays,
@@ -210,10 +210,10 @@ class Task:
         given = read_json(event, MAX_EVENT_BYTES, "a task") if isinstance(event, bytes | str) else event
         fields = Fields(given, "a task")
         fields.whole("version", _VERSION, _VERSION)
-        task = fields.record(cls, key=lambda name: TaskKey.parse(fields.text(name, 64)))
+        task = fields.record(cls, key=lambda name: TaskKey.parse(fields.text(name, 1, 64)))
         fields.end()
         if not _DIGEST.fullmatch(task.program):
-            fields.refuse("program", "a digest of 64 hexadecimal characters")
+            raise fields.wrong("program", "a digest of 64 hexadecimal characters")
         return task
 
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Annotated, BinaryIO, NoReturn, final
 
 from dglx_dist.comm.topology import endpoint_of
-from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.json_fields import Fields, Json, Within, read_json, read_record, write_json
+from dglx_dist.data.json_fields import Fields, Json, Within, read_json, read_record, write_json
 from dglx_dist.serverless.tasks import MAX_EVENT_BYTES, Task
 from dglx_dist.serverless.worker import (
     RemoteCaller,
@@ -187,12 +186,10 @@ class _Process:
         self._worker = Worker(RemoteCaller(through), self._at_phase)
 
     def answer(self, line: bytes) -> Mapping[str, Json]:
-        fields = Fields(read_json(line, _LONGEST_LINE, "a line of input"), "a line of input")
-        event = fields.any("event")
+        fields = Fields.parse(line, "a line of input", _LONGEST_LINE)
+        event = fields.inner("event").given
         self._faults.next = fields.maybe("fault", lambda name: fields.value(name, Fault), None)
         fields.end()
-        if not isinstance(event, dict):
-            raise ConfigError("a line of input has no event")
         started = time.perf_counter()
         cold, self._cold = self._cold, False
         try:

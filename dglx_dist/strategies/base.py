@@ -361,6 +361,15 @@ def check_options(strategy: str, options: Mapping[str, object], known: Mapping[s
     return checked
 
 
+def check_one_type(strategy: str, g: DistGraph) -> None:
+    if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
+        raise ConfigError(
+            f"{strategy} trains on graphs of one node and one edge type, but this graph has the node types "
+            f"{', '.join(g.ntypes)} and the edge types {', '.join(map(str, g.canonical_etypes))}; use "
+            "strategy='data_parallel'"
+        )
+
+
 AUTO = "auto"
 """In place of a strategy's name: the planner chooses by graph, model and network (``planner/``)."""
 DEFAULT_STRATEGY = "data_parallel"

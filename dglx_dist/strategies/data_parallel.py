@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
@@ -45,7 +45,6 @@ from dglx_dist.strategies.gradient_sync import (
     BufferMeans,
     GradientExchange,
     check_frozen,
-    mark_output,
 )
 
 if TYPE_CHECKING:
@@ -110,7 +109,7 @@ class DataParallel(Strategy):
 
     @staticmethod
     def cost(candidate: Candidate, known: Measured) -> Cost:
-        work, memory, cache = known.mini_batches, known.memory, known.cache_of(candidate)
+        work, cache = known.mini_batches, known.cache_of(candidate)
         traffic = _traffic(known, cache)
         kept = 0 if cache is None else cache.rows * (known.graph.feature_bytes + 4) // known.cluster.servers
         pulled_bytes = sum(count for name, count in traffic.outside.items() if name != GRADIENTS)
@@ -126,12 +125,12 @@ class DataParallel(Strategy):
             sampling=sampling_seconds(known, work),
             pulled=pulled,
         )
-        shared = memory.own_features + kept
+        shared = known.own_features + kept
         return Cost(
             seconds=seconds,
             traffic=traffic,
-            memory=memory.batches(work.largest, held=shared),
-            shared=shared + memory.structure,
+            memory=known.batch_memory(held=shared),
+            shared=shared + known.structure,
         )
 
 
@@ -158,25 +157,25 @@ def _traffic(known: Measured, cache: CacheHits | None) -> Traffic:
     return traffic_with_sums(phases, {}, sums, once=rows * row, exact=work.counted)
 
 
-@final
-class DataParallelModel(WrappedModel):
-    """A replicated model whose backward computes the gradient of one process on every rank.
+class ReplicatedModel(WrappedModel):
+    """A model that every rank holds whole; its gradients, and the changes of its buffers, are summed.
 
-    Forward never communicates, so one rank may evaluate by itself. Backward is collective: every rank must
-    run it in every step, also without targets (the loader yields empty blocks for that). Several forward
-    calls of one step before one backward, and several backward calls before one optimizer step, give the
-    result of one process. Penalties on the weights belong in the loss when it is a mean; with
-    ``reduction="sum"`` they would be added once per rank.
-
-    Floating-point buffers (running statistics) become their weighted mean over the ranks, like the
-    gradients, after each backward; statistics of a batch itself stay local.
+    ``check`` raises ConfigError for a model that cannot be trained; it must do so on all ranks alike.
     """
 
     def __init__(
-        self, model: nn.Module, session: Session, *, reduction: Reduction, bucket_bytes: int
+        self,
+        model: nn.Module,
+        session: Session,
+        *,
+        reduction: Reduction,
+        bucket_bytes: int,
+        check: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__()
         check_same_model(model, session, f"bucket_bytes={bucket_bytes}", reduction)
+        if check is not None:
+            check(model)
         self.module = model
         self._session = session
         self._reduction: Reduction = reduction
@@ -190,6 +189,24 @@ class DataParallelModel(WrappedModel):
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._exchange.seconds(reset=reset)
+
+    def note_buffers(self) -> None:
+        self._buffer_means.note()
+
+
+@final
+class DataParallelModel(ReplicatedModel):
+    """A replicated model whose backward computes the gradient of one process on every rank.
+
+    Forward never communicates, so one rank may evaluate by itself. Backward is collective: every rank must
+    run it in every step, also without targets (the loader yields empty blocks for that). Several forward
+    calls of one step before one backward, and several backward calls before one optimizer step, give the
+    result of one process. Penalties on the weights belong in the loss when it is a mean; with
+    ``reduction="sum"`` they would be added once per rank.
+
+    Floating-point buffers (running statistics) become their weighted mean over the ranks, like the
+    gradients, after each backward; statistics of a batch itself stay local.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module; the step's share is read from the blocks among the arguments.
@@ -206,10 +223,7 @@ class DataParallelModel(WrappedModel):
             # Evaluating without no_grad is harmless as long as nobody runs backward for training.
             return output
         check_frozen(self.module, self._trained)
-        return mark_output(output, (self._exchange, gradient_weight(share, self._reduction)))
-
-    def note_buffers(self) -> None:
-        self._buffer_means.note()
+        return self._exchange.mark(output, gradient_weight(share, self._reduction))
 
 
 def broadcast_state(model: nn.Module, session: Session) -> None:

@@ -146,14 +146,12 @@ class BufferMeans:
         return [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
 
 
-def mark_output(output: Any, *exchanges: tuple[GradientExchange, float]) -> Any:
-    """Return (nested) ``output``, such that backward through any tensor in it runs the ``exchanges``."""
+def replace_floats(output: Any, function: Callable[..., Sequence[Tensor]]) -> Any:
+    """Return (nested) ``output`` with its floating-point tensors replaced by ``function`` of all of them."""
     leaves, layout = tree_flatten(output)
     places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    marked: Sequence[Tensor] = [leaves[place] for place in places]
-    for exchange, weight in exchanges if places else ():
-        marked = exchange.mark(marked, weight)
-    for place, tensor in zip(places, marked, strict=True):
+    replaced = function(*[leaves[place] for place in places]) if places else ()
+    for place, tensor in zip(places, replaced, strict=True):
         leaves[place] = tensor
     return tree_unflatten(leaves, layout)
 
@@ -190,19 +188,23 @@ class GradientExchange:
         for index, parameter in enumerate(self._parameters):
             _on_accumulation(parameter, self._hook_of(index))
 
-    def mark(self, outputs: Sequence[Tensor], weight: float) -> tuple[Tensor, ...]:
-        """Return ``outputs``, such that backward through any of them exchanges with ``weight``.
+    def mark(self, output: Any, weight: float) -> Any:
+        """Return (nested) ``output``, such that backward through any tensor in it exchanges with ``weight``.
 
         Every rank whose peers run backward must run it too.
         """
-        anchor = torch.zeros((), requires_grad=True, device=outputs[0].device)
-        # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(), whose
-        # results are not summed.
-        _on_accumulation(anchor, lambda _: self._begin(weight))
-        # A user's hook on a parameter that nothing depends on would be called with None.
-        free = [parameter for parameter in self._parameters if not parameter._backward_hooks]
-        marked = _Mark.apply(anchor, len(outputs), *outputs, *free)  # type: ignore[no-untyped-call]  # torch leaves it bare
-        return cast("tuple[Tensor, ...]", marked)
+
+        def marked(*outputs: Tensor) -> tuple[Tensor, ...]:
+            anchor = torch.zeros((), requires_grad=True, device=outputs[0].device)
+            # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(), whose
+            # results are not summed.
+            _on_accumulation(anchor, lambda _: self._begin(weight))
+            # A user's hook on a parameter that nothing depends on would be called with None.
+            free = [parameter for parameter in self._parameters if not parameter._backward_hooks]
+            found = _Mark.apply(anchor, len(outputs), *outputs, *free)  # type: ignore[no-untyped-call]  # torch leaves it bare
+            return cast("tuple[Tensor, ...]", found)
+
+        return replace_floats(output, marked)
 
     def add_delayed(self) -> None:
         """Add the oldest pending sums, if any, to ``.grad``; every rank must call it."""

@@ -161,7 +161,6 @@ def scaling() -> tuple[Experiment, Outcome]:
 
 
 TWO = Shape(servers=2)
-CLAIM = Claim(paper="A paper (2020)", says="B is twice as fast as A", setting="4 machines")
 
 
 def epoch(number: int = 0, seconds: float = 2.0, **fields: Any) -> EpochRecord:
@@ -196,15 +195,7 @@ def plan_of(*names: str, **fields: Any) -> ExperimentPlan:
 
 
 def experiment_of(plan: ExperimentPlan | None, **fields: Any) -> Experiment:
-    return Experiment(
-        id="T1",
-        title="a test",
-        suites=("quick",),
-        claim=CLAIM,
-        prediction="2x",
-        build=None if plan is None else lambda _: plan,
-        **fields,
-    )
+    return replace(EXPERIMENT, id="T1", build=None if plan is None else lambda _: plan, **fields)
 
 
 def outcome_of(plan: ExperimentPlan) -> Outcome:

@@ -11,11 +11,7 @@ import pytest
 import torch
 
 from dglx_dist.dataloading.feature_fetch import Columns
-from dglx_dist.dataloading.minibatch import (
-    BatchBlockBuilder,
-    BatchMaker,
-    KernelMaker,
-)
+from dglx_dist.dataloading.minibatch import BatchBlockBuilder, BatchMaker, KernelMaker
 from dglx_dist.dataloading.sampler import WholeSource
 from dglx_dist.dataloading.step_loader import run_ahead
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, ColumnInfo

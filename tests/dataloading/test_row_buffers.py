@@ -90,21 +90,6 @@ def test_rows_of_any_shape_none_included() -> None:
         assert torch.equal(Precision().converted(rows), torch.ones(shape))
 
 
-def test_memory_is_used_again_only_when_the_batch_is_gone() -> None:
-    precision = Precision(num_batches=2)
-    first = precision.converted(torch.zeros(8, 4, dtype=torch.bfloat16))
-    place = first.data_ptr()
-    second = precision.converted(torch.ones(8, 4, dtype=torch.bfloat16))
-    assert second.data_ptr() != place
-    assert not first.any()
-    view = first[2:]
-    del first
-    assert precision.converted(torch.ones(8, 4, dtype=torch.bfloat16)).data_ptr() != place
-    assert not view.any()
-    del view
-    assert precision.converted(torch.ones(7, 4, dtype=torch.bfloat16)).data_ptr() == place
-
-
 @pytest.mark.parametrize("wrong", ["float16", torch.int32, torch.complex64, 16])
 def test_no_floating_point_type(wrong: object) -> None:
     with pytest.raises(ConfigError, match="feature_dtype="):

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ from dglx_dist.graph.row_kernels import (
 )
 from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.records import Array, ColumnInfo
-from tests.helpers import wide
+from tests.helpers import refusal, wide
 from tests.helpers.ranks import run_ranks, start_ranks
 
 NUM_ROWS = 31
@@ -115,9 +116,8 @@ def test_push_reaches_the_owner_and_the_last_of_repeated_ids_stays() -> None:
 
 
 @pytest.fixture
-def store() -> Any:
-    with start_session(topology=Topology(0, 1, (0,))) as session:
-        yield open_store(session)
+def store(alone: Session) -> KVStore:
+    return open_store(alone)
 
 
 def test_what_cannot_be_asked_for_is_refused(store: KVStore) -> None:
@@ -530,15 +530,9 @@ def fail_on_one_rank() -> list[str]:
         store.register_push_handler("d", refuse)
         last, one = np.array([30]), np.ones(1)
         if rank == 0:
-            try:
-                store.push("d", last, one)
-            except RemoteError as error:
-                said.append(str(error))
+            said.append(refusal(lambda: store.push("d", last, one), RemoteError))
             store.push("d", last, one, wait=False)
-            try:
-                store.fence()
-            except RemoteError as error:
-                said.append(str(error))
+            said.append(refusal(store.fence, RemoteError))
             store.fence()
             for ids, rows in (
                 (np.array([31]), one),
@@ -547,19 +541,10 @@ def fail_on_one_rank() -> list[str]:
                 (last.astype(np.int32), one),
                 (last.reshape(1, 1), one),
             ):
-                try:
-                    store.push("d", ids, rows, wait=False)
-                except (ConfigError, IndexError) as error:
-                    said.append(str(error))
+                said.append(refusal(partial(store.push, "d", ids, rows, wait=False), Exception))
         barrier(session, "the others do not hang")
-        try:
-            store.register_push_handler("d" if rank else "nothing", None)
-        except ConfigError as error:
-            said.append(str(error))
-        try:
-            store.register_push_handler("d", None if rank else refuse)
-        except ConfigError as error:
-            said.append(str(error))
+        for name, handler in (("d" if rank else "nothing", None), ("d", None if rank else refuse)):
+            said.append(refusal(partial(store.register_push_handler, name, handler), ConfigError))
         return said
 
 
@@ -625,9 +610,8 @@ def test_a_fence_after_a_push_to_a_rank_that_dies_names_it_and_does_not_hang() -
 
 
 @pytest.fixture
-def target() -> Any:
-    with start_session(topology=Topology(0, 1, (0,))) as session:
-        yield open_to_push(session)
+def target(alone: Session) -> KVStore:
+    return open_to_push(alone)
 
 
 def test_what_does_not_fit_changes_nothing(target: KVStore) -> None:
@@ -660,14 +644,8 @@ def test_what_a_pull_handler_returns_is_checked(target: KVStore) -> None:
         target.pull("d", np.array([2]))
 
 
-def test_what_fits_passes_and_one_byte_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with start_session(topology=Topology(0, 1, (0,))) as session:
-        monkeypatch.setattr(shared_memory.psutil, "virtual_memory", lambda: Free(1000))
-        shared_memory.check_memory(session, np.array([0, 10]), 100, "it", "use less")
-        with pytest.raises(ConfigError, match=r"it needs 0\.000 GB for 10 rows of 101 bytes on .*; use less"):
-            shared_memory.check_memory(session, np.array([0, 10]), 101, "it", "use less")
-
-
-class Free:
-    def __init__(self, available: int) -> None:
-        self.available = available
+def test_what_fits_passes_and_one_byte_more_does_not(alone: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    shared_memory.check_memory(alone, np.array([0, 10]), 100, "it", "use less")
+    with pytest.raises(ConfigError, match=r"it needs 0\.000 GB for 10 rows of 101 bytes on .*; use less"):
+        shared_memory.check_memory(alone, np.array([0, 10]), 101, "it", "use less")

@@ -53,10 +53,7 @@ def peak_of(data: str, out: Path, strategy: str, *options: str) -> int:
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("push_pull structure=push", ("--option", "structure=push", "--batch-size", "512")),
-        ("full_graph", ()),
-    ],
+    [("push_pull structure=push", ("--option", "structure=push", "--batch-size", "512")), ("full_graph", ())],
 )
 def test_the_peak_is_near_what_was_foretold(
     data: str, choice: Choice, tmp_path: Path, name: str, options: tuple[str, ...]

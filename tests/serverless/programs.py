@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from dglx_dist.data.json_fields import Json
 from dglx_dist.layers.dropout import MODULES, Columns, DropDraws, drop_entries
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Json
 from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.serverless.program import FIXED, Drop, Edge, Gather, Program, Scatter, Slot, Step, Vertex
 from dglx_dist.serverless.tasks import Computed, Direction, Item, Role, Work

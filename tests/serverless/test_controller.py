@@ -13,7 +13,6 @@ from dglx_dist.serverless.controller import (
     Autotuner,
     Controller,
     ControllerOptions,
-    Durations,
     Finished,
     most_workers,
 )
@@ -159,17 +158,18 @@ def test_time_counts_from_when_the_rows_are_there() -> None:
 
 
 def test_the_time_out_is_five_times_the_usual_and_at_least_half_a_second() -> None:
-    kind, durations = (1, "f"), Durations(ControllerOptions(most=1, first_s=7))
-    assert durations.timeout_s(kind) == 7
-    durations.add(kind, 0.01)
-    assert durations.timeout_s(kind) == 0.5
-    durations.add(kind, 1.01)
-    assert durations._average[kind] == pytest.approx(0.95 * 0.01 + 0.05 * 1.01)
-    for _ in range(500):
-        durations.add(kind, 1.01)
-    assert durations.timeout_s(kind) == pytest.approx(5 * 1.01)
-    assert [durations.timeout_s(kind, n) / durations.timeout_s(kind) for n in range(6)] == [1, 2, 4, 8, 8, 8]
-    assert durations.timeout_s((1, "b")) == 7
+    options = ControllerOptions(most=1, first_s=7)
+    assert [options.timeout_s(average) for average in (None, 0.01, 1.01)] == [7, 0.5, pytest.approx(5 * 1.01)]
+    assert [options.timeout_s(1.01, n) / options.timeout_s(1.01) for n in range(6)] == [1, 2, 4, 8, 8, 8]
+
+
+def test_the_usual_is_a_moving_average_of_each_kind() -> None:
+    scene = Scene()
+    for interval, seconds in enumerate((0.01, 1.01)):
+        key = scene.launch(interval)
+        scene.clock.now += seconds
+        assert scene.controller.finished(key, 0)
+    assert scene.controller._averages == {(1, "f"): pytest.approx(0.95 * 0.01 + 0.05 * 1.01)}
 
 
 def test_usual_is_what_this_step_took() -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dglx_dist.data.json_fields import Fields, Json
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Fields, Json
 from dglx_dist.serverless.stages.base import (
     STAGES,
     Backward,

@@ -76,8 +76,8 @@ def read_files(entry: Fields) -> FileSet:
     if not entry.has("format"):
         return named_files(entry, "files")
     paths = _paths(entry, "files")
-    form = entry.record("format", ("name", "separator"))
-    name, separator = form.choice("name", FORMATS), form.optional_word("separator")
+    form = entry.inner("format").only(("name", "separator"))
+    name, separator = form.choice("name", FORMATS), form.maybe("separator", form.word, None)
     if separator is not None and name != "csv":
         raise form.wrong("separator", f"nothing for {name}")
     if separator is not None and not (
@@ -104,10 +104,18 @@ def named_files(entry: Fields, key: str) -> FileSet:
 
 
 def _paths(entry: Fields, key: str) -> tuple[Path, ...]:
-    paths = tuple(path for pattern in entry.words(key) for path in _matches(pattern, entry))
+    paths = tuple(path for pattern in _words(entry, key) for path in _matches(pattern, entry))
     if len({path.resolve() for path in paths}) < len(paths):
         raise entry.wrong(key, "files of which none is named twice")
     return paths
+
+
+def _words(entry: Fields, key: str) -> tuple[str, ...]:
+    # One text or a list of texts, none of them empty.
+    if isinstance(entry.any(key), str):
+        return (entry.word(key),)
+    words = entry.items(key, 1)
+    return tuple(map(words.word, words.given))
 
 
 def _matches(pattern: str, entry: Fields) -> list[Path]:
@@ -196,13 +204,12 @@ def read_config(path: Path) -> IngestConfig:
     Raises:
         ConfigError: it is missing, not JSON, has an unsupported key or value, or names no file.
     """
-    top = Fields(read_json(path), str(path), known=("version", "nodes", "edges"), error=ConfigError)
+    top = Fields(read_json(path), str(path)).only(("version", "nodes", "edges"))
     if top.has("version"):
         top.choice("version", VERSIONS)
-    nodes = tuple(map(_node, top.filled_records("nodes", _NODE_KEYS)))
-    edges = tuple(map(_edge, top.filled_records("edges", _EDGE_KEYS)))
-    raw = {key: top.value(key) for key in top.keys()}  # noqa: SIM118  # a method of Fields, not a mapping
-    config = IngestConfig(path=path, nodes=nodes, edges=edges, raw=raw)
+    nodes = tuple(_node(one.only(_NODE_KEYS)) for one in top.inners("nodes", 1))
+    edges = tuple(_edge(one.only(_EDGE_KEYS)) for one in top.inners("edges", 1))
+    config = IngestConfig(path=path, nodes=nodes, edges=edges, raw=top.given)
     _check_types(config)
     return config
 
@@ -221,7 +228,7 @@ def _node(entry: Fields) -> TypeSpec[str]:
 
 
 def _edge(entry: Fields) -> TypeSpec[EdgeType]:
-    relation = entry.words("relation")
+    relation = _words(entry, "relation")
     if len(relation) != 3:
         raise entry.wrong("relation", "[source node type, relation, destination node type]")
     label = _label(entry)
@@ -239,7 +246,7 @@ def _edge(entry: Fields) -> TypeSpec[EdgeType]:
 def _features(entry: Fields) -> tuple[FeatureSpec, ...]:
     if not entry.has("features"):
         return ()
-    features = tuple(map(_feature, entry.filled_records("features", _FEATURE_KEYS)))
+    features = tuple(_feature(one.only(_FEATURE_KEYS)) for one in entry.inners("features", 1))
     for name in dict.fromkeys(feature.name for feature in features):
         asked = {feature.dtype for feature in features if feature.name == name} - {None}
         if len(asked) > 1:
@@ -251,8 +258,8 @@ def _features(entry: Fields) -> tuple[FeatureSpec, ...]:
 
 
 def _feature(entry: Fields) -> FeatureSpec:
-    columns = entry.words("feature_col")
-    name = entry.optional_word("feature_name") or columns[0]
+    columns = _words(entry, "feature_col")
+    name = entry.maybe("feature_name", entry.word, columns[0])
     if not entry.has("feature_name") and len(columns) > 1:
         raise entry.failure("several columns need a feature_name")
     if name in (LABEL, *SPLITS):
@@ -260,37 +267,36 @@ def _feature(entry: Fields) -> FeatureSpec:
     dtype = entry.choice("out_dtype", OUT_DTYPES) if entry.has("out_dtype") else None
     if not entry.has("transform"):
         return FeatureSpec(columns=columns, name=name, dtype=dtype)
-    chosen = entry.record("transform").optional_word("name")
-    known = TRANSFORMS.get(chosen or "", ())
+    form = entry.inner("transform")
+    chosen = form.maybe("name", form.word, "")
+    known = TRANSFORMS.get(chosen, ())
     if not known:
         raise entry.failure(
             f"transform {chosen!r} is not supported (supported: {', '.join(TRANSFORMS)}); apply it to the "
             "table beforehand"
         )
-    form = entry.record("transform", ("name", *known))
-    settings = {key: form.value(key) for key in known if form.has(key)}
-    return FeatureSpec(
-        columns=columns, name=name, transform=form.word("name"), settings=settings, dtype=dtype
-    )
+    form.only(("name", *known))
+    settings = {key: form.any(key) for key in known if form.has(key)}
+    return FeatureSpec(columns=columns, name=name, transform=chosen, settings=settings, dtype=dtype)
 
 
 def _label(parent: Fields) -> LabelSpec | None:
     if not parent.has("labels"):
         return None
-    entries = parent.filled_records("labels", _LABEL_KEYS)
+    entries = parent.inners("labels", 1)
     if len(entries) > 1:
         raise parent.failure(f"{len(entries)} labels; one task for each type is supported")
-    entry = entries[0]
+    entry = entries[0].only(_LABEL_KEYS)
     task = entry.choice("task_type", TASKS)
-    column = entry.optional_word("label_col")
+    column = entry.maybe("label_col", entry.word, None)
     if (column is None) != (task == "link_prediction"):
         raise entry.wrong("label_col", f"{'nothing' if column else 'a column'} for {task}")
     if not entry.has("custom_split_filenames"):
         return LabelSpec(task=task, column=column, split=_shares(entry))
     if entry.has("split_pct"):
         raise entry.wrong("split_pct", "nothing where custom_split_filenames says the split")
-    form = entry.record("custom_split_filenames", (*SPLIT_FILES, "column"))
-    columns = form.words("column") if form.has("column") else (None,)
+    form = entry.inner("custom_split_filenames").only((*SPLIT_FILES, "column"))
+    columns = _words(form, "column") if form.has("column") else (None,)
     if len(columns) > 1:
         raise form.wrong("column", "the one column of ids")
     files = {
@@ -308,7 +314,7 @@ def _label(parent: Fields) -> LabelSpec | None:
 def _shares(entry: Fields) -> tuple[float, float, float]:
     if not entry.has("split_pct"):
         return DEFAULT_SPLIT
-    value, expected = entry.value("split_pct"), "three shares of train, validation and test"
+    value, expected = entry.any("split_pct"), "three shares of train, validation and test"
     if not isinstance(value, list) or len(value) != 3 or not all(map(_is_share, value)):
         raise entry.wrong("split_pct", expected)
     # In floating point, 0.8 + 0.1 + 0.1 is slightly above 1.

@@ -345,10 +345,10 @@ def _read_limits(path: Path) -> tuple[int | None, float]:
     if not path.exists():
         return None, _MAX_AGE_S
     try:
-        limits = Fields(json.loads(path.read_bytes()), str(path))
+        limits = Fields.parse(path.read_bytes(), path.name)
         max_bytes = read_size(limits.text("max_size")) if limits.has("max_size") else None
-        days = limits.integer("max_age_days", at_least=0) if limits.has("max_age_days") else 30
-        limits.finish()
-    except (OSError, ValueError, RecursionError, ConfigError) as problem:
+        days = limits.whole("max_age_days", 0) if limits.has("max_age_days") else 30
+        limits.end()
+    except (OSError, ConfigError) as problem:
         raise StorageError(f"{path} cannot be used ({problem}); mend or remove it") from problem
     return max_bytes, 86400.0 * days

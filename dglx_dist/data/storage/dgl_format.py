@@ -133,33 +133,32 @@ class PartConfig:
 def read_part_config(path: Path) -> PartConfig:
     """Read DGL's JSON file; StorageError if it is missing or not DGL's."""
     try:
-        top = Fields(json.loads(path.read_bytes()), str(path))
+        raw = path.read_bytes()
     except OSError as problem:
         raise StorageError(f"{path} cannot be read ({problem.strerror})") from problem
-    except ValueError as problem:
-        raise StorageError(f"{path} is not JSON ({problem})") from problem
-    num_parts = top.integer("num_parts", at_least=1)
+    top = Fields.parse(raw, str(path), error=StorageError)
+    num_parts = top.whole("num_parts", 1)
     ntypes = _numbered(top, "ntypes", NODE_TYPE)
     etypes = _numbered(top, "etypes", ":".join(EDGE_TYPE))
     return PartConfig(
         path=path,
         name=top.text("graph_name"),
-        method=top.text("part_method") if top.has("part_method") else "dgl",
+        method=top.maybe("part_method", top.text, "dgl"),
         num_parts=num_parts,
         ntypes=ntypes,
         etypes=[_edge_type(name, path) for name in etypes],
         nodes=_id_ranges(top, "node_map", ntypes, num_parts),
         edges=_id_ranges(top, "edge_map", etypes, num_parts),
-        files=[top.mapping(f"part-{part}") for part in range(num_parts)],
+        files=[top.inner(f"part-{part}").given for part in range(num_parts)],
     )
 
 
 def _numbered(top: Fields, key: str, default: str) -> list[str]:
     if not top.has(key):
         return [default]
-    numbers = top.record(key)
-    names = sorted(numbers.keys(), key=numbers.integer)
-    if [numbers.integer(name) for name in names] != list(range(len(names))):
+    numbers = top.inner(key)
+    names = sorted(numbers.given, key=numbers.whole)
+    if [numbers.whole(name) for name in names] != list(range(len(names))):
         raise top.wrong(key, "the numbers 0, 1, 2, ...")
     return names
 
@@ -179,7 +178,7 @@ def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> I
     expected = (
         f"{num_parts} ranges for each of {', '.join(names)}, growing from part to part and type to type"
     )
-    value: object = top.mapping(key) if len(names) > 1 else _only(top, key, names[0])
+    value: object = top.inner(key).given if len(names) > 1 else _only(top, key, names[0])
     lists = [value.get(name) for name in names] if isinstance(value, Mapping) else [value]
     try:
         array = np.array(lists, dtype=np.int64)
@@ -199,7 +198,7 @@ def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> I
 
 def _only(top: Fields, key: str, name: str) -> object:
     # Old files do not name the only type.
-    value = top.value(key)
+    value = top.any(key)
     return value.get(name) if isinstance(value, Mapping) else value
 
 

@@ -12,7 +12,6 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
 from urllib.parse import urlsplit
@@ -406,22 +405,12 @@ def what_aws_lacks(package: Path) -> str:
     )
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class TrialResult:
-    """One successful test task of a function."""
-
-    seconds: float
-    """From the invocation to its answer."""
-    worker_s: float
-    """Part of ``seconds`` inside the worker."""
-    cold: bool
-
-
 def try_function(
     name: str, place: Place, say: Callable[[str], None], *, address: str | None = None, times: int = 2
-) -> list[TrialResult]:
+) -> list[tuple[float, WorkerAnswer]]:
     """Invoke the function ``name`` with small tasks, the second in a warm container, and check their results.
+
+    Returns the seconds from each invocation to its answer, and the answer.
 
     Args:
         say: Called with a message that has the address at which this process serves.
@@ -480,7 +469,7 @@ class _Trial:
             ops.GIVE: self._take,
         }
 
-    def run(self, client: Client, name: str, epoch: int) -> TrialResult:
+    def run(self, client: Client, name: str, epoch: int) -> tuple[float, WorkerAnswer]:
         here = Address(rank=0, host=socket.gethostname(), endpoint=self.endpoint)
         task = Task(
             key=TaskKey(epoch, 0, 0, Direction.FUSED),
@@ -502,7 +491,7 @@ class _Trial:
             raise RemoteError(f"the function {name} failed: {_reason(payload)}\n{_tail(answer)}")
         worker = WorkerAnswer.from_json(payload)
         self._check(name, task.key)
-        return TrialResult(seconds=seconds, worker_s=worker.seconds, cold=worker.cold)
+        return seconds, worker
 
     def _check(self, name: str, key: TaskKey) -> None:
         wanted = self._work.whole(self._weights, self._arrays, ROWS)

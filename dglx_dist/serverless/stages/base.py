@@ -17,10 +17,10 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from dglx_dist.data.json_fields import Fields, Json
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
 from dglx_dist.registry import Registry
-from dglx_dist.serverless.json_fields import Fields, Json
 
 _BLOCK = 1 << 14
 """Elements per block, so that intermediate results stay in the cache."""
@@ -217,8 +217,9 @@ def read_activation(fields: Fields, name: str = "activation") -> Activation:
 
     Written ``{"name": "relu"}``, ``{"name": "leaky_relu", "slope": 0.2}``, ``{"name": "elu", "alpha": 1.0}``.
     """
-    identity: object = {"name": "identity"}
-    inner = Fields(fields.maybe(name, fields.any, identity), f"{fields.where} {name!r}")
+    if not fields.has(name):
+        return _PLAIN["identity"]
+    inner = fields.inner(name)
     kind = inner.choice("name", ACTIVATIONS)
     if kind in _PLAIN:
         activation = _PLAIN[kind]

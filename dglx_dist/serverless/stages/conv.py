@@ -9,8 +9,8 @@ from typing import final
 
 import numpy as np
 
+from dglx_dist.data.json_fields import Fields
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Fields
 from dglx_dist.serverless.stages.base import (
     Backward,
     Config,
@@ -211,17 +211,12 @@ class StageSequence(VertexStage):
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage sequence")
-        self._stages = [
-            _stage_of(Fields(one, f"stage {at} of a sequence"))
-            for at, one in enumerate(fields.items("stages", MAX_STAGES))
-        ]
+        self._stages = list(map(_stage_of, fields.inners("stages", 2, MAX_STAGES)))
         fields.end()
-        if len(self._stages) < 2:
-            fields.refuse("stages", "at least two")
         for at, (one, following) in enumerate(pairwise(self._stages)):
             if len(one.output_widths) != 1 or one.output_widths != following.input_widths:
                 found, wanted = one.output_widths, following.input_widths
-                fields.refuse(
+                raise fields.wrong(
                     "stages", f"a stage {at + 1} of the columns {found} of stage {at}, not {wanted}"
                 )
         weights: Shapes = {
@@ -271,8 +266,8 @@ class StageSequence(VertexStage):
 
 
 def _stage_of(fields: Fields) -> VertexStage:
-    name, config = fields.text("stage", 512), fields.any("config")
+    name, config = fields.text("stage", 1, 512), fields.inner("config").given
     fields.end()
-    if name == "sequence" or not isinstance(config, dict):
-        fields.refuse("stage", "a stage other than 'sequence', with an object as its config")
+    if name == "sequence":
+        raise fields.wrong("stage", "a stage other than 'sequence'")
     return vertex_stage(name, config)

@@ -17,7 +17,7 @@ from numba import njit
 
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.errors import StorageError
-from dglx_dist.graph.structure import InEdges, PendingInEdges, Structure
+from dglx_dist.graph.structure import InEdges, Structure
 from dglx_dist.keyed_random import hash_ids, item_key, mix, stream_key
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
 from dglx_dist.strategies.full_graph.halo_plan import RowIndex
@@ -66,13 +66,13 @@ class KHopNeighborhood:
 
 def in_edges_of(structure: Structure, nodes: Array) -> Iterator[InEdges]:
     """Yield all in-edges of the (K,) int64 ``nodes`` in their order, in chunks of nodes."""
-    pending: deque[PendingInEdges] = deque()
+    pending: deque[Callable[[], InEdges]] = deque()
     for first in range(0, len(nodes), CHUNK):
         pending.append(structure.submit("in_edges", nodes[first : first + CHUNK], phase=PRELOAD_STRUCTURE))
         if len(pending) > _AHEAD:
-            yield pending.popleft().result()
+            yield pending.popleft()()
     while pending:
-        yield pending.popleft().result()
+        yield pending.popleft()()
 
 
 def only_from(edges: InEdges, allowed: Array) -> InEdges:

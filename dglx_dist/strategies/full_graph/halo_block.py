@@ -17,12 +17,12 @@ from dgl.heterograph import DGLBlock
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dglx_dist.dataloading.minibatch import BlockBuilder
+from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, Array, EdgeType
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
+from dglx_dist.strategies.gradient_sync import replace_floats
 
 FetchSources: TypeAlias = Callable[[str, Tensor], Tensor]
 """Maps (name, stored rows) to (sources, ...); exchanges missing halo rows."""
@@ -153,12 +153,7 @@ def tie_gradient(output: Any, rows: Tensor) -> Any:
     """Return the (nested) tensors of ``output``, connected to ``rows`` in autograd by a zero gradient."""
     if not (rows.requires_grad and torch.is_grad_enabled()):
         return output
-    leaves, layout = tree_flatten(output)
-    places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    tied = _TieGradient.apply(rows, *[leaves[n] for n in places]) if places else ()  # type: ignore[no-untyped-call]  # torch leaves it bare
-    for place, tensor in zip(places, tied, strict=True):
-        leaves[place] = tensor
-    return tree_unflatten(leaves, layout)
+    return replace_floats(output, lambda *floats: _TieGradient.apply(rows, *floats))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Tensor]:
@@ -431,7 +426,7 @@ def halo_block(
     own = nodes[: layer.own_rows]
     repeated = own[:1] if needs_repeated_row(layer) else own[:0]
     sources = torch.cat([own, _tensor(layer.halo_nodes), repeated])
-    plain = BlockBuilder(etype).block(_tensor(layer.indptr), _tensor(layer.indices), len(sources))
+    plain = build_block(_tensor(layer.indptr), _tensor(layer.indices), len(sources), etype)
     plain.srcdata[dgl.NID], plain.dstdata[dgl.NID] = sources, sources[: plain.num_dst_nodes()]
     plain.edata[dgl.EID] = _tensor(layer.edge_ids)
     return HaloBlock(plain, layer, exchange, out_degrees)

@@ -14,7 +14,7 @@ from dgl.nn.pytorch.conv.graphconv import EdgeWeightNorm
 from dgl.nn.pytorch.conv.hgtconv import HGTConv
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from dglx_dist.comm.exchange import row_exchanges
@@ -24,8 +24,8 @@ from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
-from dglx_dist.strategies.base import Reduction, WrappedModel, find_share, gradient_weight
-from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
+from dglx_dist.strategies.base import Reduction, find_share, gradient_weight
+from dglx_dist.strategies.data_parallel import ReplicatedModel
 from dglx_dist.strategies.full_graph.halo_block import (
     EmptyPartition,
     HaloBlock,
@@ -33,7 +33,7 @@ from dglx_dist.strategies.full_graph.halo_block import (
     tie_gradient,
 )
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
-from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange, check_frozen, mark_output
+from dglx_dist.strategies.gradient_sync import check_frozen, replace_floats
 
 _NO_BLOCKS = tuple(kind for kind, known in CONVOLUTIONS.items() if not known.on_blocks)
 
@@ -176,7 +176,7 @@ def check_rows_out(output: Any, blocks: list[HaloBlock]) -> None:
 
 
 @final
-class HaloModel(WrappedModel):
+class HaloModel(ReplicatedModel):
     """The user's model on halo blocks or a local graph, with the gradients of one process on every rank.
 
     Forward and backward are then collective: every rank must run both in every step, also without targets,
@@ -194,24 +194,15 @@ class HaloModel(WrappedModel):
     def __init__(
         self, model: nn.Module, session: Session, *, reduction: Reduction, bucket_bytes: int
     ) -> None:
-        super().__init__()
-        check_same_model(model, session, f"bucket_bytes={bucket_bytes}", reduction)
-        check_rows_stay_apart(model)
-        self.module = model
-        self._session, self._reduction = session, reduction
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._trained = {id(parameter) for _, parameter in trained}
-        broadcast_state(model, session)
+        super().__init__(
+            model, session, reduction=reduction, bucket_bytes=bucket_bytes, check=check_rows_stay_apart
+        )
         install(model)
         self._dropouts = install_node_dropouts(model, session.seed)
-        self._exchange = GradientExchange(trained, session, bucket_bytes)
-        self._buffer_means = BufferMeans(model, session, reduction)
-        if self._buffer_means.needed:
-            self._exchange.after = self._buffer_means.average
         self._rows = row_exchanges(session)
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
-        return self._exchange.seconds(reset=reset) + self._rows.seconds(reset=reset)
+        return super().exchange_seconds(reset=reset) + self._rows.seconds(reset=reset)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module; the step is read from the blocks among the arguments.
@@ -243,7 +234,7 @@ class HaloModel(WrappedModel):
         check_frozen(self.module, self._trained)
         world_size = self._session.topology.world_size
         if self._reduction == "sum":
-            return mark_output(output, (self._exchange, 1.0))
+            return self._exchange.mark(output, 1.0)
         share = find_share((graphs,), self._session)
         weight = gradient_weight(share, self._reduction)
         # Blocks before the last one carry no share: their rows are inputs of another model.
@@ -251,10 +242,7 @@ class HaloModel(WrappedModel):
         weighted = output if is_even else weigh_gradients(output, world_size * weight)
         # W and 1 / W cancel, except for a penalty on the parameters, which bypasses the model's output: it
         # counts once in total, not once per rank.
-        return mark_output(weighted, (self._exchange, 1.0 / world_size))
-
-    def note_buffers(self) -> None:
-        self._buffer_means.note()
+        return self._exchange.mark(weighted, 1.0 / world_size)
 
     def _on_other_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.training and torch.is_grad_enabled() and self._trained:
@@ -268,13 +256,7 @@ class HaloModel(WrappedModel):
 
 def weigh_gradients(output: Any, weight: float) -> Any:
     """Return the (nested) tensors of ``output`` with gradients multiplied by ``weight``."""
-
-    def weighted(leaf: Any) -> Any:
-        if not torch.is_tensor(leaf) or not leaf.is_floating_point():
-            return leaf
-        return _WeighGradients.apply(leaf, weight)  # type: ignore[no-untyped-call]  # torch leaves it bare
-
-    return tree_map(weighted, output)
+    return replace_floats(output, lambda *floats: [_WeighGradients.apply(one, weight) for one in floats])  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 class _WeighGradients(torch.autograd.Function):

@@ -20,7 +20,7 @@ from dglx_dist.dataloading.step_loader import read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import Check, at_least, check_ranges, one_of, option
 from dglx_dist.records import Array
-from dglx_dist.strategies.base import check_options
+from dglx_dist.strategies.base import check_one_type, check_options
 from dglx_dist.strategies.full_graph.expansion import (
     ALL,
     AUTO,
@@ -30,7 +30,6 @@ from dglx_dist.strategies.full_graph.expansion import (
     Inner,
     check_split,
 )
-from dglx_dist.strategies.full_graph.plan_builder import check_one_type
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph

@@ -34,6 +34,7 @@ from dglx_dist.graph.row_kernels import number_distinct
 from dglx_dist.graph.structure import InEdges
 from dglx_dist.progress import progress
 from dglx_dist.records import Array
+from dglx_dist.strategies.base import check_one_type
 from dglx_dist.strategies.cost import PartitionContext
 from dglx_dist.strategies.full_graph.expansion import (
     AUTO,
@@ -75,14 +76,12 @@ class PlanRequest:
     split: str = AUTO
     """Partitioner that splits the rows of a server among its ranks; ``auto``: METIS. Unused with hops 0,
     where a rank computes the rows that it owns."""
-    seeds_stay: bool = False
-    """Whether a server computes the seeds given by its ranks (needs hops == L), or the seeds that it owns."""
     show_progress: bool = True
     """Whether rank 0 shows a progress bar for large graphs."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.hops <= self.num_layers > 0
-        assert self.hops == self.num_layers or not (self.eas or self.seeds_stay), "needs independent servers"
+        assert self.hops == self.num_layers or not self.eas, "needs independent servers"
 
 
 @final
@@ -127,14 +126,12 @@ def _seeds_of_server(context: PartitionContext, request: PlanRequest) -> Steps[A
     """Send the seeds to the leaders that compute them; return those received (none unless a leader)."""
     topology = context.topology
     seeds = np.unique(as_ids(request.seeds, int(context.bounds[-1]), "the nodes"))
-    asked = [request.num_layers, request.hops, request.eas is not None, request.seeds_stay, len(seeds)]
-    pieces = {_leaders(context)[topology.server]: seeds} if request.seeds_stay else _by_leader(context, seeds)
-    ranks, header = range(topology.world_size), np.array(asked, np.int64)
+    asked, pieces = [request.num_layers, request.hops, request.eas is not None], _by_leader(context, seeds)
+    ranks, header = range(topology.world_size), np.array([*asked, len(seeds)], np.int64)
     outgoing = {rank: [header, pieces.get(rank, _NO_IDS)] for rank in ranks}
     received = yield Step(name="seeds", among=ranks, outgoing=outgoing)
-    names = ("num_layers", "hops", "eas", "seeds_stay")
     for rank, (other, _) in received.items():
-        for name, here, there in zip(names, header, other, strict=False):
+        for name, here, there in zip(("num_layers", "hops", "eas"), header, other, strict=False):
             if here != there:
                 raise ConfigError(
                     f"rank {topology.rank} plans with {name} {here} and rank {rank} with {there}; use the "
@@ -543,15 +540,6 @@ class Planner:
 def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: Any) -> RankPlan:
     """Return this rank's plan; every rank must call it. ``options`` are further fields of a PlanRequest."""
     return Planner(g).plan(PlanRequest(seeds=seeds, num_layers=num_layers, hops=hops, **options))
-
-
-def check_one_type(strategy: str, g: DistGraph) -> None:
-    if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
-        raise ConfigError(
-            f"{strategy} trains on graphs of one node and one edge type, but this graph has the node types "
-            f"{', '.join(g.ntypes)} and the edge types {', '.join(map(str, g.canonical_etypes))}; use "
-            "strategy='data_parallel'"
-        )
 
 
 def check_graph(g: DistGraph) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dglx_dist.comm.collectives import check_equal
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel, check_one_type
 from dglx_dist.strategies.full_graph import cost as costs
 from dglx_dist.strategies.full_graph.loader import Batch, FullGraphLoader
 from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate, choose_batches
@@ -26,7 +26,6 @@ from dglx_dist.strategies.full_graph.options import (
     read_full_graph_options,
     read_request,
 )
-from dglx_dist.strategies.full_graph.plan_builder import check_one_type
 from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSource, PlanSpec, gather_seeds
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from functools import partial
 
 from torch import nn
 
-from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of
 from dglx_dist.strategies.cost import (
     GRADIENTS,
@@ -82,8 +81,8 @@ def first_layer(model: nn.Module, convolution: nn.Module) -> FirstLayer:
         replicated_bytes=sum(
             (other.numel() + (id(other) not in unflagged)) * other.element_size() for other in others
         ),
-        # Relations of edges are sent with the structure; a layer of the user may sum anything.
-        known=type(convolution) in CONVOLUTIONS and "etypes" not in stages.edge_arguments,
+        # Edge values are sent with the structure; a layer of the user may sum anything.
+        known=type(convolution) in CONVOLUTIONS and not stages.required_edges,
     )
 
 
@@ -114,7 +113,7 @@ def _groups(context: PlanContext) -> list[int]:
 
 def cost(candidate: Candidate, known: Measured) -> Cost:
     """Return the cost of an epoch on the batches of data parallelism."""
-    work, memory = known.mini_batches, known.memory
+    work = known.mini_batches
     first: FirstLayer = known.shape.inspected[candidate.strategy]
     size = int(candidate.options.get("group_size", known.cluster.ranks))
     depth = int(candidate.options.get("depth", 1))
@@ -122,23 +121,21 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
     traffic = _traffic(known, first, size, pushed=pushed)
     columns = known.graph.nodes * known.graph.feature_bytes // size
     peak = (
-        memory.batches(work.largest, held=columns + memory.own_features, owners=size, in_flight=depth)
+        known.batch_memory(held=columns + known.own_features, owners=size, in_flight=depth)
         + (depth - 1) * 4 * work.largest[1][0] * known.shape.layers[0].outputs
     )
     return Cost(
         seconds=_seconds(known, first, size, traffic, late=depth > 1, pushed=pushed),
         traffic=traffic,
         memory=peak,
-        shared=memory.own_features + memory.structure,
+        shared=known.own_features + known.structure,
     )
 
 
-def column_bytes(
-    found: Survey, first: FirstLayer, *, group_size: int = 0, pushed: bool = True
-) -> dict[str, int]:
+def column_bytes(found: Survey, first: FirstLayer, *, group_size: int, pushed: bool) -> dict[str, int]:
     """Return the bytes by ledger phase, over all ranks; empty phases are left out.
 
-    For each batch, with N_f parts in a group (by default all ranks W)::
+    For each batch, with N_f parts in a group (all ranks W where it is 0)::
 
         structure             (N_f - 1) 4 (D1 + 1 + E1 + L0)       nothing when every part samples for itself
         activations           (N_f - 1) s (D1 H + 2 (L0 + D1) K)   K only where layer 1 attends
@@ -150,16 +147,10 @@ def column_bytes(
     Args:
         found: Counted on the same cut, seeds and fan-outs, one rank per server.
         first: Of the model.
-        group_size: Parts that together hold all columns; 0: all ranks.
+        group_size: Parts that together hold all columns; a divisor of the ranks, or 0: all of them.
         pushed: Whether owners send the structure of their first blocks.
-
-    Raises:
-        ConfigError: ``group_size`` does not divide the ranks.
     """
-    ranks = found.ranks
-    size = group_size or ranks
-    if size < 1 or ranks % size:
-        raise ConfigError(f"group_size={group_size} does not divide {ranks} ranks; give a divisor of it")
+    ranks, size = found.ranks, group_size or found.ranks
     pulled = found.first_targets * first.sum_width
     pulled += 2 * (found.input_rows + found.first_targets) * first.logit_width
     # Each part's pieces, summed over the groups that have the same.
@@ -175,17 +166,12 @@ def column_bytes(
 
 
 def break_even_width(found: Survey, *, pushed: bool = True) -> float:
-    """Return H*, the hidden width at which push-pull moves as much as data parallelism.
+    """Return H*, the hidden width at which push-pull moves as much as data parallelism; on 2 or more ranks.
 
     From feature rows, pushed structure and sums alone; gradients and what both move are left out. See
     docs/strategies/push_pull.md, "When it pays".
-
-    Raises:
-        ConfigError: there are no batches, or one rank.
     """
     others = found.ranks - 1
-    if not others * found.first_targets:
-        raise ConfigError("a break-even width needs batches on at least 2 ranks")
     structure = others * _structure_bytes(found) if pushed else 0
     return (found.feature_bytes - structure) / (2 * others * found.first_targets * 4)
 

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import Sync
 from dglx_dist.records import FEATURE
-from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.base import (
+    Parts,
+    Reduction,
+    Strategy,
+    Traits,
+    WrappedModel,
+    check_one_type,
+    find_share,
+    gradient_weight,
+)
+from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
+from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen
 from dglx_dist.strategies.push_pull import cost as costs
-from dglx_dist.strategies.push_pull.exchange import Group, make_group
+from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
-from dglx_dist.strategies.push_pull.input_layers import embeddings_of_all_nodes
-from dglx_dist.strategies.push_pull.options import read_push_pull_options, smallest_group
-from dglx_dist.strategies.push_pull.split_model import find_first_layer
+from dglx_dist.strategies.push_pull.input_layers import InputProvenance, embeddings_of_all_nodes
+from dglx_dist.strategies.push_pull.options import PushPullOptions, read_push_pull_options, smallest_group
+from dglx_dist.strategies.push_pull.pipeline import Pipeline, VersionLog
+from dglx_dist.strategies.push_pull.split_model import CutState, SplitModel, find_first_layer, split_model
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -66,8 +82,6 @@ class PushPull(Strategy):
         return self._open_loader(DistEdgeDataLoader, g, eids, sampler, loader_options)
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
-        from dglx_dist.strategies.push_pull.wrapped_model import PushPullModel
-
         store, group = self._opened(g)
         if _input_is_embedding(model, store, g.num_nodes(), self._options.sync):
             store = ColumnStore([], group, self._session)
@@ -83,11 +97,7 @@ class PushPull(Strategy):
         return open_loader(inner_class, g, seeds, sampler, store, group, self._options, loader_options)
 
     def _opened(self, g: DistGraph) -> tuple[ColumnStore, Group]:
-        if len(g.ntypes) != 1:
-            raise ConfigError(
-                f"push_pull trains on graphs of one node type, and this one has {', '.join(g.ntypes)}; use "
-                "strategy='data_parallel'"
-            )
+        check_one_type("push_pull", g)
         names = self._features(g)
         group = make_group(self._session, self._options.group_size or self._chosen_size(g, names))
         if not names:
@@ -136,3 +146,180 @@ def _check_floats(store: ColumnStore) -> None:
                 f"the feature {name!r} is {store.dtype(name)}, and the first layer computes with "
                 "floating-point numbers; store it as float32 or float16, or name others with option features="
             )
+
+
+@final
+class InputGuard:
+    """Checks the inputs of modules with weights, while the model computes on a part's columns.
+
+    The hook is registered only during a call of the model, so that modules stay as the user made them.
+    Nothing is checked in a group of one rank, which holds all columns.
+    """
+
+    def __init__(
+        self, module: nn.Module, split: SplitModel, provenance: InputProvenance, group: Group
+    ) -> None:
+        self._provenance, self._group, self._first = provenance, group, type(split.layer).__name__
+        inside = set(split.layer.modules())
+        self._names = {
+            id(one): name
+            for name, one in module.named_modules()
+            if one not in inside
+            and any(True for _ in one.parameters())
+            and split.takes_columns.isdisjoint(one.modules())
+        }
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Raise ConfigError inside the block when a module that is not split gets this rank's columns."""
+        if self._group.size == 1 or self._provenance.own is None:
+            yield
+            return
+        handle = register_module_forward_pre_hook(self._check)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _check(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        given = next((one for one in tensors if self._provenance.holds(one)), None)
+        if given is None and isinstance(module, nn.Linear) and tensors:
+            # Columns that were concatenated to something else, as in torch.cat([h, x], 1).
+            given = None if tensors[0].shape[-1] == module.in_features else tensors[0]
+        if given is not None:
+            raise ConfigError(
+                f"{name!r} ({type(module).__name__}) was given {given.shape[-1]} columns, but this rank has "
+                f"only its share of the input's columns, and the first layer alone ({self._first}) is split. "
+                "Let nothing else with weights use the input (no skip connection around the first layer, no "
+                "second layer on the same rows), or use strategy='data_parallel'"
+            )
+
+
+@final
+class PushPullModel(WrappedModel):
+    """The user's model with its first convolution split; modifies the user's module.
+
+    Forward and backward are collective: every rank must run both in every step, also without targets. With
+    several mini-batches in flight, a step of the user's optimizer applies the gradients of the batch that is
+    due, and the last ones are stepped when the pipeline drains.
+
+    Raises:
+        ConfigError: no layer of the model takes that many columns and can be split; or as for data parallel
+            models.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        g: DistGraph,
+        store: ColumnStore,
+        group: Group,
+        options: PushPullOptions,
+        *,
+        reduction: Reduction,
+    ) -> None:
+        super().__init__()
+        session = g.session
+        check_same_model(model, session, str(options), reduction)
+        broadcast_state(model, session)
+        self._session, self._reduction = session, reduction
+        self._group, self._provenance = group, InputProvenance()
+        split = split_model(
+            model,
+            store,
+            group,
+            num_nodes=g.num_nodes(),
+            seed=session.seed,
+            sync=options.sync,
+            provenance=self._provenance,
+        )
+        self.module, self._cuts = model, split.cuts
+        self._state = CutState(session, group, split.cuts)
+        self._buffer_means = BufferMeans(self.module, session, reduction)
+        self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
+        self._pipeline = Pipeline(
+            session, group, options, model, split, store.names, self._provenance, self._buffer_means
+        )
+        split.layer.run_parts = self._pipeline
+        self._guard = InputGuard(self.module, split, self._provenance, group)
+
+    @property
+    def parts(self) -> Parts:
+        names = [name for name, _ in self.module.named_parameters()]
+        return Parts(
+            replicated=tuple(name for name in names if name not in self._cuts),
+            local=tuple(name for name in names if name in self._cuts),
+        )
+
+    @property
+    def versions(self) -> VersionLog:
+        """The versions of the weights that each batch read and wrote, on both sides."""
+        return self._pipeline.log
+
+    def exchange_seconds(self, *, reset: bool = False) -> float:
+        return self._pipeline.exchange_seconds(reset=reset)
+
+    def drain(self) -> None:
+        """Take every mini-batch in flight to its step; every rank must call it.
+
+        The loader calls it at the end of an epoch, and :meth:`state_dict` and :meth:`whole` at their start.
+        """
+        self._pipeline.drain()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the user's module on blocks of the strategy's loader; on others ConfigError."""
+        self._pipeline.begin(_group_batch_of((*args, *kwargs.values())))
+        if not torch.is_grad_enabled():
+            output = self._computed(args, kwargs)
+            self._pipeline.resume()
+            return output
+        check_frozen(self.module, self._trained)
+        share = find_share((*args, *kwargs.values()), self._session)
+        weight = gradient_weight(share, self._reduction)
+        self._pipeline.weight = weight
+        return self._pipeline.exchange.mark(self._computed(args, kwargs), weight)
+
+    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._guard.watching():
+            return self.module(*args, **kwargs)
+
+    def whole(self) -> nn.Module:
+        self.drain()
+        return self._state.whole(self.module)
+
+    def join_state(self, name: str, piece: Tensor) -> Tensor:
+        return self._state.join(name, piece)
+
+    def cut_state(self, name: str, uncut: Tensor) -> Tensor:
+        return self._state.cut(name, uncut)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return self._state.clip_grad_norm_(self.module.named_parameters(), max_norm, norm_type)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.drain()
+        state = self.module.state_dict(*args, **kwargs)
+        self._state.join_all(state, kwargs.get("prefix", ""))
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        self.drain()
+        return super().load_state_dict(self._state.cut_all(state_dict), strict, assign)
+
+    def note_buffers(self) -> None:
+        self._buffer_means.note()
+
+
+def _group_batch_of(arguments: tuple[Any, ...]) -> GroupBatch | None:
+    for argument in arguments:
+        first = argument[0] if isinstance(argument, list | tuple) and argument else argument
+        group_batch = getattr(first, "push_pull", None)
+        if isinstance(group_batch, GroupBatch):
+            return group_batch
+    return None

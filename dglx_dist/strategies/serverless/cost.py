@@ -114,11 +114,11 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
     factor = 1.0 if candidate.exact else _ASYNC
     # Every epoch in flight keeps its activations.
     in_flight = 1 + 0.5 * (int(candidate.options.get("staleness", -1)) + 1)
-    kept = full_graph_memory(known.memory, work) - known.memory.fixed
+    kept = full_graph_memory(known, work) - known.fixed
     return Cost(
         seconds=Seconds(compute=factor * compute, outside=factor * outside, inside=factor * inside),
         traffic=traffic,
-        memory=known.memory.fixed + round(kept * in_flight),
+        memory=known.fixed + round(kept * in_flight),
         note="workers on the same servers",
     )
 

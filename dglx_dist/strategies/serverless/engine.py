@@ -19,10 +19,10 @@ from dglx_dist.comm.ledger import WORKER
 from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.wire import payload_bytes
+from dglx_dist.data.json_fields import printable
 from dglx_dist.errors import PeerError
 from dglx_dist.records import Array
 from dglx_dist.serverless.cost import Bill, Counts, bill, dollars
-from dglx_dist.serverless.json_fields import printable
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, what_misses
 from dglx_dist.serverless.program import Program
@@ -30,9 +30,8 @@ from dglx_dist.serverless.tasks import TaskKey, kernels, parse_attempt, parse_ha
 from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
 from dglx_dist.strategies.serverless.graph_partition import Part
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult
-from dglx_dist.strategies.serverless.options import LambdaOptions, StalenessPolicy
-from dglx_dist.strategies.serverless.scheduler import Progress, ThreadScheduler
-from dglx_dist.strategies.serverless.worker_pool import WorkerPool
+from dglx_dist.strategies.serverless.options import LambdaOptions
+from dglx_dist.strategies.serverless.scheduler import Progress, ThreadScheduler, WorkerPool
 
 
 @final
@@ -110,7 +109,8 @@ _RUN_NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: itertools.cou
 class Engine:
     """Runs epochs on this rank together with all others. All methods but :meth:`abandon` are collective.
 
-    ``weights``, to start from, are in the order of the program and, as ``update``, equal on all ranks.
+    ``weights``, to start from, are in the order of the program and, as ``update``, equal on all ranks; the
+    others are as in :class:`Progress`.
     """
 
     def __init__(
@@ -119,9 +119,10 @@ class Engine:
         program: Program,
         part: Part,
         options: LambdaOptions,
-        policy: StalenessPolicy,
         weights: Sequence[Array],
         update: Update,
+        first_epoch: int = 0,
+        synchronous_from: int | None = None,
     ) -> None:
         self._session, rank, rpc = session, session.topology.rank, session.rpc
         self._peers = [peer for peer in range(session.topology.world_size) if peer != rank]
@@ -130,7 +131,7 @@ class Engine:
             program=program,
             server_of_interval=assign(part.interval_sizes, num_servers),
             staleness=options.staleness,
-            first_epoch=policy.first_epoch,
+            first_epoch=first_epoch,
         )
         self._server = server = GraphServer(
             part,
@@ -140,13 +141,21 @@ class Engine:
             run=next(_RUN_NUMBERS.of(session)),
             seed=session.seed,
         )
-        self.progress = Progress(server.schedule, part.num_intervals, policy, self._peers)
-        self._updated_at = {policy.first_epoch: time.perf_counter()}
+        self.progress = Progress(
+            server.schedule,
+            part.num_intervals,
+            options,
+            self._peers,
+            program.num_train,
+            first_epoch,
+            synchronous_from,
+        )
+        self._updated_at = {first_epoch: time.perf_counter()}
         self._show: Callable[[], None] = lambda: None
         self._program = np.frombuffer(program.to_json(), np.uint8)
         self.kernels = {_one_line(kernels())}
         """Numerical kernels of this process and those that workers reported; see ``kernels`` of tasks."""
-        self.epoch = policy.first_epoch
+        self.epoch = first_epoch
         """The next epoch; all intervals have completed the one before it."""
         self._parameter_server = ParameterServer(plan, rank, weights, update) if rank < num_servers else None
         # This rank's share of the cores of its machine, at least 1.
@@ -169,7 +178,7 @@ class Engine:
                 self.workers,
                 session.timeline,
                 threads=options.threads or max(1, cores),
-                early=policy.mode != "no_pipe",
+                early=options.mode != "no_pipe",
             )
             undo.callback(self.scheduler.close)
             self.workers.controller.watch(lambda: self.scheduler.queue_length)

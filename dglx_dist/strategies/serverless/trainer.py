@@ -31,9 +31,10 @@ from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids
 from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.aws.package import check_imports, stages_of
+from dglx_dist.serverless.cost import Counts
 from dglx_dist.serverless.parameter_server import Scheme, Update, initialise
 from dglx_dist.serverless.stages.base import Backward, Forward
-from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel
+from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel, check_one_type
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.serverless.engine import (
     Account,
@@ -66,7 +67,7 @@ class IntervalLoader:
     """
 
     def __init__(self, g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> None:
-        check_types(g)
+        check_one_type("lambda", g)
         self.g, self._epoch = g, 0
         self._seeds: Items[str] = run_on_all_ranks(
             g.session, lambda: _checked(g, indices, sampler, options), ConfigError
@@ -130,14 +131,6 @@ class IntervalLoader:
         return own_counts > 0, num_train
 
 
-def check_types(g: DistGraph) -> None:
-    if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
-        raise ConfigError(
-            f"strategy 'lambda' trains on graphs of one node and one edge type, but this one has "
-            f"{', '.join(g.ntypes)} and {len(g.canonical_etypes)} edge types; use strategy='data_parallel'"
-        )
-
-
 def _checked(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any]) -> Items[str]:
     plan = read_sampler(sampler)
     if plan.fanouts is None or any(fanout != -1 for fanout in plan.fanouts):
@@ -170,6 +163,12 @@ def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequenc
 
     ``names`` are those of the weights in the parameter servers' order. ConfigError for unknown optimizers.
     """
+    groups, state = _settings(optimizer, model)
+    return Update(type(optimizer).__name__, groups, names, state)
+
+
+def _settings(optimizer: Optimizer, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Array]]:
+    # Parameter groups, and the state by "<weight>/<torch's key>".
     name_of = _names(optimizer, model)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
@@ -183,7 +182,7 @@ def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequenc
         for key, value in entries.items()
         if isinstance(value, Tensor)
     }
-    return Update(type(optimizer).__name__, groups, names, state)
+    return groups, state
 
 
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
@@ -240,28 +239,13 @@ def write_back(
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
-    """Return a digest of the training state: parameters, which are frozen, optimizer, and its state."""
-    digest = hashlib.sha256(type(optimizer).__name__.encode())
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = [[names.get(id(one), "?") for one in group["params"]] for group in optimizer.param_groups]
-    trained = {name: (one.requires_grad, one) for name, one in model.named_parameters()}
-    _add(digest, [trained, groups, optimizer.state_dict()])
+    """Return a digest of the training state: parameters, optimizer, what it trains, and its state."""
+    groups, state = _settings(optimizer, model)
+    digest = hashlib.sha256(repr([type(optimizer).__name__, groups]).encode())
+    weights = {name: one.detach().cpu().numpy() for name, one in model.named_parameters()}
+    for name, array in (*weights.items(), *sorted(state.items())):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
     return digest.hexdigest()
-
-
-def _add(digest: hashlib._Hash, value: Any) -> None:
-    if isinstance(value, Mapping):
-        value = sorted(value.items())
-    if isinstance(value, list | tuple):
-        digest.update(f"{len(value)} values".encode())
-        for one in value:
-            _add(digest, one)
-    elif isinstance(value, Tensor):
-        values = value.detach().cpu().contiguous()
-        digest.update(f"{tuple(values.shape)} {values.dtype}".encode())
-        digest.update(values.numpy().tobytes())
-    else:
-        digest.update(repr(value).encode())
 
 
 log = logging.getLogger(__name__)
@@ -303,7 +287,7 @@ class LambdaTrainer(EpochTrainer):
 
         def show() -> None:
             seconds = time.perf_counter() - began
-            account = self._past + Account(counts=engine.workers.counts, server_seconds=seconds)
+            account = self._account() + Account(server_seconds=seconds)
             if self._show is not None:
                 self._show(progress_line(engine, self._options, account))
 
@@ -318,24 +302,24 @@ class LambdaTrainer(EpochTrainer):
         return self._records(totals, self._session.ledger.since(counted))
 
     def close(self, *, failed: bool = False) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            self._simulated = engine.workers.simulated
+        if (engine := self._engine) is not None:
             if failed:
                 engine.abandon()
             else:
                 engine.close()
-            self._past += Account(counts=engine.workers.counts)
+            self._past, self._engine = self._account(), None
 
     def account(self) -> dict[str, object]:
-        now, simulated = self._past, self._simulated
-        if self._engine is not None:
-            now += Account(counts=self._engine.workers.counts)
-            simulated = self._engine.workers.simulated
-        found = account_of_ranks(now, self._session).describe(self._options, simulated=simulated)
+        total = account_of_ranks(self._account(), self._session)
+        found = total.describe(self._options, simulated=self._simulated)
         if self._options.switch_at:
             found["synchronous_from"] = self._synchronous_from
         return found
+
+    def _account(self) -> Account:
+        # Of the engines so far.
+        counts = Counts() if self._engine is None else self._engine.workers.controller.counts
+        return self._past + Account(counts=counts)
 
     def _engine_from(self, epoch: int) -> Engine:
         now = fingerprint(self._model, self._optimizer)
@@ -347,16 +331,18 @@ class LambdaTrainer(EpochTrainer):
         if self._engine is not None and (changed or self._engine.epoch != epoch):
             self.close()
         if self._engine is None:
-            is_synchronous = self._synchronous_from is not None
             self._engine = Engine(
                 self._session,
                 self._program,
                 self._part,
                 self._options,
-                self._options.policy(epoch, self._num_train, is_synchronous=is_synchronous),
                 weights_of(self._model, self._names),
                 update_of(self._optimizer, self._model, self._names),
+                epoch,
+                # Once training became synchronous, as switch_at requests, it stays so.
+                None if self._synchronous_from is None else epoch,
             )
+            self._simulated = self._engine.workers.simulated
         return self._engine
 
     def _compare_kernels(self, local: list[str]) -> None:
@@ -405,7 +391,7 @@ class LambdaModel(WrappedModel):
 
     def __init__(self, model: nn.Module, g: DistGraph, options: LambdaOptions) -> None:
         super().__init__()
-        check_types(g)
+        check_one_type("lambda", g)
         check_same_model(model, g.session, str(options))
         broadcast_state(model, g.session)
         self.module = model

@@ -15,11 +15,11 @@ from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.structure import ReplicatedStructure
-from dglx_dist.planner.model_shape import topology_of
+from dglx_dist.planner.model_shape import shape_of_module, topology_of
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
-from dglx_dist.strategies.cost import PartitionContext, Widths
+from dglx_dist.strategies.cost import ModelShape, PartitionContext
 from dglx_dist.strategies.full_graph.cost import FullWork, exchanged_bytes, full_work_of, sizes_of
 from dglx_dist.strategies.full_graph.expansion import compose
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
@@ -271,11 +271,11 @@ class Counted:
         return round(max(self.edges[scheme]) / max(*self.edges[BASE], 1), 3)
 
 
-def gradient_bytes(widths: Widths, topology: Topology) -> int:
+def gradient_bytes(shape: ModelShape, topology: Topology) -> int:
     """Return the bytes between servers of a step's ring all-reduce of gradients."""
     servers, ranks = topology.server_of_rank, topology.world_size
     return sum(
-        ring_bytes(widths.gradient_bytes, ranks, rank)
+        ring_bytes(shape.gradient_bytes, ranks, rank)
         for rank in range(ranks)
         if servers[rank] != servers[(rank + 1) % ranks]
     )
@@ -286,7 +286,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     config = _graph_of(plan, size, setting)
     cut = PartitionPlan(num_parts=SERVERS, method=setting.cut)
     folder = data.prepare(config, {setting.cut: cut}, plan.work)[setting.cut]
-    dataset, topology, widths = open_dataset(folder), topology_of(SERVERS, RANKS_PER_SERVER), _widths(setting)
+    dataset, topology, shape = open_dataset(folder), topology_of(SERVERS, RANKS_PER_SERVER), _shape(setting)
     manifest, csc = dataset.manifest, open_structure(dataset, EDGE_TYPE)
     bounds = Placement(manifest.num_parts, topology).server_offsets(manifest.node_offsets[NODE_TYPE])
     structure = ReplicatedStructure(EDGE_TYPE, int(bounds[-1]), csc.indptr, csc.indices)
@@ -315,11 +315,11 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
         return full_work_of(np.array(sizes), topology)
 
     pairs = work(exchanging).pairs
-    row = setting.features * widths.itemsize
+    row = setting.features * shape.itemsize
     preloaded = work(preloading).external_rows * (_ID_BYTES + row)
-    gradients = gradient_bytes(widths, topology)
+    gradients = gradient_bytes(shape, topology)
     sums = {"gradients": gradients}
-    plain, kept = (exchanged_bytes(pairs.outside, widths, use_pp=use_pp) for use_pp in (False, True))
+    plain, kept = (exchanged_bytes(pairs.outside, shape, use_pp=use_pp) for use_pp in (False, True))
     return Counted(
         folder=folder,
         pairs=tuple(pairs.outside),
@@ -348,18 +348,12 @@ def _graph_of(plan: BenchPlan, size: Size, setting: Setting) -> SyntheticConfig:
     return clustered(plan, **graph, train_rate=size.train_rate)
 
 
-def _widths(setting: Setting) -> Widths:
+def _shape(setting: Setting) -> ModelShape:
     # Only here: models need DGL, which takes seconds to import, also where experiments are only listed.
     from dglx_dist.training.models import build_model
 
     model = build_model(setting.model, setting.features, setting.hidden, _CLASSES, setting.layers, 0.0)
-    encodes = setting.model == "resgcn"
-    return Widths(
-        first=setting.hidden if encodes else setting.features,
-        hidden=setting.hidden,
-        first_learns=encodes,
-        gradient_bytes=sum((one.numel() + 1) * one.element_size() for one in model.parameters()),
-    )
+    return shape_of_module(model, setting.features, _CLASSES, setting.layers, kind=setting.model)
 
 
 def _variant(

@@ -31,7 +31,7 @@ def test_what_graphstorm_users_write_is_understood(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"nodes": []}, "'nodes' is \\[\\], expected a list that is not empty"),
+        ({"nodes": []}, "'nodes' is \\[\\], expected a list of at least 1"),
         ({"version": "gsprocessing-v1.0"}, "'gsprocessing-v1.0', expected one of 'gconstruct-v0.1'"),
         ({"edgs": []}, "key 'edgs' is not supported; did you mean 'edges'"),
         ({"nodes.0.node_type": 3}, "node_type' is 3"),
@@ -89,7 +89,7 @@ def test_a_file_that_is_no_description_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not valid JSON"):
         read_config(tmp_path / "bad.json")
     (tmp_path / "list.json").write_text(json.dumps([1]))
-    with pytest.raises(ConfigError, match="expected an object with version, nodes, edges"):
+    with pytest.raises(ConfigError, match="expected an object with named fields"):
         read_config(tmp_path / "list.json")
     (tmp_path / "twice.json").write_text('{"nodes": [], "nodes": [{}]}')
     with pytest.raises(ConfigError, match="the key 'nodes' appears twice"):

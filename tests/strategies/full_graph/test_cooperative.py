@@ -26,11 +26,6 @@ from tests.strategies.full_graph import runs
 from tests.strategies.test_equality import TOLERANCE, difference
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("cooperative"))
-
-
 def an_epoch(g: DistGraph, options: dict[str, Any], kind: str = "sage", epochs: int = 2) -> dict[str, Any]:
     """Gradients of each step at the first weights, and who trained on what."""
     session = g.session
@@ -298,7 +293,7 @@ def with_memory(folder: str, sizes: list[str], wrap_first: bool) -> list[int]:
 @pytest.mark.parametrize("wrap_first", [False, True])
 def test_less_memory_more_batches(folder: Path, wrap_first: bool) -> None:
     results = run_ranks(
-        with_memory, 2, args=(str(folder), ["1GB", "300KB", "200KB"], wrap_first), ranks_per_server=2
+        with_memory, 2, args=(str(folder), ["1GB", "220KB", "160KB"], wrap_first), ranks_per_server=2
     )
     assert results[0] == results[1]
     one, some, more = results[0]

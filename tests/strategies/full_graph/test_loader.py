@@ -35,11 +35,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("full_graph_loader"))
-
-
 def loader_of(g: DistGraph, strategy: str, options: dict[str, Any], share: str, **more: Any) -> Any:
     return STRATEGIES.get(strategy)(g.session, options).loader(
         g, runs.my_share(g, share), runs.sampler(), **more

@@ -39,11 +39,6 @@ Step = Callable[[nn.Module, Any, Tensor, Tensor], None]
 """(model, blocks, features, labels): forward and backward."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("full_graph_loops"))
-
-
 def forward_twice(model: nn.Module, blocks: Any, x: Tensor, labels: Tensor) -> None:
     """One backward through two passes, as consistency losses have it."""
     first, second = model(blocks, x), model(blocks, 2 * x)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph import loader as loader_module
-from dglx_dist.strategies.full_graph import plan_source
+from dglx_dist.strategies.full_graph import plan_builder
 from dglx_dist.strategies.full_graph.loader import FullGraphLoader
 from dglx_dist.strategies.full_graph.model import install
 from dglx_dist.strategies.full_graph.options import read_request
-from dglx_dist.strategies.full_graph.plan_builder import PlanRequest, make_plans
+from dglx_dist.strategies.full_graph.plan_builder import make_plans
 from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSource, PlanSpec
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -29,11 +28,6 @@ from tests.strategies.test_equality import TOLERANCE, difference
 
 EPOCHS = 6
 Wrap = Callable[[DistGraph, Any, nn.Module], Any]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("full_graph_wrong"))
 
 
 def right(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
@@ -106,7 +100,8 @@ def counting_replicas(g: DistGraph) -> list[Any]:
     seeds = torch.from_numpy(held)[is_training[held]]
     maker = PlanMaker(g, seeds.numpy())
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(plan_source, "PlanRequest", partial(PlanRequest, seeds_stay=True))
+        # Each server, of one rank, keeps the seeds that its rank gave.
+        patched.setattr(plan_builder, "_by_leader", lambda context, ids: {context.topology.rank: ids})
         plans = PlanSource(g, maker, PlanSpec(num_layers=2, hops=2))
     assert plans.share(0, 0).num_global > int(is_training.sum())
     request = read_request("full_graph", g, seeds, runs.sampler(), {})

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.strategies.push_pull.pipeline import Side
+from dglx_dist.strategies.push_pull.pipeline import Side, Version
 
 LossOf = Callable[[nn.Module, int], Tensor]
 """A model and the number of a batch to the mean loss over all targets of all ranks."""
@@ -18,22 +16,8 @@ MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 SIDES: tuple[Side, Side] = ("M", "D")
 
 
-@dataclass(frozen=True)
-class Logged:
-    """One line of a pipeline's log, as plain values."""
-
-    batch: int
-    side: Side
-    read: int
-    written: int
-
-    @property
-    def lag(self) -> int:
-        return self.written - self.read
-
-
 def delayed_sgd(
-    model: nn.Module, part_names: Sequence[str], log: Sequence[Logged], loss_of: LossOf, make: MakeOptimizer
+    model: nn.Module, part_names: Sequence[str], log: Sequence[Version], loss_of: LossOf, make: MakeOptimizer
 ) -> dict[str, Tensor]:
     """Train ``model`` as ``log`` tells and return its weights.
 
@@ -86,7 +70,7 @@ def delayed_sgd(
     return {n: value for side in SIDES for n, value in history[side][-1].items()}
 
 
-def _by_written(log: Sequence[Logged], side: Side) -> list[list[int]]:
+def _by_written(log: Sequence[Version], side: Side) -> list[list[int]]:
     """Return the batches of each step of a side; the log must leave out no step and no batch."""
     mine = [one for one in log if one.side == side]
     assert sorted(one.batch for one in mine) == list(range(len(mine)))
@@ -95,8 +79,3 @@ def _by_written(log: Sequence[Logged], side: Side) -> list[list[int]]:
         steps.pop()
     assert all(steps)
     return steps
-
-
-def logged(model: Any) -> list[Logged]:
-    """The log of a wrapped model as plain values."""
-    return [Logged(one.batch, one.side, one.read, one.written) for one in model.versions.done]

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.push_pull.pipeline import Version
 from tests.strategies import equality
-from tests.strategies.push_pull.delayed import Logged, delayed_sgd, logged
+from tests.strategies.push_pull.delayed import delayed_sgd
 
 EPOCHS, BATCH, STEPS = 2, 20, 4
 SHARES = {
@@ -66,7 +67,7 @@ class Notes:
     """What a rank saw."""
 
     weights: list[Any] = field(default_factory=list)
-    log: list[Logged] = field(default_factory=list)
+    log: list[Version] = field(default_factory=list)
     targets: list[list[int]] = field(default_factory=list)
     """Original ids, by batch."""
     moved: Counter[str] = field(default_factory=Counter)
@@ -125,7 +126,7 @@ def train(g: DistGraph, run: Run, watch: Callable[[Any], None] | None = None) ->
     state = model.state_dict()
     notes.weights = [state[name].numpy().copy() for name, _ in first_model(run.kind).named_parameters()]
     if run.strategy == "push_pull":
-        notes.log, notes.left = logged(model), left_over(model)
+        notes.log, notes.left = list(model.versions.done), left_over(model)
     return notes
 
 
@@ -162,7 +163,7 @@ def plain_loss(targets: Sequence[Sequence[int]]) -> Callable[[nn.Module, int], T
 
 
 def simulate(
-    run: Run, log: Sequence[Logged], model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]
+    run: Run, log: Sequence[Version], model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]
 ) -> list[Any]:
     """Return the weights of the simulator, in the order of the plain model's."""
     found = delayed_sgd(model, PART_NAMES[run.kind], log, loss_of, OPTIMIZERS[run.optimizer])

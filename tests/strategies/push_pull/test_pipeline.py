@@ -13,10 +13,11 @@ import pytest
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.strategies.push_pull.pipeline import Version
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
-from tests.strategies import equality
 from tests.strategies.push_pull import runs
+from tests.strategies.push_pull.delayed import SIDES
 from tests.strategies.push_pull.runs import EPOCHS, Notes, Run
 from tests.strategies.test_equality import difference
 
@@ -49,11 +50,6 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("pipeline"))
-
-
 def on_rank(folder: str, names: list[str]) -> dict[str, Notes]:
     with start_session(timeout_s=60):
         g = DistGraph(folder)
@@ -65,7 +61,7 @@ def on_rank(folder: str, names: list[str]) -> dict[str, Notes]:
 @functools.cache
 def exact(kind: str, optimizer: str, targets: tuple[tuple[int, ...], ...]) -> list[Any]:
     """Training without any delay."""
-    log = [runs.Logged(b, side, b, b) for b in range(len(targets)) for side in ("M", "D")]
+    log = [Version(batch=b, side=s, read=b, written=b) for b in range(len(targets)) for s in SIDES]
     return runs.simulate(
         Run(kind, {}, optimizer), log, runs.first_model(kind), runs.plain_loss([list(t) for t in targets])
     )
@@ -113,4 +109,6 @@ def check_log(run: Run, notes: Notes, num_batches: int) -> None:
             continue
         assert [one.written for one in mine] == list(range(num_batches))
         most = 0 if split and side == "D" else run.in_flight - 1
-        assert [one.lag for one in mine] == [min(b % per_epoch, most) for b in range(num_batches)]
+        assert [one.written - one.read for one in mine] == [
+            min(b % per_epoch, most) for b in range(num_batches)
+        ]

@@ -215,4 +215,4 @@ def two_on_rank(folder: str) -> list[str]:
 def test_graphs_of_several_node_types_are_refused(folders: tuple[str, str]) -> None:
     (messages,) = run_ranks(two_on_rank, 1, args=(folders[1],))
     for message in messages:
-        match(message, "graphs of one node type.*user, item.*strategy='data_parallel'", "two types")
+        match(message, "graphs of one node and one edge type.*user, item.*strategy='data_parallel'", "two")

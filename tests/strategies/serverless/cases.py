@@ -24,7 +24,7 @@ from dglx_dist.strategies.serverless.graph_partition import (
     part_of,
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
-from dglx_dist.strategies.serverless.options import StalenessPolicy, read_lambda_options
+from dglx_dist.strategies.serverless.options import read_lambda_options
 from tests.serverless.programs import PlainRun, dropping, gat, gcn, sage
 
 PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "dropping": dropping}
@@ -169,16 +169,15 @@ def latest(parameters: ParameterServer) -> dict[str, Array]:
 
 STARTS = {1: [0, 40], 2: [0, 17, 40], 4: [0, 9, 9, 24, 40]}
 """By ranks; the second of four graph servers has no nodes."""
-INTERVALS, PIPE = 3, StalenessPolicy()
+INTERVALS = 3
 
 
-def engine(session: Session, name: str, policy: StalenessPolicy = PIPE, **options: Any) -> Engine:
+def engine(session: Session, name: str, **options: Any) -> Engine:
     """Return a real engine on this rank, whose workers are threads."""
     program, starts = PROGRAMS[name](), STARTS[session.topology.world_size]
     graph, names = case().graphs(starts)[session.topology.rank], list(program.weight_shapes)
     part = case().part(graph, exchange_boundaries(session, graph), INTERVALS)
-    given = {"mode": policy.mode, "staleness": policy.staleness, "executor": "inline", "workers": 3}
     weights = [first_weights(program)[name] for name in names]
     update = Update("SGD", [{"lr": LR, "params": names}], names)
-    read = read_lambda_options({**given, **options})
-    return Engine(session, program, part, read, policy, weights, update)
+    read = read_lambda_options({"executor": "inline", "workers": 3} | options)
+    return Engine(session, program, part, read, weights, update)

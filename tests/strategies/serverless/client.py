@@ -11,7 +11,7 @@ from dglx_dist.comm.endpoints import ClientAccess
 from dglx_dist.errors import RemoteError
 from dglx_dist.records import Array
 from dglx_dist.serverless.worker import RemoteCaller
-from dglx_dist.strategies.serverless.worker_pool import addresses_of
+from dglx_dist.strategies.serverless.scheduler import addresses_of
 
 
 class WorkerClient:

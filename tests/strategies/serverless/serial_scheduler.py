@@ -17,7 +17,7 @@ from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.serverless.tasks import Computed, TaskKey, add_gradients, half_rows
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
-from dglx_dist.strategies.serverless.options import StalenessPolicy
+from dglx_dist.strategies.serverless.options import LambdaOptions
 from dglx_dist.strategies.serverless.scheduler import EXCHANGED, Progress
 from tests.serverless.programs import exchange
 
@@ -105,7 +105,7 @@ class SerialScheduler:
         self,
         servers: Sequence[GraphServer],
         parameters: Sequence[ParameterServer],
-        policy: StalenessPolicy,
+        options: LambdaOptions,
         choose: Choice = first_come,
     ) -> None:
         self.servers, self._parameters, self._choose = servers, parameters, choose
@@ -113,7 +113,11 @@ class SerialScheduler:
         ranks = [one.rank for one in servers]
         self.progress = [
             Progress(
-                one.schedule, one.part.num_intervals, policy, [peer for peer in ranks if peer != one.rank]
+                one.schedule,
+                one.part.num_intervals,
+                options,
+                [peer for peer in ranks if peer != one.rank],
+                one.program.num_train,
             )
             for one in servers
         ]
@@ -196,9 +200,9 @@ class SerialScheduler:
         progress = self.progress[number]
         if not progress.finish(interval):
             return
-        new_barrier, epochs = progress.news()
-        self._unannounced += [(number, epoch) for epoch in epochs]
-        if new_barrier is not None:
-            for other in self.progress:
-                if other is not progress:
-                    other.record_position(number, new_barrier)
+        is_awaited, counted = progress.news()
+        if counted is not None:
+            self._unannounced.append((number, counted))
+        for other in self.progress:
+            if is_awaited and other is not progress:
+                other.record_position(number, progress.floor)

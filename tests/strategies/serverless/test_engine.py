@@ -31,8 +31,8 @@ from dglx_dist.strategies.serverless.graph_partition import (
     read_features,
     read_structure,
 )
-from dglx_dist.strategies.serverless.options import StalenessPolicy, read_lambda_options
-from dglx_dist.strategies.serverless.worker_pool import check_reachable
+from dglx_dist.strategies.serverless.options import read_lambda_options
+from dglx_dist.strategies.serverless.scheduler import check_reachable
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.serverless.faults import Faults
 from tests.strategies.equality import write_parts
@@ -42,11 +42,10 @@ from . import cases
 EPOCHS = 4
 
 
-def train(session: Session, name: str, policy: StalenessPolicy, **options: Any) -> None:
+def train(session: Session, name: str, mode: str, **options: Any) -> None:
     """Two runs of two epochs each, beside the plain answer where the mode is exact."""
-    engine = cases.engine(
-        session, name, policy, parameter_servers=min(2, session.topology.world_size), **options
-    )
+    servers = min(2, session.topology.world_size)
+    engine = cases.engine(session, name, mode=mode, parameter_servers=servers, **options)
     launch, was_ready = engine.workers.launch, set[bool]()
 
     def note(key: TaskKey, rows: int, *, ready: bool) -> None:
@@ -58,8 +57,8 @@ def train(session: Session, name: str, policy: StalenessPolicy, **options: Any) 
     assert engine.scheduler.state() == (EPOCHS // 2, "drained")
     totals += engine.run(EPOCHS - EPOCHS // 2)
     # A worker starts while the graph server still computes its rows, but where phases come one at a time.
-    assert (False in was_ready) is (policy.mode != "no_pipe")
-    if policy.mode != "async":
+    assert (False in was_ready) is (mode != "no_pipe")
+    if mode != "async":
         weights, losses = cases.plain_answer(name, EPOCHS)
         for key, value in engine.parameters.latest().items():
             np.testing.assert_allclose(value, weights[key], rtol=1e-10, atol=1e-12, err_msg=key)
@@ -102,22 +101,22 @@ def four_ranks(folder: str) -> None:
         before = session.ledger.snapshot()
         with pytest.MonkeyPatch.context() as patch:
             Faults(duplicate=1.0).strike(patch)
-            train(session, "gcn", StalenessPolicy(mode="pipe"))
+            train(session, "gcn", "pipe")
         moved = Counter[str]()
         for row in session.ledger.since(before):
             moved[row.phase] += row.num_bytes
         ghosts = cases.case().graphs(cases.STARTS[4])[session.topology.rank].num_ghosts
         told = gather_int64([moved["ghosts"], moved["ghost_gradients"], ghosts], session).sum(axis=0)
         assert told[0] == told[1] == EPOCHS * told[2] * (4 + 8 * 4)
-        train(session, "gat", StalenessPolicy(mode="pipe"), threads=2)
-        train(session, "sage", StalenessPolicy(mode="no_pipe"))
-        train(session, "gat", StalenessPolicy(mode="async", staleness=1), threads=2)
+        train(session, "gat", "pipe", threads=2)
+        train(session, "sage", "no_pipe")
+        train(session, "gat", "async", staleness=1, threads=2)
 
 
 def test_one_rank_whose_tasks_are_all_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     Faults(duplicate=1.0).strike(monkeypatch)
     with start_session(timeout_s=30.0) as session:
-        train(session, "dropping", StalenessPolicy(mode="pipe"), threads=2)
+        train(session, "dropping", "pipe", threads=2)
 
 
 @pytest.mark.wide
@@ -160,11 +159,11 @@ def test_late_rows_end_a_duplicate_attempt() -> None:
     with start_session(timeout_s=30.0) as session:
         engine = cases.engine(session, "gcn")
         engine.run(2)
-        run, before = engine._server.run, engine.workers.counts.refused
+        run, before = engine._server.run, engine.workers.controller.counts.refused
         for half in (0, 1):
             (taken,) = session.rpc.call(0, GIVE, f"r{run}.e1.s1.i0.f/{half}/7", [], phase="test")
             assert taken.tolist() == [0]
-            assert engine.workers.counts.refused == before + half
+            assert engine.workers.controller.counts.refused == before + half
         engine.close()
 
 
@@ -191,7 +190,7 @@ def test_workers_that_stand_still_or_fail_end_the_run(replaced: dict[str, Any], 
         vars(engine.workers).update(replaced)
         with pytest.raises(PeerError, match=message):
             engine.run(1)
-        assert engine.workers.counts.lost == 0
+        assert engine.workers.controller.counts.lost == 0
         engine.abandon()
 
 

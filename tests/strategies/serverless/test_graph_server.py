@@ -1,8 +1,7 @@
-"""A graph server alone: intervals, ghosts, rows, and refused requests."""
+"""A graph server alone: intervals, ghosts, rows, refused requests, and sums over edges."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -10,17 +9,15 @@ import pytest
 
 from dglx_dist.comm.rpc import Handler
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.program import Gather
 from dglx_dist.serverless.tasks import Address, Secrets, Task, TaskKey, parse_half
 from dglx_dist.serverless.worker import PROGRAM, PULL, WEIGHTS, DirectCaller, Worker
-from dglx_dist.strategies.serverless import graph_rows as over_edges
+from dglx_dist.strategies.serverless import graph_server as kernels
 from dglx_dist.strategies.serverless.graph_partition import (
     crossing_edges,
     cut_intervals,
     local_graph,
     part_of,
 )
-from dglx_dist.strategies.serverless.graph_rows import SharedRows
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
 
 from . import cases
@@ -79,9 +76,7 @@ def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
         assert server.submit(key, half, first) is SubmitResult.LATE
     assert worker_finds_it_over(server, LocalParameters(parameters), key)
     rows = server.part.nodes_of(0)
-    np.testing.assert_array_equal(
-        server._stores.slots["h1"].array[rows], np.concatenate([first[0], second[0]])
-    )
+    np.testing.assert_array_equal(server._rows["h1"][rows], np.concatenate([first[0], second[0]]))
 
 
 def worker_finds_it_over(server: GraphServer, parameters: LocalParameters, key: TaskKey) -> bool:
@@ -104,69 +99,6 @@ def worker_finds_it_over(server: GraphServer, parameters: LocalParameters, key: 
     }
     answer = Worker(DirectCaller(handlers)).handle(task.to_event())
     return (answer["accepted"], answer["error"]) == (False, "")
-
-
-def test_a_sum_lets_writers_in_between_pieces_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    (server, _), _ = cases.servers(cases.gcn(), STARTS, 2)
-    held: list[SharedRows] = []
-    reading = SharedRows.reading
-    monkeypatch.setattr(SharedRows, "reading", lambda rows: held.append(rows) or reading(rows))
-    step = server.program.steps[0]
-    assert isinstance(step, Gather)
-    whole = server._stores.gather(step, 1)
-    assert len(held) == 1
-    monkeypatch.setattr(over_edges, "_PIECE_NUMBERS", 3 * whole.shape[1])
-    np.testing.assert_array_equal(server._stores.gather(step, 1), whole)
-    edges = server.part.edges_of(1)
-    assert len(held) > 1 + (edges.stop - edges.start) // 12
-
-
-def test_rows_are_never_seen_half_written() -> None:
-    shared = SharedRows(np.zeros((4, 1000)))
-    torn: list[int] = []
-    stop = threading.Event()
-
-    def read() -> None:
-        while not stop.is_set():
-            with shared.reading() as rows:
-                torn.extend(int(row.min() != row.max()) for row in rows)
-
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    for number in range(60):
-        with shared.writing() as rows:
-            for column in range(0, 1000, 100):
-                rows[number % 4, column : column + 100] = number
-    stop.set()
-    for reader in readers:
-        reader.join()
-    assert torn
-    assert not any(torn)
-
-
-def test_readers_share_and_a_waiting_writer_goes_before_new_readers() -> None:
-    """Also after failures inside, which free the rows."""
-    shared = SharedRows(np.zeros((1, 1)))
-    for enter in (shared.reading, shared.writing):
-        with pytest.raises(KeyError), enter():
-            raise KeyError
-    order: list[str] = []
-
-    def note(name: str) -> None:
-        with shared.writing() if name == "writer" else shared.reading():
-            order.append(name)
-
-    threads = [threading.Thread(target=note, args=(name,)) for name in ("writer", "late reader")]
-    with shared.reading(), shared.reading():
-        threads[0].start()
-        while not shared._writers_waiting:
-            pass
-        threads[1].start()
-        assert order == []
-    for thread in threads:
-        thread.join()
-    assert order == ["writer", "late reader"]
 
 
 # Nodes 0 1 | 2 3 | 4; edges 0->1, 1->0, 2->0, 4->0, 4->1, 0->2, 0->3, 1->3.
@@ -257,3 +189,49 @@ def test_nothing_to_cut() -> None:
     none = np.zeros(0, np.int32)
     assert cut_intervals(np.zeros(1, np.int64), none, 3).tolist() == [0, 0, 0, 0]
     assert cut_intervals(np.zeros(5, np.int64), none, 2).tolist() == [0, 2, 4]
+
+
+WIDTH = 6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("heads", [0, 1, 3])
+def test_gather_is_a_matrix_product_and_going_back_its_transpose(heads: int, dtype: str) -> None:
+    """On the second of three graph servers: ghosts, self loops, parallel edges, nodes without edges."""
+    one, draw = cases.case(30, 90, 4).graphs([0, 8, 21, 30])[1], np.random.default_rng(heads)
+    targets = np.repeat(np.arange(one.num_own), np.diff(one.indptr))
+    assert one.num_ghosts
+    assert (np.diff(one.indptr) == 0).any()
+    rows = draw.standard_normal((one.num_local, WIDTH)).astype(dtype)
+    gradients = draw.standard_normal((one.num_own, WIDTH)).astype(dtype)
+    values = draw.standard_normal((len(one.sources), heads)).astype(dtype) if heads else None
+    dense = np.zeros((one.num_own, one.num_local, WIDTH))
+    spread = np.ones((len(targets), WIDTH)) if values is None else np.repeat(values, WIDTH // heads, 1)
+    np.add.at(dense, (targets, one.sources), spread)
+    tolerance = {"atol": 1e-12 if dtype == "float64" else 1e-5}
+
+    out = np.full_like(gradients, np.nan)
+    for first, end in ((0, 5), (5, 5), (5, one.num_own)):
+        kernels.gather(one.indptr, one.sources, values, rows, first, out[first:end])
+    np.testing.assert_allclose(out, np.einsum("tsw,sw->tw", dense, rows), **tolerance)
+    back = np.zeros_like(rows)
+    everybody = np.arange(one.num_local, dtype=np.int32)
+    places = (one.out_indptr, one.out_targets, one.out_edges)
+    kernels.pull_back(*places, values, gradients, everybody, back)
+    np.testing.assert_allclose(back, np.einsum("tsw,tw->sw", dense, gradients), **tolerance)
+    if values is None:
+        return
+    # The gradient of the values of edges, and their sums at both ends.
+    products = np.full_like(values, np.nan)
+    for first, end in ((0, 4), (4, one.num_own)):
+        edges = slice(int(one.indptr[first]), int(one.indptr[end]))
+        kernels.edge_products(one.indptr, one.sources, gradients[first:end], rows, first, products[edges])
+    both = (gradients[targets] * rows[one.sources]).reshape(len(targets), heads, -1)
+    np.testing.assert_allclose(products, both.sum(-1), **tolerance)
+    dense = dense.reshape(one.num_own, one.num_local, heads, -1)[..., 0]
+    to_targets, to_sources = np.full((one.num_own, heads), np.nan), np.zeros((one.num_local, heads))
+    edges_alone = np.arange(len(values), dtype=np.int32)
+    kernels.gather(one.indptr, edges_alone, None, values, 0, to_targets)
+    np.testing.assert_allclose(to_targets, dense.sum(1), **tolerance)
+    kernels.pull_back(one.out_indptr, one.out_edges, one.out_edges, None, values, everybody, to_sources)
+    np.testing.assert_allclose(to_sources, dense.sum(0), **tolerance)

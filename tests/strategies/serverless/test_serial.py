@@ -8,7 +8,7 @@ import pytest
 
 from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.strategies.serverless.graph_server import GraphServer, TaskKind
-from dglx_dist.strategies.serverless.options import StalenessPolicy
+from dglx_dist.strategies.serverless.options import LambdaOptions
 from tests.helpers import wide
 
 from . import cases
@@ -29,7 +29,7 @@ def train(
     name: str,
     graph_servers: int,
     intervals: int,
-    policy: StalenessPolicy,
+    policy: LambdaOptions,
     choose: Choice,
     *,
     epochs: int,
@@ -67,7 +67,7 @@ def check_equal_to_plain(
 def test_pipe_is_plain_training(
     name: str, graph_servers: int, intervals: int, parameter_servers: int
 ) -> None:
-    count, policy = min(parameter_servers, graph_servers * intervals), StalenessPolicy(mode="pipe")
+    count, policy = min(parameter_servers, graph_servers * intervals), LambdaOptions(mode="pipe")
     trained = train(
         name, graph_servers, intervals, policy, seeded(graph_servers), epochs=3, parameter_servers=count
     )
@@ -79,7 +79,7 @@ def test_pipe_is_plain_training(
     [("gcn", 100, {}), ("sage", 3, {"fused": False}), ("gat", 2, {"rematerialise": False, "fused": False})],
 )
 def test_twenty_epochs_and_a_hundred_intervals(name: str, intervals: int, options: dict[str, bool]) -> None:
-    policy = StalenessPolicy(mode="no_pipe" if name == "sage" else "pipe")
+    policy = LambdaOptions(mode="no_pipe" if name == "sage" else "pipe")
     epochs, graph_servers = (2, 1) if intervals == 100 else (20, 2)
     schedule, parameters = train(name, graph_servers, intervals, policy, first_come, epochs=epochs, **options)
     check_equal_to_plain(name, schedule, parameters, epochs)
@@ -89,9 +89,9 @@ def test_twenty_epochs_and_a_hundred_intervals(name: str, intervals: int, option
 def test_async_without_staleness_in_order_is_pipe_to_the_bit(name: str) -> None:
     found = []
     for policy, choose in (
-        (StalenessPolicy(mode="pipe"), seeded(1)),
-        (StalenessPolicy(mode="pipe"), first_come),
-        (StalenessPolicy(mode="async", staleness=0), first_come),
+        (LambdaOptions(mode="pipe"), seeded(1)),
+        (LambdaOptions(mode="pipe"), first_come),
+        (LambdaOptions(mode="async", staleness=0), first_come),
     ):
         _, parameters = train(name, 3, 3, policy, choose, epochs=4, parameter_servers=2)
         found.append([value.tobytes() for value in parameters[0].latest()])
@@ -103,7 +103,7 @@ def test_options_and_modes_change_no_bit(name: str) -> None:
     found = []
     for options in ({}, {"fused": False}, {"rematerialise": False}, {"fused": False, "rematerialise": False}):
         for mode in ("pipe", "no_pipe"):
-            _, parameters = train(name, 2, 2, StalenessPolicy(mode=mode), seeded(3), epochs=2, **options)
+            _, parameters = train(name, 2, 2, LambdaOptions(mode=mode), seeded(3), epochs=2, **options)
             found.append([value.tobytes() for value in parameters[0].latest()])
     assert all(one == found[0] for one in found)
 
@@ -196,7 +196,7 @@ def test_bounds_hold_in_a_thousand_random_schedules(staleness: int, runs: int) -
             staleness=staleness,
             graph=SMALL(),
         )
-        policy = StalenessPolicy(mode="async", staleness=staleness)
+        policy = LambdaOptions(mode="async", staleness=staleness)
         schedule = SerialScheduler(servers, parameters, policy, uneven(seed))
         bounds = Bounds(schedule, parameters, staleness)
         schedule.run(epochs)
@@ -226,7 +226,7 @@ def uneven(seed: int) -> Choice:
 def test_the_watch_sees_a_gate_that_is_left_open() -> None:
     program = cases.gcn((5, 2, 3))
     servers, parameters = cases.servers(program, [0, 7, 12], 1, staleness=3, graph=SMALL())
-    schedule = SerialScheduler(servers, parameters, StalenessPolicy(mode="async", staleness=3), uneven(0))
+    schedule = SerialScheduler(servers, parameters, LambdaOptions(mode="async", staleness=3), uneven(0))
     Bounds(schedule, parameters, 1)
     with pytest.raises(AssertionError):
         schedule.run(8)

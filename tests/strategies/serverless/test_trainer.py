@@ -149,11 +149,6 @@ def test_what_does_not_fit_is_refused() -> None:
 INLINE = {"executor": "inline", "intervals": 3, "workers": 2}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("lambda"))
-
-
 @pytest.fixture
 def g(folder: Path) -> Iterator[Any]:
     with dx.init("lambda", timeout=30, **INLINE):

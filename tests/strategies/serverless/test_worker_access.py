@@ -18,7 +18,6 @@ from dglx_dist.records import Array
 from dglx_dist.serverless.tasks import Direction, TaskKey, Work, attempt_name, half_name
 from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
 from dglx_dist.strategies.serverless.engine import Engine
-from dglx_dist.strategies.serverless.options import StalenessPolicy
 from tests.helpers.ranks import run_ranks
 
 from . import cases
@@ -27,7 +26,7 @@ from .client import WorkerClient
 OF_RANKS = {
     *("kv.pull", "kv.push", "kv.add", "kv.handle", "cluster.ping", "lambda.ghosts", "lambda.reached"),
     *("lambda.state", "lambda.latest", "lambda.sums", "lambda.updated", "lambda.stopped", "lambda.missing"),
-    *("lambda.weights_for_rank", "lambda.gradients_of_rank", "lambda.ghost_gradients", "lambda.correct"),
+    *("lambda.weights_for_rank", "lambda.gradients_of_rank", "lambda.ghost_gradients"),
 }
 OF_WORKERS = {PROGRAM, PULL, GIVE, WEIGHTS, GRADIENTS}
 LARGE: Array = np.zeros(1 << 18)
@@ -214,7 +213,7 @@ def _other_forms(good: Sequence[Array]) -> Iterator[list[Array]]:
 
 def test_attacks_on_the_tasks_of_a_run_change_nothing() -> None:
     with start_session(timeout_s=30.0) as session:
-        engine = cases.engine(session, "gcn", StalenessPolicy(mode="no_pipe"), threads=1)
+        engine = cases.engine(session, "gcn", mode="no_pipe", threads=1)
         attacker = Attacker(open_client_access(session), engine)
         totals = engine.run(EPOCHS)
         weights, losses = cases.plain_answer("gcn", EPOCHS)
