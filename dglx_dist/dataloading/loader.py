@@ -13,7 +13,7 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
-from dglx_dist.dataloading.feature_fetch import Columns
+from dglx_dist.dataloading.feature_fetch import Columns, Precision, RowMemory
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import (
     BatchMaker,
@@ -23,7 +23,6 @@ from dglx_dist.dataloading.minibatch import (
     NodeIds,
     SamplerMaker,
 )
-from dglx_dist.dataloading.row_buffers import Precision, RowMemory
 from dglx_dist.dataloading.sampler import (
     BatchSource,
     Draws,

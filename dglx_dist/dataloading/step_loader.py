@@ -20,7 +20,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
-from dglx_dist.dataloading.row_buffers import check_float
+from dglx_dist.dataloading.feature_fetch import check_float
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.dataloading.row_buffers import BufferPool, Precision, RowMemory, check_float
+from dglx_dist.dataloading.feature_fetch import BufferPool, Precision, RowMemory, check_float
 from dglx_dist.dataloading.sampler_spec import SamplePlan, find_columns
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph

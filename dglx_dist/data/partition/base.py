@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from os import PathLike
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import fractions, names, option, tolerances
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.registry import Registry
 
@@ -25,27 +27,37 @@ class PartitionOptions:
         ConfigError: a value is out of its range, a constraint is named twice, or a tolerance is for none.
     """
 
-    balance: tuple[str, ...] = ()
-    """Weights to balance: ``nodes``, ``degree`` (in-degree), ``train``, ``val``, ``test``, ``ntype`` (each
-    node type), ``etype`` (in-edges of each edge type) or a node column of non-negative numbers."""
-    tolerance: float | Mapping[str, float] = field(default_factory=dict)
-    """Allowed excess of the heaviest part over its share, 0.05 = 5 %; one value, or by constraint."""
-    target_weights: tuple[float, ...] | None = None
-    """(P,) positive relative shares of the parts, for unequal machines. None: equal."""
-    objective: Literal["cut", "vol"] = "cut"
-    """Minimise cut edges, or the number of (node, remote part) pairs that must be communicated."""
-    fast: bool = False
-    """Faster variant: of kaminpar its fast mode; of metis DistDGL's, with less memory and a worse cut."""
-    servers: int | None = None
-    """Number of servers for ``hierarchical``; P must be a multiple of it."""
-    workers: int | None = None
-    """Number of workers in each server for ``hierarchical``; P = servers x workers."""
+    balance: tuple[str, ...] = option(
+        tuple,
+        "Weights to balance: nodes, degree, train, val, test, ntype, etype, a column.",
+        metavar="A,B",
+        parse=names,
+    )
+    """``degree``: in-degree; ``ntype``: each node type; ``etype``: in-edges of each edge type; or a node
+    column of non-negative numbers."""
+    tolerance: float | Mapping[str, float] = option(
+        dict,
+        "Allowed excess of the heaviest part: 0.05, or train=0.1,degree=0.02.",
+        metavar="T",
+        parse=tolerances,
+    )
+    """Over its share, 0.05 = 5 %; one value, or by constraint."""
+    target_weights: tuple[float, ...] | None = option(
+        None, "Share of each part, for unequal machines: 1,1,2.", metavar="W,W", parse=fractions
+    )
+    """(P,) positive relative shares of the parts. None: equal."""
+    objective: Literal["cut", "vol"] = option("cut", "Minimise cut edges (cut) or communicated nodes (vol).")
+    """``vol``: the number of (node, remote part) pairs that must be communicated."""
+    fast: bool = option(False, "Cheaper: less time (kaminpar) or memory (metis), a worse cut.")
+    """Of kaminpar its fast mode; of metis DistDGL's."""
+    servers: int | None = option(None, "For hierarchical: servers; parts = servers x workers.")
+    workers: int | None = option(None, "For hierarchical: workers in each server.")
     inner: str | None = None
     """Partitioner of both levels of ``hierarchical``; None: the default one."""
-    file: str | PathLike[str] | None = None
-    """For ``file``: .npy of (N,) part ids, node types one after the other."""
-    threads: int = 1
-    """Compute threads of ``kaminpar``; with more than 1 results may not be reproducible."""
+    file: str | PathLike[str] | None = option(None, "For file: a .npy with one part id per node.", kind=Path)
+    """Node types one after the other."""
+    threads: int = option(1, "Threads of the partitioner, if it supports them.")
+    """Of ``kaminpar``; with more than 1 results may not be reproducible."""
 
     def __post_init__(self) -> None:
         if isinstance(self.balance, str):

@@ -17,7 +17,7 @@ from dgl.view import HeteroNodeView
 from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
-from dglx_dist.dataloading.row_buffers import Precision
+from dglx_dist.dataloading.feature_fetch import Precision
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.records import Array, StepShare
