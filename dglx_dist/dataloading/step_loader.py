@@ -331,11 +331,6 @@ class EpochLoader(ABC, Generic[B, T]):
         return batches
 
     @property
-    @abstractmethod
-    def num_targets_of_epoch(self) -> tuple[int, int]:
-        """Targets of an epoch: (of this rank, of all ranks)."""
-
-    @property
     def epoch(self) -> int:
         """The epoch of the current iteration, or of the next one."""
         return self._epoch
@@ -444,6 +439,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     @property
     def num_targets_of_epoch(self) -> tuple[int, int]:
+        """Targets of an epoch: (of this rank, of all ranks)."""
         return self._schedule.targets()
 
     def offline(self) -> Callable[[Mapping[K, Any], int], B]:

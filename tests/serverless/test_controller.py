@@ -9,13 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.serverless.controller import (
-    Autotuner,
-    Controller,
-    ControllerOptions,
-    Finished,
-    most_workers,
-)
+from dglx_dist.serverless.controller import Autotuner, Controller, ControllerOptions, Finished, most_workers
 from dglx_dist.serverless.cost import prices
 from dglx_dist.serverless.executors.base import Executor, ExecutorContext, Invocation, Lost
 from dglx_dist.serverless.tasks import Address, Direction, Secrets, Task, TaskKey
