@@ -14,17 +14,15 @@ import torch
 
 from dglx_dist.api import init
 from dglx_dist.auto import batch_assumptions, draws_of
-from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.data.partition.base import PARTITIONERS
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.planner import expected
 from dglx_dist.planner.choose import Regions, choose, enumerate_candidates, find_regions, works_of
 from dglx_dist.planner.measure import PROGRAM_BYTES, MeasureConfig, measure
 from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import Choice, ChoiceOptions, Rate
-from dglx_dist.planner.workload import check_plannable
+from dglx_dist.planner.workload import EXPECTED, check_plannable, expected_batches
 from dglx_dist.records import FEATURE, NODE_TYPE
 from dglx_dist.report.tables import plural
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
@@ -38,6 +36,7 @@ from dglx_dist.strategies.cost import (
     PlanContext,
     trace_of_widths,
 )
+from dglx_dist.training.config import PlanConfig
 from dglx_dist.training.models import build_model
 
 Notify = Callable[[str], None]
@@ -92,7 +91,7 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
     partitioned = _is_partitioned(plan, graph.structure_bytes)
     draws, batches = _draws_of(plan), None
     if draws is not None:
-        batches = expected.batches(
+        batches = expected_batches(
             graph, cluster, draws, gradient_bytes=shape.gradient_bytes, partitioned=partitioned
         )
     steps = 0 if batches is None else batches.steps
@@ -112,7 +111,7 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         structure_partitioned=partitioned,
         epoch=_EPOCH,
         assumptions=(
-            *expected.ASSUMPTIONS,
+            *EXPECTED,
             f"{100 * graph.edge_cut:.1f}% of the edges are between servers ({graph.method}) (--edge-cut)",
             f"the squares of in-degrees are {graph.degree_spread:g} times what equal ones have "
             "(--degree-spread)",

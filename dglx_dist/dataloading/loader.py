@@ -13,7 +13,7 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
-from dglx_dist.dataloading.feature_fetch import Columns
+from dglx_dist.dataloading.feature_fetch import Columns, Precision, RowMemory
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import (
     BatchMaker,
@@ -23,15 +23,7 @@ from dglx_dist.dataloading.minibatch import (
     NodeIds,
     SamplerMaker,
 )
-from dglx_dist.dataloading.row_buffers import Precision, RowMemory
-from dglx_dist.dataloading.sampler import (
-    BatchSource,
-    Draws,
-    RemoteSource,
-    WholeSource,
-    csc_of,
-    keyed_draw,
-)
+from dglx_dist.dataloading.sampler import BatchSource, Draws, RemoteSource, WholeSource, csc_of, keyed_draw
 from dglx_dist.dataloading.sampler_spec import (
     Fanout,
     SamplePlan,
@@ -41,13 +33,7 @@ from dglx_dist.dataloading.sampler_spec import (
     read_sampler,
     shard_weights,
 )
-from dglx_dist.dataloading.step_loader import (
-    LoaderOptions,
-    StepLoader,
-    read_items,
-    read_options,
-    seed_of,
-)
+from dglx_dist.dataloading.step_loader import LoaderOptions, StepLoader, read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type, fanout_by_type
@@ -261,11 +247,7 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         options |= {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
         read, plan, seeds = run_on_all_ranks(
             g.session,
-            lambda: (
-                read_options(options),
-                read_sampler(sampler),
-                read_items(indices, counts, "node"),
-            ),
+            lambda: (read_options(options), read_sampler(sampler), read_items(indices, counts, "node")),
             ConfigError,
         )
         maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))

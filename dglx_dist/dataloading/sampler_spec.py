@@ -10,8 +10,7 @@ import numpy as np
 from dgl.dataloading import BlockSampler, EdgePredictionSampler, NeighborSampler
 from numba import njit
 
-from dglx_dist.dataloading.feature_fetch import Columns
-from dglx_dist.dataloading.row_buffers import Precision
+from dglx_dist.dataloading.feature_fetch import Columns, Precision
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import numpy_view
 from dglx_dist.graph.structure import Structure

@@ -20,7 +20,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
-from dglx_dist.dataloading.row_buffers import check_float
+from dglx_dist.dataloading.feature_fetch import check_float
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type
@@ -331,11 +331,6 @@ class EpochLoader(ABC, Generic[B, T]):
         return batches
 
     @property
-    @abstractmethod
-    def num_targets_of_epoch(self) -> tuple[int, int]:
-        """Targets of an epoch: (of this rank, of all ranks)."""
-
-    @property
     def epoch(self) -> int:
         """The epoch of the current iteration, or of the next one."""
         return self._epoch
@@ -444,6 +439,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     @property
     def num_targets_of_epoch(self) -> tuple[int, int]:
+        """Targets of an epoch: (of this rank, of all ranks)."""
         return self._schedule.targets()
 
     def offline(self) -> Callable[[Mapping[K, Any], int], B]:

@@ -17,7 +17,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.split import marked_ids
 from dglx_dist.planner.choose import enumerate_candidates, works_of
-from dglx_dist.planner.expected import ASSUMPTIONS
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.planner.profile import (
     batch_trials,
@@ -29,6 +28,7 @@ from dglx_dist.planner.profile import (
     time_on_plans,
 )
 from dglx_dist.planner.workload import (
+    EXPECTED,
     TRAIN_MASK,
     check_train_nodes,
     count_batches,
@@ -125,7 +125,7 @@ def measure(
         run.works[work] = work.count(run)
         if run.works[work] is None:
             run.works[work] = work.estimate(run.graph, config.cluster, run.num_layers)
-            said = f"plans of whole graphs are too large to be counted: {ASSUMPTIONS[0]}"
+            said = f"plans of whole graphs are too large to be counted: {EXPECTED[0]}"
             assumptions = tuple(dict.fromkeys((*assumptions, said)))
     programs = [int(str(one)) for one in gather_json(config.program_bytes, g.session)]
     known = Measured(

@@ -1,4 +1,4 @@
-"""Description of the tables to ingest, in the format of GraphStorm's ``gconstruct``.
+"""Options of an ingestion, and the description of its tables, in the format of GraphStorm's ``gconstruct``.
 
 The supported keys; any other key is an error that lists them::
 
@@ -31,7 +31,43 @@ from typing import Any, Generic, TypeVar
 
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import option
 from dglx_dist.records import LABEL, SPLITS, EdgeType
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngestPlan:
+    """Target, limits and options of one ingestion.
+
+    Raises:
+        ConfigError: the seed is negative.
+    """
+
+    out: Path = option(Path("data/ingested"), "Folder to write; must not hold anything yet.", metavar="DIR")
+    memory: str = option(
+        "2GB", "Memory limit of this process, like 200MB; the rest is spilled.", metavar="SIZE"
+    )
+    """Program and libraries included."""
+    reverse_edges: bool = option(
+        False, "Add the reverse of each edge type, named RELATION-rev.", flag="--add-reverse-edges"
+    )
+    name: str | None = option(None, "Of the graph. Default: that of DIR.")
+    seed: int = option(0, "Of split_pct: the same seed draws the same nodes.")
+    output_description: Path | None = option(
+        None,
+        "Write CONFIG with the ranges and categories found, to transform later tables equally.",
+        flag="--output-conf-file",
+        metavar="FILE",
+    )
+    """Target of ``write_description``, checked before ingestion starts."""
+    workspace: Path | None = option(
+        None, "Folder for spilled data. Default: beside DIR of --out.", metavar="DIR"
+    )
+    overwrite: bool = option(False, "Replace what is in DIR.")
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
 
 
 def read_json(path: Path) -> object:

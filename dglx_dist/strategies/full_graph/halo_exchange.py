@@ -220,7 +220,7 @@ class HaloExchange:
         exchange = self._exchanges.devices if direct else self._exchanges.streams
         assert exchange is not None
         name = f"{phase.replace('_', ' ')} of layer {self.number}"
-        exchange.post(outgoing, incoming, name, phase=phase, layer=self.number).wait(meanwhile)
+        exchange.post(outgoing, incoming, name, phase=phase, layer=self.number)(meanwhile)
 
     def _memory(self, buffer: ReusableBuffer, num_rows: int, like: Tensor) -> Tensor:
         """Return (num_rows, ...) memory that the exchange of ``like`` can access."""

@@ -89,7 +89,7 @@ class ColumnReader:
             else:
                 found[name] = stored
         for name, (pull, column, cache) in pulls.items():
-            found[name] = pull.result()
+            found[name] = pull()
             if cache is not None:
                 cache.write_rows(column, ids, found[name])
         return found
@@ -183,11 +183,6 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         return len(self._source)
 
     @property
-    def num_targets_of_epoch(self) -> tuple[int, int]:
-        shares = [self._source.share(self._epoch, step) for step in range(len(self))]
-        return sum(one.num_local for one in shares), sum(one.num_global for one in shares)
-
-    @property
     def plan(self) -> RankPlan | None:
         """The plan of this rank if an epoch has one step, else None."""
         return None if self._kept is None else self._kept.plan
@@ -216,5 +211,5 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         blocks = batch.blocks()
         for block in blocks:
             block.step_number = self._epoch * len(self) + step
-        blocks[-1].step_share = self._source.share(self._epoch, step)
+        blocks[-1].step_share = self._source.share(step, batch.plan)
         return batch.input_nodes, blocks[-1].dstdata[dgl.NID], blocks

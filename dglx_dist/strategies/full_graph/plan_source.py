@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 
 _NO_SEEDS: Array = np.empty(0, np.int64)
-_KEPT_EPOCHS = 3
 
 _Key: TypeAlias = tuple[int, int, int]
 """(draw of the composition, draw of the external nodes, step): equal keys, equal plans."""
@@ -179,7 +178,6 @@ class PlanSource:
         self._cache: PlanCache | None = None
         self._on_disk: set[int] = set()
         self._held: dict[_Key, RankPlan] = {}
-        self._num_local: dict[_Key, int] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dglx-plans")
         self._pending: dict[tuple[int, int], Future[RankPlan]] = {}
         self._position = (0, spec.num_batches)
@@ -224,10 +222,9 @@ class PlanSource:
         self._position = (epoch, step + 1)
         return self._pending.pop((epoch, step)).result()
 
-    def share(self, epoch: int, step: int) -> StepShare:
-        """Return the seeds of this rank and of all ranks in a planned step."""
-        num_local = self._num_local.get(self._spec.key(epoch, step), 0)
-        return StepShare(num_local=num_local, num_global=int(self._sizes[step]))
+    def share(self, step: int, plan: RankPlan) -> StepShare:
+        """Return the seeds of this rank and of all ranks in a step of that plan."""
+        return StepShare(num_local=plan.seeds, num_global=int(self._sizes[step]))
 
     def close(self) -> None:
         """Finish pending plans. No requests follow. May be called twice."""
@@ -257,10 +254,6 @@ class PlanSource:
                 self._on_disk.add(step)
                 if not self._cache.write(step, plan):
                     self._held[key] = plan
-        self._num_local[key] = plan.seeds
-        # Shares of past shuffled epochs are not requested again.
-        while len(self._num_local) > _KEPT_EPOCHS * len(self):
-            del self._num_local[next(iter(self._num_local))]
         if len(self) == 1:
             # The same object again, so that the loader keeps its features.
             self._held = {key: plan}

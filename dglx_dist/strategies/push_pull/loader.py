@@ -25,8 +25,8 @@ from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ran
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import LOADER
+from dglx_dist.dataloading.feature_fetch import Precision, RowMemory
 from dglx_dist.dataloading.minibatch import build_block
-from dglx_dist.dataloading.row_buffers import Precision, RowMemory
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import EpochLoader, Items, StepLoader
 from dglx_dist.errors import ConfigError
@@ -343,10 +343,6 @@ class PushPullLoader(EpochLoader[_Made, Any]):
 
     def __len__(self) -> int:
         return len(self._inner)
-
-    @property
-    def num_targets_of_epoch(self) -> tuple[int, int]:
-        return self._inner.num_targets_of_epoch
 
     def __iter__(self) -> Iterator[Any]:
         self._iteration = iteration = self._iteration + 1

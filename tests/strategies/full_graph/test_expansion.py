@@ -97,7 +97,8 @@ PATH = ReplicatedStructure(
 def test_many_nodes_are_asked_for_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expansion, "CHUNK", 1)
     pieces = list(in_edges_of(PATH, np.array([4, 0, 3, 1, 2])))
-    assert [piece.sources.tolist() for piece in pieces] == [[3], [], [2, 5], [0], [1]]
+    assert [nodes.tolist() for nodes, _ in pieces] == [[4], [0], [3], [1], [2]]
+    assert [edges.sources.tolist() for _, edges in pieces] == [[3], [], [2, 5], [0], [1]]
 
 
 def random_closure(num_rows: int = 400, counts: tuple[int, ...] = (400, 300, 200, 100)) -> KHopNeighborhood:

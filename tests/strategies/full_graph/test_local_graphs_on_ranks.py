@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from dglx_dist.strategies.base import STRATEGIES
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
+from tests.strategies.test_equality import TOLERANCE, difference
 
-KINDS = ("sage", "gcn_symmetric", "gat")
+KINDS = ("sage", "gcn_symmetric", "gat", "weighted")
 
 
 def edge_weights() -> np.ndarray:
@@ -60,18 +62,21 @@ class Weighted(nn.Module):
         return self.last(g, h)
 
 
-def train_weighted(g: Any, model: Any, parameters: Any) -> np.ndarray:
-    """The loop of a script for one graph in one process; returns the scores."""
-    x, mask, labels, weights = g.ndata["feat"], g.ndata["train_mask"], g.ndata["label"], g.edata["weight"]
-    optimizer = torch.optim.SGD(parameters, lr=equality.RATE)
+def trained(kind: str, g: Any, wrap: Any = lambda model: model) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return weights and scores of the loop of a script for one graph in one process."""
+    torch.manual_seed(11)
+    model = wrap(Weighted() if kind == "weighted" else equality.PlainModel(kind).double())
+    x, mask, labels = (g.ndata[name] for name in ("feat", "train_mask", "label"))
+    given = (g, x, g.edata["weight"]) if kind == "weighted" else ([g, g], x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
     for _ in range(equality.STEPS):
-        loss = F.cross_entropy(model(g, x, weights)[mask], labels[mask])
+        loss = F.cross_entropy(model(*given)[mask], labels[mask])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        scores: np.ndarray = model.eval()(g, x, weights).numpy()
-    return scores
+        scores = model.eval()(*given).numpy()
+    return [p.detach().numpy().copy() for p in model.parameters()], scores
 
 
 def train_on_rank(folder: str) -> dict[str, Any]:
@@ -84,49 +89,20 @@ def train_on_rank(folder: str) -> dict[str, Any]:
             dx.local_graph(g, use_pp=session.topology.rank > 0)
     lg = dx.local_graph(g, edge_columns=["weight"])
     strategy: Any = STRATEGIES.get("full_graph")(session, {})
-    mask, x, labels = (lg.ndata[name] for name in ("train_mask", "feat", "label"))
-    results: dict[str, Any] = {"nodes": g.orig_ids(lg.ndata[dgl.NID], "_N").numpy()}
+    results: dict[str, Any] = {"nodes": g.orig_ids(lg.ndata[dgl.NID], "_N").numpy(), "moved": {}}
     for kind in KINDS:
-        torch.manual_seed(11)
-        model = strategy.wrap(equality.PlainModel(kind).double(), g)
-        optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
         before = session.ledger.snapshot()
-        for _ in range(equality.STEPS):
-            loss = F.cross_entropy(model([lg, lg], x)[mask], labels[mask])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        rows = [
-            row for row in session.ledger.since(before) if row.phase in ("halo", "halo_gradients", "preload")
-        ]
-        with torch.no_grad():
-            scores = model.eval()([lg, lg], x)
-        results[kind] = {
-            "weights": [p.detach().numpy().copy() for p in model.whole().parameters()],
-            "scores": scores.numpy(),
-            "bytes": {
-                phase: sum(r.num_bytes for r in rows if r.phase == phase) for phase in ("halo", "preload")
-            },
-        }
-    model = strategy.wrap(Weighted(), g)
-    results["weighted"] = {
-        "scores": train_weighted(lg, model, model.parameters()),
-        "weights": [p.detach().numpy().copy() for p in model.whole().parameters()],
-    }
+        results[kind] = trained(kind, lg, lambda model: strategy.wrap(model, g))
+        moved = Counter[str]()
+        for row in session.ledger.since(before):
+            moved[row.phase] += row.num_bytes
+        results["moved"][kind] = moved["halo_gradients"], moved["preload"]
     again = strategy.wrap(dgl.nn.SAGEConv(equality.WIDTH, equality.WIDTH, "mean").double(), g)
     with pytest.raises(ConfigError, match="put both into one"):
-        again(lg, torch.relu(again(lg, x)))
+        again(lg, torch.relu(again(lg, lg.ndata["feat"])))
     results["halo"] = lg._block.halo_rows
     g.close()
     return results
-
-
-def one_process() -> tuple[list[np.ndarray], np.ndarray]:
-    """What plain DGL leaves of the weighted model."""
-    graph, model = equality.plain_graph(), Weighted()
-    graph.edata["weight"] = torch.from_numpy(edge_weights())
-    scores = train_weighted(graph, model, model.parameters())
-    return [p.detach().numpy() for p in model.parameters()], scores
 
 
 @pytest.mark.parametrize(("ranks", "per_server"), [(1, 1), (4, 2), *wide((2, 1))])
@@ -137,17 +113,17 @@ def test_training_on_local_graphs_is_training_on_the_whole_graph(
     nodes = np.concatenate([one["nodes"] for one in results])
     assert np.array_equal(np.sort(nodes), np.arange(equality.NUM_NODES))
     halo = sum(one["halo"] for one in results)
-    for kind in (*KINDS, "weighted"):
-        weights, scores = one_process() if kind == "weighted" else equality.one_process(kind)
-        for one in results:
-            for mine, theirs in zip(one[kind]["weights"], weights, strict=True):
-                np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-10)
-        found = np.concatenate([one[kind]["scores"] for one in results])
-        np.testing.assert_allclose(found, scores[nodes], rtol=0, atol=1e-10)
+    graph = equality.plain_graph()
+    graph.edata["weight"] = torch.from_numpy(edge_weights())
+    for kind in KINDS:
+        weights, scores = trained(kind, graph)
+        assert all(difference(one[kind][0], weights) <= TOLERANCE for one in results)
+        found = np.concatenate([one[kind][1] for one in results])
+        np.testing.assert_allclose(found, scores[nodes], rtol=0, atol=TOLERANCE)
     # Features went once, when the graph was made: layer 1 of SAGE sends nothing, layer 2 its narrower output.
-    moved = [sum(one["sage"]["bytes"][phase] for one in results) for phase in ("halo", "preload")]
+    moved = np.sum([one["moved"]["sage"] for one in results], axis=0)
     width = min(equality.HIDDEN, equality.CLASSES)
-    assert moved == [equality.STEPS * halo * width * 8, 0]
+    assert moved.tolist() == [equality.STEPS * halo * width * 8, 0]
     assert (halo > 0) == (ranks > 1)
 
 
