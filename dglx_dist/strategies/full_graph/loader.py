@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import dgl
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,8 +115,7 @@ class HaloBatch:
         begin = time.perf_counter()
         self.plan = plan
         exchanges: list[HaloExchange] = []
-        # Torch warns of read-only arrays, such as those of a mapped plan.
-        nodes = torch.from_numpy(np.require(plan.nodes, requirements="W"))
+        nodes = torch.from_numpy(plan.nodes)
         self._blocks: list[HaloBlock] = []
         for depth, layer in enumerate(plan.layers):
             if depth and layer is plan.layers[depth - 1]:
