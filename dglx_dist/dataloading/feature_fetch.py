@@ -34,34 +34,42 @@ _MARGIN = 8
 
 
 @final
-class BufferPool:
-    """Pool of (n, words) arrays, since page faults of a fresh one cost as much as filling it. Thread-safe.
+class RowMemory:
+    """Memory for the rows of columns, since page faults of a fresh array cost as much as filling it.
 
-    An array is not returned explicitly: it is idle again when all its views, including tensors over it, are
-    gone. At most ``most`` are kept.
+    An array is not returned explicitly: it is used again when all its views, including tensors over it, are
+    gone. At most ``num_batches`` are kept of a column. Thread-safe.
     """
 
-    def __init__(self, words: int, dtype: np.dtype[np.generic], most: int) -> None:
-        self._words, self._dtype, self._most = words, dtype, most
-        self._kept: list[Array] = []
+    def __init__(self, num_batches: int = 4) -> None:
+        self._num_batches = num_batches
+        self._kept: dict[tuple[str, ColumnInfo], list[Array]] = {}
         self._lock = threading.Lock()
         # Measured, because interpreters differ in the references that a loop itself holds.
         self._references_of_idle = _references([np.empty(0)])[0]
 
-    def take(self, count: int) -> Array:
-        """Return ``count`` uninitialised rows: of the longest idle array, else of one that replaces it."""
+    def rows(self, key: str, count: int, info: ColumnInfo) -> Tensor:
+        """Return an uninitialised (``count``, *row) tensor for column ``key``; ``count`` may be 0.
+
+        It lies in the longest idle array, or in one that replaces it.
+        """
+        width = math.prod(info.row_shape)
+        if count == 0 or width == 0:
+            return empty_rows(count, info)
         with self._lock:
-            counts = _references(self._kept)
+            kept = self._kept.setdefault((key, info), [])
+            counts = _references(kept)
             idle = [place for place, n in enumerate(counts) if n == self._references_of_idle]
-            longest = max(idle, key=lambda place: len(self._kept[place]), default=None)
-            if longest is not None and len(self._kept[longest]) >= count:
-                return self._kept[longest][:count]
-            array = np.empty((count + count // _MARGIN, self._words), self._dtype)
-            if longest is not None:
-                self._kept[longest] = array
-            elif len(self._kept) < self._most:
-                self._kept.append(array)
-            return array[:count]
+            longest = max(idle, key=lambda place: len(kept[place]), default=None)
+            if longest is not None and len(kept[longest]) >= count:
+                array = kept[longest]
+            else:
+                array = np.empty((count + count // _MARGIN, width), numpy_dtype(info.dtype))
+                if longest is not None:
+                    kept[longest] = array
+                elif len(kept) < self._num_batches:
+                    kept.append(array)
+        return tensor_view(array[:count].reshape(count, *info.row_shape), info)
 
 
 def _references(arrays: Sequence[Array]) -> list[int]:
@@ -70,25 +78,6 @@ def _references(arrays: Sequence[Array]) -> list[int]:
     for array in arrays:
         counts.append(sys.getrefcount(array))
     return counts
-
-
-@final
-class RowMemory:
-    """Tensors for columns from a buffer pool per key and info, for ``num_batches`` at a time. Thread-safe."""
-
-    def __init__(self, num_batches: int = 4) -> None:
-        self._num_batches = num_batches
-        self._pools: dict[tuple[str, ColumnInfo], BufferPool] = {}
-        self._lock = threading.Lock()
-
-    def rows(self, key: str, count: int, info: ColumnInfo) -> Tensor:
-        """Return an uninitialised (``count``, *row) tensor for column ``key``; ``count`` may be 0."""
-        width, dtype = math.prod(info.row_shape), numpy_dtype(info.dtype)
-        if count == 0 or width == 0:
-            return empty_rows(count, info)
-        with self._lock:
-            pool = self._pools.setdefault((key, info), BufferPool(width, dtype, self._num_batches))
-        return tensor_view(pool.take(count).reshape(count, *info.row_shape), info)
 
 
 HALVES = (torch.float16, torch.bfloat16)

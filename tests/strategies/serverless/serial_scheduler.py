@@ -15,7 +15,8 @@ import numpy as np
 
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterServer
-from dglx_dist.serverless.tasks import Computed, TaskKey, add_gradients, half_rows
+from dglx_dist.serverless.stages.base import half_rows
+from dglx_dist.serverless.tasks import Computed, TaskKey, add_gradients
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
 from dglx_dist.strategies.serverless.options import LambdaOptions
 from dglx_dist.strategies.serverless.scheduler import EXCHANGED, Progress
