@@ -81,7 +81,6 @@ class IntervalLoader:
         return LoaderTimes()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position as JSON values, in the format of other loaders."""
         return {"epoch": self._epoch, "step": 0, "seed": self.g.session.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
