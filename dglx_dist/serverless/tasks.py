@@ -30,7 +30,7 @@ from dglx_dist.serverless.stages.base import (
     VertexStage,
     cross_entropy,
     edge_stage,
-    first_of_second_half,
+    half_rows,
     vertex_stage,
 )
 
@@ -299,12 +299,6 @@ def given_items(program: Program, step: int, direction: Direction, rematerialise
     gradients = tuple(_item(program, name, Role.GRADIENT) for name in trained)
     statistics = (Item(Role.STATISTICS, Per.HALF, "float64"),)
     return gradients + (statistics if direction is Direction.FUSED else ())
-
-
-def half_rows(rows: int, half: int) -> slice:
-    """Return the part of ``rows`` rows in half 0 or 1."""
-    middle = first_of_second_half(rows)
-    return slice(middle, rows) if half else slice(0, middle)
 
 
 def half_length(rows: int, half: int) -> int:

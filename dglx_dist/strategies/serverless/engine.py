@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -134,21 +132,10 @@ class Engine:
             first_epoch=first_epoch,
         )
         self._server = server = GraphServer(
-            part,
-            program,
-            fused=options.fusion,
-            rematerialise=options.rematerialise,
-            run=next(_RUN_NUMBERS.of(session)),
-            seed=session.seed,
+            part, program, options, run=next(_RUN_NUMBERS.of(session)), seed=session.seed
         )
         self.progress = Progress(
-            server.schedule,
-            part.num_intervals,
-            options,
-            self._peers,
-            program.num_train,
-            first_epoch,
-            synchronous_from,
+            program, options, part.num_intervals, self._peers, first_epoch, synchronous_from
         )
         self._updated_at = {first_epoch: time.perf_counter()}
         self._show: Callable[[], None] = lambda: None
@@ -158,8 +145,6 @@ class Engine:
         self.epoch = first_epoch
         """The next epoch; all intervals have completed the one before it."""
         self._parameter_server = ParameterServer(plan, rank, weights, update) if rank < num_servers else None
-        # This rank's share of the cores of its machine, at least 1.
-        cores = len(os.sched_getaffinity(0)) // Counter(session.hosts)[session.hosts[rank]]
         with ExitStack() as undo:
             handlers = self._answer_workers(undo)
             self.parameters = ParameterClient(rpc, plan, self._updated)
@@ -171,15 +156,7 @@ class Engine:
                 undo.callback(service.close)
             self.workers = WorkerPool(session, program, plan, options, handlers)
             undo.callback(self.workers.close)
-            self.scheduler = ThreadScheduler(
-                rpc,
-                server,
-                self.progress,
-                self.workers,
-                session.timeline,
-                threads=options.threads or max(1, cores),
-                early=options.mode != "no_pipe",
-            )
+            self.scheduler = ThreadScheduler(session, server, self.progress, self.workers)
             undo.callback(self.scheduler.close)
             self.workers.controller.watch(lambda: self.scheduler.queue_length)
             barrier(session, "making the engines of all graph servers")

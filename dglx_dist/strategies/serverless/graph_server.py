@@ -57,6 +57,7 @@ from dglx_dist.serverless.tasks import (
     take_half,
 )
 from dglx_dist.strategies.serverless.graph_partition import Part
+from dglx_dist.strategies.serverless.options import LambdaOptions
 
 _AHEAD = 8
 """Rows are prefetched this many edges ahead, because sources are scattered in memory."""
@@ -333,14 +334,13 @@ class GraphServer:
         self,
         part: Part,
         program: Program,
+        options: LambdaOptions,
         *,
-        fused: bool = True,
-        rematerialise: bool = True,
         run: int = 0,
         seed: int = 0,
     ) -> None:
-        self.part, self.program, self.run, self._seed = part, program, run, seed
-        self.schedule = epoch_schedule(program, fused)
+        self.part, self.program, self.options, self.run, self._seed = part, program, options, run, seed
+        self.schedule = epoch_schedule(program, options.fusion)
         """The tasks of each epoch."""
         self._rows = {**part.fixed, FEATURES: part.features}
         """The latest rows: slot of nodes -> (n, width), or (n + m, width) if ghosts have rows; slot of edges,
@@ -361,7 +361,7 @@ class GraphServer:
         self._statistics: dict[int, dict[int, Array]] = {}
         self._lock = threading.Lock()
         self.works = {
-            (task.step, task.direction): Work(program, task.step, task.direction, rematerialise)
+            (task.step, task.direction): Work(program, task.step, task.direction, options.rematerialise)
             for task in self.schedule
             if task.kind is TaskKind.WORK
         }

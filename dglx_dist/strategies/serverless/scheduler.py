@@ -5,6 +5,7 @@ The oldest work goes first. Graph servers exchange ghost rows, progress and accu
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ import numpy as np
 
 from dglx_dist.comm.endpoints import ClientAccess, open_client_access
 from dglx_dist.comm.rendezvous import link_speed
-from dglx_dist.comm.rpc import Handler, Rpc
+from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, WAIT, WORKER, Span, Timeline
 from dglx_dist.errors import ConfigError, DglxError
@@ -32,7 +33,13 @@ from dglx_dist.serverless.parameter_server import ParameterPlan
 from dglx_dist.serverless.parameter_service import pair_name, parse_pair
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import MAX_TIMEOUT_S, Address, Direction, Secrets, Task, TaskKey, TaskOptions
-from dglx_dist.strategies.serverless.graph_server import Barrier, GraphServer, ScheduledTask, TaskKind
+from dglx_dist.strategies.serverless.graph_server import (
+    Barrier,
+    GraphServer,
+    ScheduledTask,
+    TaskKind,
+    epoch_schedule,
+)
 from dglx_dist.strategies.serverless.options import LambdaOptions
 
 
@@ -45,23 +52,21 @@ class Progress:
     further, so the first epoch that no interval can have begun is e + S + 1. It does not begin before the sum
     is known, because graph servers would otherwise begin it in different modes.
 
-    Args:
-        first_epoch: Always synchronous, because no stale values exist yet.
-        num_train: Training nodes of all graph servers.
+    ``first_epoch`` is always synchronous, because no stale values exist yet.
     """
 
     def __init__(
         self,
-        schedule: Sequence[ScheduledTask],
-        num_intervals: int,
+        program: Program,
         options: LambdaOptions,
+        num_intervals: int,
         peers: Sequence[int],
-        num_train: int,
         first_epoch: int = 0,
         synchronous_from: int | None = None,
     ) -> None:
-        self._schedule, self._options, self._num_train = tuple(schedule), options, num_train
-        self.floor = start = first_epoch * len(schedule)
+        self._options, self._num_train = options, program.num_train
+        self._schedule = epoch_schedule(program, options.fusion)
+        self.floor = start = first_epoch * len(self._schedule)
         """The least position."""
         self.position = [start] * num_intervals
         """Positions of the next or running task of each interval."""
@@ -328,26 +333,21 @@ class ThreadScheduler:
     """Runs the epochs of one graph server on compute threads, one per core, and network threads.
 
     Graph server r is rank r. Every rank constructs its scheduler before any rank runs, and closes it after
-    all have stopped sending. ``early``: whether a worker is launched when the task before its own starts, to
-    hide its start-up.
+    all have stopped sending. Unless the mode is no_pipe, a worker is launched when the task before its own
+    starts, to hide its start-up.
     """
 
     def __init__(
-        self,
-        rpc: Rpc,
-        server: GraphServer,
-        progress: Progress,
-        workers: WorkerPool,
-        timeline: Timeline,
-        *,
-        threads: int,
-        early: bool = True,
+        self, session: Session, server: GraphServer, progress: Progress, workers: WorkerPool
     ) -> None:
-        self._rpc, self._server, self._progress, self._workers = rpc, server, progress, workers
-        self._timeline, self._num_threads = timeline, threads
+        self._server, self._progress, self._workers = server, progress, workers
+        self._rpc, self._timeline = session.rpc, session.timeline
+        # This rank's share of the cores of its machine, at least 1.
+        cores = len(os.sched_getaffinity(0)) // Counter(session.hosts)[session.hosts[server.rank]]
+        self._num_threads = server.options.threads or max(1, cores)
         self._early: dict[ScheduledTask, ScheduledTask] = {
             before: task
-            for before, task in pairwise(server.schedule if early else ())
+            for before, task in pairwise(server.schedule if server.options.mode != "no_pipe" else ())
             if task.kind is TaskKind.WORK
             and task.barrier is Barrier.NONE
             and before.kind is not TaskKind.WORK
@@ -363,7 +363,7 @@ class ThreadScheduler:
             REACHED: self._receive_position,
         }
         for op, handler in self._handlers.items():
-            rpc.register(op, handler)
+            self._rpc.register(op, handler)
 
     def close(self) -> None:
         for op in self._handlers:
