@@ -94,13 +94,13 @@ class Tied(nn.Module):
 class Shifted(SplittableConv):
     """The sum of relu(x + e) over in-edges, of a value for each edge and input column."""
 
-    cut = {"weight": 0}
     edge_arguments = ()
     edges_by_column = ("shift",)
 
     def __init__(self, columns: int) -> None:
         super().__init__()
-        self.weight, self.columns = nn.Parameter(torch.randn(columns, HIDDEN)), columns
+        self.cut, self.columns = {"weight": 0}, columns
+        self.weight = nn.Parameter(torch.randn(columns, HIDDEN))
 
     def own_edges(self, block: Any) -> dict[str, Tensor]:
         degrees = block.in_degrees()[block.edges()[1].long()].double()
