@@ -255,7 +255,7 @@ class _Collected:
             self._ends[kind][:, typed[chosen]] = sources[chosen], destinations[chosen]
 
     def _add_columns(self, data: dict[K, dict[str, Array]], path: Path, ranges: IdRanges, ids: Array) -> None:
-        owners = {one if isinstance(one, str) else ":".join(one): one for one in data}
+        owners = {_name(one): one for one in data}
         kinds, typed = ranges.to_typed(ids)
         for key, tensor in _load(path, load_tensors).items():
             given, _, name = key.partition("/")
@@ -386,14 +386,13 @@ class _DglWriter:
         rows_of: Mapping[K, Array],
         data: Mapping[K, Mapping[str, NodeColumn]],
     ) -> None:
-        names = {owner: owner if isinstance(owner, str) else ":".join(owner) for owner in rows_of}
         columns = {
-            f"{names[owner]}/{name}": self._tensor((owner, name), column, rows)
+            f"{_name(owner)}/{name}": self._tensor((owner, name), column, rows)
             for owner, rows in rows_of.items()
             for name, column in data.get(owner, {}).items()
         }
         save_tensors(str(folder / _FILES[kind]), columns)
-        save_tensors(str(folder / ids), {names[owner]: _ids(rows) for owner, rows in rows_of.items()})
+        save_tensors(str(folder / ids), {_name(owner): _ids(rows) for owner, rows in rows_of.items()})
 
     def config(self, assignment: Assignment) -> dict[str, object]:
         etypes = [":".join(etype) for etype in self._edges]
@@ -464,6 +463,10 @@ class _DglWriter:
             raise ConfigError(
                 f"{kind}/{name} has dtype {array.dtype}, which DGL's files cannot hold"
             ) from problem
+
+
+def _name(owner: str | EdgeType) -> str:
+    return owner if isinstance(owner, str) else ":".join(owner)
 
 
 def _ids(ids: Array) -> torch.Tensor:
