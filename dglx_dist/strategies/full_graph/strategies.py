@@ -15,7 +15,14 @@ from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel, check_one_type
 from dglx_dist.strategies.full_graph import cost as costs
-from dglx_dist.strategies.full_graph.loader import Batch, FullGraphLoader
+from dglx_dist.strategies.full_graph.loader import (
+    Batch,
+    FullGraphLoader,
+    PlanMaker,
+    PlanSource,
+    PlanSpec,
+    gather_seeds,
+)
 from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate, choose_batches
 from dglx_dist.strategies.full_graph.model import HaloModel, check_rows_stay_apart
 from dglx_dist.strategies.full_graph.options import (
@@ -26,7 +33,6 @@ from dglx_dist.strategies.full_graph.options import (
     read_full_graph_options,
     read_request,
 )
-from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSource, PlanSpec, gather_seeds
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph

@@ -315,30 +315,3 @@ def test_options() -> None:
     assert options_of(memory=5000).memory_bytes == 5000
     assert options_of(external_hops=0).eas == EasOptions(hops=0)
     assert options_of(external_policy="degree").eas == EasOptions(hops=1, fanout=15, policy="degree")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batches": 0}, "batches=0"),
-        ({"batches": -1}, "batches=-1"),
-        ({"batches": 2, "memory": "1GB"}, "and not both"),
-        ({"memory": "much"}, "'much' is not a size in bytes"),
-        ({"composition": "any"}, "composition='any' must be random, ordered or shuffled"),
-        ({"keep": "tape"}, "keep='tape'"),
-        ({"external_hops": 1}, "external_hops=1 without external_fanout"),
-        ({"external_hops": 1, "external_policy": "degree"}, "external_hops=1 without external_fanout"),
-        ({"external_hops": -1}, "external_hops=-1"),
-        ({"external_fanout": 0}, "external_fanout=0"),
-        ({"external_fanout": -2}, "external_fanout=-2"),
-        ({"external_policy": "best"}, "external_policy='best'"),
-        ({"external_inner": "graph"}, "external_inner='graph'"),
-        ({"external_inner": "batch"}, "external_inner='batch' belong to"),
-        ({"resample_every": -1}, "resample_every=-1"),
-        ({"resample_every": 2}, "resample_every=2"),
-        ({"hops": 1}, "no option 'hops'"),
-    ],
-)
-def test_what_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        options_of(**options)

@@ -22,7 +22,7 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.expansion import EasOptions
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock
-from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSource, PlanSpec
+from dglx_dist.strategies.full_graph.loader import PlanMaker, PlanSource, PlanSpec
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import plan_cases, runs

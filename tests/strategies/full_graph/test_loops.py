@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import dglx_dist as dx
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -33,6 +34,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "one hop": ("shared_preload", {"hops": 1}),
     "closed": ("shared_preload", {}),
 }
+LOCAL = "local graph"
+"""Another way: ``dx.local_graph`` in place of a loader."""
 
 
 def forward_twice(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
@@ -73,9 +76,20 @@ def made(g: DistGraph, way: str) -> tuple[Any, Any]:
     return strategy, strategy.loader(g, runs.my_share(g), runs.sampler())
 
 
+def on_local_graph(g: DistGraph, step: runs.Step, kind: str, reduction: str = "mean") -> list[Any]:
+    strategy: Any = STRATEGIES.get("full_graph")(g.session, {})
+    lg, module = dx.local_graph(g), runs.first_model(kind)
+    mask = lg.ndata["train_mask"]
+    batch = [lg, lg], lg.ndata["feat"], lg.ndata["label"][mask]
+    model = runs.OfTargets(strategy.wrap(module, g, reduction), mask)
+    return runs.trained(module, model, lambda: [batch], step, epochs=EPOCHS)
+
+
 def trained(
     g: DistGraph, way: str, step: runs.Step, kind: str = "sage", reduction: str = "mean"
 ) -> list[Any]:
+    if way == LOCAL:
+        return on_local_graph(g, step, kind, reduction)
     (strategy, loader), module = made(g, way), runs.first_model(kind)
     return runs.trained(
         module, strategy.wrap(module, g, reduction), runs.batches_of(loader), step, epochs=EPOCHS
@@ -157,10 +171,16 @@ def rows_and_gradients(g: DistGraph, way: str) -> dict[str, Any]:
 
 
 def on_rank(folder: str) -> dict[str, Any]:
-    with start_session(timeout_s=60) as session:
+    with start_session(strategy="full_graph", timeout_s=60) as session:
         g = DistGraph(folder)
         found: dict[str, Any] = {way: rows_and_gradients(g, way) for way in WAYS}
-        found |= {name: {way: trained(g, way, *case) for way in WAYS} for name, case in STEPS.items()}
+        found |= {
+            name: {way: trained(g, way, *case) for way in (*WAYS, LOCAL)} for name, case in STEPS.items()
+        }
+        before = session.ledger.snapshot()
+        found["plain"] = {LOCAL: on_local_graph(g, runs.mean_loss, "sage")}
+        moved = runs.moved_since(session, before)
+        found["bytes"] = [moved["halo", False] + moved["halo", True], dx.local_graph(g)._block.halo_rows]
         found["in two"] = {way: trained_in_two(g, way) for way in WAYS}
         found["embedding"] = {way: with_embedding(g, way) for way in WAYS}
         assert session.step_share is None
@@ -180,12 +200,19 @@ def expected_of(name: str) -> list[Any]:
     return runs.one_process(runs.first_model(kind), step, EPOCHS)
 
 
-@pytest.mark.parametrize("name", [*STEPS, "in two", "embedding"])
+@pytest.mark.parametrize("name", [*STEPS, "plain", "in two", "embedding"])
 def test_ranks_leave_the_weights_of_one_process(results: list[dict[str, Any]], name: str) -> None:
     expected = expected_of(name)
     for result in results:
-        for way in WAYS:
-            assert difference(result[name][way], expected) <= TOLERANCE, way
+        for way, weights in result[name].items():
+            assert difference(weights, expected) <= TOLERANCE, way
+
+
+def test_a_local_graph_sends_features_once_and_layer_2_its_narrower_output(
+    results: list[dict[str, Any]],
+) -> None:
+    moved, halo = np.sum([result["bytes"] for result in results], axis=0).tolist()
+    assert moved == EPOCHS * halo * min(equality.HIDDEN, equality.CLASSES) * 8 > 0
 
 
 @pytest.mark.parametrize("way", ["full_graph", "one hop", "closed"])

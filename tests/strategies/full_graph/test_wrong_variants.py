@@ -15,11 +15,10 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph import loader as loader_module
 from dglx_dist.strategies.full_graph import plan_builder
-from dglx_dist.strategies.full_graph.loader import FullGraphLoader
+from dglx_dist.strategies.full_graph.loader import FullGraphLoader, PlanMaker, PlanSource, PlanSpec
 from dglx_dist.strategies.full_graph.model import install
 from dglx_dist.strategies.full_graph.options import read_request
 from dglx_dist.strategies.full_graph.plan_builder import make_plans
-from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSource, PlanSpec
 from tests.helpers.ranks import run_ranks
 from tests.strategies.full_graph import runs
 from tests.strategies.test_equality import TOLERANCE, difference
