@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import dgl
 import numpy as np
@@ -29,6 +29,7 @@ EdgesOfBlock: TypeAlias = Mapping[EdgeType, Array]
 """Edge type to the (E,) ids of a block's edges."""
 
 NO_ROWS: Array = np.empty(0, np.int64)
+K = TypeVar("K")
 _MARGIN = 8
 """New buffers get 1/8 spare rows, so that batches of about the same size fit."""
 
@@ -138,71 +139,55 @@ class Columns:
     """Memory for the rows of inputs."""
 
 
-@final
-class Fetch:
-    """Pending columns of one batch. Not thread-safe.
+def submit_columns(
+    store: KVStore,
+    columns: Columns,
+    inputs: Mapping[str, Array],
+    targets: Mapping[str, Array],
+    blocks: Sequence[EdgesOfBlock],
+    *,
+    distinct: bool = True,
+) -> Callable[[Sequence[DGLBlock]], None]:
+    """Send the requests for all rows of a batch, without waiting.
 
-    With ``distinct``, no input node and no target is repeated, as in all batches of compiled kernels.
+    Args:
+        store: Of the columns.
+        columns: What to fetch.
+        inputs: Node type to the (n,) int64 sources of the first block; a type may be missing.
+        targets: Node type to the (B,) int64 destinations of the last.
+        blocks: The edges of each block, the input-most first; read only when edge columns are fetched.
+        distinct: Whether no input node and no target is repeated, as in all batches of compiled kernels.
+
+    Returns:
+        What waits and sets the columns on the blocks, the input-most first. It raises PeerError if an owner
+        of rows is dead or silent.
     """
+    pending: list[tuple[int, str, Any, str, PendingPull]] = []
+    for ntype, name, key in _each(columns.inputs):
+        ids = inputs.get(ntype, NO_ROWS)
+        out = columns.memory.rows(key, len(ids), store.column(key).info)
+        pull = store.submit_pull(key, ids, out=out, distinct=distinct, phase=FEATURE_PHASE)
+        pending.append((0, "srcnodes", ntype, name, pull))
+    for ntype, name, key in _each(columns.targets):
+        pull = store.submit_pull(key, targets.get(ntype, NO_ROWS), distinct=distinct, phase=LABEL_PHASE)
+        pending.append((-1, "dstnodes", ntype, name, pull))
+    for number, edges in enumerate(blocks):
+        for etype, name, key in _each(columns.edges):
+            ids = edges[etype].astype(np.int64, copy=False)
+            pull = store.submit_pull(key, ids, phase=EDGE_PHASE, layer=number + 1)
+            pending.append((number, "edges", etype, name, pull))
 
-    def __init__(self, store: KVStore, columns: Columns, *, distinct: bool = True) -> None:
-        self._store, self._columns, self._distinct = store, columns, distinct
-        self._inputs: dict[tuple[str, str], PendingPull] = {}
-        self._targets: dict[tuple[str, str], PendingPull] = {}
-        self._edges: list[dict[tuple[EdgeType, str], PendingPull]] = []
+    def finish(built: Sequence[DGLBlock]) -> None:
+        for number, side, kind, name, pull in pending:
+            rows = pull() if side == "dstnodes" else columns.precision.converted(pull())
+            getattr(built[number], side)[kind].data[name] = rows
 
-    def start(
-        self, inputs: Mapping[str, Array], targets: Mapping[str, Array], blocks: Sequence[EdgesOfBlock]
-    ) -> None:
-        """Send the requests for all rows of the batch, without waiting.
+    return finish
 
-        Args:
-            inputs: Node type to the (n,) int64 sources of the first block; a type may be missing.
-            targets: Node type to the (B,) int64 destinations of the last.
-            blocks: The edges of each block, the input-most first; read only when edge columns are fetched.
-        """
-        self._inputs = {
-            (ntype, name): self._submit_input(key, inputs.get(ntype, NO_ROWS))
-            for ntype, names in self._columns.inputs.items()
-            for name, key in names.items()
-        }
-        self._targets = {
-            (ntype, name): self._store.submit_pull(
-                key, targets.get(ntype, NO_ROWS), distinct=self._distinct, phase=LABEL_PHASE
-            )
-            for ntype, names in self._columns.targets.items()
-            for name, key in names.items()
-        }
-        self._edges = [
-            {
-                (etype, name): self._store.submit_pull(
-                    key, edges[etype].astype(np.int64, copy=False), phase=EDGE_PHASE, layer=layer
-                )
-                for etype, names in self._columns.edges.items()
-                for name, key in names.items()
-            }
-            for layer, edges in enumerate(blocks, start=1)
-        ]
 
-    def finish(self, blocks: Sequence[DGLBlock]) -> None:
-        """Wait, and set the columns on ``blocks``, the input-most first.
-
-        Raises:
-            PeerError: an owner of rows is dead or silent.
-        """
-        converted = self._columns.precision.converted
-        for (ntype, name), pull in self._inputs.items():
-            blocks[0].srcnodes[ntype].data[name] = converted(pull())
-        for (ntype, name), pull in self._targets.items():
-            blocks[-1].dstnodes[ntype].data[name] = pull()
-        # Without edge columns, `start` may have got no edges.
-        for block, pulls in zip(blocks, self._edges, strict=bool(self._edges)):
-            for (etype, name), pull in pulls.items():
-                block.edges[etype].data[name] = converted(pull())
-
-    def _submit_input(self, key: str, ids: Array) -> PendingPull:
-        out = self._columns.memory.rows(key, len(ids), self._store.column(key).info)
-        return self._store.submit_pull(key, ids, out=out, distinct=self._distinct, phase=FEATURE_PHASE)
+def _each(columns: Mapping[K, Mapping[str, str]]) -> Iterator[tuple[K, str, str]]:
+    # Type, name in the frame, name in the store.
+    return ((kind, name, key) for kind, names in columns.items() for name, key in names.items())
 
 
 def edges_of(block: DGLBlock) -> dict[EdgeType, Array]:

@@ -373,7 +373,7 @@ def _item(program: Program, slot: str, role: Role, per: Per = Per.NODE) -> Item:
 
 
 def _saved(program: Program, step: Vertex) -> tuple[Item, ...]:
-    widths = vertex_stage(step.stage, step.config).saved_widths
+    widths = vertex_stage(step.stage, step.config).shapes.saved
     return tuple(Item(Role.SAVED, Per.NODE, program.dtype, "", width) for width in widths)
 
 

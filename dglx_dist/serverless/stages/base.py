@@ -288,31 +288,15 @@ class VertexStage(Stage):
     """
 
     shapes: StageShapes
-    """Set by the constructor, unless the class defines the four properties itself."""
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        return self.shapes.weights
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        return self.shapes.inputs
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        return self.shapes.outputs
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        return self.shapes.saved
+    """Set by the constructor."""
 
     @abstractmethod
     def forward(self, weights: Rows, inputs: Rows) -> Forward:
         """Compute the outputs of n rows, n >= 0.
 
         Args:
-            weights: One per :attr:`weight_shapes`.
-            inputs: One (n, width) per :attr:`input_widths`.
+            weights: One per weight of :attr:`shapes`.
+            inputs: One (n, width) per input.
         """
 
     @abstractmethod
