@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,3 +43,17 @@ def _place(names: dict[str, Any]) -> int:
 def worker_package(tmp_path_factory: pytest.TempPathFactory) -> Packed:
     """The whole package of a worker, NumPy and pyzmq included; written once, for it takes seconds."""
     return write_zip(tmp_path_factory.mktemp("package") / "worker.zip")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The graph of tests/strategies/equality.py in parts; each file has its own, as caches lie beside it."""
+    from tests.strategies import equality
+
+    return equality.write_parts(tmp_path_factory.mktemp("equality"))
+
+
+@pytest.fixture(scope="module")
+def dataset(folder: Path) -> str:
+    """The same as it is named in a configuration."""
+    return str(folder)

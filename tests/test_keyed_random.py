@@ -1,15 +1,7 @@
 import numpy as np
 import pytest
 
-from dglx_dist.keyed_random import (
-    bounded,
-    hash_ids,
-    item_key,
-    mix,
-    relation_keys,
-    splitmix64,
-    stream_key,
-)
+from dglx_dist.keyed_random import bounded, hash_ids, item_key, mix, relation_keys, splitmix64, stream_key
 
 
 def test_mix_is_splitmix64() -> None:

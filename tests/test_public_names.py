@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import dglx_dist
+from dglx_dist import dataloading
 
 
 @pytest.mark.parametrize("name", dglx_dist.__all__)
@@ -24,8 +25,16 @@ def test_dir_lists_the_names() -> None:
     assert set(dglx_dist.__all__) < set(dir(dglx_dist))
 
 
-def test_dgls_name_of_the_loader_is_the_same_thing() -> None:
-    assert dglx_dist.DistNodeDataLoader is dglx_dist.DataLoader
+def test_dgls_names_of_the_loaders_are_the_same_things() -> None:
+    assert dglx_dist.DistNodeDataLoader is dglx_dist.DataLoader is dataloading.DataLoader
+    assert dglx_dist.DistEdgeDataLoader is dataloading.DistEdgeDataLoader
+
+
+def test_what_does_not_stand_in_for_dgl_says_so_when_it_is_imported() -> None:
+    with pytest.raises(ImportError, match=r"ShaDowKHopSampler .* import it from dgl\.dataloading"):
+        _ = dataloading.ShaDowKHopSampler
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = dataloading.no_such_thing
 
 
 def test_importing_loads_neither_dgl_nor_torch() -> None:

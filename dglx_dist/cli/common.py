@@ -102,20 +102,6 @@ def check_picture(picture: Path, option: str, example: str) -> None:
         raise ConfigError(f"{option} {picture} is a folder; give the name of a file in it, such as {example}")
 
 
-def ranks_of_each(ranks: int, servers: int | None) -> int | None:
-    """Return the number of ranks on each server, None without a number of servers; ConfigError if uneven."""
-    if ranks < 1:
-        raise ConfigError(f"--ranks {ranks} must be at least 1")
-    if servers is None:
-        return None
-    if servers < 1 or ranks % servers:
-        raise ConfigError(
-            f"--ranks {ranks} cannot be divided among --servers {servers}; "
-            "make the ranks a multiple of the servers"
-        )
-    return ranks // servers
-
-
 def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., None]]:
     """Make a function of a record of options a command of ``typer``, whose help is the docstring.
 

@@ -15,10 +15,10 @@ from dglx_dist.cli.common import (
     show,
     write,
 )
-from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.comm.topology import launched_by_torchrun
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import flag_of
+from dglx_dist.training.config import PlanConfig
 
 if TYPE_CHECKING:
     from dglx_dist.planner.choose import Regions

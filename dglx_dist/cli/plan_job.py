@@ -14,17 +14,15 @@ import torch
 
 from dglx_dist.api import init
 from dglx_dist.auto import batch_assumptions, draws_of
-from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.data.partition.base import PARTITIONERS
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.planner import expected
 from dglx_dist.planner.choose import Regions, choose, enumerate_candidates, find_regions, works_of
 from dglx_dist.planner.measure import PROGRAM_BYTES, MeasureConfig, measure
 from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import Choice, ChoiceOptions, Rate
-from dglx_dist.planner.workload import check_plannable
+from dglx_dist.planner.workload import EXPECTED, check_plannable, expected_batches
 from dglx_dist.records import FEATURE, NODE_TYPE
 from dglx_dist.report.tables import plural
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
@@ -34,10 +32,11 @@ from dglx_dist.strategies.cost import (
     Draws,
     GraphStats,
     Measured,
-    MemoryModel,
     ModelShape,
     PlanContext,
+    trace_of_widths,
 )
+from dglx_dist.training.config import PlanConfig
 from dglx_dist.training.models import build_model
 
 Notify = Callable[[str], None]
@@ -88,13 +87,11 @@ def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, 
 def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
     graph, cluster = _stats_of(plan), cluster_of(plan)
     shape = _shape(plan, graph.features, plan.hidden, graph.classes)
-    memory = MemoryModel(
-        graph=graph, shape=shape, cluster=cluster, program_bytes=PROGRAM_BYTES, replicated=True
-    )
-    partitioned = _is_partitioned(plan, memory.structure)
+    trace = trace_of_widths(shape)
+    partitioned = _is_partitioned(plan, graph.structure_bytes)
     draws, batches = _draws_of(plan), None
     if draws is not None:
-        batches = expected.batches(
+        batches = expected_batches(
             graph, cluster, draws, gradient_bytes=shape.gradient_bytes, partitioned=partitioned
         )
     steps = 0 if batches is None else batches.steps
@@ -106,13 +103,15 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         shape=shape,
         cluster=cluster,
         rates=assumed_rates(speed=plan.speed),
-        memory=replace(memory, replicated=not partitioned),
+        program_bytes=PROGRAM_BYTES,
+        of_batches=trace,
+        of_graphs=trace,
         batches=batches,
         works={work: work.estimate(graph, cluster, plan.layers) for work in works_of(candidates)},
         structure_partitioned=partitioned,
         epoch=_EPOCH,
         assumptions=(
-            *expected.ASSUMPTIONS,
+            *EXPECTED,
             f"{100 * graph.edge_cut:.1f}% of the edges are between servers ({graph.method}) (--edge-cut)",
             f"the squares of in-degrees are {graph.degree_spread:g} times what equal ones have "
             "(--degree-spread)",

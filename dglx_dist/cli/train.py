@@ -10,11 +10,11 @@ from pathlib import Path
 
 import typer
 
-from dglx_dist.cli.common import LAUNCHED, command, ranks_of_each, say, show, write
+from dglx_dist.cli.common import LAUNCHED, command, say, show, write
 from dglx_dist.comm.topology import launched_by_torchrun, rank_environment, read_settings, read_topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.tables import plural
-from dglx_dist.training.config import TrainConfig
+from dglx_dist.training.config import TrainConfig, ranks_of_each
 
 INTERRUPTED = 128 + signal.SIGINT
 

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -263,55 +264,71 @@ def open_endpoints(
 
 
 @final
-class Call:
-    """One request in flight. Its reply must be taken on the thread that sent it."""
+class Pending:
+    """A call in flight, or the ``answer`` of one to the own rank. Any thread may wait for it."""
 
-    def __init__(self, link: Link, request: int, op: str, name: str) -> None:
-        self._link, self._request, self._op, self._name = link, request, op, name
+    def __init__(self, link: Link | None, request: int, what: str, answer: list[Array] | None = None) -> None:
+        self._link, self._request, self._what, self._answer = link, request, what, answer
         self._started = time.monotonic()
+        self.timeout_s = 0.0
+        """Of a :meth:`result` that names none."""
+        self.count: Callable[[int], None] | None = None
+        """Called with the bytes of the answer when it has arrived."""
 
-    def arrived(self) -> bool:
-        """Whether the reply has arrived or the connection is broken; never waits."""
+    @property
+    def age_s(self) -> float:
+        """Seconds since the call."""
+        return time.monotonic() - self._started
+
+    def ready(self) -> bool:
+        """Whether :meth:`result` would return, or raise, without waiting."""
         link = self._link
+        if self._answer is not None or link is None:
+            return True
         while self._request not in link.replies and link.pump(0):
             pass
         return self._request in link.replies or bool(link.broken)
 
-    def wait(self, timeout_s: float) -> list[Array]:
-        """Wait for the reply.
+    def result(self, timeout_s: float | None = None) -> list[Array]:
+        """Wait for the answer, at most ``timeout_s`` since the call (None: the session's time-out).
 
-        PeerError: the peer is dead, or silent for ``timeout_s`` since the call, or the session is closed;
-        RemoteError: the handler raised.
+        PeerError names a rank that is dead or silent; RemoteError: the handler there raised.
         """
+        if self._answer is None:
+            self._answer = self._wait(self.timeout_s if timeout_s is None else timeout_s)
+            if self.count is not None:
+                self.count(payload_bytes(self._answer))
+        return self._answer
+
+    def _wait(self, timeout_s: float) -> list[Array]:
         link = self._link
+        assert link is not None
         while self._request not in link.replies:
-            left_s = self._started + timeout_s - time.monotonic()
+            left_s = timeout_s - self.age_s
             if link.broken:
-                after = f" ({time.monotonic() - self._started:.1f} s after the call)"
-                raise PeerError(f"{link.name} {link.broken} while asked for {self._what()}{after}")
+                after = f" ({self.age_s:.1f} s after the call)"
+                raise PeerError(f"{link.name} {link.broken} while asked for {self._what}{after}")
             # Checked even when the time is up: the reply may have arrived long before.
             received = link.pump(min(_POLL_MS, max(int(left_s * 1000) + 1, 0)))
             if left_s <= 0 and not received:
                 raise PeerError(
-                    f"{link.name} did not answer {self._what()} within {timeout_s:g} s; it may hang or be "
-                    "overloaded: look at its output, or raise timeout_s (DGLX_TIMEOUT)"
+                    f"{link.name} did not answer {self._what} within {round(timeout_s, 3):g} s; it may hang "
+                    "or be overloaded: look at its output, or raise timeout_s (DGLX_TIMEOUT)"
                 )
         head, arrays = link.replies.pop(self._request)
         if head.kind is Kind.ERROR:
-            raise RemoteError(f"{link.name} failed at {self._what()}: {head.name}")
+            raise RemoteError(f"{link.name} failed at {self._what}: {head.name}")
         return arrays
 
     def __del__(self) -> None:
         # Nothing can read the reply any more, so it is dropped when it arrives.
-        self._link.forget(self._request)
-
-    def _what(self) -> str:
-        return f"{self._op} {self._name!r}" if self._name else self._op
+        if self._link is not None:
+            self._link.forget(self._request)
 
 
 @final
 class Link:
-    """The connection of one thread to one peer; other threads may only :meth:`close` and :meth:`forget`."""
+    """The connection over which one thread calls one peer; any thread may wait for replies, and close it."""
 
     def __init__(self, socket: zmq.Socket[bytes], peer: PeerAddress, closing: threading.Event) -> None:
         self.name = f"rank {peer.rank} on {peer.host}"
@@ -329,9 +346,9 @@ class Link:
         self._next_request = 0
         self._retries = 0
 
-    def send(self, op: str, name: str, arrays: Sequence[Array]) -> Call:
+    def send(self, op: str, name: str, arrays: Sequence[Array]) -> Pending:
         self._next_request += 1
-        call = Call(self, self._next_request, op, name)
+        call = Pending(self, self._next_request, f"{op} {name!r}" if name else op)
         buffers = encode(Head(Kind.REQUEST, self._next_request, op, name), arrays)
         self._waiting.add(self._next_request)
         try:
@@ -422,7 +439,7 @@ class Client:
         self._links: weakref.WeakSet[Link] = weakref.WeakSet()
         self._links_lock = threading.Lock()
 
-    def send(self, rank: int, op: str, name: str, arrays: Sequence[Array]) -> Call:
+    def send(self, rank: int, op: str, name: str, arrays: Sequence[Array]) -> Pending:
         return self._link(rank).send(op, name, arrays)
 
     def close(self) -> None:
@@ -468,30 +485,6 @@ _MAX_STATUS_BYTES = 400
 
 
 @final
-class Pending:
-    """A call in flight. ``result`` must be called on the thread that submitted it."""
-
-    def __init__(self, rpc: Rpc, rank: int, answer: Call | list[Array], phase: str, layer: int) -> None:
-        self._rpc, self._rank, self._answer = rpc, rank, answer
-        self._phase, self._layer = phase, layer
-
-    def ready(self) -> bool:
-        """Whether :meth:`result` would return, or raise, without waiting; on the thread that submitted."""
-        return self._answer.arrived() if isinstance(self._answer, Call) else True
-
-    def result(self, timeout_s: float | None = None) -> list[Array]:
-        """Wait for the answer, at most ``timeout_s`` since the call (None: the session's time-out).
-
-        PeerError names a rank that is dead or silent; RemoteError: the handler there raised.
-        """
-        if isinstance(self._answer, Call):
-            arrays = self._answer.wait(self._rpc.timeout_s if timeout_s is None else timeout_s)
-            self._rpc.count(self._phase, self._layer, self._rank, None, payload_bytes(arrays))
-            self._answer = arrays
-        return self._answer
-
-
-@final
 class Rpc:
     """Serves and makes one-sided calls, which ``ledger`` counts; an answer may take ``timeout_s``."""
 
@@ -505,9 +498,9 @@ class Rpc:
             ]
         }
         self._client_handlers: dict[str, Handler] = {}
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._server: Server | None = None
-        self._client_server: tuple[zmq.Context[zmq.Socket[bytes]], Server] | None = None
+        self._contexts: list[zmq.Context[zmq.Socket[bytes]]] = []
+        """One for each server: ZeroMQ has one authenticator for all sockets of a context."""
+        self._servers: list[Server] = []
         self._client: Client | None = None
         self.credentials: Credentials | None = None
         """Presented and accepted by this rank; None: it does not listen."""
@@ -518,25 +511,18 @@ class Rpc:
 
     def listen(self, address: str, credentials: Credentials) -> str:
         """Start serving on ``address``; return the endpoint to publish."""
-        self._context = zmq.Context()
-        self.address = address
-        self._server = Server(self._context, address, credentials, self._handlers)
-        self.credentials = credentials
-        return self._server.endpoint
+        self.address, self.credentials = address, credentials
+        return self._serve(address, credentials, self._handlers)
 
     def connect(self, peers: Mapping[int, PeerAddress]) -> None:
-        if self._context is None or self.credentials is None:
+        if self.credentials is None:
             raise ConfigError("listen() must come before connect()")
         self.addresses = dict(peers)
-        self._client = Client(self._context, peers, self.credentials)
+        self._client = Client(self._contexts[0], peers, self.credentials)
 
     def listen_to_clients(self, address: str, credentials: Credentials) -> str:
         """Serve what is registered for clients at another port of ``address``; return the endpoint."""
-        # Another context: ZeroMQ has one authenticator for all sockets of a context.
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        server = Server(context, address, credentials, self._client_handlers)
-        self._client_server = context, server
-        return server.endpoint
+        return self._serve(address, credentials, self._client_handlers)
 
     def register(self, op: str, handler: Handler, *, for_clients: bool = False) -> None:
         """Answer calls of ``op`` with ``handler``, called from any thread, several at a time.
@@ -556,20 +542,24 @@ class Rpc:
         self._client_handlers.pop(op, None)
 
     def submit(
-        self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str, layer: int = 0
+        self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str | None, layer: int = 0
     ) -> Pending:
         """Call ``rank`` and return at once; any thread. ``arrays`` must not change until the result arrives.
 
-        A call to the own rank runs the handler at once, without socket or bytes. RemoteError: that handler
-        raised; PeerError: there is no such rank, or the session is closed.
+        ``phase``: for the ledger; None: not counted. A call to the own rank runs the handler at once, without
+        socket or bytes. RemoteError: that handler raised; PeerError: there is no such rank, or the session is
+        closed.
         """
         if rank == self.rank:
-            return Pending(self, rank, self._call_locally(op, name, arrays), phase, layer)
+            return Pending(None, 0, op, self._call_locally(op, name, arrays))
         if self._client is None:
             raise PeerError(f"there is no rank {rank}: this session runs alone")
         call = self._client.send(rank, op, name, arrays)
-        self.count(phase, layer, None, rank, payload_bytes(arrays))
-        return Pending(self, rank, call, phase, layer)
+        call.timeout_s = self.timeout_s
+        if phase is not None:
+            call.count = partial(self.count, phase, layer, rank, None)
+            self.count(phase, layer, None, rank, payload_bytes(arrays))
+        return call
 
     def call(
         self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str, layer: int = 0
@@ -601,23 +591,21 @@ class Rpc:
         """Stop serving and calling; may be called twice. Does not wait for other ranks."""
         if self._client is not None:
             self._client.close()
-        if self._server is not None:
-            self._server.close()
-        if self._context is not None:
+        while self._servers:
+            self._servers.pop().close()
+        while self._contexts:
             with contextlib.suppress(zmq.ZMQError):
-                self._context.destroy(linger=0)
-        self._context = self._server = None
-        if self._client_server is not None:
-            context, server = self._client_server
-            server.close()
-            with contextlib.suppress(zmq.ZMQError):
-                context.destroy(linger=0)
-            self._client_server = None
+                self._contexts.pop().destroy(linger=0)
 
     def forget(self) -> None:
         """In a forked process: leave sockets and threads to the parent and refuse calls."""
         if self._client is not None:
             self._client.forget()
+
+    def _serve(self, address: str, credentials: Credentials, handlers: Mapping[str, Handler]) -> str:
+        self._contexts.append(zmq.Context())
+        self._servers.append(Server(self._contexts[-1], address, credentials, handlers))
+        return self._servers[-1].endpoint
 
     def _call_locally(self, op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
         try:

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -291,34 +291,6 @@ _CURRENT: list[Session] = []
 _LATER: list[Callable[[], Session]] = []
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionConfig:
-    """The user's settings of a session."""
-
-    strategy: str
-    options: Mapping[str, object]
-    timeout_s: float
-    seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SessionParts:
-    topology: Topology
-    rpc: Rpc
-    ledger: Ledger
-    scratch: Scratch
-    hosts: tuple[str, ...]
-    """(W,) machine of each rank, for messages."""
-    device: torch.device
-    job: str
-    """Unique name of the session, equal on its ranks."""
-    trace: TraceWriter | None
-    """None unless DGLX_TRACE asks for it."""
-    store: JobStore | None = None
-    """None on one rank."""
-    owns_group: bool = False
-
-
 V = TypeVar("V")
 
 
@@ -345,27 +317,43 @@ class SessionField(Generic[V]):
 
 
 @final
+@dataclass(kw_only=True, eq=False, repr=False)
 class Session:
     """One rank's run, see :func:`start_session`. Close it, or use it as a context manager."""
 
-    def __init__(self, config: SessionConfig, parts: _SessionParts) -> None:
-        self.strategy, self.options = config.strategy, dict(config.options)
-        self.timeout_s, self.seed = config.timeout_s, config.seed
-        self.topology, self.device = parts.topology, parts.device
-        self.rpc, self.ledger = parts.rpc, parts.ledger
-        self.store, self.trace, self.hosts = parts.store, parts.trace, parts.hosts
-        self.step_share: StepShare | None = None
-        """Set by the loader when it yields a batch."""
-        self.timeline = Timeline()
-        """Off until started."""
+    strategy: str
+    options: dict[str, object]
+    """Of the strategy."""
+    timeout_s: float
+    seed: int
+    topology: Topology
+    rpc: Rpc
+    ledger: Ledger
+    hosts: tuple[str, ...]
+    """(W,) machine of each rank, for messages."""
+    device: torch.device
+    job: str
+    """Unique name of the session, equal on its ranks."""
+    trace: TraceWriter | None
+    """None unless DGLX_TRACE asks for it."""
+    store: JobStore | None = None
+    """None on one rank."""
+    owns_group: bool = False
+    """Whether the process group ends with the session."""
+    step_share: StepShare | None = field(default=None, init=False)
+    """Set by the loader when it yields a batch."""
+    timeline: Timeline = field(default_factory=Timeline, init=False)
+    """Off until started."""
+    before_close: list[Callable[[], None]] = field(default_factory=list, init=False)
+    """Called first by :meth:`close`, unless the session failed, to finish outstanding work."""
+    on_close: list[Callable[[], None]] = field(default_factory=list, init=False)
+    """Called next by :meth:`close`, also after a failure, to release resources; must not wait."""
+
+    def __post_init__(self) -> None:
         self._fields: dict[object, Any] = {}
         """By :class:`SessionField`."""
-        self.before_close: list[Callable[[], None]] = []
-        """Called first by :meth:`close`, unless the session failed, to finish outstanding work."""
-        self.on_close: list[Callable[[], None]] = []
-        """Called next by :meth:`close`, also after a failure, to release resources; must not wait."""
-        self._scratch, self._owns_group, self._job = parts.scratch, parts.owns_group, parts.job
         self._closed = False
+        self._scratch = Scratch(self.job, self.topology.server)
         self._watch: FailureWatch | None = None
         if self.store is not None:
             self._watch = FailureWatch(self.store, self.rpc, self.hosts, self._scratch.close)
@@ -406,13 +394,13 @@ class Session:
             release()
         self.rpc.doing = _END
         if self.trace is not None:
-            self.trace.write(self._job, self.topology, self.ledger, failed=failed)
+            self.trace.write(self.job, self.topology, self.ledger, failed=failed)
         if self.store is not None and not failed:
             self._wait_for_the_others(self.store)
         if self._watch is not None:
             self._watch.close()
         self.rpc.close()
-        if self._owns_group and dist.is_initialized():
+        if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._scratch.close()
         if _CURRENT and _CURRENT[-1] is self:
@@ -503,12 +491,11 @@ def start_session(
     found = topology or read_topology()
     if launched_by_torchrun() and not settings.allocator_set:
         keep_memory()
-    config = SessionConfig(strategy=strategy, options=options or {}, timeout_s=limit_s, seed=seed)
+    mine = {"strategy": strategy, "options": dict(options or {}), "timeout_s": limit_s, "seed": seed}
     if found.world_size == 1:
-        parts = _parts_of_one_rank(found, limit_s, settings)
+        session = _session_of_one_rank(found, settings, mine)
     else:
-        parts = _parts_of_ranks(found, config, settings, correct_nodes=topology is None, backend=backend)
-    session = Session(config, parts)
+        session = _session_of_ranks(found, settings, mine, correct_nodes=topology is None, backend=backend)
     _CURRENT.append(session)
     return session
 
@@ -536,40 +523,40 @@ def session_if_open() -> Session | None:
     return _CURRENT[-1] if _CURRENT else None
 
 
-def _parts_of_one_rank(topology: Topology, timeout_s: float, settings: Settings) -> _SessionParts:
-    trace = None if settings.trace is None else TraceWriter(settings.trace, topology.rank)
-    ledger, job = Ledger(topology), secrets.token_hex(8)
-    return _SessionParts(
+def _session_of_one_rank(topology: Topology, settings: Settings, mine: Mapping[str, Any]) -> Session:
+    ledger = Ledger(topology)
+    return Session(
+        **mine,
         topology=topology,
-        rpc=Rpc(0, ledger, timeout_s),
+        rpc=Rpc(0, ledger, mine["timeout_s"]),
         ledger=ledger,
-        scratch=Scratch(job, 0),
         hosts=(socket.gethostname(),),
         device=_device(0),
-        job=job,
-        trace=trace,
+        job=secrets.token_hex(8),
+        trace=None if settings.trace is None else TraceWriter(settings.trace, topology.rank),
     )
 
 
-def _parts_of_ranks(
+def _session_of_ranks(
     topology: Topology,
-    config: SessionConfig,
     settings: Settings,
+    mine: Mapping[str, Any],
     *,
     correct_nodes: bool,
     backend: str | None,
-) -> _SessionParts:
+) -> Session:
+    """Meet the other ranks; ``mine`` has the arguments of :func:`start_session` that a session stores."""
     if not launched_by_torchrun():
         raise ConfigError(f"{topology.world_size} ranks need torchrun's environment; start with torchrun")
-    rendezvous = read_rendezvous()
+    timeout_s, rendezvous = float(mine["timeout_s"]), read_rendezvous()
     bind_alike(rendezvous)
-    raw = open_store(rendezvous, topology.rank, topology.world_size, config.timeout_s)
-    store = JobStore(raw, topology.rank, topology.world_size, config.timeout_s)
+    raw = open_store(rendezvous, topology.rank, topology.world_size, timeout_s)
+    store = JobStore(raw, topology.rank, topology.world_size, timeout_s)
     trace, no_trace = open_trace(settings.trace, topology.rank)
     hello = {
         "host": socket.gethostname(),
         "node": rendezvous.node,
-        **agreement_facts(config.strategy, config.options, config.seed, settings.curve),
+        **agreement_facts(mine["strategy"], mine["options"], mine["seed"], settings.curve),
         "no_trace": no_trace,
     }
     hellos: list[Any] = store.exchange("start", hello)
@@ -578,7 +565,7 @@ def _parts_of_ranks(
         topology = with_nodes(topology, tuple(one["node"] for one in hellos))
     hosts = tuple(str(one["host"]) for one in hellos)
     ledger = Ledger(topology)
-    rpc = Rpc(topology.rank, ledger, config.timeout_s)
+    rpc = Rpc(topology.rank, ledger, timeout_s)
     with ExitStack() as undo:
         undo.callback(rpc.close)
         address = listening_address(rendezvous)
@@ -586,24 +573,23 @@ def _parts_of_ranks(
             store.exchange, hosts, lambda served: rpc.listen(address, served), encrypted=settings.curve
         )
         rpc.connect(addresses)
-        owns_group = _make_group(raw, topology, config.timeout_s, backend)
+        owns_group = _make_group(raw, topology, timeout_s, backend)
         undo.pop_all()
     device = _device(rendezvous.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # the meaning of "cuda" without a number in the user's code
-    # A hash, because folder names are public on a machine and must not reveal the secret.
-    job = hashlib.sha256(credentials.secret).hexdigest()[:16]
-    return _SessionParts(
+    return Session(
+        **mine,
         topology=topology,
         rpc=rpc,
         ledger=ledger,
-        scratch=Scratch(job, topology.server),
-        store=store,
         hosts=hosts,
         device=device,
-        owns_group=owns_group,
-        job=job,
+        # A hash, because folder names are public on a machine and must not reveal the secret.
+        job=hashlib.sha256(credentials.secret).hexdigest()[:16],
         trace=trace,
+        store=store,
+        owns_group=owns_group,
     )
 
 

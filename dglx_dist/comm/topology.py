@@ -245,8 +245,7 @@ def _integer(
 
 def _object(variables: Mapping[str, str], name: str) -> dict[str, object]:
     def parsed(text: str) -> dict[str, object] | None:
-        value = json.loads(text)
-        return value if isinstance(value, dict) else None
+        return value if isinstance(value := json.loads(text), dict) else None
 
     return _parsed(variables, name, parsed, 'a JSON object, like {"depth": 2}') if variables.get(name) else {}
 

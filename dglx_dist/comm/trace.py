@@ -198,6 +198,7 @@ def _part_of(path: Path) -> Path:
 
 
 _FORMAT = "dglx_dist trace 1"
+_MAX_US = 1e18
 _HEAD = f'{{"otherData": {{"format": "{_FORMAT}"'
 _ROWS = (COMPUTE, GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK, LOADER)
 
@@ -278,30 +279,30 @@ def write_trace(path: Path, trace: TraceFile) -> None:
 def read_trace(path: str | Path) -> TraceFile:
     """Read what :func:`write_trace` wrote; StorageError if it is missing, damaged or no trace of ours."""
     try:
-        fields = Fields(json.loads(Path(path).read_text(encoding="utf-8")), str(path))
+        fields = Fields(json.loads(Path(path).read_text(encoding="utf-8")), str(path), error=StorageError)
     except FileNotFoundError as error:
         raise StorageError(
             f"there is no file {path}; `dglx train --trace FILE` and fit(trace=) write one"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise StorageError(f"{path} is no trace, or damaged ({error}); run the command again") from error
-    facts = fields.record("otherData")
+    facts = fields.inner("otherData")
     facts.choice("format", [_FORMAT])
-    events = fields.records("traceEvents")
+    events = fields.inners("traceEvents")
     spans: dict[int, list[Span]] = {}
     for event in (one for one in events if one.text("ph") == "X"):
-        spans.setdefault(event.integer("pid", at_least=0), []).append(_span(event))
+        spans.setdefault(event.whole("pid", 0), []).append(_span(event))
     ranks = tuple(
         RankSpans(
-            rank=(rank := one.integer("rank", at_least=0)),
+            rank=(rank := one.whole("rank", 0)),
             host=one.text("host"),
             spans=tuple(sorted(spans.get(rank, ()), key=lambda span: span.begin_s)),
-            clock_error_s=_number(one, "clock_error_us") / 1e6,
-            dropped=one.integer("dropped", at_least=0),
+            clock_error_s=one.number("clock_error_us", 0, _MAX_US) / 1e6,
+            dropped=one.whole("dropped", 0),
         )
-        for one in facts.records("ranks")
+        for one in facts.inners("ranks")
     )
-    return TraceFile(ranks=ranks, facts=facts.mapping("run"))
+    return TraceFile(ranks=ranks, facts=facts.inner("run").given)
 
 
 def _is_trace(path: Path) -> bool:
@@ -361,11 +362,9 @@ def assign_tracks(spans: Iterable[Span], *, nested: bool = True) -> list[list[Sp
 
 
 def _span(event: Fields) -> Span:
-    begin, duration = _number(event, "ts"), _number(event, "dur")
-    args = event.record("args")
-    batch, interval = (
-        args.integer(name) if name in event.mapping("args") else None for name in ("batch", "interval")
-    )
+    begin, duration = event.number("ts", 0, _MAX_US), event.number("dur", 0, _MAX_US)
+    args = event.inner("args")
+    batch, interval = (args.whole(name) if name in args.given else None for name in ("batch", "interval"))
     return Span(
         name=event.text("name"),
         row=event.text("cat"),
@@ -374,13 +373,6 @@ def _span(event: Fields) -> Span:
         batch=batch,
         interval=interval,
     )
-
-
-def _number(event: Fields, key: str) -> float:
-    value = event.value(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise event.wrong(key, "microseconds")
-    return float(value)
 
 
 def shifted_by(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:

@@ -1,175 +1,295 @@
-"""Strict reading of JSON objects; errors name the file, the key and the value."""
+"""Strict reading of untrusted JSON: every field is checked; errors name the file, the key and the value."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeGuard, TypeVar
+import dataclasses
+import functools
+import inspect
+import json
+import math
+import reprlib
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, Union, cast, final, get_args, get_origin
 
-from dglx_dist.errors import DglxError, StorageError
+from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.registry import did_you_mean
 
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 T = TypeVar("T")
+Reader: TypeAlias = Callable[[str], object]
 
 
+class Within(NamedTuple):
+    """Bounds in ``Annotated[TYPE, Within(low, high)]``: of a number, or of the length of a text or list."""
+
+    low: Any
+    high: Any = math.inf
+
+
+_REPR = reprlib.Repr()  # It neither follows deep nesting nor writes large values out.
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother = 3, 60, 60
+
+
+def _shown(value: object) -> str:
+    text = _REPR.repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@final
 class Fields:
-    """One JSON object; accessors raise ``error`` for a value of another kind.
+    """The fields of one object; call :meth:`end` after reading all of them.
+
+    :meth:`record` reads those of a dataclass by its annotations: bool, an Enum, a dataclass, ``X | None``
+    (None if missing or null), and int, float, str, ``tuple[X, ...]`` and ``Mapping[str, X]``, which
+    may be in ``Annotated`` with :class:`Within`.
 
     Args:
-        value: Parsed JSON.
-        where: The file.
-        key: Path of this object inside the file; empty for the whole.
-        known: The supported keys; None: any, see :meth:`finish`.
+        given: Parsed JSON.
+        where: The file, or what it describes, for messages.
+        key: Path of this object inside; empty for the whole.
         error: Raised, also by the objects inside.
+        hidden: Whether messages omit the values.
+
+    Raises:
+        DglxError: ``given`` is not a mapping with text keys. Every method that reads a field raises it if
+            the field is missing, has the wrong type or is out of bounds.
     """
 
     def __init__(
         self,
-        value: object,
+        given: object,
         where: str,
         key: str = "",
         *,
-        known: Sequence[str] | None = None,
-        error: type[DglxError] = StorageError,
+        error: type[DglxError] = ConfigError,
+        hidden: bool = False,
     ) -> None:
-        self.where, self._key, self._error = where, key, error
-        if not isinstance(value, dict):
-            names = f" with {', '.join(known)}" if known else ""
-            raise error(f"{where}: {_shown(key, value)}, expected an object{names}")
-        self._value: dict[str, Any] = value
-        self._seen: set[str] = set()
-        for name in value:
-            if known is not None and name not in known:
-                hint = f"{did_you_mean(name, known)} (supported: {', '.join(known)})"
-                raise error(f"{where}: key {self._path(name)!r} is not supported{hint}")
+        self.where, self._key, self._error, self._hidden = where, key, error, hidden
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            shown = "(not shown)" if hidden else _shown(given)
+            what = f"key {key!r} is {shown}" if key else f"it is {shown}"
+            raise error(f"{where}: {what}, expected an object with named fields")
+        self.given: Mapping[str, Any] = given
+        self._read: dict[str, None] = {}
 
-    def keys(self) -> Sequence[str]:
-        return list(self._value)
+    @classmethod
+    def parse(
+        cls,
+        text: bytes | str,
+        where: str,
+        longest: float = math.inf,
+        *,
+        error: type[DglxError] = ConfigError,
+    ) -> Fields:
+        """Return the fields of the object that is ``text``; raises as :func:`read_json`."""
+        return cls(read_json(text, longest, where, error=error), where, error=error)
 
-    def items(self, known: Sequence[str] | None = None) -> list[tuple[str, Fields]]:
-        """Return all keys with the objects that they hold; ``known`` as for the object itself."""
-        return [(key, self.record(key, known)) for key in self._value]
+    def only(self, known: Collection[str]) -> Fields:
+        """Return this object; raise the error if it has another field than the ``known``."""
+        for name in self.given:
+            if name not in known:
+                hint = f"{did_you_mean(name[:80], known)} (supported: {', '.join(known)})"
+                raise self._error(f"{self.where}: key {self._path(name)!r} is not supported{hint}")
+        return self
 
-    def has(self, key: str) -> bool:
-        """Return whether ``key`` has a value other than null."""
-        self._seen.add(key)
-        return self._value.get(key) is not None
+    def end(self) -> None:
+        """Raise the error if there is a field that was not read."""
+        self.only(self._read)
 
-    def wrong(self, key: str, expected: str) -> DglxError:
-        """Return the error that ``key`` must be ``expected``."""
-        if key not in self._value:
-            return self._error(f"{self.where}: key {self._path(key)!r} is missing, expected {expected}")
-        return self._error(f"{self.where}: {_shown(self._path(key), self._value[key])}, expected {expected}")
+    def wrong(self, name: str, expected: str) -> DglxError:
+        """Return the error that the field must be ``expected``."""
+        shown = "(not shown)" if self._hidden else _shown(self.given.get(name))
+        stated = f"is {shown}" if name in self.given else "is missing"
+        return self._error(f"{self.where}: key {self._path(name)!r} {stated}, expected {expected}")
 
-    def failure(self, problem: str) -> DglxError:
+    def failure(self, problem: object) -> DglxError:
         """Return the error that this object has ``problem``."""
-        return self._error(": ".join(filter(None, (self.where, self._key, problem))))
+        return self._error(": ".join(filter(None, (self.where, self._key, str(problem)))))
 
-    def value(self, key: str) -> Any:
-        if key not in self._value:
-            raise self.wrong(key, "a value")
-        self._seen.add(key)
-        return self._value[key]
+    def has(self, name: str) -> bool:
+        """Return whether the field has a value other than null."""
+        self._read[name] = None
+        return self.given.get(name) is not None
 
-    def text(self, key: str) -> str:
-        value = self.value(key)
-        if not isinstance(value, str):
-            raise self.wrong(key, "a string")
+    def any(self, name: str) -> Any:
+        """Return the field unchecked."""
+        self._read[name] = None
+        if name not in self.given:
+            raise self.wrong(name, "a value")
+        return self.given[name]
+
+    def maybe(self, name: str, read: Callable[[str], T], default: T) -> T:
+        """Return ``read(name)``, or ``default`` if the field is missing or null."""
+        return read(name) if self.has(name) else default
+
+    def whole(self, name: str, low: float = -math.inf, high: float = math.inf) -> int:
+        """Return an integer in [``low``, ``high``]."""
+        value = self.any(name)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.wrong(name, f"a whole number{_range(low, high, 'from')}")
         return value
 
-    def word(self, key: str) -> str:
+    def number(self, name: str, low: float, high: float) -> float:
+        """Return a number in [``low``, ``high``], both finite."""
+        value = self.any(name)
+        # Bounds before float(): NaN is within none, and a huge integer does not fit a float.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise self.wrong(name, f"a number{_range(low, high, 'from')}")
+        return float(value)
+
+    def flag(self, name: str) -> bool:
+        value = self.any(name)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def text(self, name: str, least: int = 0, most: float = math.inf) -> str:
+        """Return a text of ``least`` to ``most`` characters; printable ones if ``most`` is given."""
+        value, untrusted = self.any(name), most < math.inf
+        good = isinstance(value, str) and least <= len(value) <= most
+        if not good or (untrusted and not value.isprintable()):
+            kind, size = "a printable text" if untrusted else "a text", _range(least, most, "of")
+            raise self.wrong(name, f"{kind}{size}{' characters' if size else ''}")
+        return value
+
+    def word(self, name: str) -> str:
         """Return a text that is not empty."""
-        if not self._value.get(key) or not self.text(key):
-            raise self.wrong(key, "a text that is not empty")
-        return self.text(key)
+        return self.text(name, 1)
 
-    def optional_word(self, key: str) -> str | None:
-        return self.word(key) if self.has(key) else None
-
-    def words(self, key: str) -> tuple[str, ...]:
-        """Return one text or a list of texts, none of them empty."""
-        value = self._value.get(key)
-        self._seen.add(key)
-        values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or not values or not all(isinstance(v, str) and v for v in values):
-            raise self.wrong(key, "a text, or a list of texts")
-        return tuple(values)
-
-    def integer(self, key: str, *, at_least: int | None = None) -> int:
-        value = self.value(key)
-        expected = "a whole number" + ("" if at_least is None else f" of at least {at_least}")
-        if not _is_integer(value) or (at_least is not None and value < at_least):
-            raise self.wrong(key, expected)
-        return value
-
-    def choice(self, key: str, known: Sequence[T]) -> T:
-        """Return the one of ``known`` that the value equals."""
-        value = self.value(key)
-        for one in known:
+    def choice(self, name: str, choices: Sequence[T]) -> T:
+        """Return the one of ``choices`` that the field equals, also in its type."""
+        value = self.any(name)
+        for one in choices:
             if value == one and type(value) is type(one):
                 return one
-        hint = (
-            did_you_mean(value, [one for one in known if isinstance(one, str)])
-            if isinstance(value, str)
-            else ""
-        )
-        raise self.wrong(key, f"one of {', '.join(map(repr, known))}{hint}")
+        known = [one for one in choices if isinstance(one, str)]
+        hint = did_you_mean(value[:80], known) if isinstance(value, str) else ""
+        raise self.wrong(name, f"one of {', '.join(map(repr, choices))}{hint}")
 
-    def integers(self, key: str, *, count: int | None = None) -> list[int]:
-        """Return a list of whole numbers of at least 0, ``count`` of them."""
-        values = self._list(key)
-        if not all(_is_integer(item) and item >= 0 for item in values) or count not in (None, len(values)):
-            raise self.wrong(key, f"{'' if count is None else f'{count} '}whole numbers of at least 0")
-        return values
+    def items(self, name: str, least: int = 0, most: float = math.inf) -> Fields:
+        """Return the items of a list as fields ``[0]``, ``[1]``, ... of one object."""
+        value = self.any(name)
+        if not isinstance(value, list | tuple) or not least <= len(value) <= most:
+            raise self.wrong(name, f"a list{_range(least, most, 'of')}")
+        return self._inner(name, {f"[{at}]": item for at, item in enumerate(value)})
 
-    def texts(self, key: str, *, count: int | None = None) -> list[str]:
-        """Return a list of strings, ``count`` of them."""
-        values = self._list(key)
-        if not all(isinstance(item, str) for item in values) or count not in (None, len(values)):
-            raise self.wrong(key, f"{'a list of' if count is None else count} strings")
-        return values
+    def inner(self, name: str) -> Fields:
+        """Return the object in the field."""
+        return self._inner(name, self.any(name))
 
-    def mapping(self, key: str) -> dict[str, Any]:
-        value = self.value(key)
-        if not isinstance(value, dict):
-            raise self.wrong(key, "an object")
-        return value
+    def inners(self, name: str, least: int = 0, most: float = math.inf) -> list[Fields]:
+        """Return the objects of the list in the field."""
+        items = self.items(name, least, most)
+        return [items.inner(at) for at in items.given]
 
-    def record(self, key: str, known: Sequence[str] | None = None) -> Fields:
-        return Fields(self.value(key), self.where, self._path(key), known=known, error=self._error)
+    def record(self, kind: Callable[..., T], *, defaults: bool = False, **readers: Reader) -> T:
+        """Read a record of the dataclass ``kind``; messages omit all values if its ``repr`` omits one.
 
-    def records(self, key: str, known: Sequence[str] | None = None) -> list[Fields]:
-        return [
-            Fields(item, self.where, f"{self._path(key)}[{index}]", known=known, error=self._error)
-            for index, item in enumerate(self._list(key))
-        ]
+        Args:
+            defaults: Whether fields with a default may be missing.
+            readers: Functions of the name, for fields that the annotation does not describe.
+        """
+        declared: Sequence[dataclasses.Field[Any]] = dataclasses.fields(kind)  # type: ignore[arg-type]
+        self._hidden = self._hidden or not all(one.repr for one in declared)
+        hints = _hints(kind)
+        values = {}
+        for one in declared:
+            read = readers.get(one.name) or functools.partial(self.value, hint=hints[one.name])
+            optional = defaults and one.default is not dataclasses.MISSING
+            values[one.name] = self.maybe(one.name, read, one.default) if optional else read(one.name)
+        try:
+            return kind(**values)
+        except ConfigError as error:
+            raise self.failure(error) from None
 
-    def filled_records(self, key: str, known: Sequence[str]) -> list[Fields]:
-        """Return the objects of a list that is not empty."""
-        if not isinstance(self._value.get(key), list) or not self._value[key]:
-            raise self.wrong(key, "a list that is not empty")
-        return self.records(key, known)
+    def value(self, name: str, hint: Any) -> Any:
+        """Return the field as the type ``hint``; see the class."""
+        kind, *rest = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        bounds = rest[0] if rest else ()
+        if get_origin(kind) in (Union, types.UnionType):
+            return self.maybe(name, functools.partial(self.value, hint=get_args(kind)[0]), None)
+        if get_origin(kind) is tuple:
+            items = self.items(name, *bounds)
+            return tuple(items.value(at, get_args(kind)[0]) for at in items.given)
+        if get_origin(kind) is Mapping:
+            inner = self.inner(name)
+            if bounds and not bounds.low <= len(inner.given) <= bounds.high:
+                raise self.wrong(name, f"an object{_range(bounds.low, bounds.high, 'of')} fields")
+            return {key: inner.value(key, get_args(kind)[1]) for key in inner.given}
+        if dataclasses.is_dataclass(kind):
+            inner = self.inner(name)
+            record = inner.record(cast("Callable[..., Any]", kind))
+            inner.end()
+            return record
+        if issubclass(kind, Enum):
+            return kind(self.choice(name, [one.value for one in kind]))
+        if kind is bool:
+            return self.flag(name)
+        read: Any = {int: self.whole, float: self.number, str: self.text}[kind]
+        return read(name, *bounds)
 
-    def finish(self) -> None:
-        """Raise the error if there is a key that was not read."""
-        for key in self._value:
-            if key not in self._seen:
-                raise self._error(f"{self.where}: key {self._path(key)!r} is unknown in this format version")
+    def _inner(self, name: str, value: object) -> Fields:
+        return Fields(value, self.where, self._path(name), error=self._error, hidden=self._hidden)
 
-    def _list(self, key: str) -> list[Any]:
-        value = self.value(key)
-        if not isinstance(value, list):
-            raise self.wrong(key, "a list")
-        return value
-
-    def _path(self, key: str) -> str:
-        return f"{self._key}.{key}" if self._key else key
+    def _path(self, name: str) -> str:
+        return f"{self._key}{'' if name.startswith('[') or not self._key else '.'}{name[:80]}"
 
 
-def _is_integer(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _range(low: float, high: float, between: str) -> str:
+    if low == high:
+        return f" of {low}"
+    if high < math.inf:
+        return f" {between} {low} to {high}"
+    return f" of at least {low}" if low > (0 if between == "of" else -math.inf) else ""
 
 
-def _shown(key: str, value: object) -> str:
-    text = repr(value)
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
-    return f"key {key!r} is {shown}" if key else f"the file holds {shown}"
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    found = {}
+    for one in reversed(kind.__mro__):
+        found.update(inspect.get_annotations(one, eval_str=True))
+    return found
+
+
+def read_record(
+    kind: Callable[..., T], given: object, where: str, *, hidden: bool = False, defaults: bool = False
+) -> T:
+    """Return ``given`` as a record of the dataclass ``kind``; see :class:`Fields`."""
+    fields = Fields(given, where, hidden=hidden)
+    record = fields.record(kind, defaults=defaults)
+    fields.end()
+    return record
+
+
+def read_json(
+    text: bytes | str, longest: float, where: str, *, error: type[DglxError] = ConfigError
+) -> object:
+    """Parse ``text``; raise ``error`` if it has more than ``longest`` bytes or is not valid JSON."""
+    if len(text) > longest:
+        raise error(f"{where} has {len(text)} bytes, more than {longest}; send it in smaller parts")
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{where} is not valid JSON: {problem}") from None
+
+
+def write_json(value: Json) -> bytes:
+    """Return ``value`` as canonical JSON (sorted keys, no blanks): equal values give equal bytes.
+
+    ConfigError for values that JSON cannot represent, such as NaN.
+    """
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"cannot be written as JSON: {error}; use numbers, texts, lists, objects") from None
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def printable(text: str, longest: int) -> str:
+    """Return at most ``longest`` characters of ``text``; replace control characters but newline."""
+    return "".join(one if one.isprintable() or one == "\n" else "\ufffd" for one in text[:longest])

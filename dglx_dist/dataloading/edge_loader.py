@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
 import dgl
 import numpy as np
@@ -40,7 +40,6 @@ from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.column import PendingPull
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids, as_array, as_ids
-from dglx_dist.graph.partition_book import Answered
 from dglx_dist.graph.sampling import by_type
 from dglx_dist.records import Array, EdgeType, StepShare
 
@@ -56,6 +55,9 @@ Exclude: TypeAlias = Callable[[Edges], Excluded]
 
 ReverseOf: TypeAlias = Callable[[Array], Array]
 """(K,) edge ids to the ids of their reverse edges, -1 for none."""
+
+Reverse: TypeAlias = Mapping[EdgeType, tuple[EdgeType, ReverseOf | None]]
+"""Edge type to the type of its reverse edges, and these; None: to be found, on all ranks together."""
 
 MODES = ("self", "reverse_id", "reverse_types")
 
@@ -75,63 +77,62 @@ class ExcludeRule:
     """For ``reverse_types``: edge type to the type of its reverse edges."""
 
 
-def check_rule(g: DistGraph, rule: ExcludeRule, etypes: Collection[EdgeType]) -> None:
-    """Check what one rank can check, for edges of ``etypes``.
+def read_rule(g: DistGraph, rule: ExcludeRule, edges: Edges) -> Reverse:
+    """Check what one rank can check, for its ``edges``; return what the options say of reverse edges.
 
     Raises:
         ConfigError: the mode is unknown, an option that it needs is missing or of the wrong length or dtype,
-            or an option is given that it does not use.
+            or an option is given that it does not use; or a given reverse edge is none.
     """
     exclude = rule.exclude
     if exclude is not None and not callable(exclude) and exclude not in MODES:
         raise ConfigError(f"exclude={exclude!r}; choose None, {', '.join(map(repr, MODES))}, or a function")
-    for name, mode, given in (
-        ("reverse_eids", "reverse_id", rule.reverse_eids),
-        ("reverse_etypes", "reverse_types", rule.reverse_etypes),
+    for name, mode, given, advice in (
+        (
+            *("reverse_eids", "reverse_id", rule.reverse_eids),
+            "dx.reverse_edge_ids(g) finds them in the ids of the partitioned graph",
+        ),
+        (
+            *("reverse_etypes", "reverse_types", rule.reverse_etypes),
+            "give {edge type: type of its reverse edges}",
+        ),
     ):
         if exclude == mode and given is None:
-            raise ConfigError(
-                f"exclude={mode!r} needs {name}=; "
-                + (
-                    "dx.reverse_edge_ids(g) finds them in the ids of the partitioned graph"
-                    if name == "reverse_eids"
-                    else "give {edge type: type of its reverse edges}"
-                )
-            )
+            raise ConfigError(f"exclude={mode!r} needs {name}=; {advice}")
         if exclude != mode and given is not None:
             raise ConfigError(
                 f"{name} is given but exclude={exclude!r} does not use it; pass exclude={mode!r}"
             )
-    known: Collection[EdgeType] = etypes
-    if exclude == "reverse_id":
-        known = _reverse_tables(g, rule.reverse_eids)
-    if exclude == "reverse_types":
-        known = _reverse_types(g, rule.reverse_etypes)
-    missing = [etype for etype in etypes if etype not in known]
+    if exclude not in ("reverse_id", "reverse_types"):
+        return {}
+    by_id = exclude == "reverse_id"
+    reverse = _reverse_tables(g, rule.reverse_eids) if by_id else _reverse_types(g, rule.reverse_etypes)
+    missing = [etype for etype in _etypes_with_items(edges) if etype not in reverse]
     if missing:
         raise ConfigError(
             f"exclude={exclude!r} does not define the reverse of {missing[0]}, which has edges to train on; "
             "add it, or leave the type out of the edges"
         )
+    for etype, (_, table) in reverse.items():
+        if table is not None:
+            _check_reverse(g, etype, table, edges.get(etype, np.empty(0, np.int64))[:_NUM_CHECKED])
+    return reverse
 
 
-def open_exclude(g: DistGraph, rule: ExcludeRule) -> Exclude:
+def open_exclude(g: DistGraph, exclude: Any, reverse: Reverse) -> Exclude:
     """Return the rule as a thread-safe function. Collective for ``reverse_types``.
 
     As in DGL, a batch excludes its own edges and their reverse edges at every hop.
     """
-    if rule.exclude is None:
+    if exclude is None:
         return lambda _: NOTHING_EXCLUDED
-    if rule.exclude == "self":
-        return lambda edges: _distinct((etype, ids) for etype, ids in edges.items())
-    if rule.exclude == "reverse_id":
-        tables = _reverse_tables(g, rule.reverse_eids)
-        return lambda edges: _with_reverse(edges, {etype: (etype, table) for etype, table in tables.items()})
-    if rule.exclude == "reverse_types":
-        types = _reverse_types(g, rule.reverse_etypes)
-        found = {etype: (back, _lookup(_reverse_edges(g, etype, back))) for etype, back in types.items()}
-        return lambda edges: _with_reverse(edges, found)
-    return lambda edges: _call_exclude(g, rule.exclude, edges)
+    if callable(exclude):
+        return lambda edges: _call_exclude(g, exclude, edges)
+    found = {
+        etype: (back, table or _lookup(_reverse_edges(g, etype, back)))
+        for etype, (back, table) in reverse.items()
+    }
+    return lambda edges: _with_reverse(edges, found)
 
 
 def _reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistTensor:
@@ -150,46 +151,30 @@ def _reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistTensor:
     return placed
 
 
-def check_reverse(g: DistGraph, rule: ExcludeRule, edges: Edges) -> None:
-    """Compare the ends of some of a rank's ``edges`` with the ends of their given reverse edges.
-
-    Raises:
-        ConfigError: an edge's reverse does not lead from its destination to its source, e.g. because the ids
-            are those of the unpartitioned graph.
-    """
-    if rule.exclude != "reverse_id":
-        return
-    for etype, table in _reverse_tables(g, rule.reverse_eids).items():
-        ids = edges.get(etype, np.empty(0, np.int64))[:_NUM_CHECKED]
-        reverse = table(ids)
-        ids, reverse = ids[reverse != NO_REVERSE], reverse[reverse != NO_REVERSE]
-        sources, destinations = g.find_edges(ids, etype)
-        back_sources, back_destinations = g.find_edges(reverse, etype)
-        wrong = ((sources != back_destinations) | (destinations != back_sources)).nonzero()[:, 0]
-        if len(wrong):
-            at = int(wrong[0])
-            edge = f"{sources[at]} -> {destinations[at]}"
-            back = f"{back_sources[at]} -> {back_destinations[at]}"
-            raise ConfigError(
-                f"reverse_eids[{ids[at]}] of {etype} is {reverse[at]}, but edge {ids[at]} is {edge} and edge "
-                f"{reverse[at]} is {back}; ids change when a graph is partitioned: pass "
-                "reverse_eids=dx.reverse_edge_ids(g), or a function as exclude= if this is meant"
-            )
+def _check_reverse(g: DistGraph, etype: EdgeType, table: ReverseOf, ids: Array) -> None:
+    # Compares the ends of edges with those of their given reverse edges.
+    reverse = table(ids)
+    ids, reverse = ids[reverse != NO_REVERSE], reverse[reverse != NO_REVERSE]
+    sources, destinations = g.find_edges(ids, etype)
+    back_sources, back_destinations = g.find_edges(reverse, etype)
+    wrong = ((sources != back_destinations) | (destinations != back_sources)).nonzero()[:, 0]
+    if len(wrong):
+        at = int(wrong[0])
+        edge = f"{sources[at]} -> {destinations[at]}"
+        back = f"{back_sources[at]} -> {back_destinations[at]}"
+        raise ConfigError(
+            f"reverse_eids[{ids[at]}] of {etype} is {reverse[at]}, but edge {ids[at]} is {edge} and edge "
+            f"{reverse[at]} is {back}; ids change when a graph is partitioned: pass "
+            "reverse_eids=dx.reverse_edge_ids(g), or a function as exclude= if this is meant"
+        )
 
 
 def _with_reverse(edges: Edges, reverse: Mapping[EdgeType, tuple[EdgeType, ReverseOf]]) -> Excluded:
-    found = list(edges.items())
+    pieces = {etype: [ids] for etype, ids in edges.items()}
     for etype, (back, table) in reverse.items():
-        if etype in edges and len(edges[etype]):
+        if len(edges.get(etype, ())):
             ids = table(edges[etype])
-            found.append((back, ids[ids != NO_REVERSE]))
-    return _distinct(found)
-
-
-def _distinct(found: Any) -> dict[EdgeType, Array]:
-    pieces: dict[EdgeType, list[Array]] = {}
-    for etype, ids in found:
-        pieces.setdefault(etype, []).append(ids)
+            pieces.setdefault(back, []).append(ids[ids != NO_REVERSE])
     return {etype: np.unique(np.concatenate(parts)) for etype, parts in pieces.items()}
 
 
@@ -202,10 +187,10 @@ def _call_exclude(g: DistGraph, exclude: Callable[[Any], Any], edges: Edges) -> 
     if answer is None:
         return NOTHING_EXCLUDED
     counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
-    return _distinct(by_type(answer, counts, "edge").items())
+    return {etype: np.unique(ids) for etype, ids in by_type(answer, counts, "edge").items()}
 
 
-def _reverse_types(g: DistGraph, given: Any) -> dict[EdgeType, EdgeType]:
+def _reverse_types(g: DistGraph, given: Any) -> Reverse:
     if not isinstance(given, Mapping):
         raise ConfigError(f"reverse_etypes is {given!r}; give {{edge type: type of its reverse edges}}")
     types = {g.to_canonical_etype(key): g.to_canonical_etype(value) for key, value in given.items()}
@@ -221,10 +206,10 @@ def _reverse_types(g: DistGraph, given: Any) -> dict[EdgeType, EdgeType]:
                 "edge i of one must be the reverse of edge i of the other; pass as exclude= a function that "
                 "uses dx.reverse_edge_ids(g, etype, reverse_etype=...)"
             )
-    return types
+    return {etype: (back, None) for etype, back in types.items()}
 
 
-def _reverse_tables(g: DistGraph, given: Any) -> dict[EdgeType, ReverseOf]:
+def _reverse_tables(g: DistGraph, given: Any) -> Reverse:
     if not isinstance(given, Mapping):
         if len(g.canonical_etypes) != 1:
             raise ConfigError(
@@ -232,7 +217,8 @@ def _reverse_tables(g: DistGraph, given: Any) -> dict[EdgeType, ReverseOf]:
                 "dict of lists by edge type"
             )
         given = {g.canonical_etypes[0]: given}
-    return {(etype := g.to_canonical_etype(key)): _table(g, etype, reverse) for key, reverse in given.items()}
+    tables = {g.to_canonical_etype(key): reverse for key, reverse in given.items()}
+    return {etype: (etype, _table(g, etype, reverse)) for etype, reverse in tables.items()}
 
 
 def _table(g: DistGraph, etype: EdgeType, reverse: Any) -> ReverseOf:
@@ -267,16 +253,13 @@ EdgePairs = Mapping[EdgeType, Pairs]
 """Edge type to (sources, destinations), (P,) int64 global node ids each; every type of the graph."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairGraphs:
-    """Positive and negative pairs over one set of nodes."""
+class PairGraphs(NamedTuple):
+    """Positive and negative pairs over one set of nodes; see :class:`EdgeBatch`."""
 
     nodes: Mapping[str, Array]
     """Node type to the (n,) int64 ascending distinct ids in the pairs: the seeds of the blocks."""
     positive: dgl.DGLGraph
-    """``dgl.NID`` on every node type, ``dgl.EID`` on every edge type; edges in the order of the batch."""
     negative: dgl.DGLGraph | None
-    """Over the same nodes; None without a negative sampler."""
 
 
 def build_pairs(
@@ -299,7 +282,7 @@ def build_pairs(
             graph.nodes[ntype].data[dgl.NID] = found
     for etype, edges in ids.items():
         graphs[0].edges[etype].data[dgl.EID] = torch.from_numpy(edges)
-    return PairGraphs(nodes=nodes, positive=graphs[0], negative=graphs[1] if negative is not None else None)
+    return PairGraphs(nodes, graphs[0], None if negative is None else graphs[1])
 
 
 def _nodes(ntypes: Sequence[str], both: Sequence[EdgePairs]) -> dict[str, Array]:
@@ -386,7 +369,7 @@ class EdgeMaker:
         sampled = time.perf_counter()
         for etype, columns in pulls.items():
             for name, pull in columns.items():
-                pairs.positive.edges[etype].data[name] = pull.result()
+                pairs.positive.edges[etype].data[name] = pull()
         return EdgeBatch(
             input_nodes=batch.input_nodes,
             positive=pairs.positive,
@@ -408,32 +391,30 @@ class EdgeMaker:
     def _pairs(self, edges: Mapping[EdgeType, Array], epoch: int) -> PairGraphs:
         # All requests are sent before the first wait.
         found = [self.g.structure(etype).submit_find_edges(ids) for etype, ids in edges.items()]
-        batch = [
-            self._positives(number, etype, ids, epoch, found[number])
-            for number, (etype, ids) in enumerate(edges.items())
-        ]
+        batch = []
+        for number, (etype, ids) in enumerate(edges.items()):
+            structure, (sources, destinations) = self.g.structure(etype), found[number]()
+            batch.append(
+                Positives(
+                    etype=etype,
+                    number=number,
+                    ids=ids,
+                    sources=sources,
+                    destinations=destinations,
+                    num_sources=structure.num_sources,
+                    num_destinations=structure.num_destinations,
+                    seed=self.seed,
+                    epoch=epoch,
+                )
+            )
         ends = {one.etype: (one.sources, one.destinations) for one in batch}
         if self.negative is None:
             return build_pairs(self.g.ntypes, edges, ends, None, self.g.idtype)
         nonempty = [one for one in batch if len(one.ids)]
         drawn = self.negative(nonempty) if nonempty else {}
         nothing: Pairs = np.empty(0, np.int64), np.empty(0, np.int64)
-        negative = {etype: drawn.get(etype, nothing) for etype in edges}
-        return build_pairs(self.g.ntypes, edges, ends, negative, self.g.idtype)
-
-    def _positives(self, number: int, etype: EdgeType, ids: Array, epoch: int, ends: Answered) -> Positives:
-        structure = self.g.structure(etype)
-        sources, destinations = ends()
-        return Positives(
-            etype=etype,
-            number=number,
-            ids=ids,
-            sources=sources,
-            destinations=destinations,
-            num_sources=structure.num_sources,
-            num_destinations=structure.num_destinations,
-            seed=self.seed,
-            epoch=epoch,
+        return build_pairs(
+            self.g.ntypes, edges, ends, {etype: drawn.get(etype, nothing) for etype in edges}, self.g.idtype
         )
 
 
@@ -504,19 +485,18 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         rule = ExcludeRule(exclude=exclude, reverse_eids=reverse_eids, reverse_etypes=reverse_etypes)
         options |= {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
         read = run_on_all_ranks(
-            g.session,
-            lambda: _check(g, eids, _unwrapped(sampler, rule, negative_sampler), options),
-            ConfigError,
+            g.session, lambda: _checked(g, eids, sampler, rule, negative_sampler, options), ConfigError
         )
-        signature = _rule_signature(read.rule)
+        mode = "a function" if callable(read.exclude) else repr(read.exclude)
+        types = {etype: back for etype, (back, table) in read.reverse.items() if table is None}
+        signature = f"{mode}, reverse_etypes={types}" if types else mode
         check_equal(g.session, "exclude=", signature)
         seed = seed_of(read.options, g.session)
-        blocks = open_maker(g, read.sampler, read_sampler(read.sampler), read.options, seed)
         maker = EdgeMaker(
             g=g,
-            blocks=blocks,
+            blocks=open_maker(g, read.sampler, read_sampler(read.sampler), read.options, seed),
             seed=seed,
-            exclude=open_exclude(g, read.rule),
+            exclude=open_exclude(g, read.exclude, read.reverse),
             negative=run_on_all_ranks(
                 g.session,
                 lambda: open_negative(g, read.negative, _negative_etypes(g, read.items)),
@@ -553,31 +533,40 @@ class _Checked:
     """The options of an edge loader, checked on one rank, with DGL's wrapper taken off the node sampler."""
 
     sampler: Any
-    rule: ExcludeRule
+    exclude: Any
+    """As of :class:`ExcludeRule`; fixed ids are in ``options``."""
+    reverse: Reverse
     negative: Any
     items: Items[EdgeType]
     options: LoaderOptions
     columns: Mapping[EdgeType, Mapping[str, str]]
 
 
-def _check(
+def _checked(
     g: DistGraph,
     eids: Ids | Mapping[Any, Ids],
-    sampling: tuple[Any, ExcludeRule, Any, Any],
+    sampler: Any,
+    rule: ExcludeRule,
+    negative: Any,
     options: Mapping[str, Any],
 ) -> _Checked:
-    sampler, rule, negative, labels = sampling
+    labels: Any = ()
+    if isinstance(sampler, EdgePredictionSampler):
+        _check_wrapper(sampler, (rule.exclude, rule.reverse_eids, rule.reverse_etypes, negative))
+        rule = ExcludeRule(
+            exclude=sampler.exclude, reverse_eids=sampler.reverse_eids, reverse_etypes=sampler.reverse_etypes
+        )
+        sampler, negative, labels = sampler.sampler, sampler.negative_sampler, sampler.prefetch_labels
     read_sampler(sampler)
     read = read_options(options)
     if rule.exclude is not None and not isinstance(rule.exclude, str) and not callable(rule.exclude):
         # Fixed edges.
         read, rule = replace(read, exclude=rule.exclude), replace(rule, exclude=None)
     items = read_items(eids, {etype: g.num_edges(etype) for etype in g.canonical_etypes}, "edge")
-    check_rule(g, rule, _etypes_with_items(items))
-    check_reverse(g, rule, items.ids)
     return _Checked(
         sampler=sampler,
-        rule=rule,
+        exclude=rule.exclude,
+        reverse=read_rule(g, rule, items.ids),
         negative=read_negative(negative),
         items=items,
         options=read,
@@ -585,11 +574,8 @@ def _check(
     )
 
 
-def _unwrapped(sampler: Any, rule: ExcludeRule, negative: Any) -> tuple[Any, ExcludeRule, Any, Any]:
-    """Return node sampler, rule, negative sampler and labels, from DGL's wrapper if ``sampler`` is one."""
-    if not isinstance(sampler, EdgePredictionSampler):
-        return sampler, rule, negative, ()
-    if any(option is not None for option in (rule.exclude, rule.reverse_eids, rule.reverse_etypes, negative)):
+def _check_wrapper(sampler: EdgePredictionSampler, beside: Sequence[Any]) -> None:
+    if any(option is not None for option in beside):
         raise ConfigError(
             "exclude, reverse_eids, reverse_etypes and negative_sampler belong either to the loader or to "
             "as_edge_prediction_sampler(...), not to both"
@@ -599,21 +585,11 @@ def _unwrapped(sampler: Any, rule: ExcludeRule, negative: Any) -> tuple[Any, Exc
             f"{type(sampler).__qualname__} samples edges with its own code; pass its node sampler, and "
             "its negative_sampler= and exclude= as functions"
         )
-    rule = ExcludeRule(
-        exclude=sampler.exclude, reverse_eids=sampler.reverse_eids, reverse_etypes=sampler.reverse_etypes
-    )
-    return sampler.sampler, rule, sampler.negative_sampler, sampler.prefetch_labels
-
-
-def _rule_signature(rule: ExcludeRule) -> str:
-    """Return the options that must be equal on all ranks."""
-    mode = "a function" if callable(rule.exclude) else repr(rule.exclude)
-    return mode if rule.reverse_etypes is None else f"{mode}, reverse_etypes={dict(rule.reverse_etypes)}"
 
 
 def _user_function(read: _Checked) -> str:
-    if callable(read.rule.exclude):
-        return f"exclude={read.rule.exclude!r}"
+    if callable(read.exclude):
+        return f"exclude={read.exclude!r}"
     if read.negative is not None and not isinstance(read.negative, NegativeSampler):
         return f"negative_sampler={read.negative!r}"
     return ""
@@ -621,8 +597,8 @@ def _user_function(read: _Checked) -> str:
 
 def _negative_etypes(g: DistGraph, items: Items[EdgeType]) -> list[EdgeType]:
     # A single type always: a rank without edges may draw batches of other ranks.
-    return list(g.canonical_etypes) if len(g.canonical_etypes) == 1 else _etypes_with_items(items)
+    return list(g.canonical_etypes) if len(g.canonical_etypes) == 1 else _etypes_with_items(items.ids)
 
 
-def _etypes_with_items(items: Items[EdgeType]) -> list[EdgeType]:
-    return [etype for etype, ids in items.ids.items() if len(ids)]
+def _etypes_with_items(edges: Edges) -> list[EdgeType]:
+    return [etype for etype, ids in edges.items() if len(ids)]

@@ -13,7 +13,7 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
-from dglx_dist.dataloading.feature_fetch import Columns
+from dglx_dist.dataloading.feature_fetch import Columns, Precision, RowMemory
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import (
     BatchMaker,
@@ -23,15 +23,7 @@ from dglx_dist.dataloading.minibatch import (
     NodeIds,
     SamplerMaker,
 )
-from dglx_dist.dataloading.row_buffers import Precision, RowMemory
-from dglx_dist.dataloading.sampler import (
-    BatchSource,
-    Draws,
-    RemoteSource,
-    WholeSource,
-    csc_of,
-    keyed_draw,
-)
+from dglx_dist.dataloading.sampler import BatchSource, Draws, RemoteSource, WholeSource, csc_of, keyed_draw
 from dglx_dist.dataloading.sampler_spec import (
     Fanout,
     SamplePlan,
@@ -41,13 +33,7 @@ from dglx_dist.dataloading.sampler_spec import (
     read_sampler,
     shard_weights,
 )
-from dglx_dist.dataloading.step_loader import (
-    LoaderOptions,
-    StepLoader,
-    read_items,
-    read_options,
-    seed_of,
-)
+from dglx_dist.dataloading.step_loader import LoaderOptions, StepLoader, read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type, fanout_by_type
@@ -78,7 +64,7 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
         return SamplerMaker(
             lambda seeds, exclude: _call_sampler(sampler, g, seeds, exclude), g.kvstore, columns, g.ntypes
         )
-    return KernelMaker(_source(g, plan, draws), draws, g.kvstore, columns)
+    return KernelMaker(_source(g, draws, plan.weights), draws, g.kvstore, columns)
 
 
 def _local_plan(
@@ -107,28 +93,24 @@ def _local_plan(
     )
 
 
-def _source(g: DistGraph, plan: SamplePlan, draws: Draws) -> BatchSource:
+def _source(g: DistGraph, draws: Draws, weights: str | None, op: str = "") -> BatchSource:
     structures = [g.structure(etype) for etype in draws.schema.etypes]
     if all(structure.is_whole for structure in structures):
-        return WholeSource(draws.schema, _whole(g, plan.weights))
-    return RemoteSource(draws.schema, structures, _serve(g, plan.weights, draws))
+        return WholeSource(draws.schema, _whole(g, weights))
+    return RemoteSource(draws.schema, structures, op or _serve(g, weights, draws))
 
 
 def neighborhood_maker(g: DistGraph, num_layers: int) -> BatchMaker:
     """Return what makes blocks of all in-edges of ``num_layers`` hops, without columns. Not collective."""
-    schema, structures = _schema(g), [g.structure(etype) for etype in g.canonical_etypes]
-    source: BatchSource = RemoteSource(schema, structures, "in_edges")
-    if all(structure.is_whole for structure in structures):
-        source = WholeSource(schema, _whole(g, None))
     draws = Draws(
-        schema=schema,
-        fanouts=np.full((num_layers, len(schema.etypes)), -1),
+        schema=_schema(g),
+        fanouts=np.full((num_layers, len(g.canonical_etypes)), -1),
         replace=False,
         exclude={},
         seed=0,
         idtype=np.dtype(np.int64),
     )
-    return KernelMaker(source, draws, g.kvstore, Columns())
+    return KernelMaker(_source(g, draws, None, "in_edges"), draws, g.kvstore, Columns())
 
 
 def _whole(g: DistGraph, weights: str | None) -> list[Csc]:
@@ -265,11 +247,7 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         options |= {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
         read, plan, seeds = run_on_all_ranks(
             g.session,
-            lambda: (
-                read_options(options),
-                read_sampler(sampler),
-                read_items(indices, counts, "node"),
-            ),
+            lambda: (read_options(options), read_sampler(sampler), read_items(indices, counts, "node")),
             ConfigError,
         )
         maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import queue
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias, final
+from typing import NoReturn, TypeAlias, final
 
 import dgl
 import numpy as np
@@ -21,7 +20,7 @@ from dgl.heterograph import DGLBlock
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
-from dglx_dist.dataloading.feature_fetch import Columns, EdgesOfBlock, Fetch, edges_of
+from dglx_dist.dataloading.feature_fetch import Columns, EdgesOfBlock, edges_of, submit_columns
 from dglx_dist.dataloading.kernels import RawBatch, Schema, Workspace
 from dglx_dist.dataloading.sampler import BatchSource, Draws
 from dglx_dist.errors import ConfigError
@@ -29,27 +28,28 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.records import EDGE_TYPE, Array, EdgeType
 
 
-@final
-class BlockBuilder:
-    """Builds blocks of one edge type. Thread-safe."""
+def build_block(indptr: Tensor, sources: Tensor, num_src: int, etype: EdgeType = EDGE_TYPE) -> DGLBlock:
+    """Build a block of one edge type, without data, that shares the given arrays.
 
-    def __init__(self, etype: EdgeType = EDGE_TYPE) -> None:
-        self._etype = etype
-        self._positions = _EdgePositions()
+    Args:
+        indptr: (D + 1,) int32 or int64, CSC offsets of the D >= 0 destinations, the first sources.
+        sources: (E,) of the dtype of ``indptr``, in [0, ``num_src``).
+        num_src: Number of sources.
+        etype: The edge type.
+    """
+    num_dst, (source, relation, destination) = len(indptr) - 1, etype
+    nodes = [Frame(num_rows=num_src), Frame(num_rows=num_dst)]
+    edges = [Frame(num_rows=len(sources))]
+    index = _bipartite(num_src, num_dst, indptr, sources)
+    return DGLBlock(index, ([source], [destination]), [relation], nodes, edges)
 
-    def block(self, indptr: Tensor, sources: Tensor, num_src: int) -> DGLBlock:
-        """Build a block without data that shares the given arrays.
 
-        Args:
-            indptr: (D + 1,) int32 or int64, CSC offsets of the D >= 0 destinations, the first sources.
-            sources: (E,) of the dtype of ``indptr``, in [0, ``num_src``).
-            num_src: Number of sources.
-        """
-        num_dst, num_edges = len(indptr) - 1, len(sources)
-        index = self._positions.bipartite(num_src, num_dst, indptr, sources)
-        nodes = [Frame(num_rows=num_src), Frame(num_rows=num_dst)]
-        source, relation, destination = self._etype
-        return DGLBlock(index, ([source], [destination]), [relation], nodes, [Frame(num_rows=num_edges)])
+def _bipartite(num_src: int, num_dst: int, indptr: Tensor, sources: Tensor) -> HeteroGraphIndex:
+    # Without explicit edge positions, DGL's SpMM kernels that read edge data reject the block.
+    positions = torch.arange(len(sources), dtype=indptr.dtype)
+    return heterograph_index.create_unitgraph_from_csr(
+        2, num_src, num_dst, indptr, sources, positions, ["coo", "csr", "csc"], transpose=True
+    )
 
 
 @final
@@ -65,76 +65,39 @@ class BatchBlockBuilder:
         self._relations = [relation for _, relation, _ in schema.etypes]
         self._sources = schema.source_types.tolist()
         self._destinations = schema.destination_types.tolist()
-        self._num_types = len(schema.ntypes)
-        targets = [self._num_types + node_type for node_type in self._destinations]
-        self._metagraph = graph_index.from_coo(2 * self._num_types, self._sources, targets, True)
-        self._positions = _EdgePositions()
+        num_types = len(schema.ntypes)
+        targets = [num_types + node_type for node_type in self._destinations]
+        self._metagraph = graph_index.from_coo(2 * num_types, self._sources, targets, True)
 
     def blocks(self, batch: RawBatch) -> tuple[dict[str, Tensor], list[DGLBlock]]:
         """Return ({node type: input node ids}, blocks), the input-most first; they share its arrays."""
-        all_nodes, starts = torch.from_numpy(batch.nodes), batch.node_starts.tolist()
-        nodes = [all_nodes[first:last] for first, last in pairwise(starts)]
-        arrays = [torch.from_numpy(array) for array in (batch.indptr, batch.sources, batch.edge_ids)]
-        node_ends, edge_ends = batch.node_ends.tolist(), batch.edge_ends.tolist()
+        all_nodes = torch.from_numpy(batch.nodes)
+        nodes = [all_nodes[first:last] for first, last in pairwise(batch.node_starts.tolist())]
+        indptr, sources, edge_ids = map(torch.from_numpy, (batch.indptr, batch.sources, batch.edge_ids))
+        edge_ends, num_relations = batch.edge_ends.tolist(), len(self._relations)
         blocks: list[DGLBlock] = []
-        row, num_relations = 0, len(self._relations)
-        for hop, (targets, sources) in enumerate(pairwise(node_ends)):
+        row = 0
+        for hop, (num_dst_of, num_src_of) in enumerate(pairwise(batch.node_ends.tolist())):
+            indices, edges = [], []
             ends = edge_ends[hop * num_relations : (hop + 1) * num_relations + 1]
-            sizes = _Sizes(sources, targets, ends)
-            blocks.append(self._block(nodes, sizes, row, arrays))
-            row += sum(targets[node_type] + 1 for node_type in self._destinations)
+            for relation, (first, last) in enumerate(pairwise(ends)):
+                num_src = num_src_of[self._sources[relation]]
+                num_dst = num_dst_of[self._destinations[relation]]
+                rows = indptr[row : row + num_dst + 1]
+                indices.append(_bipartite(num_src, num_dst, rows, sources[first:last]))
+                edges.append(Frame({dgl.EID: edge_ids[first:last]}, num_rows=last - first))
+                row += num_dst + 1
+            counts = utils.toindex(num_src_of + num_dst_of, "int64")
+            index = heterograph_index.create_heterograph_from_relations(self._metagraph, indices, counts)
+            frames = [
+                Frame({dgl.NID: ids[:count]}, num_rows=count)
+                for of_type in (num_src_of, num_dst_of)
+                for ids, count in zip(nodes, of_type, strict=True)
+            ]
+            # Copies, because DGL keeps the lists.
+            ntypes = list(self._schema.ntypes), list(self._schema.ntypes)
+            blocks.append(DGLBlock(index, ntypes, list(self._relations), frames, edges))
         return dict(zip(self._schema.ntypes, nodes, strict=True)), blocks[::-1]
-
-    def _block(self, nodes: list[Tensor], sizes: _Sizes, row: int, arrays: list[Tensor]) -> DGLBlock:
-        indptr, sources, edge_ids = arrays
-        indices, edge_frames = [], []
-        for relation, (first, last) in enumerate(pairwise(sizes.edge_ends)):
-            num_src = sizes.sources[self._sources[relation]]
-            num_dst = sizes.targets[self._destinations[relation]]
-            rows = indptr[row : row + num_dst + 1]
-            indices.append(self._positions.bipartite(num_src, num_dst, rows, sources[first:last]))
-            edge_frames.append(Frame({dgl.EID: edge_ids[first:last]}, num_rows=last - first))
-            row += num_dst + 1
-        index = heterograph_index.create_heterograph_from_relations(
-            self._metagraph, indices, utils.toindex(sizes.sources + sizes.targets, "int64")
-        )
-        node_frames = [
-            Frame({dgl.NID: ids[:count]}, num_rows=count)
-            for counts in (sizes.sources, sizes.targets)
-            for ids, count in zip(nodes, counts, strict=True)
-        ]
-        # Copies, because DGL keeps the lists.
-        ntypes = list(self._schema.ntypes), list(self._schema.ntypes)
-        return DGLBlock(index, ntypes, list(self._relations), node_frames, edge_frames)
-
-
-class _Sizes(NamedTuple):
-    """Of one block: nodes by type on either side, and the edge offsets of the types."""
-
-    sources: list[int]
-    targets: list[int]
-    edge_ends: list[int]
-
-
-class _EdgePositions:
-    """The range 0, 1, ... by dtype, shared by all blocks as edge positions."""
-
-    def __init__(self) -> None:
-        self._ranges: dict[torch.dtype, Tensor] = {}
-
-    def bipartite(self, num_src: int, num_dst: int, indptr: Tensor, sources: Tensor) -> HeteroGraphIndex:
-        # Without explicit edge positions, DGL's SpMM kernels that read edge data reject the block.
-        positions = self._range(len(sources), indptr.dtype)
-        return heterograph_index.create_unitgraph_from_csr(
-            2, num_src, num_dst, indptr, sources, positions, ["coo", "csr", "csc"], transpose=True
-        )
-
-    def _range(self, count: int, dtype: torch.dtype) -> Tensor:
-        positions = self._ranges.get(dtype)
-        if positions is None or len(positions) < count:
-            positions = torch.arange(max(count, 1) * 3 // 2, dtype=dtype)
-            self._ranges[dtype] = positions
-        return positions[:count]
 
 
 Seeds: TypeAlias = Mapping[str, Array]
@@ -168,45 +131,21 @@ class MiniBatch:
     """Seconds of fetching columns."""
 
 
-class BatchMaker(ABC):
-    """The :class:`dglx_dist.dataloading.step_loader.Maker` of blocks around nodes."""
-
-    @abstractmethod
-    def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
-        """Make the batch of ``seeds`` in ``epoch``, without the edges ``exclude``.
-
-        Raises:
-            ConfigError: a seed is repeated.
-            PeerError: another rank is dead or silent.
-        """
-
-    def offline(self) -> BatchMaker:
-        raise ConfigError(
-            "draws of the sampler's own code cannot be reproduced by another rank; use "
-            "dgl.dataloading.NeighborSampler"
-        )
-
-    def sampling_signature(self) -> str:
-        return ""
-
-
 @final
-class SamplerMaker(BatchMaker):
-    """Makes batches with a sampler's own code."""
+class SamplerMaker:
+    """The :class:`dglx_dist.dataloading.step_loader.Maker` of blocks around nodes by a sampler's own code."""
 
     def __init__(self, sample: SampleBlocks, store: KVStore, columns: Columns, ntypes: Sequence[str]) -> None:
         self._sample, self._store, self._columns, self._ntypes = sample, store, columns, tuple(ntypes)
 
     def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
         begin = time.perf_counter()
-        targets = {ntype: torch.from_numpy(seeds.get(ntype, np.empty(0, np.int64))) for ntype in self._ntypes}
-        input_nodes, output_nodes, blocks = self._sample(ids_by_type(targets), exclude)
+        input_nodes, output_nodes, blocks = self._sample(_node_ids(seeds, self._ntypes), exclude)
         sampled = time.perf_counter()
-        # Nodes of a user's sampler may be repeated.
-        fetch = Fetch(self._store, self._columns, distinct=False)
         edges = [edges_of(block) for block in blocks] if self._columns.edges else []
-        fetch.start(self._arrays(input_nodes), self._arrays(output_nodes), edges)
-        fetch.finish(blocks)
+        inputs, targets = self._arrays(input_nodes), self._arrays(output_nodes)
+        # Nodes of a user's sampler may be repeated.
+        submit_columns(self._store, self._columns, inputs, targets, edges, distinct=False)(blocks)
         end = time.perf_counter()
         return MiniBatch(
             input_nodes=input_nodes,
@@ -216,31 +155,19 @@ class SamplerMaker(BatchMaker):
             fetch_s=end - sampled,
         )
 
+    def offline(self) -> NoReturn:
+        raise ConfigError(
+            "draws of the sampler's own code cannot be reproduced by another rank; use "
+            "dgl.dataloading.NeighborSampler"
+        )
+
+    def sampling_signature(self) -> str:
+        return ""
+
     def _arrays(self, nodes: NodeIds) -> dict[str, Array]:
         if isinstance(nodes, Tensor):
             return {self._ntypes[0]: nodes.numpy()}
         return {ntype: ids.numpy() for ntype, ids in nodes.items()}
-
-
-@final
-class Workspaces:
-    """The workspaces of a loader, one for each thread that makes a batch."""
-
-    def __init__(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-        self._idle: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
-
-    @contextmanager
-    def borrowed(self) -> Iterator[Workspace]:
-        """Yield a workspace for the calling thread."""
-        try:
-            workspace = self._idle.get_nowait()
-        except queue.Empty:
-            workspace = Workspace(self._num_nodes)
-        try:
-            yield workspace
-        finally:
-            self._idle.put(workspace)
 
 
 def ids_by_type(nodes: dict[str, Tensor]) -> NodeIds:
@@ -248,17 +175,23 @@ def ids_by_type(nodes: dict[str, Tensor]) -> NodeIds:
     return next(iter(nodes.values())) if len(nodes) == 1 else nodes
 
 
+def _node_ids(seeds: Seeds, ntypes: Sequence[str]) -> NodeIds:
+    nothing = np.empty(0, np.int64)
+    return ids_by_type({ntype: torch.from_numpy(seeds.get(ntype, nothing)) for ntype in ntypes})
+
+
 @final
-class KernelMaker(BatchMaker):
-    """Makes batches with the compiled kernels."""
+class KernelMaker:
+    """The :class:`dglx_dist.dataloading.step_loader.Maker` of blocks around nodes by the compiled kernels."""
 
     def __init__(self, source: BatchSource, draws: Draws, store: KVStore, columns: Columns) -> None:
         self._source, self._draws, self._store, self._columns = source, draws, store, columns
         self._schema = draws.schema
         self._builder = BatchBlockBuilder(draws.schema)
-        self._workspaces = Workspaces(sum(draws.schema.num_nodes))
+        # One for each thread that makes a batch.
+        self._idle: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
 
-    def offline(self) -> BatchMaker:
+    def offline(self) -> KernelMaker:
         if not self._source.is_whole:
             raise ConfigError(
                 "this server has only a part of the graph's structure; open the graph with "
@@ -269,29 +202,44 @@ class KernelMaker(BatchMaker):
     def sampling_signature(self) -> str:
         return self._draws.signature()
 
+    @contextmanager
+    def _workspace(self) -> Iterator[Workspace]:
+        try:
+            workspace = self._idle.get_nowait()
+        except queue.Empty:
+            workspace = Workspace(sum(self._schema.num_nodes))
+        try:
+            yield workspace
+        finally:
+            self._idle.put(workspace)
+
     def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
+        """Make the batch of ``seeds`` in ``epoch``, without the edges ``exclude``.
+
+        Raises:
+            ConfigError: a seed is repeated.
+            PeerError: another rank is dead or silent.
+        """
         begin = time.perf_counter()
         request = self._draws.request(seeds, epoch, exclude)
-        with self._workspaces.borrowed() as workspace:
+        with self._workspace() as workspace:
             batch = self._source.sample(request, exclude, workspace)
-        fetch = Fetch(self._store, self._columns)
         sampled = time.perf_counter()
         inputs = {
             ntype: batch.nodes[batch.node_starts[number] : batch.node_starts[number + 1]]
             for number, ntype in enumerate(self._schema.ntypes)
         }
-        fetch.start(inputs, seeds, self._edges(batch) if self._columns.edges else [])
+        edges = self._edges(batch) if self._columns.edges else []
+        finish = submit_columns(self._store, self._columns, inputs, seeds, edges)
         building = time.perf_counter()
         nodes, blocks = self._builder.blocks(batch)
         built = time.perf_counter()
-        fetch.finish(blocks)
-        targets = {
-            ntype: torch.from_numpy(seeds.get(ntype, np.empty(0, np.int64))) for ntype in self._schema.ntypes
-        }
+        finish(blocks)
+        output_nodes = _node_ids(seeds, self._schema.ntypes)
         end = time.perf_counter()
         return MiniBatch(
             input_nodes=ids_by_type(nodes),
-            output_nodes=ids_by_type(targets),
+            output_nodes=output_nodes,
             blocks=blocks,
             sample_s=(sampled - begin) + (built - building),
             fetch_s=(building - sampled) + (end - built),
@@ -306,3 +254,6 @@ class KernelMaker(BatchMaker):
             }
             for first in range(0, len(ends) - 1, num_relations)
         ][::-1]
+
+
+BatchMaker: TypeAlias = SamplerMaker | KernelMaker

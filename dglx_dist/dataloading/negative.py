@@ -75,29 +75,18 @@ Draw: TypeAlias = Callable[[Positives], Pairs]
 """Edges to negative pairs, edge by edge in the order of the edges. Thread-safe."""
 
 
-class NegativeSampler(ABC):
-    """Configuration of negative draws; :meth:`open` binds it to a graph.
-
-    Each positive edge has k consecutive pairs, so the scores of pairs can be viewed as (B, k). With
-    ``corrupt="both"`` there are 2 k: k with another destination, then k with another source.
-    """
-
-    @abstractmethod
-    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
-        """Return the draw function for edges of ``etypes``. Not collective, but may read from other servers.
-
-        Raises:
-            PeerError: another server is silent.
-        """
-
-
 Ends: TypeAlias = Callable[[Positives, int], Array]
 """Edges and the side to replace to the (B, k) replacements."""
 
 
 @dataclass(frozen=True)
-class _Corrupting(NegativeSampler):
-    # Keeps one end of each edge, and replaces the other.
+class NegativeSampler(ABC):
+    """Configuration of negative draws, which keep one end of each edge; :meth:`open` binds it to a graph.
+
+    Each positive edge has k consecutive pairs, so the scores of pairs can be viewed as (B, k). With
+    ``corrupt="both"`` there are 2 k: k with another destination, then k with another source.
+    """
+
     k: int
     corrupt: Corrupt = "tail"
 
@@ -111,13 +100,30 @@ class _Corrupting(NegativeSampler):
         """Return the function that draws replacements."""
 
     def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
+        """Return the draw function for edges of ``etypes``. Not collective, but may read from other servers.
+
+        Raises:
+            PeerError: another server is silent.
+        """
         ends = self._ends(g, etypes)
-        return lambda edges: _corrupted(edges, self.corrupt, ends)
+
+        def draw(edges: Positives) -> Pairs:
+            sources, destinations = [], []
+            for side in _SIDES[self.corrupt]:
+                other = ends(edges, side)
+                kept = np.broadcast_to(edges.ends(1 - side)[:, None], other.shape)
+                sources.append(other if side == _HEAD else kept)
+                destinations.append(kept if side == _HEAD else other)
+            return np.concatenate(sources, axis=1).reshape(-1), np.concatenate(destinations, axis=1).reshape(
+                -1
+            )
+
+        return draw
 
 
 @final
 @dataclass(frozen=True)
-class Uniform(_Corrupting):
+class Uniform(NegativeSampler):
     """Each edge keeps one end; the other is drawn uniformly among the nodes of its type.
 
     With ``corrupt="tail"`` this is what DGL's ``Uniform`` and ``PerSourceUniform`` do.
@@ -132,7 +138,7 @@ class Uniform(_Corrupting):
 
 @final
 @dataclass(frozen=True)
-class PerSourceUniform(_Corrupting):
+class PerSourceUniform(NegativeSampler):
     """As :class:`Uniform`, but edges with the same kept end share its k negatives.
 
     Fewer nodes are sampled. A node has the same negatives in all batches of an epoch.
@@ -146,7 +152,7 @@ class PerSourceUniform(_Corrupting):
 
 @final
 @dataclass(frozen=True)
-class DegreeWeighted(_Corrupting):
+class DegreeWeighted(NegativeSampler):
     """As :class:`Uniform`, but a node is drawn in proportion to its degree to the power ``power``.
 
     Destinations are drawn by in-degree, sources by out-degree, both of the edge type. Opening it gathers the
@@ -173,7 +179,7 @@ class DegreeWeighted(_Corrupting):
 
 @final
 @dataclass(frozen=True)
-class InBatch(_Corrupting):
+class InBatch(NegativeSampler):
     """The ends of other edges of the batch, of the same type: no nodes beyond those of the positive edges.
 
     The draws depend on the batch, so they differ between numbers of ranks and batch sizes. The edges of a
@@ -203,16 +209,6 @@ class InBatch(_Corrupting):
 
 
 _SIDES: Mapping[str, tuple[int, ...]] = {"tail": (_TAIL,), "head": (_HEAD,), "both": (_TAIL, _HEAD)}
-
-
-def _corrupted(edges: Positives, corrupt: Corrupt, ends: Ends) -> Pairs:
-    sources, destinations = [], []
-    for side in _SIDES[corrupt]:
-        other = ends(edges, side)
-        kept = np.broadcast_to(edges.ends(1 - side)[:, None], other.shape)
-        sources.append(other if side == _HEAD else kept)
-        destinations.append(kept if side == _HEAD else other)
-    return np.concatenate(sources, axis=1).reshape(-1), np.concatenate(destinations, axis=1).reshape(-1)
 
 
 def _cumulative(g: DistGraph, etype: EdgeType, side: int, power: float) -> Array:

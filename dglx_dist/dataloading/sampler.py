@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from dglx_dist.dataloading.kernels import (
     write_ids,
 )
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, PendingInEdges, Structure
+from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, Structure
 from dglx_dist.keyed_random import Csc, Rule, draw_edges, merged, relation_keys
 from dglx_dist.records import Array, EdgeType
 
@@ -88,13 +88,17 @@ class Draws:
         )
 
 
-class BatchSource(ABC):
-    """Samples whole batches. Thread-safe; each thread passes its own workspace."""
+@final
+class WholeSource:
+    """Samples from the whole structure in one compiled call. Thread-safe."""
 
-    is_whole: ClassVar[bool]
-    """Whether it samples without other servers."""
+    is_whole = True
 
-    @abstractmethod
+    def __init__(self, schema: Schema, cscs: Sequence[Csc]) -> None:
+        # Keeps the arrays alive: the record has only their addresses.
+        self._cscs = tuple(cscs)
+        self._relations = relations_of(schema, self._cscs)
+
     def sample(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
     ) -> RawBatch:
@@ -109,22 +113,6 @@ class BatchSource(ABC):
             ConfigError: a type's seeds repeat an id.
             PeerError: a server did not answer in time.
         """
-
-
-@final
-class WholeSource(BatchSource):
-    """Samples from the whole structure in one compiled call."""
-
-    is_whole = True
-
-    def __init__(self, schema: Schema, cscs: Sequence[Csc]) -> None:
-        # Keeps the arrays alive: the record has only their addresses.
-        self._cscs = tuple(cscs)
-        self._relations = relations_of(schema, self._cscs)
-
-    def sample(
-        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
-    ) -> RawBatch:
         batch, table = sample_batch(self._relations, request, workspace.table)
         workspace.keep(table)
         _check_seeds(request, batch.node_ends[0])
@@ -147,12 +135,12 @@ def _ends(lists: Sequence[Array]) -> Array:
 
 
 @final
-class RemoteSource(BatchSource):
+class RemoteSource:
     """Samples when each server has only the in-edges of its own nodes; one round of requests per hop.
 
     For every hop and edge type it sends 8 bytes per remote destination and receives 24 per edge drawn there;
     each request also has 8 bytes per edge of the type that the batch excludes there. All ranks serve ``op``
-    with :func:`keyed_draw`, by the rule of the requests without what single batches exclude.
+    with :func:`keyed_draw`, by the rule of the requests without what single batches exclude. Thread-safe.
     """
 
     is_whole = False
@@ -187,17 +175,17 @@ class RemoteSource(BatchSource):
     def _draw(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, nodes: NumberedNodes
     ) -> list[InEdges]:
-        pending: list[PendingInEdges | int] = []
+        pending: list[Callable[[], InEdges]] = []
         for relation, structure in enumerate(self._structures):
             frontier = self._frontier(nodes, self._destination_types[relation])
             fanout = int(request.fanouts[hop, relation])
             if fanout == 0 or not len(frontier):
-                pending.append(len(frontier))
+                pending.append(partial(_no_edges, len(frontier)))
                 continue
             parameters = json.dumps({"fanout": fanout, "stream": int(request.streams[hop, relation])})
             excluded, layer = exclude.get(self._etypes[relation], NO_EDGES), len(request.fanouts) - hop
             pending.append(structure.submit(self._op, frontier, parameters, exclude=excluded, layer=layer))
-        return [_no_edges(one) if isinstance(one, int) else one.result() for one in pending]
+        return [draw() for draw in pending]
 
     def _number(
         self, table: Table, nodes: NumberedNodes, edges: Sequence[InEdges], dtype: np.dtype[np.generic]
@@ -217,6 +205,9 @@ class RemoteSource(BatchSource):
     def _frontier(self, nodes: NumberedNodes, node_type: int) -> Array:
         first = nodes.starts[node_type]
         return nodes.ids[first : first + nodes.counts[node_type]]
+
+
+BatchSource: TypeAlias = WholeSource | RemoteSource
 
 
 def _no_edges(num_nodes: int) -> InEdges:

@@ -20,7 +20,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
-from dglx_dist.dataloading.row_buffers import check_float
+from dglx_dist.dataloading.feature_fetch import check_float
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type
@@ -220,40 +220,27 @@ class Schedule:
 
     batch_size: int
     """Seeds per rank and step."""
-    drop_last: bool
-    """Whether a rank's last batch is left out when it is not full."""
-    counts: tuple[int, ...]
-    """(W,) seeds of each rank."""
+    used: tuple[int, ...]
+    """(W,) seeds of each rank in an epoch."""
     rank: int
 
     @property
     def num_steps(self) -> int:
         """Steps of an epoch, the same on every rank."""
-        return max(self._steps_of(count) for count in self.counts)
+        return -(-max(self.used) // self.batch_size)
 
     def slice_of(self, step: int) -> slice:
         """Return the slice of this rank's seeds, in the order of the epoch, for ``step``; may be empty."""
         first = step * self.batch_size
-        return slice(first, first + self._size(self.counts[self.rank], step))
+        return slice(first, first + self._size(self.used[self.rank], step))
 
     def share(self, step: int) -> StepShare:
         """Return how many seeds this rank and all ranks have in ``step``."""
-        sizes = [self._size(count, step) for count in self.counts]
+        sizes = [self._size(count, step) for count in self.used]
         return StepShare(num_local=sizes[self.rank], num_global=sum(sizes))
 
-    def targets(self) -> tuple[int, int]:
-        """Return the seeds of an epoch: (on this rank, on all ranks)."""
-        used = [self._used(count) for count in self.counts]
-        return used[self.rank], sum(used)
-
-    def _used(self, count: int) -> int:
-        return count - count % self.batch_size if self.drop_last else count
-
-    def _steps_of(self, count: int) -> int:
-        return -(-self._used(count) // self.batch_size)
-
     def _size(self, count: int, step: int) -> int:
-        return min(max(self._used(count) - step * self.batch_size, 0), self.batch_size)
+        return min(max(count - step * self.batch_size, 0), self.batch_size)
 
 
 class Timed(Protocol):
@@ -301,11 +288,15 @@ class LoaderTimes:
 
 
 class EpochLoader(ABC, Generic[B, T]):
-    """Yields the batches of an epoch, made ahead on threads; each iteration is the next epoch."""
+    """Yields the batches of an epoch, made ahead on threads; each iteration is the next epoch.
+
+    ``seed`` is that of all draws, ``depth`` the number of batches made ahead, ``num_threads`` that of batches
+    made at a time; 0: in the consumer's thread.
+    """
 
     def __init__(self, session: Session, *, seed: int, depth: int, num_threads: int) -> None:
-        self._session, self._seed = session, seed
-        self._depth, self._num_threads = depth, num_threads
+        self._session = session
+        self.seed, self.depth, self.num_threads = seed, depth, num_threads
         self._epoch, self._next_step, self._started = 0, 0, False
         self._times, self._waited_s = LoaderTimes(), 0.0
         self._trace_number = 0 if session.trace is None else session.trace.new_loader()
@@ -327,26 +318,6 @@ class EpochLoader(ABC, Generic[B, T]):
         return batches
 
     @property
-    @abstractmethod
-    def num_targets_of_epoch(self) -> tuple[int, int]:
-        """Targets of an epoch: (of this rank, of all ranks)."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of all draws."""
-        return self._seed
-
-    @property
-    def num_threads(self) -> int:
-        """Batches made at a time; 0: in the consumer's thread."""
-        return self._num_threads
-
-    @property
-    def depth(self) -> int:
-        """Batches made ahead."""
-        return self._depth
-
-    @property
     def epoch(self) -> int:
         """The epoch of the current iteration, or of the next one."""
         return self._epoch
@@ -358,7 +329,7 @@ class EpochLoader(ABC, Generic[B, T]):
 
     def state_dict(self) -> dict[str, int]:
         """Return the position as JSON values; within the loop's body, the current step counts as done."""
-        return {"epoch": self._epoch, "step": self._next_step, "seed": self._seed}
+        return {"epoch": self._epoch, "step": self._next_step, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Resume after the position ``state``; the next iteration has the rest of its epoch.
@@ -366,7 +337,7 @@ class EpochLoader(ABC, Generic[B, T]):
         Raises:
             CheckpointError: it is no position, or that of a loader with another seed or more steps.
         """
-        check_position(state, self._seed, len(self))
+        check_position(state, self.seed, len(self))
         self._epoch, self._next_step, self._started = int(state["epoch"]), int(state["step"]), False
 
     def times(self, *, reset: bool = False) -> LoaderTimes:
@@ -383,7 +354,7 @@ class EpochLoader(ABC, Generic[B, T]):
         self._started = True
         epoch, steps = self._epoch, range(self._next_step, len(self))
         began, waited_s = time.perf_counter(), self._waited_s
-        ahead = run_ahead(self.batches_of(epoch), steps, depth=self._depth, num_threads=self._num_threads)
+        ahead = run_ahead(self.batches_of(epoch), steps, depth=self.depth, num_threads=self.num_threads)
         try:
             with closing(ahead) as batches:
                 stream = self.in_order(batches)
@@ -392,8 +363,10 @@ class EpochLoader(ABC, Generic[B, T]):
         finally:
             # A step after the loop does not belong to the last batch and must not get its weight.
             self._session.step_share = None
-        if steps.start == 0:
-            self._record_pass(time.perf_counter() - began, self._waited_s - waited_s)
+        if steps.start == 0 and self._session.trace is not None:
+            seconds, wait_s = time.perf_counter() - began, self._waited_s - waited_s
+            done = Pass(loader=self._trace_number, steps=len(self), seconds=seconds, wait_s=wait_s)
+            self._session.trace.note_pass(done)
         self._epoch, self._next_step, self._started = epoch + 1, 0, False
 
     def _next(self, step: int, batches: Iterator[B]) -> T:
@@ -411,12 +384,6 @@ class EpochLoader(ABC, Generic[B, T]):
             wait_s=self._times.wait_s + waited_s,
         )
         return delivered
-
-    def _record_pass(self, seconds: float, wait_s: float) -> None:
-        if self._session.trace is not None:
-            self._session.trace.note_pass(
-                Pass(loader=self._trace_number, steps=len(self), seconds=seconds, wait_s=wait_s)
-            )
 
 
 class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
@@ -436,12 +403,9 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         # Batches are moved on threads, where "cuda" without an index would mean the first one.
         has_index = device.index is not None or device.type != session.device.type
         self._device = device if has_index else session.device
-        self._schedule = Schedule(
-            batch_size=int(options.batch_size),
-            drop_last=bool(options.drop_last),
-            counts=_counts(items, options, session),
-            rank=session.topology.rank,
-        )
+        size, counts = int(options.batch_size), _counts(items, options, session)
+        used = tuple(count - count % size if options.drop_last else count for count in counts)
+        self._schedule = Schedule(batch_size=size, used=used, rank=session.topology.rank)
         seed = seed_of(options, session)
         super().__init__(session, seed=seed, depth=options.depth, num_threads=options.num_threads)
 
@@ -459,7 +423,9 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     @property
     def num_targets_of_epoch(self) -> tuple[int, int]:
-        return self._schedule.targets()
+        """Targets of an epoch: (of this rank, of all ranks)."""
+        used = self._schedule.used
+        return used[self._schedule.rank], sum(used)
 
     def offline(self) -> Callable[[Mapping[K, Any], int], B]:
         """Return (items, epoch) to that batch of any rank; see :meth:`Maker.offline`. Thread-safe."""
@@ -469,7 +435,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         """Return a string that is equal on ranks that draw alike."""
         one = self._options
         order = f"batch_size={one.batch_size}, shuffle={bool(one.shuffle)}, drop_last={bool(one.drop_last)}"
-        return f"seed={self._seed}, {order}, {self._maker.sampling_signature()}"
+        return f"seed={self.seed}, {order}, {self._maker.sampling_signature()}"
 
     def seeds_of_step(
         self, epoch: int, items: Items[K] | None = None, rank: int | None = None
@@ -477,7 +443,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         """Return a function of step to the items of a rank, by default this one."""
         of_rank = self._items if items is None else items
         schedule = self._schedule if rank is None else replace(self._schedule, rank=rank)
-        order = of_rank.order(shuffle=self._options.shuffle, seed=self._seed, epoch=epoch)
+        order = of_rank.order(shuffle=self._options.shuffle, seed=self.seed, epoch=epoch)
         return lambda step: of_rank.take(order[schedule.slice_of(step)])
 
     def batches_of(self, epoch: int) -> Callable[[int], B]:

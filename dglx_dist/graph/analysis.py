@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -86,7 +87,7 @@ def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expans
         found = []
         for first in range(0, servers, _SERVERS_PER_PASS):
             some = bounds[first : first + _SERVERS_PER_PASS + 1]
-            found.append(_NeighborhoodBits(dataset, etype, some).follow(hops))
+            found.append(_neighborhood_sizes(dataset, etype, some, hops))
             advance(edges)
     nodes, counted = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
     return Expansion(nodes=nodes, edges=counted)
@@ -102,48 +103,33 @@ def _only_etype(dataset: StoredDataset) -> EdgeType:
     return manifest.edge_types[0]
 
 
-class _NeighborhoodBits:
-    """For each node, one bit per server whose neighbourhood has it.
+def _neighborhood_sizes(
+    dataset: StoredDataset, etype: EdgeType, bounds: Array, hops: int
+) -> tuple[Array, Array]:
+    """Return the (K + 1, S) int64 nodes and in-edges within 0 to ``hops`` hops of at most 64 servers.
 
-    ``bounds``: (S + 1,) first own nodes of at most 64 servers.
+    ``bounds``: (S + 1,) first own nodes. Of each node, one bit per server tells whose neighbourhood has it.
     """
-
-    def __init__(self, dataset: StoredDataset, etype: EdgeType, bounds: Array) -> None:
-        self._dataset, self._etype = dataset, etype
-        self._offsets = dataset.manifest.node_offsets[etype[2]]
-        self._servers = len(bounds) - 1
-        dtype = next(
-            kind
-            for kind in (np.uint8, np.uint16, np.uint32, np.uint64)
-            if np.iinfo(kind).bits >= self._servers
-        )
-        self._bits: Array = np.zeros(int(self._offsets[-1]), dtype)
-        for server in range(self._servers):
-            self._bits[bounds[server] : bounds[server + 1]] = dtype(1 << server)
-        self._new_bits: Array = self._bits.copy()
-
-    def follow(self, hops: int) -> tuple[Array, Array]:
-        """Return (K + 1, S) int64 nodes and in-edges within 0 to ``hops`` hops."""
-        nodes, edges = [], []
-        for hop in range(hops + 1):
-            if hop:
-                self._spread()
-            counts = np.zeros((2, _SERVERS_PER_PASS), np.int64)
-            for part in range(self._dataset.manifest.num_parts):
-                own = slice(int(self._offsets[part]), int(self._offsets[part + 1]))
-                _count(self._dataset.part(part).indptr(self._etype), self._bits[own], counts)
-            nodes.append(counts[0, : self._servers])
-            edges.append(counts[1, : self._servers])
-        return np.stack(nodes), np.stack(edges)
-
-    def _spread(self) -> None:
-        bits = self._bits.copy()
-        for number in range(self._dataset.manifest.num_parts):
-            part = self._dataset.part(number)
-            new_bits = self._new_bits[int(self._offsets[number]) : int(self._offsets[number + 1])]
-            _set_bits_of_sources(part.indptr(self._etype), part.indices(self._etype), new_bits, bits)
-        self._new_bits = bits & ~self._bits
-        self._bits = bits
+    servers, offsets = len(bounds) - 1, dataset.manifest.node_offsets[etype[2]].tolist()
+    kinds = (np.uint8, np.uint16, np.uint32, np.uint64)
+    dtype = next(kind for kind in kinds if np.iinfo(kind).bits >= servers)
+    bits: Array = np.zeros(offsets[-1], dtype)
+    for server in range(servers):
+        bits[bounds[server] : bounds[server + 1]] = dtype(1 << server)
+    new_bits, found = bits, []
+    for hop in range(hops + 1):
+        if hop:
+            before, bits = bits, bits.copy()
+            for number, (first, end) in enumerate(pairwise(offsets)):
+                part = dataset.part(number)
+                _set_bits_of_sources(part.indptr(etype), part.indices(etype), new_bits[first:end], bits)
+            new_bits = bits & ~before
+        counts = np.zeros((2, _SERVERS_PER_PASS), np.int64)
+        for number, (first, end) in enumerate(pairwise(offsets)):
+            _count(dataset.part(number).indptr(etype), bits[first:end], counts)
+        found.append(counts[:, :servers])
+    nodes, edges = np.stack(found, axis=1)
+    return nodes, edges
 
 
 @njit(cache=True, nogil=True)
@@ -218,12 +204,17 @@ def reverse_edge_ids(
     def compute(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
         first, last = (int(at) for at in policy.bounds[policy.part_id : policy.part_id + 2])
         if by == "endpoints":
-            return torch.from_numpy(_by_endpoints(g, kind, back)[first:last])
+            forward = _all_edges(g, kind)
+            backward = forward if back == kind else _all_edges(g, back)
+            return torch.from_numpy(match_reverse(forward, backward)[first:last])
         places = g.orig_edge_ids(np.arange(first, last), kind).numpy()
         if by == "half":
             half = g.num_edges(kind) // 2
             places = np.where(places < half, places + half, places - half)
-        return torch.from_numpy(_id_at(g, back)[places])
+        ids = np.arange(g.num_edges(back))
+        id_at = np.empty_like(ids)  # by position in the source's list
+        id_at[g.orig_edge_ids(ids, back).numpy()] = ids
+        return torch.from_numpy(id_at[places])
 
     policy = g.get_edge_partition_policy(kind)
     name = f"reverse-{by}-{':'.join(back)}"
@@ -255,23 +246,10 @@ def _sorted(keys: Array, rank: Array) -> tuple[Array, Array]:
     return order, keys[order]
 
 
-def _by_endpoints(g: DistGraph, etype: EdgeType, back: EdgeType) -> Array:
-    forward = _all_edges(g, etype)
-    return match_reverse(forward, forward if back == etype else _all_edges(g, back))
-
-
 def _all_edges(g: DistGraph, etype: EdgeType) -> tuple[Array, Array, Array]:
     ids = np.arange(g.num_edges(etype))
     sources, destinations = g.find_edges(ids, etype)
     return sources.numpy(), destinations.numpy(), g.orig_edge_ids(ids, etype).numpy()
-
-
-def _id_at(g: DistGraph, etype: EdgeType) -> Array:
-    """Return the (E,) id of the edge at each position of the source's list."""
-    ids = np.arange(g.num_edges(etype))
-    at = np.empty_like(ids)
-    at[g.orig_edge_ids(ids, etype).numpy()] = ids
-    return at
 
 
 def _check_matching(g: DistGraph, etype: EdgeType, back: EdgeType, by: str) -> None:

@@ -391,7 +391,7 @@ class DistTensor(Shared):
             PeerError: an owner is dead or silent.
         """
         ids = integer_ids(index, self._column.num_rows, repr(self._name))
-        rows = self.part_policy.store.submit_pull(self._key, ids).result()
+        rows = self.part_policy.store.pull(self._key, ids)
         device = self._device
         if isinstance(index, Tensor) and index.device.type != "cpu":
             device = index.device
@@ -517,12 +517,9 @@ class DistTensor(Shared):
             check_rows(source, saved, first, last)
             return source, saved
 
-        def read(source: Path, saved: SavedRows) -> None:
-            for shard in column.shards:
-                read_rows(source, saved, first, last, shard.rows[first - shard.first : last - shard.first])
-
         source, saved = run_on_all_ranks(session, check)
-        run_on_all_ranks(session, lambda: read(source, saved))
+        rows = numpy_view(owned_rows(self))
+        run_on_all_ranks(session, lambda: read_rows(source, saved, first, last, rows))
         barrier(session, f"loading {self._key}")
 
     def __enter__(self) -> DistTensor:
@@ -578,6 +575,12 @@ class DistTensor(Shared):
     @property
     def _column(self) -> Column:
         return self.part_policy.store.column(self._key)
+
+
+def owned_rows(tensor: DistTensor) -> Tensor:
+    """Return the rows that this rank owns of a tensor in memory, as memory that its server's ranks share."""
+    (first, last), start = tensor.part_policy.owned_range, tensor.local_range[0]
+    return tensor.local_rows()[first - start : last - start]
 
 
 @final

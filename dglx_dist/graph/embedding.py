@@ -13,9 +13,9 @@ from numba import njit
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, run_on_all_ranks
-from dglx_dist.comm.session import Session, Shared
+from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, PartitionPolicy, opened_graph
+from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, PartitionPolicy, opened_graph, owned_rows
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import number_distinct
@@ -244,21 +244,15 @@ def _make_rows(
         check_memory(store.session, policy.bounds, row_bytes, what, remedy)
     weight = DistTensor(shape, dtype, name, init, policy)
     if not attaches and init is None:
-        _fill_owned(weight, store.session)
+        # Each rank those of the rows it owns, without a second copy.
+        fill_uniform(owned_rows(weight), policy.owned_range[0], store.session.seed, weight.name)
+        barrier(store.session, f"first values of {weight.name!r}")
     return weight
 
 
 def _dataset_of(policy: PartitionPolicy, graph: OpenedGraph | None) -> str:
     graph = graph or opened_graph()
     return graph.dataset.manifest.checksum if graph.kvstore is policy.store else ""
-
-
-def _fill_owned(weight: DistTensor, session: Session) -> None:
-    """Write initial values, each rank those of the rows it owns, without a second copy."""
-    first, last = weight.part_policy.owned_range
-    start = weight.local_range[0]
-    fill_uniform(weight.local_rows()[first - start : last - start], first, session.seed, weight.name)
-    barrier(session, f"first values of {weight.name!r}")
 
 
 def _summed_by_share(gradients: list[RowGradient]) -> list[RowGradient]:

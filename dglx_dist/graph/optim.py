@@ -17,7 +17,7 @@ from dglx_dist.comm.collectives import barrier, check_equal, gather_int64, run_o
 from dglx_dist.comm.session import Session, current_session
 from dglx_dist.data.storage.row_files import RowFile, check_rows, read_index, read_rows, write_rows
 from dglx_dist.errors import ConfigError, DglxError, StorageError
-from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.dist_tensor import DistTensor, owned_rows
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.row_kernels import column_info, numpy_view
 from dglx_dist.graph.shared_memory import check_memory, fill_folder, save_folder
@@ -33,7 +33,6 @@ from dglx_dist.graph.sparse_update import (
     at_least_0,
     sgd_rule,
 )
-from dglx_dist.records import Array
 
 Mode: TypeAlias = Literal["sync", "async"]
 
@@ -252,7 +251,8 @@ class SparseOptimizer:
         def read_own() -> Mapping[str, object]:
             index = read_index(folder)
             for name, table, tensor in self._tensors():
-                read_rows(folder, index.tensor(name, folder), table.first, table.last, _owned(table, tensor))
+                rows = numpy_view(owned_rows(tensor))
+                read_rows(folder, index.tensor(name, folder), table.first, table.last, rows)
             return index.facts
 
         facts = cast("dict[str, Any]", run_on_all_ranks(self.session, read_own))
@@ -299,7 +299,7 @@ class SparseOptimizer:
                 folder,
                 name,
                 table.first,
-                _owned(table, tensor),
+                numpy_view(owned_rows(tensor)),
                 info=column_info(tensor.dtype, tensor.shape[1:]),
             )
             for name, table, tensor in self._tensors()
@@ -323,11 +323,6 @@ class SparseOptimizer:
 def _is_taken(param: DistEmbedding, name: str) -> bool:
     policy = param.part_policy
     return policy.store.has(policy.hidden_key(f"{param.name}_{name}"))
-
-
-def _owned(table: OwnedRows, tensor: DistTensor) -> Array:
-    start = tensor.local_range[0]
-    return numpy_view(tensor.local_rows()[table.first - start : table.last - start])
 
 
 def _check_options(mode: str, staleness: int, reduction: str) -> None:

@@ -7,7 +7,6 @@ widest size that divides a row and fits the alignment of both sides, so one kern
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -304,9 +303,8 @@ MAX_IDS = 1 << 20
 """Ids of one request; more are split into several."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemotePlan:
-    """The remote part of K requested ids, grouped by server; a slot is a distinct remote id."""
+class RemotePlan(NamedTuple):
+    """The remote part of K requested ids, grouped by server; a slot is a distinct remote id to request."""
 
     ids: Array
     """(slots,) int64 distinct remote ids, grouped by server, within one in order of appearance."""
@@ -316,6 +314,10 @@ class RemotePlan:
     """(slots + 1,) int64; slot s is requested at ``positions[starts[s]:starts[s + 1]]``."""
     positions: Array
     """(remote places,) int64 positions in the requested ids."""
+    hit_places: Array
+    """(hits,) int64 ascending positions in the requested ids of other servers' ids that are cached here."""
+    hit_slots: Array
+    """(hits,) int64 rows of the cache."""
 
     def requests(self, ranks: Sequence[int], max_ids: int = MAX_IDS) -> list[tuple[int, int, int]]:
         """Return (rank, first slot, last slot) of each message, at most ``max_ids`` slots long.
@@ -329,32 +331,15 @@ class RemotePlan:
         return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hits:
-    """The requested ids of other servers that are cached here."""
-
-    places: Array
-    """(hits,) int64 positions in the requested ids, ascending."""
-    slots: Array
-    """(hits,) int64 rows of the cache."""
-
-
-def plan_remote(ids: Array, bounds: Array, own_server: int) -> RemotePlan:
-    """Return the plan of :func:`plan_pull` without a cache."""
-    return plan_pull(ids, bounds, own_server, NO_SLOTS)[0]
-
-
-def plan_pull(
-    ids: Array, bounds: Array, own_server: int, cached: SlotTable, *, distinct: bool = False
-) -> tuple[RemotePlan, Hits]:
+def plan_remote(
+    ids: Array, bounds: Array, own_server: int, cached: SlotTable = NO_SLOTS, *, distinct: bool = False
+) -> RemotePlan:
     """Split (K,) int64 ``ids`` into those of the local server, those that are cached, and those to request.
 
     ``bounds``: (S + 1,) int64; server s owns the ids ``bounds[s]:bounds[s + 1]``. ``distinct``: no id is
     repeated, which saves the search for repeats.
     """
-    remote, server_starts, starts, positions, places, slots = _plan(ids, bounds, own_server, cached, distinct)
-    plan = RemotePlan(ids=remote, server_starts=server_starts, starts=starts, positions=positions)
-    return plan, Hits(places=places, slots=slots)
+    return RemotePlan(*_plan(ids, bounds, own_server, cached, distinct))
 
 
 def number_distinct(ids: Array) -> tuple[Array, Array]:

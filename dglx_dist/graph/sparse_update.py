@@ -18,7 +18,7 @@ from dglx_dist.comm.mailbox import Mailbox
 from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.dist_tensor import DistTensor, owned_rows
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.row_kernels import group_by_range, numpy_view
@@ -111,10 +111,8 @@ class OwnedRows:
         """Updates of the parameter so far, also those without a row of this rank."""
         self.lock = embedding.kvstore.column(embedding.weight.kvstore_key).lock
         """Held while rows are updated, also by other optimisers of these rows and by pushes that add."""
-        start = embedding.weight.local_range[0]
-        owned = slice(self.first - start, self.last - start)
-        self._rows = embedding.weight.local_rows()[owned]
-        self._state_rows = tuple(numpy_view(state.local_rows()[owned]) for state in states)
+        self._rows = owned_rows(embedding.weight)
+        self._state_rows = tuple(numpy_view(owned_rows(state)) for state in states)
         self._dtype = np.dtype(str(embedding.compute_dtype).removeprefix("torch."))
         nothing = np.empty((0, embedding.embedding_dim), self._dtype)
         self.no_rows = one_row_each(np.empty(0, np.int64), nothing)

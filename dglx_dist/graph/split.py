@@ -20,19 +20,6 @@ from dglx_dist.graph.row_kernels import check_ids
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 
 
-def _share_of_rank(ids: Array, quota: Array, local_rank: int, seed: int, preferred: Array | None) -> Array:
-    """Assign the (n,) ids of one server to its ranks at random, equally on every rank; return one rank's.
-
-    ``quota``: ids of each local rank; ``seed``: the server's number, so that servers differ and runs repeat;
-    ``preferred``: (n,) local ranks, or one that does not exist for "any", respected up to the quotas.
-    """
-    order = np.random.default_rng(seed).permutation(len(ids))
-    owner = np.repeat(np.arange(len(quota)), quota)
-    if preferred is not None:
-        owner = _preferred_owners(preferred[order], quota)
-    return np.sort(ids[order[owner == local_rank]])
-
-
 def _even_quota(num_ids: int, num_ranks: int) -> Array:
     """Return (``num_ranks``,) counts that sum to ``num_ids`` and differ by at most 1."""
     base, extra = divmod(num_ids, num_ranks)
@@ -160,7 +147,13 @@ def split_ids(
     preferred = None if trainer_of is None else trainer_of[first:last] - ranks[0]
     if preferred is not None and not force_even:
         quota = _preferred_quota(preferred, len(ranks))
-    return _share_of_rank(ids[first:last], quota, topology.local_rank, server, preferred)
+    # At random, equally on every rank; servers differ and runs repeat.
+    order = np.random.default_rng(server).permutation(last - first)
+    owner = np.repeat(np.arange(len(ranks)), quota)
+    if preferred is not None:
+        # A local rank that does not exist stands for any.
+        owner = _preferred_owners(preferred[order], quota)
+    return np.sort(ids[first:last][order[owner == topology.local_rank]])
 
 
 def _split(

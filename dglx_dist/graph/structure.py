@@ -158,16 +158,6 @@ def _count_outside(indptr: Array, indices: Array, rows: Array, first: int, last:
     return counts
 
 
-@final
-@dataclass(frozen=True)
-class PendingInEdges:
-    """In-edges in transit."""
-
-    result: Callable[[], InEdges]
-    """Draws for the local server's nodes, waits for the others, and returns all in the order of the nodes;
-    for the thread that submitted. PeerError: an owner is dead or silent; RemoteError: it cannot answer."""
-
-
 class Structure:
     """In-edges of one edge type over global ids. Nothing here is collective but :meth:`serve`.
 
@@ -207,7 +197,7 @@ class Structure:
         exclude: Array = NO_EDGES,
         layer: int = 0,
         phase: str = "sampling",
-    ) -> PendingInEdges:
+    ) -> Callable[[], InEdges]:
         """Ask for in-edges of nodes and return at once; requests leave before local nodes are drawn.
 
         Sends 8 bytes per distinct remote node and receives 24 per edge, counted under
@@ -219,18 +209,19 @@ class Structure:
             parameters: Passed to the draw function.
             exclude: (X,) int64 ascending ids of edges that the draw function leaves out.
             layer, phase: For the ledger.
+
+        Returns:
+            A function that draws for the local server's nodes, waits for the others, and returns all in the
+            order of the nodes; for the thread that submitted. PeerError: an owner is dead or silent;
+            RemoteError: it cannot answer.
         """
         draw = self._draw_of(op)
         remote = self._submit_remote(op, nodes, parameters, exclude, layer=layer, phase=phase)
-
-        def result() -> InEdges:
-            return join_pieces(len(nodes), [*self._pieces(draw, nodes, parameters, exclude), *remote()])
-
-        return PendingInEdges(result)
+        return lambda: join_pieces(len(nodes), [*self._pieces(draw, nodes, parameters, exclude), *remote()])
 
     def ask(self, op: str, nodes: Array, parameters: str = "", **options: Any) -> InEdges:
         """Return in-edges of the (K,) int64 ``nodes``: :meth:`submit` with these ``options``, and wait."""
-        return self.submit(op, nodes, parameters, **options).result()
+        return self.submit(op, nodes, parameters, **options)()
 
     def close(self) -> None:
         """Stop answering other ranks: a barrier belongs before it."""

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.planner.records import Choice, ChoiceOptions, Prediction
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.cost import Candidate, Cost, Measured, ModelShape, PlanContext, Work
+from dglx_dist.strategies.cost import (
+    Candidate,
+    Cost,
+    Measured,
+    ModelShape,
+    PlanContext,
+    Work,
+    trace_of_widths,
+)
 
 _NEAR = 1.05
 """A prediction within this factor of the fastest is a tie, which the earlier, simpler candidate wins."""
@@ -272,11 +281,11 @@ def _gain(found: Choice, usual: str, constraints: ChoiceOptions) -> float:
 
 def _at_point(known: Measured, shape: ModelShape, bytes_per_s: float) -> Measured:
     cluster = replace(known.cluster, external_bytes_per_s=bytes_per_s)
-    memory = replace(known.memory, shape=shape, cluster=cluster)
+    changed: dict[str, Any] = {"shape": shape, "cluster": cluster}
     if shape.hidden != known.shape.hidden:
         # Allocations of a step were traced at the other width.
-        memory = replace(memory, of_batches=None, of_graphs=None)
-    return replace(known, shape=shape, cluster=cluster, memory=memory)
+        changed |= dict.fromkeys(("of_batches", "of_graphs"), trace_of_widths(shape))
+    return replace(known, **changed)
 
 
 def _usual(candidates: Sequence[Candidate], constraints: ChoiceOptions) -> str:

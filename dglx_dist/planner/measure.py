@@ -17,7 +17,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.split import marked_ids
 from dglx_dist.planner.choose import enumerate_candidates, works_of
-from dglx_dist.planner.expected import ASSUMPTIONS
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.planner.profile import (
     batch_trials,
@@ -29,6 +28,7 @@ from dglx_dist.planner.profile import (
     time_on_plans,
 )
 from dglx_dist.planner.workload import (
+    EXPECTED,
     TRAIN_MASK,
     check_train_nodes,
     count_batches,
@@ -43,13 +43,14 @@ from dglx_dist.strategies.cost import (
     Cluster,
     Draws,
     Measured,
-    MemoryModel,
+    MemoryTrace,
     ModelShape,
     PartitionContext,
     PlanContext,
     PlannedRun,
     Rates,
     Work,
+    trace_of_widths,
 )
 from dglx_dist.strategies.full_graph.memory_estimate import trace_memory
 
@@ -124,7 +125,7 @@ def measure(
         run.works[work] = work.count(run)
         if run.works[work] is None:
             run.works[work] = work.estimate(run.graph, config.cluster, run.num_layers)
-            said = f"plans of whole graphs are too large to be counted: {ASSUMPTIONS[0]}"
+            said = f"plans of whole graphs are too large to be counted: {EXPECTED[0]}"
             assumptions = tuple(dict.fromkeys((*assumptions, said)))
     programs = [int(str(one)) for one in gather_json(config.program_bytes, g.session)]
     known = Measured(
@@ -132,15 +133,9 @@ def measure(
         shape=shape,
         cluster=config.cluster,
         rates=rates,
-        memory=MemoryModel(
-            graph=run.graph,
-            shape=shape,
-            cluster=config.cluster,
-            program_bytes=max(PROGRAM_BYTES, *programs),
-            replicated=not config.partitioned,
-            of_batches=_traced_memory(module, shape, with_halo=False),
-            of_graphs=_traced_memory(module, shape, with_halo=True) if works else None,
-        ),
+        program_bytes=max(PROGRAM_BYTES, *programs),
+        of_batches=_traced_memory(module, shape, with_halo=False),
+        of_graphs=_traced_memory(module, shape, with_halo=True) if works else trace_of_widths(shape),
         batches=batches,
         works=run.works,
         structure_partitioned=config.partitioned,
@@ -197,7 +192,6 @@ def _rates(
     config: MeasureConfig,
     per_edge: float,
 ) -> tuple[Rates, Rates | None]:
-    """Return the rates of steps on mini-batches, and on whole graphs; collective."""
     session, layers, clock = run.g.session, run.num_layers, config.clock
     byte_seconds = time_bytes(run.g, _owned(run), clock)
     every: Sequence[Any] = gather_json(byte_seconds, session)
@@ -236,8 +230,7 @@ def _owned(run: PlannedRun) -> Array:
     return own if len(own) else np.array([first])
 
 
-def _traced_memory(module: nn.Module, shape: ModelShape, *, with_halo: bool) -> Callable[[Array], int] | None:
-    """Return the peak of a traced step, see :class:`MemoryModel`; None: it cannot be traced."""
+def _traced_memory(module: nn.Module, shape: ModelShape, *, with_halo: bool) -> MemoryTrace:
     kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
     row = torch.zeros(1, shape.features, dtype=kind)
     silence_profiler()
@@ -249,7 +242,7 @@ def _traced_memory(module: nn.Module, shape: ModelShape, *, with_halo: bool) -> 
             with_halo=with_halo,
             etype=EDGE_TYPE,
             out_degrees=lambda ids: torch.ones(len(ids), dtype=torch.int64),
-        ).peak
+        )
     except ConfigError as problem:
         log.info("memory is estimated from widths: %s", problem)
-        return None
+        return trace_of_widths(shape)

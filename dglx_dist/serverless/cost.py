@@ -11,9 +11,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, TypeAlias, final
 
+from dglx_dist.data.json_fields import Within, read_json, read_record
 from dglx_dist.errors import ConfigError
 from dglx_dist.registry import did_you_mean
-from dglx_dist.serverless.json_fields import Within, read_json, read_record
 
 DEFAULT_PRICES = "aws"
 MAX_FILE_BYTES = 1 << 20

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, NoReturn, TypeAlias, final
 
+from dglx_dist.data.json_fields import Fields, Within, write_json
 from dglx_dist.errors import ConfigError
 from dglx_dist.registry import did_you_mean
-from dglx_dist.serverless.json_fields import Fields, Within, read_json, write_json
 from dglx_dist.serverless.stages.base import (
     MAX_WIDTH,
     Config,
@@ -213,9 +213,9 @@ class _Checker:
 
     def _vertex(self, step: Vertex) -> None:
         stage = vertex_stage(step.stage, step.config)
-        _equal(step, "inputs", stage.input_widths, [self._width(step, n, self._nodes) for n in step.inputs])
-        _equal(step, "outputs", stage.output_widths, [slot.width for slot in step.outputs])
-        shapes = stage.weight_shapes
+        _equal(step, "inputs", stage.shapes.inputs, [self._width(step, n, self._nodes) for n in step.inputs])
+        _equal(step, "outputs", stage.shapes.outputs, [slot.width for slot in step.outputs])
+        shapes = stage.shapes.weights
         if not len(step.weights) == len(shapes) <= MAX_WEIGHTS:
             _refuse(step, f"has weights {list(step.weights)}, but its stage needs {list(shapes)}")
         for name in step.weights:
@@ -289,14 +289,9 @@ _STEPS: Mapping[str, Callable[..., Step]] = {
 }
 
 
-def _read_step(given: object, index: int) -> Step:
-    fields = Fields(given, f"step {index} of a program")
-
-    def read_config(name: str) -> object:
-        config = fields.any(name)
-        return config if isinstance(config, dict) else fields.refuse(name, "an object, as its stage takes it")
-
-    step = fields.record(_STEPS[fields.choice("kind", tuple(_STEPS))], config=read_config)
+def _read_step(fields: Fields) -> Step:
+    kind = _STEPS[fields.choice("kind", tuple(_STEPS))]
+    step = fields.record(kind, config=lambda name: fields.inner(name).given)
     fields.end()
     return step
 
@@ -344,12 +339,12 @@ class Program:
             ConfigError: it is not a valid program of this version.
             UnknownNameError: a stage is not registered in this process.
         """
-        fields = Fields(read_json(text, MAX_PROGRAM_BYTES, "a program"), "a program")
+        fields = Fields.parse(text, "a program", MAX_PROGRAM_BYTES)
         fields.whole("version", _VERSION, _VERSION)
-        steps = [_read_step(step, index) for index, step in enumerate(fields.items("steps", MAX_STEPS))]
+        steps = tuple(map(_read_step, fields.inners("steps", 0, MAX_STEPS)))
         scalars: dict[str, Any] = {name: fields.any(name) for name in _SCALARS}
         fields.end()
-        return cls(steps=tuple(steps), **scalars)
+        return cls(steps=steps, **scalars)
 
     @cached_property
     def slots(self) -> dict[str, Slot]:
@@ -388,7 +383,7 @@ class Program:
         """Return the shape of each weight of Vertex step ``index`` by the user's name."""
         step = self.steps[index]
         assert isinstance(step, Vertex)
-        shapes = vertex_stage(step.stage, step.config).weight_shapes
+        shapes = vertex_stage(step.stage, step.config).shapes.weights
         return dict(zip(step.weights, shapes.values(), strict=True))
 
     @cached_property

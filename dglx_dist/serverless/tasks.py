@@ -18,9 +18,9 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
+from dglx_dist.data.json_fields import Fields, Within, read_json, write_json
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Fields, Within, read_json, write_json
 from dglx_dist.serverless.program import Edge, Program, Vertex
 from dglx_dist.serverless.stages.base import (
     Arrays,
@@ -30,7 +30,7 @@ from dglx_dist.serverless.stages.base import (
     VertexStage,
     cross_entropy,
     edge_stage,
-    first_of_second_half,
+    half_rows,
     vertex_stage,
 )
 
@@ -210,10 +210,10 @@ class Task:
         given = read_json(event, MAX_EVENT_BYTES, "a task") if isinstance(event, bytes | str) else event
         fields = Fields(given, "a task")
         fields.whole("version", _VERSION, _VERSION)
-        task = fields.record(cls, key=lambda name: TaskKey.parse(fields.text(name, 64)))
+        task = fields.record(cls, key=lambda name: TaskKey.parse(fields.text(name, 1, 64)))
         fields.end()
         if not _DIGEST.fullmatch(task.program):
-            fields.refuse("program", "a digest of 64 hexadecimal characters")
+            raise fields.wrong("program", "a digest of 64 hexadecimal characters")
         return task
 
 
@@ -301,12 +301,6 @@ def given_items(program: Program, step: int, direction: Direction, rematerialise
     return gradients + (statistics if direction is Direction.FUSED else ())
 
 
-def half_rows(rows: int, half: int) -> slice:
-    """Return the part of ``rows`` rows in half 0 or 1."""
-    middle = first_of_second_half(rows)
-    return slice(middle, rows) if half else slice(0, middle)
-
-
 def half_length(rows: int, half: int) -> int:
     nodes = half_rows(rows, half)
     return nodes.stop - nodes.start
@@ -379,7 +373,7 @@ def _item(program: Program, slot: str, role: Role, per: Per = Per.NODE) -> Item:
 
 
 def _saved(program: Program, step: Vertex) -> tuple[Item, ...]:
-    widths = vertex_stage(step.stage, step.config).saved_widths
+    widths = vertex_stage(step.stage, step.config).shapes.saved
     return tuple(Item(Role.SAVED, Per.NODE, program.dtype, "", width) for width in widths)
 
 

@@ -16,9 +16,9 @@ import zmq
 import dglx_dist
 from dglx_dist.comm.auth import Credentials
 from dglx_dist.comm.rpc import Client, Handler, PeerAddress, run_handler
+from dglx_dist.data.json_fields import Fields, Json, Within, printable
 from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Fields, Json, Within, printable, read_json
 from dglx_dist.serverless.program import MAX_PROGRAM_BYTES, Program
 from dglx_dist.serverless.stages.base import register_stage
 from dglx_dist.serverless.tasks import (
@@ -74,15 +74,12 @@ class WorkerAnswer:
     @classmethod
     def from_json(cls, text: bytes | str) -> WorkerAnswer:
         """Read the JSON text of :meth:`as_json`; ConfigError if it is invalid."""
-        fields = Fields(read_json(text, MAX_ANSWER_BYTES, "a worker's answer"), "a worker's answer")
-
-        def read_error(name: str) -> str:
-            error = fields.any(name)
-            return (
-                printable(error, _LONGEST_ERROR) if isinstance(error, str) else fields.refuse(name, "a text")
-            )
-
-        answer = fields.record(cls, key=lambda name: TaskKey.parse(fields.text(name, 64)), error=read_error)
+        fields = Fields.parse(text, "a worker's answer", MAX_ANSWER_BYTES)
+        answer = fields.record(
+            cls,
+            key=lambda name: TaskKey.parse(fields.text(name, 1, 64)),
+            error=lambda name: printable(fields.text(name), _LONGEST_ERROR),
+        )
         fields.end()
         return answer
 
@@ -142,7 +139,7 @@ class RemoteCaller(Caller):
         if number not in self._peers:
             endpoint, key = self._through(to.endpoint), _bytes(to.public_key)
             self._peers[number] = PeerAddress(rank=to.rank, host=to.host, endpoint=endpoint, public_key=key)
-        return self._client.send(number, op, name, arrays).wait
+        return self._client.send(number, op, name, arrays).result
 
     def close(self) -> None:
         if self._secrets is not None:
@@ -294,25 +291,37 @@ class Worker:
     def handle(self, event: object, context: object = None) -> dict[str, Json]:
         """Run the task of ``event`` (``Task.to_event``, or its parsed JSON); return ``WorkerAnswer.as_json``.
 
-        A functions service adds ``context``. The message of an error names task, attempt and failed call.
+        A functions service adds ``context``. Raises what :meth:`attempt` returns.
         """
+        answer, failure = self.attempt(event)
+        if failure is not None:
+            raise failure
+        return answer.as_json()
+
+    def attempt(self, event: object) -> tuple[WorkerAnswer, DglxError | None]:
+        """Run the task of ``event``; return its answer, and why it failed, with task, attempt and call."""
         started = time.perf_counter()
         task = Task.from_event(event)
         cold, self._cold = self._cold, False
+        accepted, failure = False, None
         try:
             accepted = self._run(task)
         except _TaskOver:
-            accepted = False
-        except DglxError as error:
-            raise type(error)(f"task {task.key}, attempt {task.attempt}: {error}") from error
-        except Exception as error:
-            text = f"task {task.key}, attempt {task.attempt}: {type(error).__name__}: {error}"
-            raise RemoteError(text) from error
-        seconds = time.perf_counter() - started
+            pass
+        except Exception as error:  # noqa: BLE001 - reported to the caller; the next task may succeed
+            kind = type(error) if isinstance(error, DglxError) else RemoteError
+            text = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
+            failure = kind(f"task {task.key}, attempt {task.attempt}: {text}")
+            failure.__cause__ = error
         answer = WorkerAnswer(
-            key=task.key, attempt=task.attempt, accepted=accepted, seconds=seconds, cold=cold
+            key=task.key,
+            attempt=task.attempt,
+            accepted=accepted,
+            seconds=time.perf_counter() - started,
+            cold=cold,
+            error=str(failure or ""),
         )
-        return answer.as_json()
+        return answer, failure
 
     def _run(self, task: Task) -> bool:
         self._caller.begin()
@@ -370,7 +379,6 @@ def register_packaged_stages() -> None:
     file = Path(dglx_dist.__file__).parent.parent / STAGES_FILE
     if not file.is_file():
         return
-    found = read_json(file.read_bytes(), _MAX_BYTES, STAGES_FILE)
-    fields = Fields(found, STAGES_FILE)
-    for name in found if isinstance(found, dict) else ():
-        register_stage(name, fields.text(name, _MAX_PATH))
+    fields = Fields.parse(file.read_bytes(), STAGES_FILE, _MAX_BYTES)
+    for name in fields.given:
+        register_stage(name, fields.text(name, 1, _MAX_PATH))

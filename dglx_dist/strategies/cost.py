@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -31,8 +32,8 @@ GRADIENTS = "gradients"
 CACHE_SIZES = (0.1, 0.5)
 """Cache sizes to compare, as fractions of the server's own nodes."""
 ID_BYTES = 8
-_COPIES_WITH_ADAM = 4
-"""Parameters, their gradients, and Adam's two moments."""
+OPTIMIZER_COPIES = 2
+"""Adam keeps two tensors of the size of the parameters."""
 _BATCHES_AHEAD = 1
 ALLOCATOR_OVERHEAD = 1.3
 """Held by used memory: each thread keeps what it freed for the next step."""
@@ -112,6 +113,11 @@ class GraphStats:
     """Whether the numbers come from a dataset; False: the user gave them."""
 
     @property
+    def structure_bytes(self) -> int:
+        """Of the in-edges of the whole graph, as they are mapped."""
+        return 8 * self.nodes + (4 if self.nodes < 2**31 else 8) * self.edges
+
+    @property
     def mean_degree(self) -> float:
         return self.edges / max(self.nodes, 1)
 
@@ -131,22 +137,6 @@ class GraphStats:
         far = max((cluster.servers - 1) / cluster.servers, 1e-9)
         quality = min(self.edge_cut / far, 1.0) if cluster.servers > 1 else 0.35
         return (1.0 - self.edge_cut) * quality * (cluster.ranks_per_server - 1) / cluster.ranks_per_server
-
-
-@dataclass(frozen=True, kw_only=True)
-class Widths:
-    """Exchanged columns of a model, and the size of its gradients."""
-
-    first: int
-    """Columns of a neighbour's row in layer 1."""
-    hidden: int
-    """The same in every other layer."""
-    first_learns: bool
-    """Whether the input of layer 1 has a gradient, as after a trained encoder."""
-    gradient_bytes: int
-    """Of all parameters, with a flag of one element for each tensor."""
-    itemsize: int = 4
-    """s: bytes of an element."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,17 +169,6 @@ class ModelShape:
     def gradient_bytes(self) -> int:
         """Sent in each step: every gradient, and a flag of one element for each tensor."""
         return (self.parameters + self.tensors) * self.itemsize
-
-    @property
-    def widths(self) -> Widths:
-        rest = self.layers[1:] or self.layers
-        return Widths(
-            first=self.layers[0].inputs,
-            hidden=rest[0].inputs,
-            first_learns=self.first_learns,
-            gradient_bytes=self.gradient_bytes,
-            itemsize=self.itemsize,
-        )
 
     def work(self, sources: Sequence[int], targets: Sequence[int], edges: Sequence[int]) -> tuple[int, int]:
         """Return (columns of edges summed, multiply-adds) of forward and backward.
@@ -439,77 +418,63 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryModel:
-    """Peak memory of a rank; the inputs are the same for all candidates."""
+class MemoryTrace:
+    """The allocations of a step in order, for the (3 L + 2,) int64 ``counts`` of any step: 1, rows of levels
+    0..L, sources of layers 1..L, edges of layers 1..L.
+    """
 
-    graph: GraphStats
-    shape: ModelShape
-    cluster: Cluster
-    program_bytes: int
-    replicated: bool
-    """Whether every server maps the structure of the whole graph."""
-    of_batches: Callable[[Array], int] | None = None
-    """Peak bytes of a traced step on sampled blocks for (3 L + 2,) counts: 1, rows of each level, sources and
-    edges of each layer; None: estimated from widths."""
-    of_graphs: Callable[[Array], int] | None = None
-    """The same for layers that exchange rows."""
+    kinds: Array
+    """(A,) int64 kind of the rows, as index into ``counts``; 0: not proportional to any."""
+    row_bytes: Array
+    """(A,) int64 bytes per row; negative if freed."""
+    backward_at: int
+    """Number of allocations of the forward pass."""
+    exchanged: Array
+    """(L,) int64 bytes per exchanged row and its gradient; 0 for layers without exchange."""
+    parameter_bytes: int
 
-    @property
-    def fixed(self) -> int:
-        """Bytes of the program, the model and its optimizer."""
-        return self.program_bytes + _COPIES_WITH_ADAM * self.shape.parameters * self.shape.itemsize
+    def running(self, counts: Array) -> Array:
+        """Return (A + 1,) int64 bytes in use before each allocation and after the last."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.row_bytes * counts[self.kinds])])
 
-    def batches(
-        self, largest: Sequence[Sequence[int]], *, held: int, owners: int = 1, in_flight: int = 1
-    ) -> int:
-        """Return the peak of a rank that trains on mini-batches.
+    def peak(self, counts: Array) -> int:
+        return int(self.running(counts).max())
 
-        Args:
-            largest: (3, L) sources, targets and edges of the largest batch.
-            held: Bytes of features that are mapped or kept.
-            owners: Ranks whose layer-1 blocks belong to a batch (push-pull's N_f). Each brings its part of
-                the columns; together they are as many as of one whole row.
-            in_flight: Batches that are trained at a time.
-        """
-        sources, targets, edges = largest
-        inputs = round(sources[0] * self.shape.features * self.shape.itemsize)
-        blocks = _BLOCK_EDGE_BYTES * sum(edges) + _BLOCK_ROW_BYTES * sum(sources)
-        blocks += (owners - 1) * (_BLOCK_EDGE_BYTES * edges[0] + _BLOCK_ROW_BYTES * sources[0])
-        step = self.step(self.of_batches, [sources[0], *targets], sources, edges)
-        return (
-            self.fixed
-            + held
-            + self.structure
-            + round(ALLOCATOR_OVERHEAD * (step + (_BATCHES_AHEAD + 1 + in_flight) * (inputs + blocks)))
-        )
+    def kept(self, counts: Array) -> Array:
+        """Return (L,) int64 bytes that forward keeps for backward, by layer; level 0 belongs to the first."""
+        num_layers, forward = len(self.exchanged), self.kinds[: self.backward_at]
+        layer = np.where(forward <= num_layers + 1, forward - 2, (forward - 2) % num_layers)
+        held = self.row_bytes[: self.backward_at] * counts[forward]
+        return np.bincount(np.maximum(layer, 0), weights=held, minlength=num_layers).astype(np.int64)
 
-    @property
-    def structure(self) -> int:
-        """Bytes of the in-edges that a rank maps."""
-        share = 1.0 if self.replicated else 1.0 / self.cluster.servers
-        each = 4 if self.graph.nodes < 2**31 else 8
-        return round(share * (8 * self.graph.nodes + each * self.graph.edges))
 
-    @property
-    def own_features(self) -> int:
-        """Bytes of the feature rows of a server, which its ranks share."""
-        return -(-self.graph.nodes // self.cluster.servers) * self.graph.feature_bytes
-
-    def step(
-        self,
-        traced: Callable[[Array], int] | None,
-        rows: Sequence[int],
-        sources: Sequence[int],
-        edges: Sequence[int],
-    ) -> int:
-        """Return the peak of a step beyond its inputs and its blocks, for (L + 1,) rows of the levels."""
-        if traced is not None:
-            return traced(np.array([1, *rows, *sources, *edges], np.int64))
-        kept = [
-            rows[place + 1] * (layer.summed + 3 * layer.outputs) + sources[place] * layer.outputs
-            for place, layer in enumerate(self.shape.layers)
+def trace_of_widths(shape: ModelShape) -> MemoryTrace:
+    """Return the allocations that the widths of the layers suggest, of a model that was not traced."""
+    size, num_layers = shape.itemsize, len(shape.layers)
+    parameters = shape.parameters * size
+    # Of each layer (kind, bytes per row): of its targets, and of its sources.
+    kept = [
+        [
+            (place + 2, size * (layer.summed + 3 * layer.outputs)),
+            (num_layers + 2 + place, size * layer.outputs),
         ]
-        return self.shape.itemsize * (sum(kept) + 2 * max(kept))
+        for place, layer in enumerate(shape.layers)
+    ]
+    gradients = [(kind, sign * each) for rows in kept for sign in (2, -2) for kind, each in rows]
+    steps = np.array([*chain.from_iterable(kept), (0, parameters), *gradients], np.int64)
+    return MemoryTrace(
+        kinds=steps[:, 0],
+        row_bytes=steps[:, 1],
+        backward_at=2 * num_layers,
+        exchanged=np.array(
+            [
+                size * layer.inputs * (2 if place or shape.first_learns else 1)
+                for place, layer in enumerate(shape.layers)
+            ],
+            np.int64,
+        ),
+        parameter_bytes=parameters,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -521,7 +486,12 @@ class Measured:
     cluster: Cluster
     rates: Rates
     """Of mini-batch steps; of full-graph steps if there are none."""
-    memory: MemoryModel
+    program_bytes: int
+    """Of a rank without a graph and a model."""
+    of_batches: MemoryTrace
+    """Of a step on sampled blocks."""
+    of_graphs: MemoryTrace
+    """Of a step whose layers exchange rows."""
     batches: BatchWork | None
     """None: mini-batches were not requested."""
     works: Mapping[Work, Any]
@@ -545,6 +515,39 @@ class Measured:
         """The counted mini-batches, which candidates of that unit always have."""
         assert self.batches is not None, "candidates of mini-batches need counted batches"
         return self.batches
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of the program and the model."""
+        return self.program_bytes + self.shape.parameters * self.shape.itemsize
+
+    @property
+    def structure(self) -> int:
+        """Bytes of the in-edges that a rank maps."""
+        return self.graph.structure_bytes // (self.cluster.servers if self.structure_partitioned else 1)
+
+    @property
+    def own_features(self) -> int:
+        """Bytes of the feature rows of a server, which its ranks share."""
+        return -(-self.graph.nodes // self.cluster.servers) * self.graph.feature_bytes
+
+    def batch_memory(self, *, held: int, owners: int = 1, in_flight: int = 1) -> int:
+        """Return the peak of a rank that trains on mini-batches.
+
+        Args:
+            held: Bytes of features that are mapped or kept.
+            owners: Ranks whose layer-1 blocks belong to a batch (push-pull's N_f). Each brings its part of
+                the columns; together they are as many as of one whole row.
+            in_flight: Batches that are trained at a time.
+        """
+        sources, targets, edges = self.mini_batches.largest
+        inputs = sources[0] * self.shape.features * self.shape.itemsize
+        blocks = _BLOCK_EDGE_BYTES * sum(edges) + _BLOCK_ROW_BYTES * sum(sources)
+        blocks += (owners - 1) * (_BLOCK_EDGE_BYTES * edges[0] + _BLOCK_ROW_BYTES * sources[0])
+        step = self.of_batches.peak(np.array([1, sources[0], *targets, *sources, *edges], np.int64))
+        ahead = (_BATCHES_AHEAD + 1 + in_flight) * (inputs + blocks)
+        kept = self.fixed + OPTIMIZER_COPIES * self.of_batches.parameter_bytes + held + self.structure
+        return kept + round(ALLOCATOR_OVERHEAD * (step + ahead))
 
     def cache_of(self, candidate: Candidate) -> CacheHits | None:
         """Return the counted cache of ``candidate``; None: it has none, or it was not counted."""

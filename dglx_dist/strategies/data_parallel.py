@@ -109,7 +109,7 @@ class DataParallel(Strategy):
 
     @staticmethod
     def cost(candidate: Candidate, known: Measured) -> Cost:
-        work, memory, cache = known.mini_batches, known.memory, known.cache_of(candidate)
+        work, cache = known.mini_batches, known.cache_of(candidate)
         traffic = _traffic(known, cache)
         kept = 0 if cache is None else cache.rows * (known.graph.feature_bytes + 4) // known.cluster.servers
         pulled_bytes = sum(count for name, count in traffic.outside.items() if name != GRADIENTS)
@@ -125,12 +125,12 @@ class DataParallel(Strategy):
             sampling=sampling_seconds(known, work),
             pulled=pulled,
         )
-        shared = memory.own_features + kept
+        shared = known.own_features + kept
         return Cost(
             seconds=seconds,
             traffic=traffic,
-            memory=memory.batches(work.largest, held=shared),
-            shared=shared + memory.structure,
+            memory=known.batch_memory(held=shared),
+            shared=shared + known.structure,
         )
 
 

@@ -19,7 +19,7 @@ from dgl.nn.pytorch.utils import WeightBasis
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dglx_dist.dataloading.row_buffers import HALVES
+from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import FEATURE, EdgeType

@@ -31,11 +31,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(equality.write_parts(tmp_path_factory.mktemp("full_graph_run")))
-
-
 def train_each_way(dataset: str, folder: str) -> None:
     for name, (strategy, options) in WAYS.items():
         out = Path(folder) / name

@@ -13,14 +13,8 @@ from dglx_dist.cli.train_job import run_config, train_dataset, with_defaults
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.training.config import TrainConfig
-from tests.strategies import equality
 
 OPTIONS = {"executor": "inline", "intervals": 3, "workers": 2, "prices": "dorylus"}
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(equality.write_parts(tmp_path_factory.mktemp("lambda_run")))
 
 
 def plan_of(dataset: str, out: Path, **changes: Any) -> TrainConfig:

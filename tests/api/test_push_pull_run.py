@@ -28,11 +28,6 @@ from tests.strategies import equality
 SMALL: dict[str, Any] = {"fanouts": (4, 4), "batch_size": 30, "epochs": 2}
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(equality.write_parts(tmp_path_factory.mktemp("push_pull_run")))
-
-
 def train_both_ways(dataset: str, folder: str) -> None:
     for strategy in ("data_parallel", "p3"):
         train_dataset(plan_of(dataset, Path(folder) / strategy, **SMALL, strategy=strategy, model="gcn"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import dglx_dist as dx
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.training import metrics
-from dglx_dist.training import metrics as ranking
 from tests.graph import small
 from tests.helpers.ranks import run_ranks
 
@@ -36,10 +36,11 @@ def calls(g: DistGraph, folder: str) -> Calls:
     refused = dx.DistTensor((small.NUM_NODES, 2), torch.float32, "refused")
     g.kvstore.register_push_handler(refused.kvstore_key, refuse)
     ones, session = torch.ones(3), g.session
-
-    def adam(params: Any = trained, **wrong: Any) -> Callable[[], Any]:
-        given = [trained] if params is trained else params
-        return lambda: dx.optim.SparseAdam(given, **({"lr": 0.1} | wrong))
+    adam = partial(dx.optim.SparseAdam, params=[trained], lr=0.1)
+    by_degree = partial(g.cache_rows, "feat", alpha=0.5, policy="degree")
+    by_access = partial(g.cache_rows, "feat", alpha=0.5, fanouts=[2], batch_size=2)
+    written = partial(dx.write_embeddings, rows=rows, g=g, folder=f"{folder}/out")
+    handled = partial(g.kvstore.register_push_handler, handler=None)
 
     def unheard(then: Callable[[], Any]) -> Callable[[], Any]:
         def push_and_go_on() -> None:
@@ -50,10 +51,6 @@ def calls(g: DistGraph, folder: str) -> Calls:
 
         return push_and_go_on
 
-    def written(**wrong: Any) -> Callable[[], Any]:
-        given: dict[str, Any] = {"rows": rows, "g": g, "folder": f"{folder}/out"} | wrong
-        return lambda: dx.write_embeddings(**given)
-
     found: Calls = {}
     for name, wrong in {
         "dtype": {"dtype": torch.int32},
@@ -61,7 +58,7 @@ def calls(g: DistGraph, folder: str) -> Calls:
         "columns in words": {"embedding_dim": "three"},
         "a row too many": {"num_embeddings": small.NUM_NODES + 1},
     }.items():
-        found[f"embedding: {name}"] = embedding, lambda wrong=wrong: embedding(**wrong)  # type: ignore[misc]
+        found[f"embedding: {name}"] = embedding, partial(embedding, **wrong)
     settings: dict[str, dict[str, Any]] = {
         "lr": {"lr": -1},
         "lr in words": {"lr": "much"},
@@ -72,42 +69,24 @@ def calls(g: DistGraph, folder: str) -> Calls:
         "no embedding": {"params": [ones]},
     }
     for name, wrong in settings.items():
-        found[f"optimiser: {name}"] = adam(), adam(**wrong)
+        found[f"optimiser: {name}"] = adam, partial(adam, **wrong)
     found |= {
-        "cache: node type": (
-            lambda: g.cache_rows("feat", alpha=0.5, policy="degree"),
-            lambda: g.cache_rows("feat", alpha=0.5, policy="degree", ntype="nobody"),
-        ),
-        "cache: fan-outs": (
-            lambda: g.cache_rows("feat", alpha=0.5, fanouts=[2], batch_size=2),
-            lambda: g.cache_rows("feat", alpha=0.5, fanouts=5, batch_size=2),  # type: ignore[arg-type]
-        ),
-        "export: folder": (written(), written(folder=None)),
-        "export: name": (written(), written(name="\ud800")),
-        "export: a push that failed": (written(), unheard(written())),
+        "cache: node type": (by_degree, partial(by_degree, ntype="nobody")),
+        "cache: fan-outs": (by_access, partial(by_access, fanouts=5)),
+        "export: folder": (written, partial(written, folder=None)),
+        "export: name": (written, partial(written, name="\ud800")),
+        "export: a push that failed": (written, unheard(written)),
         "a push that failed before a barrier": (g.barrier, unheard(g.barrier)),
         "a push that failed before closing": (g.close, unheard(g.close)),
-        "handler: name": (
-            lambda: g.kvstore.register_push_handler(rows.kvstore_key, None),
-            lambda: g.kvstore.register_push_handler([], None),  # type: ignore[arg-type]
-        ),
-        "hits": (
-            lambda: ranking.hits_at(3, ones, session),
-            lambda: ranking.hits_at(0, ones, session),
-        ),
-        "area": (
-            lambda: metrics.roc_auc(ones, ones, session),
-            lambda: metrics.roc_auc(ones, torch.ones(4), session),
-        ),
-        "errors": (
-            lambda: metrics.rmse(ones, ones, session),
-            lambda: metrics.rmse(ones, ones[:, None], session),
-        ),
-        "accuracy": (
-            lambda: metrics.accuracy(ones, ones, session),
-            lambda: metrics.accuracy(ones, torch.ones(4), session),
-        ),
+        "handler: name": (partial(handled, rows.kvstore_key), partial(handled, [])),
     }
+    for name, call, right, wrong_one in (
+        ("hits", metrics.hits_at, (3, ones), (0, ones)),
+        ("area", metrics.roc_auc, (ones, ones), (ones, torch.ones(4))),
+        ("errors", metrics.rmse, (ones, ones), (ones, ones[:, None])),
+        ("accuracy", metrics.accuracy, (ones, ones), (ones, torch.ones(4))),
+    ):
+        found[name] = partial(call, *right, session), partial(call, *wrong_one, session)
     return found
 
 

@@ -163,7 +163,6 @@ def test_no_path_of_the_user_is_kept(tmp_path: Path) -> None:
     run(ExperimentPlan(variants=(variant,), facts={"from": data}), Played(), tmp_path)
     assert str(tmp_path) not in results.result_path(tmp_path, "T1").read_text()
     (outcome,) = results.read(tmp_path)
-    assert outcome.plan is not None
     assert outcome.plan.variants[0].job.params["data"] == "WORK/synthetic-1"
 
 

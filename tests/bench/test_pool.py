@@ -168,7 +168,6 @@ def test_nothing_outlives_a_bench_that_is_ended(
     with subprocess.Popen(
         [sys.executable, "-c", BENCH_PROGRAM], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
     ) as driver:
-        assert driver.stdout is not None
         assert driver.stdout.readline() == "ready\n"
         assert processes_with(str(tmp_path))
         driver.send_signal(number)

@@ -13,10 +13,9 @@ from typer.testing import CliRunner, Result
 
 from dglx_dist import options
 from dglx_dist.cli.common import command
-from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import at_least, literals, option, path_option, whole_numbers
-from dglx_dist.training.config import TrainConfig
+from dglx_dist.training.config import PlanConfig, TrainConfig
 
 
 @pytest.mark.parametrize(

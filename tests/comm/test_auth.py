@@ -17,7 +17,7 @@ def ask(access: ClientAccess, credentials: Credentials, op: str = "double") -> l
     with zmq.Context() as context:
         client = Client(context, access.addresses, credentials)
         try:
-            (answer,) = client.send(0, op, "", [np.array([21])]).wait(2.0)
+            (answer,) = client.send(0, op, "", [np.array([21])]).result(2.0)
         finally:
             client.close()
     return [int(value) for value in answer]
@@ -68,8 +68,10 @@ def test_large_arrays_of_a_refused_call_are_dropped() -> None:
         with zmq.Context() as context:
             client = Client(context, access.addresses, access.credentials)
             with pytest.raises(RemoteError, match="no operation 'rows'"):
-                client.send(0, "rows", "", [np.zeros(1 << 18)]).wait(20.0)
-            assert client.send(0, "double", "", [np.arange(1 << 18)]).wait(20.0)[0][-1] == 2 * ((1 << 18) - 1)
+                client.send(0, "rows", "", [np.zeros(1 << 18)]).result(20.0)
+            assert client.send(0, "double", "", [np.arange(1 << 18)]).result(20.0)[0][-1] == 2 * (
+                (1 << 18) - 1
+            )
             client.close()
 
 

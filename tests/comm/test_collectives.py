@@ -30,17 +30,15 @@ def _all_collectives() -> dict[str, object]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_collectives_give_every_rank_the_same(world_size: int) -> None:
-    for one in run_ranks(_all_collectives, world_size):
+def test_collectives_give_every_rank_the_same_and_a_sum_costs_a_ring(world_size: int) -> None:
+    found = run_ranks(_all_collectives, world_size)
+    for one in found:
         assert one["total"] == [sum(range(1, world_size + 1))] * 3
         assert np.array_equal(one["table"], [[rank, 10 * rank] for rank in range(world_size)])
         assert one["said"] == [{"rank": rank, "text": "x" * rank} for rank in range(world_size)]
         assert one["told"] == {"from": world_size - 1}
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_all_reduce_counts_the_ring_formula_to_the_byte(world_size: int) -> None:
-    counted = [one["dense"] for one in run_ranks(_all_collectives, world_size)]
+    # The ring formula, to the byte.
+    counted = [one["dense"] for one in found]
     assert sum(counted) == 2 * (world_size - 1) * 12
     assert max(counted) - min(counted) <= 1
 

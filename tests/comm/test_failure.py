@@ -20,7 +20,7 @@ import torch
 from dglx_dist.comm.collectives import barrier, sum_over_ranks
 from dglx_dist.comm.session import current_session, start_session
 from dglx_dist.errors import ConfigError, PeerError
-from tests.helpers import wide
+from tests.helpers import refusal, wide
 from tests.helpers.ranks import RankError, run_ranks, start_ranks
 
 LIMIT_S = 30.0
@@ -60,12 +60,9 @@ def _wait_for_killed() -> str:
     barrier(session, "ready")
     if session.topology.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        barrier(session, "the epoch")
-    except PeerError as error:
-        session.close(failed=True)
-        return str(error)
-    return ""
+    said = refusal(lambda: barrier(session, "the epoch"), PeerError)
+    session.close(failed=True)
+    return said
 
 
 def test_barrier_with_a_killed_rank_names_it() -> None:
@@ -75,14 +72,10 @@ def test_barrier_with_a_killed_rank_names_it() -> None:
 
 def _part_ways() -> str:
     session = start_session(timeout_s=4)
-    said = ""
-    try:
-        if session.topology.rank == 2:
-            barrier(session, "another place")
-        else:
-            sum_over_ranks(torch.ones(3), session, phase="dense")
-    except PeerError as error:
-        said = str(error)
+    if session.topology.rank == 2:
+        said = refusal(lambda: barrier(session, "another place"), PeerError)
+    else:
+        said = refusal(lambda: sum_over_ranks(torch.ones(3), session, phase="dense"), PeerError)
     session.close()
     return said
 
@@ -99,11 +92,7 @@ def test_a_rank_that_lives_but_is_elsewhere_is_named() -> None:
 def _come_late() -> str:
     if os.environ["RANK"] in "13":
         return "never came"
-    try:
-        start_session(timeout_s=1.5)
-    except PeerError as error:
-        return str(error)
-    return ""
+    return refusal(lambda: start_session(timeout_s=1.5), PeerError)
 
 
 def test_missing_ranks_are_listed_at_the_start() -> None:

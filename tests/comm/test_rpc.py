@@ -127,13 +127,8 @@ def test_operation_is_registered_once() -> None:
 
 def test_slow_handler_holds_up_nobody_and_silence_is_named() -> None:
     release = threading.Event()
-
-    def wait(_name: str, _arrays: object) -> list[np.ndarray]:
-        release.wait(20)
-        return []
-
     with pair() as (caller, server):
-        server.register("wait", wait)
+        server.register("wait", lambda _name, _arrays: release.wait(20) and [])
         server.register("quick", lambda _name, arrays: arrays)
         slow = caller.submit(1, "wait", "w", [], phase="p")
         assert np.array_equal(caller.call(1, "quick", "", [TABLE], phase="p")[0], TABLE)
@@ -255,10 +250,10 @@ def test_reply_that_came_in_time_counts_however_late_it_is_asked_for() -> None:
         server.register("echo", lambda _name, arrays: arrays)
         early = caller.submit(1, "echo", "", [TABLE], phase="p")
         late = caller.submit(1, "echo", "", [TABLE], phase="p")
-        assert late._answer._link.pump(20_000)  # the reply of the first; that of the second follows
-        assert late._answer._link.pump(20_000)
+        assert late._link.pump(20_000)  # the reply of the first; that of the second follows
+        assert late._link.pump(20_000)
         third = caller.submit(1, "echo", "", [TABLE], phase="p")
-        assert late._answer._link._socket.poll(20_000)  # has come, but was not taken in
+        assert late._link._socket.poll(20_000)  # has come, but was not taken in
         for one in (early, late, third):
             assert np.array_equal(one.result(1e-9)[0], TABLE)
 
@@ -278,8 +273,7 @@ def test_a_number_of_a_socket_that_is_still_closing_can_come_again() -> None:
     """Threads come and go, and ZeroMQ lets go of a closed socket later than the system of its number."""
     with pair() as (caller, server):
         server.register("echo", lambda _name, arrays: arrays)
-        assert caller._context is not None
-        still_there = [caller._context.socket(zmq.PAIR) for _ in range(200)]
+        still_there = [caller._contexts[0].socket(zmq.PAIR) for _ in range(200)]
         for number, old in enumerate(still_there):
             old.bind(f"inproc://monitor.s-{number}")
         (answer,) = caller.call(1, "echo", "", [TABLE], phase="p")
@@ -308,7 +302,7 @@ def test_wrong_secret_is_refused_and_logged(caplog: pytest.LogCaptureFixture) ->
 def test_stranger_without_security_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pair() as (_, server):
         server.register("rows", lambda _name, arrays: pytest.fail("a stranger was served"))
-        endpoint = server._server.endpoint
+        endpoint = server._servers[0].endpoint
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.setsockopt(zmq.LINGER, 0)
             monitor = stranger.get_monitor_socket(
@@ -325,7 +319,7 @@ def test_stranger_without_security_is_refused_and_logged(caplog: pytest.LogCaptu
 def test_raw_bytes_of_a_stranger_are_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pair() as (caller, server):
         server.register("echo", lambda _name, arrays: arrays)
-        host, port = server._server.endpoint.removeprefix("tcp://").rsplit(":", 1)
+        host, port = server._servers[0].endpoint.removeprefix("tcp://").rsplit(":", 1)
         with socket.create_connection((host, int(port))) as stranger:
             stranger.settimeout(20)
             stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(range(256)) * 8)

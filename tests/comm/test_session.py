@@ -258,7 +258,7 @@ def test_endpoints() -> None:
 
 def _endpoint() -> str:
     with start_session() as session:
-        return str(session.rpc._server.endpoint)
+        return str(session.rpc._servers[0].endpoint)
 
 
 def test_ranks_listen_on_the_rendezvous_interface_only() -> None:

@@ -131,19 +131,12 @@ def test_gloo_and_nccl_follow_the_ranks_to_loopback_unless_the_user_set_them(
     for variable in (GLOO, NCCL):
         monkeypatch.setenv(variable, "")  # restored behind the test
         monkeypatch.delenv(variable)
-    one_machine = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_PORT": "1",
-        "MASTER_ADDR": "x",
-    }
-    bind_alike(read_rendezvous(one_machine))
+    bind_alike(read_rendezvous(launched()))
     assert GLOO not in os.environ
-    bind_alike(read_rendezvous({**one_machine, "GROUP_WORLD_SIZE": "2"}))
+    bind_alike(read_rendezvous(launched(GROUP_WORLD_SIZE=2)))
     assert GLOO not in os.environ
     monkeypatch.setenv(NCCL, "eth7")
-    bind_alike(read_rendezvous({**one_machine, "GROUP_WORLD_SIZE": "1"}))
+    bind_alike(read_rendezvous(launched(GROUP_WORLD_SIZE=1)))
     assert (os.environ[GLOO], os.environ[NCCL]) == ("lo", "eth7")
 
 

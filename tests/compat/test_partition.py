@@ -78,7 +78,6 @@ def test_types_are_balanced_each_by_itself_and_trainers_are_told(tmp_path: Path)
     mapped = partition_graph(
         graph, "typed", 2, tmp_path, balance_ntypes=kinds, num_trainers_per_machine=2, return_mapping=True
     )
-    assert mapped is not None
     nodes, edges = mapped
     assert nodes.keys() == {"paper", "author"}
     assert edges.keys() == set(graph.canonical_etypes)

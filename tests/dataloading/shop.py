@@ -115,25 +115,24 @@ def edges_in(block: dgl.DGLGraph, etype: EdgeType) -> list[tuple[int, int, int]]
     return sorted(zip(sources, destinations, block.edges[etype].data[dgl.EID].tolist(), strict=True))
 
 
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "uniform": {},
+    "full": {"fanouts": [-1, -1]},
+    "replace": {"sampler": {"replace": True}, "exclude": {"buys": [5, 9, 100], "like": [7]}},
+    "weighted": {"sampler": {"prob": "weight"}},
+}
+
+
 def shop_in_rank(
     folder: str, structure: str, seeds_of_rank: Mapping[str, Mapping[str, list[int]]], exclude: bool
 ) -> dict[str, Any]:
-    """Make batches on this rank; return what was drawn, the bytes and what they should be."""
+    """Make batches of each of SETTINGS on this rank; return what was drawn, the bytes and their formula."""
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder, structure=structure)
         mine = seeds_of_rank[str(session.topology.rank)]
         seeds = {ntype: torch.tensor(ids, dtype=torch.int64) for ntype, ids in mine.items()}
-        sampler = NeighborSampler([3, 4], prefetch_node_feats={"user": ["feat"], "item": ["feat"]})
-        drawn: dict[str, list[int]] = {}
-        shares, targets = [], []
-        loader = DataLoader(g, seeds, sampler, batch_size=5, shuffle=True, seed=5)
-        expected = 0
-        for _, output_nodes, blocks in loader:
-            shares.append([session.step_share.num_local, session.step_share.num_global])
-            targets.append({ntype: ids.tolist() for ntype, ids in output_nodes.items() if len(ids)})
-            _check_features(g, blocks[0])
-            expected += _note(g, blocks, drawn)
-        measured = session.ledger.total(phase="sampling")
+        found = {name: _epoch(g, seeds, **options) for name, options in SETTINGS.items()}
+        before, sampler = session.ledger.total(phase="sampling"), NeighborSampler([3, 4])
         maker = open_maker(g, sampler, read_sampler(sampler), LoaderOptions(), seed=5)
         all_edges = {etype: np.arange(0, g.num_edges(etype), 2) for etype in g.canonical_etypes}
         without = maker.make({"user": np.arange(g.num_nodes("user"))}, 0, all_edges if exclude else {})
@@ -141,13 +140,28 @@ def shop_in_rank(
             int(edge) % 2 for block in without.blocks for etype in g.canonical_etypes
             for edge in block.edges[etype].data[dgl.EID]
         }  # fmt: skip
-        own_bytes = session.ledger.total(phase="sampling") - measured
-        expected_own = _note(g, without.blocks, {}) + _excluded_bytes(g, without.blocks, all_edges) * exclude
+        own_bytes = session.ledger.total(phase="sampling") - before
+        expected = _note(g, without.blocks, {}) + _excluded_bytes(g, without.blocks, all_edges) * exclude
         g.barrier()
-        return {
-            "drawn": drawn, "shares": shares, "targets": targets, "bytes": [measured, expected],
-            "parity": sorted(parity), "own bytes": [own_bytes, expected_own],
-        }  # fmt: skip
+        return {**found, "parity": sorted(parity), "own bytes": [own_bytes, expected]}
+
+
+def _epoch(
+    g: DistGraph, seeds: Any, fanouts: Sequence[int] = (3, 4), sampler: Any = None, **options: Any
+) -> dict[str, Any]:
+    features = {"user": ["feat"], "item": ["feat"]}
+    drawing = NeighborSampler(list(fanouts), prefetch_node_feats=features, **(sampler or {}))
+    loader = DataLoader(g, seeds, drawing, batch_size=5, shuffle=True, seed=5, **options)
+    before, expected = g.session.ledger.total(phase="sampling"), 0
+    drawn: dict[str, list[int]] = {}
+    shares, targets = [], []
+    for _, output_nodes, blocks in loader:
+        shares.append([g.session.step_share.num_local, g.session.step_share.num_global])
+        targets.append({ntype: ids.tolist() for ntype, ids in output_nodes.items() if len(ids)})
+        _check_features(g, blocks[0])
+        expected += _note(g, blocks, drawn)
+    measured = g.session.ledger.total(phase="sampling") - before
+    return {"drawn": drawn, "shares": shares, "targets": targets, "bytes": [measured, expected]}
 
 
 def _check_features(g: DistGraph, block: dgl.DGLGraph) -> None:

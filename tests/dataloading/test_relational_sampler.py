@@ -20,6 +20,7 @@ from tests.dataloading.shop import (
     BUYS,
     KNOWS,
     LIKE,
+    SETTINGS,
     SOLD,
     dgl_shop,
     edges_in,
@@ -86,7 +87,15 @@ def test_edge_types_draw_independently() -> None:
     assert len(one & two) < len(one) // 2
 
 
-SHARES = {"0": {"user": [0, 2, 4, 9, 17, 29], "item": [3, 44]}, "1": {"item": [0, 1, 7], "user": [8]}}
+SHARES = {
+    "0": {"user": [0, 2, 4, 9, 17, 29], "item": [3, 44]},
+    "1": {"item": [0, 1, 7], "user": [8]},
+    "2": {"user": [3, 5]},
+    "3": {},
+}
+ALL = {
+    ntype: [node for share in SHARES.values() for node in share.get(ntype, [])] for ntype in ("user", "item")
+}
 
 
 @pytest.fixture(scope="module")
@@ -94,35 +103,33 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shop(tmp_path_factory.mktemp("shop") / "two", 2)
 
 
-def run(shop: Path, ranks: int, structure: str, shares: dict, exclude: bool = False) -> list[dict]:
-    return run_ranks(shop_in_rank, ranks, args=(str(shop), structure, shares, exclude), ranks_per_server=1)
+def run(shop: Path, structure: str, shares: dict, exclude: bool = False) -> list[dict]:
+    args, each = (str(shop), structure, shares, exclude), 2 if len(shares) > 1 else 1
+    return run_ranks(shop_in_rank, len(shares), args=args, ranks_per_server=each)
 
 
-def test_a_cut_structure_draws_what_a_replicated_one_draws(shop: Path) -> None:
-    whole = run(shop, 2, "replicated", SHARES)
-    cut = run(shop, 2, "partitioned", SHARES, exclude=True)
+def test_on_any_ranks_and_servers_the_same_is_drawn(shop: Path) -> None:
+    """By one rank, and by four on two servers, one of them without seeds; bytes are those of the formula."""
+    (offline,) = run(shop, "replicated", {"0": ALL})
+    whole = run(shop, "replicated", SHARES)
+    cut = run(shop, "partitioned", SHARES, exclude=True)
     for one, other in zip(whole, cut, strict=True):
-        assert one["drawn"] == other["drawn"]
-        assert one["targets"] == other["targets"]
-        assert one["shares"] == other["shares"]
-        assert one["bytes"][0] == one["own bytes"][0] == 0
-        assert other["bytes"][0] == other["bytes"][1] > 0
+        for name in SETTINGS:
+            assert one[name].pop("bytes")[0] == 0
+            moved, expected = other[name].pop("bytes")
+            assert moved == expected
+            assert bool(moved) == bool(other[name]["drawn"])
+            assert one[name] == other[name]
+            common = {key: edges for key, edges in one[name]["drawn"].items() if key.startswith("0 ")}
+            assert common.items() <= offline[name]["drawn"].items()
+        assert one["own bytes"][0] == 0
         assert other["own bytes"][0] == other["own bytes"][1] > 0
-        assert one["parity"] == [0, 1]
-        assert other["parity"] == [1]
-    assert [share for share, _ in whole[0]["shares"]] == [5, 3]
-    assert [total for _, total in whole[0]["shares"]] == [9, 3]
-
-
-def test_any_number_of_ranks_draws_what_one_draws_and_a_rank_may_have_no_seeds(shop: Path) -> None:
-    both = {ntype: SHARES["0"].get(ntype, []) + SHARES["1"].get(ntype, []) for ntype in ("user", "item")}
-    (offline,) = run(shop, 1, "replicated", {"0": both})
-    first, idle = run(shop, 2, "replicated", {"0": both, "1": {}})
-    common = offline["drawn"].keys() & first["drawn"].keys()
-    assert {key for key in offline["drawn"] if key.startswith("0 ")} <= common
-    assert all(offline["drawn"][key] == first["drawn"][key] for key in common)
-    assert idle["drawn"] == {}
-    assert idle["shares"] == [[0, total] for _, total in first["shares"]]
+        assert (one["parity"], other["parity"]) == ([0, 1], [1])
+    assert [ranks["uniform"]["shares"] for ranks in whole] == [
+        [[5, 11], [3, 3]], [[4, 11], [0, 3]], [[2, 11], [0, 3]], [[0, 11], [0, 3]],
+    ]  # fmt: skip
+    assert not whole[3]["uniform"]["drawn"]
+    assert all(cut[0][name]["drawn"] for name in SETTINGS)
 
 
 class Recording:
@@ -144,21 +151,20 @@ class Recording:
         self._events.append(("ask", layer, self._name))
         nodes = nodes.copy()
 
-        class Pending:
-            def result(_self):
-                self._events.append(("draw", layer, self._name))
-                places = np.flatnonzero(nodes < self._cut), np.flatnonzero(nodes >= self._cut)
-                pieces = [
-                    Piece(
-                        edges=self._draw(piece, nodes[at], parameters, exclude),
-                        starts=np.arange(len(at) + 1),
-                        positions=at,
-                    )
-                    for piece, at in zip(self._pieces, places, strict=True)
-                ]
-                return join_pieces(len(nodes), pieces)
+        def drawn():
+            self._events.append(("draw", layer, self._name))
+            places = np.flatnonzero(nodes < self._cut), np.flatnonzero(nodes >= self._cut)
+            pieces = [
+                Piece(
+                    edges=self._draw(piece, nodes[at], parameters, exclude),
+                    starts=np.arange(len(at) + 1),
+                    positions=at,
+                )
+                for piece, at in zip(self._pieces, places, strict=True)
+            ]
+            return join_pieces(len(nodes), pieces)
 
-        return Pending()
+        return drawn
 
 
 def cut_source(events, schema, cscs):

@@ -1,4 +1,4 @@
-"""Samplers over one type, in one process and over servers: equal draws, exact bytes, DGL's blocks."""
+"""Blocks of several types are DGL's own; ranks that were given the same seeds."""
 
 from __future__ import annotations
 
@@ -9,34 +9,10 @@ import torch
 from dgl import nn as dgl_nn
 
 from dglx_dist.dataloading.kernels import Workspace
-from dglx_dist.dataloading.minibatch import BatchBlockBuilder, ids_by_type
+from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import WholeSource
-from tests.dataloading.graphs import csc_from, draws_of, random_csc, sampled
-from tests.dataloading.rings import NUM_NODES, draws_in_rank
 from tests.dataloading.shop import edges_in, shop_draws, typed_shop
-from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
-
-
-def blocks_of(seeds, fanouts, dtype="int64", csc=None):
-    csc = random_csc(200, 5) if csc is None else csc
-    schema = draws_of(len(csc.indptr) - 1, fanouts).schema
-    nodes, blocks = BatchBlockBuilder(schema).blocks(sampled(csc, seeds, fanouts, dtype=dtype))
-    return ids_by_type(nodes), blocks
-
-
-def test_ids_by_hand() -> None:
-    # 0 <- 1, 2    1 <- 3
-    nodes, (outer, inner) = blocks_of([0], [-1, -1], csc=csc_from([[1, 2], [3], [], []]))
-    assert nodes.tolist() == outer.srcdata[dgl.NID].tolist() == [0, 1, 2, 3]
-    assert outer.dstdata[dgl.NID].tolist() == inner.srcdata[dgl.NID].tolist() == [0, 1, 2]
-    assert inner.dstdata[dgl.NID].tolist() == [0]
-    assert [column.tolist() for column in outer.edges()] == [[1, 2, 3], [0, 0, 1]]
-    assert outer.edata[dgl.EID].tolist() == [0, 1, 2]
-    assert inner.edata[dgl.EID].tolist() == [0, 1]
-    assert outer.is_block
-    assert outer.in_degrees().tolist() == [2, 1, 0]
-
 
 TYPED_SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 
@@ -92,37 +68,6 @@ def test_moved_blocks_of_several_types_keep_their_ids() -> None:
     moved = outer.to("cpu").int()
     for etype in schema.etypes:
         assert edges_in(moved, etype) == edges_in(outer, etype)
-
-
-SEEDS = list(range(1, NUM_NODES, 2))
-
-
-def run(rings, *, ranks, parts, structure="replicated", ranks_per_server=None, shares=None, **options):
-    shares = shares or {str(rank): SEEDS[rank::ranks] for rank in range(ranks)}
-    args = (str(rings[parts]), structure, shares, options)
-    return run_ranks(draws_in_rank, ranks, args=args, ranks_per_server=ranks_per_server)
-
-
-@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(4, 2), *wide((2, 1))])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"fanouts": [-1, -1]},
-        {"sampler": {"replace": True}, "exclude": [5, 9, 200]},
-        {"sampler": {"prob": "source"}},
-    ],
-    ids=["uniform", "full", "replace_exclude", "weighted"],
-)
-def test_a_cut_structure_draws_what_a_replicated_one_draws(rings, ranks, ranks_per_server, options) -> None:
-    setting = {"ranks": ranks, "parts": ranks // ranks_per_server, "ranks_per_server": ranks_per_server}
-    whole = run(rings, structure="replicated", **setting, **options)
-    cut = run(rings, structure="partitioned", **setting, **options)
-    for one, other in zip(whole, cut, strict=True):
-        assert other["drawn"] == one["drawn"]
-        assert other["targets"] == one["targets"]
-        assert one["bytes"][0] == 0
-        assert other["bytes"][0] == other["bytes"][1] > 0
 
 
 def same_seeds_on_all(folder: str) -> list[str]:

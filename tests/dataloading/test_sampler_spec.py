@@ -6,12 +6,7 @@ import pytest
 import torch
 from dgl import dataloading as dl
 
-from dglx_dist.dataloading.sampler_spec import (
-    all_weights,
-    check_every_type_has,
-    read_sampler,
-    shard_weights,
-)
+from dglx_dist.dataloading.sampler_spec import all_weights, check_every_type_has, read_sampler, shard_weights
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor

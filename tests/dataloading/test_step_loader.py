@@ -29,13 +29,6 @@ from dglx_dist.records import StepShare
 from tests.helpers.ranks import run_ranks
 
 
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
-def test_order_is_kept(num_threads: int) -> None:
-    assert list(run_ahead(lambda step: step * step, range(3, 9), depth=2, num_threads=num_threads)) == [
-        9, 16, 25, 36, 49, 64
-    ]  # fmt: skip
-
-
 def test_no_more_than_depth_are_begun_ahead() -> None:
     begun, first_three = [], threading.Event()
 
@@ -149,7 +142,8 @@ SCHEDULED = (5, 2, 0)
 
 
 def on_rank(rank: int, *, drop_last: bool = False) -> Schedule:
-    return Schedule(batch_size=2, drop_last=drop_last, counts=SCHEDULED, rank=rank)
+    used = tuple(count - count % 2 for count in SCHEDULED) if drop_last else SCHEDULED
+    return Schedule(batch_size=2, used=used, rank=rank)
 
 
 def test_shares_by_hand() -> None:
@@ -208,7 +202,9 @@ def test_steps_in_the_order_given() -> None:
         times = loader.times(reset=True)
         assert (times.sample_s, times.fetch_s) == (6 * 0.25, 6 * 0.5)
         assert loader.times().sample_s == 0
-        assert [rows for rows, _, _ in echoes(session, [5, 6, 7, 1, 2], drop_last=True)] == [[5, 6], [7, 1]]
+        full = echoes(session, [5, 6, 7, 1, 2], drop_last=True)
+        assert [rows for rows, _, _ in full] == [[5, 6], [7, 1]]
+        assert full.num_targets_of_epoch == (4, 4)
 
 
 def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,20 +238,6 @@ def pace_in_rank() -> None:
 
 def test_ranks_must_agree_on_the_pace() -> None:
     run_ranks(pace_in_rank, 2)
-
-
-def shares_in_rank() -> list[tuple[list[int], int, int]]:
-    with start_session(timeout_s=60) as session:
-        ids = [[0, 1, 2, 3, 4], [], [8]][session.topology.rank]
-        return [(rows, s.num_local, s.num_global) for rows, _, s in echoes(session, ids)]
-
-
-def test_ranks_without_items_take_part_with_none() -> None:
-    assert run_ranks(shares_in_rank, 3) == [
-        [([0, 1], 2, 3), ([2, 3], 2, 2), ([4], 1, 1)],
-        [([], 0, 3), ([], 0, 2), ([], 0, 1)],
-        [([8], 1, 3), ([], 0, 2), ([], 0, 1)],
-    ]
 
 
 def test_whole_passes_are_noted_in_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

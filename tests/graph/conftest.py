@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.comm.session import start_session
+from dglx_dist.comm.session import Session, start_session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.graph.dist_graph import DistGraph
 from tests.graph.small import build, write
@@ -22,7 +22,13 @@ def small_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def graph(small_dataset: Path) -> Iterator[DistGraph]:
+def alone() -> Iterator[Session]:
+    """A session of one rank."""
+    with start_session(topology=Topology(0, 1, (0,)), seed=1) as session:
+        yield session
+
+
+@pytest.fixture
+def graph(alone: Session, small_dataset: Path) -> DistGraph:
     """The small graph, opened by one process."""
-    with start_session(topology=Topology(0, 1, (0,)), seed=1):
-        yield DistGraph(small_dataset)
+    return DistGraph(small_dataset)

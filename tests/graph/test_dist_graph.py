@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from dglx_dist.graph.split import edge_split, node_split
 from dglx_dist.records import NODE_TYPE, Array, Assignment, EdgeType, RawGraph
 from tests.data.storage.graphs import put_value
 from tests.graph.small import NUM_NODES, build, edges, features, part_of
-from tests.helpers import wide
+from tests.helpers import refusal, wide
 from tests.helpers.ranks import RankError, run_ranks
 
 LAYOUTS = [(1, None), (2, 1), (4, 2), *wide((2, 2), (3, 1))]
@@ -221,7 +222,7 @@ def look_at_types(folder: Path, mode: Any) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("mode", ["replicated", "partitioned"])
+@pytest.mark.parametrize("mode", MODES)
 def test_every_rank_sees_all_types(tmp_path: Path, mode: str) -> None:
     write(tmp_path / "shop")
     for seen in run_ranks(look_at_types, 2, args=(tmp_path / "shop", mode), ranks_per_server=1):
@@ -282,13 +283,7 @@ def damaged_on_one_rank(folder: Path) -> list[str]:
             return opened(part, etype)
 
         StoredPart.indptr = read  # type: ignore[method-assign]
-        said = []
-        for mode in ("replicated", "partitioned"):
-            try:
-                DistGraph(folder, structure=mode)  # type: ignore[arg-type]
-            except StorageError as error:
-                said.append(str(error))
-        return said
+        return [refusal(partial(DistGraph, folder, structure=mode), StorageError) for mode in MODES]
 
 
 def test_a_file_damaged_for_one_rank_is_an_error_on_all(small_dataset: Path) -> None:

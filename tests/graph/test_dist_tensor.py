@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.split import node_split
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from tests.graph.small import NUM_NODES
-from tests.helpers import wide
+from tests.helpers import refusal, wide
 from tests.helpers.ranks import run_ranks
 
 
@@ -225,12 +226,10 @@ def create_in_vain(folder: Path) -> list[Any]:
                 raise ValueError("no luck")
             return torch.zeros(shape, dtype=dtype)
 
-        said: list[Any] = []
-        for width, init in ((1 + g.rank(), None), (1, out_of_luck)):
-            try:
-                g.new_tensor((NUM_NODES, width), torch.float32, "h", init)
-            except ConfigError as error:
-                said.append(str(error))
+        said = [
+            refusal(partial(g.new_tensor, (NUM_NODES, width), torch.float32, "h", init), ConfigError)
+            for width, init in ((1 + g.rank(), None), (1, out_of_luck))
+        ]
         return [*said, [name for name in os.listdir(session.scratch) if "tensor" in name]]
 
 
@@ -247,14 +246,6 @@ def test_a_shape_that_is_none_is_refused(graph: DistGraph, shape: Any) -> None:
         DistTensor(shape, torch.float32)
 
 
-def refused(create: Any) -> str:
-    try:
-        create()
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def differ_on_one_rank(folder: Path) -> list[str]:
     with start_session(timeout_s=30):
         g = DistGraph(folder)
@@ -262,13 +253,13 @@ def differ_on_one_rank(folder: Path) -> list[str]:
         rows, float32 = (NUM_NODES,), torch.float32
         own, other = g.new_policy("r", 5), g.new_policy("r", 6)
         said = [
-            refused(lambda: DistTensor((39,) if one else rows, float32, "h")),
-            refused(lambda: DistTensor((NUM_NODES, 2) if one else rows, float32, "h")),
-            refused(lambda: DistTensor(rows, torch.int64 if one else float32, "h")),
-            refused(lambda: DistTensor(rows, torch.complex64 if one else float32, "h")),
-            refused(lambda: DistTensor((), float32) if one else DistTensor(rows, float32)),
-            refused(lambda: DistTensor((6 if one else 5,), float32, "h", part_policy=other if one else own)),
-            refused(lambda: DistTensor((5,), float32, part_policy=3 if one else own)),
+            refusal(lambda: DistTensor((39,) if one else rows, float32, "h")),
+            refusal(lambda: DistTensor((NUM_NODES, 2) if one else rows, float32, "h")),
+            refusal(lambda: DistTensor(rows, torch.int64 if one else float32, "h")),
+            refusal(lambda: DistTensor(rows, torch.complex64 if one else float32, "h")),
+            refusal(lambda: DistTensor((), float32) if one else DistTensor(rows, float32)),
+            refusal(lambda: DistTensor((6 if one else 5,), float32, "h", part_policy=other if one else own)),
+            refusal(lambda: DistTensor((5,), float32, part_policy=3 if one else own)),
         ]
         # Numbers are still in step, and no name is taken.
         unnamed = DistTensor(rows, float32)
@@ -276,10 +267,10 @@ def differ_on_one_rank(folder: Path) -> list[str]:
         g.barrier()
         if one:
             said += [
-                refused(lambda: DistTensor((NUM_NODES, 2), float32, "h")),
-                refused(lambda: DistTensor(rows, torch.int64, "h")),
-                refused(lambda: DistTensor(rows, float32, "h", attach=False)),
-                refused(lambda: DistTensor((39,), float32, "h")),
+                refusal(lambda: DistTensor((NUM_NODES, 2), float32, "h")),
+                refusal(lambda: DistTensor(rows, torch.int64, "h")),
+                refusal(lambda: DistTensor(rows, float32, "h", attach=False)),
+                refusal(lambda: DistTensor((39,), float32, "h")),
             ]
             DistTensor(rows, float32, "h")[[3]] = torch.tensor([4.0])
         g.barrier()

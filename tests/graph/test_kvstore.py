@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
+from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +15,14 @@ import pytest
 import torch
 
 from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.rpc import Rpc
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
-from dglx_dist.graph import kvstore as async_pushes
+from dglx_dist.graph import kvstore, shared_memory
 from dglx_dist.graph import partition_book as row_requests
-from dglx_dist.graph import shared_memory
 from dglx_dist.graph.column import Column, RowCache, Shard
-from dglx_dist.graph.kvstore import MAX_IN_FLIGHT, AsyncPushQueue, KVStore, Send
+from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Placement, RowOwners
 from dglx_dist.graph.row_kernels import (
     NO_SLOTS,
@@ -33,7 +34,7 @@ from dglx_dist.graph.row_kernels import (
 )
 from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.records import Array, ColumnInfo
-from tests.helpers import wide
+from tests.helpers import refusal, wide
 from tests.helpers.ranks import run_ranks, start_ranks
 
 NUM_ROWS = 31
@@ -115,9 +116,8 @@ def test_push_reaches_the_owner_and_the_last_of_repeated_ids_stays() -> None:
 
 
 @pytest.fixture
-def store() -> Any:
-    with start_session(topology=Topology(0, 1, (0,))) as session:
-        yield open_store(session)
+def store(alone: Session) -> KVStore:
+    return open_store(alone)
 
 
 def test_what_cannot_be_asked_for_is_refused(store: KVStore) -> None:
@@ -145,100 +145,87 @@ def test_out_is_filled_or_refused(store: KVStore) -> None:
 
 
 class FakeRpc:
-    """Answers when ``gate`` is open; calls with a negative number fail."""
+    """Answers calls when ``gate`` is open; those to a name that begins with "bad" fail."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
-        self.sent: list[int] = []
-        self.left = threading.Semaphore(0)
+        self.sent: list[str] = []
+        self.waited: list[str] = []
 
     def submit(self, rank: int, op: str, name: str, arrays: Any, *, phase: str, layer: int) -> Any:
-        number = int(arrays[0][0])
-        self.sent.append(number)
-        self.left.release()
+        self.sent.append(name)
 
-        def result() -> list[Any]:
-            assert self.gate.wait(20)
-            if number < 0:
-                raise RemoteError(f"rank {rank} failed at {number}")
+        def result(timeout_s: float) -> list[Any]:
+            self.waited.append(name)
+            if not self.gate.wait(timeout_s):
+                raise PeerError(f"rank {rank} did not answer {name}")
+            if name.startswith("bad"):
+                raise RemoteError(f"rank {rank} failed at {name}")
             return []
 
-        return SimpleNamespace(result=result)
-
-
-def send(number: int, rank: int = 1) -> Send:
-    return Send(rank=rank, op="op", name="x", arrays=[np.array([number])], phase="push", layer=0)
+        return SimpleNamespace(result=result, ready=self.gate.is_set, age_s=0.0)
 
 
 @pytest.fixture
-def rpc() -> FakeRpc:
-    return FakeRpc()
+def rpc(monkeypatch: pytest.MonkeyPatch) -> FakeRpc:
+    fake = FakeRpc()
+    monkeypatch.setattr(Rpc, "submit", lambda _, *args, **options: fake.submit(*args, **options))
+    return fake
 
 
 @pytest.fixture
-def queue(rpc: FakeRpc) -> Any:
-    session = SimpleNamespace(rpc=rpc, timeout_s=20.0, hosts=["a", "b", "c"])
-    made = AsyncPushQueue(session)  # type: ignore[arg-type]
-    yield made
+def remote(alone: Session, rpc: FakeRpc) -> Iterator[KVStore]:
+    """A store of which another server owns all rows."""
+    alone.topology = Topology(0, 2, (0, 1))
+    store = KVStore(alone, Placement(2, alone.topology))
+    info, bounds = ColumnInfo(dtype="int64", row_shape=()), np.array([0, 0, 9])
+    for name in ("a", "b", "bad a", "bad b"):
+        store.add_column(Column(name=name, info=info, bounds=bounds, shards=(), writable=True))
+    yield store
     rpc.gate.set()
-    made.close()
 
 
-def test_a_fence_that_waits_in_vain_names_who_is_missing(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
-    queue.put([send(1), send(2, rank=2), send(3)])
-    with pytest.raises(PeerError, match=r"fence\(\) waited 0.05 s .* rank 1 on b \(2\), rank 2 on c \(1\)"):
-        queue.fence(0.05)
+def push(store: KVStore, *names: str) -> None:
+    for name in names:
+        store.push(name, np.array([1]), np.array([5]), wait=False)
+
+
+def test_a_fence_that_waits_in_vain_names_who_is_missing_and_can_be_repeated(
+    remote: KVStore, rpc: FakeRpc
+) -> None:
+    push(remote, "a", "b")
+    for _ in range(2):
+        with pytest.raises(PeerError, match=r"rank 1 did not answer a; .* by rank: rank 1 \(2\)"):
+            remote.fence(0.01)
     rpc.gate.set()
-    queue.fence()
+    remote.fence()
 
 
-def test_requests_leave_in_order_before_the_first_is_answered(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # lets the thread run between two requests of a call
-    try:
-        queue.put([send(number) for number in range(MAX_IN_FLIGHT + 3)])
-    finally:
-        sys.setswitchinterval(interval)
-    for _ in range(MAX_IN_FLIGHT):
-        assert rpc.left.acquire(timeout=5)
-    assert rpc.sent == list(range(MAX_IN_FLIGHT))
+def test_errors_are_raised_at_the_fence_once_and_counted(remote: KVStore, rpc: FakeRpc) -> None:
+    push(remote, "a", "bad a")
     rpc.gate.set()
-    queue.fence()
-    assert rpc.sent == list(range(MAX_IN_FLIGHT + 3))
-
-
-def test_errors_are_raised_at_the_fence_once_and_counted(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
-    rpc.gate.set()
-    queue.put([send(1), send(-2), send(3), send(-4), send(-5)])
-    with pytest.raises(RemoteError, match="failed at -2") as caught:
-        queue.fence()
+    push(remote, "bad b", "bad a", "b")
+    with pytest.raises(RemoteError, match="failed at bad a") as caught:
+        remote.fence()
     assert caught.value.__notes__ == ["2 more pushes with wait=False failed too"]
-    queue.put([send(6)])
-    queue.fence()
-    assert rpc.sent == [1, -2, 3, -4, -5, 6]
+    remote.fence()
+    assert rpc.sent == ["a", "bad a", "bad b", "bad a", "b"]
 
 
 def test_who_pushes_too_much_waits_for_room(
-    queue: AsyncPushQueue, rpc: FakeRpc, monkeypatch: pytest.MonkeyPatch
+    remote: KVStore, rpc: FakeRpc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_pushes, "MAX_BYTES", 16)
-    queue.put([send(1), send(2)])  # 16 bytes
-    entered = threading.Event()
-
-    def put_one_more() -> None:
-        entered.set()
-        queue.put([send(3)])
-
-    thread = threading.Thread(target=put_one_more)
-    thread.start()
-    assert entered.wait(20)
-    for _ in range(2):
-        assert rpc.left.acquire(timeout=20)
-    assert rpc.sent == [1, 2]
+    monkeypatch.setattr(kvstore, "MAX_BYTES", 32)
+    push(remote, "a", "b")  # 16 bytes each
+    assert rpc.waited == []
+    remote.session.timeout_s = 0.01
+    with pytest.raises(PeerError, match="did not answer a"):
+        push(remote, "a")
+    assert rpc.sent == ["a", "b"]
     rpc.gate.set()
-    thread.join(20)
-    queue.fence()
-    assert rpc.sent == [1, 2, 3]
+    push(remote, "a")
+    remote.fence()
+    assert rpc.sent == ["a", "b", "a"]
 
 
 def pulled(ids: Array, num_ids: int, direct_limit: int = 1 << 20) -> SlotTable:
@@ -530,15 +517,9 @@ def fail_on_one_rank() -> list[str]:
         store.register_push_handler("d", refuse)
         last, one = np.array([30]), np.ones(1)
         if rank == 0:
-            try:
-                store.push("d", last, one)
-            except RemoteError as error:
-                said.append(str(error))
+            said.append(refusal(lambda: store.push("d", last, one), RemoteError))
             store.push("d", last, one, wait=False)
-            try:
-                store.fence()
-            except RemoteError as error:
-                said.append(str(error))
+            said.append(refusal(store.fence, RemoteError))
             store.fence()
             for ids, rows in (
                 (np.array([31]), one),
@@ -547,19 +528,10 @@ def fail_on_one_rank() -> list[str]:
                 (last.astype(np.int32), one),
                 (last.reshape(1, 1), one),
             ):
-                try:
-                    store.push("d", ids, rows, wait=False)
-                except (ConfigError, IndexError) as error:
-                    said.append(str(error))
+                said.append(refusal(partial(store.push, "d", ids, rows, wait=False), Exception))
         barrier(session, "the others do not hang")
-        try:
-            store.register_push_handler("d" if rank else "nothing", None)
-        except ConfigError as error:
-            said.append(str(error))
-        try:
-            store.register_push_handler("d", None if rank else refuse)
-        except ConfigError as error:
-            said.append(str(error))
+        for name, handler in (("d" if rank else "nothing", None), ("d", None if rank else refuse)):
+            said.append(refusal(partial(store.register_push_handler, name, handler), ConfigError))
         return said
 
 
@@ -625,9 +597,8 @@ def test_a_fence_after_a_push_to_a_rank_that_dies_names_it_and_does_not_hang() -
 
 
 @pytest.fixture
-def target() -> Any:
-    with start_session(topology=Topology(0, 1, (0,))) as session:
-        yield open_to_push(session)
+def target(alone: Session) -> KVStore:
+    return open_to_push(alone)
 
 
 def test_what_does_not_fit_changes_nothing(target: KVStore) -> None:
@@ -660,14 +631,8 @@ def test_what_a_pull_handler_returns_is_checked(target: KVStore) -> None:
         target.pull("d", np.array([2]))
 
 
-def test_what_fits_passes_and_one_byte_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with start_session(topology=Topology(0, 1, (0,))) as session:
-        monkeypatch.setattr(shared_memory.psutil, "virtual_memory", lambda: Free(1000))
-        shared_memory.check_memory(session, np.array([0, 10]), 100, "it", "use less")
-        with pytest.raises(ConfigError, match=r"it needs 0\.000 GB for 10 rows of 101 bytes on .*; use less"):
-            shared_memory.check_memory(session, np.array([0, 10]), 101, "it", "use less")
-
-
-class Free:
-    def __init__(self, available: int) -> None:
-        self.available = available
+def test_what_fits_passes_and_one_byte_more_does_not(alone: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    shared_memory.check_memory(alone, np.array([0, 10]), 100, "it", "use less")
+    with pytest.raises(ConfigError, match=r"it needs 0\.000 GB for 10 rows of 101 bytes on .*; use less"):
+        shared_memory.check_memory(alone, np.array([0, 10]), 101, "it", "use less")

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from dglx_dist.comm.session import Session, start_session
-from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.row_files import RowFile, read_index, read_rows, write_rows
 from dglx_dist.errors import DglxError, StorageError
 from dglx_dist.graph import shared_memory
 from dglx_dist.graph.shared_memory import save_folder, shared_partial_folder
-from tests.helpers import wide
+from tests.helpers import refusal, wide
 from tests.helpers.ranks import run_ranks, start_ranks
 
 PER_RANK = 3
@@ -71,11 +70,7 @@ def fail_on_one(folder: Path) -> str:
                 raise OSError(28, "No space left on device")
             return [write_rows(to, "x", 0, np.zeros(PER_RANK, np.int64))]
 
-        try:
-            save_folder(session, folder, write_own, {})
-        except StorageError as error:
-            return str(error)
-        return "saved"
+        return refusal(lambda: save_folder(session, folder, write_own, {}), StorageError)
 
 
 @pytest.mark.parametrize("victim", [1, *wide(0)])
@@ -101,30 +96,30 @@ def test_a_failure_of_one_rank_is_one_of_all_and_leaves_nothing(tmp_path: Path) 
     assert load(folder) == [20] * PER_RANK + [21] * PER_RANK
 
 
-def test_nothing_but_saved_rows_is_replaced(tmp_path: Path) -> None:
-    with start_session(topology=Topology(0, 1, (0,))) as session:
-        folder = tmp_path / "rows"
-        save(session, folder, 1)
-        save(session, folder / "below", 2)
-        with pytest.raises(StorageError, match="holds something else than saved rows, such as 'below'"):
-            save(session, folder, 3)
-        assert load(folder / "below") == [2] * PER_RANK
-        project = tmp_path / "project"
-        project.mkdir()
-        (project / "index.json").write_text("{}")
-        (project / "thesis.tex").write_text("mine")
-        with pytest.raises(StorageError, match=r"such as 'thesis\.tex'; choose another folder"):
-            save(session, project, 4)
-        assert sorted(os.listdir(project)) == ["index.json", "thesis.tex"]
-        assert sorted(os.listdir(tmp_path)) == ["project", "rows"]
+def test_nothing_but_saved_rows_is_replaced(alone: Session, tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    save(alone, folder, 1)
+    save(alone, folder / "below", 2)
+    with pytest.raises(StorageError, match="holds something else than saved rows, such as 'below'"):
+        save(alone, folder, 3)
+    assert load(folder / "below") == [2] * PER_RANK
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "index.json").write_text("{}")
+    (project / "thesis.tex").write_text("mine")
+    with pytest.raises(StorageError, match=r"such as 'thesis\.tex'; choose another folder"):
+        save(alone, project, 4)
+    assert sorted(os.listdir(project)) == ["index.json", "thesis.tex"]
+    assert sorted(os.listdir(tmp_path)) == ["project", "rows"]
 
 
-def test_a_folder_that_a_rank_does_not_see_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_a_rank_does_not_see_is_named(
+    alone: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_memory, "broadcast_json", lambda *_: str(tmp_path / "of another machine"))
     with (
-        start_session(topology=Topology(0, 1, (0,))) as session,
         pytest.raises(StorageError, match="choose one that all machines share"),
-        shared_partial_folder(session, tmp_path / "rows"),
+        shared_partial_folder(alone, tmp_path / "rows"),
     ):
         pass
     assert os.listdir(tmp_path) == []

@@ -113,24 +113,18 @@ def test_an_id_out_of_range_is_named() -> None:
         marked_ids([1, 9], 4)
 
 
-def test_trainer_ids_of_another_length_are_refused(small_dataset: Path) -> None:
-    with start_session(topology=Topology(0, 1, (0,))):
-        mask = DistGraph(small_dataset).ndata["train_mask"]
-        with pytest.raises(ConfigError, match="trainer ids"):
-            node_split(mask, node_trainer_ids=np.zeros(3, np.int64))
+def test_trainer_ids_of_another_length_are_refused(graph: DistGraph) -> None:
+    with pytest.raises(ConfigError, match="trainer ids"):
+        node_split(graph.ndata["train_mask"], node_trainer_ids=np.zeros(3, np.int64))
 
 
+@pytest.mark.usefixtures("alone")
 def test_without_a_book_the_graph_opened_last_tells(small_dataset: Path) -> None:
-    with start_session(topology=Topology(0, 1, (0,))):
-        with pytest.raises(ConfigError, match="no graph is open"):
-            node_split(torch.tensor([True]))
-        g = DistGraph(small_dataset)
-        mask = torch.zeros(g.num_nodes(), dtype=torch.bool)
-        mask[2] = True
-        assert node_split(mask).tolist() == [2]
-        edges = torch.zeros(g.num_edges(), dtype=torch.bool)
-        edges[3] = True
-        assert edge_split(edges).tolist() == [3]
+    with pytest.raises(ConfigError, match="no graph is open"):
+        node_split(torch.tensor([True]))
+    g = DistGraph(small_dataset)
+    assert node_split(torch.arange(g.num_nodes()) == 2).tolist() == [2]
+    assert edge_split(torch.arange(g.num_edges()) == 3).tolist() == [3]
 
 
 def split_in_rank(folder: str) -> dict[str, Any]:

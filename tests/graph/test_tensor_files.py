@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.row_files import read_index, write_index
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, StorageError
@@ -23,7 +22,7 @@ from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
 from tests.graph.small import NUM_NODES, build, write
 from tests.graph.sparse_cases import DIM, KINDS, STEPS, embeddings, expected, make_optimizer, train
-from tests.helpers import wide
+from tests.helpers import refusal, wide
 from tests.helpers.ranks import run_ranks
 
 TABLE = torch.arange(3.0 * NUM_NODES).reshape(NUM_NODES, 3).to(torch.bfloat16)
@@ -53,11 +52,7 @@ def load_all(dataset: Path, folder: Path) -> list[Any]:
         feat = g.new_tensor((NUM_NODES, 5), torch.float32, "copy")
         feat.load(folder / "feat")
         same = torch.equal(feat.to_local(), g.ndata["feat"].to_local())
-        said = []
-        try:
-            g.new_tensor((NUM_NODES, 3), torch.float32).load(folder / "h")
-        except StorageError as error:
-            said.append(str(error))
+        said = refusal(lambda: g.new_tensor((NUM_NODES, 3), torch.float32).load(folder / "h"), StorageError)
         return [tensor.to_local().float().tolist(), relations.to_local().tolist(), same, said]
 
 
@@ -72,13 +67,12 @@ def test_any_number_of_ranks_loads_what_another_saved(
         assert left == ["feat", "h", "r"]
     files = read_index(tmp_path / "h").tensors["h"].files
     assert len(files) == writers[0]
-    for table, relations, same, said in run_ranks(
+    for table, relations, same, refused in run_ranks(
         load_all, readers[0], args=args, ranks_per_server=readers[1]
     ):
         assert table == TABLE.float().tolist()
         assert relations == [5, 6]
         assert same
-        (refused,) = said
         assert "holds 'h' as bfloat16 of shape (40, 3), and the tensor to fill is float32" in refused
 
 
@@ -88,7 +82,6 @@ def load_damaged(dataset: Path, folder: Path) -> list[str]:
         tensor = g.new_tensor((NUM_NODES, 3), torch.bfloat16, "h")
         tensor[:] = 1
         g.barrier()
-        said = []
         if g.rank() == 0:
             last = read_index(folder / "h").tensors["h"].files[-1]
             path = folder / "h" / last.path
@@ -96,12 +89,9 @@ def load_damaged(dataset: Path, folder: Path) -> list[str]:
             content[len(content) // 2] ^= 4
             path.write_bytes(content)
         g.barrier()
-        try:
-            tensor.load(folder / "h")
-        except StorageError as error:
-            said.append(str(error))
+        said = refusal(lambda: tensor.load(folder / "h"), StorageError)
         g.barrier()
-        return [*said, float(tensor.to_local().float().min()), float(tensor.to_local().float().max())]
+        return [said, float(tensor.to_local().float().min()), float(tensor.to_local().float().max())]
 
 
 def test_a_flipped_byte_in_the_share_of_one_rank_is_an_error_on_all_and_changes_nothing(
@@ -271,16 +261,7 @@ def test_another_number_of_ranks_and_servers_goes_on_with_the_same_rows(
     assert DIM == 3
 
 
-@pytest.fixture
-def session() -> Any:
-    with start_session(topology=Topology(0, 1, (0,))) as session:
-        yield session
-
-
-def test_what_was_saved_elsewhere_is_refused_and_changes_nothing(
-    session: Any, small_dataset: Path, tmp_path: Path
-) -> None:
-    g = DistGraph(small_dataset)
+def test_what_was_saved_elsewhere_is_refused_and_changes_nothing(graph: DistGraph, tmp_path: Path) -> None:
     optimizer = optim.SparseAdagrad([DistEmbedding(NUM_NODES, 2, "e")], lr=0.1)
     optimizer.save(tmp_path / "saved")
     other = DistEmbedding(NUM_NODES, 3, "other")
@@ -292,10 +273,10 @@ def test_what_was_saved_elsewhere_is_refused_and_changes_nothing(
     with pytest.raises(StorageError, match="nothing was saved there"):
         optimizer.load(tmp_path / "elsewhere")
     assert torch.equal(other.weight.to_local(), before)
-    g.close()
-    graph = build()
-    graph.node_data[NODE_TYPE]["feat"][0] += 1
-    write(graph, tmp_path / "changed")
+    graph.close()
+    changed = build()
+    changed.node_data[NODE_TYPE]["feat"][0] += 1
+    write(changed, tmp_path / "changed")
     DistGraph(tmp_path / "changed")
     with pytest.raises(StorageError, match=r"saved with dataset .* use the dataset .* parts= is given"):
         optim.SparseAdagrad([DistEmbedding(NUM_NODES, 2, "e")], lr=0.1).load(tmp_path / "saved")
@@ -303,10 +284,9 @@ def test_what_was_saved_elsewhere_is_refused_and_changes_nothing(
 
 @pytest.mark.parametrize("wrong", [{}, {"lr": "much"}, {"steps": ["2"]}, {"steps": "22"}])
 def test_damage_is_found_before_anything_is_changed(
-    session: Any, small_dataset: Path, tmp_path: Path, wrong: dict[str, Any]
+    graph: DistGraph, tmp_path: Path, wrong: dict[str, Any]
 ) -> None:
     """Wrong facts, or without any a flipped bit in the last file that is read."""
-    DistGraph(small_dataset)
     embedding = DistEmbedding(NUM_NODES, 2, "e")
     optimizer = optim.SparseAdagrad([embedding], lr=0.1)
     optimizer.save(tmp_path / "saved")

@@ -52,6 +52,35 @@ class Outcome:
         )
 
 
+class Answering(BaseHTTPRequestHandler):
+    """Answers the requests that came to ``owner``."""
+
+    owner: Any
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def answer(self, status: int, body: bytes | None, headers: dict[str, str]) -> None:
+        """Send ``body``; None: an answer that has none, nor a length."""
+        self.send_response(status)
+        length = {} if body is None else {"Content-Length": str(len(body))}
+        for name, value in {**headers, **length}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body or b"")
+
+
+def serve(handler: type[Answering], owner: object) -> ThreadingHTTPServer:
+    """Serve ``owner`` by ``handler`` on a port of loopback, in threads."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (handler,), {"owner": owner}))
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    return server
+
+
 class Container:
     """Runs invocations one after another until it dies, or takes too long over one."""
 
@@ -62,14 +91,7 @@ class Container:
         self._configuration, self._fresh = configuration, True
         self.alive, self._started = True, time.monotonic()
         self._waiting = threading.Event()
-        container = self
-
-        class Handler(_RuntimeApi):
-            owner = container
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        self._server = serve(_RuntimeApi, self)
         self._log = Path(self._folder.name, "log")
         self._process = self._start(task)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
@@ -151,11 +173,8 @@ class Container:
         self._server.server_close()
 
 
-class _RuntimeApi(BaseHTTPRequestHandler):
+class _RuntimeApi(Answering):
     owner: Container
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: object) -> None: ...
 
     def do_GET(self) -> None:
         assert self.path == f"{API}/invocation/next"
@@ -164,27 +183,24 @@ class _RuntimeApi(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         request, event, deadline = found
-        self.send_response(200)
-        self.send_header("Lambda-Runtime-Aws-Request-Id", request)
-        self.send_header("Lambda-Runtime-Deadline-Ms", str(int(deadline * 1e3)))
-        self.send_header("Lambda-Runtime-Invoked-Function-Arn", "arn:aws:lambda:local")
-        self.send_header("Lambda-Runtime-Trace-Id", "Root=1-0-0")
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(event)))
-        self.end_headers()
-        self.wfile.write(event)
+        headers = {
+            "Lambda-Runtime-Aws-Request-Id": request,
+            "Lambda-Runtime-Deadline-Ms": str(int(deadline * 1e3)),
+            "Lambda-Runtime-Invoked-Function-Arn": "arn:aws:lambda:local",
+            "Lambda-Runtime-Trace-Id": "Root=1-0-0",
+            "Content-Type": "application/json",
+        }
+        self.answer(200, event, headers)
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.body()
         parts = self.path.removeprefix(API).strip("/").split("/")
         if parts[-1] == "response":
             self.owner.done(parts[1], None, body)
         else:
             kind = self.headers.get("Lambda-Runtime-Function-Error-Type", "Unhandled")
             self.owner.done(parts[1], f"Sandbox.{kind}" if parts[0] == "init" else kind, body)
-        self.send_response(202)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        self.answer(202, b"", {})
 
 
 def _links(folder: Path, modules: Sequence[str]) -> Path:
@@ -192,8 +208,6 @@ def _links(folder: Path, modules: Sequence[str]) -> Path:
     folder.mkdir()
     for name in modules:
         spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.origin is not None
         place = Path(spec.origin)
         place = place.parent if place.name == "__init__.py" else place
         (folder / place.name).symlink_to(place)

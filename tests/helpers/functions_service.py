@@ -18,12 +18,11 @@ import time
 import uuid
 import zipfile
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from .functions_container import Container, Outcome
+from .functions_container import Answering, Container, Outcome, serve
 
 REGION = "eu-west-1"
 ACCOUNT = "123456789012"
@@ -52,15 +51,9 @@ class Function:
         self.outcomes: list[Outcome] = []
         self.lines: list[tuple[int, str]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="function-")
-        self.code = b""
-        self.put_code(code)
-
-    def put_code(self, code: bytes) -> None:
-        self.code = code
-        place = Path(self.folder.name) / uuid.uuid4().hex
+        self.code, self.task = code, Path(self.folder.name)
         with zipfile.ZipFile(io.BytesIO(code)) as package:
-            package.extractall(place)
-        self.task = place
+            package.extractall(self.task)
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -77,7 +70,7 @@ class Function:
         }
 
 
-class FunctionsService:
+class FunctionsService(AbstractContextManager["FunctionsService"]):
     """Serves until closed: ``boto3.client("lambda", endpoint_url=service.url)``."""
 
     def __init__(self) -> None:
@@ -85,26 +78,10 @@ class FunctionsService:
         self._changed = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
-        service = self
-
-        class Handler(_Handler):
-            owner = service
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = serve(_Handler, self)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
-        self._thread.start()
 
-    def __enter__(self) -> FunctionsService:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -192,20 +169,11 @@ class FunctionsService:
         return outcome
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Answering):
     owner: FunctionsService
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: object) -> None: ...
 
     def do_POST(self) -> None:
-        self._answer()
-
-    do_GET = do_PUT = do_DELETE = do_POST
-
-    def _answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        request = str(uuid.uuid4())
+        body, request = self.body(), str(uuid.uuid4())
         try:
             if not self.headers.get("Authorization", "").startswith("AWS4-HMAC-SHA256"):
                 raise Refused(403, "UnrecognizedClientException", "The request is not signed.")
@@ -216,6 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
         except Refused as error:
             told = {"Type": "User", "Message": str(error), "message": str(error), "__type": error.kind}
             self._send(error.status, told, request, {"x-amzn-ErrorType": error.kind})
+
+    do_GET = do_PUT = do_DELETE = do_POST
 
     def _other(self, request: str, body: bytes) -> None:
         """The log service, by JSON, or IAM, which knows nobody, by XML."""
@@ -254,8 +224,6 @@ class _Handler(BaseHTTPRequestHandler):
         routes: dict[tuple[str, str], Callable[[], object]] = {
             ("GET", ""): lambda: {"Configuration": what.configuration, "Tags": what.tags, "Code": {}},
             ("GET", "/configuration"): lambda: what.configuration,
-            ("PUT", "/code"): lambda: self._update_code(what, json.loads(body)),
-            ("PUT", "/configuration"): lambda: self._update(what, json.loads(body)),
             ("PUT", "/event-invoke-config"): lambda: self._put_event_config(what, json.loads(body)),
             ("GET", "/event-invoke-config"): lambda: self._event_config(what),
             ("DELETE", ""): lambda: self._delete(what),
@@ -267,21 +235,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _create(self, request: str, asked: dict[str, Any]) -> None:
         name, code = asked.pop("FunctionName"), base64.b64decode(asked.pop("Code")["ZipFile"])
-        if name in self.owner.functions:
-            raise Refused(409, "ResourceConflictException", f"Function already exist: {name}")
-        tags = asked.pop("Tags", {})
-        self.owner.functions[name] = Function(name, asked, code, tags)
+        self.owner.functions[name] = Function(name, asked, code, asked.pop("Tags", {}))
         self._send(201, self.owner.functions[name].configuration, request)
-
-    def _update_code(self, function: Function, asked: dict[str, Any]) -> dict[str, Any]:
-        function.put_code(base64.b64decode(asked["ZipFile"]))
-        for container in function.containers:
-            container.kill()
-        return function.configuration
-
-    def _update(self, function: Function, asked: dict[str, Any]) -> dict[str, Any]:
-        function.settings.update(asked)
-        return function.configuration
 
     def _put_event_config(self, function: Function, asked: dict[str, Any]) -> dict[str, Any]:
         function.event_config = asked
@@ -314,11 +269,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, told: object, request: str, headers: dict[str, str] | None = None) -> None:
         body = told if isinstance(told, bytes) else b"" if told is None else json.dumps(told).encode()
-        self.send_response(status)
-        for name, value in {"x-amzn-RequestId": request, **(headers or {})}.items():
-            self.send_header(name, value)
-        if status != 204:
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        told_of = {"x-amzn-RequestId": request, **(headers or {})}
+        if status == 204:
+            self.answer(204, None, told_of)
+        else:
+            self.answer(status, body, {**told_of, "Content-Type": "application/json"})

@@ -60,36 +60,13 @@ class Outcome:
     """Where its threads were, when it had to be killed."""
 
 
-def run_ranks(
-    function: Callable[..., Any],
-    world_size: int,
-    *,
-    args: Sequence[Any] = (),
-    ranks_per_server: int | None = None,
-    timeout_s: float = 120.0,
-    environment: dict[str, str] | None = None,
-) -> list[Any]:
-    """Call ``function(*args)`` in ``world_size`` ranks and return what each returned, by rank.
-
-    Args:
-        function: Of a module, not a lambda; reads its rank from the environment, as under torchrun.
-        world_size: Number of processes.
-        args: The same for all.
-        ranks_per_server: DGLX_RANKS_PER_SERVER.
-        timeout_s: After this all are killed and their stacks shown.
-        environment: More variables for the ranks.
+def run_ranks(function: Callable[..., Any], world_size: int, **how: Any) -> list[Any]:
+    """Call ``function`` in ``world_size`` ranks as :func:`start_ranks` does; return their results, by rank.
 
     Raises:
         RankError: a rank raised, died or hung; the earliest failure is shown first.
     """
-    outcomes = start_ranks(
-        function,
-        world_size,
-        args=args,
-        ranks_per_server=ranks_per_server,
-        timeout_s=timeout_s,
-        environment=environment,
-    )
+    outcomes = start_ranks(function, world_size, **how)
     failures = sorted(
         (one for one in outcomes if one.error or one.exitcode != 0),
         key=lambda one: (one.exitcode is None, one.failed_at_ns or time.monotonic_ns()),
@@ -109,9 +86,16 @@ def start_ranks(
     environment: dict[str, str] | None = None,
     after_start: Callable[[list[int]], None] | None = None,
 ) -> list[Outcome]:
-    """Like :func:`run_ranks`, but returns how each rank ended, for tests in which ranks fail.
+    """Call ``function(*args)`` in ``world_size`` ranks and return how each ended, by rank.
 
-    ``after_start`` is called with the process ids once all run.
+    Args:
+        function: Of a module, not a lambda; reads its rank from the environment, as under torchrun.
+        world_size: Number of processes.
+        args: The same for all.
+        ranks_per_server: DGLX_RANKS_PER_SERVER.
+        timeout_s: After this all are killed and their stacks shown.
+        environment: More variables for the ranks.
+        after_start: Called with the process ids once all run.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)

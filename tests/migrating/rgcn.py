@@ -67,8 +67,8 @@ if __name__ == "__main__":
     g = relations()
     num_rels = int(g.edata["rel"].max()) + 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    labels = g.ndata["label"].to(device)
     model = RGCN(g.num_nodes(), 16, CLASSES, num_rels).to(device)
+    labels = g.ndata["label"].to(device)
     train(args, device, g, labels, model)
     test_idx = g.ndata["test_mask"].nonzero().squeeze(1)
     sampler = MultiLayerNeighborSampler([-1, -1], prefetch_edge_feats=["rel"])

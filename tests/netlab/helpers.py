@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from dglx_dist.comm.ledger import Ledger, LedgerRow
 from dglx_dist.comm.topology import Topology
 from dglx_dist.comm.trace import Pass, TraceWriter
@@ -56,15 +58,8 @@ def script(folder: Path, text: str) -> str:
 
 def processes_with(word: str) -> list[str]:
     """Return the command lines of all processes, those in namespaces too, that have ``word`` in them."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = file.read_text().replace("\0", " ")
-        except OSError:
-            continue  # just ended
-        if word in line:
-            found.append(line)
-    return found
+    lines = (" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
+    return [line for line in lines if word in line]
 
 
 def wait_until_gone(word: str, timeout_s: float = 20.0) -> list[str]:

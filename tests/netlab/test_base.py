@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 
@@ -29,41 +28,26 @@ def test_the_rates_that_are_held_are_named(rates: dict[str, str], says: str) -> 
 TWO, FOUR, EIGHT = (0, 1), (0, 2, 4, 6), tuple(range(8))
 
 
-def cores(dealt: tuple[object, ...]) -> list[tuple[int, ...]]:
-    return [share.cores for share in dealt]  # type: ignore[attr-defined]
-
-
-def test_whole_cores_are_owned() -> None:
-    """8 cores for 3 servers: two each, two stay idle, and no quota is needed."""
-    dealt = deal_out(EIGHT, 3, None)
-    assert cores(dealt) == [(0, 1), (2, 3), (4, 5)]
-    assert {share.share for share in dealt} == {2.0}
-    assert not any(share.needs_quota for share in dealt)
-
-
-def test_cores_are_those_that_there_are() -> None:
-    assert cores(deal_out(FOUR, 2, None)) == [(0, 2), (4, 6)]
-
-
-def test_more_servers_than_cores_share_one() -> None:
-    dealt = deal_out(TWO, 4, None)
-    assert cores(dealt) == [(0,), (1,), (0,), (1,)]
-    assert {share.share for share in dealt} == {0.5}
-    assert all(share.needs_quota for share in dealt)
-
-
-def test_three_on_two_cores_share_both() -> None:
-    """Two thirds each: two of them fit on no core."""
-    dealt = deal_out(TWO, 3, None)
-    assert cores(dealt) == [TWO, TWO, TWO]
-    assert all(math.isclose(share.share, 2 / 3) and share.needs_quota for share in dealt)
-
-
-def test_a_fraction_has_cores_of_its_own_where_there_are_enough() -> None:
-    dealt = deal_out(FOUR, 2, 1.5)
-    assert cores(dealt) == [(0, 2), (4, 6)]
-    assert all(share.share == 1.5 and share.needs_quota for share in dealt)
-    assert cores(deal_out(TWO, 2, 0.25)) == [(0,), (1,)]
+@pytest.mark.parametrize(
+    ("available", "servers", "cpus", "cores", "share"),
+    [
+        # Two whole ones each: the last two stay idle, and no quota is needed.
+        (EIGHT, 3, None, [(0, 1), (2, 3), (4, 5)], 2.0),
+        (FOUR, 2, None, [(0, 2), (4, 6)], 2.0),
+        (TWO, 4, None, [(0,), (1,), (0,), (1,)], 0.5),
+        # Two thirds each: two of them fit on no core.
+        (TWO, 3, None, [TWO, TWO, TWO], 2 / 3),
+        (FOUR, 2, 1.5, [(0, 2), (4, 6)], 1.5),
+        (TWO, 2, 0.25, [(0,), (1,)], 0.25),
+    ],
+)
+def test_servers_have_whole_cores_or_share_what_there_is(
+    available: tuple[int, ...], servers: int, cpus: float | None, cores: list[tuple[int, ...]], share: float
+) -> None:
+    dealt = deal_out(available, servers, cpus)
+    assert [one.cores for one in dealt] == cores
+    assert [one.share for one in dealt] == pytest.approx([share] * servers)
+    assert {one.needs_quota for one in dealt} == {share != 2.0}
 
 
 @pytest.mark.parametrize(("servers", "cpus"), [(4, 0.1), (4, 0.3), (7, 2 / 7), (3, 0.5)])

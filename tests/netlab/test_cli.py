@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 
 from dglx_dist.cli.app import app as dglx
 from dglx_dist.comm.trace import UNFINISHED
-from dglx_dist.errors import ConfigError, LabError, StorageError
+from dglx_dist.errors import ConfigError, StorageError
 from scripts.netlab import labs
+from scripts.netlab.base import LabError
 from scripts.netlab.cli import app
-from scripts.netlab.labs import what_is_missing
 from scripts.netlab.traces import make_out
 from tests.helpers import wide
 from tests.netlab.helpers import FAILS, WAITS, script, wait_until_gone
@@ -50,7 +50,6 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         text=True,
         env=ENVIRONMENT,
     )
-    assert process.stdout is not None
     seen: list[str] = []
     while sum("waits" in line for line in seen) < 2:
         seen.append(process.stdout.readline())
@@ -63,14 +62,7 @@ def running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-@pytest.fixture(scope="module")
-def emulated() -> None:
-    missing = what_is_missing()
-    if missing:
-        pytest.skip(f"no servers can be emulated here: {missing}")
-
-
-@pytest.mark.usefixtures("emulated")
+@pytest.mark.usefixtures("needs_lab")
 def test_training_on_two_emulated_servers_is_counted_by_cards_and_ledger(tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "out"
     dglx(["partition", GRAPH, "--parts", "2", "--out", str(data)], standalone_mode=False)
@@ -95,7 +87,7 @@ def test_a_signal_to_the_command_leaves_nothing(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     if kind == "namespaces":
-        request.getfixturevalue("emulated")
+        request.getfixturevalue("needs_lab")
     path = script(tmp_path, WAITS)
     options = ["--loopback"] if kind == "loopback" else []
     with running(*options, "--", "python", path) as process:
@@ -107,7 +99,7 @@ def test_a_signal_to_the_command_leaves_nothing(
 @pytest.mark.parametrize("kind", ["namespaces", *wide("loopback")])
 def test_a_killed_command_leaves_nothing(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if kind == "namespaces":
-        request.getfixturevalue("emulated")
+        request.getfixturevalue("needs_lab")
     path = script(tmp_path, WAITS)
     with running(*(["--loopback"] if kind == "loopback" else []), "--", path) as process:
         process.kill()
@@ -223,9 +215,7 @@ def lab(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "150"})
 
 
-def test_up_status_down(own_notes: Path) -> None:
-    if labs.what_is_missing():
-        pytest.skip(f"no servers can be emulated here: {labs.what_is_missing()}")
+def test_up_status_down(own_notes: Path, needs_lab: None) -> None:
     made = lab("up", "slow", "--servers", "2", "--external", "100mbit", "--cpus", "0.25")
     try:
         assert made.exit_code == 0, made.output

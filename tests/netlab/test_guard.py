@@ -22,19 +22,8 @@ def guarded(grace_s: float, script: str) -> "subprocess.Popen[str]":
 
 def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
     """Exit code and the rest of the output, which ends only when nobody is left who could write."""
-    assert process.stdout is not None
     rest = process.stdout.read()
     return process.wait(timeout=30), rest
-
-
-def first_line(process: "subprocess.Popen[str]") -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def close_input(process: "subprocess.Popen[str]") -> None:
-    assert process.stdin is not None
-    process.stdin.close()
 
 
 def test_it_ends_as_its_command_does() -> None:
@@ -52,15 +41,15 @@ def test_a_command_that_does_not_exist_is_said() -> None:
 def test_at_the_end_of_its_input_the_command_is_asked_to_end() -> None:
     # A shell handles signals between commands only, hence the short sleeps.
     process = guarded(60, "trap 'echo asked; exit 3' TERM; echo ready; while true; do sleep 0.05; done")
-    assert first_line(process) == "ready"
-    close_input(process)
+    assert process.stdout.readline() == "ready\n"
+    process.stdin.close()
     assert ended(process) == (3, "asked\n")
 
 
 def test_a_command_that_does_not_listen_is_killed_after_the_grace() -> None:
     process = guarded(0.3, f"trap '' TERM; echo ready; sleep {FOREVER}")
-    assert first_line(process) == "ready"
-    close_input(process)
+    assert process.stdout.readline() == "ready\n"
+    process.stdin.close()
     assert ended(process) == (128 + signal.SIGKILL, "")
 
 
@@ -74,6 +63,6 @@ def test_what_the_command_leaves_behind_is_killed_also_in_a_session_of_its_own(t
 
 def test_a_signal_is_like_the_end_of_the_input() -> None:
     process = guarded(5, f"echo ready; exec sleep {FOREVER}")
-    assert first_line(process) == "ready"
+    assert process.stdout.readline() == "ready\n"
     process.terminate()
     assert ended(process) == (128 + signal.SIGTERM, "")

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import hold, state
-from scripts.netlab.base import LabSpec
+from scripts.netlab.base import LabError, LabSpec
 from scripts.netlab.servers import NamespaceServer, find_process
 from tests.netlab.helpers import NOBODY, noted
 
@@ -103,9 +103,7 @@ def test_damaged_notes_are_named_and_can_be_removed(key: str, value: Any, own_no
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "null", "\x00\x01", "[" * 100_000, "\udcff"],
-    ids=lambda text: repr(text[-3:]),
+    "text", ["", "{", "[]", "null", "\x00\x01", "[" * 100_000, "\udcff"], ids=lambda text: repr(text[-3:])
 )
 def test_notes_that_are_no_notes(text: str, own_notes: Path) -> None:
     own_notes.mkdir()
@@ -202,22 +200,15 @@ def test_a_lab_that_stays_up_lives_with_its_servers(own_notes: Path) -> None:
     assert state.lab_names() == []
 
 
-def test_a_process_that_got_the_number_of_a_holder_is_left_alone(
-    own_notes: Path, child: subprocess.Popen[bytes]
+@pytest.mark.parametrize("got_the_number", [True, False])
+def test_a_process_that_is_no_holder_is_left_alone(
+    own_notes: Path, child: subprocess.Popen[bytes], got_the_number: bool
 ) -> None:
-    earlier = replace(find_process(child.pid), started=1)
-    state.write_notes(noted("a", owner=NOBODY, switch=(earlier,)), new=True)
-    state.take_down("a")
-    assert state.lab_names() == []
-    assert child.poll() is None
-    child.communicate(b"\n", timeout=30)
-
-
-def test_a_process_that_notes_name_without_its_being_a_holder_is_left_alone(
-    own_notes: Path, child: subprocess.Popen[bytes]
-) -> None:
-    state.write_notes(noted("a", owner=NOBODY, switch=(find_process(child.pid),)), new=True)
-    assert state.clean_stale() == []
+    """It got the number of one that has ended, or the notes are wrong."""
+    named = find_process(child.pid)
+    named = replace(named, started=1) if got_the_number else named
+    state.write_notes(noted("a", owner=NOBODY, switch=(named,)), new=True)
+    assert got_the_number or state.clean_stale() == []
     state.take_down("a")
     assert state.lab_names() == []
     assert child.poll() is None

@@ -11,12 +11,13 @@ from dglx_dist.strategies.cost import (
     Cluster,
     GraphStats,
     Measured,
-    MemoryModel,
     ModelShape,
     Rates,
     Survey,
+    trace_of_widths,
 )
-from dglx_dist.strategies.full_graph.cost import FullGraphScheme, FullWork, HaloPairs
+from dglx_dist.strategies.full_graph.cost import FullGraphScheme, FullWork
+from dglx_dist.strategies.full_graph.memory_estimate import StepSizes
 from dglx_dist.strategies.serverless.cost import GhostPairs, Ghosts
 from dglx_dist.training.models import build_model
 
@@ -39,11 +40,10 @@ BATCHES = BatchWork(
     card_share=0.5,
 )
 WHOLE = FullWork(
-    rows=(500, 500, 50),
-    sources=(700, 600),
-    edges=(5000, 500),
+    largest=StepSizes(rows=(500, 500, 50), sources=(700, 600), edges=(5000, 500), sent=(0, 0)),
     worked=((700, 600), (500, 50), (5000, 500)),
-    pairs=HaloPairs(outside=(400, 200), inside=(0, 0)),
+    outside=(400, 200),
+    inside=(0, 0),
     card_rows=(200, 100),
     inside_rows=(0, 0),
     external_rows=0,
@@ -62,19 +62,19 @@ SHAPE = shape_of_kind("sage", 100, 16, 10, 2)
 
 def known(**changed: Any) -> Measured:
     """Return what is measured of it."""
-    memory = MemoryModel(graph=GRAPH, shape=SHAPE, cluster=CLUSTER, program_bytes=10**8, replicated=True)
+    trace = trace_of_widths(SHAPE)
     fields: dict[str, Any] = {
         "graph": GRAPH,
         "shape": SHAPE,
         "cluster": CLUSTER,
         "rates": RATES,
-        "memory": memory,
+        "program_bytes": 10**8,
+        "of_batches": trace,
+        "of_graphs": trace,
         "batches": BATCHES,
         "works": {
             FullGraphScheme(0): WHOLE,
-            FullGraphScheme(2): replace(
-                WHOLE, card_rows=(0, 0), pairs=HaloPairs(outside=(0, 0), inside=(0, 0))
-            ),
+            FullGraphScheme(2): replace(WHOLE, card_rows=(0, 0), outside=(0, 0)),
             GhostPairs(): Ghosts(outside=400, inside=0),
         },
         "structure_partitioned": False,

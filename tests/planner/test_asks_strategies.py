@@ -8,13 +8,13 @@ from dataclasses import fields
 from typing import get_args
 
 from dglx_dist.auto import AutoOptions
-from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.planner.choose import choosable
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import Unit
 from dglx_dist.strategies.full_graph.options import COOPERATIVE, PRELOADING
 from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.serverless.options import LambdaOptions
+from dglx_dist.training.config import PlanConfig
 from tests.helpers.sources import Source, source_of, sources
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from dglx_dist.api import fit, init
-from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.cli.plan_job import measured
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.graph.dist_graph import DistGraph
@@ -19,6 +18,7 @@ from dglx_dist.planner.records import Prediction
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import CACHE_SIZES
+from dglx_dist.training.config import PlanConfig
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks

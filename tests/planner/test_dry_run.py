@@ -29,10 +29,10 @@ from dglx_dist.strategies.full_graph.cost import (
     sizes_of,
 )
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
+from dglx_dist.strategies.full_graph.memory_estimate import StepSizes
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
-from tests.planner.plain_counts import exchanging_work, preloading_work
 from tests.strategies import equality
 
 LAYERS = 3
@@ -77,9 +77,23 @@ def test_trials_are_the_neighbourhoods_of_a_server(
     model = build_model("sage", 6, 4, 3, LAYERS)
     with busy_cores(1):
         found = time_on_plans(model, shape, [*smaller, whole], time.thread_time)
-    assert found is not None
     assert found[0][2].tolist() == [1.0, *shape.work(sources, targets, edges)]
     assert time_on_plans(nn.Linear(6, 3), shape, [whole], time.thread_time) is None
+
+
+def preloading_work(csc: Any, bounds: np.ndarray, seeds: list[np.ndarray]) -> tuple[list[int], int]:
+    """Edges of each server, which holds all that its seeds reach, and how many rows of that are others'."""
+    targets, edges, foreign = np.repeat(np.arange(len(csc.indptr) - 1), np.diff(csc.indptr)), [], 0
+    for server, own_seeds in enumerate(seeds):
+        needed, counted = np.isin(np.arange(bounds[-1]), own_seeds), 0
+        for _ in range(LAYERS):
+            used = needed[targets]
+            counted += int(used.sum())
+            needed = needed.copy()
+            needed[csc.indices[used]] = True
+        edges.append(counted)
+        foreign += int(needed.sum() - needed[bounds[server] : bounds[server + 1]].sum())
+    return edges, foreign
 
 
 def test_closures_are_those_of_plain_counting(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
@@ -87,21 +101,18 @@ def test_closures_are_those_of_plain_counting(context: tuple[Path, PartitionCont
     by_server = seeds_by_server(where, seeds)
     plans = plan_all(where, by_server, LAYERS, LAYERS)
     work = work_of(plans, where.topology)
-    csc = open_structure(open_dataset(folder), EDGE_TYPE)
-    graph = (csc.indptr, csc.indices, where.bounds)
-    plain = preloading_work(*graph, [[own_seeds] for own_seeds in by_server], LAYERS)
-    assert work.external_rows == sum(plain.foreign)
-    assert work.pairs.outside == (0,) * LAYERS
-    edges = [sum(plans[rank].num_edges for rank in where.topology.ranks_of_server(one)) for one in (0, 1)]
-    assert tuple(edges) == plain.edges
+    edges, foreign = preloading_work(open_structure(open_dataset(folder), EDGE_TYPE), where.bounds, by_server)
+    assert work.external_rows == foreign
+    assert work.outside == (0,) * LAYERS
+    found = [sum(plans[rank].num_edges for rank in where.topology.ranks_of_server(one)) for one in (0, 1)]
+    assert found == edges
     # In between, servers exchange the layers above, fewer for each that is preloaded.
     crossing = [
-        sum(work_of(plan_all(where, by_server, LAYERS, hops), where.topology).pairs.outside)
+        sum(work_of(plan_all(where, by_server, LAYERS, hops), where.topology).outside)
         for hops in range(LAYERS + 1)
     ]
     assert crossing == sorted(crossing, reverse=True)
     assert crossing[0] > crossing[-1] == 0
-    assert exchanging_work(*graph, seeds, LAYERS).edges <= plain.edges
 
 
 def test_the_cut_is_that_of_the_servers(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
@@ -123,7 +134,6 @@ def test_more_cooperative_batches_than_seeds_are_counted(
         run.graph, run.num_layers = stats_of_dataset(open_dataset(folder), 2), LAYERS
         run.seeds = seeds[[0, 1, -1]]
         work = FullGraphScheme(LAYERS, cooperative_batches=8).count(run)
-    assert work is not None
     assert work.steps == 2, "the servers have 2 seeds and 1"
 
 
@@ -131,11 +141,11 @@ def test_steps_are_summed_and_the_busiest_found() -> None:
     """Two ranks, two steps of one layer; rank 1 has more edges, and server 0 sends what server 1 receives."""
 
     def sizes(edges: int, received: list[int]) -> list[int]:
-        return [10, 5, 10 + edges, edges, 3, *received]
+        return [10, 5, 10 + edges, edges, edges + 1, 3, *received]
 
     steps = [[sizes(1, [0, 0]), sizes(4, [2, 0])], [sizes(2, [0, 1]), sizes(6, [7, 0])]]
     work = full_work_of(np.array(steps), topology_of(2, 1))
     assert work.worked == ((30,), (10,), (10,))
-    assert (work.edges, work.rows) == ((6,), (10, 5))
-    assert (work.pairs.outside, work.card_rows) == ((10,), (9,))
+    assert work.largest == StepSizes(rows=(10, 5), sources=(16,), edges=(6,), sent=(7,))
+    assert (work.outside, work.card_rows) == ((10,), (9,))
     assert (work.external_rows, work.steps) == (12, 2)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.cli.plan_job import make_plan
 from dglx_dist.comm.topology import inherited_environment
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.planner.records import Choice
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.training.config import PlanConfig
 
 HIDDEN = 64
 
@@ -53,10 +53,7 @@ def peak_of(data: str, out: Path, strategy: str, *options: str) -> int:
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("push_pull structure=push", ("--option", "structure=push", "--batch-size", "512")),
-        ("full_graph", ()),
-    ],
+    [("push_pull structure=push", ("--option", "structure=push", "--batch-size", "512")), ("full_graph", ())],
 )
 def test_the_peak_is_near_what_was_foretold(
     data: str, choice: Choice, tmp_path: Path, name: str, options: tuple[str, ...]

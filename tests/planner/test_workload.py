@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.cli.plan_job import make_plan
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.planner.workload import RankCount, RowSizes, work_of_counts
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.training.config import PlanConfig
 
 SIZES = RowSizes(feature=40, label=8, gradients=100, partitioned=False)
 BUSY = RankCount(

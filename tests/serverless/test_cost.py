@@ -93,9 +93,9 @@ def test_a_table_says_when_and_where_and_comes_back_from_its_file(name: str, tmp
         ({"per_request": -1}, "per_request"),
         ({"per_gb_second": "free"}, "per_gb_second"),
         ({"per_server_hour": {}}, "object of 1 to 10000"),
-        ({"per_server_hour": [1]}, "give an object"),
+        ({"per_server_hour": [1]}, "expected an object"),
         ({"per_server_hour": {"mine": True}}, "mine"),
-        ({"per_hour": 1}, "unknown field"),
+        ({"per_hour": 1}, "did you mean 'per_server_hour'"),
     ],
 )
 def test_a_damaged_file_is_refused(change: dict[str, object], told: str, tmp_path: Path) -> None:

@@ -51,11 +51,6 @@ PLACEMENTS = [(1, 1), (2, 1), (3, 2), (4, 2), *wide((2, 2), (3, 3), (3, 1), (4, 
 TOLERANCE = 1e-10
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("equality"))
-
-
 @functools.cache
 def plain_weights(kind: str, steps: int = STEPS) -> list[Any]:
     return equality.one_process(kind, steps=steps)[0]

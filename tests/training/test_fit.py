@@ -72,11 +72,6 @@ def run(
     return run_ranks(_fits, ranks, args=arguments, ranks_per_server=1, environment=environment)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("fit"))
-
-
 @pytest.mark.parametrize("ranks", [2, *wide(1)])
 def test_resumed_fit_is_the_uninterrupted_one(folder: Path, tmp_path: Path, ranks: int) -> None:
     whole = {"epochs": 4, "eval_every": 2}

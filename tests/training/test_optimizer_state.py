@@ -20,7 +20,7 @@ from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.data_parallel import DataParallelModel
 from dglx_dist.training import checkpoint
-from dglx_dist.training.optimizer_state import restore_state, split_state
+from dglx_dist.training.checkpoint import restore_state, split_state
 from tests.graph.small import NUM_NODES, build, write
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks

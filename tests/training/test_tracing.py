@@ -72,11 +72,6 @@ def _traced(folder: str, out: str) -> dict[str, Any]:
     return told
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("tracing"))
-
-
 @pytest.fixture(scope="module", params=[1, 2])
 def traced(
     request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory

@@ -1,23 +1,7 @@
-"""Description of the tables to ingest, in the format of GraphStorm's ``gconstruct``.
+"""Options of an ingestion, and the description of its tables, in the format of GraphStorm's ``gconstruct``.
 
-The supported keys; any other key is an error that lists them::
-
-    {
-      "version": "gconstruct-v0.1",
-      "nodes": [
-        {"node_type": "user", "format": {"name": "parquet"}, "files": ["users-*.parquet"],
-         "node_id_col": "id",
-         "features": [{"feature_col": ["age", "income"], "feature_name": "feat", "out_dtype": "float32",
-                       "transform": {"name": "max_min_norm"}}],
-         "labels": [{"task_type": "classification", "label_col": "segment", "split_pct": [0.8, 0.1, 0.1]}]}
-      ],
-      "edges": [
-        {"relation": ["user", "buys", "item"], "format": {"name": "csv", "separator": ","},
-         "files": "buys.csv", "source_id_col": "user", "dest_id_col": "item"}
-      ]
-    }
-
-Paths are relative to the folder of the description or to the current folder.
+docs/ingest.md lists the supported keys; any other key is an error that lists them. Paths are relative to the
+folder of the description or to the current folder.
 """
 
 from __future__ import annotations
@@ -27,11 +11,47 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
-from dglx_dist.data.json_fields import Fields
+from dglx_dist.data.json_fields import Fields, Within
 from dglx_dist.errors import ConfigError
+from dglx_dist.options import option
 from dglx_dist.records import LABEL, SPLITS, EdgeType
+
+
+@dataclass(frozen=True, kw_only=True)
+class IngestPlan:
+    """Target, limits and options of one ingestion.
+
+    Raises:
+        ConfigError: the seed is negative.
+    """
+
+    out: Path = option(Path("data/ingested"), "Folder to write; must not hold anything yet.", metavar="DIR")
+    memory: str = option(
+        "2GB", "Memory limit of this process, like 200MB; the rest is spilled.", metavar="SIZE"
+    )
+    """Program and libraries included."""
+    reverse_edges: bool = option(
+        False, "Add the reverse of each edge type, named RELATION-rev.", flag="--add-reverse-edges"
+    )
+    name: str | None = option(None, "Of the graph. Default: that of DIR.")
+    seed: int = option(0, "Of split_pct: the same seed draws the same nodes.")
+    output_description: Path | None = option(
+        None,
+        "Write CONFIG with the ranges and categories found, to transform later tables equally.",
+        flag="--output-conf-file",
+        metavar="FILE",
+    )
+    """Target of ``write_description``, checked before ingestion starts."""
+    workspace: Path | None = option(
+        None, "Folder for spilled data. Default: beside DIR of --out.", metavar="DIR"
+    )
+    overwrite: bool = option(False, "Replace what is in DIR.")
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
 
 
 def read_json(path: Path) -> object:
@@ -50,11 +70,10 @@ def read_json(path: Path) -> object:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    for key in found if len(found) < len(pairs) else ():
-        if sum(key == one for one, _ in pairs) > 1:
-            raise ValueError(f"the key {key!r} appears twice in one object")
-    return found
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"the key {max(keys, key=keys.count)!r} appears twice in one object")
+    return dict(pairs)
 
 
 K = TypeVar("K", str, EdgeType)
@@ -76,8 +95,8 @@ def read_files(entry: Fields) -> FileSet:
     if not entry.has("format"):
         return named_files(entry, "files")
     paths = _paths(entry, "files")
-    form = entry.record("format", ("name", "separator"))
-    name, separator = form.choice("name", FORMATS), form.optional_word("separator")
+    form = entry.inner("format").only(("name", "separator"))
+    name, separator = form.choice("name", FORMATS), form.maybe("separator", form.word, None)
     if separator is not None and name != "csv":
         raise form.wrong("separator", f"nothing for {name}")
     if separator is not None and not (
@@ -90,24 +109,31 @@ def read_files(entry: Fields) -> FileSet:
 def named_files(entry: Fields, key: str) -> FileSet:
     """Return the files that a key names, in the format of their suffix; see :func:`read_files`."""
     paths = _paths(entry, key)
-    names = {path.suffix[1:] for path in paths}
-    for name in FORMATS:
-        if names == {name}:
-            return FileSet(paths=paths, format=name)
-    odd = next((path.name for path in paths if path.suffix[1:] not in FORMATS), "")
-    if not odd:
+    found = {path.suffix[1:]: path.name for path in paths}
+    for suffix, name in found.items():
+        if suffix not in FORMATS:
+            raise entry.failure(
+                f"{name} is of no known format; name it *.csv or *.parquet, or, where it is a table of nodes "
+                'or edges, give format: {"name": ...}, one of csv, parquet'
+            )
+    if len(found) > 1:
         raise entry.wrong(key, f"files of one format ({', '.join(FORMATS)})")
-    raise entry.failure(
-        f"{odd} is of no known format; name it *.csv or *.parquet, or, where it is a table of nodes or "
-        'edges, give format: {"name": ...}, one of csv, parquet'
-    )
+    return FileSet(paths=paths, format=next(iter(found)))
 
 
 def _paths(entry: Fields, key: str) -> tuple[Path, ...]:
-    paths = tuple(path for pattern in entry.words(key) for path in _matches(pattern, entry))
+    paths = tuple(path for pattern in _words(entry, key) for path in _matches(pattern, entry))
     if len({path.resolve() for path in paths}) < len(paths):
         raise entry.wrong(key, "files of which none is named twice")
     return paths
+
+
+def _words(entry: Fields, key: str) -> tuple[str, ...]:
+    # One text or a list of texts, none of them empty.
+    if isinstance(entry.any(key), str):
+        return (entry.word(key),)
+    words = entry.items(key, 1)
+    return tuple(map(words.word, words.given))
 
 
 def _matches(pattern: str, entry: Fields) -> list[Path]:
@@ -132,6 +158,7 @@ OUT_DTYPES = ("float16", "float32", "float64")
 TASKS = ("classification", "regression", "link_prediction")
 SPLIT_FILES = ("train", "valid", "test")
 DEFAULT_SPLIT = (0.8, 0.1, 0.1)
+_Share: TypeAlias = Annotated[float, Within(0, 1)]
 VERSIONS = ("gconstruct-v0.1",)
 
 _TABLE = ("files", "format", "features", "labels")
@@ -196,13 +223,12 @@ def read_config(path: Path) -> IngestConfig:
     Raises:
         ConfigError: it is missing, not JSON, has an unsupported key or value, or names no file.
     """
-    top = Fields(read_json(path), str(path), known=("version", "nodes", "edges"), error=ConfigError)
+    top = Fields(read_json(path), str(path)).only(("version", "nodes", "edges"))
     if top.has("version"):
         top.choice("version", VERSIONS)
-    nodes = tuple(map(_node, top.filled_records("nodes", _NODE_KEYS)))
-    edges = tuple(map(_edge, top.filled_records("edges", _EDGE_KEYS)))
-    raw = {key: top.value(key) for key in top.keys()}  # noqa: SIM118  # a method of Fields, not a mapping
-    config = IngestConfig(path=path, nodes=nodes, edges=edges, raw=raw)
+    nodes = tuple(_node(one.only(_NODE_KEYS)) for one in top.inners("nodes", 1))
+    edges = tuple(_edge(one.only(_EDGE_KEYS)) for one in top.inners("edges", 1))
+    config = IngestConfig(path=path, nodes=nodes, edges=edges, raw=top.given)
     _check_types(config)
     return config
 
@@ -221,7 +247,7 @@ def _node(entry: Fields) -> TypeSpec[str]:
 
 
 def _edge(entry: Fields) -> TypeSpec[EdgeType]:
-    relation = entry.words("relation")
+    relation = _words(entry, "relation")
     if len(relation) != 3:
         raise entry.wrong("relation", "[source node type, relation, destination node type]")
     label = _label(entry)
@@ -239,7 +265,7 @@ def _edge(entry: Fields) -> TypeSpec[EdgeType]:
 def _features(entry: Fields) -> tuple[FeatureSpec, ...]:
     if not entry.has("features"):
         return ()
-    features = tuple(map(_feature, entry.filled_records("features", _FEATURE_KEYS)))
+    features = tuple(_feature(one.only(_FEATURE_KEYS)) for one in entry.inners("features", 1))
     for name in dict.fromkeys(feature.name for feature in features):
         asked = {feature.dtype for feature in features if feature.name == name} - {None}
         if len(asked) > 1:
@@ -251,8 +277,8 @@ def _features(entry: Fields) -> tuple[FeatureSpec, ...]:
 
 
 def _feature(entry: Fields) -> FeatureSpec:
-    columns = entry.words("feature_col")
-    name = entry.optional_word("feature_name") or columns[0]
+    columns = _words(entry, "feature_col")
+    name = entry.maybe("feature_name", entry.word, columns[0])
     if not entry.has("feature_name") and len(columns) > 1:
         raise entry.failure("several columns need a feature_name")
     if name in (LABEL, *SPLITS):
@@ -260,37 +286,36 @@ def _feature(entry: Fields) -> FeatureSpec:
     dtype = entry.choice("out_dtype", OUT_DTYPES) if entry.has("out_dtype") else None
     if not entry.has("transform"):
         return FeatureSpec(columns=columns, name=name, dtype=dtype)
-    chosen = entry.record("transform").optional_word("name")
-    known = TRANSFORMS.get(chosen or "", ())
+    form = entry.inner("transform")
+    chosen = form.maybe("name", form.word, "")
+    known = TRANSFORMS.get(chosen, ())
     if not known:
         raise entry.failure(
             f"transform {chosen!r} is not supported (supported: {', '.join(TRANSFORMS)}); apply it to the "
             "table beforehand"
         )
-    form = entry.record("transform", ("name", *known))
-    settings = {key: form.value(key) for key in known if form.has(key)}
-    return FeatureSpec(
-        columns=columns, name=name, transform=form.word("name"), settings=settings, dtype=dtype
-    )
+    form.only(("name", *known))
+    settings = {key: form.any(key) for key in known if form.has(key)}
+    return FeatureSpec(columns=columns, name=name, transform=chosen, settings=settings, dtype=dtype)
 
 
 def _label(parent: Fields) -> LabelSpec | None:
     if not parent.has("labels"):
         return None
-    entries = parent.filled_records("labels", _LABEL_KEYS)
+    entries = parent.inners("labels", 1)
     if len(entries) > 1:
         raise parent.failure(f"{len(entries)} labels; one task for each type is supported")
-    entry = entries[0]
+    entry = entries[0].only(_LABEL_KEYS)
     task = entry.choice("task_type", TASKS)
-    column = entry.optional_word("label_col")
+    column = entry.maybe("label_col", entry.word, None)
     if (column is None) != (task == "link_prediction"):
         raise entry.wrong("label_col", f"{'nothing' if column else 'a column'} for {task}")
     if not entry.has("custom_split_filenames"):
         return LabelSpec(task=task, column=column, split=_shares(entry))
     if entry.has("split_pct"):
         raise entry.wrong("split_pct", "nothing where custom_split_filenames says the split")
-    form = entry.record("custom_split_filenames", (*SPLIT_FILES, "column"))
-    columns = form.words("column") if form.has("column") else (None,)
+    form = entry.inner("custom_split_filenames").only((*SPLIT_FILES, "column"))
+    columns = _words(form, "column") if form.has("column") else (None,)
     if len(columns) > 1:
         raise form.wrong("column", "the one column of ids")
     files = {
@@ -308,17 +333,11 @@ def _label(parent: Fields) -> LabelSpec | None:
 def _shares(entry: Fields) -> tuple[float, float, float]:
     if not entry.has("split_pct"):
         return DEFAULT_SPLIT
-    value, expected = entry.value("split_pct"), "three shares of train, validation and test"
-    if not isinstance(value, list) or len(value) != 3 or not all(map(_is_share, value)):
-        raise entry.wrong("split_pct", expected)
+    shares = entry.value("split_pct", tuple[_Share, ...])
     # In floating point, 0.8 + 0.1 + 0.1 is slightly above 1.
-    if not 0 < sum(value) <= 1 + 1e-9:
-        raise entry.wrong("split_pct", f"{expected}, together at most 1")
-    return value[0], value[1], value[2]
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    if len(shares) != 3 or not 0 < sum(shares) <= 1 + 1e-9:
+        raise entry.wrong("split_pct", "three shares of train, validation and test, together at most 1")
+    return shares[0], shares[1], shares[2]
 
 
 def _check_types(config: IngestConfig) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow.compute as pc
 
-from dglx_dist.data.ingest.config import FeatureSpec, IngestConfig, TypeSpec
+from dglx_dist.data.ingest.config import FeatureSpec, IngestConfig, IngestPlan, TypeSpec
 from dglx_dist.data.ingest.external_memory import (
     BUDGET_SHARES,
     PROGRAM_BYTES,
@@ -31,7 +31,7 @@ from dglx_dist.data.ingest.features import make_transforms
 from dglx_dist.data.ingest.tables import Table, ids_of
 from dglx_dist.data.ingest.tensors import DatasetOutput, Reorder, TypeRows
 from dglx_dist.data.storage.columns import IDS, edge_folder, id_dtype, node_folder, write_string_chunks
-from dglx_dist.data.storage.files import named_failures, partial_folder, peak
+from dglx_dist.data.storage.files import named_failures, partial_folder, peak, read_size
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import progress
@@ -39,33 +39,6 @@ from dglx_dist.records import SPLITS, Array, ColumnInfo, EdgeType
 
 _REVERSE = "-rev"
 """Suffix of reverse relations, as in GraphStorm."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class IngestPlan:
-    """Target, limits and options of one ingestion.
-
-    Raises:
-        ConfigError: the seed is negative.
-    """
-
-    out: Path
-    memory: int
-    """Maximum bytes of the process, program and libraries included."""
-    name: str | None = None
-    """Of the graph; None: that of the folder."""
-    seed: int = 0
-    """Of the splits."""
-    reverse_edges: bool = False
-    overwrite: bool = False
-    workspace: Path | None = None
-    """Folder for temporary files; None: beside ``out``."""
-    output_description: Path | None = None
-    """Target of :func:`write_description`, checked before ingestion starts."""
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +64,7 @@ def _ingest_nodes(spec: TypeSpec[str], *, is_text: bool, seed: int, output: Data
     id_bytes, is_range = 0, not is_text
     for piece in rows.scan(*spec.id_columns):
         if column is not None:
-            ids = ids_of(piece.columns[column], column, piece.where, piece.first_row, is_text=is_text)
+            ids = ids_of(piece.columns[column], is_text=is_text)
             id_bytes += (pc.sum(pc.binary_length(ids)).as_py() or 0) if is_text else 8 * len(ids)
             is_range = is_range and np.array_equal(ids, np.arange(piece.row, piece.row + len(ids)))
     num_nodes, step = rows.num_rows, output.budget.batch // 8
@@ -312,7 +285,7 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
     _check_tables(config)
     reverse = _reverse_types(config) if plan.reverse_edges else {}
     is_text = _text_types(config)
-    budget = open_budget(plan.memory)
+    budget = open_budget(read_size(plan.memory))
     with (
         low_memory_allocators(),
         named_failures(out),
@@ -395,13 +368,10 @@ def _text_types(config: IngestConfig) -> dict[str, bool]:
 
 
 def _num_steps(config: IngestConfig, num_reverse: int) -> int:
-    def tensors(spec: TypeSpec[Any]) -> int:
-        return len({feature.name for feature in spec.features}) + (
-            0 if spec.label is None else 1 + len(SPLITS)
-        )
-
-    nodes = sum(2 + tensors(spec) for spec in config.nodes)
-    return nodes + sum(5 + tensors(spec) for spec in config.edges) + 3 * num_reverse
+    # About the number of files, for the progress.
+    specs: tuple[TypeSpec[Any], ...] = (*config.nodes, *config.edges)
+    tensors = sum(len(spec.features) + (0 if spec.label is None else 1 + len(SPLITS)) for spec in specs)
+    return 2 * len(config.nodes) + 5 * len(config.edges) + 3 * num_reverse + tensors
 
 
 def _add_settings(

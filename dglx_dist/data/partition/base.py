@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from os import PathLike
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import Array, Assignment, RawGraph
+from dglx_dist.options import fractions, names, option, tolerances
+from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.registry import Registry
 
 DEFAULT_TOLERANCE = 0.05
@@ -25,29 +27,37 @@ class PartitionOptions:
         ConfigError: a value is out of its range, a constraint is named twice, or a tolerance is for none.
     """
 
-    balance: tuple[str, ...] = ()
-    """Weights to balance: ``nodes``, ``degree`` (in-degree), ``train``, ``val``, ``test``, ``ntype`` (each
-    node type), ``etype`` (in-edges of each edge type) or a node column of non-negative numbers."""
-    tolerance: float | Mapping[str, float] = field(default_factory=dict)
-    """Allowed excess of the heaviest part over its share, 0.05 = 5 %; one value, or by constraint."""
-    target_weights: tuple[float, ...] | None = None
-    """(P,) positive relative shares of the parts, for unequal machines. None: equal."""
-    objective: Literal["cut", "vol"] = "cut"
-    """Minimise cut edges, or the number of (node, remote part) pairs that must be communicated."""
-    fast: bool = False
-    """Faster variant: of kaminpar its fast mode; of metis DistDGL's, with less memory and a worse cut."""
-    servers: int | None = None
-    """Number of servers for ``hierarchical``; P must be a multiple of it."""
-    workers: int | None = None
-    """Number of workers in each server for ``hierarchical``; P = servers x workers."""
+    balance: tuple[str, ...] = option(
+        tuple,
+        "Weights to balance: nodes, degree, train, val, test, ntype, etype, a column.",
+        metavar="A,B",
+        parse=names,
+    )
+    """``degree``: in-degree; ``ntype``: each node type; ``etype``: in-edges of each edge type; or a node
+    column of non-negative numbers."""
+    tolerance: float | Mapping[str, float] = option(
+        dict,
+        "Allowed excess of the heaviest part: 0.05, or train=0.1,degree=0.02.",
+        metavar="T",
+        parse=tolerances,
+    )
+    """Over its share, 0.05 = 5 %; one value, or by constraint."""
+    target_weights: tuple[float, ...] | None = option(
+        None, "Share of each part, for unequal machines: 1,1,2.", metavar="W,W", parse=fractions
+    )
+    """(P,) positive relative shares of the parts. None: equal."""
+    objective: Literal["cut", "vol"] = option("cut", "Minimise cut edges (cut) or communicated nodes (vol).")
+    """``vol``: the number of (node, remote part) pairs that must be communicated."""
+    fast: bool = option(False, "Cheaper: less time (kaminpar) or memory (metis), a worse cut.")
+    """Of kaminpar its fast mode; of metis DistDGL's."""
+    servers: int | None = option(None, "For hierarchical: servers; parts = servers x workers.")
+    workers: int | None = option(None, "For hierarchical: workers in each server.")
     inner: str | None = None
     """Partitioner of both levels of ``hierarchical``; None: the default one."""
-    file: str | PathLike[str] | None = None
-    """For ``file``: .npy, .txt or .csv with one part id per node, node types one after the other."""
-    vector: Array | Mapping[str, Array] | None = field(default=None, compare=False)
-    """For ``file``: part ids, (N,) integers over all node types, or by node type."""
-    threads: int = 1
-    """Compute threads of ``kaminpar``; with more than 1 results may not be reproducible."""
+    file: str | PathLike[str] | None = option(None, "For file: a .npy with one part id per node.", kind=Path)
+    """Node types one after the other."""
+    threads: int = option(1, "Threads of the partitioner, if it supports them.")
+    """Of ``kaminpar``; with more than 1 results may not be reproducible."""
 
     def __post_init__(self) -> None:
         if isinstance(self.balance, str):
@@ -120,12 +130,11 @@ class Partitioner(ABC):
     def __init__(self, options: PartitionOptions) -> None:
         self.options = options
         default = PartitionOptions()
-        # Balancing the number of nodes is the default of every partitioner.
-        given = {"balance"} if options.constraints != default.constraints else set()
-        if options.vector is not None:
-            given.add("vector")
-        others = {option.name for option in fields(options)} - {"balance", "vector"}
-        given |= {name for name in others if getattr(options, name) != getattr(default, name)}
+        given = {
+            one.name for one in fields(options) if getattr(options, one.name) != getattr(default, one.name)
+        }
+        if options.constraints == default.constraints:  # the number of nodes, which all balance
+            given.discard("balance")
         for name in sorted(given - self.honours):
             raise ConfigError(
                 f"{type(self).__name__} does not support {name}={getattr(options, name)!r}; leave it out or "
@@ -149,16 +158,16 @@ PARTITIONERS: Registry[Partitioner] = Registry(
     "partitioner",
     Partitioner,  # type: ignore[type-abstract]  # the registry only asks issubclass of it
     builtin={
-        "random": "dglx_dist.data.partition.simple:Random",
-        "hash": "dglx_dist.data.partition.simple:Hash",
-        "contiguous": "dglx_dist.data.partition.simple:Contiguous",
+        "random": "dglx_dist.data.partition.one_pass:Random",
+        "hash": "dglx_dist.data.partition.one_pass:Hash",
+        "contiguous": "dglx_dist.data.partition.one_pass:Contiguous",
         "metis": "dglx_dist.data.partition.multilevel:Metis",
         "kaminpar": "dglx_dist.data.partition.multilevel:Kaminpar",
-        "ldg": "dglx_dist.data.partition.streaming:Ldg",
-        "fennel": "dglx_dist.data.partition.streaming:Fennel",
+        "ldg": "dglx_dist.data.partition.one_pass:Ldg",
+        "fennel": "dglx_dist.data.partition.one_pass:Fennel",
         "hierarchical": "dglx_dist.data.partition.hierarchical:Hierarchical",
-        "feature": "dglx_dist.data.partition.simple:Feature",
-        "file": "dglx_dist.data.partition.simple:File",
+        "feature": "dglx_dist.data.partition.one_pass:Feature",
+        "file": "dglx_dist.data.partition.one_pass:File",
     },
     group="dglx_dist.partitioners",
 )

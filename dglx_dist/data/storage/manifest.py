@@ -10,11 +10,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, NamedTuple, TypeAlias
 
 import numpy as np
 
-from dglx_dist.data.json_fields import Fields
-from dglx_dist.data.storage.columns import CACHE, DTYPES, MANIFEST, FileInfo, part_files
+from dglx_dist.data.json_fields import Fields, Within
+from dglx_dist.data.storage.columns import (
+    CACHE,
+    DTYPES,
+    IDS,
+    MANIFEST,
+    STRINGS,
+    FileInfo,
+    data_path,
+    edge_folder,
+    node_folder,
+)
 from dglx_dist.data.storage.files import check_replaceable, place_folder
 from dglx_dist.errors import StorageError
 from dglx_dist.records import Array, ColumnInfo, EdgeType
@@ -22,6 +33,8 @@ from dglx_dist.records import Array, ColumnInfo, EdgeType
 FORMAT = "dglx-dataset"
 VERSION = 1
 _NO_CHECKSUM = "00000000"
+_Count: TypeAlias = Annotated[int, Within(0, (1 << 63) - 1)]
+_EtypeName: TypeAlias = Annotated[tuple[str, ...], Within(3, 3)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,6 +82,43 @@ class Manifest:
         return int(self.edge_offsets[etype][-1])
 
 
+class StoredArray(NamedTuple):
+    """What one file of a part holds."""
+
+    info: ColumnInfo | None
+    """None: ids of int32 or int64."""
+    num_rows: int
+    bound: int | None = None
+    """Ids are below it; None: the values are not ids of this dataset."""
+    of: str = ""
+    """What has these ids."""
+
+
+def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
+    """Return what each file of one part holds, by its path relative to the dataset."""
+
+    def owned(offsets: Array) -> int:
+        return int(offsets[part + 1] - offsets[part])
+
+    arrays = {}
+    for ntype, columns in manifest.node_columns.items():
+        folder, num_nodes = node_folder(part, ntype), owned(manifest.node_offsets[ntype])
+        of = f"{ntype!r} nodes"
+        arrays[f"{folder}/original_ids.arrow"] = StoredArray(IDS, num_nodes, manifest.num_nodes(ntype), of)
+        if (kind := manifest.user_ids.get(ntype)) is not None:
+            arrays[f"{folder}/user_ids.arrow"] = StoredArray(IDS if kind == "int64" else STRINGS, num_nodes)
+        arrays |= {data_path(folder, name): StoredArray(info, num_nodes) for name, info in columns.items()}
+    for etype, columns in manifest.edge_columns.items():
+        folder, num_edges = edge_folder(part, etype), owned(manifest.edge_offsets[etype])
+        num_rows, of = owned(manifest.node_offsets[etype[2]]) + 1, f"edges {etype}"
+        sources = manifest.num_nodes(etype[0]), f"{etype[0]!r} nodes"
+        arrays[f"{folder}/indptr.arrow"] = StoredArray(IDS, num_rows, num_edges + 1, f"{of} of the part")
+        arrays[f"{folder}/indices.arrow"] = StoredArray(None, num_edges, *sources)
+        arrays[f"{folder}/original_ids.arrow"] = StoredArray(IDS, num_edges, manifest.num_edges(etype), of)
+        arrays |= {data_path(folder, name): StoredArray(info, num_edges) for name, info in columns.items()}
+    return arrays
+
+
 def to_json(manifest: Manifest) -> dict[str, object]:
     """Return the manifest as JSON values, without its checksum."""
     return {
@@ -109,25 +159,26 @@ def from_json(value: object, where: str) -> Manifest:
 
     StorageError if a key is missing, unknown or of the wrong kind, or the format version is newer.
     """
-    top = Fields(value, where)
+    top = Fields(value, where, error=StorageError)
     _check_format(top)
-    num_parts = top.integer("num_parts", at_least=1)
+    num_parts = top.whole("num_parts", 1)
     node_offsets, node_columns, num_classes, user_ids = {}, {}, {}, {}
-    for item in top.records("node_types"):
+    for item in top.inners("node_types"):
         ntype = item.text("name")
-        node_offsets[ntype], node_columns[ntype] = _offsets(item, num_parts), _columns(item.record("columns"))
-        if item.value("num_classes") is not None:
-            num_classes[ntype] = item.integer("num_classes", at_least=0)
+        node_offsets[ntype], node_columns[ntype] = _offsets(item, num_parts), _columns(item.inner("columns"))
+        if item.any("num_classes") is not None:
+            num_classes[ntype] = item.whole("num_classes", 0)
         if (kind := item.choice("user_ids", ("int64", "string", None))) is not None:
             user_ids[ntype] = kind
-        item.finish()
+        item.end()
     edge_offsets, edge_columns = {}, {}
-    for item in top.records("edge_types"):
-        source, relation, destination = item.texts("name", count=3)
+    for item in top.inners("edge_types"):
+        source, relation, destination = item.value("name", _EtypeName)
         etype = (source, relation, destination)
-        edge_offsets[etype], edge_columns[etype] = _offsets(item, num_parts), _columns(item.record("columns"))
-        item.finish()
-    files = {path: _file(item) for path, item in top.record("files").items()}
+        edge_offsets[etype], edge_columns[etype] = _offsets(item, num_parts), _columns(item.inner("columns"))
+        item.end()
+    entries = top.inner("files")
+    files = {path: _file(entries.inner(path)) for path in entries.given}
     manifest = Manifest(
         name=top.text("name"),
         num_parts=num_parts,
@@ -138,12 +189,12 @@ def from_json(value: object, where: str) -> Manifest:
         num_classes=num_classes,
         user_ids=user_ids,
         method=top.text("method"),
-        seed=top.integer("seed"),
-        parameters=top.mapping("parameters"),
-        quality=top.mapping("quality"),
+        seed=top.whole("seed"),
+        parameters=top.inner("parameters").given,
+        quality=top.inner("quality").given,
         files=files,
     )
-    top.finish()
+    top.end()
     for etype in manifest.edge_types:
         for ntype in (etype[0], etype[2]):
             if ntype not in node_columns:
@@ -174,7 +225,7 @@ def read_manifest(folder: Path) -> Manifest:
         value = json.loads(raw)
     except (ValueError, RecursionError) as problem:
         raise StorageError(f"{path} is damaged ({problem}); copy it again or partition again") from problem
-    top = Fields(value, str(path))
+    top = Fields(value, str(path), error=StorageError)
     # The version is checked first: a newer format may compute its checksum differently.
     _check_format(top)
     stated = top.text("checksum")
@@ -220,7 +271,7 @@ def _check_format(top: Fields) -> None:
     name = top.text("format")
     if name != FORMAT:
         raise StorageError(f"{top.where}: key 'format' is {name!r}, expected {FORMAT!r}")
-    version = top.integer("version", at_least=1)
+    version = top.whole("version", 1)
     if version > VERSION:
         raise StorageError(
             f"{top.where} is of format version {version}, and this program reads up to version {VERSION}; "
@@ -229,18 +280,20 @@ def _check_format(top: Fields) -> None:
 
 
 def _offsets(item: Fields, num_parts: int) -> Array:
-    offsets = item.integers("offsets", count=num_parts + 1)
-    if offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)) or offsets[-1] >= 1 << 63:
-        raise item.wrong("offsets", "64-bit numbers that start at 0 and never fall")
+    count = num_parts + 1
+    offsets = item.value("offsets", Annotated[tuple[_Count, ...], Within(count, count)])
+    if offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)):
+        raise item.wrong("offsets", "numbers that start at 0 and never fall")
     return np.array(offsets, dtype=np.int64)
 
 
 def _columns(items: Fields) -> dict[str, ColumnInfo]:
     columns = {}
-    for name, item in items.items():
+    for name in items.given:
+        item = items.inner(name)
         dtype = item.choice("dtype", DTYPES)
-        columns[name] = ColumnInfo(dtype=dtype, row_shape=tuple(item.integers("row_shape")))
-        item.finish()
+        columns[name] = ColumnInfo(dtype=dtype, row_shape=item.value("row_shape", tuple[_Count, ...]))
+        item.end()
     return columns
 
 
@@ -249,18 +302,13 @@ def _columns_to_json(columns: Mapping[str, ColumnInfo]) -> dict[str, object]:
 
 
 def _file(item: Fields) -> FileInfo:
-    info = FileInfo(num_bytes=item.integer("bytes", at_least=0), checksum=item.text("crc32"))
-    item.finish()
+    info = FileInfo(num_bytes=item.whole("bytes", 0), checksum=item.text("crc32"))
+    item.end()
     return info
 
 
 def _check_files(manifest: Manifest, where: str) -> None:
-    user_ids = tuple(manifest.user_ids)
-    expected = {
-        path
-        for part in range(manifest.num_parts)
-        for path in part_files(part, manifest.node_columns, manifest.edge_columns, user_ids)
-    }
+    expected = {path for part in range(manifest.num_parts) for path in part_arrays(manifest, part)}
     wrong = sorted(expected ^ manifest.files.keys())
     if wrong:
         problem = "lacks" if wrong[0] in expected else "has the unexpected"

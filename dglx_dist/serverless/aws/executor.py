@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, final
 
+from dglx_dist.data.json_fields import Within, read_record
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.serverless.aws.clients import Client, Place, check_name, explained, found_or_none, is_amazon
 from dglx_dist.serverless.executors.base import (
@@ -19,7 +20,6 @@ from dglx_dist.serverless.executors.base import (
     WorkerHandle,
     names_of,
 )
-from dglx_dist.serverless.json_fields import Within, read_record
 from dglx_dist.serverless.worker import WorkerAnswer
 from dglx_dist.serverless.worker_process import Fault
 
@@ -192,10 +192,7 @@ class _Poster(WorkerHandle):
         return None
 
     def stop(self) -> None:
-        pass  # a request ends within its time-out
-
-    def end(self) -> None:
-        pass  # the client closes its connections when it is collected
+        pass  # a request ends within its time-out; the client closes its connections when it is collected
 
 
 def _check_usable(client: Client, function: str) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Mapping
 
+from dglx_dist.data.json_fields import Json
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.json_fields import Json
 from dglx_dist.serverless.worker import RemoteCaller, Worker, register_packaged_stages
 
 register_packaged_stages()

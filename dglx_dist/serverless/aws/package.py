@@ -16,9 +16,9 @@ from types import CodeType
 from typing import Any, final
 
 import dglx_dist
+from dglx_dist.data.json_fields import write_json
 from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.json_fields import write_json
 from dglx_dist.serverless.program import Step, stage_names
 from dglx_dist.serverless.stages.base import STAGES
 from dglx_dist.serverless.worker import STAGES_FILE

@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Annotated, ClassVar, TypeAlias, final
 
 from dglx_dist.comm.rpc import Handler
+from dglx_dist.data.json_fields import Within
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.registry import Registry
-from dglx_dist.serverless.json_fields import Within
 from dglx_dist.serverless.tasks import Task, TaskKey
 from dglx_dist.serverless.worker import TaskPhase, WorkerAnswer
 from dglx_dist.serverless.worker_process import MAX_SECONDS, Fault
@@ -165,9 +165,9 @@ class WorkerHandle(ABC):
     def stop(self) -> None:
         """Abort :meth:`invoke` and end the worker; may be called twice."""
 
-    @abstractmethod
     def end(self) -> None:
         """Stop and release all resources; only :meth:`stop` may be called afterwards."""
+        self.stop()
 
 
 class PoolExecutor(Executor):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Annotated, TypeAlias, final
 from urllib.parse import SplitResult, urlsplit
 
+from dglx_dist.data.json_fields import Within, printable, read_record
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.serverless.executors.base import (
     DEFAULT_MEMORY_MB,
@@ -23,7 +24,6 @@ from dglx_dist.serverless.executors.base import (
     WorkerHandle,
     names_of,
 )
-from dglx_dist.serverless.json_fields import Within, printable, read_record
 from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, WorkerAnswer
 from dglx_dist.serverless.worker_process import Fault
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, final
 
 from dglx_dist.comm.topology import inherited_environment
+from dglx_dist.data.json_fields import Json, read_record, write_json
 from dglx_dist.errors import PeerError
 from dglx_dist.options import common_fields
 from dglx_dist.serverless.aws.package import (
@@ -32,7 +33,6 @@ from dglx_dist.serverless.executors.base import (
     WorkerHandle,
     names_of,
 )
-from dglx_dist.serverless.json_fields import Json, read_record, write_json
 from dglx_dist.serverless.tasks import Task
 from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, STAGES_FILE, WorkerAnswer
 from dglx_dist.serverless.worker_process import Fault, Setup

@@ -6,8 +6,8 @@ from typing import final
 
 import numpy as np
 
+from dglx_dist.data.json_fields import Fields
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Fields
 from dglx_dist.serverless.stages.base import (
     Arrays,
     Backward,
@@ -165,9 +165,9 @@ class AttentionProject(VertexStage):
         self._residual_bias = fields.maybe("residual_bias", fields.flag, False)
         fields.end()
         if self._has_residual and not self._projects_residual and num_in != columns:
-            fields.refuse("residual", f"'linear': the input has {num_in} columns, not {columns}")
+            raise fields.wrong("residual", f"'linear': the input has {num_in} columns, not {columns}")
         if self._residual_bias and not self._projects_residual:
-            fields.refuse("residual_bias", "false: only a linear residual has a bias")
+            raise fields.wrong("residual_bias", "false: only a linear residual has a bias")
         matrix, vector = (columns, num_in), (1, self._heads, self._width)
         weights: Shapes = {"fc.weight": matrix, "attn_l": vector, "attn_r": vector}
         if self._projects_residual:

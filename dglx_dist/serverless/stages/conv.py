@@ -9,8 +9,8 @@ from typing import final
 
 import numpy as np
 
+from dglx_dist.data.json_fields import Fields
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Fields
 from dglx_dist.serverless.stages.base import (
     Backward,
     Config,
@@ -211,26 +211,21 @@ class StageSequence(VertexStage):
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage sequence")
-        self._stages = [
-            _stage_of(Fields(one, f"stage {at} of a sequence"))
-            for at, one in enumerate(fields.items("stages", MAX_STAGES))
-        ]
+        self._stages = list(map(_stage_of, fields.inners("stages", 2, MAX_STAGES)))
         fields.end()
-        if len(self._stages) < 2:
-            fields.refuse("stages", "at least two")
         for at, (one, following) in enumerate(pairwise(self._stages)):
-            if len(one.output_widths) != 1 or one.output_widths != following.input_widths:
-                found, wanted = one.output_widths, following.input_widths
-                fields.refuse(
+            if len(one.shapes.outputs) != 1 or one.shapes.outputs != following.shapes.inputs:
+                found, wanted = one.shapes.outputs, following.shapes.inputs
+                raise fields.wrong(
                     "stages", f"a stage {at + 1} of the columns {found} of stage {at}, not {wanted}"
                 )
         weights: Shapes = {
             f"{at}.{name}": shape
             for at, stage in enumerate(self._stages)
-            for name, shape in stage.weight_shapes.items()
+            for name, shape in stage.shapes.weights.items()
         }
         first, last = self._stages[0], self._stages[-1]
-        self.shapes = StageShapes(weights, first.input_widths, last.output_widths, last.saved_widths)
+        self.shapes = StageShapes(weights, first.shapes.inputs, last.shapes.outputs, last.shapes.saved)
 
     def forward(self, weights: Rows, inputs: Rows) -> Forward:
         rows, _ = self._before_last(weights, inputs)[-1]
@@ -266,13 +261,13 @@ class StageSequence(VertexStage):
         return [*found, (rows, None)]
 
     def _split(self, weights: Sequence[Array]) -> list[Sequence[Array]]:
-        ends = list(itertools.accumulate(len(stage.weight_shapes) for stage in self._stages))
+        ends = list(itertools.accumulate(len(stage.shapes.weights) for stage in self._stages))
         return [weights[first:end] for first, end in zip([0, *ends], ends, strict=False)]
 
 
 def _stage_of(fields: Fields) -> VertexStage:
-    name, config = fields.text("stage", 512), fields.any("config")
+    name, config = fields.text("stage", 1, 512), fields.inner("config").given
     fields.end()
-    if name == "sequence" or not isinstance(config, dict):
-        fields.refuse("stage", "a stage other than 'sequence', with an object as its config")
+    if name == "sequence":
+        raise fields.wrong("stage", "a stage other than 'sequence'")
     return vertex_stage(name, config)

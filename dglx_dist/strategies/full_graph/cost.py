@@ -26,27 +26,27 @@ from dglx_dist.strategies.cost import (
     GraphStats,
     LayerCounts,
     Measured,
-    MemoryModel,
+    ModelShape,
     PartitionContext,
     PlanContext,
     PlannedRun,
     Seconds,
     Traffic,
     Unit,
-    Widths,
     Work,
     after_bursts,
     all_reduce_seconds,
     handling_seconds,
     hidden_share,
     latencies,
+    present,
     ring_split,
     traffic_with_sums,
 )
 from dglx_dist.strategies.full_graph.expansion import EasOptions, compose, eas_rule
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
-from dglx_dist.strategies.full_graph.memory_estimate import LocalExchange, structure_bytes
+from dglx_dist.strategies.full_graph.memory_estimate import LocalExchange, StepSizes, estimate, step_sizes
 from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, plan_all, seeds_by_server
 
 EAS_HOPS: Mapping[str, int] = MappingProxyType({"eas, 1 hop": 1, "eas, 2 hops": 2})
@@ -73,29 +73,18 @@ _EXCHANGE_S = 0.4e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class HaloPairs:
-    """Pairs of a node and a rank that reads its row without computing it, for each layer's input."""
-
-    outside: tuple[int, ...]
-    """(L,) input-most layer first: a rank of another server computes the node (B_ext)."""
-    inside: tuple[int, ...]
-    """(L,) another rank of the same server computes it."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class FullWork:
     """Work of one full-graph epoch."""
 
-    rows: tuple[int, ...]
-    """(L + 1,) of the largest step of any rank."""
-    sources: tuple[int, ...]
-    """(L,) of that step."""
-    edges: tuple[int, ...]
-    """(L,) of that step."""
+    largest: StepSizes
+    """Of any rank."""
     worked: LayerCounts
     """Of the busiest rank, over all steps."""
-    pairs: HaloPairs
-    """Exchanged rows of all ranks and steps."""
+    outside: tuple[int, ...]
+    """(L,) pairs of a node and a rank that reads its row as input of a layer, input-most first, without
+    computing it: a rank of another server computes the node (B_ext). Of all ranks and steps."""
+    inside: tuple[int, ...]
+    """The same: another rank of the server computes it."""
     card_rows: tuple[int, ...]
     """(L,) rows through the busiest network card, in or out, whichever is more."""
     inside_rows: tuple[int, ...]
@@ -189,17 +178,20 @@ class FullGraphScheme(Work):
             between = graph.border_rows(after * share, graph.cut_inside(cluster), reach[layer] * (1 - share))
             outside.append(round(crossing * cluster.ranks) if layer >= hops else 0)
             inside.append(round(between * cluster.ranks))
-        sources = tuple(
-            round(before * share) + (out + into) // cluster.ranks
-            for before, out, into in zip(rows[:-1], outside, inside, strict=True)
-        )
+        # On average as many as it receives.
+        sent = [(out + into) // cluster.ranks for out, into in zip(outside, inside, strict=True)]
+        sources = tuple(round(before * share) + halo for before, halo in zip(rows[:-1], sent, strict=True))
         edges = tuple(round(graph.mean_degree * after * share) for after in rows[1:])
         return FullWork(
-            rows=tuple(round(before * share / number) for before in rows),
-            sources=tuple(one // number for one in sources),
-            edges=tuple(one // number for one in edges),
+            largest=StepSizes(
+                rows=tuple(round(before * share / number) for before in rows),
+                sources=tuple(one // number for one in sources),
+                edges=tuple(one // number for one in edges),
+                sent=tuple(one // number for one in sent),
+            ),
             worked=(sources, tuple(round(after * share) for after in rows[1:]), edges),
-            pairs=HaloPairs(outside=tuple(outside), inside=tuple(inside)),
+            outside=tuple(outside),
+            inside=tuple(inside),
             card_rows=tuple(one // cluster.servers for one in outside),
             inside_rows=tuple(one // cluster.servers for one in inside),
             external_rows=round(external * cluster.servers),
@@ -237,25 +229,23 @@ def _expected_rows(graph: GraphStats, cluster: Cluster, hops: int, *, fanout: in
 def sizes_of(plan: RankPlan, world_size: int) -> Array:
     """Return the (K,) int64 sizes of a plan, as :func:`full_work_of` reads them.
 
-    (L + 1,) own rows of each level, (L,) sources and (L,) edges of each layer, feature rows that the server
-    fetches from others, and (L, W) halo rows by the rank that holds them.
+    The fields of :func:`step_sizes`, feature rows that the server fetches from others, and (L, W) halo rows
+    by the rank that holds them.
     """
     received = np.zeros((len(plan.layers), world_size), np.int64)
     for row, layer in zip(received, plan.layers, strict=True):
         for rank, count in layer.receive:
             row[rank] = count
-    rows = [plan.layers[0].own_rows, *(layer.targets for layer in plan.layers)]
-    sources = [layer.num_sources for layer in plan.layers]
-    edges = [len(layer.indices) for layer in plan.layers]
-    return np.concatenate([rows, sources, edges, [plan.external_nodes], received.reshape(-1)])
+    return np.concatenate([*vars(step_sizes(plan)).values(), [plan.external_nodes], received.reshape(-1)])
 
 
 def full_work_of(sizes: Array, topology: Topology) -> FullWork:
     """Return the work of an epoch from the (R, W, K) int64 :func:`sizes_of` the plans of its steps."""
     world_size, num_servers = topology.world_size, topology.num_servers
-    layers = (sizes.shape[2] - 2) // (3 + world_size)
-    ends = np.cumsum([layers + 1, layers, layers, 1])
-    rows, sources, edges, external, received = np.split(sizes, ends, axis=2)
+    layers = (sizes.shape[2] - 2) // (4 + world_size)
+    ends = np.cumsum([layers + 1, layers, layers, layers, 1])
+    *step_fields, external, received = np.split(sizes, ends, axis=2)
+    rows, sources, edges, _ = step_fields
     busiest = int(edges.sum(axis=(0, 2)).argmax())
     step, rank = divmod(int((edges.sum(axis=2) + rows.sum(axis=2)).argmax()), world_size)
     leaders = [topology.ranks_of_server(server)[0] for server in range(num_servers)]
@@ -271,15 +261,14 @@ def full_work_of(sizes: Array, topology: Topology) -> FullWork:
         return tuple(counts.tolist())
 
     return FullWork(
-        rows=numbers(rows[step, rank]),
-        sources=numbers(sources[step, rank]),
-        edges=numbers(edges[step, rank]),
+        largest=StepSizes(*(numbers(one[step, rank]) for one in step_fields)),
         worked=(
             numbers(sources[:, busiest].sum(axis=0)),
             numbers(rows[:, busiest, 1:].sum(axis=0)),
             numbers(edges[:, busiest].sum(axis=0)),
         ),
-        pairs=HaloPairs(outside=numbers(came.sum(axis=1)), inside=numbers(inside.sum(axis=1))),
+        outside=numbers(came.sum(axis=1)),
+        inside=numbers(inside.sum(axis=1)),
         card_rows=numbers(np.maximum(came, left).max(axis=1)),
         inside_rows=numbers(inside.max(axis=1)),
         external_rows=int(external[:, leaders].sum()),
@@ -363,40 +352,37 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
     return Cost(
         seconds=_seconds(known, work, traffic, use_pp=use_pp),
         traffic=traffic,
-        memory=full_graph_memory(known.memory, work, ahead=0 if work.steps == 1 else 1),
-        shared=known.memory.own_features,
+        memory=full_graph_memory(known, work, ahead=0 if work.steps == 1 else 1),
+        shared=known.own_features,
     )
 
 
-def full_graph_memory(model: MemoryModel, work: FullWork, *, ahead: int = 0) -> int:
+def full_graph_memory(known: Measured, work: FullWork, *, ahead: int = 0) -> int:
     """Return the peak of a rank that trains on whole graphs; ``ahead``: batches loaded in advance."""
-    inputs = work.rows[0] * model.shape.features * model.shape.itemsize
-    # Equal layers share one block.
-    distinct = dict.fromkeys(zip(work.edges, work.sources, work.rows[1:], strict=True))
-    blocks = sum(structure_bytes(*sizes) for sizes in distinct)
-    step = model.step(model.of_graphs, work.rows, work.sources, work.edges)
-    own = model.graph.nodes // model.cluster.servers * model.graph.feature_bytes
-    return model.fixed + own + round(ALLOCATOR_OVERHEAD * (step + (1 + ahead) * (inputs + blocks)))
+    found = estimate(work.largest, known.of_graphs, known.shape.features * known.shape.itemsize, ahead=ahead)
+    of_steps = round(ALLOCATOR_OVERHEAD * (found.total - found.held))
+    return known.fixed + known.own_features + found.held + of_steps
 
 
-def exchanged_bytes(pairs: Sequence[int], widths: Widths, *, use_pp: bool) -> dict[str, int]:
+def exchanged_bytes(pairs: Sequence[int], shape: ModelShape, *, use_pp: bool) -> dict[str, int]:
     """Return the bytes of an epoch by ledger phase, for (L,) ``pairs`` outside or inside of servers.
 
     ``halo`` is s (d_0 B_1 + d_1 B_2 + ...), without its first term where layer-1 rows are cached
     (``use_pp``); ``halo_gradients`` the same without the terms of rows that have no gradient. Empty phases
     are left out.
     """
-    above = widths.hidden * sum(pairs[1:])
-    first = 0 if use_pp else widths.first * pairs[0]
-    counts = {"halo": above + first, "halo_gradients": above + (first if widths.first_learns else 0)}
-    return {phase: count * widths.itemsize for phase, count in counts.items() if count}
+    first, *above = (
+        shape.itemsize * layer.inputs * count for layer, count in zip(shape.layers, pairs, strict=True)
+    )
+    first = 0 if use_pp else first
+    return present(halo=sum(above) + first, halo_gradients=sum(above) + (first if shape.first_learns else 0))
 
 
 def _traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
-    widths, row = known.shape.widths, known.graph.feature_bytes
-    outside = exchanged_bytes(work.pairs.outside, widths, use_pp=use_pp)
-    inside = exchanged_bytes(work.pairs.inside, widths, use_pp=use_pp)
-    halo = work.pairs.outside[0] * row if use_pp else 0
+    row = known.graph.feature_bytes
+    outside = exchanged_bytes(work.outside, known.shape, use_pp=use_pp)
+    inside = exchanged_bytes(work.inside, known.shape, use_pp=use_pp)
+    halo = work.outside[0] * row if use_pp else 0
     one_planner = work.steps == 1 or known.cluster.ranks_per_server == 1
     # The width of exchanged rows is unknown for a guessed shape.
     widths_known = not known.shape.guessed or not (outside or inside)
@@ -410,7 +396,7 @@ def _traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
 
 
 def _seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool) -> Seconds:
-    cluster, widths, rates = known.cluster, known.shape.widths, known.plan_rates or known.rates
+    cluster, rates = known.cluster, known.plan_rates or known.rates
     compute, read = rates.compute_s(known.shape.work(*work.worked), work.steps), 0.0
     if work.steps > 1:
         compute += rates.fresh_edge_s * sum(work.worked[2])
@@ -419,8 +405,8 @@ def _seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool)
         read = num_bytes * rates.check_byte_s + work.steps * _READ_S / min(cluster.cores, 1.0)
     if cluster.cores >= FEW_CORES:
         read = max(0.0, read - hidden_share(cluster.cores) * compute)
-    outside = sum(exchanged_bytes(work.card_rows, widths, use_pp=use_pp).values())
-    inside = sum(exchanged_bytes(work.inside_rows, widths, use_pp=use_pp).values())
+    outside = sum(exchanged_bytes(work.card_rows, known.shape, use_pp=use_pp).values())
+    inside = sum(exchanged_bytes(work.inside_rows, known.shape, use_pp=use_pp).values())
     waits = 2 * sum(1 for rows in work.card_rows[use_pp:] if rows) * work.steps
     handling = handling_seconds(known, traffic) + waits * _EXCHANGE_S / min(cluster.cores, 1.0)
     moving = after_bursts(outside / cluster.external_bytes_per_s, waits, compute, cluster)

@@ -17,7 +17,7 @@ from dgl.view import HeteroNodeView
 from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
-from dglx_dist.dataloading.row_buffers import Precision
+from dglx_dist.dataloading.feature_fetch import Precision
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.records import Array, StepShare
@@ -308,7 +308,7 @@ def _keys(view: DataView, names: Sequence[str], where: str) -> dict[str, str]:
 
 def _rows(g: DistGraph, keys: Mapping[str, str], ids: Array) -> dict[str, Tensor]:
     pulls = {name: g.kvstore.submit_pull(key, ids, distinct=True, phase=PHASE) for name, key in keys.items()}
-    return {name: pull.result() for name, pull in pulls.items()}
+    return {name: pull() for name, pull in pulls.items()}
 
 
 @final

@@ -1,4 +1,4 @@
-"""Memory estimate of full-graph training, from an allocation trace of one step on a tiny graph.
+"""Memory model of full-graph training: the allocations of a step on a tiny graph, and the sizes of real ones.
 
 In the tiny graph every level, every layer's sources and every layer's edges have their own prime number of
 rows. The prime that divides the size of an allocation tells its rows and its bytes per row. With the row
@@ -26,11 +26,12 @@ from dglx_dist.keyed_random import hash_ids, stream_key
 from dglx_dist.layers.dropout import NodeDropout, install_node_dropouts
 from dglx_dist.progress import progress
 from dglx_dist.records import Array, EdgeType
-from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block, needs_repeated_row
+from dglx_dist.strategies.cost import OPTIMIZER_COPIES, MemoryTrace
+from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
+from dglx_dist.strategies.full_graph.loader import PlanMaker, PlanSpec, ServerSeeds
 from dglx_dist.strategies.full_graph.model import install
 from dglx_dist.strategies.full_graph.options import LoaderRequest
-from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSpec, ServerSeeds
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -41,41 +42,28 @@ _FIRST_PRIME = 211
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class MemoryTrace:
-    """The allocations of a step in order."""
+@dataclass(frozen=True)
+class StepSizes:
+    """Rows and edges of a step on one rank."""
 
-    num_layers: int
-    kinds: Array
-    """(A,) int64 kind of the rows, as index into :func:`counts_of`; 0: not proportional to any."""
-    row_bytes: Array
-    """(A,) int64 bytes per row; negative if freed."""
-    backward_at: int
-    """Number of allocations of the forward pass."""
-    exchanged: Array
-    """(L,) int64 bytes per exchanged row; 0 for layers without exchange."""
-    parameter_bytes: int
-
-    def running(self, counts: Array) -> Array:
-        """Return (A + 1,) int64 bytes in use before each allocation and after the last."""
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.row_bytes * counts[self.kinds])])
-
-    def peak(self, counts: Array) -> int:
-        return int(self.running(counts).max())
-
-    def kept(self, counts: Array) -> Array:
-        """Return (L + 1,) int64 bytes that forward keeps for backward, by layer; [0]: of no layer."""
-        forward = slice(0, self.backward_at)
-        layer = _layer_of(self.kinds[forward], self.num_layers)
-        held = self.row_bytes[forward] * counts[self.kinds[forward]]
-        return np.bincount(layer, weights=held, minlength=self.num_layers + 1).astype(np.int64)
+    rows: tuple[int, ...]
+    """(L + 1,) of the levels, features first."""
+    sources: tuple[int, ...]
+    """(L,)."""
+    edges: tuple[int, ...]
+    """(L,)."""
+    sent: tuple[int, ...]
+    """(L,) rows that other ranks receive."""
 
 
-def counts_of(plan: RankPlan) -> Array:
-    """Return (3 L + 2,) int64: 1, rows of levels 0..L, sources of layers 1..L, edges of layers 1..L."""
-    levels = [plan.layers[0].own_rows, *(layer.targets for layer in plan.layers)]
-    sources = [layer.num_sources + needs_repeated_row(layer) for layer in plan.layers]
-    return np.array([1, *levels, *sources, *(len(layer.indices) for layer in plan.layers)], np.int64)
+def step_sizes(plan: RankPlan) -> StepSizes:
+    layers = plan.layers
+    return StepSizes(
+        rows=(layers[0].own_rows, *(layer.targets for layer in layers)),
+        sources=tuple(layer.num_sources for layer in layers),
+        edges=tuple(len(layer.indices) for layer in layers),
+        sent=tuple(sum(len(rows) for _, rows in layer.send) for layer in layers),
+    )
 
 
 def trace_memory(
@@ -122,7 +110,7 @@ def trace_memory(
             f"the model failed on a tiny graph ({type(problem).__name__}: {problem}), which option memory "
             "needs; give batches=R instead"
         ) from problem
-    return _read(events, counts, num_layers, exchanges, copied)
+    return _read(events, counts, exchanges, copied)
 
 
 def _restore_plain_dropouts(copied: nn.Module) -> None:
@@ -141,7 +129,8 @@ class LocalExchange:
         self.num_halo, self.row_bytes = num_halo, 0
 
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
-        self.row_bytes = max(self.row_bytes, h[:1].numel() * h.element_size())
+        both_ways = 2 if h.requires_grad else 1
+        self.row_bytes = max(self.row_bytes, both_ways * h[:1].numel() * h.element_size())
         if not self.num_halo:
             return h
         return cast("Tensor", _Appended.apply(h, self.num_halo))  # type: ignore[no-untyped-call]  # torch leaves it bare
@@ -203,7 +192,6 @@ def _all_events(roots: Any) -> Iterator[Any]:
 def _read(
     events: list[tuple[int, int, int]],
     counts: Array,
-    num_layers: int,
     exchanges: list[LocalExchange],
     model: nn.Module,
 ) -> MemoryTrace:
@@ -223,7 +211,6 @@ def _read(
             kinds.append(kind)
             row_bytes.append(-each)
     return MemoryTrace(
-        num_layers=num_layers,
         kinds=np.array(kinds, np.int64),
         row_bytes=np.array(row_bytes, np.int64),
         backward_at=backward_at,
@@ -242,14 +229,6 @@ def _kind_of(num_bytes: int, counts: Array) -> tuple[int, int]:
     # Without a halo, sources and own rows have equal counts and are attributed to the level.
     place = int(np.flatnonzero(counts == counts[place])[0])
     return place, num_bytes // int(counts[place])
-
-
-def _layer_of(kinds: Array, num_layers: int) -> Array:
-    """Return the layer of each kind: levels belong to the layer that computes them, level 0 to layer 1."""
-    place = np.arange(3 * num_layers + 2)
-    layer = np.where(place <= num_layers + 1, np.maximum(place - 1, 1), (place - 2) % num_layers + 1)
-    layer[0] = 0
-    return layer[kinds]
 
 
 def _layer(counts: Array, number: int, num_layers: int) -> HaloLayer:
@@ -283,9 +262,6 @@ def _primes(count: int, widths: Collection[int]) -> list[int]:
     return found
 
 
-_OPTIMIZER_ROWS = 2
-"""Adam keeps two tensors of the size of the parameters."""
-
 _PROBES = 3
 """Batches that are checked for each candidate number."""
 _MOST_CHECKED = 64
@@ -313,9 +289,14 @@ class MemoryEstimate:
     """Structure and features of the plans that are loaded ahead."""
 
     @property
+    def held(self) -> int:
+        """What is allocated once for all steps: the optimizer's tensors, and the buffers of the exchange."""
+        return self.optimizer + max(self.halo)
+
+    @property
     def total(self) -> int:
-        kept = self.features + sum(self.structure) + max(self.halo) + self.optimizer + self.ahead
-        return kept + sum(self.activations) + self.gradients
+        loaded = self.features + sum(self.structure) + self.ahead
+        return self.held + loaded + sum(self.activations) + self.gradients
 
     def lines(self) -> list[str]:
         features = [self.features, *[0] * (len(self.halo) - 1)]
@@ -331,40 +312,37 @@ class MemoryEstimate:
         ]
 
 
-def estimate(plan: RankPlan, memory_trace: MemoryTrace, feature_bytes: int, *, ahead: int) -> MemoryEstimate:
-    """Return the memory estimate of ``plan``, of the model of ``memory_trace``.
+def estimate(sizes: StepSizes, trace: MemoryTrace, feature_bytes: int, *, ahead: int) -> MemoryEstimate:
+    """Return the memory of a step of ``sizes``, of the model of ``trace``.
 
-    ``feature_bytes`` is the size of an input row in the compute type; ``ahead`` plans, assumed to have the
-    same size, are loaded in advance.
+    ``feature_bytes`` is the size of an input row in the compute type; ``ahead`` steps, assumed to have the
+    same sizes, are loaded in advance.
     """
-    counts, layers = counts_of(plan), plan.layers
-    kept = memory_trace.kept(counts)
-    sent = [sum(len(rows) for _, rows in layer.send) for layer in layers]
+    counts = np.array([1, *sizes.rows, *sizes.sources, *sizes.edges], np.int64)
+    kept, exchanged = trace.kept(counts).tolist(), trace.exchanged.tolist()
+    layers = [*zip(sizes.edges, sizes.sources, sizes.rows[1:], sizes.sent, strict=True)]
     structure = tuple(
-        0
-        if number and layer is layers[number - 1]
-        else structure_bytes(len(layer.indices), layer.num_sources, layer.targets + sent[number])
-        for number, layer in enumerate(layers)
+        0 if layers[:number][-1:] == [one] else _structure_bytes(*one) for number, one in enumerate(layers)
     )
-    features = layers[0].own_rows * feature_bytes
+    features = sizes.rows[0] * feature_bytes
     return MemoryEstimate(
         features=features,
-        activations=(int(kept[0] + kept[1]), *kept[2:].tolist()),
+        activations=tuple(kept),
         structure=structure,
-        halo=tuple(2 * rows * int(each) for rows, each in zip(sent, memory_trace.exchanged, strict=True)),
-        gradients=max(memory_trace.peak(counts) - int(kept.sum()), 0),
-        optimizer=_OPTIMIZER_ROWS * memory_trace.parameter_bytes,
+        halo=tuple(rows * each for rows, each in zip(sizes.sent, exchanged, strict=True)),
+        gradients=max(trace.peak(counts) - sum(kept), 0),
+        optimizer=OPTIMIZER_COPIES * trace.parameter_bytes,
         ahead=ahead * (features + sum(structure)),
     )
 
 
-def structure_bytes(edges: int, sources: int, targets: int) -> int:
+def _structure_bytes(edges: int, sources: int, targets: int, sent: int) -> int:
     """Return the bytes of a layer's plan and block, 8 for each of these numbers.
 
     Per edge: source and id, position with half as much spare capacity, and in source order, which backward
     reads, target and position. Per source: offset and id. Per target, and per sent row: offset.
     """
-    return (8 * 2 + 12 + 8 * 2) * edges + 16 * sources + 8 * targets
+    return (8 * 2 + 12 + 8 * 2) * edges + 16 * sources + 8 * (targets + sent)
 
 
 def choose_batches(
@@ -406,7 +384,7 @@ def choose_batches(
         # A single batch is kept; of several, the next ones are loaded during a step.
         ahead, tried = 0 if number == 1 else request.depth, replace(spec, num_batches=number)
         plans = (maker.make(tried, (0, 0, int(step))) for step in steps)
-        estimates = [estimate(plan, traced, feature_bytes, ahead=ahead) for plan in plans]
+        estimates = [estimate(step_sizes(plan), traced, feature_bytes, ahead=ahead) for plan in plans]
         largest[number] = max(estimates, key=lambda one: one.total)
         return int(gather_int64([largest[number].total], session).max())
 

@@ -13,8 +13,7 @@ from dgl.dataloading import NeighborSampler
 
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.data.storage.files import read_size
-from dglx_dist.dataloading.feature_fetch import Columns
-from dglx_dist.dataloading.row_buffers import Precision
+from dglx_dist.dataloading.feature_fetch import Columns, Precision
 from dglx_dist.dataloading.sampler_spec import Fanout, SamplePlan, find_columns, read_sampler
 from dglx_dist.dataloading.step_loader import read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
@@ -256,7 +255,6 @@ def _read(
 
 
 def _fanouts(strategy: str, sampler: object, plan: SamplePlan) -> Sequence[Fanout]:
-    """Return one fan-out per layer, or raise ConfigError if the sampler selects edges by its own rule."""
     if plan.fanouts is None:
         raise ConfigError(
             f"{type(sampler).__qualname__} makes blocks by its own code, but {strategy} takes all neighbours "

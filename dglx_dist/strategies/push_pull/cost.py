@@ -113,7 +113,7 @@ def _groups(context: PlanContext) -> list[int]:
 
 def cost(candidate: Candidate, known: Measured) -> Cost:
     """Return the cost of an epoch on the batches of data parallelism."""
-    work, memory = known.mini_batches, known.memory
+    work = known.mini_batches
     first: FirstLayer = known.shape.inspected[candidate.strategy]
     size = int(candidate.options.get("group_size", known.cluster.ranks))
     depth = int(candidate.options.get("depth", 1))
@@ -121,14 +121,14 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
     traffic = _traffic(known, first, size, pushed=pushed)
     columns = known.graph.nodes * known.graph.feature_bytes // size
     peak = (
-        memory.batches(work.largest, held=columns + memory.own_features, owners=size, in_flight=depth)
+        known.batch_memory(held=columns + known.own_features, owners=size, in_flight=depth)
         + (depth - 1) * 4 * work.largest[1][0] * known.shape.layers[0].outputs
     )
     return Cost(
         seconds=_seconds(known, first, size, traffic, late=depth > 1, pushed=pushed),
         traffic=traffic,
         memory=peak,
-        shared=memory.own_features + memory.structure,
+        shared=known.own_features + known.structure,
     )
 
 
@@ -156,7 +156,7 @@ def column_bytes(found: Survey, first: FirstLayer, *, group_size: int, pushed: b
     # Each part's pieces, summed over the groups that have the same.
     cut = 2 * (ranks // size - 1) * first.cut_bytes
     return present(
-        structure=(size - 1) * _structure_bytes(found) if pushed else 0,
+        structure=(size - 1) * structure_bytes(found) if pushed else 0,
         activations=(size - 1) * first.itemsize * pulled,
         activation_gradients=(size - 1) * first.itemsize * pulled,
         sampling=found.sampling_bytes,
@@ -165,18 +165,7 @@ def column_bytes(found: Survey, first: FirstLayer, *, group_size: int, pushed: b
     )
 
 
-def break_even_width(found: Survey, *, pushed: bool = True) -> float:
-    """Return H*, the hidden width at which push-pull moves as much as data parallelism; on 2 or more ranks.
-
-    From feature rows, pushed structure and sums alone; gradients and what both move are left out. See
-    docs/strategies/push_pull.md, "When it pays".
-    """
-    others = found.ranks - 1
-    structure = others * _structure_bytes(found) if pushed else 0
-    return (found.feature_bytes - structure) / (2 * others * found.first_targets * 4)
-
-
-def _structure_bytes(found: Survey) -> int:
+def structure_bytes(found: Survey) -> int:
     """Return the bytes of the first blocks, once each."""
     batches = found.steps * found.ranks
     return _SHORT_ID_BYTES * (found.first_targets + batches + found.first_edges + found.input_rows)

@@ -29,7 +29,7 @@ from dglx_dist.data.storage.arrays import ArrayFolder, ArrayStream, ArrayWriter
 from dglx_dist.data.storage.columns import numpy_dtype, safe_name
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.writer import CHUNK_BYTES
-from dglx_dist.dataloading.row_buffers import Precision, RowMemory
+from dglx_dist.dataloading.feature_fetch import Precision, RowMemory
 from dglx_dist.errors import ConfigError, PeerError, StorageError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import rows_per_message

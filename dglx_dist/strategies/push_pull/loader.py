@@ -25,12 +25,12 @@ from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ran
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import LOADER
-from dglx_dist.dataloading.minibatch import BlockBuilder
-from dglx_dist.dataloading.row_buffers import Precision, RowMemory
+from dglx_dist.dataloading.feature_fetch import Precision, RowMemory
+from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import EpochLoader, Items, StepLoader
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import Array, StepShare
+from dglx_dist.records import Array, EdgeType, StepShare
 from dglx_dist.strategies.base import check_one_type
 from dglx_dist.strategies.push_pull.exchange import STRUCTURE, Group, GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
@@ -104,11 +104,11 @@ class BlockExchange:
         label: str,
         *,
         requested: StructureChoice,
-        builder: BlockBuilder,
+        etype: EdgeType,
         wide: bool,
     ) -> None:
         self._loader, self._session, self._group, self._label = loader, session, group, label
-        self._builder, self._wide = builder, wide
+        self._etype, self._wide = etype, wide
         self._costs: deque[tuple[float, float]] = deque(maxlen=_MEASURED)
         self._undecided = requested == "auto" and group.size > 1
         advice = "every rank must iterate over the loader alike"
@@ -164,7 +164,7 @@ class BlockExchange:
         received = self._pushes.mailbox.take(iteration, str(step), ranks, what)
         arrived, idtype = time.perf_counter(), own.block.idtype
         blocks = {
-            part: unpack_block(received[rank], self._builder, idtype) for part, rank in self._group.others
+            part: unpack_block(received[rank], self._etype, idtype) for part, rank in self._group.others
         }
         return blocks, (pushed - began) + (time.perf_counter() - arrived)
 
@@ -209,7 +209,7 @@ class BlockExchange:
         Raises:
             ConfigError: on all ranks, when others cannot repeat the draws of one; the message has the reason.
         """
-        loader, session, group, builder = self._loader, self._session, self._group, self._builder
+        loader, session, group, etype = self._loader, self._session, self._group, self._etype
         sample = run_on_all_ranks(session, loader.offline, ConfigError)
         # Servers with the whole structure may each leave out other edges, or draw by another seed.
         check_equal(session, "the sampler", loader.sampling_signature())
@@ -229,7 +229,7 @@ class BlockExchange:
             def sampled(items: Mapping[Any, Array]) -> OwnerBlock:
                 batch = sample(items, epoch)
                 indptr, indices, _ = batch.blocks[0].adj_tensors("csc")
-                block = builder.block(indptr, indices, len(batch.input_nodes))
+                block = build_block(indptr, indices, len(batch.input_nodes), etype)
                 return OwnerBlock(block, batch.input_nodes)
 
             return lambda step: {part: sampled(of_step(step)) for part, of_step in seeds.items()}
@@ -244,13 +244,13 @@ def pack_block(own: OwnerBlock, *, wide: bool) -> list[Array]:
     return [nodes.numpy(), indptr.to(torch.int32).numpy(), indices.to(torch.int32).numpy()]
 
 
-def unpack_block(arrays: list[Array], builder: BlockBuilder, idtype: torch.dtype) -> OwnerBlock:
+def unpack_block(arrays: list[Array], etype: EdgeType, idtype: torch.dtype) -> OwnerBlock:
     """Return the block of what :func:`pack_block` returned, a copy with its edges numbered in CSC order.
 
     ``idtype`` is that of the owner's block, so that all parts run the same kernels.
     """
     nodes, indptr, indices = (torch.tensor(array) for array in arrays)
-    block = builder.block(indptr.to(idtype), indices.to(idtype), len(nodes))
+    block = build_block(indptr.to(idtype), indices.to(idtype), len(nodes), etype)
     return OwnerBlock(block, nodes.to(torch.int64))
 
 
@@ -327,7 +327,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
             # The ranks' loaders share a name, as all construct theirs in the same order.
             f"push_pull.{next(_LOADER_NUMBERS.of(session))}",
             requested=options.structure,
-            builder=BlockBuilder(etype),
+            etype=etype,
             wide=g.num_nodes() >= SMALL_NODES,
         )
         settings = {
@@ -343,10 +343,6 @@ class PushPullLoader(EpochLoader[_Made, Any]):
 
     def __len__(self) -> int:
         return len(self._inner)
-
-    @property
-    def num_targets_of_epoch(self) -> tuple[int, int]:
-        return self._inner.num_targets_of_epoch
 
     def __iter__(self) -> Iterator[Any]:
         self._iteration = iteration = self._iteration + 1

@@ -55,8 +55,8 @@ class GhostPairs(Work):
     def count(self, run: PlannedRun) -> Ghosts:
         if run.in_job:
             # Only rows that training needs, mostly in the first layer; intervals compute every node.
-            pairs = run.works[_EXCHANGING].pairs
-            return Ghosts(outside=pairs.outside[0], inside=pairs.inside[0], counted=False)
+            work = run.works[_EXCHANGING]
+            return Ghosts(outside=work.outside[0], inside=work.inside[0], counted=False)
         shard = run.partition.structure.shards[0]
         return count_ghosts(shard.indptr, shard.indices, run.partition.bounds, run.partition.topology)
 
@@ -114,11 +114,11 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
     factor = 1.0 if candidate.exact else _ASYNC
     # Every epoch in flight keeps its activations.
     in_flight = 1 + 0.5 * (int(candidate.options.get("staleness", -1)) + 1)
-    kept = full_graph_memory(known.memory, work) - known.memory.fixed
+    kept = full_graph_memory(known, work) - known.fixed
     return Cost(
         seconds=Seconds(compute=factor * compute, outside=factor * outside, inside=factor * inside),
         traffic=traffic,
-        memory=known.memory.fixed + round(kept * in_flight),
+        memory=known.fixed + round(kept * in_flight),
         note="workers on the same servers",
     )
 

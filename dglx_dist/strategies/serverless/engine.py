@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple, final
+from typing import final
 
 import numpy as np
 
@@ -19,10 +17,10 @@ from dglx_dist.comm.ledger import WORKER
 from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.wire import payload_bytes
+from dglx_dist.data.json_fields import printable
 from dglx_dist.errors import PeerError
-from dglx_dist.records import Array
+from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.cost import Bill, Counts, bill, dollars
-from dglx_dist.serverless.json_fields import printable
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, what_misses
 from dglx_dist.serverless.program import Program
@@ -30,9 +28,8 @@ from dglx_dist.serverless.tasks import TaskKey, kernels, parse_attempt, parse_ha
 from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
 from dglx_dist.strategies.serverless.graph_partition import Part
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult
-from dglx_dist.strategies.serverless.options import LambdaOptions, StalenessPolicy
-from dglx_dist.strategies.serverless.scheduler import Progress, ThreadScheduler
-from dglx_dist.strategies.serverless.worker_pool import WorkerPool
+from dglx_dist.strategies.serverless.options import LambdaOptions
+from dglx_dist.strategies.serverless.scheduler import Progress, ThreadScheduler, WorkerPool
 
 
 @final
@@ -91,18 +88,6 @@ _MOST_KERNELS, _LONGEST_KERNELS = 16, 400
 _PEER_CHECK_S = 5.0
 
 
-class EpochTotals(NamedTuple):
-    """Totals of one epoch over all ranks; equal on all."""
-
-    epoch: int
-    loss_sum: float
-    """Over all training nodes; not divided."""
-    correct: int
-    """Training nodes whose largest output is at their label."""
-    seconds: float
-    """Between the weight updates before and after the epoch, on the slowest rank. Epochs may overlap."""
-
-
 _RUN_NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: itertools.count(1))
 
 
@@ -110,7 +95,8 @@ _RUN_NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: itertools.cou
 class Engine:
     """Runs epochs on this rank together with all others. All methods but :meth:`abandon` are collective.
 
-    ``weights``, to start from, are in the order of the program and, as ``update``, equal on all ranks.
+    ``weights``, to start from, are in the order of the program and, as ``update``, equal on all ranks; the
+    others are as in :class:`Progress`.
     """
 
     def __init__(
@@ -119,9 +105,10 @@ class Engine:
         program: Program,
         part: Part,
         options: LambdaOptions,
-        policy: StalenessPolicy,
         weights: Sequence[Array],
         update: Update,
+        first_epoch: int = 0,
+        synchronous_from: int | None = None,
     ) -> None:
         self._session, rank, rpc = session, session.topology.rank, session.rpc
         self._peers = [peer for peer in range(session.topology.world_size) if peer != rank]
@@ -130,27 +117,22 @@ class Engine:
             program=program,
             server_of_interval=assign(part.interval_sizes, num_servers),
             staleness=options.staleness,
-            first_epoch=policy.first_epoch,
+            first_epoch=first_epoch,
         )
         self._server = server = GraphServer(
-            part,
-            program,
-            fused=options.fusion,
-            rematerialise=options.rematerialise,
-            run=next(_RUN_NUMBERS.of(session)),
-            seed=session.seed,
+            part, program, options, run=next(_RUN_NUMBERS.of(session)), seed=session.seed
         )
-        self.progress = Progress(server.schedule, part.num_intervals, policy, self._peers)
-        self._updated_at = {policy.first_epoch: time.perf_counter()}
+        self.progress = Progress(
+            program, options, part.num_intervals, self._peers, first_epoch, synchronous_from
+        )
+        self._updated_at = {first_epoch: time.perf_counter()}
         self._show: Callable[[], None] = lambda: None
         self._program = np.frombuffer(program.to_json(), np.uint8)
         self.kernels = {_one_line(kernels())}
         """Numerical kernels of this process and those that workers reported; see ``kernels`` of tasks."""
-        self.epoch = policy.first_epoch
+        self.epoch = first_epoch
         """The next epoch; all intervals have completed the one before it."""
         self._parameter_server = ParameterServer(plan, rank, weights, update) if rank < num_servers else None
-        # This rank's share of the cores of its machine, at least 1.
-        cores = len(os.sched_getaffinity(0)) // Counter(session.hosts)[session.hosts[rank]]
         with ExitStack() as undo:
             handlers = self._answer_workers(undo)
             self.parameters = ParameterClient(rpc, plan, self._updated)
@@ -162,26 +144,20 @@ class Engine:
                 undo.callback(service.close)
             self.workers = WorkerPool(session, program, plan, options, handlers)
             undo.callback(self.workers.close)
-            self.scheduler = ThreadScheduler(
-                rpc,
-                server,
-                self.progress,
-                self.workers,
-                session.timeline,
-                threads=options.threads or max(1, cores),
-                early=policy.mode != "no_pipe",
-            )
+            self.scheduler = ThreadScheduler(session, server, self.progress, self.workers)
             undo.callback(self.scheduler.close)
             self.workers.controller.watch(lambda: self.scheduler.queue_length)
             barrier(session, "making the engines of all graph servers")
             self.abandon = undo.pop_all().close
             """Releases everything after a failure, without waiting for other ranks."""
 
-    def run(self, epochs: int, show: Callable[[], None] = lambda: None) -> list[EpochTotals]:
+    def run(self, epochs: int, show: Callable[[], None] = lambda: None) -> list[EpochRecord]:
         """Train ``epochs`` more epochs; no rank has work in flight afterwards. Collective.
 
-        Calls ``show`` every half a second. Raises PeerError, naming who is missing, if a rank is dead or
-        there was no progress for the session's time-out; or if a task failed in all allowed attempts.
+        The records are of all ranks, without bytes. An epoch takes the time between the weight updates before
+        and after it, on the slowest rank; epochs may overlap. Calls ``show`` every half a second. Raises
+        PeerError, naming who is missing, if a rank is dead or there was no progress for the session's
+        time-out; or if a task failed in all allowed attempts.
         """
         first, end = self.epoch, self.epoch + epochs
         self._updated_at, self._show = {first: time.perf_counter()}, show
@@ -195,8 +171,23 @@ class Engine:
             for epoch in range(first, end)
         ]
         per_rank = gather_numbers(np.array(local), self._session).reshape(-1, epochs, 3)
+        num_train = self._server.program.num_train
         return [
-            EpochTotals(epoch, math.fsum(losses), int(correct.sum()), float(seconds.max()))
+            EpochRecord(
+                epoch=epoch,
+                loss=math.fsum(losses) / num_train,
+                train_accuracy=int(correct.sum()) / num_train,
+                val_accuracy=None,
+                seconds=float(seconds.max()),
+                num_samples=num_train,
+                sample_s=0.0,
+                fetch_s=0.0,
+                wait_s=0.0,
+                compute_s=float(seconds.max()),
+                exchange_s=0.0,
+                bytes_inside=0,
+                bytes_outside=0,
+            )
             for epoch, (losses, correct, seconds) in enumerate(per_rank.transpose(1, 2, 0), first)
         ]
 

@@ -1,6 +1,17 @@
-"""Graph server of strategy ``lambda``: stored rows, and what each task of an interval does to them.
+"""Graph server of strategy ``lambda``: rows of its part, and what each task of an interval does to them.
 
-It executes tasks (Dorylus, section 4); the scheduler decides their order and carries messages.
+It executes tasks (Dorylus, section 4); the scheduler decides their order and carries messages. Arrays of the
+kernels, for n own nodes, m ghosts, E edges into own nodes, K heads:
+
+- ``indptr`` (n + 1,) int64, ``sources`` (E,) int32 local ids in [0, n + m): in-edges in CSC order, those of
+  node v from ``indptr[v]`` to ``indptr[v + 1]``.
+- ``out_indptr`` (n + m + 1,) int64, ``out_targets`` (E,) int32, ``out_edges`` (E,) positions in CSC order:
+  the same edges by source, those of local id u from ``out_indptr[u]`` to ``out_indptr[u + 1]``.
+- ``rows`` (n + m, w) of sources; ``values`` (E, K) of edges in CSC order, where K divides w; None: all 1.
+- ``first`` is the first of the nodes of ``out``; ``nodes`` (k,) int32 are local ids.
+
+Every sum runs in the order of the edges, so equal rows give equal bits. Kernels release the interpreter lock,
+and are compiled apart for values and None.
 """
 
 from __future__ import annotations
@@ -13,11 +24,14 @@ from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
+from numba import njit
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.row_kernels import read_ahead
 from dglx_dist.layers.dropout import MODULES, Columns, kept_entries
 from dglx_dist.records import Array
 from dglx_dist.serverless.program import (
+    FEATURES,
     Drop,
     Edge,
     Gather,
@@ -27,6 +41,7 @@ from dglx_dist.serverless.program import (
     Vertex,
     drops_features,
     inputs_of,
+    outputs_of,
 )
 from dglx_dist.serverless.stages.base import loss_in_halves
 from dglx_dist.serverless.tasks import (
@@ -38,11 +53,89 @@ from dglx_dist.serverless.tasks import (
     TaskKey,
     Work,
     check_payload,
-    half_rows,
+    half_length,
     take_half,
 )
 from dglx_dist.strategies.serverless.graph_partition import Part
-from dglx_dist.strategies.serverless.graph_rows import Stores
+from dglx_dist.strategies.serverless.options import LambdaOptions
+
+_AHEAD = 8
+"""Rows are prefetched this many edges ahead, because sources are scattered in memory."""
+
+
+@njit(cache=True, nogil=True)
+def gather(indptr: Array, sources: Array, values: Array | None, rows: Array, first: int, out: Array) -> None:
+    """Write to ``out[i]``, (nodes, w), the sum of the source rows of node ``first + i``, times the values."""
+    heads = 1 if values is None else values.shape[1]
+    width = rows.shape[1] // heads
+    last_edge = indptr[first + out.shape[0]]
+    for i in range(out.shape[0]):
+        out[i, :] = 0
+        for edge in range(indptr[first + i], indptr[first + i + 1]):
+            if edge + _AHEAD < last_edge:
+                read_ahead(rows, sources[edge + _AHEAD])
+            for head in range(heads):
+                # Slices, because indices that might be negative keep the loop from becoming vector code.
+                total = out[i, head * width : (head + 1) * width]
+                row = rows[sources[edge], head * width : (head + 1) * width]
+                if values is None:
+                    for column in range(width):
+                        total[column] += row[column]
+                else:
+                    value = values[edge, head]
+                    for column in range(width):
+                        total[column] += value * row[column]
+
+
+@njit(cache=True, nogil=True)
+def pull_back(
+    out_indptr: Array,
+    places: Array,
+    out_edges: Array,
+    values: Array | None,
+    gradients: Array,
+    nodes: Array,
+    out: Array,
+) -> None:
+    """Add to ``out[i]``, (k, w), the gradients at the ``places`` of the out-edges of ``nodes[i]``.
+
+    Gather transposed: ``places`` are ``out_targets`` for the gradients of nodes, each times the value of its
+    edge, and ``out_edges`` for those of edges.
+    """
+    heads = 1 if values is None else values.shape[1]
+    width = gradients.shape[1] // heads
+    for i in range(len(nodes)):
+        for at in range(out_indptr[nodes[i]], out_indptr[nodes[i] + 1]):
+            for head in range(heads):
+                total = out[i, head * width : (head + 1) * width]
+                row = gradients[places[at], head * width : (head + 1) * width]
+                if values is None:
+                    for column in range(width):
+                        total[column] += row[column]
+                else:
+                    value = values[out_edges[at], head]
+                    for column in range(width):
+                        total[column] += value * row[column]
+
+
+@njit(cache=True, nogil=True)
+def edge_products(
+    indptr: Array, sources: Array, gradients: Array, rows: Array, first: int, out: Array
+) -> None:
+    """Write to ``out``, (edges, K), the product of the target's gradient and the source's row, by head.
+
+    ``gradients`` is (nodes, w), and ``out`` has the in-edges of these nodes.
+    """
+    width = rows.shape[1] // out.shape[1]
+    begin = indptr[first]
+    for i in range(gradients.shape[0]):
+        for edge in range(indptr[first + i], indptr[first + i + 1]):
+            source = sources[edge]
+            for head in range(out.shape[1]):
+                total = out.dtype.type(0)
+                for column in range(head * width, (head + 1) * width):
+                    total += gradients[i, column] * rows[source, column]
+                out[edge - begin, head] = total
 
 
 class TaskKind(Enum):
@@ -197,17 +290,11 @@ class TaskTable:
             task = self._open.get(key)
             if task is None and not self._is_complete(key):
                 raise ConfigError(f"rows of task {key} came before it began")
-        if task is None:
-            return SubmitResult.LATE, []
-        if half in task.submitted:
-            return SubmitResult.AGAIN, []
-        nodes = half_rows(task.rows, half)
-        edges = len(task.halves[half][0])
-        check_payload(work.given, arrays, nodes.stop - nodes.start, f"what came of {key}", num_edges=edges)
-        with self._lock:
-            # Another attempt may have submitted the same half meanwhile.
-            if task.submitted.setdefault(half, arrays) is not arrays:
-                return SubmitResult.LATE if key not in self._open else SubmitResult.AGAIN, []
+            if task is None or half in task.submitted:
+                return SubmitResult.LATE if task is None else SubmitResult.AGAIN, []
+            rows, edges = half_length(task.rows, half), len(task.halves[half][0])
+            check_payload(work.given, arrays, rows, f"what came of {key}", num_edges=edges)
+            task.submitted[half] = arrays
             if len(task.submitted) < 2:
                 return SubmitResult.TAKEN, []
             del self._open[key]
@@ -247,16 +334,25 @@ class GraphServer:
         self,
         part: Part,
         program: Program,
+        options: LambdaOptions,
         *,
-        fused: bool = True,
-        rematerialise: bool = True,
         run: int = 0,
         seed: int = 0,
     ) -> None:
-        self.part, self.program, self.run, self._seed = part, program, run, seed
-        self.schedule = epoch_schedule(program, fused)
+        self.part, self.program, self.options, self.run, self._seed = part, program, options, run, seed
+        self.schedule = epoch_schedule(program, options.fusion)
         """The tasks of each epoch."""
-        self._stores = Stores(part, program)
+        self._rows = {**part.fixed, FEATURES: part.features}
+        """The latest rows: slot of nodes -> (n, width), or (n + m, width) if ghosts have rows; slot of edges,
+        or name of fixed values -> (E, width). Only its interval writes an own row."""
+        # No lock: in synchronous epochs barriers keep readers apart from writers. In asynchronous ones a row
+        # may be read while it is written: then its columns are of two epochs, both within the bound.
+        self._published: dict[tuple[str, int], Array] = {}
+        """(slot, step) -> gradient that sources in the slot read: of the sums of a Gather, (n, width), or of
+        the logits of an Edge step, (E, width)."""
+        self._received: dict[tuple[str, int], Array] = {}
+        """(slot, peer) -> (b, width), the last gradient of boundary rows from the peer."""
+        self._allocate()
         each = range(part.num_intervals)
         # By interval: gradients by slot, what stages saved by step, rows of sources by Edge step.
         self._gradients: list[dict[str, Array]] = [{} for _ in each]
@@ -265,7 +361,7 @@ class GraphServer:
         self._statistics: dict[int, dict[int, Array]] = {}
         self._lock = threading.Lock()
         self.works = {
-            (task.step, task.direction): Work(program, task.step, task.direction, rematerialise)
+            (task.step, task.direction): Work(program, task.step, task.direction, options.rematerialise)
             for task in self.schedule
             if task.kind is TaskKind.WORK
         }
@@ -273,16 +369,38 @@ class GraphServer:
         numbers = range(part.first_interval, part.first_interval + part.num_intervals)
         self.task_table = TaskTable(self.works, numbers, run)
 
+    def _allocate(self) -> None:
+        graph, program = self.part.graph, self.program
+        scattered = {name for step in program.steps if isinstance(step, Scatter) for name in step.slots}
+        for index, step in enumerate(program.steps):
+            for slot in outputs_of(step):
+                length = graph.num_own
+                if slot.name in program.edge_slots:
+                    length = len(graph.sources)
+                elif slot.name in scattered or drops_features(step):
+                    length = graph.num_local
+                self._rows[slot.name] = self._zeros(length, slot.name)
+            if isinstance(step, Gather | Edge):
+                is_gather, output = isinstance(step, Gather), step.output.name
+                source = step.source if isinstance(step, Gather) else step.sources
+                if {source, output} <= program.trained:
+                    length = graph.num_own if is_gather else len(graph.sources)
+                    self._published[source, index] = self._zeros(length, output)
+        for name in scattered & program.trained:
+            for peer, nodes in enumerate(self.part.boundary):
+                self._received[name, peer] = self._zeros(len(nodes), name)
+
+    def _zeros(self, length: int, slot: str) -> Array:
+        return np.zeros((length, self.program.slots[slot].width), dtype=self.program.dtype)
+
     @property
     def rank(self) -> int:
         return self.part.graph.rank
 
     def key_of(self, interval: int, epoch: int, task: ScheduledTask) -> TaskKey:
-        """Return the key of a WORK task of own interval ``interval``."""
         return TaskKey(epoch, task.step, self.part.first_interval + interval, task.direction, self.run)
 
     def rows_of(self, interval: int) -> int:
-        """Return the number of nodes of own interval ``interval``."""
         nodes = self.part.nodes_of(interval)
         return nodes.stop - nodes.start
 
@@ -290,8 +408,12 @@ class GraphServer:
         """Execute a task that involves neither workers nor other graph servers."""
         match task.kind, self.program.steps[task.step]:
             case TaskKind.GATHER, Gather() as step:
-                sums = self._stores.gather(step, interval)
-                self._stores.slots[step.output.name].write(self.part.nodes_of(interval), sums)
+                nodes, graph = self.part.nodes_of(interval), self.part.graph
+                values = None if step.edges is None else self._rows[step.edges]
+                # Not in place: others may read the rows, and shall see no part of a sum.
+                sums = self._zeros(nodes.stop - nodes.start, step.output.name)
+                gather(graph.indptr, graph.sources, values, self._rows[step.source], nodes.start, sums)
+                self._rows[step.output.name][nodes] = sums
             case TaskKind.PUBLISH, Gather() as step:
                 self._publish(interval, task.step, step)
             case TaskKind.DROP, Drop() as step:
@@ -312,7 +434,8 @@ class GraphServer:
         step = self.program.steps[task.step]
         if isinstance(step, Edge) and task.direction is Direction.FORWARD:
             # Kept for backward, whose gradient must match the forward pass: ghost rows may change before it.
-            self._sources[interval][task.step] = self._stores.source_rows(step.sources, interval)
+            sources = self.part.graph.sources[self.part.edges_of(interval)]
+            self._sources[interval][task.step] = self._rows[step.sources].take(sources, axis=0)
         saved = iter(self._saved[interval].pop(task.step, []))
         arrays = [
             next(saved) if item.role is Role.SAVED else self._pulled(interval, task.step, item)
@@ -338,10 +461,9 @@ class GraphServer:
         assert isinstance(step, Scatter)
         if task.kind is TaskKind.SEND_BACK:
             return list(self._ghost_gradients(interval, step))
-        # Only this interval writes its own rows, so they can be read without the lock.
         found = []
         for peer, some, nodes in self._boundary(interval):
-            rows = [self._stores.slots[name].array[nodes] for name in step.slots]
+            rows = [self._rows[name][nodes] for name in step.slots]
             found.append((peer, [np.arange(some.start, some.stop, dtype=np.int32), *rows]))
         return found
 
@@ -366,9 +488,8 @@ class GraphServer:
                 f"{size}; run the same version everywhere"
             )
         for name, rows in zip(slots, arrays[1:], strict=True):
-            store = self._stores.received[name, peer] if back else self._stores.slots[name]
-            with store.writing() as array:
-                array[first + positions] = rows
+            stored = self._received[name, peer] if back else self._rows[name]
+            stored[first + positions] = rows
 
     def statistics(self, epoch: int) -> tuple[float, int]:
         """Return and remove the sum of losses and the number of correct own nodes of ``epoch``."""
@@ -394,15 +515,14 @@ class GraphServer:
         where = edges if item.per is Per.EDGE else nodes
         if item.role is Role.GRADIENT:
             return self._take_gradient(interval, item.slot, where)
-        return self._stores.slots[item.slot].array[where]
+        return self._rows[item.slot][where]
 
     def _take_gradient(self, interval: int, slot: str, where: slice) -> Array:
         gradient = self._gradients[interval].pop(slot, None)
         if gradient is not None:
             return gradient
         # No later step reads the slot.
-        width = self.program.slots[slot].width
-        return np.zeros((where.stop - where.start, width), dtype=self.program.dtype)
+        return self._zeros(where.stop - where.start, slot)
 
     def _add_gradient(self, interval: int, slot: str, *parts: Array) -> None:
         gradients = self._gradients[interval]
@@ -416,7 +536,7 @@ class GraphServer:
         if item.role is Role.OUTPUT:
             of_edges = item.per is Per.EDGE
             where = self.part.edges_of(interval) if of_edges else self.part.nodes_of(interval)
-            self._stores.slots[item.slot].write(where, *halves)
+            np.concatenate(halves, out=self._rows[item.slot][where])
         elif item.role is Role.GRADIENT:
             self._add_gradient(interval, item.slot, *halves)
         elif item.role is Role.SAVED:
@@ -427,35 +547,41 @@ class GraphServer:
 
     def _take_edge_gradients(self, interval: int, index: int, step: Edge, halves: Sequence[Array]) -> None:
         del self._sources[interval][index]
+        gradients = np.concatenate(halves)
         if step.sources in self.program.trained:
-            self._stores.gradients[index].write(self.part.edges_of(interval), *halves)
+            self._published[step.sources, index][self.part.edges_of(interval)] = gradients
         if step.targets in self.program.trained:
-            sums = self._stores.sum_to_targets(interval, np.concatenate(halves))
+            nodes = self.part.nodes_of(interval)
+            bounds = self.part.graph.indptr[nodes.start : nodes.stop + 1]
+            sums = np.empty((nodes.stop - nodes.start, gradients.shape[1]), dtype=gradients.dtype)
+            # Each edge is a source of its own, in the same order.
+            gather(bounds - bounds[0], np.arange(len(gradients), dtype=np.int32), None, gradients, 0, sums)
             self._add_gradient(interval, step.targets, sums)
 
     def _publish(self, interval: int, index: int, step: Gather) -> None:
         nodes = self.part.nodes_of(interval)
         gradients = self._take_gradient(interval, step.output.name, nodes)
         if step.source in self.program.trained:
-            self._stores.gradients[index].write(nodes, gradients)
+            self._published[step.source, index][nodes] = gradients
         if step.edges is not None and step.edges in self.program.trained:
-            products = self._stores.products(step, step.edges, interval, gradients)
+            edges, graph = self.part.edges_of(interval), self.part.graph
+            products = self._zeros(edges.stop - edges.start, step.edges)
+            rows = self._rows[step.source]
+            edge_products(graph.indptr, graph.sources, gradients, rows, nodes.start, products)
             self._add_gradient(interval, step.edges, products)
 
     def _drop(self, interval: int, epoch: int, step: Drop) -> None:
         graph = self.part.graph
-        source, output = self._stores.slots[step.source].array, self._stores.slots[step.output.name]
+        source, output = self._rows[step.source], self._rows[step.output.name]
         where, ids = self._rows_of_slot(interval, step.source)
-        # Only this interval writes these rows of the source.
-        output.write(where, self._dropped(step, epoch, ids, source[where]))
+        output[where] = self._dropped(step, epoch, ids, source[where])
         if drops_features(step):
             count, number = self.part.num_intervals, graph.num_ghosts
             share = slice(number * interval // count, number * (interval + 1) // count)
             ghosts = slice(graph.num_own + share.start, graph.num_own + share.stop)
-            output.write(ghosts, self._dropped(step, epoch, graph.ghosts[share], source[ghosts]))
+            output[ghosts] = self._dropped(step, epoch, graph.ghosts[share], source[ghosts])
 
     def _rows_of_slot(self, interval: int, slot: str) -> tuple[slice, Array]:
-        """Return the positions of an interval's rows of ``slot``, and the ids of its nodes or edges."""
         of_edges, graph = slot in self.program.edge_slots, self.part.graph
         where = self.part.edges_of(interval) if of_edges else self.part.nodes_of(interval)
         first = graph.first_edge if of_edges else int(graph.starts[graph.rank])
@@ -475,16 +601,15 @@ class GraphServer:
         own = np.arange(nodes.start, nodes.stop, dtype=np.int32)
         for name in self._trained(step):
             gradient = self._take_gradient(interval, name, nodes)
-            self._stores.pull_back(name, own, gradient)
+            self._pull_back(name, own, gradient)
             for peer, some, of_peer in self._boundary(interval):
-                with self._stores.received[name, peer].reading() as rows:
-                    gradient[of_peer - nodes.start] += rows[some]
+                gradient[of_peer - nodes.start] += self._received[name, peer][some]
             self._gradients[interval][name] = gradient
 
     def _loss(self, interval: int, epoch: int, step: Vertex) -> None:
         nodes, name = self.part.nodes_of(interval), step.outputs[0].name
         labels, scale = self.part.labels[nodes], 1 / self.program.num_train
-        loss = loss_in_halves(self._stores.slots[name].array[nodes], labels, scale)
+        loss = loss_in_halves(self._rows[name][nodes], labels, scale)
         self._add_gradient(interval, name, loss.gradient)
         self._note(interval, epoch, np.array([loss.loss_sum, loss.correct]))
 
@@ -509,10 +634,19 @@ class GraphServer:
                 ghosts = positions + np.int32(graph.num_own + graph.ghost_starts[peer])
                 rows = []
                 for name in self._trained(step):
-                    width = self.program.slots[name].width
-                    rows.append(np.zeros((len(positions), width), dtype=self.program.dtype))
-                    self._stores.pull_back(name, ghosts, rows[-1])
+                    rows.append(self._zeros(len(positions), name))
+                    self._pull_back(name, ghosts, rows[-1])
                 yield peer, [positions, *rows]
+
+    def _pull_back(self, slot: str, nodes: Array, out: Array) -> None:
+        """Add to ``out``, (k, width), the gradients of ``slot`` over the out-edges of the (k,) ``nodes``."""
+        graph = self.part.graph
+        for (source, index), gradients in self._published.items():
+            step, places, values = self.program.steps[index], graph.out_edges, None
+            if isinstance(step, Gather):
+                places, values = graph.out_targets, None if step.edges is None else self._rows[step.edges]
+            if source == slot:
+                pull_back(graph.out_indptr, places, graph.out_edges, values, gradients, nodes, out)
 
     def _trained(self, step: Scatter) -> list[str]:
         return [name for name in step.slots if name in self.program.trained]

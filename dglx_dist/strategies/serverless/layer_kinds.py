@@ -1,25 +1,26 @@
-"""Layers that become program steps: convolutions of ``dgl.nn``, ``nn.Linear``, and declared stages."""
+"""Layers that become program steps, and functions of rows between them, identified by their values."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NoReturn, final
+from typing import Any, Literal, NoReturn, TypeAlias, final
 
 import numpy as np
 import torch
-from dgl.nn import GATConv
+from dgl.nn import GATConv, GraphConv
 from torch import Tensor, nn
+from torch.nn import functional
 
+from dglx_dist.data.json_fields import Json
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import DeclaredStage, Declares
 from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.layers.dropout import NodeDropout
 from dglx_dist.layers.tracer import random_block
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Json
 from dglx_dist.serverless.program import (
     FEATURES,
     FIXED,
@@ -34,10 +35,128 @@ from dglx_dist.serverless.program import (
 )
 from dglx_dist.serverless.stages.base import VertexStage, vertex_stage
 from dglx_dist.serverless.stages.conv import MAX_STAGES
-from dglx_dist.strategies.serverless.row_functions import IDENTITY, RowFunction
 
 NUM_NODES, NUM_EDGES = 12, 40
 """Of the random blocks on which models and layers are called."""
+
+
+Merge: TypeAlias = Literal["none", "flatten", "mean"]
+"""How the heads of (n, K, H) rows are merged."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An elementwise function that stages know."""
+
+    name: str
+    parameter: str = ""
+    """``slope`` or ``alpha``, for those that have one."""
+    value: float = 0.0
+
+    def json(self) -> dict[str, Json]:
+        """Return it in the format of stages: ``{"name": "leaky_relu", "slope": 0.2}``."""
+        return {"name": self.name} | ({self.parameter: self.value} if self.parameter else {})
+
+    def __call__(self, z: Tensor) -> Tensor:
+        if self.name == "leaky_relu":
+            return functional.leaky_relu(z, self.value)
+        return functional.elu(z, self.value) if self.name == "elu" else _PLAIN[self.name](z)
+
+
+IDENTITY = Activation("identity")
+KNOWN = "identity, relu, leaky_relu, elu, tanh, sigmoid, gelu, each alone; heads flattened or averaged"
+
+_PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda z: z,
+    "relu": torch.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
+}
+_MERGES: Mapping[Merge, Callable[[Tensor], Tensor]] = {
+    "none": lambda z: z,
+    "flatten": lambda z: z.flatten(1),
+    "mean": lambda z: z.mean(1),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFunction:
+    """after(merge(inside(z)))."""
+
+    inside: Activation = IDENTITY
+    merge: Merge = "none"
+    after: Activation = IDENTITY
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """Apply to (n, H), or to (n, K, H) if heads are merged."""
+        return self.after(_MERGES[self.merge](self.inside(z)))
+
+
+def find_function(
+    z: Tensor, rows: Tensor, own: Callable[[Tensor], Tensor] | None = None
+) -> RowFunction | None:
+    """Return the known function that computed ``rows`` from ``z``, by values alone; None: there is none.
+
+    ``z``, (n, H) or (n, K, H), are random; ``own`` is what the layer applied to each head before a merge.
+    """
+    merges: tuple[Merge, ...] = ("flatten", "mean") if z.dim() == 3 else ("none",)
+    with torch.no_grad():
+        for merge in merges:
+            for function in _candidates(z, rows, merge, own):
+                if equal(function(z), rows):
+                    return function
+    return None
+
+
+def same_gradient(z: Tensor, rows: Tensor, function: RowFunction, generator: torch.Generator) -> bool:
+    """Return True if gradients flow from ``rows`` back to the leaf ``z`` as through ``function``."""
+    if not rows.requires_grad:
+        return False
+    cotangent = torch.randn(rows.shape, dtype=rows.dtype, generator=generator)
+    (found,) = torch.autograd.grad(rows, z, cotangent, allow_unused=True, retain_graph=True)
+    (wanted,) = torch.autograd.grad(function(z), z, cotangent)
+    return found is not None and equal(found, wanted)
+
+
+def equal(left: Tensor, right: Tensor) -> bool:
+    """Return True if two tensors are equal up to rounding."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    scale = torch.clamp(left.abs(), min=1.0)
+    return bool(((left - right).abs() <= 16 * torch.finfo(left.dtype).eps * scale).all())
+
+
+def _candidates(
+    z: Tensor, rows: Tensor, merge: Merge, own: Callable[[Tensor], Tensor] | None
+) -> Iterator[RowFunction]:
+    for inside in _activations(z, rows, _MERGES[merge]):
+        yield RowFunction(inside=inside, merge=merge)
+    if merge != "mean":
+        return
+    first = None if own is None else find_function(z, own(z).flatten(1))
+    inside = IDENTITY if first is None else first.inside
+    merged = _MERGES[merge](inside(z))
+    for after in _activations(merged, rows, _MERGES["none"]):
+        yield RowFunction(inside=inside, merge=merge, after=after)
+
+
+def _activations(z: Tensor, rows: Tensor, merge: Callable[[Tensor], Tensor]) -> Iterator[Activation]:
+    # All activations; those with a parameter with the value that fits.
+    yield from (Activation(name) for name in _PLAIN)
+    if merge(z).shape != rows.shape:
+        return
+    rest = rows - merge(torch.relu(z))
+    for name, key, low in (
+        ("leaky_relu", "slope", z.clamp(max=0)),
+        ("elu", "alpha", torch.expm1(z.clamp(max=0))),
+    ):
+        basis = merge(low)
+        fitted = float((rest * basis).sum() / (basis * basis).sum())
+        # The user's value is a short decimal; the fit has rounding errors in its last digits.
+        for digits in (2, 4, 7, 16):
+            yield Activation(name, key, round(fitted, digits))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,41 +181,44 @@ FACTOR_OF_NORM = {
 
 
 def degree_powers(degrees: Array, exponent: float) -> Array:
-    """Return (n,) float64 factors of (n,) degrees."""
     found: Array = np.power(np.maximum(degrees, 1).astype(np.float64), exponent)
     return found
 
 
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-8}
+_DGL_NORMS = {"sum": "none", "mean": "right", "left": "left", "both": "both"}
+"""``norm`` of GraphConv by the names of ``DeclaredStage.around``."""
 
 
 def check_declared(name: str, module: Any, declared: DeclaredStage, stage: VertexStage) -> None:
     """Raise ConfigError if ``module(block, h)`` and its stage differ on random rows: values or gradients."""
     generator = torch.Generator().manual_seed(3)
-    weights = [module.get_parameter(weight) for weight in declared.weights]
-    shapes, wanted = [tuple(weight.shape) for weight in weights], list(stage.weight_shapes.values())
+    weights = {weight: module.get_parameter(weight) for weight in declared.weights}
+    shapes, wanted = [tuple(one.shape) for one in weights.values()], list(stage.shapes.weights.values())
     if shapes != wanted:
         raise ConfigError(
-            f"layer {name!r} declares weights {list(declared.weights)} of shapes {shapes}, but its stage "
-            f"{declared.stage!r} has {stage.weight_shapes}; name them in this order, with these shapes"
+            f"layer {name!r} declares weights {list(weights)} of shapes {shapes}, but its stage "
+            f"{declared.stage!r} has {stage.shapes.weights}; name them in this order, with these shapes"
         )
-    dtype = weights[0].dtype if weights else torch.get_default_dtype()
+    dtype = next((one.dtype for one in weights.values()), torch.get_default_dtype())
     block = random_block(NUM_NODES, NUM_NODES, NUM_EDGES, generator)
-    rows = torch.randn(NUM_NODES, stage.input_widths[0], dtype=dtype, generator=generator).requires_grad_()
+    rows = torch.randn(NUM_NODES, stage.shapes.inputs[0], dtype=dtype, generator=generator).requires_grad_()
     out = module(block, rows)
     cotangent = torch.randn(out.shape, dtype=dtype, generator=generator)
-    trained = {"its input": rows} | {
-        repr(key): weight
-        for key, weight in zip(declared.weights, weights, strict=True)
-        if weight.requires_grad
-    }
-    slopes = torch.autograd.grad(
+    trained = {"its input": rows} | {repr(key): one for key, one in weights.items() if one.requires_grad}
+    gradients = torch.autograd.grad(
         out, [*trained.values()], cotangent, materialize_grads=True, allow_unused=True
     )
 
-    matrices = [_sums_of(block, declared.around, rows)] if declared.around is not None else []
-    matrices += [torch.eye(NUM_NODES, dtype=dtype).numpy()] if declared.own else []
-    own, inputs = [one.detach().numpy() for one in weights], [one @ rows.detach().numpy() for one in matrices]
+    # (n, n): multiplied by rows, they give the inputs of the stage.
+    matrices = [torch.eye(NUM_NODES, dtype=dtype)] * (1 + declared.own)
+    if declared.around is None:
+        matrices.pop()
+    else:
+        sums = GraphConv(1, 1, norm=_DGL_NORMS[declared.around], weight=False, bias=False)
+        matrices[0] = sums(block, matrices[0])
+    own = [one.detach().numpy() for one in weights.values()]
+    inputs = [(one @ rows).detach().numpy() for one in matrices]
 
     def check(what: str, expected: Array, computed: Array) -> None:
         same_shape = expected.shape == computed.shape
@@ -111,21 +233,12 @@ def check_declared(name: str, module: Any, declared: DeclaredStage, stage: Verte
 
     check("result", out.detach().numpy(), stage.forward(own, inputs).outputs[0])
     found = stage.backward(own, inputs, [cotangent.numpy()])
-    back = [one.T @ slope for one, slope in zip(matrices, found.inputs, strict=True)]
-    of_stage = {"its input": sum(back[1:], back[0])}
-    of_stage |= {repr(key): slope for key, slope in zip(declared.weights, found.weights, strict=True)}
-    for what, slope in zip(trained, slopes, strict=True):
-        check(f"gradient of {what}", slope.numpy(), of_stage[what])
-
-
-def _sums_of(block: Any, around: str, like: Tensor) -> Array:
-    # (n, n): multiplied by rows, it gives their sums over the in-edges of each node.
-    sources, targets = (ends.numpy() for ends in block.edges())
-    factor, sums = FACTOR_OF_NORM[around], np.zeros((NUM_NODES, NUM_NODES), dtype=like.detach().numpy().dtype)
-    into = degree_powers(np.bincount(targets, minlength=NUM_NODES), factor.target)
-    out_of = degree_powers(np.bincount(sources, minlength=NUM_NODES), factor.source)
-    np.add.at(sums, (targets, sources), (into[targets] * out_of[sources]).astype(sums.dtype))
-    return sums
+    back = [one.T.numpy() @ gradient for one, gradient in zip(matrices, found.inputs, strict=True)]
+    of_stage = dict(zip(map(repr, weights), found.weights, strict=True)) | {
+        "its input": sum(back[1:], back[0])
+    }
+    for what, gradient in zip(trained, gradients, strict=True):
+        check(f"gradient of {what}", gradient.numpy(), of_stage[what])
 
 
 _SMALL_STAGES = ("attention_finish", "layer_norm", "rows")
@@ -319,6 +432,16 @@ class Layer(ABC):
         kind = type(self.module).__name__
         raise ConfigError(f"layer {self.name!r}, {kind}, {reason}; or use strategy='data_parallel'")
 
+    def _parameter(self, name: str) -> nn.Parameter:
+        try:
+            found: nn.Parameter = self.module.get_parameter(name)
+        except AttributeError:
+            self.refuse(
+                f"has no parameter {name!r}; a parametrization such as weight_norm may hide it: remove that "
+                "(torch.nn.utils.remove_weight_norm), or name another one"
+            )
+        return found
+
     def _check_parameters(self, *used: Tensor | None) -> None:
         # Parameters that no stage knows, as of an activation with weights, would not be trained.
         known = {id(parameter) for parameter in used}
@@ -407,22 +530,22 @@ class DeclaredLayer(Layer):
         self.dropouts = (declared.dropout,) if declared.dropout else ()
         self.own_function = declared.activation
         stage = vertex_stage(declared.stage, declared.config)
-        super().__init__(name, module, max(stage.input_widths, default=0), stage.output_widths)
+        super().__init__(name, module, max(stage.shapes.inputs, default=0), stage.shapes.outputs)
         inputs = (declared.around is not None) + declared.own
-        if len(stage.input_widths) != inputs or len(set(stage.input_widths)) != 1:
+        if len(stage.shapes.inputs) != inputs or len(set(stage.shapes.inputs)) != 1:
             self.refuse(
-                f"declares {inputs} inputs, but its stage {declared.stage!r} takes {stage.input_widths} "
+                f"declares {inputs} inputs, but its stage {declared.stage!r} takes {stage.shapes.inputs} "
                 "columns; declare the same number of inputs, all as wide as the layer before"
             )
-        if len(stage.output_widths) != 1:
-            self.refuse(f"has a stage {declared.stage!r} of {len(stage.output_widths)} outputs; give it one")
-        self._weights = [module.get_parameter(weight) for weight in declared.weights]
+        if len(stage.shapes.outputs) != 1:
+            self.refuse(f"has a stage {declared.stage!r} of {len(stage.shapes.outputs)} outputs; give it one")
+        self._weights = [self._parameter(weight) for weight in declared.weights]
         self._check_parameters(*self._weights)
         # Of a square weight both orientations have the same shape.
         self.inputs_first = tuple(
             weight
             for weight in self._weights
-            if declared.inputs_first is not False and weight.shape == (self.width, *stage.output_widths)
+            if declared.inputs_first is not False and weight.shape == (self.width, *stage.shapes.outputs)
         )
         if declare is None and not declared.depends_on_the_graph:
             check_declared(name, module, declared, stage)
@@ -445,7 +568,7 @@ class DeclaredLayer(Layer):
             factor = replace(FACTOR_OF_NORM[declared.around], column=edge_column)
             inputs.append(builder.gather(factor).name)
         inputs += [own.name] if declared.own else []
-        (width,) = vertex_stage(declared.stage, declared.config).output_widths
+        (width,) = vertex_stage(declared.stage, declared.config).shapes.outputs
         builder.vertex(declared.stage, config, inputs, {"h": width}, self._weights)
 
 

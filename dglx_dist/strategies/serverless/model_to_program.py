@@ -15,19 +15,17 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.tracer import MODEL_ERRORS, random_block, restored, stand_ins
 from dglx_dist.serverless.program import Program
 from dglx_dist.strategies.serverless.layer_kinds import (
+    KNOWN,
     KNOWN_LAYERS,
     NUM_EDGES,
     NUM_NODES,
     EdgeFactor,
     Layer,
-    StepsBuilder,
-    layer_of,
-)
-from dglx_dist.strategies.serverless.row_functions import (
-    KNOWN,
     RowFunction,
+    StepsBuilder,
     equal,
     find_function,
+    layer_of,
     same_gradient,
 )
 
@@ -99,21 +97,17 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
 
 def find_layers(model: nn.Module) -> list[Layer]:
     """Return the outermost modules that are layers; ConfigError if one is unknown, or there is none."""
-    layers = _outermost("", model)
+    layers, inside = list[Layer](), set[nn.Module]()
+    for name, module in model.named_modules():
+        if module not in inside and (layer := layer_of(name, module)) is not None:
+            layers.append(layer)
+            inside.update(module.modules())
     if all(layer.width is None for layer in layers):
         raise ConfigError(
             f"{type(model).__name__} has no layer that workers know; known are {KNOWN_LAYERS}. Any model "
             "trains under strategy='data_parallel'"
         )
     return layers
-
-
-def _outermost(name: str, module: nn.Module) -> list[Layer]:
-    layer = layer_of(name, module)
-    if layer is not None:
-        return [layer]
-    prefix = f"{name}." if name else ""
-    return [found for child, inner in module.named_children() for found in _outermost(prefix + child, inner)]
 
 
 def _check_parameters(model: nn.Module) -> None:

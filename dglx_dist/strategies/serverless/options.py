@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
@@ -17,22 +16,6 @@ from dglx_dist.serverless.parameter_server import Scheme, check_scheme
 from dglx_dist.strategies.base import check_options
 
 Mode: TypeAlias = Literal["no_pipe", "pipe", "async"]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class StalenessPolicy:
-    """Which epochs are synchronous, and how far others overlap."""
-
-    mode: Mode = "pipe"
-    staleness: int = 0
-    """S: an interval may begin epoch e after e - S updates. Applies to asynchronous epochs only."""
-    first_epoch: int = 0
-    """Always synchronous: no stale values exist yet."""
-    target: int | None = None
-    """Correct predictions of an epoch, of all servers, that make later ones synchronous; None: never."""
-    synchronous_from: int | None = None
-    """The epoch from which all are synchronous; None: not known yet, or never."""
 
 
 DEFAULT_SERVER = "c5.2xlarge"
@@ -99,22 +82,6 @@ class LambdaOptions:
     def in_process(self) -> bool:
         """True if graph servers do all work themselves, so that no function is paid for."""
         return EXECUTORS.get(self.executor).in_process
-
-    def policy(self, first_epoch: int, num_train: int, *, is_synchronous: bool = False) -> StalenessPolicy:
-        """Return the policy of a run that begins with ``first_epoch`` and trains on ``num_train`` nodes.
-
-        ``is_synchronous``: whether training already became synchronous, as ``switch_at`` requests.
-        """
-        # The least c with c / M >= accuracy in floating point: 0.55 * 100 is above 55.
-        least = math.ceil(self.switch_at * num_train)
-        least -= least > 0 and (least - 1) / num_train >= self.switch_at
-        return StalenessPolicy(
-            mode=self.mode,
-            staleness=self.staleness,
-            first_epoch=first_epoch,
-            target=least if self.switch_at else None,
-            synchronous_from=first_epoch if is_synchronous else None,
-        )
 
 
 def read_lambda_options(options: Mapping[str, object]) -> LambdaOptions:

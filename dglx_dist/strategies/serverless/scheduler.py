@@ -1,62 +1,85 @@
-"""Schedule of one graph server (Dorylus, section 4): which interval may proceed, threads, and messages.
+"""Schedule of one graph server (Dorylus, section 4): which interval may proceed, threads, messages, workers.
 
 The oldest work goes first. Graph servers exchange ghost rows, progress and accuracy by one-sided RPC.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
+from ipaddress import ip_address
 from itertools import pairwise
 from queue import PriorityQueue
 from typing import TypeAlias, final
 
 import numpy as np
 
-from dglx_dist.comm.rpc import Handler, Rpc
-from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, Timeline
+from dglx_dist.comm.endpoints import ClientAccess, open_client_access
+from dglx_dist.comm.rendezvous import link_speed
+from dglx_dist.comm.rpc import Handler
+from dglx_dist.comm.session import Session
+from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, WAIT, WORKER, Span, Timeline
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.records import Array
+from dglx_dist.serverless.aws.package import stages_of
+from dglx_dist.serverless.controller import Controller, ControllerOptions, Finished, most_workers
+from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
+from dglx_dist.serverless.parameter_server import ParameterPlan
 from dglx_dist.serverless.parameter_service import pair_name, parse_pair
-from dglx_dist.serverless.tasks import Direction, TaskKey
-from dglx_dist.strategies.serverless.graph_server import Barrier, GraphServer, ScheduledTask, TaskKind
-from dglx_dist.strategies.serverless.options import StalenessPolicy
-from dglx_dist.strategies.serverless.worker_pool import WorkerPool
+from dglx_dist.serverless.program import Program
+from dglx_dist.serverless.tasks import MAX_TIMEOUT_S, Address, Direction, Secrets, Task, TaskKey, TaskOptions
+from dglx_dist.strategies.serverless.graph_server import (
+    Barrier,
+    GraphServer,
+    ScheduledTask,
+    TaskKind,
+    epoch_schedule,
+)
+from dglx_dist.strategies.serverless.options import LambdaOptions
 
 
 @final
 class Progress:
     """Positions of the intervals of one graph server: epoch x tasks per epoch + task. Not thread-safe.
 
-    If the policy has a target, the correct predictions of an epoch, summed over the graph servers, set
-    :attr:`synchronous_from`. When the sum of epoch e is known, intervals may be S epochs further, so the
-    first epoch that no interval can have begun is e + S + 1. It does not begin before the sum is known,
-    because graph servers would otherwise begin it in different modes.
+    With ``switch_at``, the correct predictions of an epoch, summed over the graph servers, set
+    :attr:`synchronous_from`, unless it is given. When the sum of epoch e is known, intervals may be S epochs
+    further, so the first epoch that no interval can have begun is e + S + 1. It does not begin before the sum
+    is known, because graph servers would otherwise begin it in different modes.
+
+    ``first_epoch`` is always synchronous, because no stale values exist yet.
     """
 
     def __init__(
         self,
-        schedule: Sequence[ScheduledTask],
+        program: Program,
+        options: LambdaOptions,
         num_intervals: int,
-        policy: StalenessPolicy,
         peers: Sequence[int],
+        first_epoch: int = 0,
+        synchronous_from: int | None = None,
     ) -> None:
-        self._schedule, self._policy, first = tuple(schedule), policy, policy.first_epoch
-        start = first * len(schedule)
-        self.position, self.floor = [start] * num_intervals, start
-        """Positions of the next or running task of each interval, and the least of them."""
+        self._options, self._num_train = options, program.num_train
+        self._schedule = epoch_schedule(program, options.fusion)
+        self.floor = start = first_epoch * len(self._schedule)
+        """The least position."""
+        self.position = [start] * num_intervals
+        """Positions of the next or running task of each interval."""
+        self._intervals_at = Counter({start: num_intervals})
         self.running: set[int] = set()
         """Intervals with a running task."""
-        self.updates = self.end = first
+        self._first = self.updates = self.end = first_epoch
         """Weight updates that all parameter servers have made; the epoch before which training stops."""
-        self.synchronous_from = policy.synchronous_from
+        self.synchronous_from = synchronous_from
         """The epoch from which asynchronous training is synchronous; None: not known yet, or never."""
-        self._peer_positions, self._announced = dict.fromkeys(peers, start), start
+        self._peer_positions = dict.fromkeys(peers, start)
         self._correct: dict[int, dict[int, int]] = {}
-        self._undecided = first
+        self._undecided = first_epoch
 
     @property
     def is_done(self) -> bool:
@@ -66,45 +89,41 @@ class Progress:
 
     @property
     def _may_switch(self) -> bool:
-        return self._policy.target is not None and self.synchronous_from is None
+        return self._options.switch_at > 0 and self.synchronous_from is None
 
     def is_synchronous(self, epoch: int) -> bool:
         """True if ``epoch`` has a barrier at every Scatter."""
         late = self.synchronous_from is not None and epoch >= self.synchronous_from
-        return self._policy.mode != "async" or epoch <= self._policy.first_epoch or late
+        return self._options.mode != "async" or epoch <= self._first or late
 
     def is_known(self, epoch: int) -> bool:
         """True if it is known whether ``epoch`` is synchronous."""
-        return not self._may_switch or epoch - self._policy.staleness - 1 < self._undecided
+        return not self._may_switch or epoch - self._options.staleness - 1 < self._undecided
 
     def task_of(self, interval: int) -> tuple[int, ScheduledTask]:
-        """Return the epoch of ``interval`` and its next or running task."""
         epoch, index = divmod(self.position[interval], len(self._schedule))
         return epoch, self._schedule[index]
 
     def can_start(self, interval: int) -> bool:
-        """True if ``interval`` may start its next task now."""
         position = self.position[interval]
         epoch, index = divmod(position, len(self._schedule))
         if interval in self.running or epoch >= self.end:
             return False
         if index == 0:
-            lead = 0 if self.is_synchronous(epoch) else self._policy.staleness
+            lead = 0 if self.is_synchronous(epoch) else self._options.staleness
             if not self.is_known(epoch) or epoch > self.updates + lead:
                 return False
         if not self.is_synchronous(epoch):
             return True
         barrier = self._schedule[index].barrier
-        if self.floor < position and (barrier is not Barrier.NONE or self._policy.mode == "no_pipe"):
+        if self.floor < position and (barrier is not Barrier.NONE or self._options.mode == "no_pipe"):
             return False
         return barrier is not Barrier.GLOBAL or not self.behind(position)
 
     def startable(self) -> list[int]:
-        """Return all intervals that can start their next task."""
         return [interval for interval in range(len(self.position)) if self.can_start(interval)]
 
     def behind(self, position: int) -> list[int]:
-        """Return the peers that have not reported ``position`` yet."""
         return [peer for peer, floor in self._peer_positions.items() if floor < position]
 
     def waited_for(self) -> list[int]:
@@ -118,7 +137,6 @@ class Progress:
         return self.behind(self.floor) if waits else []
 
     def start(self, interval: int) -> tuple[int, ScheduledTask]:
-        """Mark the next task of ``interval`` as running; return its epoch and the task."""
         assert self.can_start(interval), f"interval {interval} cannot start"
         self.running.add(interval)
         return self.task_of(interval)
@@ -126,28 +144,28 @@ class Progress:
     def finish(self, interval: int) -> bool:
         """Mark the task of ``interval`` as finished; return True if the least position advanced."""
         self.running.remove(interval)
+        before = self.position[interval]
         self.position[interval] += 1
-        before, self.floor = self.floor, min(self.position)
-        return self.floor > before
+        self._intervals_at[before] -= 1
+        self._intervals_at[before + 1] += 1
+        if self._intervals_at[before] or before > self.floor:
+            return False
+        del self._intervals_at[before]
+        self.floor += 1
+        return True
 
-    def news(self) -> tuple[int | None, list[int]]:
-        """Return what all own intervals have reached since the last call, for the peers.
+    def news(self) -> tuple[bool, int | None]:
+        """Return whether the peers wait for :attr:`floor`, now reached, and the epoch that they count there.
 
-        That is the furthest global barrier, and, if there is a target, the epochs with a loss.
+        They wait for global barriers, and, with ``switch_at``, for the correct predictions after a loss.
         """
-        barrier, epochs = None, []
-        for position in range(self._announced + 1, self.floor + 1):
-            epoch, index = divmod(position, len(self._schedule))
-            if self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch):
-                barrier = position
-            epoch, index = divmod(position - 1, len(self._schedule))
-            if self._may_switch and _has_loss(self._schedule[index]):
-                epochs.append(epoch)
-        self._announced = self.floor
-        return barrier, epochs
+        epoch, index = divmod(self.floor, len(self._schedule))
+        at_barrier = self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch)
+        epoch, index = divmod(self.floor - 1, len(self._schedule))
+        is_counted = self._may_switch and _has_loss(self._schedule[index])
+        return at_barrier or is_counted, epoch if is_counted else None
 
     def record_position(self, peer: int, position: int) -> None:
-        """Record that all intervals of ``peer`` reached ``position``."""
         if peer not in self._peer_positions:
             raise ConfigError(f"graph server {peer} is not one of the peers {sorted(self._peer_positions)}")
         self._peer_positions[peer] = max(self._peer_positions[peer], position)
@@ -162,13 +180,119 @@ class Progress:
             )
         known[server] = correct
         while self._may_switch and len(self._correct.get(self._undecided, ())) == num_servers:
-            if sum(self._correct.pop(self._undecided).values()) >= (self._policy.target or 0):
-                self.synchronous_from = self._undecided + self._policy.staleness + 1
+            correct = sum(self._correct.pop(self._undecided).values())
+            if correct / self._num_train >= self._options.switch_at:
+                self.synchronous_from = self._undecided + self._options.staleness + 1
             self._undecided += 1
 
 
 def _has_loss(task: ScheduledTask) -> bool:
     return task.kind is TaskKind.LOSS or task.direction is Direction.FUSED
+
+
+@final
+class WorkerPool:
+    """The workers of this rank, behind a controller, from construction until :meth:`close`. Thread-safe.
+
+    ``handlers`` are those of workers' operations in this process.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        program: Program,
+        plan: ParameterPlan,
+        options: LambdaOptions,
+        handlers: Mapping[str, Handler],
+    ) -> None:
+        self._plan, rank = plan, session.topology.rank
+        self._addresses, secrets = addresses_of(open_client_access(session, options.interface))
+        own_host = self._addresses[rank].endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        self._task = partial(
+            Task,
+            program=program.digest,
+            graph_server=self._addresses[rank],
+            secrets=secrets,
+            timeout_s=min(session.timeout_s, MAX_TIMEOUT_S),
+            options=TaskOptions(streaming=options.streaming, rematerialise=options.rematerialise),
+        )
+        # The executor may give notice before the controller exists.
+        self._wake: Callable[[], None] = lambda: None
+        with ExitStack() as undo:
+            executor = EXECUTORS.get(options.executor)(
+                ExecutorContext(
+                    # The session removes it, however the rank ends.
+                    folder=session.scratch,
+                    stages=stages_of(program.steps),
+                    handlers=handlers,
+                    notice=lambda: self._wake(),
+                ),
+                options.executor_options,
+            )
+            undo.callback(executor.close)
+            check_reachable(own_host, paid=not executor.simulated)
+            self.simulated = executor.simulated
+            """True if no provider is paid."""
+            self.controller = Controller(
+                executor,
+                ControllerOptions(
+                    most=most_workers(options.intervals, link_speed(own_host)),
+                    workers=options.workers or None,
+                    batch=options.batch,
+                    retries=options.retries,
+                    prices=options.price_table,
+                ),
+                clock=time.perf_counter,
+                observer=partial(_note_spans, session.timeline, program),
+            )
+            self._wake, self.ready = self.controller.wake, self.controller.ready
+            self.raise_if_failed = self.controller.raise_if_failed
+            undo.enter_context(self.controller.run())
+            self.close = undo.pop_all().close
+            """Stops all workers immediately; idempotent."""
+
+    def launch(self, key: TaskKey, rows: int, *, ready: bool) -> None:
+        """Launch a task of ``rows`` nodes; ``ready``: whether its rows can be pulled already."""
+        server = self._addresses[int(self._plan.server_of_interval[key.interval])]
+        self.controller.launch(self._task(key=key, rows=rows, parameter_server=server), ready=ready)
+
+    def done(self, key: TaskKey, attempt: int) -> None:
+        """Note that all rows of ``attempt`` arrived, also those of a rejected duplicate."""
+        self.controller.finished(key, attempt)
+
+
+def check_reachable(host: str, *, paid: bool) -> None:
+    """Raise ConfigError if functions of a paid cloud would have to call ``host``, a loopback address."""
+    if paid and ip_address(host).is_loopback:
+        raise ConfigError(
+            f"workers run in a cloud, but this rank answers at {host}, which only this machine can reach; "
+            "with one rank set the option interface=NAME, with several set GLOO_SOCKET_IFNAME=NAME "
+            "(see `ip addr`)"
+        )
+
+
+def addresses_of(access: ClientAccess) -> tuple[dict[int, Address], Secrets]:
+    def text(key: bytes | None) -> str | None:
+        return None if key is None else key.decode()
+
+    addresses = {
+        rank: Address(rank=rank, host=one.host, endpoint=one.endpoint, public_key=text(one.public_key))
+        for rank, one in access.addresses.items()
+    }
+    shown = access.credentials
+    keys = {"public_key": text(shown.public_key), "secret_key": text(shown.secret_key)}
+    return addresses, Secrets(secret=shown.secret.decode(), **keys)
+
+
+def _note_spans(timeline: Timeline, program: Program, done: Finished) -> None:
+    # The worker's wait for its rows, and its work, with the clock of the timeline.
+    key, work = done.key, max(done.sent, done.ready)
+    note = partial(Span, row=WORKER, batch=key.epoch, interval=key.interval)
+    if done.sent < work:
+        timeline.note(note(name=f"{WAIT} for rows", begin_s=done.sent, end_s=work))
+    spans = {Direction.FORWARD: "{}", Direction.BACKWARD: "grad{}", Direction.FUSED: "{}+grad"}
+    name = spans[key.direction].format(program.steps[key.step].name)
+    timeline.note(note(name=name, begin_s=work, end_s=done.done))
 
 
 _SPANS = {
@@ -182,45 +306,40 @@ _SPANS = {
 """Names of spans; of other tasks that of the step."""
 GHOSTS, GHOST_GRADIENTS = "lambda.ghosts", "lambda.ghost_gradients"
 """Operations named "step/sender"."""
-REACHED, CORRECT = "lambda.reached", "lambda.correct"
-"""Operations named "position/sender" and "epoch/sender"."""
+REACHED = "lambda.reached"
+"""Named "position/sender"; with ``switch_at``, after a loss with the number of correct predictions."""
 EXCHANGED = {TaskKind.SCATTER: (GHOSTS, "ghosts"), TaskKind.SEND_BACK: (GHOST_GRADIENTS, "ghost_gradients")}
 """Operation and ledger phase: |G| (4 + s d) bytes per Scatter, epoch and direction; the layer is the step."""
 _CHECK_INTERVAL_S, _JOIN_TIMEOUT_S = 0.5, 5.0
 _NETWORK_THREADS = 2
 """They mostly wait for replies: one waits while the other packs."""
-_STOP, _ANNOUNCE_POSITION, _ANNOUNCE_CORRECT, _IMMEDIATELY = -4, -3, -2, -1
+_STOP, _ANNOUNCE, _IMMEDIATELY = -3, -2, -1
 """Before all positions."""
 
 _Queue: TypeAlias = PriorityQueue[tuple[int, int, Callable[[], None] | None]]
-"""(position, interval or epoch, action), least position first; no action: the thread ends."""
+"""(position, interval or announced position, action), least first; no action: the thread ends."""
 
 
 @final
 class ThreadScheduler:
-    """Runs the epochs of one graph server on compute threads, one per core, and network threads.
+    """Runs the epochs of one graph server on compute threads, one per core, and network threads. Thread-safe.
 
     Graph server r is rank r. Every rank constructs its scheduler before any rank runs, and closes it after
-    all have stopped sending. ``early``: whether a worker is launched when the task before its own starts, to
-    hide its start-up.
+    all have stopped sending. Unless the mode is no_pipe, a worker is launched when the task before its own
+    starts, to hide its start-up.
     """
 
     def __init__(
-        self,
-        rpc: Rpc,
-        server: GraphServer,
-        progress: Progress,
-        workers: WorkerPool,
-        timeline: Timeline,
-        *,
-        threads: int,
-        early: bool = True,
+        self, session: Session, server: GraphServer, progress: Progress, workers: WorkerPool
     ) -> None:
-        self._rpc, self._server, self._progress, self._workers = rpc, server, progress, workers
-        self._timeline, self._num_threads = timeline, threads
+        self._server, self._progress, self._workers = server, progress, workers
+        self._rpc, self._timeline = session.rpc, session.timeline
+        # This rank's share of the cores of its machine, at least 1.
+        cores = len(os.sched_getaffinity(0)) // Counter(session.hosts)[session.hosts[server.rank]]
+        self._num_threads = server.options.threads or max(1, cores)
         self._early: dict[ScheduledTask, ScheduledTask] = {
             before: task
-            for before, task in pairwise(server.schedule if early else ())
+            for before, task in pairwise(server.schedule if server.options.mode != "no_pipe" else ())
             if task.kind is TaskKind.WORK
             and task.barrier is Barrier.NONE
             and before.kind is not TaskKind.WORK
@@ -234,10 +353,9 @@ class ThreadScheduler:
             GHOSTS: partial(self._receive_rows, TaskKind.SCATTER),
             GHOST_GRADIENTS: partial(self._receive_rows, TaskKind.SEND_BACK),
             REACHED: self._receive_position,
-            CORRECT: self._receive_correct,
         }
         for op, handler in self._handlers.items():
-            rpc.register(op, handler)
+            self._rpc.register(op, handler)
 
     def close(self) -> None:
         for op in self._handlers:
@@ -291,20 +409,17 @@ class ThreadScheduler:
                 thread.join(None if self._failure is None else _JOIN_TIMEOUT_S)
 
     def weights_updated(self, updates: int) -> None:
-        """Record that the parameter servers made ``updates`` updates; thread-safe."""
         with self._lock:
             self._progress.updates = max(self._progress.updates, updates)
             self._enqueue_all()
 
     def task_done(self, key: TaskKey, attempt: int) -> None:
-        """Record that a worker completed a task; thread-safe."""
         # First: until the controller knows, it would count the loss of another attempt as one of the task.
         self.duplicate_done(key, attempt)
         with self._lock:
             self._finish(key.interval - self._server.part.first_interval)
 
     def duplicate_done(self, key: TaskKey, attempt: int) -> None:
-        """Record that a worker finished an attempt of a task; thread-safe."""
         try:
             self._workers.done(key, attempt)
         except DglxError as error:
@@ -316,24 +431,17 @@ class ThreadScheduler:
         self._server.receive(sender, kind, step, arrays)
         return []
 
-    def _receive_position(self, name: str, _arrays: Sequence[Array]) -> list[Array]:
+    def _receive_position(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         position, sender = parse_pair(name)
+        if [(one.dtype.name, one.shape) for one in arrays] not in ([], [("int64", (1,))]):
+            raise ConfigError(f"graph server {sender} sent no count of correct predictions at {position}")
         with self._lock:
             self._progress.record_position(sender, position)
+            for (correct,) in arrays:
+                epoch = (position - 1) // len(self._server.schedule)
+                self._progress.record_correct(sender, epoch, int(correct))
             self._enqueue_all()
         return []
-
-    def _receive_correct(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        epoch, sender = parse_pair(name)
-        if len(arrays) != 1 or arrays[0].dtype != np.int64 or arrays[0].shape != (1,):
-            raise ConfigError(f"graph server {sender} sent no count of correct predictions for epoch {epoch}")
-        self._record_correct(sender, epoch, int(arrays[0][0]))
-        return []
-
-    def _record_correct(self, server: int, epoch: int, correct: int) -> None:
-        with self._lock:
-            self._progress.record_correct(server, epoch, correct)
-            self._enqueue_all()
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
@@ -375,11 +483,9 @@ class ThreadScheduler:
         if self._stopping:
             return
         if self._progress.finish(interval):
-            network, (barrier, epochs) = self._queues[NETWORK], self._progress.news()
-            if barrier is not None:
-                network.put((_ANNOUNCE_POSITION, barrier, partial(self._broadcast, REACHED, barrier)))
-            for epoch in epochs:
-                network.put((_ANNOUNCE_CORRECT, epoch, partial(self._announce_correct, epoch)))
+            position, (is_awaited, counted) = self._progress.floor, self._progress.news()
+            if is_awaited:
+                self._queues[NETWORK].put((_ANNOUNCE, position, partial(self._announce, position, counted)))
             self._enqueue_all()
         elif self._progress.can_start(interval):
             self._enqueue(interval)
@@ -428,15 +534,17 @@ class ThreadScheduler:
         for pending in sent:
             pending.result()
 
-    def _announce_correct(self, epoch: int) -> None:
-        correct = self._server.correct(epoch)
-        self._broadcast(CORRECT, epoch, [np.array([correct], dtype=np.int64)])
-        # Counted only after the peers know it, because a graph server that is done sends nothing more.
-        self._record_correct(self._server.rank, epoch, correct)
-
-    def _broadcast(self, op: str, number: int, arrays: Sequence[Array] = ()) -> None:
+    def _announce(self, position: int, counted: int | None) -> None:
         # To all peers; waits for their replies.
-        rank, name = self._server.rank, pair_name(number, self._server.rank)
+        rank, counts = self._server.rank, list[Array]()
+        if counted is not None:
+            counts = [np.array([self._server.correct(counted)], dtype=np.int64)]
         peers = [peer for peer in range(self._server.part.graph.num_servers) if peer != rank]
-        for pending in [self._rpc.submit(peer, op, name, arrays, phase="control") for peer in peers]:
+        name, submit = pair_name(position, rank), self._rpc.submit
+        for pending in [submit(peer, REACHED, name, counts, phase="control") for peer in peers]:
             pending.result()
+        if counted is not None:
+            # Only after the peers know it, because a graph server that is done sends nothing more.
+            with self._lock:
+                self._progress.record_correct(rank, counted, int(counts[0][0]))
+                self._enqueue_all()

@@ -23,7 +23,6 @@ from dglx_dist.comm.collectives import (
     run_on_all_ranks,
     sum_over_ranks,
 )
-from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import Items, LoaderTimes, read_items
 from dglx_dist.errors import CheckpointError, ConfigError
@@ -31,6 +30,7 @@ from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids
 from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.aws.package import check_imports, stages_of
+from dglx_dist.serverless.cost import Counts
 from dglx_dist.serverless.parameter_server import Scheme, Update, initialise
 from dglx_dist.serverless.stages.base import Backward, Forward
 from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel, check_one_type
@@ -38,7 +38,6 @@ from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.serverless.engine import (
     Account,
     Engine,
-    EpochTotals,
     account_of_ranks,
     progress_line,
 )
@@ -82,7 +81,6 @@ class IntervalLoader:
         return LoaderTimes()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position as JSON values, in the format of other loaders."""
         return {"epoch": self._epoch, "step": 0, "seed": self.g.session.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -162,6 +160,12 @@ def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequenc
 
     ``names`` are those of the weights in the parameter servers' order. ConfigError for unknown optimizers.
     """
+    groups, state = _settings(optimizer, model)
+    return Update(type(optimizer).__name__, groups, names, state)
+
+
+def _settings(optimizer: Optimizer, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Array]]:
+    # Parameter groups, and the state by "<weight>/<torch's key>".
     name_of = _names(optimizer, model)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
@@ -175,7 +179,7 @@ def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequenc
         for key, value in entries.items()
         if isinstance(value, Tensor)
     }
-    return Update(type(optimizer).__name__, groups, names, state)
+    return groups, state
 
 
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
@@ -232,28 +236,13 @@ def write_back(
 
 
 def fingerprint(model: nn.Module, optimizer: Optimizer) -> str:
-    """Return a digest of the training state: parameters, which are frozen, optimizer, and its state."""
-    digest = hashlib.sha256(type(optimizer).__name__.encode())
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = [[names.get(id(one), "?") for one in group["params"]] for group in optimizer.param_groups]
-    trained = {name: (one.requires_grad, one) for name, one in model.named_parameters()}
-    _add(digest, [trained, groups, optimizer.state_dict()])
+    """Return a digest of the training state: parameters, optimizer, what it trains, and its state."""
+    groups, state = _settings(optimizer, model)
+    digest = hashlib.sha256(repr([type(optimizer).__name__, groups]).encode())
+    weights = {name: one.detach().cpu().numpy() for name, one in model.named_parameters()}
+    for name, array in (*weights.items(), *sorted(state.items())):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode() + array.tobytes())
     return digest.hexdigest()
-
-
-def _add(digest: hashlib._Hash, value: Any) -> None:
-    if isinstance(value, Mapping):
-        value = sorted(value.items())
-    if isinstance(value, list | tuple):
-        digest.update(f"{len(value)} values".encode())
-        for one in value:
-            _add(digest, one)
-    elif isinstance(value, Tensor):
-        values = value.detach().cpu().contiguous()
-        digest.update(f"{tuple(values.shape)} {values.dtype}".encode())
-        digest.update(values.numpy().tobytes())
-    else:
-        digest.update(repr(value).encode())
 
 
 log = logging.getLogger(__name__)
@@ -279,8 +268,8 @@ class LambdaTrainer(EpochTrainer):
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self._options, self._show = options, show
         self._session = loader.g.session
-        targets, self._num_train = loader.own_targets()
-        self._program = replace(chain.program, num_train=self._num_train)
+        targets, num_train = loader.own_targets()
+        self._program = replace(chain.program, num_train=num_train)
         self._names = list(self._program.weight_shapes)
         run_on_all_ranks(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
         self._part = open_part(loader.g, chain, objective, targets, options.intervals)
@@ -295,11 +284,11 @@ class LambdaTrainer(EpochTrainer):
 
         def show() -> None:
             seconds = time.perf_counter() - began
-            account = self._past + Account(counts=engine.workers.counts, server_seconds=seconds)
+            account = self._account() + Account(server_seconds=seconds)
             if self._show is not None:
                 self._show(progress_line(engine, self._options, account))
 
-        totals = engine.run(number, show)
+        records = engine.run(number, show)
         write_back(self._model, self._optimizer, engine.parameters.latest(), engine.parameters.state())
         self._past += Account(server_seconds=time.perf_counter() - began)
         self._last_fingerprint = fingerprint(self._model, self._optimizer)
@@ -307,27 +296,35 @@ class LambdaTrainer(EpochTrainer):
         if self._synchronous_from is None:
             self._synchronous_from = engine.progress.synchronous_from
         self._compare_kernels(sorted(engine.kernels.copy()))
-        return self._records(totals, self._session.ledger.since(counted))
+        # Overlapping epochs share the bytes evenly: in the end all have moved the same.
+        moved = self._session.ledger.since(counted)
+        local = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
+        both = gather_int64(local, self._session).sum(axis=0)
+        ends = np.arange(number + 1)[:, None] * both // number
+        return [
+            replace(one, bytes_inside=int(inside), bytes_outside=int(outside))
+            for one, (inside, outside) in zip(records, np.diff(ends, axis=0), strict=True)
+        ]
 
     def close(self, *, failed: bool = False) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            self._simulated = engine.workers.simulated
+        if (engine := self._engine) is not None:
             if failed:
                 engine.abandon()
             else:
                 engine.close()
-            self._past += Account(counts=engine.workers.counts)
+            self._past, self._engine = self._account(), None
 
     def account(self) -> dict[str, object]:
-        now, simulated = self._past, self._simulated
-        if self._engine is not None:
-            now += Account(counts=self._engine.workers.counts)
-            simulated = self._engine.workers.simulated
-        found = account_of_ranks(now, self._session).describe(self._options, simulated=simulated)
+        total = account_of_ranks(self._account(), self._session)
+        found = total.describe(self._options, simulated=self._simulated)
         if self._options.switch_at:
             found["synchronous_from"] = self._synchronous_from
         return found
+
+    def _account(self) -> Account:
+        # Of the engines so far.
+        counts = Counts() if self._engine is None else self._engine.workers.controller.counts
+        return self._past + Account(counts=counts)
 
     def _engine_from(self, epoch: int) -> Engine:
         now = fingerprint(self._model, self._optimizer)
@@ -339,16 +336,18 @@ class LambdaTrainer(EpochTrainer):
         if self._engine is not None and (changed or self._engine.epoch != epoch):
             self.close()
         if self._engine is None:
-            is_synchronous = self._synchronous_from is not None
             self._engine = Engine(
                 self._session,
                 self._program,
                 self._part,
                 self._options,
-                self._options.policy(epoch, self._num_train, is_synchronous=is_synchronous),
                 weights_of(self._model, self._names),
                 update_of(self._optimizer, self._model, self._names),
+                epoch,
+                # Once training became synchronous, as switch_at requests, it stays so.
+                None if self._synchronous_from is None else epoch,
             )
+            self._simulated = self._engine.workers.simulated
         return self._engine
 
     def _compare_kernels(self, local: list[str]) -> None:
@@ -361,30 +360,6 @@ class LambdaTrainer(EpochTrainer):
                 " | ".join(sorted(kinds)),
             )
         self._warned = self._warned or len(kinds) > 1
-
-    def _records(self, totals: Sequence[EpochTotals], moved: Sequence[LedgerRow]) -> list[EpochRecord]:
-        # Overlapping epochs share the bytes evenly: in the end all have moved the same.
-        local = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
-        both = gather_int64(local, self._session).sum(axis=0)
-        ends = np.arange(len(totals) + 1)[:, None] * both // len(totals)
-        return [
-            EpochRecord(
-                epoch=one.epoch,
-                loss=one.loss_sum / self._num_train,
-                train_accuracy=one.correct / self._num_train,
-                val_accuracy=None,
-                seconds=one.seconds,
-                num_samples=self._num_train,
-                sample_s=0.0,
-                fetch_s=0.0,
-                wait_s=0.0,
-                compute_s=one.seconds,
-                exchange_s=0.0,
-                bytes_inside=int(inside),
-                bytes_outside=int(outside),
-            )
-            for one, (inside, outside) in zip(totals, np.diff(ends, axis=0), strict=True)
-        ]
 
 
 @final

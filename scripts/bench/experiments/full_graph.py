@@ -15,24 +15,17 @@ from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.structure import ReplicatedStructure
-from dglx_dist.planner.model_shape import topology_of
+from dglx_dist.planner.model_shape import shape_of_module, topology_of
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
-from dglx_dist.strategies.cost import PartitionContext, Widths
+from dglx_dist.strategies.cost import ModelShape, PartitionContext
 from dglx_dist.strategies.full_graph.cost import FullWork, exchanged_bytes, full_work_of, sizes_of
 from dglx_dist.strategies.full_graph.expansion import compose
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 from scripts.bench import data
-from scripts.bench.experiments.common import (
-    GIGABIT,
-    builds,
-    clustered,
-    predicted_time,
-    quotient,
-    trained,
-)
+from scripts.bench.experiments.common import GIGABIT, builds, clustered, predicted_time, quotient, trained
 from scripts.bench.peers.data import launch_of, launched
 from scripts.bench.records import (
     KAPPA,
@@ -271,11 +264,11 @@ class Counted:
         return round(max(self.edges[scheme]) / max(*self.edges[BASE], 1), 3)
 
 
-def gradient_bytes(widths: Widths, topology: Topology) -> int:
+def gradient_bytes(shape: ModelShape, topology: Topology) -> int:
     """Return the bytes between servers of a step's ring all-reduce of gradients."""
     servers, ranks = topology.server_of_rank, topology.world_size
     return sum(
-        ring_bytes(widths.gradient_bytes, ranks, rank)
+        ring_bytes(shape.gradient_bytes, ranks, rank)
         for rank in range(ranks)
         if servers[rank] != servers[(rank + 1) % ranks]
     )
@@ -286,7 +279,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     config = _graph_of(plan, size, setting)
     cut = PartitionPlan(num_parts=SERVERS, method=setting.cut)
     folder = data.prepare(config, {setting.cut: cut}, plan.work)[setting.cut]
-    dataset, topology, widths = open_dataset(folder), topology_of(SERVERS, RANKS_PER_SERVER), _widths(setting)
+    dataset, topology, shape = open_dataset(folder), topology_of(SERVERS, RANKS_PER_SERVER), _shape(setting)
     manifest, csc = dataset.manifest, open_structure(dataset, EDGE_TYPE)
     bounds = Placement(manifest.num_parts, topology).server_offsets(manifest.node_offsets[NODE_TYPE])
     structure = ReplicatedStructure(EDGE_TYPE, int(bounds[-1]), csc.indptr, csc.indices)
@@ -314,15 +307,15 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
         sizes = [[sizes_of(made, topology.world_size) for made in step] for step in steps]
         return full_work_of(np.array(sizes), topology)
 
-    pairs = work(exchanging).pairs
-    row = setting.features * widths.itemsize
+    pairs = work(exchanging).outside
+    row = setting.features * shape.itemsize
     preloaded = work(preloading).external_rows * (_ID_BYTES + row)
-    gradients = gradient_bytes(widths, topology)
+    gradients = gradient_bytes(shape, topology)
     sums = {"gradients": gradients}
-    plain, kept = (exchanged_bytes(pairs.outside, widths, use_pp=use_pp) for use_pp in (False, True))
+    plain, kept = (exchanged_bytes(pairs, shape, use_pp=use_pp) for use_pp in (False, True))
     return Counted(
         folder=folder,
-        pairs=tuple(pairs.outside),
+        pairs=pairs,
         expansion=[
             round(1 + preloading[0][of[0]].external_nodes / max(int(size), 1), 3)
             for of, size in zip(ranks, np.diff(bounds), strict=True)
@@ -337,7 +330,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
             **dict.fromkeys((PRELOAD, PRELOAD_PP, EAS), sums),
             COOPERATIVE: {"gradients": BATCHES * gradients},
         },
-        once={BASE: 0, BASE_PP: pairs.outside[0] * row, **dict.fromkeys((PRELOAD, PRELOAD_PP), preloaded)},
+        once={BASE: 0, BASE_PP: pairs[0] * row, **dict.fromkeys((PRELOAD, PRELOAD_PP), preloaded)},
         co_batch_features=work(steps[COOPERATIVE]).external_rows * (_ID_BYTES + row),
     )
 
@@ -348,18 +341,12 @@ def _graph_of(plan: BenchPlan, size: Size, setting: Setting) -> SyntheticConfig:
     return clustered(plan, **graph, train_rate=size.train_rate)
 
 
-def _widths(setting: Setting) -> Widths:
+def _shape(setting: Setting) -> ModelShape:
     # Only here: models need DGL, which takes seconds to import, also where experiments are only listed.
     from dglx_dist.training.models import build_model
 
     model = build_model(setting.model, setting.features, setting.hidden, _CLASSES, setting.layers, 0.0)
-    encodes = setting.model == "resgcn"
-    return Widths(
-        first=setting.hidden if encodes else setting.features,
-        hidden=setting.hidden,
-        first_learns=encodes,
-        gradient_bytes=sum((one.numel() + 1) * one.element_size() for one in model.parameters()),
-    )
+    return shape_of_module(model, setting.features, _CLASSES, setting.layers, kind=setting.model)
 
 
 def _variant(

@@ -7,7 +7,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dglx_dist.api import DataLoader, init
-from dglx_dist.cli.plan_config import PlanConfig
 from dglx_dist.cli.plan_job import cluster_of, constraints_of, measured
 from dglx_dist.comm.topology import Topology
 from dglx_dist.graph.dist_graph import DistGraph
@@ -19,6 +18,7 @@ from dglx_dist.planner.workload import count_rank, row_sizes, summed
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import Candidate, Draws, Survey
+from dglx_dist.training.config import PlanConfig
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.jobs.train import model_of, sampler_of
 from scripts.bench.simulate import calibrate

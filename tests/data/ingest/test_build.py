@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from dglx_dist.data.ingest import graph as build
-from dglx_dist.data.ingest.config import read_config
+from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.ingest.external_memory import Budget
-from dglx_dist.data.ingest.graph import Ingested, IngestPlan, ingest, write_description
+from dglx_dist.data.ingest.graph import Ingested, ingest, write_description
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.reader import StoredPart, open_dataset
@@ -23,7 +23,7 @@ from dglx_dist.prepare import load_graph
 from tests.data.ingest.shop import BUYS, ITEMS, USERS, describe, one_type, put_at, write_csv, write_shop
 
 BUYS_TYPE = ("user", "buys", "item")
-PLENTY = 1 << 33
+PLENTY = "8GB"
 """More than the process of the tests holds, which counts."""
 EMPTY_LISTS = pa.array([[]] * 3, pa.list_(pa.float32()))
 
@@ -335,7 +335,7 @@ def test_a_target_that_holds_something_is_refused_at_once(tmp_path: Path) -> Non
 def test_too_little_memory_is_told_with_the_least(tmp_path: Path) -> None:
     config = read_config(write_shop(tmp_path))
     with pytest.raises(ConfigError, match=r"--memory 10MB leaves too little .* grant at least \d+MB"):
-        ingest(config, IngestPlan(out=tmp_path / "out", memory=10 << 20))
+        ingest(config, IngestPlan(out=tmp_path / "out", memory="10MB"))
 
 
 def test_reverse_edges_that_are_described_already_are_refused(tmp_path: Path) -> None:

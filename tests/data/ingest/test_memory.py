@@ -13,9 +13,9 @@ import pyarrow.parquet
 import pytest
 
 from dglx_dist.cli.train_job import train_dataset
-from dglx_dist.data.ingest.config import read_config
+from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.ingest.external_memory import LIBRARY_BYTES, open_budget
-from dglx_dist.data.ingest.graph import IngestPlan, ingest
+from dglx_dist.data.ingest.graph import ingest
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.storage.files import peak, resident
 from dglx_dist.data.storage.reader import open_dataset
@@ -70,7 +70,7 @@ def test_predictions_stand_beside_the_ids_of_the_tables(tmp_path: Path) -> None:
     # What a node is can be seen from its row, so that a prediction beside another's id would be wrong.
     rows = pa.array(np.eye(3, dtype=np.float32)[table["y"].to_numpy()].tolist())
     pyarrow.parquet.write_table(table.set_column(1, "emb", rows), tmp_path / "n.parquet")
-    ingest(read_config(tmp_path / "graph.json"), IngestPlan(out=tmp_path / "data", memory=1 << 32))
+    ingest(read_config(tmp_path / "graph.json"), IngestPlan(out=tmp_path / "data", memory="4GB"))
     graph = load_graph(tmp_path / "data")
     cut = PARTITIONERS.get("random")(PartitionOptions()).assign(graph, 2, 0)
     write_dataset(graph, cut, tmp_path / "two")

@@ -35,11 +35,6 @@ WIDTHS = {1: equality.WIDTH, 2: equality.HIDDEN}
 """Columns of what goes into each layer."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("full_graph"))
-
-
 def on_rank(folder: str) -> tuple[dict[str, Notes], dict[str, Any]]:
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.dataloading.minibatch import BlockBuilder
+from dglx_dist.records import EDGE_TYPE
 from dglx_dist.strategies.push_pull.loader import (
     OwnerBlock,
     _check_block,
@@ -33,7 +33,7 @@ def test_round_trip(idtype: torch.dtype, wide: bool) -> None:
     assert [array.dtype.name for array in arrays] == ["int64" if wide else "int32", "int32", "int32"]
     # 4 [(D1 + 1) + E1 + L0] bytes
     assert sum(array.nbytes for array in arrays) == 4 * (3 + 3 + (8 if wide else 4))
-    found = unpack_block(arrays, BlockBuilder(), idtype)
+    found = unpack_block(arrays, EDGE_TYPE, idtype)
     assert found.nodes.tolist() == NODES.tolist()
     assert found.nodes.dtype == torch.int64
     assert found.block.idtype == idtype
@@ -49,7 +49,7 @@ def test_round_trip(idtype: torch.dtype, wide: bool) -> None:
 
 def test_an_unpacked_block_shares_nothing_with_what_came() -> None:
     arrays = [array.copy() for array in pack_block(block_of(torch.int32), wide=False)]
-    found = unpack_block(arrays, BlockBuilder(), torch.int32)
+    found = unpack_block(arrays, EDGE_TYPE, torch.int32)
     arrays[2][:] = 1
     assert found.block.adj_tensors("csc")[1].tolist()[0] == 2
 
@@ -81,5 +81,5 @@ def test_arrays_that_are_no_block_are_refused(
 def test_no_destination() -> None:
     empty = torch.empty(0, dtype=torch.int64)
     own = OwnerBlock(block=dgl.create_block((empty, empty), num_src_nodes=0, num_dst_nodes=0), nodes=empty)
-    found = unpack_block(pack_block(own, wide=False), BlockBuilder(), torch.int64)
+    found = unpack_block(pack_block(own, wide=False), EDGE_TYPE, torch.int64)
     assert found.block.num_dst_nodes() == found.block.num_edges() == len(found.nodes) == 0

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -27,11 +25,6 @@ RUNS = {
     "late": Run("gat", {"depth": 3}, share="uneven"),
 }
 FEATURE_BYTES = equality.NUM_NODES * equality.WIDTH * 8
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("groups"))
 
 
 def with_size(run: Run, size: int) -> Run:

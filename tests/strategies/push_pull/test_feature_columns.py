@@ -19,7 +19,7 @@ from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.storage.arrays import STAMP, ArrayFolder
 from dglx_dist.data.storage.reader import StoredDataset, open_dataset
 from dglx_dist.data.storage.writer import write_dataset
-from dglx_dist.dataloading.row_buffers import RowMemory
+from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.dropout import Columns, deal_out_columns

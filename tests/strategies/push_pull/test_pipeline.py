@@ -16,7 +16,6 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.push_pull.pipeline import Version
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
-from tests.strategies import equality
 from tests.strategies.push_pull import runs
 from tests.strategies.push_pull.delayed import SIDES
 from tests.strategies.push_pull.runs import EPOCHS, Notes, Run
@@ -49,11 +48,6 @@ RUNS = {
     "looked at, split": Run("sage", {"depth": 3, **SPLIT}, peeks=(0, 2, 7)),
     "drained at depth 2": Run("sage", {"depth": 2}, drains=(0, 5), optimizer="momentum"),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("pipeline"))
 
 
 def on_rank(folder: str, names: list[str]) -> dict[str, Notes]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import dgl
-import pytest
 import torch
 from torch import nn
 
@@ -23,11 +22,6 @@ EPOCHS, BATCH = 2, 20
 KILLED_AT = 7
 """Call of the model in which rank 1 dies: there are 5 in an epoch."""
 DEPTHS = (1, 3)
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(equality.write_parts(tmp_path_factory.mktemp("resume")))
 
 
 class Net(nn.Module):

@@ -22,7 +22,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.push_pull.pipeline import check_optimizer
 from tests.helpers.ranks import run_ranks
-from tests.strategies import equality
 from tests.strategies.push_pull import runs
 from tests.strategies.push_pull.runs import Notes, Run
 
@@ -99,11 +98,6 @@ RUNS = {
     "three in flight": Run("gat", {"depth": 3, "structure": "push"}),
     "one side late": Run("sage", {"depth": 3, "weights": "split"}, share="empty"),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("delays"))
 
 
 class Delayed:

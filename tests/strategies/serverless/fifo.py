@@ -14,7 +14,7 @@ from dglx_dist.strategies.serverless.graph_partition import edge_values
 from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.layer_kinds import EdgeFactor
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
-from dglx_dist.strategies.serverless.options import StalenessPolicy
+from dglx_dist.strategies.serverless.options import LambdaOptions
 from dglx_dist.strategies.serverless.trainer import update_of, weights_of, write_back
 from tests.strategies import equality
 
@@ -39,9 +39,8 @@ def weights_after(g: DistGraph, kind: str, graph_servers: int, epochs: int) -> l
         ParameterServer(plan, index, weights_of(model, names), update_of(optimizer, model, names))
         for index in range(plan.num_servers)
     ]
-    SerialScheduler(
-        [GraphServer(part, program) for part in parts], parameters, StalenessPolicy(mode="async")
-    ).run(epochs)
+    options = LambdaOptions(mode="async")
+    SerialScheduler([GraphServer(part, program, options) for part in parts], parameters).run(epochs)
     write_back(model, optimizer, dict(zip(names, parameters[-1].latest(), strict=True)), {})
     return [parameter.detach().numpy() for parameter in model.parameters()]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dglx_dist.data.json_fields import Fields
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Fields
 from dglx_dist.serverless.stages.base import Backward, Config, Forward, StageShapes, VertexStage
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dglx_dist.data.json_fields import Fields
 from dglx_dist.records import Array
-from dglx_dist.serverless.json_fields import Fields
 from dglx_dist.serverless.stages.base import Backward, Config, Forward, StageShapes, VertexStage
 from dglx_dist.strategies.serverless.trainer import backward_by_torch, forward_by_torch
 

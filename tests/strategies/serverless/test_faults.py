@@ -43,11 +43,6 @@ def plain(epochs: int) -> FitConfig:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(scope="module")
 def faultless(folder: Path) -> list[Any]:
     return trained(folder, plain(EPOCHS), executor="inline")[0]
 

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from typing import Any
-
 import numpy as np
 import pytest
 
 from dglx_dist.comm.rpc import Handler
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.program import Gather
 from dglx_dist.serverless.tasks import Address, Secrets, Task, TaskKey, parse_half
 from dglx_dist.serverless.worker import PROGRAM, PULL, WEIGHTS, DirectCaller, Worker
-from dglx_dist.strategies.serverless import graph_rows as over_edges
 from dglx_dist.strategies.serverless.graph_partition import (
     crossing_edges,
     cut_intervals,
-    local_graph,
-    part_of,
 )
-from dglx_dist.strategies.serverless.graph_rows import SharedRows
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
 
 from . import cases
-from .cases import boundaries_of
 from .serial_scheduler import LocalParameters, compute_task
 
 STARTS = [0, 17, 40]
@@ -79,9 +70,7 @@ def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
         assert server.submit(key, half, first) is SubmitResult.LATE
     assert worker_finds_it_over(server, LocalParameters(parameters), key)
     rows = server.part.nodes_of(0)
-    np.testing.assert_array_equal(
-        server._stores.slots["h1"].array[rows], np.concatenate([first[0], second[0]])
-    )
+    np.testing.assert_array_equal(server._rows["h1"][rows], np.concatenate([first[0], second[0]]))
 
 
 def worker_finds_it_over(server: GraphServer, parameters: LocalParameters, key: TaskKey) -> bool:
@@ -106,128 +95,11 @@ def worker_finds_it_over(server: GraphServer, parameters: LocalParameters, key: 
     return (answer["accepted"], answer["error"]) == (False, "")
 
 
-def test_a_sum_lets_writers_in_between_pieces_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    (server, _), _ = cases.servers(cases.gcn(), STARTS, 2)
-    held: list[SharedRows] = []
-    reading = SharedRows.reading
-    monkeypatch.setattr(SharedRows, "reading", lambda rows: held.append(rows) or reading(rows))
-    step = server.program.steps[0]
-    assert isinstance(step, Gather)
-    whole = server._stores.gather(step, 1)
-    assert len(held) == 1
-    monkeypatch.setattr(over_edges, "_PIECE_NUMBERS", 3 * whole.shape[1])
-    np.testing.assert_array_equal(server._stores.gather(step, 1), whole)
-    edges = server.part.edges_of(1)
-    assert len(held) > 1 + (edges.stop - edges.start) // 12
-
-
-def test_rows_are_never_seen_half_written() -> None:
-    shared = SharedRows(np.zeros((4, 1000)))
-    torn: list[int] = []
-    stop = threading.Event()
-
-    def read() -> None:
-        while not stop.is_set():
-            with shared.reading() as rows:
-                torn.extend(int(row.min() != row.max()) for row in rows)
-
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    for number in range(60):
-        with shared.writing() as rows:
-            for column in range(0, 1000, 100):
-                rows[number % 4, column : column + 100] = number
-    stop.set()
-    for reader in readers:
-        reader.join()
-    assert torn
-    assert not any(torn)
-
-
-def test_readers_share_and_a_waiting_writer_goes_before_new_readers() -> None:
-    """Also after failures inside, which free the rows."""
-    shared = SharedRows(np.zeros((1, 1)))
-    for enter in (shared.reading, shared.writing):
-        with pytest.raises(KeyError), enter():
-            raise KeyError
-    order: list[str] = []
-
-    def note(name: str) -> None:
-        with shared.writing() if name == "writer" else shared.reading():
-            order.append(name)
-
-    threads = [threading.Thread(target=note, args=(name,)) for name in ("writer", "late reader")]
-    with shared.reading(), shared.reading():
-        threads[0].start()
-        while not shared._writers_waiting:
-            pass
-        threads[1].start()
-        assert order == []
-    for thread in threads:
-        thread.join()
-    assert order == ["writer", "late reader"]
-
-
-# Nodes 0 1 | 2 3 | 4; edges 0->1, 1->0, 2->0, 4->0, 4->1, 0->2, 0->3, 1->3.
-GHOST_STARTS = [0, 2, 4, 5]
-IN_EDGES = [([0, 3, 5], [1, 2, 4, 0, 4]), ([0, 1, 3], [0, 0, 1]), ([0, 0], [])]
-
-
-def graphs() -> list:
-    return [
-        local_graph(rank, GHOST_STARTS, np.array(indptr), np.array(sources, dtype=np.int64))
-        for rank, (indptr, sources) in enumerate(IN_EDGES)
-    ]
-
-
-def test_local_ids_and_ghosts_by_hand() -> None:
-    first, second, third = graphs()
-    assert first.ghosts.tolist() == [2, 4]
-    assert first.sources.tolist() == [1, 2, 3, 0, 3]
-    assert [first.ghost_ids(owner).tolist() for owner in range(3)] == [[], [2], [4]]
-    assert first.out_indptr.tolist() == [0, 1, 2, 3, 5]
-    assert first.out_targets.tolist() == [1, 0, 0, 0, 1]
-    assert first.out_edges.tolist() == [3, 0, 1, 2, 4]
-    assert second.ghosts.tolist() == [0, 1]
-    assert (third.num_own, third.num_ghosts, third.num_local, third.num_servers) == (1, 0, 1, 3)
-
-
-def test_routes_by_hand() -> None:
-    """One node per interval on the first two; the third has no ghosts."""
-    all_graphs = graphs()
-    boundary = boundaries_of(all_graphs)
-    assert [[nodes.tolist() for nodes in row] for row in boundary] == [
-        [[], [0, 1], []],
-        [[0], [], []],
-        [[0], [], []],
-    ]
-
-    def routes_of(rank: int, bounds: list[int]) -> Any:
-        none: dict[str, Any] = {
-            "interval_sizes": np.empty(0),
-            "features": np.empty(0),
-            "labels": np.empty(0),
-            "fixed": {},
-        }
-        return part_of(all_graphs[rank], boundary[rank], np.array(bounds), **none)
-
-    first = routes_of(0, [0, 1, 2])
-    assert sum(len(nodes) for nodes in first.boundary) == 2
-    assert first.boundary_bounds[1].tolist() == [0, 1, 2]
-    # Ghost 2 has an edge to node 0 alone, ghost 4 to both: its home is the higher interval.
-    assert [[some.tolist() for some in peer] for peer in first.returned] == [[[], []], [[0], []], [[], [0]]]
-    second = routes_of(1, [0, 0, 1, 2])
-    assert [some.tolist() for some in second.returned[0]] == [[], [], [0, 1]]
-    third = routes_of(2, [0, 1])
-    assert all(not len(some) for peer in third.returned for some in peer)
-
-
 def test_lists_of_another_partition_are_refused() -> None:
-    first = graphs()[0]
-    assert first.own_positions(np.array([0, 1]), 1).dtype == np.int32
-    for wrong in ([2], [-1, 0], [1, 0], [0, 0]):
-        with pytest.raises(ConfigError, match=r"graph server 1 asked 0 .* nodes 0 to 1"):
+    first = cases.case().graphs(STARTS)[0]
+    assert first.own_positions(np.array([0, 1, 16]), 1).dtype == np.int32
+    for wrong in ([17], [-1, 0], [1, 0], [0, 0]):
+        with pytest.raises(ConfigError, match=r"graph server 1 asked 0 .* nodes 0 to 16"):
             first.own_positions(np.array(wrong), 1)
     with pytest.raises(ConfigError, match="same partition"):
         first.own_positions(np.array([0], np.int32), 1)

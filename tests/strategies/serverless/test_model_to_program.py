@@ -369,6 +369,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "aggregator 'pool'",
     ),
     "unknown layer": (lambda: Seq([dgl.nn.GINConv(nn.Linear(WIDTH, 4))], [same]), "GINConv, is not known to"),
+    "hidden weights": (
+        lambda: Seq([nn.utils.spectral_norm(conv("right", WIDTH, 4))], [same]),
+        "has no parameter 'weight'; a parametrization such as weight_norm may hide it",
+    ),
     "no layer": (lambda: nn.Sequential(nn.PReLU(), nn.Dropout(0.2)), "no layer that workers know"),
     "half": (lambda: pair(torch.relu).half(), "parameters are float16"),
 }

@@ -10,13 +10,13 @@ import pytest
 from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.cost import prices
 from dglx_dist.strategies.serverless.graph_server import Barrier, TaskKind, epoch_schedule
-from dglx_dist.strategies.serverless.options import LambdaOptions, StalenessPolicy, read_lambda_options
+from dglx_dist.strategies.serverless.options import LambdaOptions, read_lambda_options
 from dglx_dist.strategies.serverless.scheduler import Progress
 from tests.helpers import wide
 from tests.serverless.programs import gat, gcn, sage
 
 from . import cases
-from .serial_scheduler import Event, EventKind, SerialScheduler, seeded
+from .serial_scheduler import Event, SerialScheduler, seeded
 
 GCN = "AV1 f; SC1 scatter; GA2 gather |; AV2 fb; GA2 publish; SC1 send_back ,; SC1 collect |; AV1 b"
 GAT = (
@@ -43,8 +43,8 @@ def test_schedules() -> None:
     assert words(gcn((5, 3))) == "GA1 gather; AV1 fb"
 
 
-def progress(policy: StalenessPolicy, intervals: int = 2, peers: tuple[int, ...] = (1,)) -> Progress:
-    found = Progress(epoch_schedule(gcn(), True), intervals, policy, peers)
+def progress(policy: LambdaOptions, intervals: int = 2, peers: tuple[int, ...] = (1,)) -> Progress:
+    found = Progress(gcn(), policy, intervals, peers)
     found.end = 9
     return found
 
@@ -56,13 +56,13 @@ def go(one: Progress, interval: int, num_tasks: int) -> None:
 
 
 def test_a_scatter_waits_for_all_intervals_of_all_graph_servers() -> None:
-    one = progress(StalenessPolicy(mode="pipe"))
+    one = progress(LambdaOptions(mode="pipe"))
     go(one, 0, 3)
     assert one.startable() == [1]
     go(one, 1, 3)
     assert one.startable() == []
     assert one.waited_for() == one.behind(3) == [1]
-    assert [one.news(), one.news()] == [(3, []), (None, [])]
+    assert (one.floor, one.news()) == (3, (True, None))
     one.record_position(1, 3)
     assert one.startable() == [0, 1]
     go(one, 0, 3)
@@ -74,7 +74,7 @@ def test_a_scatter_waits_for_all_intervals_of_all_graph_servers() -> None:
 
 
 def test_without_a_pipeline_every_move_waits_for_the_one_before() -> None:
-    one = progress(StalenessPolicy(mode="no_pipe"), peers=())
+    one = progress(LambdaOptions(mode="no_pipe"), peers=())
     go(one, 0, 1)
     assert one.startable() == [1]
     one.start(1)
@@ -83,30 +83,24 @@ def test_without_a_pipeline_every_move_waits_for_the_one_before() -> None:
     assert one.startable() == [0, 1]
 
 
-def test_news_are_told_once_and_of_synchronous_epochs_only() -> None:
-    one = progress(StalenessPolicy(mode="async", staleness=5), intervals=1)
+def test_news_are_told_of_synchronous_epochs_only() -> None:
+    one = progress(LambdaOptions(mode="async", staleness=5), intervals=1)
     one.record_position(1, 10**6)
     told = []
     while one.can_start(0):
         go(one, 0, 1)
-        told.append(one.news()[0])
-    assert [position for position in told if position is not None] == [3, 7]
+        told += [one.floor] if one.news() == (True, None) else []
+    assert told == [3, 7]
     # Epoch 0 has barriers; then S more may begin before the first update.
     assert divmod(one.position[0], 9) == (6, 0)
 
 
-def test_the_least_count_that_has_the_accuracy() -> None:
-    for accuracy, num_train, count in ((0.9, 10, 9), (0.55, 100, 55), (0.29, 100, 29), (1, 7, 7)):
-        options = LambdaOptions(mode="async", switch_at=accuracy)
-        assert options.policy(0, num_train).target == count, accuracy
-    assert LambdaOptions(mode="async").policy(0, 10).target is None
-
-
 def test_counts_may_come_in_any_order() -> None:
-    one = progress(StalenessPolicy(mode="async", staleness=1, first_epoch=3, target=10))
+    options = LambdaOptions(mode="async", staleness=1, switch_at=0.55)
+    one = Progress(gcn(num_train=100), options, 2, (1,), first_epoch=3)
     # Epoch 5 may be begun while one of epoch 3 is under way; then it must be known what 3 came to.
     assert [one.is_known(epoch) for epoch in (3, 4, 5)] == [True, True, False]
-    for server, epoch, correct in ((1, 4, 9), (0, 4, 1), (0, 3, 9)):
+    for server, epoch, correct in ((1, 4, 50), (0, 4, 5), (0, 3, 54)):
         one.record_correct(server, epoch, correct)
     assert not one.is_known(5)
     one.record_correct(1, 3, 0)
@@ -120,16 +114,16 @@ def test_counts_may_come_in_any_order() -> None:
 @pytest.mark.parametrize("staleness", [2, *wide(0)])
 def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
     """In random orders, in which counts are told late: plain training goes on from there."""
-    epochs, switched = 15, set()
+    epochs, switched, program = 15, set(), gcn(num_train=30)
     for seed in range(8):
-        servers, parameters = cases.servers(cases.gcn(), [0, 17, 40], 2, staleness=staleness)
         target = 10 + seed % 2
-        policy = StalenessPolicy(mode="async", staleness=staleness, target=target)
-        schedule = SerialScheduler(servers, parameters, policy, seeded(seed))
+        options = {"mode": "async", "staleness": staleness, "switch_at": target / 30}
+        servers, parameters = cases.servers(program, [0, 17, 40], 2, **options)
+        schedule = SerialScheduler(servers, parameters, seeded(seed))
         weights: dict[int, dict[str, np.ndarray]] = {}
 
         def keep(event: Event, weights=weights, parameters=parameters) -> None:
-            if event.kind is EventKind.UPDATE:
+            if event.kind == "update":
                 weights[parameters[0].updates] = cases.latest(parameters[0])
 
         schedule.watch = keep
@@ -143,19 +137,11 @@ def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
         switched.add(begins)
         last = weights[begins]
         for epoch in range(begins, epochs):
-            gradients = cases.plain_run(cases.gcn(), last, cases.case()).gradients
+            gradients = cases.plain_run(program, last, cases.case()).gradients
             last = {key: value - cases.LR * gradients[key] for key, value in last.items()}
             for key, value in weights[epoch + 1].items():
                 np.testing.assert_allclose(value, last[key], rtol=1e-9, atol=1e-12)
     assert switched
-
-
-def test_what_is_given_and_what_is_not() -> None:
-    found = read_lambda_options({"mode": "async", "staleness": 2, "switch_at": 1})
-    assert (found.mode, found.staleness, found.switch_at) == ("async", 2, 1.0)
-    policy = found.policy(4, 30)
-    assert (policy.mode, policy.staleness, policy.first_epoch, policy.target) == ("async", 2, 4, 30)
-    assert read_lambda_options({}).mode == "pipe"
 
 
 def test_a_price_table_is_read_once(tmp_path: Path) -> None:
