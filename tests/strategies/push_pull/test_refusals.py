@@ -142,7 +142,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "weights on one rank": (
         WeightedOnOne,
         {},
-        "disagree on the values of edges.*edge_weight=nothing.*same arg",
+        "disagree on the values of edges.*edge_weight=nothing",
     ),
     "other block": (OtherBlock, {}, r"not come from the strategy's loader.*model\.whole\(\)"),
     "other width": (
