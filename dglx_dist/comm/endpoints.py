@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 _OFFER = "streams.offer"
 _OPENING = "opening of connections between ranks"
-_STREAMS: SessionField[Streams] = SessionField(lambda session: _open_streams(session))
 _CLIENT_ACCESS: SessionField[ClientAccess | None] = SessionField(lambda _: None)
 _HELLO = struct.Struct("!8sI32s")
 _MAGIC = b"dglxstr1"
@@ -47,42 +46,14 @@ _HANDSHAKE_S = 5.0
 _CHECK_EVERY_S = 1.0
 
 
-@final
-class Streams:
-    """The connections of one rank: by rank, connected, non-blocking."""
-
-    def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
-        self._sockets = dict(sockets)
-
-    def to(self, rank: int) -> socket.socket:
-        """Return the connection to ``rank``; PeerError for this rank, or in a closed session."""
-        if rank not in self._sockets:
-            raise PeerError(f"there is no connection to rank {rank}: it is this rank, or the session is over")
-        return self._sockets[rank]
-
-    def close(self) -> None:
-        """Close all; may be called twice. Does not wait."""
-        while self._sockets:
-            self._sockets.popitem()[1].close()
-
-
-def open_streams(session: Session) -> Streams:
-    """Return the connections of this rank; the first call is collective, later ones return the same.
+def open_streams(session: Session) -> dict[int, socket.socket]:
+    """Return a new non-blocking connection to every other rank, by rank; collective.
 
     PeerError names a rank that is dead or did not connect within the time-out.
     """
-    return _STREAMS.of(session)
-
-
-def _open_streams(session: Session) -> Streams:
-    streams = Streams(_connect_all(session) if session.topology.world_size > 1 else {})
-    # Also after a failure: the end of the connection stops peers that wait for this rank's rows.
-    session.on_close.append(streams.close)
-    return streams
-
-
-def _connect_all(session: Session) -> dict[int, socket.socket]:
     rank, world_size = session.topology.rank, session.topology.world_size
+    if world_size == 1:
+        return {}
     address = session.rpc.address
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as undo:

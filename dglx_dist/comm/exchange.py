@@ -1,4 +1,4 @@
-"""Exchange of rows between ranks that expect each other's: one interface over streams, gloo and NCCL.
+"""Exchange of rows between ranks that expect each other's: one interface over streams, calls and NCCL.
 
 Which one is used where, and the measurement behind it: docs/design/contracts.md, "Exchanges". What a rank
 does not expect, or whose size it does not know, is sent by one-sided calls (rpc.py, mailbox.py).
@@ -7,7 +7,6 @@ does not expect, or whose size it does not know, is sent by one-sided calls (rpc
 from __future__ import annotations
 
 import math
-import queue
 import selectors
 import socket
 import struct
@@ -15,21 +14,23 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, final
+from itertools import count
+from typing import TypeAlias, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dglx_dist.comm.collectives import gather_json, peers_named
+from dglx_dist.comm.collectives import barrier, gather_json, peers_named
 from dglx_dist.comm.endpoints import open_streams
-from dglx_dist.comm.session import Session, SessionField, if_alive
-from dglx_dist.comm.trace import NETWORK
+from dglx_dist.comm.mailbox import Mailbox
+from dglx_dist.comm.session import Session, SessionField
+from dglx_dist.comm.trace import NETWORK, Span
 from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.records import Array
 
 
 @final
@@ -83,37 +84,15 @@ class Incoming:
     """Bytes received so far."""
 
 
-@final
-class Handle:
-    """A posted exchange."""
+Wait: TypeAlias = Callable[..., list[Tensor]]
+"""(local work in small steps, done while bytes are in transit; default none) to each incoming message's rows.
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        name: str,
-        incoming: Sequence[Incoming],
-        finish: Callable[[Iterator[bool]], None],
-    ) -> None:
-        self._exchange, self._name, self._incoming, self._finish = exchange, name, incoming, finish
+Call it once, on the thread that posted. The work yields True if it can continue at once, False if it needs
+more of the incoming messages.
 
-    def wait(self, meanwhile: Iterable[bool] = ()) -> list[Tensor]:
-        """Wait once, on the thread that posted; return the rows of each incoming message.
-
-        Args:
-            meanwhile: Local work in small steps, done while bytes are in transit. Yields True if it can
-                continue at once, False if it needs more of the incoming messages.
-
-        Raises:
-            PeerError: a peer is dead, silent for the time-out, or at another exchange; it is named.
-            ConfigError: another thread runs an exchange on streams.
-        """
-        started = time.perf_counter()
-        try:
-            with peers_named(self._exchange.session, self._name):
-                self._finish(iter(meanwhile))
-        finally:
-            self._exchange.waited_s += time.perf_counter() - started
-        return [one.rows for one in self._incoming]
+PeerError: a peer is dead, silent for the time-out, or at another exchange; it is named. ConfigError: another
+thread runs an exchange on streams.
+"""
 
 
 class Exchange(ABC):
@@ -126,7 +105,7 @@ class Exchange(ABC):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.waited_s = 0.0
-        """Time spent in :meth:`Handle.wait`, with the local work there."""
+        """Time spent in waiting, with the local work there."""
 
     def post(
         self,
@@ -137,7 +116,7 @@ class Exchange(ABC):
         phase: str | None,
         layer: int = 0,
         batch: int | None = None,
-    ) -> Handle:
+    ) -> Wait:
         """Begin to send all of ``outgoing`` and to receive all of ``incoming``.
 
         Messages without bytes are skipped on both sides. The rows must not change until the end of the wait.
@@ -149,14 +128,24 @@ class Exchange(ABC):
             batch: Number of the mini-batch, for traces.
 
         Raises:
-            PeerError: torch.distributed failed.
+            PeerError: a peer is dead, or the session is closed.
         """
         sent = [one for one in outgoing if one.rows.numel()]
         for one in sent if phase is not None else ():
             num_bytes = one.rows.numel() * one.rows.element_size()
             self.session.ledger.add(phase or "", layer, self.session.topology.rank, one.rank, num_bytes)
         finish = self._post(sent, [one for one in incoming if one.rows.numel()], name, batch)
-        return Handle(self, name, incoming, finish)
+
+        def wait(meanwhile: Iterable[bool] = ()) -> list[Tensor]:
+            started = time.perf_counter()
+            try:
+                with peers_named(self.session, name):
+                    finish(iter(meanwhile))
+            finally:
+                self.waited_s += time.perf_counter() - started
+            return [one.rows for one in incoming]
+
+        return wait
 
     @abstractmethod
     def _post(
@@ -209,97 +198,96 @@ def open_devices(session: Session) -> DeviceExchange | None:
     return DeviceExchange(session, device)
 
 
+_NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: count())
+_Arrived: TypeAlias = Mailbox[tuple[float, Array]]
+"""Time of arrival and bytes of each message of one exchange."""
+
+
 @final
-class GlooExchange(Exchange):
-    """By torch.distributed in host memory; any number in flight, waited for by a thread, in their order.
+class _Inbox:
+    """What has arrived, by exchange; dropped where nobody can wait for it any more."""
 
-    Exchanges of different tags may overtake each other. Tensors on a GPU go through host memory too: NCCL
-    would order all messages on one stream.
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock, self._num_posted = threading.Lock(), 0
+        self._posted: weakref.WeakValueDictionary[int, _Arrived] = weakref.WeakValueDictionary()
+        self._early: dict[int, _Arrived] = {}
+        """Of exchanges that this rank has not posted yet."""
 
-    Args:
-        tag: Of the messages.
-        span: Name in traces.
+    def post(self) -> tuple[int, _Arrived]:
+        """Return the number of a new exchange, and its messages."""
+        with self._lock:
+            number, self._num_posted = self._num_posted, self._num_posted + 1
+            arrived = self._early.pop(number) if number in self._early else self._new()
+            self._posted[number] = arrived
+            return number, arrived
+
+    def of(self, number: int) -> _Arrived | None:
+        with self._lock:
+            if number < self._num_posted:
+                return self._posted.get(number)
+            return self._early.setdefault(number, self._new())
+
+    def __len__(self) -> int:
+        return len(self._posted) + len(self._early)
+
+    def _new(self) -> _Arrived:
+        return Mailbox(self._session, "run the same layers on all ranks")
+
+
+@final
+class CallExchange(Exchange):
+    """By one-sided calls, in host memory; any number in flight, received on the threads that serve calls.
+
+    Those of different objects may overtake each other. Construction is collective. ``span``: name in traces.
     """
 
-    def __init__(self, session: Session, *, tag: int, span: str) -> None:
+    def __init__(self, session: Session, span: str) -> None:
         super().__init__(session)
-        self._tag, self._span = tag, span
-        self._posted: queue.SimpleQueue[_Posted | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-        session.before_close.append(if_alive(self.close))
+        self._op, self._span = f"exchange-{next(_NUMBERS.of(session))}", span
+        self._inbox = inbox = _Inbox(session)
 
-    def close(self) -> None:
-        """End the thread once all posted exchanges have completed."""
-        self._closed = True
-        # Joined, as a thread inside torch must not outlive the process.
-        self._posted.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
+            sender, number, what = name.split(" ", 2)
+            arrived = inbox.of(int(number))
+            if arrived is not None:
+                arrived.put(0, what, int(sender), (time.perf_counter(), arrays[0]))
+            return []
+
+        # Not a method, which would keep the exchange alive as long as the session.
+        session.rpc.register(self._op, receive)
+        weakref.finalize(self, session.rpc.unregister, self._op)
+        barrier(session, f"opening of {self._op}")
 
     def _post(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str, batch: int | None
     ) -> Callable[[Iterator[bool]], None]:
-        if self._closed:
-            raise ConfigError(f"{name} cannot be exchanged: the session is closed; open another one")
-        if self._thread is None:
-            self._start()
         _fill(outgoing)
-        begin, done = time.perf_counter(), Future[None]()
-        with peers_named(self.session, name):
-            works = [dist.irecv(one.rows, one.rank, tag=self._tag) for one in incoming]
-            works += [dist.isend(one.rows, one.rank, tag=self._tag) for one in outgoing]
-        timeline, span = self.session.timeline, self._span
-        # Each wait behind it ends by the session's time-out, one after the other; this is a last resort.
-        limit_s = 4 * self.session.timeout_s
-
-        def end(error: RuntimeError | None) -> None:
-            if error is not None:
-                done.set_exception(error)
-                return
-            timeline.add(span, NETWORK, begin, time.perf_counter(), batch)
-            done.set_result(None)
+        rpc, begin = self.session.rpc, time.perf_counter()
+        number, mailbox = self._inbox.post()
+        text = f"{self.session.topology.rank} {number} {name}"
+        sent = [
+            rpc.submit(one.rank, self._op, text, [_flat(one.rows).numpy()], phase=None) for one in outgoing
+        ]
 
         def finish(work: Iterator[bool]) -> None:
             for _ in work:
                 pass
-            try:
-                done.result(limit_s)
-            except TimeoutError:
-                raise RuntimeError(f"exchange {name!r} made no progress for {limit_s:g} s") from None
+            arrived = mailbox.take(0, name, [one.rank for one in incoming], name)
+            for one in incoming:
+                _, rows = arrived[one.rank]
+                one.num_arrived = one.rows.numel() * one.rows.element_size()
+                if len(rows) != one.num_arrived:
+                    raise _differs(one.rank, f"{len(rows)} bytes of {name!r}", f"{one.num_arrived}")
+                _flat(one.rows).numpy()[:] = rows
+            for call in sent:
+                call.result()
+            end = max((at for at, _ in arrived.values()), default=begin)
+            self.session.timeline.note(
+                Span(name=self._span, row=NETWORK, begin_s=begin, end_s=end, batch=batch)
+            )
 
-        self._posted.put(_Posted(works=works, messages=[*outgoing, *incoming], end=end))
         return finish
-
-    def _start(self) -> None:
-        # A daemon: a rank that fails must not wait, at its end, for messages that never come.
-        name = f"dglx-{self._span.split()[0]}"
-        self._thread = threading.Thread(target=_wait_for, args=(self._posted,), name=name, daemon=True)
-        self._thread.start()
-        ended = weakref.finalize(self, self._posted.put, None)
-        # A thread that is woken at exit would run while the interpreter shuts down.
-        ended.atexit = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Posted:
-    works: list[Any]
-    messages: Sequence[Outgoing | Incoming]
-    """Kept alive until they are sent and received, even if nobody waits for them."""
-    end: Callable[[RuntimeError | None], None]
-
-
-def _wait_for(queued: queue.SimpleQueue[_Posted | None]) -> None:
-    while (posted := queued.get()) is not None:
-        problem: RuntimeError | None = None
-        try:
-            for work in posted.works:
-                work.wait()
-        except RuntimeError as error:
-            problem = error
-        posted.end(problem)
-        # Or its tensors would live until the next one arrives.
-        del posted, problem
 
 
 def _fill(outgoing: Sequence[Outgoing]) -> None:
@@ -316,76 +304,53 @@ _RECEIVE_BYTES = 1 << 20
 """Limit of one read, so that no connection starves the others."""
 
 
-@final
-class PeerTransfer:
-    """The messages to and from one peer in one exchange, over a non-blocking connection."""
+def send_message(connection: socket.socket, header: bytes, message: Outgoing) -> Iterator[None]:
+    """Send ``message`` over a non-blocking connection; yields when that is full. OSError: it broke."""
+    # MSG_MORE holds the header back, so that it leaves in one packet with the first rows.
+    unsent, flags = memoryview(header), int(socket.MSG_MORE)
+    pieces = iter([message.rows]) if message.pieces is None else message.pieces
+    while True:
+        while unsent:
+            try:
+                unsent = unsent[connection.send(unsent, flags) :]
+            except BlockingIOError:
+                yield
+        following, flags = next(pieces, None), 0
+        if following is None:
+            return
+        unsent = bytes_of(following)
 
-    def __init__(self, rank: int, connection: socket.socket) -> None:
-        self.rank, self.connection = rank, connection
-        self._left: dict[int, Iterator[None]] = {}
-        """By the event of the connection that it waits for."""
 
-    def send(self, header: bytes, message: Outgoing) -> None:
-        """Have :meth:`serve` send ``message``."""
-        self._left[selectors.EVENT_WRITE] = self._send(header, message)
+def receive_message(connection: socket.socket, expected: bytes, message: Incoming) -> Iterator[None]:
+    """Receive ``message`` over a non-blocking connection; yields after each read.
 
-    def receive(self, header: bytes, message: Incoming) -> None:
-        """Have :meth:`serve` receive ``message``, whose header must be ``header``."""
-        self._left[selectors.EVENT_READ] = self._receive(header, message)
+    Raises:
+        PeerError: its header is not ``expected``: the peer is at another exchange.
+        OSError: the connection broke.
+    """
+    header, read = memoryview(bytearray(_HEADER.size)), 0
+    while read < _HEADER.size:
+        read += _receive_into(connection, header[read:])
+        if read == _HEADER.size:
+            _check_same(bytes(header), expected, message.rank)
+        yield
+    rows = bytes_of(message.rows)
+    while True:
+        at = message.num_arrived
+        message.num_arrived += _receive_into(connection, rows[at : at + _RECEIVE_BYTES])
+        if message.num_arrived == len(rows):
+            return
+        yield
 
-    @property
-    def events(self) -> int:
-        return sum(self._left)
 
-    def serve(self, events: int) -> None:
-        """Move what can be moved at once.
-
-        Raises:
-            PeerError: the peer is at another exchange.
-            OSError: the connection broke.
-        """
-        for event in (selectors.EVENT_READ, selectors.EVENT_WRITE):
-            if events & event and event in self._left and next(self._left[event], self) is self:
-                del self._left[event]
-
-    def _send(self, header: bytes, message: Outgoing) -> Iterator[None]:
-        # MSG_MORE holds the header back, so that it leaves in one packet with the first rows.
-        unsent, flags = memoryview(header), int(socket.MSG_MORE)
-        pieces = iter([message.rows]) if message.pieces is None else message.pieces
-        while True:
-            while unsent:
-                try:
-                    unsent = unsent[self.connection.send(unsent, flags) :]
-                except BlockingIOError:
-                    yield
-            following, flags = next(pieces, None), 0
-            if following is None:
-                return
-            unsent = bytes_of(following)
-
-    def _receive(self, expected: bytes, message: Incoming) -> Iterator[None]:
-        header, read = memoryview(bytearray(_HEADER.size)), 0
-        while read < _HEADER.size:
-            read += self._receive_into(header[read:])
-            if read == _HEADER.size:
-                _check_same(bytes(header), expected, self.rank)
-            yield
-        rows = bytes_of(message.rows)
-        while True:
-            at = message.num_arrived
-            message.num_arrived += self._receive_into(rows[at : at + _RECEIVE_BYTES])
-            if message.num_arrived == len(rows):
-                return
-            yield
-
-    def _receive_into(self, buffer: memoryview) -> int:
-        try:
-            received = self.connection.recv_into(buffer)
-        except BlockingIOError:
-            return 0
-        if not received:
-            raise ConnectionResetError("the peer closed it")
-        return received
+def _receive_into(connection: socket.socket, buffer: memoryview) -> int:
+    try:
+        received = connection.recv_into(buffer)
+    except BlockingIOError:
+        return 0
+    if not received:
+        raise ConnectionResetError("the peer closed it")
+    return received
 
 
 def message_header(number: int, rows: Tensor, name: str) -> bytes:
@@ -404,16 +369,27 @@ def _check_same(header: bytes, expected: bytes, rank: int) -> None:
         raise PeerError(
             f"rank {rank} sent {magic!r} instead of a message header; run the same version on all ranks"
         )
-    raise PeerError(
-        f"rank {rank} sends {num_bytes} bytes of {_text(name)!r} (its message {number} to this rank) where "
-        f"this rank expects {own_bytes} bytes of {_text(own_name)!r} (message {own_number}): the ranks did "
-        "not run the same layers in the same order, on rows of the same width and dtype; let no branch of "
-        "the model depend on the rank's data"
+    raise _differs(
+        rank,
+        f"{num_bytes} bytes of {_text(name)!r} (its message {number} to this rank)",
+        f"{own_bytes} bytes of {_text(own_name)!r} (message {own_number})",
+    )
+
+
+def _differs(rank: int, sent: str, expected: str) -> PeerError:
+    return PeerError(
+        f"rank {rank} sends {sent} where this rank expects {expected}: the ranks did not run the same layers "
+        "in the same order, on rows of the same width and dtype; let no branch of the model depend on the "
+        "rank's data"
     )
 
 
 def _text(name: bytes) -> str:
     return name.rstrip(b"\0").decode(errors="replace")
+
+
+_Left: TypeAlias = dict[int, Iterator[None]]
+"""Messages to and from one peer that are not done, by the event of the connection that they wait for."""
 
 
 @final
@@ -426,6 +402,8 @@ class StreamExchange(Exchange):
     def __init__(self, session: Session) -> None:
         super().__init__(session)
         self._connections = open_streams(session)
+        # Also after a failure: the end of a connection stops peers that wait for this rank's rows.
+        session.on_close.append(self._close)
         self._numbers_to, self._numbers_from = Counter[int](), Counter[int]()
         self._in_use = threading.Lock()
         self._broken = ""
@@ -454,27 +432,36 @@ class StreamExchange(Exchange):
 
         return finish
 
+    def _close(self) -> None:
+        while self._connections:
+            self._connections.popitem()[1].close()
+
+    def _to(self, rank: int) -> socket.socket:
+        if rank not in self._connections:
+            raise PeerError(f"there is no connection to rank {rank}: it is this rank, or the session is over")
+        return self._connections[rank]
+
     def _transfers(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str
-    ) -> list[PeerTransfer]:
-        messages: list[Outgoing | Incoming] = [*outgoing, *incoming]
-        ranks = dict.fromkeys(one.rank for one in messages)
-        transfers = {rank: PeerTransfer(rank, self._connections.to(rank)) for rank in ranks}
+    ) -> dict[int, _Left]:
+        transfers: dict[int, _Left] = defaultdict(dict)
         for sent in outgoing:
             self._numbers_to[sent.rank] += 1
-            transfers[sent.rank].send(message_header(self._numbers_to[sent.rank], sent.rows, name), sent)
+            header = message_header(self._numbers_to[sent.rank], sent.rows, name)
+            transfers[sent.rank][selectors.EVENT_WRITE] = send_message(self._to(sent.rank), header, sent)
         for due in incoming:
             self._numbers_from[due.rank] += 1
-            transfers[due.rank].receive(message_header(self._numbers_from[due.rank], due.rows, name), due)
-        return list(transfers.values())
+            header = message_header(self._numbers_from[due.rank], due.rows, name)
+            transfers[due.rank][selectors.EVENT_READ] = receive_message(self._to(due.rank), header, due)
+        return transfers
 
-    def _run(self, transfers: Sequence[PeerTransfer], name: str, work: Iterator[bool]) -> None:
+    def _run(self, transfers: dict[int, _Left], name: str, work: Iterator[bool]) -> None:
         with selectors.DefaultSelector() as selector:
             waiting, working, idle = 0, True, False
-            for transfer in transfers:
-                self._serve(transfer, selectors.EVENT_WRITE)
-                if transfer.events:
-                    selector.register(transfer.connection, transfer.events, transfer)
+            for rank, left in transfers.items():
+                self._move(rank, left, selectors.EVENT_WRITE)
+                if left:
+                    selector.register(self._to(rank), sum(left), rank)
                     waiting += 1
             while waiting or working:
                 busy = working and not idle
@@ -482,42 +469,39 @@ class StreamExchange(Exchange):
                 if not ready and not busy:
                     # Work that still waits after all messages arrived is a bug and would not end.
                     assert waiting, f"work beside the {name} waits for more bytes than expected"
-                    self._raise_no_progress([key.data for key in selector.get_map().values()], name)
+                    self._raise_no_progress([rank for rank, left in transfers.items() if left], name)
                 for key, events in ready:
-                    waiting -= self._progress_peer(selector, key, events)
+                    left = transfers[key.data]
+                    self._move(key.data, left, events)
+                    if not left:
+                        selector.unregister(key.fileobj)
+                        waiting -= 1
+                    elif sum(left) != key.events:
+                        selector.modify(key.fileobj, sum(left), key.data)
                 more = next(work, None) if working else None
                 working, idle = more is not None, more is False
 
-    def _progress_peer(
-        self, selector: selectors.BaseSelector, key: selectors.SelectorKey, events: int
-    ) -> bool:
-        """Serve one connection; return whether it is done."""
-        transfer: PeerTransfer = key.data
-        self._serve(transfer, events)
-        if not transfer.events:
-            selector.unregister(transfer.connection)
-        elif transfer.events != key.events:
-            selector.modify(transfer.connection, transfer.events, transfer)
-        return not transfer.events
-
-    def _serve(self, transfer: PeerTransfer, events: int) -> None:
+    def _move(self, rank: int, left: _Left, events: int) -> None:
+        """Move what can be moved at once, and drop what is done."""
         try:
-            transfer.serve(events)
+            for event in (selectors.EVENT_READ, selectors.EVENT_WRITE):
+                if events & event and event in left and next(left[event], self) is self:
+                    del left[event]
         except PeerError:
             raise
         except OSError as error:
             # peers_named reports the rank that died or failed first.
-            raise RuntimeError(f"the connection to {self._named(transfer)} broke: {error}") from error
+            raise RuntimeError(f"the connection to {self._named(rank)} broke: {error}") from error
 
-    def _raise_no_progress(self, transfers: Sequence[PeerTransfer], name: str) -> None:
+    def _raise_no_progress(self, ranks: Sequence[int], name: str) -> None:
         raise RuntimeError(
             f"exchange {name!r} made no progress for {self.session.timeout_s:g} s on rank "
-            f"{self.session.topology.rank}, which waits for {', '.join(map(self._named, transfers))}; check "
+            f"{self.session.topology.rank}, which waits for {', '.join(map(self._named, ranks))}; check "
             "their output, or raise timeout_s (DGLX_TIMEOUT)"
         )
 
-    def _named(self, transfer: PeerTransfer) -> str:
-        return f"rank {transfer.rank} on {self.session.hosts[transfer.rank]}"
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} on {self.session.hosts[rank]}"
 
 
 @final

@@ -265,7 +265,7 @@ def open_endpoints(
 
 @final
 class Pending:
-    """A call in flight, or the ``answer`` of one to the own rank. Use it on the thread that made it."""
+    """A call in flight, or the ``answer`` of one to the own rank. Any thread may wait for it."""
 
     def __init__(self, link: Link | None, request: int, what: str, answer: list[Array] | None = None) -> None:
         self._link, self._request, self._what, self._answer = link, request, what, answer
@@ -274,6 +274,11 @@ class Pending:
         """Of a :meth:`result` that names none."""
         self.count: Callable[[int], None] | None = None
         """Called with the bytes of the answer when it has arrived."""
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the call."""
+        return time.monotonic() - self._started
 
     def ready(self) -> bool:
         """Whether :meth:`result` would return, or raise, without waiting."""
@@ -299,16 +304,16 @@ class Pending:
         link = self._link
         assert link is not None
         while self._request not in link.replies:
-            left_s = self._started + timeout_s - time.monotonic()
+            left_s = timeout_s - self.age_s
             if link.broken:
-                after = f" ({time.monotonic() - self._started:.1f} s after the call)"
+                after = f" ({self.age_s:.1f} s after the call)"
                 raise PeerError(f"{link.name} {link.broken} while asked for {self._what}{after}")
             # Checked even when the time is up: the reply may have arrived long before.
             received = link.pump(min(_POLL_MS, max(int(left_s * 1000) + 1, 0)))
             if left_s <= 0 and not received:
                 raise PeerError(
-                    f"{link.name} did not answer {self._what} within {timeout_s:g} s; it may hang or be "
-                    "overloaded: look at its output, or raise timeout_s (DGLX_TIMEOUT)"
+                    f"{link.name} did not answer {self._what} within {round(timeout_s, 3):g} s; it may hang "
+                    "or be overloaded: look at its output, or raise timeout_s (DGLX_TIMEOUT)"
                 )
         head, arrays = link.replies.pop(self._request)
         if head.kind is Kind.ERROR:
@@ -323,7 +328,7 @@ class Pending:
 
 @final
 class Link:
-    """The connection of one thread to one peer; other threads may only :meth:`close` and :meth:`forget`."""
+    """The connection over which one thread calls one peer; any thread may wait for replies, and close it."""
 
     def __init__(self, socket: zmq.Socket[bytes], peer: PeerAddress, closing: threading.Event) -> None:
         self.name = f"rank {peer.rank} on {peer.host}"
@@ -537,20 +542,23 @@ class Rpc:
         self._client_handlers.pop(op, None)
 
     def submit(
-        self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str, layer: int = 0
+        self, rank: int, op: str, name: str, arrays: Sequence[Array], *, phase: str | None, layer: int = 0
     ) -> Pending:
         """Call ``rank`` and return at once; any thread. ``arrays`` must not change until the result arrives.
 
-        A call to the own rank runs the handler at once, without socket or bytes. RemoteError: that handler
-        raised; PeerError: there is no such rank, or the session is closed.
+        ``phase``: for the ledger; None: not counted. A call to the own rank runs the handler at once, without
+        socket or bytes. RemoteError: that handler raised; PeerError: there is no such rank, or the session is
+        closed.
         """
         if rank == self.rank:
             return Pending(None, 0, op, self._call_locally(op, name, arrays))
         if self._client is None:
             raise PeerError(f"there is no rank {rank}: this session runs alone")
         call = self._client.send(rank, op, name, arrays)
-        call.timeout_s, call.count = self.timeout_s, partial(self.count, phase, layer, rank, None)
-        self.count(phase, layer, None, rank, payload_bytes(arrays))
+        call.timeout_s = self.timeout_s
+        if phase is not None:
+            call.count = partial(self.count, phase, layer, rank, None)
+            self.count(phase, layer, None, rank, payload_bytes(arrays))
         return call
 
     def call(

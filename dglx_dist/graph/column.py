@@ -6,25 +6,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias, final
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.rpc import Pending
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import rows_per_message
 from dglx_dist.graph.row_kernels import (
-    RemotePlan,
     SlotTable,
     check_ids,
     gather_rows,
-    move_rows,
     numpy_view,
     scatter_rows,
-    spread_rows,
     tensor_view,
     torch_dtype,
 )
@@ -35,6 +31,10 @@ PullHandler: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 PushHandler: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 """(rows of the local server (n, *row), (k,) int64 indices, values (k, *row)): changes rows in place."""
+
+
+PendingPull: TypeAlias = Callable[[], Tensor]
+"""Waits for the rows of :meth:`KVStore.submit_pull`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,40 +183,6 @@ class CacheCounts:
         return CacheCounts(
             local=self.local - other.local, hits=self.hits - other.hits, misses=self.misses - other.misses
         )
-
-
-@final
-class PendingPull:
-    """Rows in transit. :meth:`result` must be called on the thread that submitted."""
-
-    def __init__(
-        self,
-        column: Column,
-        ids: Array,
-        out: Tensor,
-        plan: RemotePlan,
-        replies: list[tuple[Pending, int, int]],
-    ) -> None:
-        self._column, self._ids, self._out, self._plan, self._replies = column, ids, out, plan, replies
-        self._done = False
-
-    def result(self) -> Tensor:
-        """Read the local rows, wait for the others, and return all (K, *row) in the order of the ids.
-
-        Raises:
-            PeerError: an owner is dead or silent.
-            RemoteError: an owner cannot answer.
-        """
-        if not self._done:
-            out = numpy_view(self._out)
-            self._column.read(self._ids, out)
-            if self._column.cache is not None:
-                move_rows(self._column.cache.rows, self._plan.hit_slots, out, self._plan.hit_places)
-            for reply, first, last in self._replies:
-                (rows,) = reply.result()
-                spread_rows(rows, out, self._plan.starts, self._plan.positions, first, last)
-            self._done = True
-        return self._out
 
 
 def check_cacheable(column: Column) -> None:

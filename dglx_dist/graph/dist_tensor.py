@@ -391,7 +391,7 @@ class DistTensor(Shared):
             PeerError: an owner is dead or silent.
         """
         ids = integer_ids(index, self._column.num_rows, repr(self._name))
-        rows = self.part_policy.store.submit_pull(self._key, ids).result()
+        rows = self.part_policy.store.pull(self._key, ids)
         device = self._device
         if isinstance(index, Tensor) and index.device.type != "cpu":
             device = index.device

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import queue
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any, final
 
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, run_on_all_ranks
-from dglx_dist.comm.rpc import Handler, Pending, Rpc
+from dglx_dist.comm.rpc import Handler, Pending
 from dglx_dist.comm.session import Session
+from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.data.storage.columns import numpy_dtype
-from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.graph.column import (
     CacheCounts,
     Column,
@@ -36,7 +37,10 @@ from dglx_dist.graph.row_kernels import (
     check_summable,
     empty_rows,
     first_outside,
+    move_rows,
+    numpy_view,
     plan_remote,
+    spread_rows,
     sum_repeated,
     take_rows,
     tensor_view,
@@ -45,123 +49,7 @@ from dglx_dist.graph.row_kernels import (
 from dglx_dist.records import Array, ColumnInfo
 
 MAX_BYTES = 64 << 20
-"""Of all unanswered calls; beyond it :meth:`AsyncPushQueue.put` waits."""
-
-MAX_IN_FLIGHT = 8
-"""Calls sent before the first of them is answered."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Send:
-    """One request, with arrays that nothing else uses."""
-
-    rank: int
-    op: str
-    name: str
-    arrays: Sequence[Array]
-    phase: str
-    layer: int
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays)
-
-    def submit(self, rpc: Rpc) -> Pending:
-        return rpc.submit(self.rank, self.op, self.name, self.arrays, phase=self.phase, layer=self.layer)
-
-
-@final
-class AsyncPushQueue:
-    """Requests that a thread sends in order, and their errors. :meth:`put` and :meth:`fence`: any thread."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._sends: queue.SimpleQueue[Send | None] = queue.SimpleQueue()
-        self._unanswered: deque[Send] = deque()
-        """In the order of the requests, in which their answers are taken."""
-        self._bytes = self._num_put = 0
-        self._errors: list[Exception] = []
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    def put(self, sends: Sequence[Send]) -> None:
-        """Queue requests; waits only while more than ``MAX_BYTES`` are unanswered."""
-        with self._changed:
-            if sends and self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="dglx-push", daemon=True)
-                self._thread.start()
-            for send in sends:
-                self._wait_until(lambda: self._bytes < MAX_BYTES, self._session.timeout_s, "a push")
-                self._unanswered.append(send)
-                self._bytes += send.num_bytes
-                self._num_put += 1
-                self._sends.put(send)
-
-    def fence(self, timeout_s: float | None = None) -> None:
-        """Wait until every earlier request is answered, and raise their first error, once.
-
-        A note on it has the number of further ones. PeerError: ``timeout_s`` (None: the session's) passed.
-        """
-        limit_s = self._session.timeout_s if timeout_s is None else timeout_s
-        with self._changed:
-            wanted = self._num_put
-            self._wait_until(lambda: self._num_put - len(self._unanswered) >= wanted, limit_s, "fence()")
-            errors, self._errors = self._errors, []
-        if errors:
-            if len(errors) > 1:
-                errors[0].add_note(f"{len(errors) - 1} more pushes with wait=False failed too")
-            raise errors[0]
-
-    def close(self) -> None:
-        """End the thread once all requests are sent; :meth:`fence` belongs before it."""
-        self._sends.put(None)
-
-    def _wait_until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
-        if not self._changed.wait_for(done, limit_s):
-            counts = Counter(send.rank for send in self._unanswered)
-            missing = ", ".join(
-                f"rank {rank} on {self._session.hosts[rank]} ({count})"
-                for rank, count in sorted(counts.items())
-            )
-            raise PeerError(
-                f"{what} waited {limit_s:g} s for pushes that were not answered by {missing}; look at the "
-                "output there, or raise timeout_s (DGLX_TIMEOUT)"
-            )
-
-    def _work(self) -> None:
-        # A call must be answered on the thread that made it, so this one does both.
-        in_flight: deque[Pending | Exception] = deque()
-        while True:
-            if in_flight and (len(in_flight) >= MAX_IN_FLIGHT or self._is_idle()):
-                self._finish(in_flight.popleft())
-                continue
-            send = self._sends.get()
-            if send is None:
-                break
-            try:
-                in_flight.append(send.submit(self._session.rpc))
-            except Exception as error:  # noqa: BLE001 - raised again at the fence
-                in_flight.append(error)
-        for call in in_flight:
-            self._finish(call)
-
-    def _is_idle(self) -> bool:
-        # put() holds the lock until all its requests are queued; none waits for the answer to an earlier one.
-        with self._changed:
-            return self._sends.empty()
-
-    def _finish(self, call: Pending | Exception) -> None:
-        error = call if isinstance(call, Exception) else None
-        try:
-            if not isinstance(call, Exception):
-                call.result()
-        except Exception as caught:  # noqa: BLE001 - raised again at the fence
-            error = caught
-        with self._changed:
-            if error is not None:
-                self._errors.append(error)
-            self._bytes -= self._unanswered.popleft().num_bytes
-            self._changed.notify_all()
+"""Of pushes with ``wait=False`` that are not answered; beyond it a push waits for the oldest."""
 
 
 def _runs(ids: Array, first: int, last: int, step: int, *, has_repeats: bool) -> Iterator[tuple[int, int]]:
@@ -197,7 +85,11 @@ class KVStore:
         self._owners: dict[str, RowOwners] = {}
         self._counts_lock = threading.Lock()
         self._numbers = count()
-        self._async_pushes = AsyncPushQueue(session)
+        self._unanswered: deque[tuple[int, Pending, int]] = deque()
+        """(rank, call, its bytes) of pushes with ``wait=False``."""
+        self._unanswered_bytes = 0
+        self._push_errors: list[DglxError] = []
+        self._pushing = threading.Lock()
         self._handlers: dict[str, Handler] = {
             f"{label}.pull": self._serve_pull,
             f"{label}.push": self._serve_write,
@@ -247,7 +139,6 @@ class KVStore:
             self.session.before_close.remove(self.fence)
         for op in self._handlers:
             self.session.rpc.unregister(op)
-        self._async_pushes.close()
 
     def column(self, name: str) -> Column:
         """Return the column called ``name``; ConfigError, which lists those that exist, if there is none."""
@@ -264,7 +155,7 @@ class KVStore:
 
     def pull(self, name: str, ids: Array, **options: Any) -> Tensor:
         """Fetch rows by global id: :meth:`submit_pull`, with the same ``options``, and wait."""
-        return self.submit_pull(name, ids, **options).result()
+        return self.submit_pull(name, ids, **options)()
 
     def submit_pull(
         self,
@@ -288,6 +179,11 @@ class KVStore:
             distinct: The caller guarantees that no id is repeated, as in a mini-batch, which saves a search.
             phase, layer: For the ledger.
 
+        Returns:
+            A function that reads the local rows, waits for the others, and returns all (K, *row) in the order
+            of the ids; for the thread that submitted. PeerError: an owner is dead or silent; RemoteError: it
+            cannot answer.
+
         Raises:
             ConfigError: there is no such tensor, or ``out`` does not fit.
             IndexError: an id is out of range; the message has the first one and its position.
@@ -309,7 +205,18 @@ class KVStore:
             column.counts[0] += len(ids) - len(plan.hit_places) - len(plan.positions)
             column.counts[1] += len(plan.hit_places)
             column.counts[2] += len(plan.positions)
-        return PendingPull(column, ids, out, plan, replies)
+
+        def pulled() -> Tensor:
+            rows = numpy_view(out)
+            column.read(ids, rows)
+            if column.cache is not None:
+                move_rows(column.cache.rows, plan.hit_slots, rows, plan.hit_places)
+            for reply, first, last in replies:
+                (answer,) = reply.result()
+                spread_rows(answer, rows, plan.starts, plan.positions, first, last)
+            return out
+
+        return pulled
 
     def set_cache(self, name: str, cache: RowCache | None) -> None:
         """Read rows of ``name`` from ``cache`` before asking other servers; None: no cache. Not collective.
@@ -377,15 +284,21 @@ class KVStore:
             op, pieces = "push", self._for_servers(column, ids, rows)
             column.write(ids, rows)
         else:
-            op, pieces = (
-                "add" if column.on_push is None else "handle",
-                self._for_owners(column, ids, rows, accumulate),
-            )
-        sends = [
-            Send(rank=rank, op=f"{self.label}.{op}", name=name, arrays=arrays, phase=phase, layer=layer)
-            for rank, arrays in pieces
-        ]
-        self._deliver(sends, wait)
+            op = "add" if column.on_push is None else "handle"
+            pieces = self._for_owners(column, ids, rows, accumulate)
+
+        def submit(rank: int, arrays: list[Array]) -> Pending:
+            return self.session.rpc.submit(rank, f"{self.label}.{op}", name, arrays, phase=phase, layer=layer)
+
+        remote = [piece for piece in pieces if piece[0] != self._rank]
+        pending = [submit(*piece) for piece in remote] if wait else []
+        for piece in () if wait else remote:
+            self._submit_unanswered(submit, *piece)
+        for piece in pieces:
+            if piece[0] == self._rank:
+                submit(*piece).result()
+        for call in pending:
+            call.result()
 
     def fence(self, timeout_s: float | None = None) -> None:
         """Wait until every later pull of any rank sees this rank's pushes with ``wait=False``.
@@ -397,7 +310,16 @@ class KVStore:
                 owner is dead.
             RemoteError: an owner cannot write.
         """
-        self._async_pushes.fence(timeout_s)
+        limit_s = self.session.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        with self._pushing:
+            while self._unanswered:
+                self._finish_oldest(deadline - time.monotonic())
+            errors, self._push_errors = self._push_errors, []
+        if errors:
+            if len(errors) > 1:
+                errors[0].add_note(f"{len(errors) - 1} more pushes with wait=False failed too")
+            raise errors[0]
 
     def write_local(self, name: str, ids: Array, rows: Array) -> None:
         """Overwrite rows of the local server, IndexError for others; its other ranks see them at once."""
@@ -503,17 +425,30 @@ class KVStore:
             for first, last in _runs(sorted_ids, *ends, step, has_repeats=not accumulate)
         ]
 
-    def _deliver(self, sends: list[Send], wait: bool) -> None:
-        rpc = self.session.rpc
-        remote = [send for send in sends if send.rank != self._rank]
-        pending = [send.submit(rpc) for send in remote] if wait else []
-        if not wait:
-            self._async_pushes.put(remote)
-        for send in sends:
-            if send.rank == self._rank:
-                send.submit(rpc).result()
-        for call in pending:
-            call.result()
+    def _submit_unanswered(
+        self, submit: Callable[[int, list[Array]], Pending], rank: int, arrays: list[Array]
+    ) -> None:
+        with self._pushing:
+            while self._unanswered and (
+                self._unanswered_bytes >= MAX_BYTES or self._unanswered[0][1].ready()
+            ):
+                self._finish_oldest(self.session.timeout_s)
+            self._unanswered.append((rank, submit(rank, arrays), payload_bytes(arrays)))
+            self._unanswered_bytes += payload_bytes(arrays)
+
+    def _finish_oldest(self, left_s: float) -> None:
+        _, call, num_bytes = self._unanswered[0]
+        try:
+            call.result(call.age_s + left_s)
+        except (PeerError, RemoteError) as error:
+            if isinstance(error, PeerError) and not call.ready():
+                # It is not dead, only late: a later fence waits for it again.
+                silent = Counter(rank for rank, other, _ in self._unanswered if not other.ready())
+                counts = ", ".join(f"rank {rank} ({count})" for rank, count in sorted(silent.items()))
+                raise PeerError(f"{error}; pushes that are not answered, by rank: {counts}") from error
+            self._push_errors.append(error)
+        self._unanswered.popleft()
+        self._unanswered_bytes -= num_bytes
 
     def _agree(self, name: str, handler: object, kind: str, changed: Callable[[Column], Column]) -> None:
         """Change a column on all ranks or on none, and return when all have changed it."""

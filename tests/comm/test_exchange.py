@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import selectors
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,18 +13,22 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm import exchange
+from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.exchange import (
-    GlooExchange,
+    CallExchange,
     Incoming,
     Outgoing,
-    PeerTransfer,
     ReusableBuffer,
     bytes_of,
     message_header,
     open_devices,
+    receive_message,
+    send_message,
 )
 from dglx_dist.comm.session import start_session
-from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.errors import PeerError
+from tests.helpers import refusal
+from tests.helpers.ranks import run_ranks
 
 
 def test_memory_is_kept_and_grows_only() -> None:
@@ -95,9 +98,6 @@ def test_one_rank_with_an_accelerator_has_nobody_to_talk_to() -> None:
         assert open_devices(session) is None
 
 
-BOTH = selectors.EVENT_READ | selectors.EVENT_WRITE
-
-
 @contextlib.contextmanager
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     one, two = socket.socketpair()
@@ -111,19 +111,16 @@ def filled(byte: int, size: int) -> Tensor:
     return torch.full((size,), byte, dtype=torch.uint8)
 
 
-def sending(connection: socket.socket, number: int, rows: Tensor, name: str = "x") -> PeerTransfer:
-    transfer = PeerTransfer(0, connection)
-    transfer.send(message_header(number, rows, name), Outgoing(rank=0, rows=rows))
-    transfer.serve(BOTH)
-    return transfer
+def sending(connection: socket.socket, number: int, rows: Tensor) -> Iterator[None]:
+    message = Outgoing(rank=0, rows=rows, pieces=iter(rows.split(100_000)))
+    return send_message(connection, message_header(number, rows, "x"), message)
 
 
 def receiving(
     connection: socket.socket, number: int, rows: Tensor, name: str = "x", rank: int = 0
-) -> PeerTransfer:
-    transfer = PeerTransfer(rank, connection)
-    transfer.receive(message_header(number, rows, name), Incoming(rank=rank, rows=rows))
-    return transfer
+) -> Iterator[None]:
+    message = Incoming(rank=rank, rows=rows)
+    return receive_message(connection, message_header(number, rows, name), message)
 
 
 def test_more_than_fits_goes_both_ways() -> None:
@@ -131,30 +128,23 @@ def test_more_than_fits_goes_both_ways() -> None:
     size = 3_000_000
     received = [filled(0, size), filled(0, size)]
     with pair() as sockets:
-        ends = [receiving(sockets[number], 1, received[number]) for number in (0, 1)]
-        for number, end in enumerate(ends):
-            rows = filled(number + 1, size)
-            pieces = iter(rows.split(100_000))
-            end.send(message_header(1, rows, "x"), Outgoing(rank=0, rows=rows, pieces=pieces))
-            end.serve(selectors.EVENT_WRITE)
-            assert end.events == BOTH
-        while any(end.events for end in ends):
-            for end in ends:
-                end.serve(end.events)
-    assert torch.equal(received[0], filled(2, size))
-    assert torch.equal(received[1], filled(1, size))
+        left = [sending(one, 1, filled(number, size)) for number, one in enumerate(sockets)]
+        assert all(next(one, "done") is None for one in left)
+        left += [receiving(one, 1, rows) for one, rows in zip(sockets, received, strict=True)]
+        while left:
+            left = [one for one in left if next(one, "done") is None]
+    assert torch.equal(received[0], filled(1, size))
+    assert torch.equal(received[1], filled(0, size))
 
 
 def test_a_message_ends_where_it_ends() -> None:
     """What a peer that is ahead sends next stays in the connection."""
     with pair() as (one, two):
         for number in (1, 2):
-            assert not sending(one, number, filled(number, 4)).events
+            assert list(sending(one, number, filled(number, 4))) == []
         for number in (1, 2):
             rows = filled(0, 4)
-            transfer = receiving(two, number, rows)
-            while transfer.events:
-                transfer.serve(BOTH)
+            list(receiving(two, number, rows))
             assert rows.tolist() == [number] * 4
 
 
@@ -170,22 +160,28 @@ def test_a_message_ends_where_it_ends() -> None:
 def test_anything_else_is_refused(sent: bytes, message: str) -> None:
     with pair() as (one, two):
         one.send(sent)
-        transfer = receiving(two, 1, filled(0, 8), "halo of layer 1", rank=5)
         with pytest.raises(PeerError, match=message):
-            transfer.serve(BOTH)
+            list(receiving(two, 1, filled(0, 8), "halo of layer 1", rank=5))
 
 
 def test_closed_end_is_an_error() -> None:
     with pair() as (one, two):
         one.close()
         with pytest.raises(ConnectionResetError, match="the peer closed it"):
-            receiving(two, 1, filled(0, 8)).serve(BOTH)
+            list(receiving(two, 1, filled(0, 8)))
 
 
-def test_nothing_is_posted_after_the_end() -> None:
-    with start_session() as session:
-        exchange = GlooExchange(session, tag=1, span="pull")
-        exchange.post([], [], "rows", phase=None).wait()
-        exchange.close()
-        with pytest.raises(ConfigError, match="rows cannot be exchanged: the session is closed"):
-            exchange.post([], [], "rows", phase=None)
+def send_another_size() -> str:
+    with start_session(timeout_s=20) as session:
+        calls, rank = CallExchange(session, "pull"), session.topology.rank
+        outgoing = [Outgoing(rank=1 - rank, rows=torch.zeros(2 + rank))]
+        incoming = [Incoming(rank=1 - rank, rows=torch.zeros(2))]
+        said = refusal(calls.post(outgoing, incoming, "rows", phase=None), PeerError)
+        barrier(session, "both have seen it")
+        return said
+
+
+def test_calls_of_another_size_are_refused() -> None:
+    of_zero, of_one = run_ranks(send_another_size, 2)
+    assert "rank 1 sends 12 bytes of 'rows' where this rank expects 8" in of_zero
+    assert of_one == ""

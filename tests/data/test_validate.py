@@ -81,7 +81,7 @@ BAD_COLUMNS = {
         "column 'feat', row 2: value 3.0 at position 4",
     ),
     "sparse NaN": ({"feat": sparse(values=array(1.0, np.nan, 3, 4))}, "column 'feat', row 1: value nan"),
-    "sparse pointers": ({"feat": sparse(indptr=array(0, 2, 1, 3, 4))}, "must rise from 0 to 4"),
+    "sparse pointers": ({"feat": sparse(indptr=array(0, 2, 1, 3, 4))}, "do not rise from 0 to 4"),
     "sparse values": ({"feat": sparse(values=array(1.0, 2.0))}, "4 column indices but 2 values"),
 }
 
@@ -97,7 +97,7 @@ BAD_EDGES = {
     "negative": (array(0, 1, -1), array(1, 2, 3), "column 'src', row 2: node id -1"),
     "lengths": (array(0, 1), array(1, 2, 3), "2 sources but 3 destinations"),
     "fractions": (array(0.0, 1.0), array(1, 2), "column 'src' must hold one whole number a row"),
-    "none": (array(), array(), "the graph is empty"),
+    "none": (array(), array(), "the graph has 4 nodes and 0 edges"),
 }
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.rpc import Rpc
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
-from dglx_dist.graph import kvstore as async_pushes
+from dglx_dist.graph import kvstore, shared_memory
 from dglx_dist.graph import partition_book as row_requests
-from dglx_dist.graph import shared_memory
 from dglx_dist.graph.column import Column, RowCache, Shard
-from dglx_dist.graph.kvstore import MAX_IN_FLIGHT, AsyncPushQueue, KVStore, Send
+from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Placement, RowOwners
 from dglx_dist.graph.row_kernels import (
     NO_SLOTS,
@@ -145,100 +145,87 @@ def test_out_is_filled_or_refused(store: KVStore) -> None:
 
 
 class FakeRpc:
-    """Answers when ``gate`` is open; calls with a negative number fail."""
+    """Answers calls when ``gate`` is open; those to a name that begins with "bad" fail."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
-        self.sent: list[int] = []
-        self.left = threading.Semaphore(0)
+        self.sent: list[str] = []
+        self.waited: list[str] = []
 
     def submit(self, rank: int, op: str, name: str, arrays: Any, *, phase: str, layer: int) -> Any:
-        number = int(arrays[0][0])
-        self.sent.append(number)
-        self.left.release()
+        self.sent.append(name)
 
-        def result() -> list[Any]:
-            assert self.gate.wait(20)
-            if number < 0:
-                raise RemoteError(f"rank {rank} failed at {number}")
+        def result(timeout_s: float) -> list[Any]:
+            self.waited.append(name)
+            if not self.gate.wait(timeout_s):
+                raise PeerError(f"rank {rank} did not answer {name}")
+            if name.startswith("bad"):
+                raise RemoteError(f"rank {rank} failed at {name}")
             return []
 
-        return SimpleNamespace(result=result)
-
-
-def send(number: int, rank: int = 1) -> Send:
-    return Send(rank=rank, op="op", name="x", arrays=[np.array([number])], phase="push", layer=0)
+        return SimpleNamespace(result=result, ready=self.gate.is_set, age_s=0.0)
 
 
 @pytest.fixture
-def rpc() -> FakeRpc:
-    return FakeRpc()
+def rpc(monkeypatch: pytest.MonkeyPatch) -> FakeRpc:
+    fake = FakeRpc()
+    monkeypatch.setattr(Rpc, "submit", lambda _, *args, **options: fake.submit(*args, **options))
+    return fake
 
 
 @pytest.fixture
-def queue(rpc: FakeRpc) -> Any:
-    session = SimpleNamespace(rpc=rpc, timeout_s=20.0, hosts=["a", "b", "c"])
-    made = AsyncPushQueue(session)  # type: ignore[arg-type]
-    yield made
+def remote(alone: Session, rpc: FakeRpc) -> Iterator[KVStore]:
+    """A store of which another server owns all rows."""
+    alone.topology = Topology(0, 2, (0, 1))
+    store = KVStore(alone, Placement(2, alone.topology))
+    info, bounds = ColumnInfo(dtype="int64", row_shape=()), np.array([0, 0, 9])
+    for name in ("a", "b", "bad a", "bad b"):
+        store.add_column(Column(name=name, info=info, bounds=bounds, shards=(), writable=True))
+    yield store
     rpc.gate.set()
-    made.close()
 
 
-def test_a_fence_that_waits_in_vain_names_who_is_missing(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
-    queue.put([send(1), send(2, rank=2), send(3)])
-    with pytest.raises(PeerError, match=r"fence\(\) waited 0.05 s .* rank 1 on b \(2\), rank 2 on c \(1\)"):
-        queue.fence(0.05)
+def push(store: KVStore, *names: str) -> None:
+    for name in names:
+        store.push(name, np.array([1]), np.array([5]), wait=False)
+
+
+def test_a_fence_that_waits_in_vain_names_who_is_missing_and_can_be_repeated(
+    remote: KVStore, rpc: FakeRpc
+) -> None:
+    push(remote, "a", "b")
+    for _ in range(2):
+        with pytest.raises(PeerError, match=r"rank 1 did not answer a; .* by rank: rank 1 \(2\)"):
+            remote.fence(0.01)
     rpc.gate.set()
-    queue.fence()
+    remote.fence()
 
 
-def test_requests_leave_in_order_before_the_first_is_answered(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # lets the thread run between two requests of a call
-    try:
-        queue.put([send(number) for number in range(MAX_IN_FLIGHT + 3)])
-    finally:
-        sys.setswitchinterval(interval)
-    for _ in range(MAX_IN_FLIGHT):
-        assert rpc.left.acquire(timeout=5)
-    assert rpc.sent == list(range(MAX_IN_FLIGHT))
+def test_errors_are_raised_at_the_fence_once_and_counted(remote: KVStore, rpc: FakeRpc) -> None:
+    push(remote, "a", "bad a")
     rpc.gate.set()
-    queue.fence()
-    assert rpc.sent == list(range(MAX_IN_FLIGHT + 3))
-
-
-def test_errors_are_raised_at_the_fence_once_and_counted(queue: AsyncPushQueue, rpc: FakeRpc) -> None:
-    rpc.gate.set()
-    queue.put([send(1), send(-2), send(3), send(-4), send(-5)])
-    with pytest.raises(RemoteError, match="failed at -2") as caught:
-        queue.fence()
+    push(remote, "bad b", "bad a", "b")
+    with pytest.raises(RemoteError, match="failed at bad a") as caught:
+        remote.fence()
     assert caught.value.__notes__ == ["2 more pushes with wait=False failed too"]
-    queue.put([send(6)])
-    queue.fence()
-    assert rpc.sent == [1, -2, 3, -4, -5, 6]
+    remote.fence()
+    assert rpc.sent == ["a", "bad a", "bad b", "bad a", "b"]
 
 
 def test_who_pushes_too_much_waits_for_room(
-    queue: AsyncPushQueue, rpc: FakeRpc, monkeypatch: pytest.MonkeyPatch
+    remote: KVStore, rpc: FakeRpc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_pushes, "MAX_BYTES", 16)
-    queue.put([send(1), send(2)])  # 16 bytes
-    entered = threading.Event()
-
-    def put_one_more() -> None:
-        entered.set()
-        queue.put([send(3)])
-
-    thread = threading.Thread(target=put_one_more)
-    thread.start()
-    assert entered.wait(20)
-    for _ in range(2):
-        assert rpc.left.acquire(timeout=20)
-    assert rpc.sent == [1, 2]
+    monkeypatch.setattr(kvstore, "MAX_BYTES", 32)
+    push(remote, "a", "b")  # 16 bytes each
+    assert rpc.waited == []
+    remote.session.timeout_s = 0.01
+    with pytest.raises(PeerError, match="did not answer a"):
+        push(remote, "a")
+    assert rpc.sent == ["a", "b"]
     rpc.gate.set()
-    thread.join(20)
-    queue.fence()
-    assert rpc.sent == [1, 2, 3]
+    push(remote, "a")
+    remote.fence()
+    assert rpc.sent == ["a", "b", "a"]
 
 
 def pulled(ids: Array, num_ids: int, direct_limit: int = 1 << 20) -> SlotTable:

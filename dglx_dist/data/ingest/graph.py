@@ -64,7 +64,7 @@ def _ingest_nodes(spec: TypeSpec[str], *, is_text: bool, seed: int, output: Data
     id_bytes, is_range = 0, not is_text
     for piece in rows.scan(*spec.id_columns):
         if column is not None:
-            ids = ids_of(piece.columns[column], column, piece.where, piece.first_row, is_text=is_text)
+            ids = ids_of(piece.columns[column], is_text=is_text)
             id_bytes += (pc.sum(pc.binary_length(ids)).as_py() or 0) if is_text else 8 * len(ids)
             is_range = is_range and np.array_equal(ids, np.arange(piece.row, piece.row + len(ids)))
     num_nodes, step = rows.num_rows, output.budget.batch // 8

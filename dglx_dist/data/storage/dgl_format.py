@@ -17,7 +17,15 @@ from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.columns import safe_name
 from dglx_dist.data.storage.files import named_failures, partial_folder
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place
-from dglx_dist.data.storage.writer import EdgeOrder, NodeOrder, relabel_edges, relabel_nodes, write_dataset
+from dglx_dist.data.storage.writer import (
+    EdgeOrder,
+    NodeOrder,
+    relabel_edges,
+    relabel_nodes,
+    rows_of,
+    take_rows,
+    write_dataset,
+)
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.progress import progress
 from dglx_dist.records import EDGE_TYPE, LABEL, NODE_TYPE, Array, Assignment, EdgeType, NodeColumn, RawGraph
@@ -380,8 +388,8 @@ class _DglWriter:
     def write_part(self, part: int, folder: Path) -> None:
         folder.mkdir()
         dgl.save_graphs(str(folder / _FILES["part_graph"]), [self._structure(part)], formats=self._formats)
-        node_rows = {ntype: _rows(order, part) for ntype, order in self._nodes.items()}
-        edge_rows = {etype: _rows(order, part) for etype, order in self._edges.items()}
+        node_rows = {ntype: rows_of(order, part) for ntype, order in self._nodes.items()}
+        edge_rows = {etype: rows_of(order, part) for etype, order in self._edges.items()}
         self._save_rows(folder, "node_feats", "orig_nids.dgl", node_rows, self._graph.node_data)
         self._save_rows(folder, "edge_feats", "orig_eids.dgl", edge_rows, self._graph.edge_data)
 
@@ -460,7 +468,7 @@ class _DglWriter:
 
     def _tensor(self, column: tuple[str | EdgeType, str], values: NodeColumn, rows: Array) -> torch.Tensor:
         kind, name = column
-        array = values[rows] if isinstance(values, np.ndarray) else values.dense(rows)
+        array = take_rows(values, rows)
         if column in self._bfloat16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         if array.dtype == np.bool_:
@@ -471,10 +479,6 @@ class _DglWriter:
             raise ConfigError(
                 f"{kind}/{name} has dtype {array.dtype}, which DGL's files cannot hold"
             ) from problem
-
-
-def _rows(order: NodeOrder | EdgeOrder, part: int) -> Array:
-    return order.new_to_old[order.offsets[part] : order.offsets[part + 1]]
 
 
 def _ids(ids: Array) -> torch.Tensor:

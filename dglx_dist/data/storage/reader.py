@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from dglx_dist.data.storage.arrays import ArrayCache, ArrayFolder
+from dglx_dist.data.storage.arrays import ArrayCache
 from dglx_dist.data.storage.columns import (
     CACHE,
     IDS,
@@ -356,6 +356,7 @@ def _by_source(part: StoredPart, etype: EdgeType, rows: Array) -> Array:
     return ordered
 
 
+_PROGRESS_EDGES = 1 << 24
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -383,55 +384,40 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     if manifest.num_parts == 1:
         part = dataset.part(0)
         return CSC(indptr=part.indptr(etype), indices=part.indices(etype))
+    parts, offsets = range(manifest.num_parts), manifest.edge_offsets[etype]
+
+    def pieces(name: str) -> Iterator[Array]:
+        if name == "indptr":
+            yield np.zeros(1, dtype=np.int64)
+        for part in parts:
+            stored = dataset.part(part)
+            yield stored.indices(etype) if name == "indices" else stored.indptr(etype)[1:] + offsets[part]
+
     copy = dataset.cache.entry("structure", edge_type_name(etype))
-    found = copy.find(_facts(manifest, etype))
-    if found is None:
-        try:
-            found = _build(dataset, etype, copy)
-        except OSError as problem:
-            if problem.errno in _READ_ONLY:
-                _LOG.warning(
-                    "%s cannot be written (%s): the structure is copied to memory", copy.path, problem
-                )
-                return _in_memory(dataset, etype)
-            raise StorageError(f"{copy.path} cannot be written ({problem}); make room for it") from problem
-    return CSC(**found[1])
-
-
-def _build(dataset: StoredDataset, etype: EdgeType, copy: ArrayFolder) -> tuple[Any, dict[str, Array]]:
-    manifest = dataset.manifest
-    num_edges = manifest.num_edges(etype)
-    with (
-        copy.writing() as writer,
-        progress("Assembling the structure", num_edges, enabled=num_edges > 1 << 24) as advance,
-    ):
-        indptr = writer.stream("indptr", np.dtype(np.int64), (manifest.num_nodes(etype[2]) + 1,))
-        for piece in _indptr_pieces(dataset, etype):
-            indptr.append(piece)
-        indices = writer.stream("indices", dataset.part(0).indices(etype).dtype, (num_edges,))
-        for part in range(manifest.num_parts):
-            piece = dataset.part(part).indices(etype)
-            indices.append(piece)
-            advance(len(piece))
-        writer.publish(_facts(manifest, etype))
-    return copy.read()
-
-
-def _facts(manifest: Manifest, etype: EdgeType) -> dict[str, int]:
     # Compiled code reads the arrays without checks, so their lengths must be those of this manifest.
-    return {"indptr": manifest.num_nodes(etype[2]) + 1, "indices": manifest.num_edges(etype)}
-
-
-def _indptr_pieces(dataset: StoredDataset, etype: EdgeType) -> Iterator[Array]:
-    yield np.zeros(1, dtype=np.int64)
-    offsets = dataset.manifest.edge_offsets[etype]
-    for part in range(dataset.manifest.num_parts):
-        yield dataset.part(part).indptr(etype)[1:] + offsets[part]
-
-
-def _in_memory(dataset: StoredDataset, etype: EdgeType) -> CSC:
-    parts = [dataset.part(part) for part in range(dataset.manifest.num_parts)]
-    indptr = np.concatenate(list(_indptr_pieces(dataset, etype)))
-    indices = np.concatenate([part.indices(etype) for part in parts])
-    indptr.flags.writeable = indices.flags.writeable = False
-    return CSC(indptr=indptr, indices=indices)
+    lengths = {"indptr": manifest.num_nodes(etype[2]) + 1, "indices": manifest.num_edges(etype)}
+    dtypes = {"indptr": np.dtype(np.int64), "indices": dataset.part(0).indices(etype).dtype}
+    total = sum(lengths.values())
+    found = copy.find(lengths)
+    try:
+        if found is None:
+            with (
+                copy.writing() as writer,
+                progress("Assembling the structure", total, enabled=total > _PROGRESS_EDGES) as advance,
+            ):
+                for name, length in lengths.items():
+                    stream = writer.stream(name, dtypes[name], (length,))
+                    for piece in pieces(name):
+                        stream.append(piece)
+                        advance(len(piece))
+                writer.publish(lengths)
+            found = copy.read()
+    except OSError as problem:
+        if problem.errno not in _READ_ONLY:
+            raise StorageError(f"{copy.path} cannot be written ({problem}); make room for it") from problem
+        _LOG.warning("%s cannot be written (%s): the structure is copied to memory", copy.path, problem)
+        arrays = {name: np.concatenate(list(pieces(name))) for name in lengths}
+        for array in arrays.values():
+            array.flags.writeable = False
+        return CSC(**arrays)
+    return CSC(**found[1])

@@ -308,7 +308,7 @@ def _keys(view: DataView, names: Sequence[str], where: str) -> dict[str, str]:
 
 def _rows(g: DistGraph, keys: Mapping[str, str], ids: Array) -> dict[str, Tensor]:
     pulls = {name: g.kvstore.submit_pull(key, ids, distinct=True, phase=PHASE) for name, key in keys.items()}
-    return {name: pull.result() for name, pull in pulls.items()}
+    return {name: pull() for name, pull in pulls.items()}
 
 
 @final

@@ -15,7 +15,7 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.exchange import GlooExchange, Incoming, Outgoing
+from dglx_dist.comm.exchange import CallExchange, Incoming, Outgoing
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 
@@ -123,13 +123,16 @@ Transfer: TypeAlias = Callable[[], Received]
 
 @final
 class AsyncExchange:
-    """Exchanges tensors between the members of a group without blocking the caller."""
+    """Exchanges tensors between the members of a group without blocking the caller.
+
+    Construction is collective.
+    """
 
     def __init__(self, session: Session, group: Group) -> None:
         self._group = group
         # Pulls and pushes may overtake each other on the wire.
-        self._pulls = GlooExchange(session, tag=1, span="pull")
-        self._pushes = GlooExchange(session, tag=2, span="push gradient")
+        self._pulls = CallExchange(session, "pull")
+        self._pushes = CallExchange(session, "push gradient")
 
     def pull(self, shares: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
         """Send each owner its share of this part; receive the shares of all parts for the own block.
@@ -152,7 +155,7 @@ class AsyncExchange:
 
     def _post(
         self,
-        exchange: GlooExchange,
+        exchange: CallExchange,
         sent: Sequence[Tensor],
         received: Received,
         phase: str,
@@ -165,11 +168,11 @@ class AsyncExchange:
         outgoing = [Outgoing(rank=rank, rows=sent[part].detach().contiguous().cpu()) for part, rank in others]
         incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in others]
         name = phase if batch is None else f"{phase} of batch {batch}"
-        handle = exchange.post(outgoing, incoming, name, phase=phase, layer=1, batch=batch)
+        wait = exchange.post(outgoing, incoming, name, phase=phase, layer=1, batch=batch)
 
         @cache
         def arrived() -> Received:
-            handle.wait()
+            wait()
             return [one.to(device) for one in received]
 
         return arrived

@@ -181,7 +181,6 @@ FACTOR_OF_NORM = {
 
 
 def degree_powers(degrees: Array, exponent: float) -> Array:
-    """Return (n,) float64 factors of (n,) degrees."""
     found: Array = np.power(np.maximum(degrees, 1).astype(np.float64), exponent)
     return found
 
@@ -195,15 +194,15 @@ def check_declared(name: str, module: Any, declared: DeclaredStage, stage: Verte
     """Raise ConfigError if ``module(block, h)`` and its stage differ on random rows: values or gradients."""
     generator = torch.Generator().manual_seed(3)
     weights = {weight: module.get_parameter(weight) for weight in declared.weights}
-    shapes, wanted = [tuple(one.shape) for one in weights.values()], list(stage.weight_shapes.values())
+    shapes, wanted = [tuple(one.shape) for one in weights.values()], list(stage.shapes.weights.values())
     if shapes != wanted:
         raise ConfigError(
             f"layer {name!r} declares weights {list(weights)} of shapes {shapes}, but its stage "
-            f"{declared.stage!r} has {stage.weight_shapes}; name them in this order, with these shapes"
+            f"{declared.stage!r} has {stage.shapes.weights}; name them in this order, with these shapes"
         )
     dtype = next((one.dtype for one in weights.values()), torch.get_default_dtype())
     block = random_block(NUM_NODES, NUM_NODES, NUM_EDGES, generator)
-    rows = torch.randn(NUM_NODES, stage.input_widths[0], dtype=dtype, generator=generator).requires_grad_()
+    rows = torch.randn(NUM_NODES, stage.shapes.inputs[0], dtype=dtype, generator=generator).requires_grad_()
     out = module(block, rows)
     cotangent = torch.randn(out.shape, dtype=dtype, generator=generator)
     trained = {"its input": rows} | {repr(key): one for key, one in weights.items() if one.requires_grad}
@@ -531,22 +530,22 @@ class DeclaredLayer(Layer):
         self.dropouts = (declared.dropout,) if declared.dropout else ()
         self.own_function = declared.activation
         stage = vertex_stage(declared.stage, declared.config)
-        super().__init__(name, module, max(stage.input_widths, default=0), stage.output_widths)
+        super().__init__(name, module, max(stage.shapes.inputs, default=0), stage.shapes.outputs)
         inputs = (declared.around is not None) + declared.own
-        if len(stage.input_widths) != inputs or len(set(stage.input_widths)) != 1:
+        if len(stage.shapes.inputs) != inputs or len(set(stage.shapes.inputs)) != 1:
             self.refuse(
-                f"declares {inputs} inputs, but its stage {declared.stage!r} takes {stage.input_widths} "
+                f"declares {inputs} inputs, but its stage {declared.stage!r} takes {stage.shapes.inputs} "
                 "columns; declare the same number of inputs, all as wide as the layer before"
             )
-        if len(stage.output_widths) != 1:
-            self.refuse(f"has a stage {declared.stage!r} of {len(stage.output_widths)} outputs; give it one")
+        if len(stage.shapes.outputs) != 1:
+            self.refuse(f"has a stage {declared.stage!r} of {len(stage.shapes.outputs)} outputs; give it one")
         self._weights = [self._parameter(weight) for weight in declared.weights]
         self._check_parameters(*self._weights)
         # Of a square weight both orientations have the same shape.
         self.inputs_first = tuple(
             weight
             for weight in self._weights
-            if declared.inputs_first is not False and weight.shape == (self.width, *stage.output_widths)
+            if declared.inputs_first is not False and weight.shape == (self.width, *stage.shapes.outputs)
         )
         if declare is None and not declared.depends_on_the_graph:
             check_declared(name, module, declared, stage)
@@ -569,7 +568,7 @@ class DeclaredLayer(Layer):
             factor = replace(FACTOR_OF_NORM[declared.around], column=edge_column)
             inputs.append(builder.gather(factor).name)
         inputs += [own.name] if declared.own else []
-        (width,) = vertex_stage(declared.stage, declared.config).output_widths
+        (width,) = vertex_stage(declared.stage, declared.config).shapes.outputs
         builder.vertex(declared.stage, config, inputs, {"h": width}, self._weights)
 
 

@@ -25,14 +25,7 @@ from dglx_dist.strategies.full_graph.expansion import compose
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 from scripts.bench import data
-from scripts.bench.experiments.common import (
-    GIGABIT,
-    builds,
-    clustered,
-    predicted_time,
-    quotient,
-    trained,
-)
+from scripts.bench.experiments.common import GIGABIT, builds, clustered, predicted_time, quotient, trained
 from scripts.bench.peers.data import launch_of, launched
 from scripts.bench.records import (
     KAPPA,

@@ -7,6 +7,7 @@ import pytest
 
 from dglx_dist.data.ingest.config import FeatureSpec
 from dglx_dist.data.ingest.features import join_settings, make_transforms
+from dglx_dist.data.tables import Column
 from dglx_dist.errors import ConfigError, DatasetError
 
 
@@ -15,9 +16,9 @@ def transformed(values: list[Any], name: str, **settings: Any) -> list[Any]:
     (one,) = make_transforms(FeatureSpec(columns=("x",), name="f", transform=name, settings=settings))
     array = pa.array(values)
     for first in (0, 2):
-        one.scan(array.slice(first, 2), "t.csv", first)
+        one.scan(Column(array.slice(first, 2), "x", "t.csv", first))
     one.finalize("t.csv")
-    return [list(row) for row in one.apply(array, "t.csv", 0).tolist()]
+    return [list(row) for row in one.apply(Column(array, "x", "t.csv")).tolist()]
 
 
 @pytest.mark.parametrize(
@@ -91,8 +92,8 @@ def test_what_was_found_for_each_column_is_read_again() -> None:
     spec = FeatureSpec(columns=("x", "y"), name="f", transform="standard", settings={})
     made = make_transforms(spec)
     for one, values in zip(made, ([1.0, 3.0], [2.0, 6.0]), strict=True):
-        one.scan(pa.array(values), "t.csv", 0)
+        one.scan(Column(pa.array(values), "x", "t.csv"))
     settled = join_settings([one.finalize("t.csv") for one in made])
     assert settled == {"sum": [[4.0], [8.0]]}
     again = make_transforms(FeatureSpec(columns=("x", "y"), name="f", transform="standard", settings=settled))
-    assert [one.apply(pa.array([2.0]), "t.csv", 0).tolist() for one in again] == [[[0.5]], [[0.25]]]
+    assert [one.apply(Column(pa.array([2.0]), "x", "t.csv")).tolist() for one in again] == [[[0.5]], [[0.25]]]

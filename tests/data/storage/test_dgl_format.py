@@ -122,25 +122,6 @@ def test_parts_without_a_type_are_written_and_loaded(tmp_path: Path, monkeypatch
     assert np.diff(open_dataset(tmp_path / "back").manifest.node_offsets["user"]).tolist() == [10, 0, 10, 0]
 
 
-@pytest.mark.parametrize("graph", [random_homogeneous(6), random_heterogeneous(7)])
-def test_there_and_back(tmp_path: Path, graph: RawGraph) -> None:
-    assignment = random_owners(graph, 3, 8)
-    ours = store(graph, assignment, tmp_path / "ours")
-    import_dgl_format(write_dgl_format(graph, assignment, tmp_path / "dgl"), tmp_path / "back")
-    back = open_dataset(tmp_path / "back")
-    for part in range(3):
-        for ntype, columns in ours.manifest.node_columns.items():
-            original = back.part(part).user_ids(ntype)
-            assert original.tolist() == ours.part(part).original_node_ids(ntype).tolist()
-            for name in columns:
-                expected = ours.part(part).node_data(ntype, name)
-                found = back.part(part).node_data(ntype, name)
-                assert found.dtype == expected.dtype
-                np.testing.assert_array_equal(found, expected)
-        for etype in ours.manifest.edge_types:
-            assert stored_in_edges(back, part, etype) == stored_in_edges(ours, part, etype)
-
-
 def test_bfloat16_travels(tmp_path: Path) -> None:
     graph = random_homogeneous(0)
     graph.node_data[NODE_TYPE]["half"] = np.arange(40, dtype=np.uint16)

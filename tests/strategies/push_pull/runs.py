@@ -140,7 +140,7 @@ def left_over(model: Any) -> dict[str, int]:
         "delayed": len(pipeline.exchange._pending),
         "placed": int(pipeline._owner._live is not None),
         "unread": sum(
-            one._posted.qsize() for one in (pipeline._activations._pulls, pipeline._activations._pushes)
+            len(one._inbox) for one in (pipeline._activations._pulls, pipeline._activations._pushes)
         ),
         "pending": len(pipeline.log._pending),
     }
