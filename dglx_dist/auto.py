@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json
+from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.files import peak, read_size, resident
@@ -351,18 +351,22 @@ def _cluster(session: Session, options: AutoOptions) -> Cluster:
     )
 
 
-def plan_of_run(folder: Path) -> dict[str, Any] | None:
-    """Return ``plan.json`` of the run in ``folder``; None: its strategy was named."""
-    value = read_plan(folder)
-    if value is None:
-        return None
-    try:
-        plan_summary(value)
-    except (KeyError, IndexError, TypeError) as error:
-        raise StorageError(
-            f"{folder / PLAN} is damaged ({type(error).__name__}: {error}); delete it, and resume again"
-        ) from error
-    return value
+def plan_of_run(folder: Path, session: Session) -> dict[str, Any] | None:
+    """Return ``plan.json`` of the run in ``folder`` on rank 0; None: its strategy was named. Collective."""
+
+    def read() -> dict[str, Any] | None:
+        value = read_plan(folder) if session.topology.rank == 0 else None
+        try:
+            if value is not None:
+                plan_summary(value)
+        except (KeyError, IndexError, TypeError) as error:
+            raise StorageError(
+                f"{folder / PLAN} is damaged ({type(error).__name__}: {error}); delete it, and resume again"
+            ) from error
+        return value
+
+    plan = broadcast_json(run_on_all_ranks(session, read, StorageError), session)
+    return plan if isinstance(plan, dict) else None
 
 
 def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:

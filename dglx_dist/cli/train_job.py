@@ -67,7 +67,7 @@ def _resolve_auto(
     folder = Path(plan.out)
     training = Training(num_layers=plan.layers, kind=plan.model, **common_fields(plan, Training))
     taken, chosen = resolve(module, g, training, folder / CHECKPOINTS if plan.resume else None)
-    choice = _saved_plan(g, folder) if chosen is None else chosen.to_json()
+    choice = plan_of_run(folder, g.session) if chosen is None else chosen.to_json()
     plan = replace(plan, strategy=taken.strategy, strategy_options=dict(taken.options))
     if taken.cache is not None:
         plan = replace(plan, cache=taken.cache, cache_alpha=taken.cache_alpha)
@@ -75,14 +75,6 @@ def _resolve_auto(
         # Steps on the whole graph: these options were for the mini-batches in the comparison.
         plan = replace(plan, fanouts=None, batch_size=None)
     return plan, choice
-
-
-def _saved_plan(g: DistGraph, folder: Path) -> dict[str, Any] | None:
-    """Return ``plan.json`` of the run as rank 0 reads it; collective."""
-    is_first = g.session.topology.rank == 0
-    found = run_on_all_ranks(g.session, lambda: plan_of_run(folder) if is_first else None, StorageError)
-    plan = broadcast_json(found, g.session)
-    return plan if isinstance(plan, dict) else None
 
 
 @dataclass(frozen=True, kw_only=True)
