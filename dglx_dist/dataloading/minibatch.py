@@ -117,7 +117,7 @@ NOTHING_EXCLUDED: Excluded = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatch:
-    """One batch of a node loader, and the time it took."""
+    """One batch, and the time it took."""
 
     input_nodes: NodeIds
     """The sources of the first block."""
