@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple, final
+from typing import final
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.data.json_fields import printable
 from dglx_dist.errors import PeerError
-from dglx_dist.records import Array
+from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.cost import Bill, Counts, bill, dollars
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, what_misses
@@ -88,18 +88,6 @@ _MOST_KERNELS, _LONGEST_KERNELS = 16, 400
 _PEER_CHECK_S = 5.0
 
 
-class EpochTotals(NamedTuple):
-    """Totals of one epoch over all ranks; equal on all."""
-
-    epoch: int
-    loss_sum: float
-    """Over all training nodes; not divided."""
-    correct: int
-    """Training nodes whose largest output is at their label."""
-    seconds: float
-    """Between the weight updates before and after the epoch, on the slowest rank. Epochs may overlap."""
-
-
 _RUN_NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: itertools.count(1))
 
 
@@ -163,11 +151,13 @@ class Engine:
             self.abandon = undo.pop_all().close
             """Releases everything after a failure, without waiting for other ranks."""
 
-    def run(self, epochs: int, show: Callable[[], None] = lambda: None) -> list[EpochTotals]:
+    def run(self, epochs: int, show: Callable[[], None] = lambda: None) -> list[EpochRecord]:
         """Train ``epochs`` more epochs; no rank has work in flight afterwards. Collective.
 
-        Calls ``show`` every half a second. Raises PeerError, naming who is missing, if a rank is dead or
-        there was no progress for the session's time-out; or if a task failed in all allowed attempts.
+        The records are of all ranks, without bytes. An epoch takes the time between the weight updates before
+        and after it, on the slowest rank; epochs may overlap. Calls ``show`` every half a second. Raises
+        PeerError, naming who is missing, if a rank is dead or there was no progress for the session's
+        time-out; or if a task failed in all allowed attempts.
         """
         first, end = self.epoch, self.epoch + epochs
         self._updated_at, self._show = {first: time.perf_counter()}, show
@@ -181,8 +171,23 @@ class Engine:
             for epoch in range(first, end)
         ]
         per_rank = gather_numbers(np.array(local), self._session).reshape(-1, epochs, 3)
+        num_train = self._server.program.num_train
         return [
-            EpochTotals(epoch, math.fsum(losses), int(correct.sum()), float(seconds.max()))
+            EpochRecord(
+                epoch=epoch,
+                loss=math.fsum(losses) / num_train,
+                train_accuracy=int(correct.sum()) / num_train,
+                val_accuracy=None,
+                seconds=float(seconds.max()),
+                num_samples=num_train,
+                sample_s=0.0,
+                fetch_s=0.0,
+                wait_s=0.0,
+                compute_s=float(seconds.max()),
+                exchange_s=0.0,
+                bytes_inside=0,
+                bytes_outside=0,
+            )
             for epoch, (losses, correct, seconds) in enumerate(per_rank.transpose(1, 2, 0), first)
         ]
 

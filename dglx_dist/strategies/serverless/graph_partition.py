@@ -60,7 +60,6 @@ class LocalGraph:
 
     @property
     def own_ids(self) -> Array:
-        """(n,) int64 global ids of the own nodes."""
         return np.arange(self.starts[self.rank], self.starts[self.rank + 1], dtype=np.int64)
 
     @property
@@ -185,11 +184,9 @@ class Part:
         return len(self.bounds) - 1
 
     def nodes_of(self, interval: int) -> slice:
-        """Return the local ids of the nodes of ``interval``."""
         return slice(int(self.bounds[interval]), int(self.bounds[interval + 1]))
 
     def edges_of(self, interval: int) -> slice:
-        """Return the positions of the in-edges of ``interval``."""
         nodes = self.nodes_of(interval)
         return slice(int(self.graph.indptr[nodes.start]), int(self.graph.indptr[nodes.stop]))
 

@@ -398,11 +398,9 @@ class GraphServer:
         return self.part.graph.rank
 
     def key_of(self, interval: int, epoch: int, task: ScheduledTask) -> TaskKey:
-        """Return the key of a WORK task of own interval ``interval``."""
         return TaskKey(epoch, task.step, self.part.first_interval + interval, task.direction, self.run)
 
     def rows_of(self, interval: int) -> int:
-        """Return the number of nodes of own interval ``interval``."""
         nodes = self.part.nodes_of(interval)
         return nodes.stop - nodes.start
 
@@ -584,7 +582,6 @@ class GraphServer:
             output[ghosts] = self._dropped(step, epoch, graph.ghosts[share], source[ghosts])
 
     def _rows_of_slot(self, interval: int, slot: str) -> tuple[slice, Array]:
-        """Return the positions of an interval's rows of ``slot``, and the ids of its nodes or edges."""
         of_edges, graph = slot in self.program.edge_slots, self.part.graph
         where = self.part.edges_of(interval) if of_edges else self.part.nodes_of(interval)
         first = graph.first_edge if of_edges else int(graph.starts[graph.rank])

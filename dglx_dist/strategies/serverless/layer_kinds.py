@@ -181,7 +181,6 @@ FACTOR_OF_NORM = {
 
 
 def degree_powers(degrees: Array, exponent: float) -> Array:
-    """Return (n,) float64 factors of (n,) degrees."""
     found: Array = np.power(np.maximum(degrees, 1).astype(np.float64), exponent)
     return found
 

@@ -101,12 +101,10 @@ class Progress:
         return not self._may_switch or epoch - self._options.staleness - 1 < self._undecided
 
     def task_of(self, interval: int) -> tuple[int, ScheduledTask]:
-        """Return the epoch of ``interval`` and its next or running task."""
         epoch, index = divmod(self.position[interval], len(self._schedule))
         return epoch, self._schedule[index]
 
     def can_start(self, interval: int) -> bool:
-        """True if ``interval`` may start its next task now."""
         position = self.position[interval]
         epoch, index = divmod(position, len(self._schedule))
         if interval in self.running or epoch >= self.end:
@@ -123,11 +121,9 @@ class Progress:
         return barrier is not Barrier.GLOBAL or not self.behind(position)
 
     def startable(self) -> list[int]:
-        """Return all intervals that can start their next task."""
         return [interval for interval in range(len(self.position)) if self.can_start(interval)]
 
     def behind(self, position: int) -> list[int]:
-        """Return the peers that have not reported ``position`` yet."""
         return [peer for peer, floor in self._peer_positions.items() if floor < position]
 
     def waited_for(self) -> list[int]:
@@ -141,7 +137,6 @@ class Progress:
         return self.behind(self.floor) if waits else []
 
     def start(self, interval: int) -> tuple[int, ScheduledTask]:
-        """Mark the next task of ``interval`` as running; return its epoch and the task."""
         assert self.can_start(interval), f"interval {interval} cannot start"
         self.running.add(interval)
         return self.task_of(interval)
@@ -171,7 +166,6 @@ class Progress:
         return at_barrier or is_counted, epoch if is_counted else None
 
     def record_position(self, peer: int, position: int) -> None:
-        """Record that all intervals of ``peer`` reached ``position``."""
         if peer not in self._peer_positions:
             raise ConfigError(f"graph server {peer} is not one of the peers {sorted(self._peer_positions)}")
         self._peer_positions[peer] = max(self._peer_positions[peer], position)
@@ -278,8 +272,6 @@ def check_reachable(host: str, *, paid: bool) -> None:
 
 
 def addresses_of(access: ClientAccess) -> tuple[dict[int, Address], Secrets]:
-    """Return the address of each rank, and the credentials of workers."""
-
     def text(key: bytes | None) -> str | None:
         return None if key is None else key.decode()
 
@@ -330,7 +322,7 @@ _Queue: TypeAlias = PriorityQueue[tuple[int, int, Callable[[], None] | None]]
 
 @final
 class ThreadScheduler:
-    """Runs the epochs of one graph server on compute threads, one per core, and network threads.
+    """Runs the epochs of one graph server on compute threads, one per core, and network threads. Thread-safe.
 
     Graph server r is rank r. Every rank constructs its scheduler before any rank runs, and closes it after
     all have stopped sending. Unless the mode is no_pipe, a worker is launched when the task before its own
@@ -417,20 +409,17 @@ class ThreadScheduler:
                 thread.join(None if self._failure is None else _JOIN_TIMEOUT_S)
 
     def weights_updated(self, updates: int) -> None:
-        """Record that the parameter servers made ``updates`` updates; thread-safe."""
         with self._lock:
             self._progress.updates = max(self._progress.updates, updates)
             self._enqueue_all()
 
     def task_done(self, key: TaskKey, attempt: int) -> None:
-        """Record that a worker completed a task; thread-safe."""
         # First: until the controller knows, it would count the loss of another attempt as one of the task.
         self.duplicate_done(key, attempt)
         with self._lock:
             self._finish(key.interval - self._server.part.first_interval)
 
     def duplicate_done(self, key: TaskKey, attempt: int) -> None:
-        """Record that a worker finished an attempt of a task; thread-safe."""
         try:
             self._workers.done(key, attempt)
         except DglxError as error:

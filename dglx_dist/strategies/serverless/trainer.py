@@ -23,7 +23,6 @@ from dglx_dist.comm.collectives import (
     run_on_all_ranks,
     sum_over_ranks,
 )
-from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import Items, LoaderTimes, read_items
 from dglx_dist.errors import CheckpointError, ConfigError
@@ -39,7 +38,6 @@ from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.serverless.engine import (
     Account,
     Engine,
-    EpochTotals,
     account_of_ranks,
     progress_line,
 )
@@ -83,7 +81,6 @@ class IntervalLoader:
         return LoaderTimes()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position as JSON values, in the format of other loaders."""
         return {"epoch": self._epoch, "step": 0, "seed": self.g.session.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -271,8 +268,8 @@ class LambdaTrainer(EpochTrainer):
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self._options, self._show = options, show
         self._session = loader.g.session
-        targets, self._num_train = loader.own_targets()
-        self._program = replace(chain.program, num_train=self._num_train)
+        targets, num_train = loader.own_targets()
+        self._program = replace(chain.program, num_train=num_train)
         self._names = list(self._program.weight_shapes)
         run_on_all_ranks(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
         self._part = open_part(loader.g, chain, objective, targets, options.intervals)
@@ -291,7 +288,7 @@ class LambdaTrainer(EpochTrainer):
             if self._show is not None:
                 self._show(progress_line(engine, self._options, account))
 
-        totals = engine.run(number, show)
+        records = engine.run(number, show)
         write_back(self._model, self._optimizer, engine.parameters.latest(), engine.parameters.state())
         self._past += Account(server_seconds=time.perf_counter() - began)
         self._last_fingerprint = fingerprint(self._model, self._optimizer)
@@ -299,7 +296,15 @@ class LambdaTrainer(EpochTrainer):
         if self._synchronous_from is None:
             self._synchronous_from = engine.progress.synchronous_from
         self._compare_kernels(sorted(engine.kernels.copy()))
-        return self._records(totals, self._session.ledger.since(counted))
+        # Overlapping epochs share the bytes evenly: in the end all have moved the same.
+        moved = self._session.ledger.since(counted)
+        local = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
+        both = gather_int64(local, self._session).sum(axis=0)
+        ends = np.arange(number + 1)[:, None] * both // number
+        return [
+            replace(one, bytes_inside=int(inside), bytes_outside=int(outside))
+            for one, (inside, outside) in zip(records, np.diff(ends, axis=0), strict=True)
+        ]
 
     def close(self, *, failed: bool = False) -> None:
         if (engine := self._engine) is not None:
@@ -355,30 +360,6 @@ class LambdaTrainer(EpochTrainer):
                 " | ".join(sorted(kinds)),
             )
         self._warned = self._warned or len(kinds) > 1
-
-    def _records(self, totals: Sequence[EpochTotals], moved: Sequence[LedgerRow]) -> list[EpochRecord]:
-        # Overlapping epochs share the bytes evenly: in the end all have moved the same.
-        local = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
-        both = gather_int64(local, self._session).sum(axis=0)
-        ends = np.arange(len(totals) + 1)[:, None] * both // len(totals)
-        return [
-            EpochRecord(
-                epoch=one.epoch,
-                loss=one.loss_sum / self._num_train,
-                train_accuracy=one.correct / self._num_train,
-                val_accuracy=None,
-                seconds=one.seconds,
-                num_samples=self._num_train,
-                sample_s=0.0,
-                fetch_s=0.0,
-                wait_s=0.0,
-                compute_s=one.seconds,
-                exchange_s=0.0,
-                bytes_inside=int(inside),
-                bytes_outside=int(outside),
-            )
-            for one, (inside, outside) in zip(totals, np.diff(ends, axis=0), strict=True)
-        ]
 
 
 @final

@@ -60,8 +60,9 @@ def train(session: Session, name: str, mode: str, **options: Any) -> None:
         for key, value in engine.parameters.latest().items():
             np.testing.assert_allclose(value, weights[key], rtol=1e-10, atol=1e-12, err_msg=key)
         assert [one.epoch for one in totals] == list(range(EPOCHS))
-        assert [one.correct for one in totals] == [correct for _, correct in losses]
-        np.testing.assert_allclose([one.loss_sum for one in totals], [loss for loss, _ in losses], rtol=1e-10)
+        # Of six training nodes, by the program.
+        found = [(6 * one.loss, 6 * one.train_accuracy) for one in totals]
+        np.testing.assert_allclose(found, losses, rtol=1e-10)
     assert all(one.seconds > 0 for one in totals)
     engine.close()
 

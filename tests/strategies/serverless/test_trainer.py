@@ -15,6 +15,7 @@ from torch import nn
 
 import dglx_dist as dx
 from dglx_dist.comm.session import current_session
+from dglx_dist.comm.trace import read_trace
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.optim import SparseAdam
 from dglx_dist.records import EpochRecord
@@ -398,3 +399,40 @@ def test_several_types_are_refused() -> None:
         g = dx.distribute(graph)
         with pytest.raises(ConfigError, match="one node and one edge type"):
             dx.wrap(equality.build_model("sage", 4, 4, 2, dropout=0.0), g)
+
+
+def test_a_trace_has_every_task_of_every_interval(folder: Path, tmp_path: Path) -> None:
+    with dx.init("lambda", timeout=60, executor="inline", intervals=2, workers=2, threads=1):
+        g = dx.DistGraph(folder)
+        dx.fit(
+            equality.model_of("gcn", g),
+            g,
+            config=FitConfig(epochs=2, eval_every=0, trace=tmp_path / "t.json", show_progress=False),
+        )
+        g.close()
+    (rank,) = read_trace(tmp_path / "t.json").ranks
+    names = {
+        row: {span.name for span in rank.spans if span.row == row} for row in {s.row for s in rank.spans}
+    }
+    assert names["graph server"] == {
+        "GA1", "open AV1", "GA2", "open AV2", "publish GA2", "collect SC1",
+    }  # fmt: skip
+    assert names["network"] == {"SC1", "gradSC1"}
+    assert names["parameter server"] == {"WU"}
+    assert names["worker"] - {"wait for rows"} == {"AV1", "AV2+grad", "gradAV1"}
+    tasks = [
+        (span.name, span.batch, span.interval)
+        for span in rank.spans
+        if span.row == "worker" and span.name != "wait for rows"
+    ]
+    assert sorted(tasks) == sorted(
+        (name, epoch, interval)
+        for name in ("AV1", "AV2+grad", "gradAV1")
+        for epoch in (0, 1)
+        for interval in (0, 1)
+    )
+    # A worker begins with interval 0 before interval 1 is summed, or they would take turns.
+    made = [
+        (span.name, span.interval) for span in rank.spans if span.row == "graph server" and span.batch == 1
+    ]
+    assert made[:4] == [("GA1", 0), ("open AV1", 0), ("GA1", 1), ("open AV1", 1)]
