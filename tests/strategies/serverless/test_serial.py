@@ -13,13 +13,7 @@ from dglx_dist.strategies.serverless.graph_server import GraphServer, TaskKind
 from tests.helpers import wide
 
 from . import cases
-from .serial_scheduler import (
-    Choice,
-    Event,
-    SerialScheduler,
-    first_come,
-    seeded,
-)
+from .serial_scheduler import Choice, Event, SerialScheduler, first_come, seeded
 
 
 def train(
