@@ -35,12 +35,7 @@ from dglx_dist.serverless.parameter_server import Scheme, Update, initialise
 from dglx_dist.serverless.stages.base import Backward, Forward
 from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel, check_one_type
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
-from dglx_dist.strategies.serverless.engine import (
-    Account,
-    Engine,
-    account_of_ranks,
-    progress_line,
-)
+from dglx_dist.strategies.serverless.engine import Account, Engine, account_of_ranks, progress_line
 from dglx_dist.strategies.serverless.graph_partition import open_part
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
 from dglx_dist.strategies.serverless.options import LambdaOptions
