@@ -137,14 +137,6 @@ def own(x: Tensor, rank: int, own_rows: Sequence[int] = OWN) -> Tensor:
     return x[sum(own_rows[:rank]) : sum(own_rows[: rank + 1])]
 
 
-def gathered(own_gradient: Tensor) -> Tensor:
-    """All ranks' rows of OWN, on every rank."""
-    total = torch.zeros(sum(OWN), *own_gradient.shape[1:], dtype=own_gradient.dtype)
-    own(total, dist.get_rank()).copy_(own_gradient)
-    dist.all_reduce(total)
-    return total
-
-
 class Part(torch.autograd.Function):
     """All ranks' rows -> own rows, inside a function that is the same on all ranks."""
 
@@ -213,30 +205,6 @@ def check_kept(halo: HaloExchange, rank: int) -> None:
         torch.autograd.grad(halo.exchange(h, kept), h, y)[0] for kept in (None, x[rows][OWN[rank] :])
     )
     assert torch.equal(once, again)
-
-
-def check_several_in_one_step(halo: HaloExchange, rank: int) -> None:
-    """The same layer twice before backward, another width and dtype between."""
-    rows = rows_of(rank, OWN, NEEDS)
-    first, second = everything(OWN, 3), everything(OWN, 3) ** 2
-    a, b = (own(x, rank).clone().requires_grad_() for x in (first, second))
-    one, two = halo.exchange(a), halo.exchange(b)
-    wide = halo.exchange(everything(OWN, 9)[: OWN[rank]].float().requires_grad_())
-    assert torch.equal(one, first[rows])
-    assert torch.equal(two, second[rows])
-    del wide
-    (one * two).sum().backward()
-    grad_a, grad_b = a.grad, b.grad
-    count = torch.bincount(torch.cat([rows_of(other, OWN, NEEDS) for other in range(len(OWN))]))
-    assert torch.allclose(gathered(grad_a), second * count[:, None], rtol=0, atol=1e-12)
-    assert torch.allclose(gathered(grad_b), first * count[:, None], rtol=0, atol=1e-12)
-    # Backward of a step after the forward of the next one.
-    c, d = (own(x, rank).clone().requires_grad_() for x in (first, second))
-    early, late = halo.exchange(c).pow(2).sum(), halo.exchange(d).pow(2).sum()
-    early.backward()
-    late.backward()
-    assert torch.allclose(gathered(c.grad), 2 * first * count[:, None], rtol=0, atol=1e-12)
-    assert torch.allclose(gathered(d.grad), 2 * second * count[:, None], rtol=0, atol=1e-12)
 
 
 def check_halves_are_added_wide(halo: HaloExchange, rank: int) -> None:
@@ -348,7 +316,6 @@ def on_every_rank() -> None:
         check_values(halo, rank)
         check_gradcheck(halo)
         check_kept(halo, rank)
-        check_several_in_one_step(halo, rank)
         check_halves_are_added_wide(halo, rank)
         check_bytes(session, halo, rank)
         check_through_the_host(halo, rank)
