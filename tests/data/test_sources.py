@@ -118,9 +118,11 @@ def test_a_graph_in_one_format_keeps_the_order_of_its_edges(formats: str) -> Non
     assert [ids.tolist() for ids in graph.edges[EDGE_TYPE]] == [[2, 0, 1], [0, 1, 2]]
 
 
-def test_a_block_is_no_graph() -> None:
-    with pytest.raises(ConfigError, match="block of a mini-batch"):
-        load_dataset(dgl.to_block(triangle()))
+def test_something_else_than_a_graph_is_refused() -> None:
+    block = dgl.to_block(triangle())
+    for given, named in (([0, 1], r"a DGLGraph, not as builtins\.list"), (block, "block of a mini-batch")):
+        with pytest.raises(ConfigError, match=named):
+            load_dataset(given)  # type: ignore[arg-type]
 
 
 def test_ids_of_a_larger_graph_are_left_out() -> None:
@@ -147,11 +149,6 @@ def test_bad_columns_of_an_object_are_found() -> None:
     graph.ndata["features"] = torch.tensor([0.0, 1.0, torch.nan])
     with pytest.raises(DatasetError, match="the DGLGraph 'graph': column 'feat', row 2"):
         load_dataset(graph)
-
-
-def test_something_else_than_a_graph_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a DGLGraph, not as builtins\.list"):
-        load_dataset([0, 1])  # type: ignore[arg-type]
 
 
 def test_several_saved_graphs_need_an_index(tmp_path: Path) -> None:
@@ -392,20 +389,26 @@ def test_bad_arrays_are_refused(tmp_path: Path, arrays: dict[str, Array], messag
 
 def test_what_is_no_graph_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "no_edges.npz", src=np.array([0]))
-    with pytest.raises(DatasetError, match=r"no_edges\.npz: lacks the array 'dst'"):
-        load(tmp_path / "no_edges.npz")
-    (tmp_path / "text.npz").write_text("not a zip file")
-    with pytest.raises(DatasetError, match=r"text\.npz: not a readable \.npz file"):
-        load(tmp_path / "text.npz")
     np.savez(tmp_path / "pickled.npz", src=np.array([{"a": 1}], dtype=object))
-    with pytest.raises(DatasetError, match=r"pickled\.npz: not a readable \.npz file of plain arrays"):
-        load(tmp_path / "pickled.npz")
+    (tmp_path / "text.npz").write_text("not a zip file")
     whole = saved(tmp_path).read_bytes()
     (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DatasetError, match=r"cut\.npz: not a readable"):
-        load(tmp_path / "cut.npz")
-    with pytest.raises(DatasetError, match=r"there is no file .*absent\.npz"):
-        load(tmp_path / "absent.npz")
+    for name, problem in (
+        ("no_edges", ": lacks the array 'dst'"),
+        ("text", ": not a readable .npz file"),
+        ("pickled", ": not a readable .npz file of plain arrays"),
+        ("cut", ": not a readable"),
+        ("absent", "; expected a .npz file"),
+    ):
+        with pytest.raises(DatasetError, match=rf"{name}\.npz{problem}"):
+            load(tmp_path / f"{name}.npz")
+
+
+def test_features_without_edges_tell_how_many_nodes_there_are(tmp_path: Path) -> None:
+    none = np.empty(0, np.int64)
+    np.savez(tmp_path / "lone.npz", src=none, dst=none, features=np.ones((3, 2)))
+    with pytest.raises(DatasetError, match="the graph has 3 nodes and 0 edges; there must be at least one"):
+        load_dataset(tmp_path / "lone.npz")
 
 
 @pytest.mark.parametrize(("stored", "loaded"), [("u1", "i4"), ("u8", "i8"), (">i8", "i8"), (">i4", "i8")])

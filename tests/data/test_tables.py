@@ -110,7 +110,7 @@ def columns_of(graph: RawGraph, node_type: str = NODE_TYPE) -> dict[str, Array]:
     return {name: np.asarray(column) for name, column in graph.node_data[node_type].items()}
 
 
-def test_string_ids_are_mapped_in_the_order_of_the_node_table_and_kept(tmp_path: Path) -> None:
+def test_string_ids_are_mapped_and_columns_get_their_meaning_from_their_names(tmp_path: Path) -> None:
     graph = load_dataset(write(tmp_path, nodes_dot_csv=NODES, edges_dot_csv=EDGES))
     assert graph.num_nodes == {NODE_TYPE: 4}
     assert graph.user_ids[NODE_TYPE].tolist() == ["bob", "ann", "cid", "dan"]
@@ -118,10 +118,6 @@ def test_string_ids_are_mapped_in_the_order_of_the_node_table_and_kept(tmp_path:
     assert edges_of(graph) == [[1, 0, 3], [0, 2, 1]]
     assert graph.edges[EDGE_TYPE][0].dtype == np.int32
     assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == [1, 2, 3]
-
-
-def test_columns_get_their_meaning_from_their_names(tmp_path: Path) -> None:
-    graph = load_dataset(write(tmp_path, nodes_dot_csv=NODES, edges_dot_csv=EDGES))
     columns = columns_of(graph)
     assert set(columns) == {"feat", "label", "train_mask", "val_mask", "test_mask"}
     assert columns["feat"].dtype == np.float32

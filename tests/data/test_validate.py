@@ -109,10 +109,22 @@ def test_bad_edges_are_named_with_their_first_row(
         check_raw_graph(with_edges(source_ids, destination_ids), WHERE)
 
 
-def test_a_user_id_that_repeats_is_named_with_both_rows() -> None:
-    graph = dataclasses.replace(graph_with(), user_ids={NODE_TYPE: array("d", "b", "a", "b")})
-    with pytest.raises(DatasetError, match="column 'id', row 3: node id 'b' occurs already in row 1"):
-        check_raw_graph(graph, WHERE)
+@pytest.mark.parametrize(
+    ("ntype", "ids", "named"),
+    [
+        (NODE_TYPE, array("d", "b", "a", "b"), "column 'id', row 3: node id 'b' occurs already in row 1"),
+        ("user", array(1, 2), "user ids of a node type that the graph lacks"),
+    ],
+)
+def test_wrong_user_ids_are_named(ntype: str, ids: Array, named: str) -> None:
+    with pytest.raises(DatasetError, match=named):
+        check_raw_graph(dataclasses.replace(graph_with(), user_ids={ntype: ids}), WHERE)
+
+
+def test_a_label_of_too_many_classes_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    graph = dataclasses.replace(graph_with(label=array(0, 1, 2, 10**12)), num_classes={NODE_TYPE: 10**12 + 1})
+    check_raw_graph(graph, WHERE)
+    assert "has the label 1000000000000, which takes over 16777216 classes; is it an id" in caplog.text
 
 
 def test_the_edge_type_and_its_missing_node_type_are_named() -> None:
@@ -143,12 +155,6 @@ def test_a_bad_value_beyond_the_first_piece_has_its_own_row() -> None:
         node_data={NODE_TYPE: {"feat": features}},
     )
     with pytest.raises(DatasetError, match="row 66000: inf"):
-        check_raw_graph(graph, WHERE)
-
-
-def test_user_ids_of_an_unknown_type_are_refused() -> None:
-    graph = dataclasses.replace(graph_with(), user_ids={"user": array(1, 2)})
-    with pytest.raises(DatasetError, match="user ids of a node type that the graph lacks"):
         check_raw_graph(graph, WHERE)
 
 

@@ -368,13 +368,10 @@ def _text_types(config: IngestConfig) -> dict[str, bool]:
 
 
 def _num_steps(config: IngestConfig, num_reverse: int) -> int:
-    def tensors(spec: TypeSpec[Any]) -> int:
-        return len({feature.name for feature in spec.features}) + (
-            0 if spec.label is None else 1 + len(SPLITS)
-        )
-
-    nodes = sum(2 + tensors(spec) for spec in config.nodes)
-    return nodes + sum(5 + tensors(spec) for spec in config.edges) + 3 * num_reverse
+    # About the number of files, for the progress.
+    specs: tuple[TypeSpec[Any], ...] = (*config.nodes, *config.edges)
+    tensors = sum(len(spec.features) + (0 if spec.label is None else 1 + len(SPLITS)) for spec in specs)
+    return 2 * len(config.nodes) + 5 * len(config.edges) + 3 * num_reverse + tensors
 
 
 def _add_settings(

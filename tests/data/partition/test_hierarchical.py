@@ -37,15 +37,6 @@ def test_workers_of_one_server_have_neighbouring_numbers() -> None:
     assert assignment.parameters["workers"] == 2
 
 
-def test_the_border_between_servers_is_cut_less_than_with_the_parts_dealt_out_otherwise() -> None:
-    graph = communities()
-    found = Hierarchical(PartitionOptions(servers=2)).assign(graph, 8, 0)
-    mixed = {NODE_TYPE: np.array([0, 4, 1, 5, 2, 6, 3, 7], dtype=np.int32)[found.part_of[NODE_TYPE]]}
-    other = Assignment(num_parts=8, part_of=mixed, method="m", seed=0)
-    border, border_otherwise = (measure(graph, over_servers(each, 4)).edge_cut for each in (found, other))
-    assert border < border_otherwise
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [

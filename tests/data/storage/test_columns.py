@@ -15,7 +15,6 @@ from dglx_dist.data.storage.columns import (
     checksum,
     column_info,
     numpy_dtype,
-    part_files,
     read_column,
     read_strings,
     safe_name,
@@ -113,18 +112,3 @@ def test_it_is_a_file_name(name: str) -> None:
     assert 0 < len(found) <= 80
     assert found.isascii()
     assert not set(found) & set("./\\:~ \0")
-
-
-def test_all_files_of_a_part() -> None:
-    info = ColumnInfo(dtype="float32", row_shape=())
-    files = part_files(1, {"u": {"feat": info}, "i": {}}, {("u", "b", "i"): {"w": info}}, ("i",))
-    assert list(files) == [
-        "part1/nodes/u/original_ids.arrow",
-        "part1/nodes/u/data/feat.arrow",
-        "part1/nodes/i/original_ids.arrow",
-        "part1/nodes/i/user_ids.arrow",
-        "part1/edges/u.b.i/indptr.arrow",
-        "part1/edges/u.b.i/indices.arrow",
-        "part1/edges/u.b.i/original_ids.arrow",
-        "part1/edges/u.b.i/data/w.arrow",
-    ]

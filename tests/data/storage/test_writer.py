@@ -130,21 +130,6 @@ def test_bfloat16_is_kept_as_its_bits(tmp_path: Path) -> None:
         write_dataset(sparse, random_owners(graph, 2, 0), tmp_path / "f", bfloat16=[(NODE_TYPE, "rows")])
 
 
-def test_the_manifest_tells_how_it_was_made(tmp_path: Path) -> None:
-    owners = Assignment(
-        num_parts=2,
-        part_of=ODD_ONES_OUT.part_of,
-        method="metis",
-        seed=7,
-        parameters={"tolerance": {"train": 0.05}},
-    )
-    write_dataset(TWO_TRIANGLES, owners, tmp_path / "d", quality={"edge_cut": 5 / 7})
-    manifest = open_dataset(tmp_path / "d").manifest
-    assert (manifest.method, manifest.seed, manifest.num_parts) == ("metis", 7, 2)
-    assert manifest.parameters == {"tolerance": {"train": 0.05}}
-    assert manifest.quality == {"edge_cut": 5 / 7}
-
-
 def test_a_figure_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"quality\['edge_cut'\] is nan"):
         write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d", quality={"edge_cut": float("nan")})
