@@ -194,7 +194,8 @@ def _traffic(known: Measured, first: FirstLayer, size: int, *, pushed: bool) -> 
         inside,
         sums,
         once=cluster.ranks * moved // size,
-        exact=work.counted and aligned and first.known,
+        # A model of the user's own may give its first layer values of edges.
+        exact=work.counted and aligned and first.known and not known.shape.guessed,
     )
 
 
