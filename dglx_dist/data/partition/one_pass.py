@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import ClassVar, final
 
 import numpy as np
@@ -45,7 +43,7 @@ def cut_ranges(weights: Array, shares: Array) -> Array:
 
 class _ByHash(Partitioner):
     scatters = True
-    _parameters: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    _parameters: ClassVar[dict[str, str]] = {}
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         parts = hash_parts(graph.total_nodes, num_parts)
@@ -75,7 +73,7 @@ class Feature(_ByHash):
     writer of the dataset adds files of columns for as many ranks as parts.
     """
 
-    _parameters = MappingProxyType({FEATURES: COLUMNS})
+    _parameters: ClassVar = {FEATURES: COLUMNS}
 
 
 @final

@@ -316,7 +316,10 @@ def write_dataset(
     user_ids = _user_id_kinds(graph)
     settings = _json_only({"parameters": dict(assignment.parameters), "quality": dict(quality or {})})
     orders = relabel_nodes(graph, assignment)
-    num_bytes = _expected_bytes(graph, node_columns, edge_columns)
+    columns = [(graph.num_nodes[ntype], infos) for ntype, infos in node_columns.items()]
+    columns += [(num_edges[etype], infos) for etype, infos in edge_columns.items()]
+    num_bytes = 16 * (graph.total_nodes + graph.total_edges)
+    num_bytes += sum(count * _row_bytes(info) for count, infos in columns for info in infos.values())
     with (
         named_failures(folder),
         partial_folder(folder) as partial,
@@ -445,11 +448,9 @@ def _checked_info(column: NodeColumn, num_rows: int, what: str, is_bfloat16: boo
 def _user_id_kinds(graph: RawGraph) -> dict[str, str]:
     kinds = {}
     for ntype, ids in graph.user_ids.items():
-        if ids.shape != (graph.num_nodes.get(ntype, 0),):
-            raise ConfigError(
-                f"user ids of {ntype!r} have shape {ids.shape}, but there are "
-                f"{graph.num_nodes.get(ntype, 0)} such nodes"
-            )
+        count = graph.num_nodes.get(ntype, 0)
+        if ids.shape != (count,):
+            raise ConfigError(f"user ids of {ntype!r} have shape {ids.shape}, but there are {count} nodes")
         if ids.dtype.kind == "U":
             kinds[ntype] = "string"
         elif ids.dtype.kind in "iu" and ids.max(initial=0) <= np.iinfo(np.int64).max:
@@ -459,17 +460,6 @@ def _user_id_kinds(graph: RawGraph) -> dict[str, str]:
                 f"user ids of {ntype!r} have dtype {ids.dtype}; give unicode strings or what fits into int64"
             )
     return kinds
-
-
-def _expected_bytes(
-    graph: RawGraph,
-    node_columns: Mapping[str, Mapping[str, ColumnInfo]],
-    edge_columns: Mapping[EdgeType, Mapping[str, ColumnInfo]],
-) -> int:
-    rows = [(graph.num_nodes[ntype], columns) for ntype, columns in node_columns.items()]
-    rows += [(len(graph.edges[etype][0]), columns) for etype, columns in edge_columns.items()]
-    ids = 16 * (graph.total_nodes + graph.total_edges)
-    return ids + sum(count * _row_bytes(info) for count, columns in rows for info in columns.values())
 
 
 def _row_bytes(info: ColumnInfo) -> int:
