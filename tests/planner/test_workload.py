@@ -115,7 +115,7 @@ def test_figures_that_make_no_sense_are_refused() -> None:
         figures: dict[str, Any] = {"nodes": 10, "edges": 1, "features": 1}
         with pytest.raises(ConfigError, match=message):
             make_plan(PlanConfig(**figures | wrong))
-    with pytest.raises(ConfigError, match="--data DIR"):
+    with pytest.raises(ConfigError, match="folder DIR of a partitioned dataset, or the figures"):
         PlanConfig()
     with pytest.raises(ConfigError, match="--layers is 2"):
         PlanConfig(data="x", fanouts=(1, 2, 3))
