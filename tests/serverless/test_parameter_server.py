@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -66,60 +66,27 @@ def answer_for(server_of: tuple[int, ...], num_servers: int, epochs: int) -> lis
     return bits(weights)
 
 
-class Schedule:
-    """Intervals go through their epochs in a random order, with gate, duplicates and deaths as in a run."""
-
-    def __init__(self, plan: ParameterPlan, epochs: int, seed: int) -> None:
-        self.plan, self.epochs, self.draw = plan, epochs, np.random.default_rng(seed)
-        self.servers = servers_of(plan)
-        self.epoch = dict.fromkeys(range(plan.num_intervals), 0)
-        self.todo: dict[int, list[int]] = {interval: [] for interval in self.epoch}
-        self.seen: dict[tuple[int, int], list[bytes]] = {}
-        self.sent: list[tuple[int, int, int]] = []
-
-    def run(self) -> None:
-        while self.epoch:
-            self.check_bounds()
-            if self.draw.random() < 0.3:
-                exchange(self.servers)
-            updates = self.servers[0].updates
-            gate = updates + self.plan.staleness
-            able = [one for one, epoch in self.epoch.items() if self.todo[one] or epoch <= gate]
-            if not able:
-                assert exchange(self.servers) == updates + 1
-                continue
-            self.go_on(able[int(self.draw.integers(len(able)))])
-        while self.servers[0].updates < self.epochs:
-            assert exchange(self.servers) is not None
-
-    def go_on(self, interval: int) -> None:
-        epoch, server = self.epoch[interval], self.server_of(interval)
-        if not self.todo[interval]:
-            self.todo[interval] = [int(step) for step in self.draw.permutation(list(STEPS))]
-            self.seen[interval, epoch] = bits(server.weights(interval, epoch, 0))
-            assert server._stash_of[interval][1] >= epoch - self.plan.staleness
-        step = self.todo[interval].pop()
-        assert bits(server.weights(interval, epoch, 0)) == self.seen[interval, epoch]
-        assert server.gradients(interval, epoch, step, gradients_of(interval, epoch, step))
-        if step != 1:
-            self.sent.append((interval, epoch, step))
-        again = self.sent[int(self.draw.integers(len(self.sent)))] if self.sent else None
-        if again is not None and self.draw.random() < 0.2:
-            assert not self.server_of(again[0]).gradients(*again, gradients_of(*again))
-        if not self.todo[interval]:
-            # The worker died after its last push: another one asks for the same weights.
-            assert bits(server.weights(interval, epoch, 0)) == self.seen[interval, epoch]
-            self.epoch[interval] += 1
-            if self.epoch[interval] == self.epochs:
-                del self.epoch[interval]
-
-    def server_of(self, interval: int) -> ParameterServer:
-        return self.servers[int(self.plan.server_of_interval[interval])]
-
-    def check_bounds(self) -> None:
-        for server in self.servers:
-            assert len(server._versions) <= self.plan.staleness + 2
-            assert set(server._stash_of) <= set(self.plan.intervals_of(server.index))
+def go_through(
+    servers: Sequence[ParameterServer], interval: int, epochs: int, draw: np.random.Generator
+) -> Iterator[None]:
+    """Take an interval through its epochs, with gate, duplicates and deaths; pause before calls."""
+    plan, sent = servers[0].plan, list[tuple[int, int, int]]()
+    server = servers[int(plan.server_of_interval[interval])]
+    for epoch in range(epochs):
+        while epoch > servers[0].updates + plan.staleness:
+            yield
+        seen = bits(server.weights(interval, epoch, 0))
+        assert server._stash_of[interval][1] >= epoch - plan.staleness
+        for step in map(int, draw.permutation(list(STEPS))):
+            yield
+            assert bits(server.weights(interval, epoch, 0)) == seen
+            assert server.gradients(interval, epoch, step, gradients_of(interval, epoch, step))
+            sent += [(interval, epoch, step)] if step != 1 else []
+            if sent and draw.random() < 0.2:
+                again = sent[int(draw.integers(len(sent)))]
+                assert not server.gradients(*again, gradients_of(*again))
+        # The worker died after its last push: another one asks for the same weights.
+        assert bits(server.weights(interval, epoch, 0)) == seen
 
 
 def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
@@ -127,11 +94,23 @@ def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
     for seed in range(360):
         staleness, num_servers = seed % 3, 1 + seed // 3 % 3
         plan = plan_of(3 + seed % 4, staleness=staleness, num_servers=num_servers)
-        schedule = Schedule(plan, epochs=3, seed=seed)
-        schedule.run()
-        expected = plain_answer(plan, 3)
-        for server in schedule.servers:
-            assert bits(server.latest()) == expected
+        servers, draw = servers_of(plan), np.random.default_rng(seed)
+        under_way = [go_through(servers, interval, 3, draw) for interval in range(plan.num_intervals)]
+        while under_way:
+            one = under_way[int(draw.integers(len(under_way)))]
+            try:
+                next(one)
+            except StopIteration:
+                under_way.remove(one)
+            if draw.random() < 0.2:
+                exchange(servers)
+            for server in servers:
+                assert len(server._versions) <= staleness + 2
+                assert server._stash_of.keys() <= set(server._intervals)
+        while servers[0].updates < 3:
+            assert exchange(servers) is not None
+        for server in servers:
+            assert bits(server.latest()) == plain_answer(plan, 3)
             assert server.updates == 3
             versions_seen |= {(staleness, version - epoch) for epoch, version in server._stash_of.values()}
             server.drain()
