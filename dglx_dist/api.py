@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast, final
@@ -18,13 +19,13 @@ from torch import Tensor, nn
 
 from dglx_dist.auto import (
     Training,
-    adopt_checkpointed,
     check_session_options,
     choose_in_job,
     default_batch_size,
     default_fanouts,
     facts_of,
     outcome_of,
+    resolve,
 )
 from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.session import Session, current_session, session_or
@@ -650,28 +651,12 @@ def choose_strategy(
             the graph has several types, the model fails on a batch, or nothing fits.
         PeerError: a rank is dead or silent.
     """
-    return _choose_for(model, g, fanouts, batch_size, epochs, own_loop=True)
-
-
-def _choose_for(
-    model: nn.Module,
-    g: DistGraph,
-    fanouts: Sequence[int] | None,
-    batch_size: int | None,
-    epochs: int,
-    *,
-    own_loop: bool,
-) -> Choice:
-    # ``own_loop`` excludes strategies that only fit() supports.
     if not isinstance(model, nn.Module):
         raise ConfigError(f"choose_strategy takes a torch.nn.Module, not a {type(model).__name__}")
     inner = _distributed(g)
-
-    def read() -> Training:
-        training = Training(fanouts=fanouts, batch_size=batch_size, epochs=epochs, own_loop=own_loop)
-        return replace(training, num_layers=2 if training.fanouts is None else len(training.fanouts))
-
-    return choose_in_job(model, inner, run_on_all_ranks(inner.session, read, ConfigError))
+    # A strategy that only fit() supports is excluded.
+    training = partial(Training, fanouts=fanouts, batch_size=batch_size, epochs=epochs, own_loop=True)
+    return choose_in_job(model, inner, run_on_all_ranks(inner.session, training, ConfigError))
 
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -737,7 +722,10 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         )
     choice = None
     if g.session.strategy == AUTO:
-        choice = _adopt_or_choose(model, g, config, fanouts, batch_size)
+        _check_auto(config)
+        training = partial(Training, fanouts=fanouts, batch_size=batch_size, epochs=config.epochs)
+        read = run_on_all_ranks(g.session, training, ConfigError)
+        _, choice = resolve(model, g, read, config.checkpoint_folder if config.resume else None)
         if default_batch_size(g.session.strategy) is None:
             # Steps on the whole graph: these options were for the mini-batches in the comparison.
             fanouts, batch_size = None if fanouts is None else [-1] * len(fanouts), None
@@ -765,10 +753,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     return wrapped, replace(result, choice=choice)
 
 
-def _adopt_or_choose(
-    model: nn.Module, g: DistGraph, config: FitConfig, fanouts: Sequence[int] | None, batch_size: int | None
-) -> Choice | None:
-    """Adopt the strategy of the checkpoint, else choose one; collective."""
+def _check_auto(config: FitConfig) -> None:
     for name, is_supported in (
         ("config.task", config.task is None),
         ("config.inputs", config.inputs is None),
@@ -779,14 +764,6 @@ def _adopt_or_choose(
                 f"strategy 'auto' supports node classification by {FEATURE!r}, not {name}; name a "
                 "strategy in dx.init"
             )
-    folder = config.checkpoint_folder
-    if (
-        config.resume
-        and folder is not None
-        and adopt_checkpointed(g, folder, fanouts, batch_size) is not None
-    ):
-        return None
-    return _choose_for(model, g, fanouts, batch_size, config.epochs, own_loop=False)
 
 
 def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:

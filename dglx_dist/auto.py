@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json
+from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.files import peak, read_size, resident
@@ -88,7 +88,7 @@ class Training:
     batch_size: int | None = None
     epochs: int = 20
     num_layers: int | None = None
-    """None: the number of fan-outs, or of the model's convolutions."""
+    """None: the number of fan-outs, or 2."""
     kind: str | None = None
     """Of a ready-made model; None: derived from its convolutions."""
     hidden: int | None = None
@@ -108,6 +108,7 @@ class Training:
         if self.batch_size is not None:
             object.__setattr__(self, "batch_size", whole_number("batch_size", self.batch_size, least=1))
         whole_number("epochs", self.epochs, least=1)
+        object.__setattr__(self, "num_layers", self.num_layers or len(self.fanouts or (0, 0)))
 
 
 def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
@@ -165,9 +166,17 @@ def default_batch_size(strategy: str) -> int | None:
     return None if STRATEGIES.get(strategy).traits.unit == "full_graph" else 512
 
 
-def adopt_checkpointed(
-    g: DistGraph, folder: str | Path, fanouts: Sequence[int] | None, batch_size: int | None
-) -> Candidate | None:
+def resolve(
+    model: nn.Module, g: DistGraph, training: Training, checkpoints: str | Path | None
+) -> tuple[Candidate, Choice | None]:
+    """Adopt the strategy of the newest checkpoint in ``checkpoints``, else choose one; collective."""
+    if checkpoints is not None and (found := adopt_checkpointed(g, checkpoints, training)) is not None:
+        return found, None
+    choice = choose_in_job(model, g, training)
+    return choice.predictions[choice.picked].candidate, choice
+
+
+def adopt_checkpointed(g: DistGraph, folder: str | Path, training: Training) -> Candidate | None:
     """Give the session the strategy of the newest checkpoint in ``folder``; collective.
 
     A resumed run is not planned again: another strategy may be another estimator with other steps. Returns
@@ -185,8 +194,8 @@ def adopt_checkpointed(
     g.session.adopt(found.strategy, found.options)
     strategy_of(g.session)
     if found.cache is not None:
-        fanouts = default_fanouts(DEFAULT_STRATEGY, 2) if fanouts is None else fanouts
-        batch_size = batch_size or default_batch_size(DEFAULT_STRATEGY)
+        fanouts = training.fanouts or default_fanouts(DEFAULT_STRATEGY, training.num_layers or 2)
+        batch_size = training.batch_size or default_batch_size(DEFAULT_STRATEGY)
         _fill_cache(g, found.cache, found.cache_alpha, fanouts, batch_size)
     with progress("choosing a strategy", 1, enabled=g.session.topology.rank == 0) as advance:
         advance(1)
@@ -304,7 +313,7 @@ def _shape(model: nn.Module, g: DistGraph, training: Training) -> ModelShape:
         model,
         features,
         classes,
-        training.num_layers or len(training.fanouts or ()),
+        training.num_layers or 2,
         kind=training.kind or "",
         hidden=training.hidden or 0,
         guessed=training.kind is None,
@@ -342,18 +351,22 @@ def _cluster(session: Session, options: AutoOptions) -> Cluster:
     )
 
 
-def plan_of_run(folder: Path) -> dict[str, Any] | None:
-    """Return ``plan.json`` of the run in ``folder``; None: its strategy was named."""
-    value = read_plan(folder)
-    if value is None:
-        return None
-    try:
-        plan_summary(value)
-    except (KeyError, IndexError, TypeError) as error:
-        raise StorageError(
-            f"{folder / PLAN} is damaged ({type(error).__name__}: {error}); delete it, and resume again"
-        ) from error
-    return value
+def plan_of_run(folder: Path, session: Session) -> dict[str, Any] | None:
+    """Return ``plan.json`` of the run in ``folder`` on rank 0; None: its strategy was named. Collective."""
+
+    def read() -> dict[str, Any] | None:
+        value = read_plan(folder) if session.topology.rank == 0 else None
+        try:
+            if value is not None:
+                plan_summary(value)
+        except (KeyError, IndexError, TypeError) as error:
+            raise StorageError(
+                f"{folder / PLAN} is damaged ({type(error).__name__}: {error}); delete it, and resume again"
+            ) from error
+        return value
+
+    plan = broadcast_json(run_on_all_ranks(session, read, StorageError), session)
+    return plan if isinstance(plan, dict) else None
 
 
 def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:

@@ -33,7 +33,3 @@ class RemoteError(DglxError):
 
 class CheckpointError(DglxError):
     """A checkpoint is missing, incomplete, or of a model, optimizer or dataset that does not match."""
-
-
-class LabError(DglxError):
-    """An emulated server could not be created, entered or removed; the message has the host's answer."""

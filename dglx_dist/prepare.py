@@ -15,7 +15,7 @@ import numpy as np
 from dglx_dist.data.partition.balance import PartitionQuality, measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
-from dglx_dist.data.partition.simple import COLUMNS, FEATURES
+from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.manifest import check_target

@@ -143,7 +143,8 @@ def _parameter(one: Field[Any], declared: Option, hint: Any, flag: str) -> inspe
     if one.default is not MISSING or one.default_factory is not MISSING:
         default = None if one.default in (MISSING, "") else one.default
         kind = kind | None if default is None else kind
-        info = typer.Option(flag, **declared.shown)
+        if flag.startswith("-"):
+            info = typer.Option(flag, **declared.shown)
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dglx_dist.cli.common import command, write
 from dglx_dist.data.ingest.config import IngestPlan, read_config
-from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.options import by_name, common_fields, literals, option
 
 
@@ -63,15 +63,15 @@ class PartitionCommand(PartitionOptions):
     data: str = option(
         ...,
         "`synthetic`, `synthetic:nodes=20000,degree=25,seed=0`, a `.npz` file, a `.bin` of "
-        "saved DGL graphs, a folder or `.json` of CSV / Parquet tables, `dgl:CoraGraphDataset`, "
+        "saved DGL graphs, a folder of CSV / Parquet tables, `dgl:CoraGraphDataset`, "
         "`ogb:ogbn-arxiv`, a dataset of one part, as `dglx ingest` writes it.",
         metavar="DATA",
     )
     num_parts: int = option(2, "Number of parts; independent of ranks and servers.", flag="--parts")
     method: str | None = option(
         None,
-        "How to place nodes; a wrong name lists all methods. Without it: kaminpar for one balance weight, "
-        "metis for more.",
+        f"How to place nodes: {', '.join(PARTITIONERS.names())}. Without it: kaminpar for one balance "
+        "weight, metis for more.",
     )
     out: Path = option(
         Path("data/partitioned"), "Folder to write; must not hold anything yet.", metavar="DIR"

@@ -33,7 +33,7 @@ _BATCH_OPTIONS = ("fanouts", "batch_size")
 def plan(config: PlanConfig) -> None:
     """Predict time, traffic and memory of an epoch under every strategy, and choose one.
 
-    For a dataset: `dglx plan --data data/demo --model sage --hidden 16 --servers 2 --ranks 4
+    For a dataset: `dglx plan data/demo --model sage --hidden 16 --servers 2 --ranks 4
     --bandwidth-external 1gbit`
 
     Without a dataset: `dglx plan --nodes 1e9 --edges 2e10 --features 128 --servers 64 --ranks-per-server 8
@@ -68,8 +68,8 @@ def _check_no_unused_options(config: PlanConfig) -> None:
         raise ConfigError("dglx plan is one process, and torchrun has started this one; leave torchrun out")
     has_data, unit = config.data is not None, config.unit
     no_effect = {
-        "describes a graph without a dataset, but --data is given; leave {} out": _FIGURES_OPTIONS * has_data,
-        "needs a dataset (--data DIR), but none is given; leave it out": _DATA_OPTIONS * (not has_data),
+        "describes a graph without a dataset, but one is given; leave {} out": _FIGURES_OPTIONS * has_data,
+        "needs a dataset, but none is given; leave it out": _DATA_OPTIONS * (not has_data),
         "is for mini-batches, and --unit full_graph has none; leave it out, or take --unit any": (
             _BATCH_OPTIONS * (unit == "full_graph")
         ),

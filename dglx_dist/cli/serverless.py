@@ -66,10 +66,6 @@ def package(
         str | None,
         typer.Option(help="Processor, with --python: x86_64 or arm64. Default: x86_64.", show_default=False),
     ] = None,
-    wheels: Annotated[
-        Path | None, typer.Option(help="Folder with wheels of numpy and pyzmq, to fetch nothing.")
-    ] = None,
-    libraries: Annotated[bool, typer.Option(help="Whether numpy and pyzmq go into the package.")] = True,
 ) -> None:
     """Write the package of a worker: what it imports of dglx_dist, numpy, pyzmq, and your own stages.
 
@@ -83,13 +79,17 @@ def package(
     from dglx_dist.serverless.aws.deploy import what_aws_lacks
     from dglx_dist.serverless.aws.package import download_wheels, write_zip
 
-    _check_sources(python, architecture, wheels, libraries=libraries)
+    if architecture is not None and python is None:
+        raise ConfigError(
+            f"--architecture {architecture} says which wheels --python fetches; give --python as well"
+        )
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise ConfigError(f"--architecture {architecture}; give one of {', '.join(ARCHITECTURES)}")
     with TemporaryDirectory(prefix="dglx-wheels-") as folder:
-        if python is not None:
-            wheels = Path(folder)
+        wheels = None if python is None else Path(folder)
+        if wheels is not None and python is not None:
             download_wheels(wheels, python=python, architecture=ARCHITECTURES[architecture or "x86_64"])
-        stages = pairs(stage or [], "--stage")
-        written = write_zip(target, stages, wheels=wheels, libraries=libraries)
+        written = write_zip(target, pairs(stage or [], "--stage"), wheels=wheels)
     write(f"{target}: {written.num_bytes / 1024**2:.1f} MB, SHA-256 {written.sha256[:16]}")
     if lacks := what_aws_lacks(target):
         warn(f"AWS cannot run it: {lacks}")
@@ -123,9 +123,6 @@ def deploy(  # noqa: PLR0913  # one argument per option
     bucket: Annotated[
         str | None, typer.Option(help="S3 bucket for a package above 50 MB.", show_default=False)
     ] = None,
-    runtime: Annotated[
-        str | None, typer.Option(help="Such as python3.12. Default: the package's.", show_default=False)
-    ] = None,
     architecture: Annotated[str, typer.Option(help="Processor of the function: x86_64 or arm64.")] = "x86_64",
     region: Region = None,
     endpoint_url: EndpointUrl = None,
@@ -149,7 +146,6 @@ def deploy(  # noqa: PLR0913  # one argument per option
         subnets=tuple(subnet or ()),
         security_groups=tuple(security_group or ()),
         bucket=bucket,
-        runtime=runtime,
         architecture=architecture,
         place=Place(region=region, endpoint_url=endpoint_url),
     )
@@ -218,22 +214,3 @@ def prices(
     from dglx_dist.serverless import cost as tables
 
     typer.echo(tables.prices(name).to_json(), nl=False)
-
-
-def _check_sources(
-    python: str | None, architecture: str | None, wheels: Path | None, *, libraries: bool
-) -> None:
-    from dglx_dist.serverless.aws.clients import ARCHITECTURES
-
-    if python is not None and wheels is not None:
-        raise ConfigError(
-            f"--python {python} fetches wheels and --wheels {wheels} has them; give one of both"
-        )
-    if not libraries and (python is not None or wheels is not None):
-        raise ConfigError("--no-libraries leaves out what --python and --wheels say; give one of both")
-    if architecture is not None and python is None:
-        raise ConfigError(
-            f"--architecture {architecture} says which wheels --python fetches; give --python as well"
-        )
-    if architecture is not None and architecture not in ARCHITECTURES:
-        raise ConfigError(f"--architecture {architecture}; give one of {', '.join(ARCHITECTURES)}")

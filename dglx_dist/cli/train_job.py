@@ -17,14 +17,13 @@ import dglx_dist
 from dglx_dist.api import fit, init, training_nodes
 from dglx_dist.auto import (
     Training,
-    adopt_checkpointed,
-    choose_in_job,
     default_batch_size,
     default_fanouts,
     facts_of,
     outcome_of,
     plan_of_run,
     plan_summary,
+    resolve,
 )
 from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
@@ -39,7 +38,7 @@ from dglx_dist.records import FEATURE, LABEL, EpochRecord
 from dglx_dist.report.pictures import draw
 from dglx_dist.report.run_folder import PICTURE, append_epoch, launch_of, read_epochs, start_run, write_run
 from dglx_dist.report.tables import run_title, summarise
-from dglx_dist.strategies.base import AUTO, DEFAULT_STRATEGY, WrappedModel, strategy_of
+from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
 from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.export import check_target, write_embeddings
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
@@ -65,16 +64,10 @@ def _resolve_auto(
     """
     if plan.strategy != AUTO:
         return plan, None
-    folder, taken = Path(plan.out), None
-    if plan.resume:
-        fanouts = default_fanouts(DEFAULT_STRATEGY, plan.layers) if plan.fanouts is None else plan.fanouts
-        taken = adopt_checkpointed(g, folder / CHECKPOINTS, fanouts, plan.batch_size)
-    if taken is not None:
-        choice = _saved_plan(g, folder)
-    else:
-        training = Training(num_layers=plan.layers, kind=plan.model, **common_fields(plan, Training))
-        chosen = choose_in_job(module, g, training)
-        taken, choice = chosen.predictions[chosen.picked].candidate, chosen.to_json()
+    folder = Path(plan.out)
+    training = Training(num_layers=plan.layers, kind=plan.model, **common_fields(plan, Training))
+    taken, chosen = resolve(module, g, training, folder / CHECKPOINTS if plan.resume else None)
+    choice = plan_of_run(folder, g.session) if chosen is None else chosen.to_json()
     plan = replace(plan, strategy=taken.strategy, strategy_options=dict(taken.options))
     if taken.cache is not None:
         plan = replace(plan, cache=taken.cache, cache_alpha=taken.cache_alpha)
@@ -82,14 +75,6 @@ def _resolve_auto(
         # Steps on the whole graph: these options were for the mini-batches in the comparison.
         plan = replace(plan, fanouts=None, batch_size=None)
     return plan, choice
-
-
-def _saved_plan(g: DistGraph, folder: Path) -> dict[str, Any] | None:
-    """Return ``plan.json`` of the run as rank 0 reads it; collective."""
-    is_first = g.session.topology.rank == 0
-    found = run_on_all_ranks(g.session, lambda: plan_of_run(folder) if is_first else None, StorageError)
-    plan = broadcast_json(found, g.session)
-    return plan if isinstance(plan, dict) else None
 
 
 @dataclass(frozen=True, kw_only=True)

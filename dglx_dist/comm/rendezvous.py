@@ -241,7 +241,8 @@ def listening_address(rendezvous: Rendezvous) -> str:
     """
     if rendezvous.interface:
         return interface_address(rendezvous.interface)
-    address = _address_towards(rendezvous.host, rendezvous.port)
+    remedy = "use a name or address that every machine resolves, or set GLOO_SOCKET_IFNAME"
+    address = address_towards(rendezvous.host, rendezvous.port, f"MASTER_ADDR={rendezvous.host!r}", remedy)
     if rendezvous.num_nodes > 1 and ipaddress.ip_address(address).is_loopback:
         # The rendezvous runs on this machine and its name is loopback here; others use a real address.
         address = _own_outer_address()
@@ -275,17 +276,15 @@ def link_speed(address: str) -> float | None:
     return None
 
 
-def _address_towards(host: str, port: int) -> str:
+def address_towards(host: str | None, port: int, said: str, remedy: str) -> str:
+    """Return the numeric local address by which this machine reaches ``host``; messages call it ``said``."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # chooses the route; a datagram socket sends nothing yet
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise ConfigError(
-            f"MASTER_ADDR={host!r} cannot be reached from here: {error}; use a name or address that every "
-            "machine resolves, or set GLOO_SOCKET_IFNAME"
-        ) from error
+        raise ConfigError(f"{said} cannot be reached from here: {error}; {remedy}") from error
 
 
 def _own_outer_address() -> str:

@@ -15,11 +15,7 @@ from torch import Tensor
 
 from dglx_dist.comm.topology import read_settings, read_topology
 from dglx_dist.compat.dist_tensor import DistTensor, KVClient, inner_tensor, use
-from dglx_dist.compat.partition_book import (
-    edge_type,
-    node_type,
-    remember_graph,
-)
+from dglx_dist.compat.partition_book import edge_type, node_type, remember_graph
 from dglx_dist.compat.wrappers import Wrapper
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.errors import ConfigError

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from dglx_dist.data.validate import check_ids, check_raw_graph, check_whole
+from dglx_dist.data.validate import check_ids, check_raw_graph, check_whole, column_error
 from dglx_dist.errors import ConfigError, DatasetError, UnknownNameError
 from dglx_dist.records import (
     EDGE_TYPE,
@@ -129,9 +129,7 @@ def _as_mask(column: Array, name: str, where: str) -> Array:
     odd = (column != 0) & (column != 1)
     if odd.any():
         row = int(np.argmax(odd.reshape(len(odd), -1).any(axis=1)))
-        raise DatasetError(
-            f"{where}: column {name!r}, row {row}: {column[row]} is neither 0 nor 1 (false nor true)"
-        )
+        raise column_error(where, name, f"{column[row]} is neither 0 nor 1 (false nor true)", row)
     return column.astype(np.bool_)
 
 
@@ -141,7 +139,7 @@ def _as_label(column: Array, where: str) -> Array:
     if column.dtype.kind in "iub":
         return column.astype(np.int64) if column.ndim == 1 else column
     if column.dtype.kind != "f":
-        raise DatasetError(f"{where}: column {LABEL!r} must hold numbers; it is {column.dtype}")
+        raise column_error(where, LABEL, f"must hold numbers; it is {column.dtype}")
     if column.ndim > 1:
         return column
     # Sources store labels with gaps as floating point, with NaN for missing ones.
@@ -149,7 +147,7 @@ def _as_label(column: Array, where: str) -> Array:
     odd = known != np.floor(known)
     if odd.any():
         row = int(np.argmax(odd))
-        raise DatasetError(f"{where}: column {LABEL!r}, row {row}: {column[row]} is not a whole number")
+        raise column_error(where, LABEL, f"{column[row]} is not a whole number", row)
     return known.astype(np.int64)
 
 
@@ -362,10 +360,10 @@ DATASETS: Registry[DatasetSource] = Registry(
 )
 
 
-_SOURCE_OF_SUFFIX = {".npz": "npz", ".bin": "dgl_binary", ".dgl": "dgl_binary", ".json": "tables"}
+_SOURCE_OF_SUFFIX = {".npz": "npz", ".bin": "dgl_binary", ".dgl": "dgl_binary"}
 _EXPECTED = (
-    "a .npz file, a .bin file of saved DGL graphs, a folder or a .json description of CSV / Parquet "
-    "tables, or NAME:WHERE with NAME one of"
+    "a .npz file, a .bin file of saved DGL graphs, a folder of CSV / Parquet tables (those that a .json "
+    "describes: dglx ingest), or NAME:WHERE with NAME one of"
 )
 
 
@@ -374,7 +372,7 @@ def load_dataset(spec: str | os.PathLike[str] | dgl.DGLGraph, /, **options: obje
 
     Args:
         spec: ``synthetic``, ``synthetic:nodes=20000,degree=25,seed=0``, a path (``.npz``, ``.bin`` of
-            saved DGL graphs, a folder or ``.json`` of tables), ``dgl:CoraGraphDataset``,
+            saved DGL graphs, a folder of tables), ``dgl:CoraGraphDataset``,
             ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE`` names the source, whatever the suffix.
         options: Options of the source; see its class.
 
@@ -501,7 +499,9 @@ def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: 
     for name in ("num_nodes", "num_entities"):
         if name in arrays:
             return int(arrays[name])
-    return 1 + max(int(source_ids.max(initial=-1)), int(destination_ids.max(initial=-1)))
+    of_nodes = [arrays[name] for name in (FEATURE, LABEL, *_OTHER_NAMES) if name in arrays]
+    ends = [1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)]
+    return max(*ends, *(len(column) for column in of_nodes if column.ndim))
 
 
 def _columns(

@@ -42,7 +42,7 @@ def draw_edges(
     """
     num_nodes = config.nodes
     stubs = _make_stubs(config, communities, generator)
-    num_links = round(num_nodes * config.degree / (2 if config.both_directions else 1))
+    num_links = round(num_nodes * config.degree / 2)
     keys = np.empty(0, dtype=np.int64)
     first_ends: Array = np.arange(num_nodes, dtype=id_dtype(num_nodes))
     with progress("drawing edges", num_links, enabled=num_links >= _SHOWN_FROM) as advance:
@@ -56,7 +56,7 @@ def draw_edges(
             if len(keys) >= num_links:
                 break
             first_ends = _isolated(keys, num_nodes)
-    return _directed(keys, num_nodes, config.both_directions, generator)
+    return _directed(keys, num_nodes)
 
 
 def _make_stubs(config: SyntheticConfig, communities: Array, generator: np.random.Generator) -> _Stubs:
@@ -148,21 +148,15 @@ def _isolated(keys: Array, num_nodes: int) -> Array:
     return np.flatnonzero(~linked).astype(id_dtype(num_nodes))
 
 
-def _directed(
-    keys: Array, num_nodes: int, both_directions: bool, generator: np.random.Generator
-) -> tuple[Array, Array]:
-    """Return links as edges sorted by (source, destination); a single direction is random."""
+def _directed(keys: Array, num_nodes: int) -> tuple[Array, Array]:
+    """Return links as edges in both directions, sorted by (source, destination)."""
     num_links = len(keys)
-    turned = np.empty(2 * num_links if both_directions else num_links, dtype=np.int64)
+    turned = np.empty(2 * num_links, dtype=np.int64)
     for first in range(0, num_links, _PAIRS_AT_ONCE):
         piece = keys[first : first + _PAIRS_AT_ONCE]
+        turned[first : first + len(piece)] = piece
         reverse = piece % num_nodes * num_nodes + piece // num_nodes
-        if both_directions:
-            turned[first : first + len(piece)] = piece
-            turned[num_links + first : num_links + first + len(piece)] = reverse
-        else:
-            turn = generator.random(len(piece)) < 0.5
-            turned[first : first + len(piece)] = np.where(turn, reverse, piece)
+        turned[num_links + first : num_links + first + len(piece)] = reverse
     del keys
     turned.sort()
     ends = np.empty((2, len(turned)), dtype=id_dtype(num_nodes))
@@ -204,8 +198,6 @@ class SyntheticConfig:
     skew: float = 0.0
     """Share of the training nodes that lie in one tenth of the communities; 0 spreads them evenly."""
     seed: int = 0
-    both_directions: bool = True
-    """Whether (v, u) is stored for every (u, v); otherwise a node may have no in-edge."""
 
     def __post_init__(self) -> None:
         self._require(self.nodes >= 2, "nodes", "2 or more")
@@ -267,7 +259,7 @@ def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
 def generate(config: SyntheticConfig) -> RawGraph:
     """Draw the graph of ``config``; deterministic and not collective.
 
-    See :func:`draw_edges`; with ``both_directions`` every node has an in-edge. Columns: feat (N, F) float32,
+    See :func:`draw_edges`; every node has an in-edge. Columns: feat (N, F) float32,
     label (N,) int64 and the splits whose rate is above zero. Memory stays below three times the result.
     """
     communities = assign_communities(config)
@@ -353,11 +345,6 @@ def _splits(config: SyntheticConfig, communities: Array) -> dict[str, Array]:
 
 def _parsed(name: str, value: object, kind: type) -> object:
     text = str(value)
-    if kind is bool:
-        meaning = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if text.lower() in meaning:
-            return meaning[text.lower()]
-        raise ConfigError(f"{name}={text!r} of the synthetic graph must be true or false")
     if kind is int and text.removeprefix("-").isdecimal():
         return int(text)  # a float would round a seed of more than 53 bits
     try:

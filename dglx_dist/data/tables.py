@@ -1,10 +1,10 @@
-"""Graphs in CSV or Parquet tables of nodes and edges, with the user's own ids."""
+"""Columns of tables, and graphs in CSV or Parquet tables of nodes and edges with the user's own ids."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
-from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.sources import (
     DatasetSource,
     classes_of,
@@ -24,14 +23,13 @@ from dglx_dist.data.sources import (
     standard_columns,
 )
 from dglx_dist.data.storage.columns import id_dtype
-from dglx_dist.data.validate import check_columns, check_finite, check_unique
+from dglx_dist.data.validate import check_columns, check_finite, check_unique, column_error
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import (
     EDGE_TYPE,
     FEATURE,
     LABEL,
     NODE_TYPE,
-    SPLITS,
     Array,
     EdgeType,
     NodeColumn,
@@ -41,12 +39,99 @@ from dglx_dist.records import (
 SUFFIXES = (".csv", ".parquet")
 
 
+@dataclass(frozen=True)
+class Column:
+    """Rows of one column of a table; errors name file, column and row."""
+
+    values: Any
+    """pyarrow array of :func:`plain` values in one chunk."""
+    name: str
+    where: str
+    """The file."""
+    first_row: int = 0
+    """Number of the first value in the file."""
+
+    def error(self, problem: str, at: int | None = None) -> DatasetError:
+        """Return the error that the column has ``problem``, or value number ``at`` has it."""
+        return column_error(self.where, self.name, problem, None if at is None else self.first_row + at)
+
+    @property
+    def is_text(self) -> bool:
+        return bool(pa.types.is_string(self.values.type) or pa.types.is_large_string(self.values.type))
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(pa.types.is_integer(self.values.type))
+
+    def part(self, first: int, count: int) -> Column:
+        """Return ``count`` values from value number ``first`` on."""
+        return replace(self, values=self.values.slice(first, count), first_row=self.first_row + first)
+
+    def refuse_gaps(self) -> None:
+        if self.values.null_count:
+            at = first_true(pc.is_null(self.values))
+            raise self.error(f"is empty ({self.values.null_count} rows in all)", at)
+
+    def refuse_non_ids(self) -> None:
+        self.refuse_gaps()
+        if not self.is_text and not self.is_whole:
+            raise self.error(f"must hold integer or string ids; it holds {self.values.type}")
+
+    def as_int64(self) -> Any:
+        """Return integers as a pyarrow array of int64."""
+        try:
+            return self.values.cast(pa.int64())
+        except pa.ArrowInvalid as error:
+            raise self.error(f"has a number beyond 64 signed bits: {error}") from error
+
+    def numbers(self) -> Array:
+        """Return (K,) numbers or booleans, or (K, F) if its rows are lists.
+
+        Raises:
+            DatasetError: values are missing, NaN, infinite or not numbers, or lists differ in length.
+        """
+        self.refuse_gaps()
+        kind, width, flat = self.values.type, None, self.values
+        if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+            width = self.list_width(self.values)
+        elif pa.types.is_fixed_size_list(kind):
+            width = kind.list_size
+        if width is not None:
+            flat = flat.flatten()
+        types = pa.types
+        if not any(holds(flat.type) for holds in (types.is_integer, types.is_floating, types.is_boolean)):
+            raise self.error(f"must hold numbers; it holds {kind}. Encode it as numbers or leave it out")
+        if flat.null_count:
+            raise self.error("has an empty value", first_true(pc.is_null(flat)) // max(width or 1, 1))
+        array = as_numpy(flat)
+        array = array if width is None else array.reshape(len(self.values), width)
+        check_finite(array, self.name, self.where, self.first_row)
+        return array
+
+    def list_width(self, lists: Any) -> int:
+        """Return the length of all ``lists``, the values or what is made of them."""
+        lengths = as_numpy(pc.list_value_length(lists))
+        odd = first_true(lengths != lengths[:1])
+        if odd:
+            raise self.error(
+                f"a list of {lengths[odd]} values, but row {self.first_row} has {lengths[0]}", odd
+            )
+        return int(lengths[0]) if len(lengths) else 0
+
+
+def as_numpy(values: Any) -> Array:
+    """Return a pyarrow array as a NumPy array, by a copy where it must be."""
+    return np.asarray(values.to_numpy(zero_copy_only=False))
+
+
+def first_true(wrong: Any) -> int:
+    """Return the place of the first True, 0 if there is none."""
+    wrong = wrong if isinstance(wrong, np.ndarray) else as_numpy(wrong)
+    return int(np.argmax(wrong)) if len(wrong) else 0
+
+
 def read_table(path: Path) -> Any:
     """Return the table in ``path``, a ``.csv`` with a header line or a ``.parquet``, as a pyarrow.Table."""
-    if not path.is_file():
-        raise DatasetError(f"there is no table {path.absolute()}")
-    if path.suffix not in SUFFIXES:
-        raise DatasetError(f"{path}: a table must be one of {', '.join(SUFFIXES)}, not {path.suffix!r}")
     try:
         if path.suffix == ".csv":
             return pyarrow.csv.read_csv(path)
@@ -55,12 +140,13 @@ def read_table(path: Path) -> Any:
         raise DatasetError(f"{path}: not readable as a {path.suffix[1:]} table: {error}") from error
 
 
-def column(table: Any, name: str, where: str) -> Any:
-    """Return the column ``name`` in one chunk; DatasetError if it is missing or not unique."""
+def column(table: Any, name: str, where: str) -> Column:
+    """Return the column ``name``; DatasetError if it is missing or not unique."""
     check_names(table.column_names, [name], where)
     combined = table.column(name).combine_chunks()
     # A column without chunks stays a ChunkedArray.
-    return plain(combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined)
+    whole = combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined
+    return Column(plain(whole), name, where)
 
 
 def check_names(known: Sequence[str], names: Sequence[str], where: str) -> None:
@@ -80,154 +166,51 @@ def plain(values: Any) -> Any:
     return values.cast(pa.large_string()) if pa.types.is_string_view(values.type) else values
 
 
-def holds_text(values: Any) -> bool:
-    """Whether a pyarrow array holds strings."""
-    return bool(pa.types.is_string(values.type) or pa.types.is_large_string(values.type))
-
-
 def id_column(table: Any, name: str, where: str) -> Any:
     """Return the ids in column ``name`` as a pyarrow int64 or large_string array without gaps."""
     ids = column(table, name, where)
     if table.num_rows == 0:
         raise DatasetError(f"{where}: the table has no row, which would leave the graph empty")
-    refuse_gaps(ids, name, where)
-    if pa.types.is_integer(ids.type):
-        return as_int64(ids, name, where)
-    if holds_text(ids):
-        return ids.cast(pa.large_string())
-    raise DatasetError(f"{where}: column {name!r} must hold integer or string ids; it holds {ids.type}")
-
-
-def as_int64(values: Any, name: str, where: str) -> Any:
-    """Return integers (a pyarrow array) as int64; DatasetError on overflow."""
-    try:
-        return values.cast(pa.int64())
-    except pa.ArrowInvalid as error:
-        raise DatasetError(f"{where}: column {name!r} has a number beyond 64 signed bits: {error}") from error
-
-
-def refuse_gaps(values: Any, name: str, where: str, first_row: int = 0) -> None:
-    """Raise DatasetError naming the first null of ``values`` (a pyarrow array)."""
-    if values.null_count:
-        row = first_row + int(np.argmax(pc.is_null(values).to_numpy(zero_copy_only=False)))
-        raise DatasetError(f"{where}: column {name!r}, row {row}: is empty ({values.null_count} rows in all)")
-
-
-def number_values(values: Any, name: str, where: str, first_row: int = 0) -> Array:
-    """Return ``values`` (a pyarrow array) as (K,) numbers or booleans, or (K, F) if its rows are lists.
-
-    Raises:
-        DatasetError: values are missing, NaN, infinite or not numbers, or lists differ in length; names file
-            (``where``), column and row (from ``first_row`` on).
-    """
-    refuse_gaps(values, name, where, first_row)
-    width = None
-    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-        width = list_width(values, name, where, first_row)
-    elif pa.types.is_fixed_size_list(values.type):
-        width = values.type.list_size
-    flat = values if width is None else values.flatten()
-    if not (
-        pa.types.is_integer(flat.type) or pa.types.is_floating(flat.type) or pa.types.is_boolean(flat.type)
-    ):
-        raise DatasetError(
-            f"{where}: column {name!r} must hold numbers; it holds {values.type}. Encode it as numbers or "
-            f"leave it out"
-        )
-    if flat.null_count:
-        position = int(np.argmax(pc.is_null(flat).to_numpy(zero_copy_only=False)))
-        row = first_row + position // max(width or 1, 1)
-        raise DatasetError(f"{where}: column {name!r}, row {row}: has an empty value")
-    array = np.asarray(flat.to_numpy(zero_copy_only=False))
-    array = array if width is None else array.reshape(len(values), width)
-    check_finite(array, name, where, first_row)
-    return array
-
-
-def list_width(lists: Any, name: str, where: str, first_row: int) -> int:
-    """Return the length of all ``lists`` (a pyarrow array); DatasetError if they differ."""
-    lengths = pc.list_value_length(lists).to_numpy(zero_copy_only=False)
-    if (lengths != lengths[:1]).any():
-        row = int(np.argmax(lengths != lengths[0]))
-        raise DatasetError(
-            f"{where}: column {name!r}, row {first_row + row}: a list of {lengths[row]} values, but row "
-            f"{first_row} has {lengths[0]}"
-        )
-    return int(lengths[0]) if len(lengths) else 0
+    ids.refuse_non_ids()
+    return ids.as_int64() if ids.is_whole else ids.values.cast(pa.large_string())
 
 
 def stacked_columns(table: Any, names: Sequence[str], where: str) -> Array:
     """Return the named number columns as one (K, F) float32 array."""
     stacked = np.empty((table.num_rows, len(names)), dtype=np.float32)
     for position, name in enumerate(names):
-        values = number_values(column(table, name, where), name, where)
+        one = column(table, name, where)
+        values = one.numbers()
+        if values.ndim != 1 and len(names) == 1:
+            return values
         if values.ndim != 1:
-            raise DatasetError(f"{where}: column {name!r} holds lists; name it alone as the features")
+            raise one.error("holds lists; name it alone as the features")
         stacked[:, position] = values
     return stacked
 
 
-DESCRIPTION = "graph.json"
 _CONVENTION = (
     "nodes.csv (optional) and edges.csv, or nodes/TYPE.csv and edges/SOURCE__RELATION__DESTINATION.csv, "
-    f"each .csv or .parquet, or {DESCRIPTION}"
+    "each .csv or .parquet"
 )
-_NODE_KEYS = ("file", "id", "label", "classes", "split", "features", "ignore")
-_EDGE_KEYS = ("file", "source", "destination", "split", "features", "ignore")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableSpec:
-    """One table and the roles of its columns; None: by the usual names."""
-
-    path: Path
-    keys: tuple[str, ...] | None = None
-    """The id column of a node table; source and destination columns of an edge table."""
-    label: str | None = None
-    classes: int | None = None
-    """Number of classes; None: the largest label + 1."""
-    split: str | None = None
-    features: tuple[str, ...] | None = None
-    ignore: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableLayout:
-    """The tables of one graph."""
-
-    name: str
-    nodes: Mapping[str, TableSpec]
-    """The nodes of types without a table are those that edges name."""
-    edges: Mapping[EdgeType, TableSpec]
-
-
-def find_layout(location: Path, ignore: tuple[str, ...]) -> TableLayout:
-    """Read the layout of a folder or of a ``.json`` description; ``ignore`` holds for all tables."""
-    if location.is_file():
-        return _described(location, ignore)
-    if not location.is_dir():
-        raise DatasetError(f"there is no folder or description {location.absolute()}")
-    if (location / DESCRIPTION).is_file():
-        return _described(location / DESCRIPTION, ignore)
-    if (location / "manifest.json").is_file():
+def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
+    """Return the tables of node types and of edge types; types without a table have the nodes of edges."""
+    if not folder.is_dir():
+        raise DatasetError(f"{folder.absolute()} is no folder of tables; expected {_CONVENTION}")
+    if (folder / "manifest.json").is_file():
         raise DatasetError(
-            f"{location} is a partitioned dataset (it has a manifest.json), not a raw graph; train on it "
+            f"{folder} is a partitioned dataset (it has a manifest.json), not a raw graph; train on it "
             f"directly, or partition the graph that it was made from"
         )
-    single, nodes = _one_file(location, "edges"), _one_file(location, "nodes")
+    single, nodes = _one_file(folder, "edges"), _one_file(folder, "nodes")
     if single is not None:
-        node_paths = {} if nodes is None else {NODE_TYPE: nodes}
-        edge_paths = {EDGE_TYPE: single}
-    else:
-        node_paths = {path.stem: path for path in _tables(location / "nodes")}
-        edge_paths = {_edge_type(path.stem, "__", path): path for path in _tables(location / "edges")}
-    if not edge_paths:
-        raise DatasetError(f"{location.absolute()} has no table of edges; expected {_CONVENTION}")
-    return TableLayout(
-        name=location.resolve().name,
-        nodes={ntype: TableSpec(path=path, ignore=ignore) for ntype, path in node_paths.items()},
-        edges={etype: TableSpec(path=path, ignore=ignore) for etype, path in edge_paths.items()},
-    )
+        return {} if nodes is None else {NODE_TYPE: nodes}, {EDGE_TYPE: single}
+    edges = {_edge_type(path): path for path in _tables(folder / "edges")}
+    if not edges:
+        raise DatasetError(f"{folder.absolute()} has no table of edges; expected {_CONVENTION}")
+    return {path.stem: path for path in _tables(folder / "nodes")}, edges
 
 
 def _tables(folder: Path) -> list[Path]:
@@ -241,55 +224,21 @@ def _one_file(folder: Path, stem: str) -> Path | None:
     return found[0] if found else None
 
 
-def _edge_type(text: str, separator: str, where: Path) -> EdgeType:
-    pieces = text.split(separator)
+def _edge_type(path: Path) -> EdgeType:
+    pieces = path.stem.split("__")
     if len(pieces) != 3 or not all(pieces):
-        raise DatasetError(
-            f"{where}: an edge type is SOURCE{separator}RELATION{separator}DESTINATION, not {text!r}"
-        )
+        raise DatasetError(f"{path}: an edge type is SOURCE__RELATION__DESTINATION, not {path.stem!r}")
     return pieces[0], pieces[1], pieces[2]
 
 
-def _described(path: Path, ignore: tuple[str, ...]) -> TableLayout:
-    where = str(path)
-    top = Fields.parse(path.read_bytes(), where, error=DatasetError).only(("name", "nodes", "edges"))
-    nodes, edges = top.maybe("nodes", top.inner, Fields({}, where)), top.inner("edges")
-    return TableLayout(
-        name=top.maybe("name", top.word, path.resolve().parent.name),
-        nodes={ntype: _spec(nodes.inner(ntype).only(_NODE_KEYS), ("id",), ignore) for ntype in nodes.given},
-        edges={
-            _edge_type(key, ":", path): _spec(
-                edges.inner(key).only(_EDGE_KEYS), ("source", "destination"), ignore
-            )
-            for key in edges.given
-        },
-    )
-
-
-def _spec(entry: Fields, key_names: tuple[str, ...], ignore: tuple[str, ...]) -> TableSpec:
-    given = [entry.maybe(name, entry.word, None) for name in key_names]
-    keys = tuple(key for key in given if key is not None)
-    if keys and len(keys) < len(given):
-        raise entry.failure(f"it must name both or none of {', '.join(key_names)}")
-    texts = tuple[str, ...]
-    return TableSpec(
-        path=Path(entry.where).parent / entry.word("file"),
-        keys=keys or None,
-        label=entry.maybe("label", entry.word, None),
-        classes=entry.whole("classes", 1) if entry.has("classes") else None,
-        split=entry.maybe("split", entry.word, None),
-        features=entry.value("features", texts | None),
-        ignore=(*(entry.value("ignore", texts | None) or ()), *ignore),
-    )
-
-
 _KEYS_OF_EDGES = (("src", "dst"), ("source", "destination"))
+_SPLIT, _ID = "split", "id"
 _SPLIT_CODES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2, "": -1, "none": -1}
 
 
 @final
 class TablesSource(DatasetSource):
-    """A folder of tables, or a ``.json`` that describes them.
+    """A folder of tables.
 
     By convention: ``nodes.csv`` (may be absent: the nodes are then those of the edges) and
     ``edges.csv``; for several types ``nodes/TYPE.csv`` and
@@ -298,79 +247,79 @@ class TablesSource(DatasetSource):
     is 7: write Parquet to keep the zeros), ``label`` numbers or strings (empty: none;
     strings are numbered in alphabetical order), ``split`` train, val or test, ``feat`` lists or
     ``feat_0``, ``feat_1`` ... the features; in edge tables ``src`` and ``dst`` the ids. Every other
-    column is kept under its own name and must hold numbers. A description gives these roles to columns
-    with other names. Ids other than 0..N-1 in order are kept in ``user_ids``.
+    column is kept under its own name and must hold numbers. Ids other than 0..N-1 in order are kept in
+    ``user_ids``.
 
     Option ``ignore``: columns to leave out, separated by commas.
     """
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         refuse_unknown(options, ("ignore",), "tables")
-        ignore = tuple(filter(None, str(options.get("ignore", "")).split(",")))
-        self._layout = find_layout(Path(location).expanduser(), ignore)
+        self._ignored = set(filter(None, str(options.get("ignore", "")).split(",")))
+        self._folder = Path(location).expanduser()
+        self._nodes, self._edges = find_tables(self._folder)
 
     def load(self) -> RawGraph:
-        layout = self._layout
-        tables = {etype: read_table(spec.path) for etype, spec in layout.edges.items()}
-        ends = {etype: _ends(table, layout.edges[etype]) for etype, table in tables.items()}
+        tables = {etype: read_table(path) for etype, path in self._edges.items()}
+        ends = {etype: _ends(table, self._edges[etype]) for etype, table in tables.items()}
         ids: dict[str, Any] = {}
         node_data: dict[str, dict[str, NodeColumn]] = {}
-        for ntype, spec in layout.nodes.items():
-            table = read_table(spec.path)
-            ids[ntype], key = _node_ids(table, spec)
-            node_data[ntype] = _columns(table, spec, {key})
+        for ntype, path in self._nodes.items():
+            table = read_table(path)
+            ids[ntype] = _node_ids(table, str(path))
+            node_data[ntype] = _columns(table, str(path), {_ID} | self._ignored)
         # Sorted, since the order of a set of strings changes from run to run, and ids follow it.
         for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
             ids[ntype] = _ids_in_edges(ntype, ends)
         edges, edge_data = {}, {}
-        for etype, (sources, destinations, keys) in ends.items():
-            edges[etype] = (
-                _positions(sources, ids, keys[0], layout, etype, etype[0]),
-                _positions(destinations, ids, keys[1], layout, etype, etype[2]),
+        for etype, found in ends.items():
+            first, second = (
+                _positions(end, ids[ntype], self._nodes.get(ntype))
+                for end, ntype in zip(found, (etype[0], etype[2]), strict=True)
             )
-            data = _columns(tables[etype], layout.edges[etype], set(keys))
+            edges[etype] = (first, second)
+            keys = {end.name for end in found} | self._ignored
+            data = _columns(tables[etype], str(self._edges[etype]), keys)
             edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
-        stated = {ntype: spec.classes for ntype, spec in layout.nodes.items() if spec.classes}
         return RawGraph(
-            name=layout.name,
+            name=self._folder.resolve().name,
             num_nodes={ntype: len(values) for ntype, values in ids.items()},
             edges=edges,
             node_data=node_data,
             edge_data=edge_data,
-            num_classes=classes_of(node_data) | stated,
+            num_classes=classes_of(node_data),
             user_ids={ntype: _user_ids(values) for ntype, values in ids.items() if not _is_range(values)},
         )
 
 
-def _node_ids(table: Any, spec: TableSpec) -> tuple[Any, str]:
-    if spec.keys is None and "id" not in table.column_names:
-        return pa.array(np.arange(table.num_rows)), "id"
-    key = spec.keys[0] if spec.keys is not None else "id"
-    ids = id_column(table, key, str(spec.path))
+def _node_ids(table: Any, where: str) -> Any:
+    if _ID not in table.column_names:
+        return pa.array(np.arange(table.num_rows))
+    ids = id_column(table, _ID, where)
     if len(pc.unique(ids)) < len(ids):
-        check_unique(_user_ids(ids), key, str(spec.path))
-    return ids, key
+        check_unique(_user_ids(ids), _ID, where)
+    return ids
 
 
-def _ends(table: Any, spec: TableSpec) -> tuple[Any, Any, tuple[str, str]]:
-    where = str(spec.path)
-    keys = (spec.keys[0], spec.keys[1]) if spec.keys is not None else None
-    for names in _KEYS_OF_EDGES:
-        if keys is None and set(names) <= set(table.column_names):
-            keys = names
-    if keys is None:
-        raise DatasetError(
-            f"{where}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them, or "
-            f"name them in a graph.json"
-        )
-    return id_column(table, keys[0], where), id_column(table, keys[1], where), keys
+def _ends(table: Any, path: Path) -> tuple[Column, Column]:
+    for source, destination in _KEYS_OF_EDGES:
+        if {source, destination} <= set(table.column_names):
+            first, second = (
+                Column(id_column(table, name, str(path)), name, str(path)) for name in (source, destination)
+            )
+            return first, second
+    raise DatasetError(
+        f"{path}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them"
+    )
 
 
-def _ids_in_edges(node_type: str, ends: Mapping[EdgeType, tuple[Any, Any, tuple[str, str]]]) -> Any:
-    found = []
-    for edge_type, (sources, destinations, _) in ends.items():
-        found += [pc.unique(sources)] if edge_type[0] == node_type else []
-        found += [pc.unique(destinations)] if edge_type[2] == node_type else []
+def _ids_in_edges(node_type: str, ends: Mapping[EdgeType, tuple[Column, Column]]) -> Any:
+    found = [
+        pc.unique(end.values)
+        for etype, both in ends.items()
+        for ntype, end in zip((etype[0], etype[2]), both, strict=True)
+        if ntype == node_type
+    ]
     if len({str(values.type) for values in found}) > 1:
         raise DatasetError(
             f"node type {node_type!r} has no table, and the edges name its nodes by integers in one place "
@@ -380,112 +329,83 @@ def _ids_in_edges(node_type: str, ends: Mapping[EdgeType, tuple[Any, Any, tuple[
     return distinct.take(pc.sort_indices(distinct))
 
 
-def _positions(
-    values: Any, ids_of: Mapping[str, Any], key: str, layout: TableLayout, etype: EdgeType, ntype: str
-) -> Array:
-    """Return (E,) int32 or int64, the row in ``ids_of[ntype]`` of each of ``values``."""
-    path, ids, spec = layout.edges[etype].path, ids_of[ntype], layout.nodes.get(ntype)
-    owner = f"among the ids of {spec.path}" if spec is not None else "a node"
+def _positions(end: Column, ids: Any, table: Path | None) -> Array:
+    """Return (E,) int32 or int64, the row in ``ids`` of each value of ``end``."""
+    owner, values = f"among the ids of {table}" if table is not None else "a node", end.values
     if values.type != ids.type:
-        raise DatasetError(
-            f"{path}: column {key!r} holds {values.type} ids, but those {owner} are {ids.type}; "
-            f"write both alike"
-        )
+        raise end.error(f"holds {values.type} ids, but those {owner} are {ids.type}; write both alike")
     if _is_range(ids):
-        numbers = np.asarray(values.to_numpy(zero_copy_only=False))
+        numbers = as_numpy(values)
         unknown = (numbers < 0) | (numbers >= len(ids))
         positions = numbers.astype(id_dtype(len(ids)))
     else:
         found = pc.index_in(values, value_set=ids)
-        unknown = pc.is_null(found).to_numpy(zero_copy_only=False)
-        positions = np.asarray(pc.fill_null(found, -1).to_numpy(zero_copy_only=False))
+        unknown, positions = as_numpy(pc.is_null(found)), as_numpy(pc.fill_null(found, -1))
     if unknown.any():
-        row = int(np.argmax(unknown))
-        raise DatasetError(
-            f"{path}: column {key!r}, row {row}: node id {values[row].as_py()!r} is not {owner} "
-            f"(rows of {key!r} with unknown ids: {int(unknown.sum())})"
-        )
+        at = first_true(unknown)
+        count = f"(rows of {end.name!r} with unknown ids: {int(unknown.sum())})"
+        raise end.error(f"node id {values[at].as_py()!r} is not {owner} {count}", at)
     return positions
 
 
-def _columns(table: Any, spec: TableSpec, keys: set[str]) -> dict[str, NodeColumn]:
-    where = str(spec.path)
-    names = table.column_names
-    taken = keys | set(spec.ignore)
+def _columns(table: Any, where: str, taken: set[str]) -> dict[str, NodeColumn]:
     columns: dict[str, NodeColumn] = {}
-    label, split = (
-        given or (usual if usual in names else None)
-        for given, usual in ((spec.label, LABEL), (spec.split, "split"))
-    )
-    if label is not None and label not in taken:
-        columns[LABEL] = _label_column(table, label, where)
-        taken.add(label)
-    if split is not None and split not in taken:
-        columns.update(_split_masks(table, split, where))
-        taken.add(split)
+    names = [name for name in table.column_names if name not in taken]
     numbered = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"feat_?(\d+)", name))]
-    features = spec.features if spec.features is not None else tuple(name for _, name in sorted(numbered))
-    given = [number_values(column(table, name, where), name, where) for name in features[:1]]
-    if len(features) == 1 and given[0].ndim == 2:
-        columns[FEATURE] = given[0]
-    elif features:
+    features = [name for _, name in sorted(numbered)]
+    if LABEL in names:
+        columns[LABEL] = _labels(column(table, LABEL, where))
+    if _SPLIT in names:
+        columns.update(_split_masks(column(table, _SPLIT, where)))
+    if features:
         columns[FEATURE] = stacked_columns(table, features, where)
-    taken.update(features)
     for name in names:
-        if name not in taken:
-            values = column(table, name, where)
-            if holds_text(values):
-                raise DatasetError(
-                    f"{where}: column {name!r} holds strings, which no model can use; leave it out with "
-                    f"ignore={name} (an option, or a list in graph.json), or encode it as numbers"
-                )
-            columns[name] = number_values(values, name, where)
+        if name in (LABEL, _SPLIT, *features):
+            continue
+        found = column(table, name, where)
+        if found.is_text:
+            raise found.error(
+                f"holds strings, which no model can use; leave it out with ignore={name}, or encode it as "
+                "numbers"
+            )
+        columns[name] = found.numbers()
     columns = standard_columns(columns, where)
-    check_columns(columns, table.num_rows, spec.classes or count_classes(columns), where)
+    check_columns(columns, table.num_rows, count_classes(columns), where)
     return columns
 
 
-def _label_column(table: Any, name: str, where: str) -> Array:
-    values = column(table, name, where)
-    if not holds_text(values):
-        if not pa.types.is_integer(values.type):
-            return number_values(values, name, where)
-        return np.asarray(pc.fill_null(as_int64(values, name, where), -1).to_numpy(zero_copy_only=False))
-    known = pc.if_else(pc.equal(values, ""), None, values)
+def _labels(labels: Column) -> Array:
+    if not labels.is_text:
+        return as_numpy(pc.fill_null(labels.as_int64(), -1)) if labels.is_whole else labels.numbers()
+    known = pc.if_else(pc.equal(labels.values, ""), None, labels.values)
     classes = pc.unique(known.drop_null())
-    in_order = classes.take(pc.sort_indices(classes))
-    codes = pc.index_in(known, value_set=in_order, skip_nulls=True)
-    return np.asarray(pc.fill_null(codes, -1).to_numpy(zero_copy_only=False)).astype(np.int64)
+    codes = pc.index_in(known, value_set=classes.take(pc.sort_indices(classes)), skip_nulls=True)
+    return as_numpy(pc.fill_null(codes, -1)).astype(np.int64)
 
 
-def _split_masks(table: Any, name: str, where: str) -> dict[str, Array]:
-    values = column(table, name, where)
-    if pa.types.is_integer(values.type):
-        refuse_gaps(values, name, where)
-        codes = np.asarray(values.to_numpy(zero_copy_only=False))
+def _split_masks(split: Column) -> dict[str, Array]:
+    if split.is_whole:
+        split.refuse_gaps()
+        codes = as_numpy(split.values)
         odd = (codes < -1) | (codes > 2)
     else:
-        lower = pc.utf8_lower(pc.fill_null(values.cast(pa.large_string()), ""))
+        lower = pc.utf8_lower(pc.fill_null(split.values.cast(pa.large_string()), ""))
         place = pc.index_in(lower, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))
-        odd = pc.is_null(place).to_numpy(zero_copy_only=False)
-        places = np.asarray(pc.fill_null(place, 0).to_numpy(zero_copy_only=False))
-        codes = np.array(list(_SPLIT_CODES.values()))[places]
+        odd = as_numpy(pc.is_null(place))
+        codes = np.array(list(_SPLIT_CODES.values()))[as_numpy(pc.fill_null(place, 0))]
     if odd.any():
-        row = int(np.argmax(odd))
-        raise DatasetError(
-            f"{where}: column {name!r}, row {row}: {values[row].as_py()!r} is not a split; write train, val "
-            f"or test (or 0, 1, 2), and nothing (or -1) where there is none"
+        at = first_true(odd)
+        raise split.error(
+            f"{split.values[at].as_py()!r} is not a split; write train, val or test (or 0, 1, 2), and "
+            "nothing (or -1) where there is none",
+            at,
         )
-    masks = masks_of_split(codes)
-    return {mask_name: masks[mask_name] for mask_name in SPLITS if masks[mask_name].any()}
+    return {name: mask for name, mask in masks_of_split(codes).items() if mask.any()}
 
 
 def _is_range(ids: Any) -> bool:
-    if not pa.types.is_integer(ids.type):
-        return False
-    return bool(np.array_equal(ids.to_numpy(zero_copy_only=False), np.arange(len(ids))))
+    return bool(pa.types.is_integer(ids.type)) and np.array_equal(as_numpy(ids), np.arange(len(ids)))
 
 
 def _user_ids(ids: Any) -> Array:
-    dtype = np.int64 if pa.types.is_integer(ids.type) else np.str_
-    return np.asarray(ids.to_numpy(zero_copy_only=False)).astype(dtype)
+    return as_numpy(ids).astype(np.int64 if pa.types.is_integer(ids.type) else np.str_)

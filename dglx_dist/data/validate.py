@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from itertools import combinations
 
@@ -10,7 +11,10 @@ import numpy as np
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.records import LABEL, SPLITS, Array, Assignment, NodeColumn, RawGraph, SparseRows
 
+_LOG = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 1 << 16
+MAX_CLASSES = 1 << 24
+"""A model has an output for each class; a larger label is an id or a measurement."""
 
 
 def check_raw_graph(graph: RawGraph, where: str) -> None:
@@ -23,7 +27,7 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
     """
     if graph.total_nodes == 0 or graph.total_edges == 0:
         raise DatasetError(
-            f"{where}: the graph is empty ({graph.total_nodes} nodes, {graph.total_edges} edges); "
+            f"{where}: the graph has {graph.total_nodes} nodes and {graph.total_edges} edges; "
             f"there must be at least one of each"
         )
     for edge_type, (source_ids, destination_ids) in graph.edges.items():
@@ -75,23 +79,25 @@ def check_assignment(assignment: Assignment, graph: RawGraph) -> None:
             )
 
 
+def column_error(where: str, column: str, problem: str, row: int | None = None) -> DatasetError:
+    """Return the error that ``column`` of the file ``where``, or one row of it, has ``problem``."""
+    place = "" if row is None else f", row {row}:"
+    return DatasetError(f"{where}: column {column!r}{place} {problem}")
+
+
 def check_ids(ids: Array, end: int, column: str, where: str, what: str = "node id") -> None:
     """Raise DatasetError unless ``ids`` are (K,) integers in [0, end); ``what`` names one in messages."""
     check_whole(ids, column, where)
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= end):
         row = _first((ids < 0) | (ids >= end))
-        raise DatasetError(
-            f"{where}: column {column!r}, row {row}: {what} {ids[row]} is outside 0..{end - 1}"
-        )
+        raise column_error(where, column, f"{what} {ids[row]} is outside 0..{end - 1}", row)
 
 
 def check_whole(values: Array, column: str, where: str) -> None:
     """Raise DatasetError unless ``values`` are (K,) integers."""
     if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise DatasetError(
-            f"{where}: column {column!r} must hold one whole number a row; it is {values.dtype} of "
-            f"shape {values.shape}"
-        )
+        found = f"it is {values.dtype} of shape {values.shape}"
+        raise column_error(where, column, f"must hold one whole number a row; {found}")
 
 
 def check_unique(ids: Array, column: str, where: str) -> None:
@@ -99,10 +105,12 @@ def check_unique(ids: Array, column: str, where: str) -> None:
     found = first_repeat(ids)
     if found is not None:
         row, earlier = found
-        raise DatasetError(
-            f"{where}: column {column!r}, row {row}: node id {ids[row].item()!r} occurs "
-            f"already in row {earlier}; every node may have one row only"
-        )
+        raise column_error(where, column, repeated_id(ids[row].item(), f"row {earlier}"), row)
+
+
+def repeated_id(node_id: object, earlier: str) -> str:
+    """Return what is said of an id that the row ``earlier`` has, too."""
+    return f"node id {node_id!r} occurs already in {earlier}; every node may have one row only"
 
 
 def first_repeat(values: Array) -> tuple[int, int] | None:
@@ -155,78 +163,71 @@ def check_finite(column: Array, name: str, where: str, first_row: int = 0) -> No
         if not finite.all():
             at = tuple(int(axis[0]) for axis in np.nonzero(~finite))
             position = f" at position {list(at[1:])}" if len(at) > 1 else ""
-            raise DatasetError(
-                f"{where}: column {name!r}, row {first_row + first + at[0]}: {piece[at]}{position} is not a "
-                f"finite number; replace it before loading"
-            )
+            problem = f"{piece[at]}{position} is not a finite number; replace it before loading"
+            raise column_error(where, name, problem, first_row + first + at[0])
 
 
 def _check_sparse(column: SparseRows, name: str, where: str) -> None:
     lengths = np.diff(column.indptr)
     if column.indptr[0] != 0 or column.indptr[-1] != len(column.indices) or (lengths < 0).any():
-        raise DatasetError(
-            f"{where}: column {name!r}: the row pointers of the sparse rows must rise from 0 to "
-            f"{len(column.indices)}, the number of stored values"
-        )
+        stored = f"{len(column.indices)}, the number of stored values"
+        raise column_error(where, name, f"has row pointers that do not rise from 0 to {stored}")
     if len(column.values) != len(column.indices):
-        raise DatasetError(
-            f"{where}: column {name!r}: {len(column.indices)} column indices but {len(column.values)} values"
-        )
+        counts = f"{len(column.indices)} column indices but {len(column.values)} values"
+        raise column_error(where, name, f"has {counts}")
     wrong = (column.indices < 0) | (column.indices >= column.num_columns)
     if column.values.dtype.kind == "f":
         wrong |= ~np.isfinite(column.values)
     if wrong.any():
         position = _first(wrong)
         row = int(np.searchsorted(column.indptr, position, side="right")) - 1
-        raise DatasetError(
-            f"{where}: column {name!r}, row {row}: value {column.values[position]} at position "
-            f"{column.indices[position]} must be finite and in a column of 0..{column.num_columns - 1}"
-        )
+        value = f"value {column.values[position]} at position {column.indices[position]}"
+        problem = f"{value} must be finite and in a column of 0..{column.num_columns - 1}"
+        raise column_error(where, name, problem, row)
     places = np.repeat(np.arange(len(lengths)), lengths) * column.num_columns + column.indices
     places.sort(kind="stable")  # fast where they ascend already
     repeats = places[1:][places[1:] == places[:-1]]
     if len(repeats):
         row, twice = divmod(int(repeats[0]), column.num_columns)
-        raise DatasetError(
-            f"{where}: column {name!r}, row {row}: position {twice} is stored twice; add the values up"
-        )
+        raise column_error(where, name, f"position {twice} is stored twice; add the values up", row)
 
 
 def _checked_mask(mask: NodeColumn, name: str, where: str) -> Array:
     if isinstance(mask, SparseRows) or mask.dtype != np.bool_ or mask.ndim != 1:
-        raise DatasetError(f"{where}: column {name!r} must hold one boolean a row")
+        raise column_error(where, name, "must hold one boolean a row")
     if not mask.any():
-        raise DatasetError(
-            f"{where}: column {name!r} selects no row; leave the column out when there is no such split"
-        )
+        raise column_error(where, name, "selects no row; leave the column out when there is no such split")
     return mask
+
+
+def too_many_classes(largest: int) -> str:
+    """Return what is said of a ``largest`` label from :data:`MAX_CLASSES` on."""
+    return (
+        f"the label {largest}, which takes over {MAX_CLASSES} classes; is it an id, or a task of regression?"
+    )
 
 
 def _check_labels(label: Array, num_classes: int, masks: Mapping[str, Array], where: str) -> None:
     if label.ndim != 1:
         return  # several targets per node may be any numbers
     if label.dtype.kind not in "iu":
-        raise DatasetError(f"{where}: column {LABEL!r} must hold whole numbers; it is {label.dtype}")
+        raise column_error(where, LABEL, f"must hold whole numbers; it is {label.dtype}")
     wrong = (label < -1) | (label >= num_classes)
     if wrong.any():
         row = _first(wrong)
-        raise DatasetError(
-            f"{where}: column {LABEL!r}, row {row}: label {label[row]} is outside 0..{num_classes - 1} "
-            f"(-1 means none)"
-        )
+        problem = f"label {label[row]} is outside 0..{num_classes - 1} (-1 means none)"
+        raise column_error(where, LABEL, problem, row)
+    if num_classes > MAX_CLASSES:
+        _LOG.warning("%s: column %r has %s", where, LABEL, too_many_classes(num_classes - 1))
     for name, mask in masks.items():
         missing = mask & (label < 0)
         if missing.any():
-            raise DatasetError(
-                f"{where}: column {LABEL!r}, row {_first(missing)}: no label, but {name!r} selects the row"
-            )
+            raise column_error(where, LABEL, f"no label, but {name!r} selects the row", _first(missing))
 
 
 def _check_length(column: NodeColumn, num_rows: int, name: str, where: str) -> None:
     if len(column.shape) == 0 or column.shape[0] != num_rows:
-        raise DatasetError(
-            f"{where}: column {name!r} has shape {tuple(column.shape)}; it needs {num_rows} rows"
-        )
+        raise column_error(where, name, f"has shape {tuple(column.shape)}; it needs {num_rows} rows")
 
 
 def _first(wrong: Array) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
 import dgl
 import numpy as np
@@ -40,7 +40,6 @@ from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.column import PendingPull
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids, as_array, as_ids
-from dglx_dist.graph.partition_book import Answered
 from dglx_dist.graph.sampling import by_type
 from dglx_dist.records import Array, EdgeType, StepShare
 
@@ -254,16 +253,13 @@ EdgePairs = Mapping[EdgeType, Pairs]
 """Edge type to (sources, destinations), (P,) int64 global node ids each; every type of the graph."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairGraphs:
-    """Positive and negative pairs over one set of nodes."""
+class PairGraphs(NamedTuple):
+    """Positive and negative pairs over one set of nodes; see :class:`EdgeBatch`."""
 
     nodes: Mapping[str, Array]
     """Node type to the (n,) int64 ascending distinct ids in the pairs: the seeds of the blocks."""
     positive: dgl.DGLGraph
-    """``dgl.NID`` on every node type, ``dgl.EID`` on every edge type; edges in the order of the batch."""
     negative: dgl.DGLGraph | None
-    """Over the same nodes; None without a negative sampler."""
 
 
 def build_pairs(
@@ -286,7 +282,7 @@ def build_pairs(
             graph.nodes[ntype].data[dgl.NID] = found
     for etype, edges in ids.items():
         graphs[0].edges[etype].data[dgl.EID] = torch.from_numpy(edges)
-    return PairGraphs(nodes=nodes, positive=graphs[0], negative=graphs[1] if negative is not None else None)
+    return PairGraphs(nodes, graphs[0], None if negative is None else graphs[1])
 
 
 def _nodes(ntypes: Sequence[str], both: Sequence[EdgePairs]) -> dict[str, Array]:
@@ -395,32 +391,30 @@ class EdgeMaker:
     def _pairs(self, edges: Mapping[EdgeType, Array], epoch: int) -> PairGraphs:
         # All requests are sent before the first wait.
         found = [self.g.structure(etype).submit_find_edges(ids) for etype, ids in edges.items()]
-        batch = [
-            self._positives(number, etype, ids, epoch, found[number])
-            for number, (etype, ids) in enumerate(edges.items())
-        ]
+        batch = []
+        for number, (etype, ids) in enumerate(edges.items()):
+            structure, (sources, destinations) = self.g.structure(etype), found[number]()
+            batch.append(
+                Positives(
+                    etype=etype,
+                    number=number,
+                    ids=ids,
+                    sources=sources,
+                    destinations=destinations,
+                    num_sources=structure.num_sources,
+                    num_destinations=structure.num_destinations,
+                    seed=self.seed,
+                    epoch=epoch,
+                )
+            )
         ends = {one.etype: (one.sources, one.destinations) for one in batch}
         if self.negative is None:
             return build_pairs(self.g.ntypes, edges, ends, None, self.g.idtype)
         nonempty = [one for one in batch if len(one.ids)]
         drawn = self.negative(nonempty) if nonempty else {}
         nothing: Pairs = np.empty(0, np.int64), np.empty(0, np.int64)
-        negative = {etype: drawn.get(etype, nothing) for etype in edges}
-        return build_pairs(self.g.ntypes, edges, ends, negative, self.g.idtype)
-
-    def _positives(self, number: int, etype: EdgeType, ids: Array, epoch: int, ends: Answered) -> Positives:
-        structure = self.g.structure(etype)
-        sources, destinations = ends()
-        return Positives(
-            etype=etype,
-            number=number,
-            ids=ids,
-            sources=sources,
-            destinations=destinations,
-            num_sources=structure.num_sources,
-            num_destinations=structure.num_destinations,
-            seed=self.seed,
-            epoch=epoch,
+        return build_pairs(
+            self.g.ntypes, edges, ends, {etype: drawn.get(etype, nothing) for etype in edges}, self.g.idtype
         )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import dgl
 import numpy as np
@@ -29,39 +29,48 @@ EdgesOfBlock: TypeAlias = Mapping[EdgeType, Array]
 """Edge type to the (E,) ids of a block's edges."""
 
 NO_ROWS: Array = np.empty(0, np.int64)
+K = TypeVar("K")
 _MARGIN = 8
 """New buffers get 1/8 spare rows, so that batches of about the same size fit."""
 
 
 @final
-class BufferPool:
-    """Pool of (n, words) arrays, since page faults of a fresh one cost as much as filling it. Thread-safe.
+class RowMemory:
+    """Memory for the rows of columns, since page faults of a fresh array cost as much as filling it.
 
-    An array is not returned explicitly: it is idle again when all its views, including tensors over it, are
-    gone. At most ``most`` are kept.
+    An array is not returned explicitly: it is used again when all its views, including tensors over it, are
+    gone. At most ``num_batches`` are kept of a column. Thread-safe.
     """
 
-    def __init__(self, words: int, dtype: np.dtype[np.generic], most: int) -> None:
-        self._words, self._dtype, self._most = words, dtype, most
-        self._kept: list[Array] = []
+    def __init__(self, num_batches: int = 4) -> None:
+        self._num_batches = num_batches
+        self._kept: dict[tuple[str, ColumnInfo], list[Array]] = {}
         self._lock = threading.Lock()
         # Measured, because interpreters differ in the references that a loop itself holds.
         self._references_of_idle = _references([np.empty(0)])[0]
 
-    def take(self, count: int) -> Array:
-        """Return ``count`` uninitialised rows: of the longest idle array, else of one that replaces it."""
+    def rows(self, key: str, count: int, info: ColumnInfo) -> Tensor:
+        """Return an uninitialised (``count``, *row) tensor for column ``key``; ``count`` may be 0.
+
+        It lies in the longest idle array, or in one that replaces it.
+        """
+        width = math.prod(info.row_shape)
+        if count == 0 or width == 0:
+            return empty_rows(count, info)
         with self._lock:
-            counts = _references(self._kept)
+            kept = self._kept.setdefault((key, info), [])
+            counts = _references(kept)
             idle = [place for place, n in enumerate(counts) if n == self._references_of_idle]
-            longest = max(idle, key=lambda place: len(self._kept[place]), default=None)
-            if longest is not None and len(self._kept[longest]) >= count:
-                return self._kept[longest][:count]
-            array = np.empty((count + count // _MARGIN, self._words), self._dtype)
-            if longest is not None:
-                self._kept[longest] = array
-            elif len(self._kept) < self._most:
-                self._kept.append(array)
-            return array[:count]
+            longest = max(idle, key=lambda place: len(kept[place]), default=None)
+            if longest is not None and len(kept[longest]) >= count:
+                array = kept[longest]
+            else:
+                array = np.empty((count + count // _MARGIN, width), numpy_dtype(info.dtype))
+                if longest is not None:
+                    kept[longest] = array
+                elif len(kept) < self._num_batches:
+                    kept.append(array)
+        return tensor_view(array[:count].reshape(count, *info.row_shape), info)
 
 
 def _references(arrays: Sequence[Array]) -> list[int]:
@@ -70,25 +79,6 @@ def _references(arrays: Sequence[Array]) -> list[int]:
     for array in arrays:
         counts.append(sys.getrefcount(array))
     return counts
-
-
-@final
-class RowMemory:
-    """Tensors for columns from a buffer pool per key and info, for ``num_batches`` at a time. Thread-safe."""
-
-    def __init__(self, num_batches: int = 4) -> None:
-        self._num_batches = num_batches
-        self._pools: dict[tuple[str, ColumnInfo], BufferPool] = {}
-        self._lock = threading.Lock()
-
-    def rows(self, key: str, count: int, info: ColumnInfo) -> Tensor:
-        """Return an uninitialised (``count``, *row) tensor for column ``key``; ``count`` may be 0."""
-        width, dtype = math.prod(info.row_shape), numpy_dtype(info.dtype)
-        if count == 0 or width == 0:
-            return empty_rows(count, info)
-        with self._lock:
-            pool = self._pools.setdefault((key, info), BufferPool(width, dtype, self._num_batches))
-        return tensor_view(pool.take(count).reshape(count, *info.row_shape), info)
 
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -149,71 +139,55 @@ class Columns:
     """Memory for the rows of inputs."""
 
 
-@final
-class Fetch:
-    """Pending columns of one batch. Not thread-safe.
+def submit_columns(
+    store: KVStore,
+    columns: Columns,
+    inputs: Mapping[str, Array],
+    targets: Mapping[str, Array],
+    blocks: Sequence[EdgesOfBlock],
+    *,
+    distinct: bool = True,
+) -> Callable[[Sequence[DGLBlock]], None]:
+    """Send the requests for all rows of a batch, without waiting.
 
-    With ``distinct``, no input node and no target is repeated, as in all batches of compiled kernels.
+    Args:
+        store: Of the columns.
+        columns: What to fetch.
+        inputs: Node type to the (n,) int64 sources of the first block; a type may be missing.
+        targets: Node type to the (B,) int64 destinations of the last.
+        blocks: The edges of each block, the input-most first; read only when edge columns are fetched.
+        distinct: Whether no input node and no target is repeated, as in all batches of compiled kernels.
+
+    Returns:
+        What waits and sets the columns on the blocks, the input-most first. It raises PeerError if an owner
+        of rows is dead or silent.
     """
+    pending: list[tuple[int, str, Any, str, PendingPull]] = []
+    for ntype, name, key in _each(columns.inputs):
+        ids = inputs.get(ntype, NO_ROWS)
+        out = columns.memory.rows(key, len(ids), store.column(key).info)
+        pull = store.submit_pull(key, ids, out=out, distinct=distinct, phase=FEATURE_PHASE)
+        pending.append((0, "srcnodes", ntype, name, pull))
+    for ntype, name, key in _each(columns.targets):
+        pull = store.submit_pull(key, targets.get(ntype, NO_ROWS), distinct=distinct, phase=LABEL_PHASE)
+        pending.append((-1, "dstnodes", ntype, name, pull))
+    for number, edges in enumerate(blocks):
+        for etype, name, key in _each(columns.edges):
+            ids = edges[etype].astype(np.int64, copy=False)
+            pull = store.submit_pull(key, ids, phase=EDGE_PHASE, layer=number + 1)
+            pending.append((number, "edges", etype, name, pull))
 
-    def __init__(self, store: KVStore, columns: Columns, *, distinct: bool = True) -> None:
-        self._store, self._columns, self._distinct = store, columns, distinct
-        self._inputs: dict[tuple[str, str], PendingPull] = {}
-        self._targets: dict[tuple[str, str], PendingPull] = {}
-        self._edges: list[dict[tuple[EdgeType, str], PendingPull]] = []
+    def finish(built: Sequence[DGLBlock]) -> None:
+        for number, side, kind, name, pull in pending:
+            rows = pull() if side == "dstnodes" else columns.precision.converted(pull())
+            getattr(built[number], side)[kind].data[name] = rows
 
-    def start(
-        self, inputs: Mapping[str, Array], targets: Mapping[str, Array], blocks: Sequence[EdgesOfBlock]
-    ) -> None:
-        """Send the requests for all rows of the batch, without waiting.
+    return finish
 
-        Args:
-            inputs: Node type to the (n,) int64 sources of the first block; a type may be missing.
-            targets: Node type to the (B,) int64 destinations of the last.
-            blocks: The edges of each block, the input-most first; read only when edge columns are fetched.
-        """
-        self._inputs = {
-            (ntype, name): self._submit_input(key, inputs.get(ntype, NO_ROWS))
-            for ntype, names in self._columns.inputs.items()
-            for name, key in names.items()
-        }
-        self._targets = {
-            (ntype, name): self._store.submit_pull(
-                key, targets.get(ntype, NO_ROWS), distinct=self._distinct, phase=LABEL_PHASE
-            )
-            for ntype, names in self._columns.targets.items()
-            for name, key in names.items()
-        }
-        self._edges = [
-            {
-                (etype, name): self._store.submit_pull(
-                    key, edges[etype].astype(np.int64, copy=False), phase=EDGE_PHASE, layer=layer
-                )
-                for etype, names in self._columns.edges.items()
-                for name, key in names.items()
-            }
-            for layer, edges in enumerate(blocks, start=1)
-        ]
 
-    def finish(self, blocks: Sequence[DGLBlock]) -> None:
-        """Wait, and set the columns on ``blocks``, the input-most first.
-
-        Raises:
-            PeerError: an owner of rows is dead or silent.
-        """
-        converted = self._columns.precision.converted
-        for (ntype, name), pull in self._inputs.items():
-            blocks[0].srcnodes[ntype].data[name] = converted(pull())
-        for (ntype, name), pull in self._targets.items():
-            blocks[-1].dstnodes[ntype].data[name] = pull()
-        # Without edge columns, `start` may have got no edges.
-        for block, pulls in zip(blocks, self._edges, strict=bool(self._edges)):
-            for (etype, name), pull in pulls.items():
-                block.edges[etype].data[name] = converted(pull())
-
-    def _submit_input(self, key: str, ids: Array) -> PendingPull:
-        out = self._columns.memory.rows(key, len(ids), self._store.column(key).info)
-        return self._store.submit_pull(key, ids, out=out, distinct=self._distinct, phase=FEATURE_PHASE)
+def _each(columns: Mapping[K, Mapping[str, str]]) -> Iterator[tuple[K, str, str]]:
+    # Type, name in the frame, name in the store.
+    return ((kind, name, key) for kind, names in columns.items() for name, key in names.items())
 
 
 def edges_of(block: DGLBlock) -> dict[EdgeType, Array]:

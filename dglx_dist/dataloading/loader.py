@@ -23,14 +23,7 @@ from dglx_dist.dataloading.minibatch import (
     NodeIds,
     SamplerMaker,
 )
-from dglx_dist.dataloading.sampler import (
-    BatchSource,
-    Draws,
-    RemoteSource,
-    WholeSource,
-    csc_of,
-    keyed_draw,
-)
+from dglx_dist.dataloading.sampler import BatchSource, Draws, RemoteSource, WholeSource, csc_of, keyed_draw
 from dglx_dist.dataloading.sampler_spec import (
     Fanout,
     SamplePlan,
@@ -40,13 +33,7 @@ from dglx_dist.dataloading.sampler_spec import (
     read_sampler,
     shard_weights,
 )
-from dglx_dist.dataloading.step_loader import (
-    LoaderOptions,
-    StepLoader,
-    read_items,
-    read_options,
-    seed_of,
-)
+from dglx_dist.dataloading.step_loader import LoaderOptions, StepLoader, read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type, fanout_by_type
@@ -260,11 +247,7 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         options |= {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
         read, plan, seeds = run_on_all_ranks(
             g.session,
-            lambda: (
-                read_options(options),
-                read_sampler(sampler),
-                read_items(indices, counts, "node"),
-            ),
+            lambda: (read_options(options), read_sampler(sampler), read_items(indices, counts, "node")),
             ConfigError,
         )
         maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))

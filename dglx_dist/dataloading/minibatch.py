@@ -20,7 +20,7 @@ from dgl.heterograph import DGLBlock
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
-from dglx_dist.dataloading.feature_fetch import Columns, EdgesOfBlock, Fetch, edges_of
+from dglx_dist.dataloading.feature_fetch import Columns, EdgesOfBlock, edges_of, submit_columns
 from dglx_dist.dataloading.kernels import RawBatch, Schema, Workspace
 from dglx_dist.dataloading.sampler import BatchSource, Draws
 from dglx_dist.errors import ConfigError
@@ -142,11 +142,10 @@ class SamplerMaker:
         begin = time.perf_counter()
         input_nodes, output_nodes, blocks = self._sample(_node_ids(seeds, self._ntypes), exclude)
         sampled = time.perf_counter()
-        # Nodes of a user's sampler may be repeated.
-        fetch = Fetch(self._store, self._columns, distinct=False)
         edges = [edges_of(block) for block in blocks] if self._columns.edges else []
-        fetch.start(self._arrays(input_nodes), self._arrays(output_nodes), edges)
-        fetch.finish(blocks)
+        inputs, targets = self._arrays(input_nodes), self._arrays(output_nodes)
+        # Nodes of a user's sampler may be repeated.
+        submit_columns(self._store, self._columns, inputs, targets, edges, distinct=False)(blocks)
         end = time.perf_counter()
         return MiniBatch(
             input_nodes=input_nodes,
@@ -225,17 +224,17 @@ class KernelMaker:
         request = self._draws.request(seeds, epoch, exclude)
         with self._workspace() as workspace:
             batch = self._source.sample(request, exclude, workspace)
-        fetch = Fetch(self._store, self._columns)
         sampled = time.perf_counter()
         inputs = {
             ntype: batch.nodes[batch.node_starts[number] : batch.node_starts[number + 1]]
             for number, ntype in enumerate(self._schema.ntypes)
         }
-        fetch.start(inputs, seeds, self._edges(batch) if self._columns.edges else [])
+        edges = self._edges(batch) if self._columns.edges else []
+        finish = submit_columns(self._store, self._columns, inputs, seeds, edges)
         building = time.perf_counter()
         nodes, blocks = self._builder.blocks(batch)
         built = time.perf_counter()
-        fetch.finish(blocks)
+        finish(blocks)
         output_nodes = _node_ids(seeds, self._schema.ntypes)
         end = time.perf_counter()
         return MiniBatch(

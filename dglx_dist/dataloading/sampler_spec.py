@@ -140,11 +140,9 @@ K = TypeVar("K")
 
 def find_columns(g: DistGraph, plan: SamplePlan, precision: Precision) -> Columns:
     """Return the columns of ``g`` that ``plan`` attaches; ConfigError lists the existing ones."""
-    feats = _by_type(plan.node_feats, g.ntypes, lambda name: _node_type(g, name), "prefetch_node_feats")
-    labels = _by_type(plan.labels, g.ntypes, lambda name: _node_type(g, name), "prefetch_labels")
     return Columns(
-        inputs={ntype: _node_keys(g, ntype, names, "prefetch_node_feats") for ntype, names in feats.items()},
-        targets={ntype: _node_keys(g, ntype, names, "prefetch_labels") for ntype, names in labels.items()},
+        inputs=_node_columns(g, plan.node_feats, "prefetch_node_feats"),
+        targets=_node_columns(g, plan.labels, "prefetch_labels"),
         edges=edge_columns(g, plan.edge_feats, "prefetch_edge_feats"),
         precision=precision,
     )
@@ -162,9 +160,12 @@ def edge_keys(g: DistGraph, etype: EdgeType, names: Sequence[str], option: str) 
     return _keys(g.edges[etype].data, names, option, where)
 
 
-def _node_keys(g: DistGraph, ntype: str, names: Sequence[str], option: str) -> dict[str, str]:
-    where = "g.ndata" if len(g.ntypes) == 1 else f"g.nodes[{ntype!r}].data"
-    return _keys(g.nodes[ntype].data, names, option, where)
+def _node_columns(g: DistGraph, names: Names, option: str) -> dict[str, dict[str, str]]:
+    by_type = _by_type(names, g.ntypes, lambda name: _node_type(g, name), option)
+    where = "g.ndata" if len(g.ntypes) == 1 else "g.nodes[{!r}].data"
+    return {
+        ntype: _keys(g.nodes[ntype].data, of, option, where.format(ntype)) for ntype, of in by_type.items()
+    }
 
 
 def _keys(data: Any, names: Sequence[str], option: str, where: str) -> dict[str, str]:

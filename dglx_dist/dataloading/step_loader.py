@@ -220,40 +220,27 @@ class Schedule:
 
     batch_size: int
     """Seeds per rank and step."""
-    drop_last: bool
-    """Whether a rank's last batch is left out when it is not full."""
-    counts: tuple[int, ...]
-    """(W,) seeds of each rank."""
+    used: tuple[int, ...]
+    """(W,) seeds of each rank in an epoch."""
     rank: int
 
     @property
     def num_steps(self) -> int:
         """Steps of an epoch, the same on every rank."""
-        return max(self._steps_of(count) for count in self.counts)
+        return -(-max(self.used) // self.batch_size)
 
     def slice_of(self, step: int) -> slice:
         """Return the slice of this rank's seeds, in the order of the epoch, for ``step``; may be empty."""
         first = step * self.batch_size
-        return slice(first, first + self._size(self.counts[self.rank], step))
+        return slice(first, first + self._size(self.used[self.rank], step))
 
     def share(self, step: int) -> StepShare:
         """Return how many seeds this rank and all ranks have in ``step``."""
-        sizes = [self._size(count, step) for count in self.counts]
+        sizes = [self._size(count, step) for count in self.used]
         return StepShare(num_local=sizes[self.rank], num_global=sum(sizes))
 
-    def targets(self) -> tuple[int, int]:
-        """Return the seeds of an epoch: (on this rank, on all ranks)."""
-        used = [self._used(count) for count in self.counts]
-        return used[self.rank], sum(used)
-
-    def _used(self, count: int) -> int:
-        return count - count % self.batch_size if self.drop_last else count
-
-    def _steps_of(self, count: int) -> int:
-        return -(-self._used(count) // self.batch_size)
-
     def _size(self, count: int, step: int) -> int:
-        return min(max(self._used(count) - step * self.batch_size, 0), self.batch_size)
+        return min(max(count - step * self.batch_size, 0), self.batch_size)
 
 
 class Timed(Protocol):
@@ -329,11 +316,6 @@ class EpochLoader(ABC, Generic[B, T]):
     def in_order(self, batches: Iterator[B]) -> Iterator[B]:
         """Return the made batches as they are delivered; a loader may look at the next one here."""
         return batches
-
-    @property
-    @abstractmethod
-    def num_targets_of_epoch(self) -> tuple[int, int]:
-        """Targets of an epoch: (of this rank, of all ranks)."""
 
     @property
     def epoch(self) -> int:
@@ -421,12 +403,9 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         # Batches are moved on threads, where "cuda" without an index would mean the first one.
         has_index = device.index is not None or device.type != session.device.type
         self._device = device if has_index else session.device
-        self._schedule = Schedule(
-            batch_size=int(options.batch_size),
-            drop_last=bool(options.drop_last),
-            counts=_counts(items, options, session),
-            rank=session.topology.rank,
-        )
+        size, counts = int(options.batch_size), _counts(items, options, session)
+        used = tuple(count - count % size if options.drop_last else count for count in counts)
+        self._schedule = Schedule(batch_size=size, used=used, rank=session.topology.rank)
         seed = seed_of(options, session)
         super().__init__(session, seed=seed, depth=options.depth, num_threads=options.num_threads)
 
@@ -444,7 +423,9 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     @property
     def num_targets_of_epoch(self) -> tuple[int, int]:
-        return self._schedule.targets()
+        """Targets of an epoch: (of this rank, of all ranks)."""
+        used = self._schedule.used
+        return used[self._schedule.rank], sum(used)
 
     def offline(self) -> Callable[[Mapping[K, Any], int], B]:
         """Return (items, epoch) to that batch of any rank; see :meth:`Maker.offline`. Thread-safe."""

@@ -28,16 +28,11 @@ class StageInput:
     x: Tensor
     """(L0, F_p) this part's columns of the source nodes' inputs; F_p may be 0."""
     edges: Mapping[str, Tensor]
-    """Per-edge arguments of the convolution, such as weights: name to (E1, ...); the same on every part."""
+    """Per-edge arguments of the convolution, such as weights: name to (E1, ...); the same on every part,
+    but for those of ``edges_by_column``."""
     draws: DropDraws | None = None
     """Keys of the dropout before *sync*, so that the parts drop what one process would; None: a single part,
     which draws as torch does."""
-    runs: tuple[Columns, ...] = ()
-    """This part's columns of the uncut input, in order; empty: all of them."""
-
-    def columns_of(self, values: Tensor) -> Tensor:
-        """Return this part's columns of (E1, F) values of edges, as wide as the uncut input."""
-        return cut_out(values, self.runs, 1) if self.runs else values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +124,8 @@ class SplittableConv(nn.Module, ABC):
     """Names of the per-edge arguments of :meth:`forward`."""
     required_edges: tuple[str, ...] = ()
     """Those of them that every call has, so that their bytes come to those of the sums."""
+    edges_by_column: tuple[str, ...] = ()
+    """Names of per-edge values as wide as the uncut input, (E1, F): a part gets its own columns of them."""
     edges_after_sync: bool = False
     """Whether only :meth:`apply_edges` uses the per-edge values, which then stay with the owner."""
     heads: int = 0

@@ -192,7 +192,6 @@ def _rates(
     config: MeasureConfig,
     per_edge: float,
 ) -> tuple[Rates, Rates | None]:
-    """Return the rates of steps on mini-batches, and on whole graphs; collective."""
     session, layers, clock = run.g.session, run.num_layers, config.clock
     byte_seconds = time_bytes(run.g, _owned(run), clock)
     every: Sequence[Any] = gather_json(byte_seconds, session)

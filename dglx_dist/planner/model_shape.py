@@ -154,7 +154,6 @@ def _registered(
 
 
 def _inspected(module: nn.Module, features: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what each strategy finds in the model, and why others cannot train it."""
     found, refused = {}, {}
     for name in STRATEGIES.names():
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -131,15 +132,25 @@ _MAX_LEGEND = 8
 """Largest number of servers with a legend."""
 
 
+@contextmanager
+def _picture(
+    path: str | Path, size: tuple[float, float], title: str, panels: tuple[int, int] = (1, 1)
+) -> Iterator[Any]:
+    """Yield the axes of the panels, row by row; afterwards replace the PNG file ``path``."""
+    figure = Figure(figsize=size, layout="constrained")
+    yield figure.subplots(*panels, squeeze=False).ravel()
+    figure.suptitle(title, fontsize=10)
+    # An interruption leaves an earlier picture intact.
+    with replaced_file(Path(path)) as partial:
+        figure.savefig(partial, dpi=100, format="png")
+
+
 def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None:
     """Draw loss, accuracy, phases and bytes of each epoch into a PNG file."""
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    learning, phases, traffic = figure.subplots(1, 3)
-    _draw_learning(learning, epochs)
-    _draw_phases(phases, epochs)
-    _draw_traffic(traffic, epochs)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)
+    with _picture(path, (13, 4), title, (1, 3)) as (learning, phases, traffic):
+        _draw_learning(learning, epochs)
+        _draw_phases(phases, epochs)
+        _draw_traffic(traffic, epochs)
 
 
 def _draw_learning(axes: Any, epochs: Sequence[EpochRecord]) -> None:
@@ -191,18 +202,15 @@ def draw_parts(columns: Mapping[str, Sequence[float]], path: str | Path, *, titl
     """Draw a panel per column (nodes, edges, ...) into a PNG file: a bar per part, a line at the mean."""
     across = min(max(len(columns), 1), 2)
     down = max(-(-len(columns) // across), 1)
-    figure = Figure(figsize=(6 * across, 3.5 * down), layout="constrained")
-    panels = figure.subplots(down, across, squeeze=False).flat
-    for axes, (name, values) in zip(panels, columns.items(), strict=False):
-        axes.bar(range(len(values)), values, color="#4c72b0")
-        axes.axhline(sum(values) / max(len(values), 1), color="#444444", linestyle="--", linewidth=1)
-        axes.set(title=name, xlabel="part")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    # Two panels per row: an odd number leaves the last one empty.
-    for axes in panels:
-        axes.set_axis_off()
-    figure.suptitle(title)
-    figure.savefig(path, dpi=100)
+    with _picture(path, (6 * across, 3.5 * down), title, (down, across)) as panels:
+        for axes, (name, values) in zip(panels, columns.items(), strict=False):
+            axes.bar(range(len(values)), values, color="#4c72b0")
+            axes.axhline(sum(values) / max(len(values), 1), color="#444444", linestyle="--", linewidth=1)
+            axes.set(title=name, xlabel="part")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        # Two panels per row: an odd number leaves the last one empty.
+        for axes in panels[len(columns) :]:
+            axes.set_axis_off()
 
 
 def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, title: str) -> None:
@@ -210,18 +218,16 @@ def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, titl
 
     ``factors`` are the (K + 1, S) nodes within h hops of a server's own, relative to its own.
     """
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.subplots()
-    servers = len(factors[0])
-    for server in range(servers):
-        axes.plot(range(len(factors)), [row[server] for row in factors], marker="o", label=f"server {server}")
-    # The upper bound.
-    axes.axhline(servers, color="#444444", linestyle="--", linewidth=1, label="the whole graph")
-    axes.set(title=title, xlabel="hops", ylabel="nodes held / own nodes", ylim=(0, None))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if servers <= _MAX_LEGEND:
-        axes.legend(fontsize=8)
-    figure.savefig(path, dpi=100)
+    hops, servers = range(len(factors)), len(factors[0])
+    with _picture(path, (6, 3.5), title) as (axes,):
+        for server in range(servers):
+            axes.plot(hops, [row[server] for row in factors], marker="o", label=f"server {server}")
+        # The upper bound.
+        axes.axhline(servers, color="#444444", linestyle="--", linewidth=1, label="the whole graph")
+        axes.set(xlabel="hops", ylabel="nodes held / own nodes", ylim=(0, None))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if servers <= _MAX_LEGEND:
+            axes.legend(fontsize=8)
 
 
 WAITING, UNNUMBERED = "#eeeeee", "#888888"
@@ -274,14 +280,11 @@ def _draw_rows(
     shown: tuple[float, float],
     title: str,
 ) -> None:
-    figure = Figure(figsize=(13, 1.4 + 0.38 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    for height, (_, spans) in enumerate(rows):
-        draw_row(_Row(axes=axes, height=height, shown=shown), spans)
-    axes.set(xlim=(0, 1e3 * (shown[1] - shown[0])), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=110, format="png")
+    with _picture(path, (13, 1.4 + 0.38 * len(rows)), title) as (axes,):
+        for height, (_, spans) in enumerate(rows):
+            draw_row(_Row(axes=axes, height=height, shown=shown), spans)
+        axes.set(xlim=(0, 1e3 * (shown[1] - shown[0])), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
 
 
 def _within(spans: Sequence[Span], row: str, shown: tuple[float, float]) -> list[Span]:
@@ -361,34 +364,26 @@ def draw_regions(
     """
     names = sorted({name for row in regions.winners for name in row})
     grid = np.array([[names.index(name) for name in row] for row in regions.winners])
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
     bits = [8 * rate / 1e9 for rate in regions.bytes_per_s]
-    colors = ListedColormap([REGION_COLORS[place % len(REGION_COLORS)] for place in range(len(names))])
+    colors = [REGION_COLORS[place % len(REGION_COLORS)] for place in range(len(names))]
     norm = BoundaryNorm(np.arange(len(names) + 1) - 0.5, len(names)) if len(names) > 1 else None
-    axes.pcolormesh(bits, regions.hidden, grid, cmap=colors, norm=norm, shading="nearest")
-    _draw_gains(axes, bits, regions)
-    if here is not None:
-        axes.plot(
-            [8 * here[1] / 1e9], [here[0]], marker="*", markersize=14, color="#222222", linestyle="none"
-        )
-    axes.set(xscale="log", xlabel="Gbit/s of payload between servers", ylabel="hidden width", title=title)
-    axes.set_yscale("log", base=2)
-    axes.set_yticks(list(regions.hidden), [str(width) for width in regions.hidden])
-    # Plain numbers, as on the command line, instead of powers.
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    patches = [
-        Patch(color=REGION_COLORS[place % len(REGION_COLORS)], label=name or _NOTHING)
-        for place, name in enumerate(names)
-    ]
-    axes.legend(
-        handles=patches, loc="upper left", bbox_to_anchor=(0, -0.13), ncols=2, fontsize=8, frameon=False
-    )
-    # An interruption leaves an earlier picture intact.
-    with replaced_file(Path(path)) as partial:
-        figure.savefig(partial, dpi=110, format="png")
+    with _picture(path, (9, 5.5), title) as (axes,):
+        axes.pcolormesh(bits, regions.hidden, grid, cmap=ListedColormap(colors), norm=norm, shading="nearest")
+        _draw_gains(axes, bits, regions)
+        if here is not None:
+            axes.plot([8 * here[1] / 1e9], [here[0]], "*", markersize=14, color="#222222")
+        axes.set(xscale="log", xlabel="Gbit/s of payload between servers", ylabel="hidden width")
+        axes.set_yscale("log", base=2)
+        axes.set_yticks(list(regions.hidden), [str(width) for width in regions.hidden])
+        # Plain numbers, as on the command line, instead of powers.
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        patches = [
+            Patch(color=color, label=name or _NOTHING) for color, name in zip(colors, names, strict=True)
+        ]
+        place = {"loc": "upper left", "bbox_to_anchor": (0, -0.13), "ncols": 2}
+        axes.legend(handles=patches, fontsize=8, frameon=False, **place)
 
 
 def _draw_gains(axes: Any, bits: Sequence[float], regions: Regions) -> None:

@@ -7,7 +7,6 @@ of one attempt have arrived; later attempts are duplicates.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import threading
 import time
@@ -137,12 +136,11 @@ class Finished:
 
 
 @dataclass
-class Work:
+class _Pending:
     """An unfinished task."""
 
     task: Task
     """Newest attempt."""
-    order: int
     queued: float
     ready: float | None = None
     """When its rows became ready."""
@@ -151,84 +149,11 @@ class Work:
 
 
 @final
-class PendingTasks:
-    """Queue of tasks: ready ones first, then the oldest epoch, then the order of launch.
+class Controller:
+    """Sends tasks to an executor: ready ones first, then the oldest epoch, then as launched. Thread-safe.
 
     At most ``workers`` tasks run, and at most ``workers`` - 1 of them are not ready. One worker is always
-    free for tasks that others wait for, which excludes deadlock. Not thread-safe.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-        self.running: dict[TaskKey, Work] = {}
-        """Tasks whose newest attempt is sent."""
-        self._work: dict[TaskKey, Work] = {}
-        self._order = itertools.count()
-        self._heap: list[tuple[bool, int, int, TaskKey]] = []
-        """Whether not ready, epoch, order, key. Entries of work that is done, running or now ready stay."""
-
-    @property
-    def num_early_running(self) -> int:
-        """Running tasks whose rows are not ready."""
-        return sum(work.ready is None for work in self.running.values())
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._work) - len(self.running)
-
-    def get(self, key: TaskKey) -> Work | None:
-        """Return the work with ``key``; None if it is done or was never launched."""
-        return self._work.get(key)
-
-    def longest_wait_s(self, now: float) -> float:
-        """Return the longest time that unsent work has waited; 0 without any."""
-        waits = (now - work.queued for key, work in self._work.items() if key not in self.running)
-        return max(waits, default=0.0)
-
-    def add(self, task: Task, now: float, *, ready: bool) -> None:
-        """Add a task; ConfigError if its key is already present."""
-        if task.key in self._work:
-            raise ConfigError(f"task {task.key} was already launched; launch each task once")
-        work = Work(task=task, order=next(self._order), queued=now, ready=now if ready else None)
-        self._work[task.key] = work
-        self._enqueue(work)
-
-    def mark_ready(self, work: Work, now: float) -> None:
-        work.ready = now
-        if work.task.key not in self.running:
-            self._enqueue(work)
-
-    def take(self, now: float) -> Iterator[Task]:
-        """Yield the tasks that may be sent now, and mark them as running."""
-        while self._heap and len(self.running) < self.workers:
-            is_early, _, _, key = self._heap[0]
-            if is_early and self.num_early_running >= self.workers - 1:
-                return
-            heapq.heappop(self._heap)
-            work = self._work.get(key)
-            if work is not None and key not in self.running and is_early is (work.ready is None):
-                self.running[key] = work
-                work.sent[work.task.attempt] = now
-                yield work.task
-
-    def again(self, work: Work, now: float) -> None:
-        """Queue the next attempt at ``work``, which is running."""
-        del self.running[work.task.key]
-        work.task, work.queued = work.task.again(), now
-        self._enqueue(work)
-
-    def remove(self, key: TaskKey) -> None:
-        self.running.pop(key, None)
-        del self._work[key]
-
-    def _enqueue(self, work: Work) -> None:
-        key = work.task.key
-        heapq.heappush(self._heap, (work.ready is None, key.epoch, work.order, key))
-
-
-@final
-class Controller:
-    """Sends tasks to an executor, at most ``workers`` at a time, oldest epoch first. Thread-safe.
+    free for tasks that others wait for, which excludes deadlock.
 
     Call :meth:`launch` when the preceding task *starts*, so that a worker is up when the rows are ready, and
     :meth:`ready` when they are. The executor belongs to the caller, whose ``notice`` may call :meth:`wake`.
@@ -244,7 +169,12 @@ class Controller:
     ) -> None:
         self._executor, self._options, self._clock, self._observer = executor, options, clock, observer
         self._tuner = Autotuner(options.most) if options.workers is None else None
-        self._pending = PendingTasks(options.workers or options.most)
+        self.workers = options.workers or options.most
+        """Current maximum number of running tasks."""
+        self._pending: dict[TaskKey, _Pending] = {}
+        """In the order of launch."""
+        self._running: dict[TaskKey, _Pending] = {}
+        """Tasks whose newest attempt is sent."""
         self._averages: dict[tuple[int, str], float] = {}
         """Moving average of the durations of each kind of task (step, direction)."""
         self._queue: Callable[[], float] | None = None
@@ -253,18 +183,12 @@ class Controller:
         self._lock = threading.Lock()
         self._awake, self._stopped = threading.Event(), threading.Event()
         self._failure: DglxError | None = None
-        executor.size(self._pending.workers)
+        executor.size(self.workers)
 
     @property
     def counts(self) -> Counts:
         with self._lock:
             return self._counts
-
-    @property
-    def workers(self) -> int:
-        """Current maximum number of running tasks."""
-        with self._lock:
-            return self._pending.workers
 
     def watch(self, queue: Callable[[], float]) -> None:
         """Tune the number of workers by ``queue()``, the length of the graph server's queue."""
@@ -272,8 +196,11 @@ class Controller:
 
     def launch(self, task: Task, *, ready: bool = False) -> None:
         """Send ``task`` as soon as a worker is free; DglxError if the executor rejects it."""
+        now = self._clock()
         with self._lock:
-            self._pending.add(task, self._clock(), ready=ready)
+            if task.key in self._pending:
+                raise ConfigError(f"task {task.key} was already launched; launch each task once")
+            self._pending[task.key] = _Pending(task, queued=now, ready=now if ready else None)
         self._send()
 
     def ready(self, key: TaskKey) -> None:
@@ -282,18 +209,18 @@ class Controller:
             work = self._pending.get(key)
             if work is None or work.ready is not None:
                 return
-            self._pending.mark_ready(work, self._clock())
+            work.ready = self._clock()
         self._send()
 
     def finished(self, key: TaskKey, attempt: int) -> bool:
         """Note that all rows of one attempt have arrived; return False for duplicates and unknown tasks."""
         now = self._clock()
         with self._lock:
-            work = self._pending.get(key)
+            work = self._pending.pop(key, None)
             if work is None:
                 self._count(refused=1)
                 return False
-            self._pending.remove(key)
+            self._running.pop(key, None)
             # Also for an attempt number that was never sent: the rows have arrived, so the task must not run
             # again because of a wrong number.
             sent = work.sent.get(attempt, now)
@@ -362,23 +289,41 @@ class Controller:
 
     def _send(self) -> None:
         with self._lock:
-            taken = [] if self._holds_back() else list(self._pending.take(self._clock()))
+            taken = self._take()
             self._count(invocations=len(taken))
         # Outside the lock: an executor may run the task synchronously, which calls back.
         for task in taken:
             self._executor.invoke(task.to_event())
 
-    def _holds_back(self) -> bool:
-        # True while a batch is incomplete, no task has waited long, and others are running.
-        pending, options = self._pending, self._options
-        if options.batch == 1 or not pending.running or pending.num_waiting >= options.batch:
-            return False
-        return pending.longest_wait_s(self._clock()) < options.batch_wait_s
+    def _take(self) -> list[Task]:
+        # Returns the tasks that may be sent now, and marks them as running.
+        options, now, taken = self._options, self._clock(), list[Task]()
+        if len(self._running) >= self.workers:
+            return taken
+        waiting = [work for work in self._pending.values() if work.task.attempt not in work.sent]
+        if self._running and len(waiting) < options.batch:
+            # The batch is incomplete, and others are running.
+            longest = max((now - work.queued for work in waiting), default=0.0)
+            if longest < options.batch_wait_s:
+                return taken
+        free, num_early = self.workers - len(self._running), self._num_early
+        for work in heapq.nsmallest(free, waiting, key=lambda one: (one.ready is None, one.task.key.epoch)):
+            num_early += work.ready is None
+            if work.ready is None and num_early >= self.workers:
+                break
+            self._running[work.task.key] = work
+            work.sent[work.task.attempt] = now
+            taken.append(work.task)
+        return taken
+
+    @property
+    def _num_early(self) -> int:
+        return sum(work.ready is None for work in self._running.values())
 
     def _relaunch_lost(self) -> None:
         for one in self._executor.lost():
             with self._lock:
-                work = self._pending.running.get(one.key)
+                work = self._running.get(one.key)
                 if work is not None and one.attempt == work.task.attempt:
                     self._count(lost=1)
                     self._again(work, one.reason)
@@ -386,7 +331,7 @@ class Controller:
     def _relaunch_late(self) -> None:
         with self._lock:
             now = self._clock()
-            for work in list(self._pending.running.values()):
+            for work in list(self._running.values()):
                 if work.ready is None:
                     continue
                 took = now - max(work.sent[work.task.attempt], work.ready)
@@ -395,14 +340,15 @@ class Controller:
                 if took > allowed:
                     self._again(work, f"it gave no rows for {took:.3g} s; the limit is {allowed:.3g} s")
 
-    def _again(self, work: Work, reason: str) -> None:
+    def _again(self, work: _Pending, reason: str) -> None:
         key = work.task.key
         if len(work.sent) > self._options.retries:
             raise PeerError(
                 f"no worker did task {key} in {len(work.sent)} attempts; the last: {reason}. Check the "
                 "workers' output, or allow more attempts with the option retries"
             )
-        self._pending.again(work, self._clock())
+        del self._running[key]
+        work.task, work.queued = work.task.again(), self._clock()
         self._count(relaunched=1)
 
     def _count_ended(self) -> None:
@@ -419,8 +365,8 @@ class Controller:
         number = self._tuner.observe(self._queue())
         with self._lock:
             # Tasks that wait for rows keep their workers; one more must remain for what they wait for.
-            number = max(number, self._pending.num_early_running + 1)
-            changed, self._pending.workers = number != self._pending.workers, number
+            number = max(number, self._num_early + 1)
+            changed, self.workers = number != self.workers, number
         if changed:
             self._executor.size(number)
 

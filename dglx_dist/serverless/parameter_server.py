@@ -336,11 +336,6 @@ class ParameterServer:
         """State of the update by "<weight>/<key>"; read it only while nothing is in flight."""
         return self._update.state
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Numbers of the stored versions, ascending; the last is the latest."""
-        return tuple(sorted(self._versions))
-
     def latest(self) -> tuple[Array, ...]:
         """Return the latest weights, in the plan's order."""
         with self._lock:

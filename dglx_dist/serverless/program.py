@@ -213,9 +213,9 @@ class _Checker:
 
     def _vertex(self, step: Vertex) -> None:
         stage = vertex_stage(step.stage, step.config)
-        _equal(step, "inputs", stage.input_widths, [self._width(step, n, self._nodes) for n in step.inputs])
-        _equal(step, "outputs", stage.output_widths, [slot.width for slot in step.outputs])
-        shapes = stage.weight_shapes
+        _equal(step, "inputs", stage.shapes.inputs, [self._width(step, n, self._nodes) for n in step.inputs])
+        _equal(step, "outputs", stage.shapes.outputs, [slot.width for slot in step.outputs])
+        shapes = stage.shapes.weights
         if not len(step.weights) == len(shapes) <= MAX_WEIGHTS:
             _refuse(step, f"has weights {list(step.weights)}, but its stage needs {list(shapes)}")
         for name in step.weights:
@@ -383,7 +383,7 @@ class Program:
         """Return the shape of each weight of Vertex step ``index`` by the user's name."""
         step = self.steps[index]
         assert isinstance(step, Vertex)
-        shapes = vertex_stage(step.stage, step.config).weight_shapes
+        shapes = vertex_stage(step.stage, step.config).shapes.weights
         return dict(zip(step.weights, shapes.values(), strict=True))
 
     @cached_property

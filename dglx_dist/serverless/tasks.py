@@ -30,7 +30,7 @@ from dglx_dist.serverless.stages.base import (
     VertexStage,
     cross_entropy,
     edge_stage,
-    first_of_second_half,
+    half_rows,
     vertex_stage,
 )
 
@@ -301,12 +301,6 @@ def given_items(program: Program, step: int, direction: Direction, rematerialise
     return gradients + (statistics if direction is Direction.FUSED else ())
 
 
-def half_rows(rows: int, half: int) -> slice:
-    """Return the part of ``rows`` rows in half 0 or 1."""
-    middle = first_of_second_half(rows)
-    return slice(middle, rows) if half else slice(0, middle)
-
-
 def half_length(rows: int, half: int) -> int:
     nodes = half_rows(rows, half)
     return nodes.stop - nodes.start
@@ -379,7 +373,7 @@ def _item(program: Program, slot: str, role: Role, per: Per = Per.NODE) -> Item:
 
 
 def _saved(program: Program, step: Vertex) -> tuple[Item, ...]:
-    widths = vertex_stage(step.stage, step.config).saved_widths
+    widths = vertex_stage(step.stage, step.config).shapes.saved
     return tuple(Item(Role.SAVED, Per.NODE, program.dtype, "", width) for width in widths)
 
 

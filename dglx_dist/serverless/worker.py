@@ -291,25 +291,37 @@ class Worker:
     def handle(self, event: object, context: object = None) -> dict[str, Json]:
         """Run the task of ``event`` (``Task.to_event``, or its parsed JSON); return ``WorkerAnswer.as_json``.
 
-        A functions service adds ``context``. The message of an error names task, attempt and failed call.
+        A functions service adds ``context``. Raises what :meth:`attempt` returns.
         """
+        answer, failure = self.attempt(event)
+        if failure is not None:
+            raise failure
+        return answer.as_json()
+
+    def attempt(self, event: object) -> tuple[WorkerAnswer, DglxError | None]:
+        """Run the task of ``event``; return its answer, and why it failed, with task, attempt and call."""
         started = time.perf_counter()
         task = Task.from_event(event)
         cold, self._cold = self._cold, False
+        accepted, failure = False, None
         try:
             accepted = self._run(task)
         except _TaskOver:
-            accepted = False
-        except DglxError as error:
-            raise type(error)(f"task {task.key}, attempt {task.attempt}: {error}") from error
-        except Exception as error:
-            text = f"task {task.key}, attempt {task.attempt}: {type(error).__name__}: {error}"
-            raise RemoteError(text) from error
-        seconds = time.perf_counter() - started
+            pass
+        except Exception as error:  # noqa: BLE001 - reported to the caller; the next task may succeed
+            kind = type(error) if isinstance(error, DglxError) else RemoteError
+            text = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
+            failure = kind(f"task {task.key}, attempt {task.attempt}: {text}")
+            failure.__cause__ = error
         answer = WorkerAnswer(
-            key=task.key, attempt=task.attempt, accepted=accepted, seconds=seconds, cold=cold
+            key=task.key,
+            attempt=task.attempt,
+            accepted=accepted,
+            seconds=time.perf_counter() - started,
+            cold=cold,
+            error=str(failure or ""),
         )
-        return answer.as_json()
+        return answer, failure
 
     def _run(self, task: Task) -> bool:
         self._caller.begin()

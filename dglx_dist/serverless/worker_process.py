@@ -22,14 +22,8 @@ from typing import Annotated, BinaryIO, NoReturn, final
 
 from dglx_dist.comm.topology import endpoint_of
 from dglx_dist.data.json_fields import Fields, Json, Within, read_json, read_record, write_json
-from dglx_dist.serverless.tasks import MAX_EVENT_BYTES, Task
-from dglx_dist.serverless.worker import (
-    RemoteCaller,
-    TaskPhase,
-    Worker,
-    WorkerAnswer,
-    register_packaged_stages,
-)
+from dglx_dist.serverless.tasks import MAX_EVENT_BYTES
+from dglx_dist.serverless.worker import RemoteCaller, TaskPhase, Worker, register_packaged_stages
 
 MAX_SECONDS = 3600.0
 _PIECE_S, _BURST_S, _CONNECT_S = 0.002, 0.002, 10.0
@@ -92,7 +86,11 @@ class Relay:
     """Proxy that limits the rate of all its connections together, in each direction."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._up, self._down = _RateLimiter(bytes_per_s), _RateLimiter(bytes_per_s)
+        self._bytes_per_s = bytes_per_s
+        # Small enough for a smooth rate, large enough to use little processor time.
+        self._piece_bytes = int(min(max(bytes_per_s * _PIECE_S, _LEAST_PIECE), _MOST_PIECE))
+        self._lock = threading.Lock()
+        self._free_at = {"up": 0.0, "down": 0.0}
         self._endpoints: dict[str, str] = {}
 
     def endpoint(self, remote: str) -> str:
@@ -115,37 +113,22 @@ class Relay:
             far.settimeout(None)
             for one in (near, far):
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _start(_forward, near, far, self._up)
-            _start(_forward, far, near, self._down)
+            _start(self._forward, near, far, "up")
+            _start(self._forward, far, near, "down")
 
-
-@final
-class _RateLimiter:
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self.piece_bytes = int(min(max(bytes_per_s * _PIECE_S, _LEAST_PIECE), _MOST_PIECE))
-        """Bytes per transfer: small enough for a smooth rate, large enough to use little processor time."""
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def wait(self, num_bytes: int) -> None:
-        # An idle period earns credit of _BURST_S at most.
-        with self._lock:
-            start = max(self._free_at, time.monotonic() - _BURST_S)
-            self._free_at = start + num_bytes / self._bytes_per_s
-            due = self._free_at
-        time.sleep(max(due - time.monotonic(), 0.0))
-
-
-def _forward(source: socket.socket, target: socket.socket, limiter: _RateLimiter) -> None:
-    with contextlib.suppress(OSError):
-        while piece := source.recv(limiter.piece_bytes):
-            limiter.wait(len(piece))
-            target.sendall(piece)
-    for one in (source, target):
+    def _forward(self, source: socket.socket, target: socket.socket, way: str) -> None:
         with contextlib.suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
-        one.close()
+            while piece := source.recv(self._piece_bytes):
+                # An idle period earns credit of _BURST_S at most.
+                with self._lock:
+                    start = max(self._free_at[way], time.monotonic() - _BURST_S)
+                    due = self._free_at[way] = start + len(piece) / self._bytes_per_s
+                time.sleep(max(due - time.monotonic(), 0.0))
+                target.sendall(piece)
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
 
 
 def _start(target: object, *args: object) -> None:
@@ -179,7 +162,6 @@ def main() -> None:
 @final
 class _Process:
     def __init__(self, setup: Setup) -> None:
-        self._cold = True
         self._faults = FaultInjector(_die)
         self._throttle = None if setup.cpu_share is None else CpuThrottle(setup.cpu_share)
         through = str if setup.bytes_per_s is None else Relay(setup.bytes_per_s).endpoint
@@ -190,20 +172,7 @@ class _Process:
         event = fields.inner("event").given
         self._faults.next = fields.maybe("fault", lambda name: fields.value(name, Fault), None)
         fields.end()
-        started = time.perf_counter()
-        cold, self._cold = self._cold, False
-        try:
-            return self._worker.handle(event)
-        except Exception as error:  # noqa: BLE001 - reported to the pool; the next task may succeed
-            task = Task.from_event(event)
-            return WorkerAnswer(
-                key=task.key,
-                attempt=task.attempt,
-                accepted=False,
-                seconds=time.perf_counter() - started,
-                cold=cold,
-                error=str(error) or type(error).__name__,
-            ).as_json()
+        return self._worker.attempt(event)[0].as_json()
 
     def _at_phase(self, phase: TaskPhase) -> None:
         self._faults(phase)

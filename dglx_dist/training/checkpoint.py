@@ -1,9 +1,9 @@
 """Checkpoints of a run: model, optimizer, loader position, random state; loading executes no saved code.
 
 A checkpoint is a folder ``<folder>/epoch-<e>-step-<s>``. It is written under another name and renamed when
-complete, so an interrupted save does not affect earlier checkpoints. It has ``state.json``,
-``tensors-<rank>.bin`` (the bytes of one tensor after another) and ``tensors.json`` (position, dtype, shape
-and CRC-32 of each tensor). Both JSON files have a CRC-32 of their other values.
+complete, so an interrupted save does not affect earlier checkpoints. It has ``tensors-<rank>.bin`` (the bytes
+of one tensor after another) and ``state.json``: the state, position, dtype, shape and CRC-32 of each tensor,
+and a CRC-32 of these values.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.graph.shared_memory import shared_partial_folder
 from dglx_dist.strategies.base import WrappedModel
 
-VERSION = 1
-STATE_NAME, INDEX_NAME = "state.json", "tensors.json"
+VERSION = 2
+STATE_NAME = "state.json"
 _REMEDY = "load an older checkpoint; with --resume, move its folder away and the one before it is taken"
 
 
@@ -64,60 +64,31 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> list[dict[str, Any]]:
-    """Write ``tensors`` into a new file, flushed to disk; return their lines of the index."""
-    lines = []
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[str, Any]]:
+    """Write ``tensors`` into a new file, flushed to disk; return their entries of ``state.json``."""
+    entries = {}
     with path.open("wb") as file:
         for name, tensor in tensors.items():
             raw = _bytes_of(tensor.detach().cpu().contiguous())
-            lines.append({
-                "name": name,
+            entries[name] = {
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "shape": list(tensor.shape),
-                "offset": [0] * tensor.dim(),
                 "file": path.name,
                 "first_byte": file.tell(),
                 "num_bytes": len(raw),
                 "crc32": zlib.crc32(raw),
-            })  # fmt: skip
+            }
             file.write(raw)
         file.flush()
         os.fsync(file.fileno())
-    return lines
+    return entries
 
 
-def _index_of(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the content of ``tensors.json``; its pieces are whole tensors."""
-    tensors = {
-        line["name"]: {
-            "dtype": line["dtype"],
-            "shape": line["shape"],
-            "chunks": [[line["offset"], line["shape"]]],
-        }
-        for line in lines
-    }
-    return {"tensors": tensors, "pieces": lines}
-
-
-def read_index(folder: Path) -> dict[str, SavedTensor]:
-    """Read and check the index. Nothing is allocated before, since an untrusted one may have any size.
-
-    Raises:
-        CheckpointError: it is damaged, or a file is missing, too short, or not in the folder.
-    """
-    path = folder / INDEX_NAME
-    index = _read_json(path)
-    with damage_named(path):
-        pieces = {piece["name"]: piece for piece in index["pieces"]}
-        found = {name: _saved(folder, name, tensor, pieces) for name, tensor in index["tensors"].items()}
-        _check_crc(index)
-    return found
-
-
-def _saved(folder: Path, name: str, tensor: Any, pieces: Mapping[str, Any]) -> SavedTensor:
-    piece, shape = pieces[name], tuple(whole(size) for size in tensor["shape"])
-    file, dtype = piece["file"], getattr(torch, str(tensor["dtype"]), None)
-    path, first, num_bytes = folder / file, whole(piece["first_byte"]), whole(piece["num_bytes"])
+def _saved(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
+    """Check an entry of ``state.json``. Nothing is allocated, since an untrusted one may have any size."""
+    file, dtype = entry["file"], getattr(torch, str(entry["dtype"]), None)
+    shape = tuple(whole(size) for size in entry["shape"])
+    path, first, num_bytes = folder / file, whole(entry["first_byte"]), whole(entry["num_bytes"])
     if path.name != file:
         raise CheckpointError(f"{folder} refers to {file!r} outside of it; load another checkpoint")
     if not path.is_file():
@@ -126,11 +97,11 @@ def _saved(folder: Path, name: str, tensor: Any, pieces: Mapping[str, Any]) -> S
         raise CheckpointError(f"{path} is damaged: it is shorter than {first + num_bytes} bytes; {_REMEDY}")
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
-            f"the checkpoint has the dtype {tensor['dtype']!r}, which this torch does not have"
+            f"the checkpoint has the dtype {entry['dtype']!r}, which this torch does not have"
         )
     if num_bytes != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} has the shape {list(shape)} of {dtype} and {num_bytes} bytes")
-    return SavedTensor(dtype=dtype, shape=shape, path=path, first_byte=first, crc32=whole(piece["crc32"]))
+    return SavedTensor(dtype=dtype, shape=shape, path=path, first_byte=first, crc32=whole(entry["crc32"]))
 
 
 def whole(value: object) -> int:
@@ -150,28 +121,35 @@ def _crc_of(values: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps({name: one for name, one in values.items() if name != "crc32"}).encode())
 
 
-def _check_crc(values: Mapping[str, object]) -> None:
-    """Raise ValueError if values have changed; files written before there was a sum are not checked."""
-    if values.get("crc32", own := _crc_of(values)) != own:
-        raise ValueError("its values have changed since they were written")
-
-
-def _read_json(path: Path) -> Any:
+@contextmanager
+def _state_of(folder: Path) -> Iterator[dict[str, Any]]:
+    """Read and check ``state.json``; errors of values in the block name the file, as CheckpointError."""
+    path = folder / STATE_NAME
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; {_REMEDY}") from error
-
-
-@contextmanager
-def damage_named(path: Path) -> Iterator[None]:
-    """Name the file ``path`` in errors of values read from it, as CheckpointError."""
     try:
-        yield
+        _check_state(folder, state)
+        yield state
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as problem:
         raise CheckpointError(
             f"{path} is damaged ({type(problem).__name__}: {problem}); {_REMEDY}"
         ) from problem
+
+
+def _check_state(path: Path, state: Any) -> None:
+    if state.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {state.get('version')}, this package reads {VERSION}; load it with the "
+            "package that saved it, or start again without resuming"
+        )
+    numbers = [whole(state[name]) for name in ("world_size", "epoch", "step")]
+    wrong = [name for name in ("dataset", "extra") if not isinstance(state[name], dict)]
+    if wrong or len(state["loader"]) != numbers[0]:
+        raise ValueError(f"{wrong[0] if wrong else 'loader'!r} has a wrong type or length")
+    if state["crc32"] != _crc_of(state):
+        raise ValueError("its values have changed since they were written")
 
 
 def _below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,20 +170,6 @@ def _check_model(path: Path, saved_tensors: Mapping[str, SavedTensor], model: Ma
                 f"{name!r} is {saved.shape} {saved.dtype} in {path} but "
                 f"{tuple(tensor.shape)} {tensor.dtype} in this model; build the model as it was"
             )
-
-
-def _check_state(path: Path, state: Any) -> None:
-    """Raise CheckpointError for another version, and what :func:`damage_named` catches for wrong values."""
-    if state.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has version {state.get('version')}, this package reads {VERSION}; load it with the "
-            "package that saved it"
-        )
-    numbers = [whole(state[name]) for name in ("world_size", "epoch", "step")]
-    wrong = [name for name in ("dataset", "extra") if not isinstance(state[name], dict)]
-    if wrong or len(state["loader"]) != numbers[0]:
-        raise ValueError(f"{wrong[0] if wrong else 'loader'!r} has a wrong type or length")
-    _check_crc(state)
 
 
 def _check_run(
@@ -551,11 +515,11 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     try:
         with shared_partial_folder(session, final) as partial:
 
-            def write() -> list[dict[str, Any]]:
+            def write() -> dict[str, dict[str, Any]]:
                 with named_failures(final):
                     return write_tensors(own, partial / f"tensors-{rank}.bin")
 
-            lines: Any = gather_json(run_on_all_ranks(session, write), session)
+            entries: Any = gather_json(run_on_all_ranks(session, write), session)
             state = {
                 "version": VERSION,
                 "epoch": epoch,
@@ -566,9 +530,9 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
                 "loader": gather_json(loader.state_dict() if loader is not None else None, session),
                 "dataset": dict(dataset or {}),
                 "extra": dict(extra or {}),
+                "tensors": dict(chain.from_iterable(one.items() for one in entries)),
             }
-            index = _index_of(list(chain.from_iterable(lines)))
-            run_on_all_ranks(session, lambda: _publish(partial, final, index, state) if rank == 0 else None)
+            run_on_all_ranks(session, lambda: _publish(partial, final, state) if rank == 0 else None)
     except StorageError as error:
         raise CheckpointError(str(error)) from error
     return final
@@ -626,9 +590,8 @@ def load(
     of_model = model.state_dict()
 
     def checked() -> tuple[dict[str, Any], dict[str, SavedTensor]]:
-        state, tensors = _read_json(path / STATE_NAME), read_index(path)
-        with damage_named(path / STATE_NAME):
-            _check_state(path, state)
+        with _state_of(path) as state:
+            tensors = {name: _saved(path, name, entry) for name, entry in state["tensors"].items()}
             _check_model(path, tensors, of_model)
             _check_run(path, state, tensors, session, dataset or {}, loader=loader, random_state=random_state)
             saved_tensors = _below("optimizer/", tensors)
@@ -670,9 +633,7 @@ def read_extra(folder: str | Path) -> Mapping[str, Any] | None:
         path = _newest(Path(folder)) if session.topology.rank == 0 else None
         if path is None:
             return None
-        state: dict[str, Any] = _read_json(path / STATE_NAME)
-        with damage_named(path / STATE_NAME):
-            _check_state(path, state)
+        with _state_of(path) as state:
             return dict(state["extra"])
 
     found = broadcast_json(run_on_all_ranks(session, read, CheckpointError), session)
@@ -723,10 +684,9 @@ def _check_tensors(values: Mapping[str, object]) -> None:
             )
 
 
-def _publish(partial: Path, final: Path, index: Mapping[str, object], state: Mapping[str, object]) -> None:
+def _publish(partial: Path, final: Path, state: Mapping[str, object]) -> None:
     """Complete and rename a checkpoint; a complete one that it replaces exists at every moment."""
     with named_failures(final):
-        write_json(partial / INDEX_NAME, index)
         write_json(partial / STATE_NAME, state)
         publish_over(partial, final)
 

@@ -244,9 +244,11 @@ class PlanConfig(ChoiceOptions, ModelConfig):
         ConfigError: a value is out of range, or not exactly one of data and figures is given.
     """
 
-    data: str | None = path_option(
-        None, "What `dglx partition` wrote; else --nodes and --edges.", metavar="DIR"
+    folder: str | None = path_option(
+        None, "What `dglx partition` wrote; else --nodes and --edges.", flag="DIR", metavar="DIR"
     )
+    data: str | None = path_option(None, "The same as an option.", metavar="DIR")
+    """The dataset, however it was given."""
     servers: int = _of_servers(2, "How many.", check=at_least(1))
     ranks: int | None = _of_servers(
         None, "Processes on all servers together, as for `dglx train`. Default: one on each."
@@ -315,11 +317,19 @@ class PlanConfig(ChoiceOptions, ModelConfig):
 
         check_kind(self.model, MODEL_KINDS)
         super().__post_init__()
+        if self.folder is not None:
+            if self.data is not None:
+                raise ConfigError(
+                    f"the dataset is {self.folder}, and --data is {self.data}; give one of them"
+                )
+            object.__setattr__(self, "data", self.folder)
         if (self.nodes is None) != (self.edges is None):
-            raise ConfigError("--nodes and --edges belong together; give both, or --data DIR")
+            raise ConfigError(
+                "--nodes and --edges belong together; give both, or the folder DIR of a dataset"
+            )
         if (self.data is None) == (self.nodes is None):
             raise ConfigError(
-                "give either the folder of a partitioned dataset (--data DIR), or the figures of a graph "
+                "give either the folder DIR of a partitioned dataset, or the figures of a graph "
                 "(--nodes, --edges, --features)"
             )
         if self.data is None:

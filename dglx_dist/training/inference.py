@@ -273,17 +273,6 @@ def _compute_of(
     return compute
 
 
-def in_original_order(rows: DistTensor, g: DistGraph, ntype: str | None = None) -> Tensor:
-    """Return all rows of a node tensor, (N, ...), by node id before partitioning. Not collective.
-
-    ``ntype`` is required with several node types.
-    """
-    values = rows.to_local()
-    ordered = torch.empty_like(values)
-    ordered[g.orig_ids(torch.arange(len(rows)), ntype)] = values
-    return ordered
-
-
 def local_share(g: DistGraph, ntype: str) -> tuple[int, int]:
     """Return the range [first, last) of this rank's nodes; the ranges of ranks are disjoint."""
     return g.get_node_partition_policy(ntype).owned_range

@@ -48,10 +48,6 @@ class Decoder(nn.Module, ABC):
     def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
         """Return the (B, C) scores of (B, d) subjects with (C, d) objects under (B,) int64 relations."""
 
-    def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        """Return the (B, C) scores of (C, d) subjects with (B, d) objects; here of a symmetric score."""
-        return self.all_objects(objects, relation, candidates)
-
 
 @final
 class DotProduct(Decoder):
@@ -78,34 +74,6 @@ class DistMult(Decoder):
 
     def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
         return (subject * self.relations[relation]) @ candidates.T
-
-
-@final
-class Bilinear(Decoder):
-    """``s' W_r o`` with a (d, d) matrix per relation (RESCAL, Nickel et al. 2011)."""
-
-    def __init__(self, num_relations: int, width: int) -> None:
-        super().__init__()
-        self.matrices = nn.Parameter(torch.empty(num_relations, width, width))
-        for matrix in self.matrices:
-            nn.init.xavier_uniform_(matrix)
-
-    def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
-        return (self._times(subject, relation) * objects).sum(-1)
-
-    def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        return self._times(subject, relation) @ candidates.T
-
-    def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        return self._times(objects, relation, transposed=True) @ candidates.T
-
-    def _times(self, rows: Tensor, relation: Tensor, *, transposed: bool = False) -> Tensor:
-        # One product per relation: a (d, d) matrix per edge would not fit.
-        out = torch.empty_like(rows)
-        for number in torch.bincount(relation).nonzero():
-            matrix = self.matrices[int(number)]
-            out[relation == number] = rows[relation == number] @ (matrix.T if transposed else matrix)
-        return out
 
 
 def edge_scores(

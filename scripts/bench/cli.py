@@ -34,16 +34,14 @@ app = typer.Typer(
 @app.command(no_args_is_help=True)
 def bench(  # noqa: PLR0913  # one argument per option
     ids: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[ID]...", help="The same as --only.", show_default=False),
+        list[str] | None, typer.Argument(metavar="[ID]...", help="The same as --only.", show_default=False)
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Results go here: `ID.json` each, `README.md`, pictures."),
     ] = None,
     suite: Annotated[
-        str,
-        typer.Option(help="quick: minutes; papers: all published claims; peers: others; large: A1's."),
+        str, typer.Option(help="quick: minutes; papers: all published claims; peers: others; large: A1's.")
     ] = "quick",
     only: Annotated[
         list[str] | None,

@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.planner.records import Rate
 
 MOST_SERVERS = 250
 LEAST_CPUS = 0.01
 HeldBy = Literal["affinity", "quota", "affinity and quota", "nothing"]
+
+
+class LabError(DglxError):
+    """What emulated servers were asked for failed; the message has the answer of the host or the command."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, final
 
-from dglx_dist.errors import ConfigError, DglxError, LabError
+from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
-from scripts.netlab.base import Lab
+from scripts.netlab.base import Lab, LabError
 from scripts.netlab.launch import run
 from scripts.netlab.traces import Trace, make_out, read_trace
 from scripts.out_files import last_lines, write_text
@@ -29,10 +29,6 @@ _FARTHEST = 8.0
 """One try moves the rate by this factor at most, so that noise throws none far away."""
 _NO_COST = 1.02
 """A rate at which the work takes at most so many times its time at no limit tells nothing of others."""
-
-
-class CommandError(DglxError):
-    """A command on emulated servers failed; the message names the first server and ends with its output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +195,7 @@ class CommandMeasure:
         self._runs = 0
 
     def __call__(self, rate: Rate | None) -> Measured:
-        """Return what :func:`measured_of` says of a run; CommandError: it failed."""
+        """Return what :func:`measured_of` says of a run; LabError: it failed."""
         self.lab.set_rates(rate, self.lab.spec.internal)
         at = "without a limit" if rate is None else f"at {rate}"
         self._tell(f"running the command {at}")
@@ -218,7 +214,7 @@ class CommandMeasure:
         if done.exit_code:
             why = done.failure or f"exit code {done.exit_code}"
             logs = last_lines(sorted(folder.glob("server-*.log")), _SHOWN_LINES)
-            raise CommandError(f"the command failed {at}: {why}{logs}")
+            raise LabError(f"the command failed {at}: {why}{logs}")
         measured = measured_of(read_trace(folder / "trace"))
         self._tell(f"{measured.seconds:.3g} s per epoch {at}")
         return measured

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from dglx_dist.errors import LabError
+from scripts.netlab.base import LabError
 
 # Short periods: a server that has used up its time pauses for less than this, which would otherwise look like
 # a slow network. The kernel accepts no quota below 1 ms.

@@ -10,10 +10,10 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Literal, final
 
-from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import cgroups, servers, state
-from scripts.netlab.base import Card, CpuShare, Lab, LabSpec, LoopbackLab, deal_out, usable_cores
+from scripts.netlab.base import Card, CpuShare, Lab, LabError, LabSpec, LoopbackLab, deal_out, usable_cores
 from scripts.netlab.servers import (
     NAMESPACES,
     SETUP,
@@ -25,10 +25,7 @@ from scripts.netlab.servers import (
 )
 from scripts.netlab.state import LabState, clean_stale
 
-_PACKAGES = {
-    "iproute2": ("ip", "tc"),
-    "util-linux": ("unshare", "nsenter", "mount", "taskset"),
-}
+_PACKAGES = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "nsenter", "mount", "taskset")}
 _TRIAL = ("unshare", "--net", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child")
 _TRIAL_TIMEOUT_S = 30.0
 _NEED = "refused; a container needs --privileged"

@@ -19,9 +19,9 @@ from typing import IO, Any, TextIO
 
 from dglx_dist.cli.common import LAUNCHED
 from dglx_dist.comm.topology import inherited_environment, rank_environment
-from dglx_dist.errors import ConfigError, LabError, PeerError
+from dglx_dist.errors import ConfigError, PeerError
 from scripts.netlab import guard
-from scripts.netlab.base import Card, Lab, Server
+from scripts.netlab.base import Card, Lab, LabError, Server
 from scripts.netlab.servers import find_process, wait_until_ended
 from scripts.out_files import scratch_folder
 

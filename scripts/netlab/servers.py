@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, final
 
-from dglx_dist.errors import LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import hold
-from scripts.netlab.base import Card, Server
+from scripts.netlab.base import Card, LabError, Server
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dglx_dist.data.storage.files import replaced_file
-from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.errors import ConfigError
 from scripts.json_records import read_record
 from scripts.netlab import cgroups, hold
-from scripts.netlab.base import LabSpec
+from scripts.netlab.base import LabError, LabSpec
 from scripts.netlab.servers import NamespaceServer, Process, cgroup_name, command_line, wait_until_ended
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,39}")

@@ -246,8 +246,8 @@ def test_a_checkpoint_that_auto_could_not_have_made_is_not_gone_on_with(
 ) -> None:
     with init(AUTO) as session:
         g = DistGraph(data, session=session)
-        assert adopt_checkpointed(g, tmp_path, None, None) is None
+        assert adopt_checkpointed(g, tmp_path, Training()) is None
         checkpoint.save(tmp_path, model=torch.nn.Linear(1, 1), extra=told)
         with pytest.raises(ConfigError, match=said):
-            adopt_checkpointed(g, tmp_path, None, None)
+            adopt_checkpointed(g, tmp_path, Training())
         g.close()

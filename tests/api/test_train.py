@@ -86,10 +86,8 @@ def test_a_restart_by_torchrun_keeps_the_checkpoints_and_ends_with_the_same_weig
         last = tmp_path / name / CHECKPOINTS / "epoch-000004-step-000000000"
         # The order in which tensors lie in the files may differ.
         found[name] = {
-            (piece["name"], *piece["offset"]): (last / piece["file"]).read_bytes()[piece["first_byte"] :][
-                : piece["num_bytes"]
-            ]
-            for piece in json.loads((last / "tensors.json").read_text())["pieces"]
+            tensor: (last / saved["file"]).read_bytes()[saved["first_byte"] :][: saved["num_bytes"]]
+            for tensor, saved in json.loads((last / "state.json").read_text())["tensors"].items()
         }
     assert said["killed"].count("goes on from the newest checkpoint") == 1
     assert "training epochs 2 to 3" in said["killed"]

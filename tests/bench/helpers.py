@@ -12,6 +12,8 @@ from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import EpochRecord
+from scripts.bench.jobs.params import TrainParams, read_params
+from scripts.bench.peers.launch import KIND as PROGRAM
 from scripts.bench.records import (
     Claim,
     Experiment,
@@ -23,8 +25,9 @@ from scripts.bench.records import (
     Ratio,
     Shape,
     Variant,
+    check_plan,
 )
-from scripts.bench.worker import JobContext
+from scripts.bench.worker import KINDS, JobContext
 
 SMALL = SyntheticConfig(nodes=600, degree=8, classes=4, features=12, communities=8, train_rate=0.2, seed=3)
 HALVES = PartitionPlan(num_parts=2, method="random")
@@ -196,6 +199,26 @@ def plan_of(*names: str, **fields: Any) -> ExperimentPlan:
 
 def experiment_of(plan: ExperimentPlan | None, **fields: Any) -> Experiment:
     return replace(EXPERIMENT, id="T1", build=None if plan is None else lambda _: plan, **fields)
+
+
+def jobs_of(name: str, plan: ExperimentPlan) -> list[tuple[Variant, TrainParams]]:
+    """Check what every experiment keeps; return its training jobs, as they warm up and draw curves."""
+    check_plan(name, plan)
+    assert plan.ratios
+    assert plan.facts
+    found = []
+    for variant in plan.variants:
+        if variant.job.kind == PROGRAM:
+            # A peer, whose data is a file of its own format.
+            assert Path(variant.job.params["data"]).is_file()
+            continue
+        for job in filter(None, (variant.job, variant.curve)):
+            assert job.kind in KINDS
+            told = read_params(TrainParams, {**job.params, **job.warm})
+            assert Path(told.data).is_dir()
+            assert bool(variant.simulated) == (told.simulated is not None)
+            found.append((variant, told))
+    return found
 
 
 def outcome_of(plan: ExperimentPlan) -> Outcome:

@@ -12,27 +12,12 @@ from dglx_dist.planner.records import Rate
 from dglx_dist.strategies.cost import Survey
 from scripts.bench import suites
 from scripts.bench.experiments import common, data_parallel
-from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.notes import read_notes
-from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi, check_plan
+from scripts.bench.records import BenchPlan, MatchedPhi
 from scripts.bench.simulate import ComputeCost, Line
-from scripts.bench.worker import KINDS
-from tests.bench.helpers import experiment_of, plan_of
+from tests.bench.helpers import experiment_of, jobs_of, plan_of
 
 COST = ComputeCost(forward=Line(base_s=0.0, per_edge_s=1e-6), backward=Line(base_s=0.0, per_edge_s=1e-6))
-
-
-def check(name: str, plan: ExperimentPlan) -> None:
-    """What every experiment that is built must keep."""
-    check_plan(name, plan)
-    for variant in plan.variants:
-        for job in filter(None, (variant.job, variant.curve)):
-            assert job.kind in KINDS
-            told = read_params(TrainParams, {**job.params, **job.warm})
-            assert Path(told.data).is_dir()
-            assert bool(variant.simulated) == (told.simulated is not None)
-    assert plan.ratios
-    assert plan.facts
 
 
 @pytest.mark.wide
@@ -41,7 +26,7 @@ def test_d1_predicts_from_counted_bytes_and_measures_both_at_the_rate_that_suits
 ) -> None:
     size = data_parallel.Size(nodes=1200, degree=8, hidden=8, batch_size=8)
     small_d1 = data_parallel.partition(bench, size)
-    check("D1", small_d1)
+    jobs_of("D1", small_d1)
     by_name = {ratio.name: ratio for ratio in small_d1.ratios}
     bytes_of = small_d1.facts["payload bytes of an epoch"]
     assert by_name["bytes, random / metis"].predicted == pytest.approx(bytes_of["random"] / bytes_of["metis"])
@@ -61,7 +46,7 @@ def test_d2_is_uneven_without_constraints(bench: BenchPlan) -> None:
     plan = data_parallel.balance(
         bench, data_parallel.Size(nodes=4000, degree=8, train_rate=0.02, hidden=8, batch_size=8)
     )
-    check("D2", plan)
+    jobs_of("D2", plan)
     seeds = plan.facts["max / mean seeds of a server"]
     assert seeds["metis"] > 1.7
     assert seeds["metis + constraints"] < 1.2
@@ -74,7 +59,7 @@ def test_d3_gives_every_server_the_same(bench: BenchPlan, monkeypatch: pytest.Mo
     monkeypatch.setattr(data_parallel, "calibrated", lambda _: COST)
     size = data_parallel.Size(nodes=4000, degree=8, train_rate=0.08, hidden=8, batch_size=8, steps=8)
     plan = data_parallel.scaling(bench, size)
-    check("D3", plan)
+    jobs_of("D3", plan)
     assert set(plan.facts["steps of an epoch"].values()) == {8}
     edges = plan.facts["edges of a batch"].values()
     # Of work that differs no scaling can be told: one server's larger batches would make it above linear.
@@ -115,7 +100,7 @@ def test_the_experiment_of_the_docs_can_be_copied(bench: BenchPlan, tmp_path: Pa
     (code,) = re.findall(r"```python\n(\"\"\".*?)```", page, flags=re.DOTALL)
     found: dict[str, Any] = {}
     exec(compile(code, "x1.py", "exec"), found)
-    check("X1", found["BUILDS"]["X1"](bench))
+    jobs_of("X1", found["BUILDS"]["X1"](bench))
     (section,) = re.findall(r"```\n## X1\n(.*?)```", page, flags=re.DOTALL)
     (tmp_path / "notes.md").write_text(f"## X1\n{section}")
     told = read_notes(tmp_path / "notes.md").experiments["X1"]

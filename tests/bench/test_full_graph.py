@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +24,8 @@ from scripts.bench.experiments.full_graph import (
     gradient_bytes,
 )
 from scripts.bench.jobs import train
-from scripts.bench.jobs.params import TrainParams, read_params
-from scripts.bench.records import PREDICTED_BYTES, PREDICTED_ONCE, BenchPlan, MatchedPhi, check_plan
-from tests.bench.helpers import context
+from scripts.bench.records import PREDICTED_BYTES, PREDICTED_ONCE, BenchPlan, MatchedPhi
+from tests.bench.helpers import context, jobs_of
 from tests.helpers.ranks import run_ranks
 from tests.planner.hand_made import shape_of_kind
 
@@ -38,15 +36,8 @@ SHAPE = replace(shape_of_kind("sage", 10, 3, 5, 3), parameters=8, tensors=2)
 @pytest.mark.parametrize("name", full_graph.BUILDS)
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = full_graph.plan_at(name, bench, TINY)
-    check_plan(name, plan)
     predicted = plan.facts[PREDICTED_BYTES]
-    for variant in plan.variants:
-        if variant.job.kind != "train":
-            assert variant.name == STOCK
-            assert Path(variant.job.params["data"]).is_file()
-            continue
-        told = read_params(TrainParams, {**variant.job.params, **variant.job.warm})
-        assert Path(told.data).is_dir()
+    for variant, _ in jobs_of(name, plan):
         assert variant.shape.servers * variant.shape.ranks_per_server == 4
         if isinstance(variant.rate, MatchedPhi):
             assert sum(predicted[variant.name].values()) > 0

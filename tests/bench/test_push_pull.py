@@ -15,11 +15,10 @@ from scripts.bench.experiments import push_pull
 from scripts.bench.experiments.push_pull import STOCK, Case, Size
 from scripts.bench.jobs import train
 from scripts.bench.jobs.params import TrainParams, read_params
-from scripts.bench.peers.launch import KIND
 from scripts.bench.peers.workload import Launch
-from scripts.bench.records import PREDICTED_BYTES, BenchPlan, check_plan
+from scripts.bench.records import PREDICTED_BYTES, BenchPlan
 from scripts.json_records import read_record
-from tests.bench.helpers import context
+from tests.bench.helpers import context, jobs_of
 from tests.helpers.ranks import run_ranks
 
 TINY = Size(nodes=1200, degree=8, batch_size=8, steps=2)
@@ -48,15 +47,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", push_pull.BUILDS)
 def test_every_experiment_builds_its_jobs(name: str, bench: BenchPlan) -> None:
     plan = push_pull.plan_at(name, bench, TINY)
-    check_plan(name, plan)
     predicted = plan.facts[PREDICTED_BYTES]
-    for variant in plan.variants:
-        params = {**variant.job.params, **variant.job.warm}
-        if variant.job.kind == KIND:
-            assert Path(params["data"]).is_file()
-            continue
-        told = read_params(TrainParams, params)
-        assert Path(told.data).is_dir()
+    for variant, told in jobs_of(name, plan):
         assert (told.strategy == "push_pull") is ("features" not in predicted[variant.name])
         assert sum(predicted[variant.name].values()) > 0
     assert any(ratio.predicted is not None for ratio in plan.ratios)

@@ -11,7 +11,6 @@ import pytest
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import NODE_TYPE
-from dglx_dist.strategies.serverless.cost import serverless_bytes
 from dglx_dist.strategies.serverless.options import read_lambda_options
 from scripts.bench.experiments.serverless import BUILDS, Case, Size, plan_at, plan_of, projected
 from scripts.bench.jobs import bounded as job
@@ -42,41 +41,6 @@ def test_repetitions_of_y1_differ_by_their_seed_alone(bench: BenchPlan) -> None:
     assert {**jobs[0].turn(1).params, "seed": 0} == jobs[0].params
     modes = [one.params["options"].get("mode") for one in jobs]
     assert modes == ["pipe", "async", "async"]
-
-
-def test_bytes_of_a_graph_drawn_by_hand() -> None:
-    """2 nodes on 2 servers, each the other's ghost; widths 3, 5, 2; one interval each; float32."""
-    assert serverless_bytes(widths=(3, 5, 2), nodes=2, ghosts=2, intervals=2) == {
-        "ghosts": 2 * (4 + 20),
-        "ghost_gradients": 2 * (4 + 20),
-        # AV1: 3 columns; fused AV2: 5 columns and a label; gradAV1: 3 and 5 columns.
-        "lambda_down": 2 * 4 * (3 + 5 + 1 + 3 + 5),
-        # AV1: 5 columns; fused AV2: 5 columns, and 32 bytes an interval.
-        "lambda_up": 2 * 4 * (5 + 5) + 2 * 32,
-        "weights_down": 2 * 4 * (2 * 4 * 5 + 6 * 2),
-        "weights_up": 2 * 4 * (4 * 5 + 6 * 2),
-    }
-
-
-def test_fusion_and_rematerialisation_save_what_the_formulas_say() -> None:
-    """For 2 layers; labels come as 4 bytes a row, and loss and count go as 32 an interval.
-
-    See docs/strategies/lambda.md, "Bytes".
-    """
-    on: dict[str, Any] = {"widths": (3, 5, 2), "nodes": 10, "ghosts": 4, "intervals": 3}
-    rows, last_weights = 10 * 4, 6 * 2 * 4
-
-    def more(**off: bool) -> dict[str, int]:
-        base, other = serverless_bytes(**on), serverless_bytes(**on, **off)
-        return {name: other[name] - base[name] for name in base if other[name] != base[name]}
-
-    assert more(fusion=False) == {
-        "lambda_up": rows * 2 - 3 * 32,
-        "lambda_down": rows * (5 + 2) - rows,
-        "weights_down": 3 * last_weights,
-    }
-    # z of layer 1 alone: that of the last layer never leaves a fused task.
-    assert more(rematerialise=False) == {"lambda_up": rows * 5, "lambda_down": rows * 5}
 
 
 def run_all(jobs: dict[str, dict[str, Any]]) -> dict[str, Any]:

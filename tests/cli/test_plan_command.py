@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_dataset_has_a_table_a_choice_and_a_map(data: str, tmp_path: Path) -> None:
     picture = tmp_path / "maps" / "map.png"
-    told = ("--data", data, "--hidden", "8", "--fanout", "3,2", "--batch-size", "20", "--servers", "2")
+    told = (data, "--hidden", "8", "--fanout", "3,2", "--batch-size", "20", "--servers", "2")
     shown = plan(*told, "--bandwidth-external", "100mbit", "--map", str(picture))
     assert shown.exit_code == 0, shown.output
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -67,7 +67,8 @@ def test_json_is_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_mistakes_are_named(data: str) -> None:
-    assert "--data DIR" in refused("--servers", "2")
+    assert "give either the folder DIR" in refused("--servers", "2")
+    assert f"the dataset is {data}, and --data is x; give one" in refused(data, "--data", "x")
     assert "belong together" in refused("--nodes", "10")
     assert "--unit graph must be" in refused("--data", data, "--unit", "graph")
     assert "4 part" in refused("--data", data, "--servers", "9")
@@ -84,7 +85,7 @@ def test_mistakes_are_named(data: str) -> None:
 
 
 def test_options_without_effect_are_refused(data: str) -> None:
-    assert "leave --speed out" in refused("--data", data, "--speed", "50")
+    assert "leave --speed out" in refused(data, "--speed", "50")
     assert "leave --edge-cut out" in refused("--data", data, "--edge-cut", "0.1")
     assert "--seed needs a dataset" in refused(*FIGURES, "--seed", "1")
     assert "add --unit any" in refused(*FIGURES, "--full-graph-epochs", "2")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.data.synthetic import SyntheticConfig, assign_communities, draw_edges, generate, parse_config
+from dglx_dist.data.synthetic import SyntheticConfig, assign_communities, generate, parse_config
 from dglx_dist.data.validate import check_raw_graph
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
@@ -52,15 +52,6 @@ def test_edges_are_distinct_sorted_without_loops_and_in_both_directions(small: R
 
 def test_no_node_is_isolated(small: RawGraph) -> None:
     assert np.bincount(ends(small)[1], minlength=3000).min() >= 1
-
-
-def test_one_direction_stores_every_pair_once() -> None:
-    graph = generate(dataclasses.replace(SMALL, both_directions=False))
-    source_ids, destination_ids = (ids.astype(np.int64) for ids in ends(graph))
-    assert len(source_ids) == 30_000
-    low, high = np.minimum(source_ids, destination_ids), np.maximum(source_ids, destination_ids)
-    assert len(np.unique(low * 3000 + high)) == 30_000
-    assert 0.4 < (source_ids < destination_ids).mean() < 0.6
 
 
 def test_the_seed_decides_everything(small: RawGraph) -> None:
@@ -122,8 +113,7 @@ def test_one_class_in_one_community_is_a_graph_too() -> None:
     [
         ("", {}, SyntheticConfig()),
         ("nodes=2e4,degree=7.5", {"seed": 9}, SyntheticConfig(nodes=20_000, degree=7.5, seed=9)),
-        ("seed=1", {"seed": 2, "both_directions": False}, SyntheticConfig(seed=2, both_directions=False)),
-        ("both_directions=no", {}, SyntheticConfig(both_directions=False)),
+        ("seed=1", {"seed": 2}, SyntheticConfig(seed=2)),
         ("", {"seed": 2**60 + 1}, SyntheticConfig(seed=2**60 + 1)),  # no float holds that number
     ],
 )
@@ -140,7 +130,6 @@ def test_a_spec_is_read_and_options_win(
         ("nodes", "name=value"),
         ("nodes=many", "must be a number"),
         ("nodes=2.5", "whole number"),
-        ("both_directions=maybe", "true or false"),
         ("homophily=1.5", "homophily=1.5 .* between 0 and 1"),
         ("exponent=2", "above 2"),
         ("communities=15", "a multiple of classes=10"),
@@ -182,33 +171,18 @@ def _accuracy_of_mlp(features: Tensor, data: dict[str, Tensor]) -> float:
     return float((guesses == data["label"][test]).float().mean())
 
 
-def edges_of(
-    nodes: int, homophily: float, locality: float, degree: float = 8, seed: int = 0
-) -> tuple[Array, Array]:
-    """Two classes of two communities: node n is in community n % 4, of class n % 2."""
-    config = SyntheticConfig(
-        nodes=nodes,
-        classes=2,
-        communities=4,
-        degree=degree,
-        exponent=3.0,
-        homophily=homophily,
-        locality=locality,
-    )
-    return draw_edges(config, np.arange(nodes, dtype=np.int32) % 4, np.random.default_rng(seed))
-
-
 def test_links_that_always_leave_the_class_reach_both_communities_of_the_other() -> None:
-    source_ids, destination_ids = edges_of(200, 0.0, 0.0)
-    assert (source_ids % 2 != destination_ids % 2).all()
-    from_first = np.bincount(destination_ids[source_ids % 4 == 0] % 4, minlength=4)
-    assert from_first[0] == from_first[2] == 0
-    assert min(from_first[1], from_first[3]) > 100
+    config = SyntheticConfig(nodes=200, classes=2, communities=4, degree=8, homophily=0.0, locality=0.0)
+    communities, (source_ids, destination_ids) = assign_communities(config), ends(generate(config))
+    reached = np.bincount(communities[destination_ids[communities[source_ids] == 0]], minlength=4)
+    assert reached[0] == reached[2] == 0
+    assert min(reached[1], reached[3]) > 100
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_crowded_community_is_filled_until_the_number_of_edges_is_reached(seed: int) -> None:
     # Communities of 10 nodes, each wanting 5 of its 9 possible neighbours: most draws repeat.
-    source_ids, destination_ids = edges_of(40, 1.0, 1.0, 5, seed)
+    config = SyntheticConfig(nodes=40, classes=2, communities=4, degree=5, homophily=1, locality=1, seed=seed)
+    source_ids, destination_ids = ends(generate(config))
     assert len(np.unique(source_ids.astype(np.int64) * 40 + destination_ids)) == 200
     assert len(np.unique(source_ids)) == 40

@@ -81,7 +81,7 @@ BAD_COLUMNS = {
         "column 'feat', row 2: value 3.0 at position 4",
     ),
     "sparse NaN": ({"feat": sparse(values=array(1.0, np.nan, 3, 4))}, "column 'feat', row 1: value nan"),
-    "sparse pointers": ({"feat": sparse(indptr=array(0, 2, 1, 3, 4))}, "must rise from 0 to 4"),
+    "sparse pointers": ({"feat": sparse(indptr=array(0, 2, 1, 3, 4))}, "do not rise from 0 to 4"),
     "sparse values": ({"feat": sparse(values=array(1.0, 2.0))}, "4 column indices but 2 values"),
 }
 
@@ -97,7 +97,7 @@ BAD_EDGES = {
     "negative": (array(0, 1, -1), array(1, 2, 3), "column 'src', row 2: node id -1"),
     "lengths": (array(0, 1), array(1, 2, 3), "2 sources but 3 destinations"),
     "fractions": (array(0.0, 1.0), array(1, 2), "column 'src' must hold one whole number a row"),
-    "none": (array(), array(), "the graph is empty"),
+    "none": (array(), array(), "the graph has 4 nodes and 0 edges"),
 }
 
 
@@ -109,10 +109,22 @@ def test_bad_edges_are_named_with_their_first_row(
         check_raw_graph(with_edges(source_ids, destination_ids), WHERE)
 
 
-def test_a_user_id_that_repeats_is_named_with_both_rows() -> None:
-    graph = dataclasses.replace(graph_with(), user_ids={NODE_TYPE: array("d", "b", "a", "b")})
-    with pytest.raises(DatasetError, match="column 'id', row 3: node id 'b' occurs already in row 1"):
-        check_raw_graph(graph, WHERE)
+@pytest.mark.parametrize(
+    ("ntype", "ids", "named"),
+    [
+        (NODE_TYPE, array("d", "b", "a", "b"), "column 'id', row 3: node id 'b' occurs already in row 1"),
+        ("user", array(1, 2), "user ids of a node type that the graph lacks"),
+    ],
+)
+def test_wrong_user_ids_are_named(ntype: str, ids: Array, named: str) -> None:
+    with pytest.raises(DatasetError, match=named):
+        check_raw_graph(dataclasses.replace(graph_with(), user_ids={ntype: ids}), WHERE)
+
+
+def test_a_label_of_too_many_classes_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    graph = dataclasses.replace(graph_with(label=array(0, 1, 2, 10**12)), num_classes={NODE_TYPE: 10**12 + 1})
+    check_raw_graph(graph, WHERE)
+    assert "has the label 1000000000000, which takes over 16777216 classes; is it an id" in caplog.text
 
 
 def test_the_edge_type_and_its_missing_node_type_are_named() -> None:
@@ -143,12 +155,6 @@ def test_a_bad_value_beyond_the_first_piece_has_its_own_row() -> None:
         node_data={NODE_TYPE: {"feat": features}},
     )
     with pytest.raises(DatasetError, match="row 66000: inf"):
-        check_raw_graph(graph, WHERE)
-
-
-def test_user_ids_of_an_unknown_type_are_refused() -> None:
-    graph = dataclasses.replace(graph_with(), user_ids={"user": array(1, 2)})
-    with pytest.raises(DatasetError, match="user ids of a node type that the graph lacks"):
         check_raw_graph(graph, WHERE)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import dgl
 import numpy as np
 
 from dglx_dist.data.storage.writer import write_dataset
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 
 NUM_NODES, HALF = 40, 120
 BUYS, BOUGHT, KNOWS = ("user", "buys", "item"), ("item", "bought_by", "user"), ("user", "knows", "user")
@@ -56,8 +55,3 @@ def write(graph: RawGraph, folder: Path, num_parts: int) -> Path:
     }
     write_dataset(graph, Assignment(num_parts=num_parts, part_of=part_of, method="test", seed=0), folder)
     return folder
-
-
-def drawn(block: dgl.DGLGraph) -> Array:
-    """The edge ids of a block of one type."""
-    return np.asarray(block.edata[dgl.EID])

@@ -433,35 +433,8 @@ def test_what_cannot_be_honoured_over_types_is_told(
         loader_of(shop, eids=eids, **rule)
 
 
-PAIR_BUYS, PAIR_KNOWS = ("user", "buys", "item"), ("user", "knows", "user")
-NONE = np.empty(0, np.int64)
-
-
-def array(*ids: int) -> np.ndarray:
-    return np.array(ids, np.int64)
-
-
-def test_pairs_over_the_nodes_they_touch() -> None:
-    """7 buys 4 and 2; negatives: 7 with 9; 2 knows 7: users 2, 7 and items 2, 4, 9."""
-    graphs = build_pairs(
-        ["item", "user"],
-        {PAIR_BUYS: array(11, 10), PAIR_KNOWS: array(5)},
-        {PAIR_BUYS: (array(7, 7), array(4, 2)), PAIR_KNOWS: (array(2), array(7))},
-        {PAIR_BUYS: (array(7), array(9)), PAIR_KNOWS: (NONE, NONE)},
-    )
-    assert {ntype: ids.tolist() for ntype, ids in graphs.nodes.items()} == {"item": [2, 4, 9], "user": [2, 7]}
-    assert [ends.tolist() for ends in graphs.positive.edges(etype="buys")] == [[1, 1], [1, 0]]
-    assert graphs.positive.edges["buys"].data[dgl.EID].tolist() == [11, 10]
-    assert [ends.tolist() for ends in graphs.positive.edges(etype="knows")] == [[0], [1]]
-    assert [ends.tolist() for ends in graphs.negative.edges(etype="buys")] == [[1], [2]]
-    assert graphs.negative.num_edges("knows") == 0
-    for graph in (graphs.positive, graphs.negative):
-        assert graph.nodes["item"].data[dgl.NID].tolist() == [2, 4, 9]
-        assert graph.nodes["user"].data[dgl.NID].tolist() == [2, 7]
-
-
 def test_parallel_edges_stay_two() -> None:
-    etype = ("_N", "_E", "_N")
-    graphs = build_pairs(["_N"], {etype: array(1, 0)}, {etype: (array(5, 5), array(6, 6))}, None)
+    ends = np.array([5, 5]), np.array([6, 6])
+    graphs = build_pairs(["_N"], {EDGE_TYPE: np.array([1, 0])}, {EDGE_TYPE: ends}, None)
     assert graphs.positive.num_edges() == 2
     assert graphs.positive.edata[dgl.EID].tolist() == [1, 0]

@@ -2,48 +2,41 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from dglx_dist.dataloading.feature_fetch import BufferPool, Precision, RowMemory, check_float
+from dglx_dist.dataloading.feature_fetch import Precision, RowMemory, check_float
 from dglx_dist.dataloading.sampler_spec import SamplePlan, find_columns
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import ColumnInfo
 
-
-def pool(most: int = 2) -> BufferPool:
-    return BufferPool(3, np.dtype(np.uint32), most)
-
-
-def address(array: np.ndarray) -> int:
-    return int(array.__array_interface__["data"][0])
+ROW = ColumnInfo(dtype="float32", row_shape=(3,))
 
 
 def test_memory_held_by_a_view_or_by_autograd_is_not_lent() -> None:
-    lent = pool()
-    at = address(rows := lent.take(5))
-    tensor = torch.from_numpy(rows[:2].view(np.float32)).view(torch.float32)[:1]
+    lent = RowMemory(2)
+    at = (rows := lent.rows("a", 5, ROW)).data_ptr()
+    tensor = rows[:2].view(-1)[:1]
     del rows
-    assert address(lent.take(5)) != at
+    assert lent.rows("a", 5, ROW).data_ptr() != at
     del tensor
-    product = torch.from_numpy(lent.take(5).view(np.float32)) * torch.ones(3, requires_grad=True)
-    held = {address(lent.take(5)) for _ in range(3)}
+    product = lent.rows("a", 5, ROW) * torch.ones(3, requires_grad=True)
+    held = {lent.rows("a", 5, ROW).data_ptr() for _ in range(3)}
     product.sum().backward()
     del product
-    assert {address(lent.take(5))} | held >= {at}
+    assert {lent.rows("a", 5, ROW).data_ptr()} | held >= {at}
 
 
 def test_no_more_are_kept_than_allowed_and_longer_ones_replace_shorter() -> None:
-    lent = pool(most=1)
-    small = address(lent.take(8))
-    assert address(lent.take(9)) == small, "one row in eight is spare"
-    large = address(lent.take(800))
-    assert address(lent.take(8)) == large
-    held = lent.take(800)
+    lent = RowMemory(1)
+    small = lent.rows("a", 8, ROW).data_ptr()
+    assert lent.rows("a", 9, ROW).data_ptr() == small, "one row in eight is spare"
+    large = lent.rows("a", 800, ROW).data_ptr()
+    assert lent.rows("a", 8, ROW).data_ptr() == large
+    held = lent.rows("a", 800, ROW)
     # Beyond what is kept, memory is fresh and forgotten.
-    assert address(lent.take(5)) != address(held)
+    assert lent.rows("a", 5, ROW).data_ptr() != held.data_ptr()
 
 
 def found(g: DistGraph, **names):

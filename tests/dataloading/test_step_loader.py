@@ -142,7 +142,8 @@ SCHEDULED = (5, 2, 0)
 
 
 def on_rank(rank: int, *, drop_last: bool = False) -> Schedule:
-    return Schedule(batch_size=2, drop_last=drop_last, counts=SCHEDULED, rank=rank)
+    used = tuple(count - count % 2 for count in SCHEDULED) if drop_last else SCHEDULED
+    return Schedule(batch_size=2, used=used, rank=rank)
 
 
 def test_shares_by_hand() -> None:

@@ -135,7 +135,6 @@ def run_parts(
             block=block,
             x=x[:, one.cut],
             edges=handed,
-            runs=(one,),
             draws=None if drops is None else drops(one),
         )
         for one in deal_out_columns(x.shape[1], len(layers))

@@ -16,8 +16,9 @@ from typer.testing import CliRunner, Result
 
 from dglx_dist.cli.app import app as dglx
 from dglx_dist.comm.trace import UNFINISHED
-from dglx_dist.errors import ConfigError, LabError, StorageError
+from dglx_dist.errors import ConfigError, StorageError
 from scripts.netlab import labs
+from scripts.netlab.base import LabError
 from scripts.netlab.cli import app
 from scripts.netlab.traces import make_out
 from tests.helpers import wide

@@ -69,20 +69,6 @@ def test_the_trial_leaves_nothing(needs_lab: None) -> None:
 ONE = LabSpec(servers=1)
 
 
-@pytest.fixture
-def poor_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without tc."""
-    monkeypatch.setattr(labs, "what_is_missing", lambda: "tc: not installed, apt-get install iproute2")
-
-
-def test_plain_loopback_says_what_is_missing(poor_machine: None, own_notes: Path) -> None:
-    with labs.open_lab(ONE) as lab:
-        assert lab.kind == "loopback"
-        assert lab.missing == "tc: not installed, apt-get install iproute2"
-        assert lab.describe()["missing"] == lab.missing
-    assert not own_notes.exists()
-
-
 @pytest.mark.parametrize(
     ("servers", "cpus", "name", "message"),
     [

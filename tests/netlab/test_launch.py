@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.errors import ConfigError, LabError, PeerError
+from dglx_dist.errors import ConfigError, PeerError
 from scripts.netlab import guard, launch
-from scripts.netlab.base import Lab, LabSpec, LoopbackLab, Server
+from scripts.netlab.base import Lab, LabError, LabSpec, LoopbackLab, Server
 from scripts.netlab.launch import (
     Launcher,
     Started,

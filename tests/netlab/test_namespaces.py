@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import cgroups, labs, servers, state
-from scripts.netlab.base import LabSpec
+from scripts.netlab.base import LabError, LabSpec
 from scripts.netlab.labs import NamespaceLab, attach, open_detached, open_lab
 from scripts.netlab.servers import CARD, Holder, Process, cgroup_name, wait_until_ended
 from tests.helpers.cgroups import quota_of
@@ -251,7 +251,7 @@ _OWNER = """
 import sys
 from multiprocessing import get_context
 from time import sleep
-from scripts.netlab.base import LabSpec
+from scripts.netlab.base import LabError, LabSpec
 from scripts.netlab.labs import open_lab
 if __name__ == "__main__":
     lab = open_lab(LabSpec(servers=2, cpus=0.3), name=sys.argv[1])

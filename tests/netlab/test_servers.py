@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.errors import LabError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import servers
+from scripts.netlab.base import LabError
 from scripts.netlab.servers import find_process
 
 

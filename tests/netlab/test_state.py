@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from dglx_dist.errors import ConfigError, LabError
+from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import hold, state
-from scripts.netlab.base import LabSpec
+from scripts.netlab.base import LabError, LabSpec
 from scripts.netlab.servers import NamespaceServer, find_process
 from tests.netlab.helpers import NOBODY, noted
 

@@ -16,7 +16,7 @@ from dglx_dist.strategies.cost import (
     Survey,
     trace_of_widths,
 )
-from dglx_dist.strategies.full_graph.cost import FullGraphScheme, FullWork, HaloPairs
+from dglx_dist.strategies.full_graph.cost import FullGraphScheme, FullWork
 from dglx_dist.strategies.full_graph.memory_estimate import StepSizes
 from dglx_dist.strategies.serverless.cost import GhostPairs, Ghosts
 from dglx_dist.training.models import build_model
@@ -42,7 +42,8 @@ BATCHES = BatchWork(
 WHOLE = FullWork(
     largest=StepSizes(rows=(500, 500, 50), sources=(700, 600), edges=(5000, 500), sent=(0, 0)),
     worked=((700, 600), (500, 50), (5000, 500)),
-    pairs=HaloPairs(outside=(400, 200), inside=(0, 0)),
+    outside=(400, 200),
+    inside=(0, 0),
     card_rows=(200, 100),
     inside_rows=(0, 0),
     external_rows=0,
@@ -73,9 +74,7 @@ def known(**changed: Any) -> Measured:
         "batches": BATCHES,
         "works": {
             FullGraphScheme(0): WHOLE,
-            FullGraphScheme(2): replace(
-                WHOLE, card_rows=(0, 0), pairs=HaloPairs(outside=(0, 0), inside=(0, 0))
-            ),
+            FullGraphScheme(2): replace(WHOLE, card_rows=(0, 0), outside=(0, 0)),
             GhostPairs(): Ghosts(outside=400, inside=0),
         },
         "structure_partitioned": False,

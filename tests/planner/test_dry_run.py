@@ -103,12 +103,12 @@ def test_closures_are_those_of_plain_counting(context: tuple[Path, PartitionCont
     work = work_of(plans, where.topology)
     edges, foreign = preloading_work(open_structure(open_dataset(folder), EDGE_TYPE), where.bounds, by_server)
     assert work.external_rows == foreign
-    assert work.pairs.outside == (0,) * LAYERS
+    assert work.outside == (0,) * LAYERS
     found = [sum(plans[rank].num_edges for rank in where.topology.ranks_of_server(one)) for one in (0, 1)]
     assert found == edges
     # In between, servers exchange the layers above, fewer for each that is preloaded.
     crossing = [
-        sum(work_of(plan_all(where, by_server, LAYERS, hops), where.topology).pairs.outside)
+        sum(work_of(plan_all(where, by_server, LAYERS, hops), where.topology).outside)
         for hops in range(LAYERS + 1)
     ]
     assert crossing == sorted(crossing, reverse=True)
@@ -147,5 +147,5 @@ def test_steps_are_summed_and_the_busiest_found() -> None:
     work = full_work_of(np.array(steps), topology_of(2, 1))
     assert work.worked == ((30,), (10,), (10,))
     assert work.largest == StepSizes(rows=(10, 5), sources=(16,), edges=(6,), sent=(7,))
-    assert (work.pairs.outside, work.card_rows) == ((10,), (9,))
+    assert (work.outside, work.card_rows) == ((10,), (9,))
     assert (work.external_rows, work.steps) == (12, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -140,7 +141,7 @@ def dropping() -> Program:
     )
 
 
-def linear(dtype: str = "float64") -> Program:
+def linear() -> Program:
     """Three Vertex steps: 3 to 2 columns with the weights w and b, none, 2 to 2 columns with the weight v."""
     return made(
         av("AV0", "dense", {"in": 3, "out": 2, "bias": True}, "x", "h0:2", "w b"),
@@ -148,8 +149,22 @@ def linear(dtype: str = "float64") -> Program:
         av("AV2", "dense", {"in": 2, "out": 2, "bias": False}, "h1", "h2:2", "v"),
         features=3,
         classes=2,
-        dtype=dtype,
     )
+
+
+LINEAR_STEPS = {0: ("w", "b"), 1: (), 2: ("v",)}
+"""Steps of :func:`linear` and their weights."""
+
+
+def linear_weights() -> list[Array]:
+    draw = np.random.default_rng(99)
+    return [draw.standard_normal(shape) for shape in linear().weight_shapes.values()]
+
+
+@functools.cache
+def linear_gradients(interval: int, epoch: int, step: int) -> list[Array]:
+    draw, shapes = np.random.default_rng([interval, epoch, step]), linear().weight_shapes
+    return [draw.standard_normal(shapes[name]) for name in LINEAR_STEPS[step]]
 
 
 def before(layer: int) -> str:

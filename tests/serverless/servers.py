@@ -74,7 +74,7 @@ class Bench:
         self.late = 0
         """How often a first pull is told "not yet"."""
         self.calls: list[tuple[str, str]] = []
-        self.bytes = {"pull": 0, "give": 0, "weights": 0, "gradients": 0}
+        self.bytes = {"pull": 0, "give": 0, "weights": 0, "gradients": 0, "program": 0}
         self.given: dict[TaskKey, dict[int, list[Array]]] = {}
         self.pushed: dict[TaskKey, list[Array]] = {}
         self.pushes: list[TaskKey] = []
@@ -148,56 +148,47 @@ class Bench:
         return rng.normal(size=(length, item.width)).astype(item.dtype)
 
     def _give_program(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        with self._lock:
-            self.calls.append(("program", name))
-        return [np.frombuffer(self.program.to_json(), np.uint8)]
+        return self._note("program", name, [np.frombuffer(self.program.to_json(), np.uint8)])
 
     def _pull(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         key, half = parse_half(name)
         key.check(self.program, len(self.rows))
         with self._lock:
-            self.calls.append(("pull", name))
-            if self.late > 0:
-                self.late -= 1
-                return []
+            is_late = self.late > 0
+            self.late -= is_late
         rows = self.rows[key.interval]
-        found = take_half(self.work(key).pulled, self.arrays(key), rows, half)
-        self._count("pull", found)
-        return found
+        found = [] if is_late else take_half(self.work(key).pulled, self.arrays(key), rows, half)
+        return self._note("pull", name, found)
 
     def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         key, half, _attempt = parse_attempt(name)
         key.check(self.program, len(self.rows))
-        self._count("give", arrays)
+        self._note("give", name, arrays)
         with self._lock:
-            self.calls.append(("give", name))
             halves = self.given.setdefault(key, {})
             fresh = half not in halves
             halves.setdefault(half, list(arrays))
         return [np.array([int(fresh)])]
 
     def _give_weights(self, name: str, arrays: Sequence[Array]) -> list[Array]:
-        key = TaskKey.parse(name)
-        found = [self.weights[weight] for weight in self.program.weights_of(key.step)]
-        self._count("weights", found)
-        with self._lock:
-            self.calls.append(("weights", name))
-        return found
+        names = self.program.weights_of(TaskKey.parse(name).step)
+        return self._note("weights", name, [self.weights[weight] for weight in names])
 
     def _take_gradients(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         key = TaskKey.parse(name)
-        self._count("gradients", arrays)
+        self._note("gradients", name, arrays)
         with self._lock:
-            self.calls.append(("gradients", name))
             self.pushes.append(key)
             old = self.pushed.setdefault(key, list(arrays))
         if not all(map(np.array_equal, old, arrays)):
             raise ConfigError(f"gradients {name} came again with other bits")
         return []
 
-    def _count(self, what: str, arrays: Sequence[Array]) -> None:
+    def _note(self, what: str, name: str, arrays: Sequence[Array]) -> list[Array]:
         with self._lock:
+            self.calls.append((what, name))
             self.bytes[what] += payload_bytes(arrays)
+        return list(arrays)
 
 
 @contextmanager

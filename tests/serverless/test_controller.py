@@ -9,13 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.serverless.controller import (
-    Autotuner,
-    Controller,
-    ControllerOptions,
-    Finished,
-    most_workers,
-)
+from dglx_dist.serverless.controller import Autotuner, Controller, ControllerOptions, Finished, most_workers
 from dglx_dist.serverless.cost import prices
 from dglx_dist.serverless.executors.base import Executor, ExecutorContext, Invocation, Lost
 from dglx_dist.serverless.tasks import Address, Direction, Secrets, Task, TaskKey
@@ -98,7 +92,7 @@ def test_no_more_than_the_workers_are_under_way_and_older_epochs_go_first() -> N
     scene = Scene(workers=2)
     first, _, later, older = (scene.launch(i, epoch) for i, epoch in [(0, 1), (1, 1), (2, 1), (3, 0)])
     assert scene.executor.sent == ["r0.e1.s1.i0.f/0", "r0.e1.s1.i1.f/0"]
-    assert (len(scene.controller._pending.running), scene.executor.sizes) == (2, [2])
+    assert (len(scene.controller._running), scene.executor.sizes) == (2, [2])
     assert scene.controller.finished(first, 0)
     assert scene.executor.sent[2:] == [f"{older}/0"]
     assert scene.controller.finished(older, 0)
@@ -133,7 +127,7 @@ def test_the_first_result_counts_and_others_are_refused() -> None:
     assert not scene.controller.finished(make_task(9).key, 0)
     counts = scene.controller.counts
     assert (counts.invocations, counts.relaunched, counts.lost, counts.refused) == (2, 1, 0, 2)
-    assert scene.controller._pending.running == {}
+    assert scene.controller._running == {}
 
 
 def test_a_number_of_an_attempt_that_nobody_made_does_not_have_the_task_done_again() -> None:
@@ -141,7 +135,7 @@ def test_a_number_of_an_attempt_that_nobody_made_does_not_have_the_task_done_aga
     key = scene.launch(0)
     assert scene.controller.finished(key, 999_999)
     assert scene.wait(60) == []
-    assert scene.controller._pending.running == {}
+    assert scene.controller._running == {}
 
 
 def test_time_counts_from_when_the_rows_are_there() -> None:
@@ -251,10 +245,10 @@ def test_the_number_of_workers_follows_the_queue() -> None:
     assert (scene.controller.workers, scene.executor.sizes) == (2, [8, 4, 2])
     for interval in range(4):
         scene.launch(interval)
-    assert len(scene.controller._pending.running) == 2
+    assert len(scene.controller._running) == 2
     queue[0] = 0
     scene.wait(1.0)
-    assert len(scene.controller._pending.running) == scene.controller.workers > 2
+    assert len(scene.controller._running) == scene.controller.workers > 2
 
 
 def test_fewer_workers_leave_one_to_what_the_early_ones_wait_for() -> None:
@@ -263,7 +257,7 @@ def test_fewer_workers_leave_one_to_what_the_early_ones_wait_for() -> None:
     scene.controller.watch(lambda: queue[0])
     first = scene.launch(0)
     early = [scene.launch(interval, ready=False) for interval in (1, 2, 3)]
-    assert len(scene.controller._pending.running) == 4
+    assert len(scene.controller._running) == 4
     for length in (10.0, 20.0, 40.0):
         queue[0] = length
         scene.wait(1.0)

@@ -19,6 +19,7 @@ def test_a_million_invocations_of_100_ms_at_192_mb() -> None:
     assert cost.requests == pytest.approx(0.20, rel=1e-12)
     assert cost.total == pytest.approx(0.20 + 1e6 * 0.1 / 3600 * 0.01125, rel=1e-12)
     assert cost.total == pytest.approx(0.5125, rel=1e-12)
+    assert (PAPER.step_s, PAPER.server("c5n.2xlarge")) == (0.1, pytest.approx(4 * 0.108))
 
 
 @pytest.mark.parametrize(
@@ -28,30 +29,23 @@ def test_durations_are_rounded_up_to_whole_steps(seconds: float, steps: int) -> 
     assert billed_gb_seconds(seconds, 1024, PAPER) == pytest.approx(steps / 10, abs=1e-15)
 
 
-def test_steps_are_those_of_the_table() -> None:
-    assert billed_gb_seconds(0.0123, 512, NOW) == pytest.approx(0.013 / 2)
-
-
 def test_servers_are_paid_by_the_second_and_functions_by_use() -> None:
+    assert billed_gb_seconds(0.0123, 512, NOW) == pytest.approx(0.013 / 2)  # by the step of the table
     servers = {"c5n.2xlarge": 8 * 900, "c5.large": 900}
     cost = bill(Counts(), servers, NOW, simulated=False)
     assert cost.servers == pytest.approx(8 * 0.25 * 0.432 + 0.25 * 0.085)
     assert (cost.functions, cost.total) == (0, cost.servers)
 
 
-def test_simulated_dollars_say_so_wherever_they_are_shown() -> None:
+def test_simulated_and_unknown_dollars_say_so_wherever_they_are_shown() -> None:
     used = Counts(invocations=1, warm=1, gb_s=0.1875)
-    ours, alone = (bill(used, {}, NOW, simulated=simulated) for simulated in (True, False))
-    assert "simulated" in str(ours)
-    assert "aws of 2025-01-01" in str(ours)
-    assert "simulated" not in str(alone)
-
-
-def test_what_is_not_known_is_not_hidden() -> None:
-    known = Counts(invocations=1, cold=1, gb_s=0.1875)
-    cost = bill(known + Counts(invocations=2), {}, NOW, simulated=False)
+    ours, paid = (str(bill(used, {}, NOW, simulated=simulated)) for simulated in (True, False))
+    assert "simulated" in ours
+    assert "aws of 2025-01-01" in ours
+    assert "simulated" not in paid
+    assert "at least" not in paid
+    cost = bill(used + Counts(invocations=2), {}, NOW, simulated=False)
     assert "at least, for 2 durations are not known" in str(cost)
-    assert "at least" not in str(bill(known, {}, NOW, simulated=False))
 
 
 def test_nonsense_is_refused() -> None:
@@ -67,13 +61,6 @@ def test_amounts_are_readable() -> None:
         "$0.512",
         "$12.30",
     ]
-
-
-def test_the_papers_prices_are_those_of_the_paper() -> None:
-    paper = prices("dorylus")
-    assert paper.per_request == pytest.approx(0.2e-6)
-    assert paper.per_gb_second * 192 / 1024 * 3600 == pytest.approx(0.01125)
-    assert (paper.step_s, paper.server("c5n.2xlarge")) == (0.1, pytest.approx(4 * 0.108))
 
 
 @pytest.mark.parametrize("name", ["aws", "dorylus"])

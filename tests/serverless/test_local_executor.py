@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from dglx_dist.errors import ConfigError
@@ -62,16 +63,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 def children(of: int) -> list[int]:
     """Processes whose parent is ``of``."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if int(parent) == of:
-                found.append(int(folder.name))
-    return found
+    return [one.pid for one in psutil.Process(of).children()]
 
 
 def workers() -> list[int]:
@@ -83,8 +75,8 @@ def workers() -> list[int]:
 
 def is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,12 +23,13 @@ from dglx_dist.serverless.parameter_server import (
     initialise,
 )
 
+from .programs import LINEAR_STEPS as STEPS
 from .programs import exchange, linear
+from .programs import linear_gradients as gradients_of
+from .programs import linear_weights as first_weights
 
-PROGRAM = linear("float32")
+PROGRAM = linear()
 SHAPES = PROGRAM.weight_shapes
-# Step 1 has no weights.
-STEPS = {0: ("w", "b"), 1: (), 2: ("v",)}
 GROUPS = [{"lr": 0.1, "momentum": 0.9, "params": list(SHAPES)}]
 
 
@@ -37,23 +38,12 @@ def plan_of(num_intervals: int = 5, num_servers: int = 1, **settings: int) -> Pa
     return ParameterPlan(program=PROGRAM, server_of_interval=assign(sizes, num_servers), **settings)
 
 
-def first_weights() -> list[Array]:
-    draw = np.random.default_rng(0)
-    return [draw.standard_normal(shape).astype(np.float32) for shape in SHAPES.values()]
-
-
 def servers_of(plan: ParameterPlan) -> list[ParameterServer]:
     update = lambda: Update("SGD", GROUPS, list(SHAPES))  # noqa: E731
     return [ParameterServer(plan, index, first_weights(), update()) for index in range(plan.num_servers)]
 
 
-@functools.cache
-def gradients_of(interval: int, epoch: int, step: int) -> list[Array]:
-    draw = np.random.default_rng([interval, epoch, step])
-    return [draw.standard_normal(SHAPES[name]).astype(np.float32) for name in STEPS[step]]
-
-
-def bits(arrays: Sequence[Array]) -> list[bytes]:
+def bits(arrays: Iterable[Array]) -> list[bytes]:
     return [array.tobytes() for array in arrays]
 
 
@@ -76,60 +66,27 @@ def answer_for(server_of: tuple[int, ...], num_servers: int, epochs: int) -> lis
     return bits(weights)
 
 
-class Schedule:
-    """Intervals go through their epochs in a random order, with gate, duplicates and deaths as in a run."""
-
-    def __init__(self, plan: ParameterPlan, epochs: int, seed: int) -> None:
-        self.plan, self.epochs, self.draw = plan, epochs, np.random.default_rng(seed)
-        self.servers = servers_of(plan)
-        self.epoch = dict.fromkeys(range(plan.num_intervals), 0)
-        self.todo: dict[int, list[int]] = {interval: [] for interval in self.epoch}
-        self.seen: dict[tuple[int, int], list[bytes]] = {}
-        self.sent: list[tuple[int, int, int]] = []
-
-    def run(self) -> None:
-        while self.epoch:
-            self.check_bounds()
-            if self.draw.random() < 0.3:
-                exchange(self.servers)
-            updates = self.servers[0].updates
-            gate = updates + self.plan.staleness
-            able = [one for one, epoch in self.epoch.items() if self.todo[one] or epoch <= gate]
-            if not able:
-                assert exchange(self.servers) == updates + 1
-                continue
-            self.go_on(able[int(self.draw.integers(len(able)))])
-        while self.servers[0].updates < self.epochs:
-            assert exchange(self.servers) is not None
-
-    def go_on(self, interval: int) -> None:
-        epoch, server = self.epoch[interval], self.server_of(interval)
-        if not self.todo[interval]:
-            self.todo[interval] = [int(step) for step in self.draw.permutation(list(STEPS))]
-            self.seen[interval, epoch] = bits(server.weights(interval, epoch, 0))
-            assert server._stash_of[interval][1] >= epoch - self.plan.staleness
-        step = self.todo[interval].pop()
-        assert bits(server.weights(interval, epoch, 0)) == self.seen[interval, epoch]
-        assert server.gradients(interval, epoch, step, gradients_of(interval, epoch, step))
-        if step != 1:
-            self.sent.append((interval, epoch, step))
-        again = self.sent[int(self.draw.integers(len(self.sent)))] if self.sent else None
-        if again is not None and self.draw.random() < 0.2:
-            assert not self.server_of(again[0]).gradients(*again, gradients_of(*again))
-        if not self.todo[interval]:
-            # The worker died after its last push: another one asks for the same weights.
-            assert bits(server.weights(interval, epoch, 0)) == self.seen[interval, epoch]
-            self.epoch[interval] += 1
-            if self.epoch[interval] == self.epochs:
-                del self.epoch[interval]
-
-    def server_of(self, interval: int) -> ParameterServer:
-        return self.servers[int(self.plan.server_of_interval[interval])]
-
-    def check_bounds(self) -> None:
-        for server in self.servers:
-            assert len(server.versions) <= self.plan.staleness + 2
-            assert set(server._stash_of) <= set(self.plan.intervals_of(server.index))
+def go_through(
+    servers: Sequence[ParameterServer], interval: int, epochs: int, draw: np.random.Generator
+) -> Iterator[None]:
+    """Take an interval through its epochs, with gate, duplicates and deaths; pause before calls."""
+    plan, sent = servers[0].plan, list[tuple[int, int, int]]()
+    server = servers[int(plan.server_of_interval[interval])]
+    for epoch in range(epochs):
+        while epoch > servers[0].updates + plan.staleness:
+            yield
+        seen = bits(server.weights(interval, epoch, 0))
+        assert server._stash_of[interval][1] >= epoch - plan.staleness
+        for step in map(int, draw.permutation(list(STEPS))):
+            yield
+            assert bits(server.weights(interval, epoch, 0)) == seen
+            assert server.gradients(interval, epoch, step, gradients_of(interval, epoch, step))
+            sent += [(interval, epoch, step)] if step != 1 else []
+            if sent and draw.random() < 0.2:
+                again = sent[int(draw.integers(len(sent)))]
+                assert not server.gradients(*again, gradients_of(*again))
+        # The worker died after its last push: another one asks for the same weights.
+        assert bits(server.weights(interval, epoch, 0)) == seen
 
 
 def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
@@ -137,15 +94,27 @@ def test_hundreds_of_orders_leave_the_same_bits_and_nothing_behind() -> None:
     for seed in range(360):
         staleness, num_servers = seed % 3, 1 + seed // 3 % 3
         plan = plan_of(3 + seed % 4, staleness=staleness, num_servers=num_servers)
-        schedule = Schedule(plan, epochs=3, seed=seed)
-        schedule.run()
-        expected = plain_answer(plan, 3)
-        for server in schedule.servers:
-            assert bits(server.latest()) == expected
+        servers, draw = servers_of(plan), np.random.default_rng(seed)
+        under_way = [go_through(servers, interval, 3, draw) for interval in range(plan.num_intervals)]
+        while under_way:
+            one = under_way[int(draw.integers(len(under_way)))]
+            try:
+                next(one)
+            except StopIteration:
+                under_way.remove(one)
+            if draw.random() < 0.2:
+                exchange(servers)
+            for server in servers:
+                assert len(server._versions) <= staleness + 2
+                assert server._stash_of.keys() <= set(server._intervals)
+        while servers[0].updates < 3:
+            assert exchange(servers) is not None
+        for server in servers:
+            assert bits(server.latest()) == plain_answer(plan, 3)
             assert server.updates == 3
             versions_seen |= {(staleness, version - epoch) for epoch, version in server._stash_of.values()}
             server.drain()
-            assert server.versions == (3,)
+            assert list(server._versions) == [3]
             assert not server._stash_of
     # The orders do reach old versions: otherwise they would show nothing.
     assert {(1, -1), (2, -2), (2, 0)} <= versions_seen
@@ -160,7 +129,7 @@ def finish(server: ParameterServer, epoch: int) -> None:
 def test_a_duplicate_with_other_bits_is_an_error() -> None:
     (server,) = servers_of(plan_of())
     server.gradients(0, 0, 2, gradients_of(0, 0, 2))
-    other = [value + np.float32(1e-6) for value in gradients_of(0, 0, 2)]
+    other = [value + 1e-6 for value in gradients_of(0, 0, 2)]
     with pytest.raises(ConfigError, match="interval 0, epoch 0, step 2 came twice with different bits"):
         server.gradients(0, 0, 2, other)
     finish(server, 0)
@@ -183,7 +152,7 @@ def test_what_is_not_asked_for_is_refused() -> None:
         ((mine, 2, 2), good, "beyond staleness 1"),
         ((mine, 0, 9), good, "step 9"),
         ((mine, 0, 2), [*good, *good], "2 arrays for 1"),
-        ((mine, 0, 2), [good[0].astype(np.float64)], "float64 of shape"),
+        ((mine, 0, 2), [good[0].astype(np.float32)], "float32 of shape"),
         ((mine, 0, 2), [good[0][:1]], r"shape \(1, 2\)"),
     ]
     for key, arrays, says in wrong:
@@ -192,7 +161,7 @@ def test_what_is_not_asked_for_is_refused() -> None:
     for key in ((other, 0, 2), (9, 0, 2), (mine, 2, 2), (mine, 0, 4)):
         with pytest.raises(ConfigError):
             first.weights(*key)
-    vector = np.zeros(plan.size, np.float32)
+    vector = np.zeros(plan.size)
     for sender, epoch, sums in ((0, 0, vector), (2, 0, vector), (1, 3, vector), (1, 0, vector[:1])):
         with pytest.raises(ConfigError, match="server"):
             first.receive_sums(sender, epoch, sums)
@@ -225,7 +194,7 @@ def test_weights_of_an_epoch_that_is_over_are_gone() -> None:
 def test_an_update_keeps_no_version_that_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     (server,) = servers_of(plan_of(staleness=0))
     apply, before = Update.apply, []
-    monkeypatch.setattr(Update, "apply", lambda *given: before.append(len(server.versions)) or apply(*given))
+    monkeypatch.setattr(Update, "apply", lambda *given: before.append(len(server._versions)) or apply(*given))
     for epoch in range(3):
         for interval in range(5):
             server.weights(interval, epoch, 0)
@@ -318,52 +287,33 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def update_bits(values: Array) -> bytes:
-    return np.ascontiguousarray(values).tobytes()
-
-
 def start(dtype: str, seed: int = 0) -> dict[str, Array]:
     draw = np.random.default_rng(seed)
     return {name: draw.standard_normal(shape).astype(dtype) for name, shape in UPDATE_SHAPES.items()}
 
 
-class Pair:
-    """The same weights under one of torch's optimizers and under ours."""
-
-    def __init__(self, kind: str, settings: dict[str, Any], dtype: str) -> None:
-        self.torch_weights = {name: torch.tensor(value) for name, value in start(dtype).items()}
-        self.theirs = TORCH_UPDATES[kind](list(self.torch_weights.values()), **settings)
-        groups = [{**settings, "params": list(UPDATE_SHAPES)}]
-        self.ours = Update(kind, groups, list(UPDATE_SHAPES))
-        self.weights: Sequence[Array] = tuple(start(dtype).values())
-
-    def step(self, gradients: Mapping[str, Array]) -> None:
-        for name, gradient in gradients.items():
-            self.torch_weights[name].grad = torch.tensor(gradient)
-        self.theirs.step()
-        self.weights = self.ours.apply(self.weights, tuple(gradients.values()))
-
-    def check(self) -> None:
-        for name, ours in zip(UPDATE_SHAPES, self.weights, strict=True):
-            assert update_bits(ours) == update_bits(self.torch_weights[name].numpy()), name
-            assert ours.dtype == self.torch_weights[name].numpy().dtype
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("kind", "settings"), CASES, ids=str)
 def test_twenty_steps_are_torchs_to_the_last_bit(kind: str, settings: dict[str, Any], dtype: str) -> None:
-    pair = Pair(kind, settings, dtype)
+    theirs = {name: torch.tensor(value) for name, value in start(dtype).items()}
+    optimizer = TORCH_UPDATES[kind](list(theirs.values()), **settings)
+    update = Update(kind, [{**settings, "params": list(UPDATE_SHAPES)}], list(UPDATE_SHAPES))
+    weights: Sequence[Array] = tuple(start(dtype).values())
     for step in range(20):
         scale = 10.0 ** (step % 7 - 5)
-        pair.step({name: (value * scale).astype(dtype) for name, value in start(dtype, step + 1).items()})
-        pair.check()
-    state = pair.theirs.state_dict()["state"]
+        gradients = [(value * scale).astype(dtype) for value in start(dtype, step + 1).values()]
+        for weight, gradient in zip(theirs.values(), gradients, strict=True):
+            weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        weights = update.apply(weights, gradients)
+        assert bits(weights) == bits(one.numpy() for one in theirs.values())
+    assert {str(weight.dtype) for weight in weights} == {dtype}
+    state = optimizer.state_dict()["state"]
     for position, name in enumerate(UPDATE_SHAPES):
         for key, value in state.get(position, {}).items():
             if value is not None:
-                ours = pair.ours.state[f"{name}/{key}"]
-                assert update_bits(ours) == update_bits(value.numpy()), (name, key)
-                assert ours.shape == tuple(value.shape)
+                ours = update.state[f"{name}/{key}"]
+                assert (ours.tobytes(), ours.shape) == (value.numpy().tobytes(), tuple(value.shape)), key
 
 
 def split(settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -385,19 +335,18 @@ def test_a_state_goes_on_where_it_was_left(kind: str, settings: dict[str, Any]) 
     half = steps(early, (np.ones(2), np.ones(2)), range(2))
     late = Update(kind, split(settings), ["a", "b"], early.state)
     again = steps(late, half, range(2, 4))
-    assert [update_bits(one) for one in again] == [update_bits(one) for one in whole]
-    assert {key: update_bits(one) for key, one in late.state.items()} == {
-        key: update_bits(one) for key, one in first.state.items()
-    }
+    assert bits(again) == bits(whole)
+    assert list(late.state) == list(first.state)
+    assert bits(late.state.values()) == bits(first.state.values())
     # A group of its own has its own learning rate, and 0 means that the weight stays.
-    assert update_bits(whole[1]) == update_bits(np.ones(2))
-    assert update_bits(whole[0]) != update_bits(np.ones(2))
+    assert whole[1].tobytes() == np.ones(2).tobytes()
+    assert whole[0].tobytes() != np.ones(2).tobytes()
 
 
 def test_a_weight_that_the_optimizer_lacks_stays() -> None:
     update = Update("Adam", [{"lr": 1.0, "params": ["b"]}], ["a", "b"])
     a, b = update.apply((np.ones(2), np.ones(2)), (np.ones(2), np.ones(2)))
-    assert update_bits(a) == update_bits(np.ones(2)) != update_bits(b)
+    assert a.tobytes() == np.ones(2).tobytes() != b.tobytes()
     assert not [key for key in update.state if key.startswith("a/")]
     assert not b.flags.writeable
 

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,25 +22,17 @@ from dglx_dist.serverless.parameter_service import ParameterClient, ParameterSer
 from dglx_dist.serverless.tasks import Direction, TaskKey
 from tests.helpers.ranks import run_ranks
 
-from .programs import linear
+from .programs import LINEAR_STEPS, linear
+from .programs import linear_gradients as gradients_of
+from .programs import linear_weights as first_weights
 
 SHAPES = linear().weight_shapes
-STEPS = {0: ("w", "b"), 2: ("v",)}
+STEPS = [step for step, names in LINEAR_STEPS.items() if names]
 SIZE = 6 + 2 + 4
 GROUPS = [{"lr": 0.05, "amsgrad": True, "params": list(SHAPES)}]
 SIZES = [4, 0, 7, 5, 1, 6]
 """Rows of each interval; one has none."""
 EPOCHS = 4
-
-
-def gradients_of(interval: int, epoch: int, step: int) -> list[Array]:
-    draw = np.random.default_rng([interval, epoch, step])
-    return [draw.standard_normal(SHAPES[name]) for name in STEPS[step]]
-
-
-def first_weights() -> list[Array]:
-    draw = np.random.default_rng(99)
-    return [draw.standard_normal(shape) for shape in SHAPES.values()]
 
 
 def plain_answer() -> tuple[Sequence[Array], dict[str, Array]]:
@@ -61,13 +53,13 @@ def plan_of(num_servers: int, staleness: int = 0) -> ParameterPlan:
 
 @contextmanager
 def served(
-    rpc: Rpc, plan: ParameterPlan, num_ranks: int = 1
+    rpc: Rpc, plan: ParameterPlan, num_ranks: int = 1, listen: Callable[[int], None] = lambda _updates: None
 ) -> Iterator[tuple[ParameterService | None, ParameterClient]]:
     service = None
     if rpc.rank < plan.num_servers:
         update = Update("Adam", GROUPS, list(SHAPES))
         service = ParameterService(rpc, ParameterServer(plan, rpc.rank, first_weights(), update), num_ranks)
-    client = ParameterClient(rpc, plan, ignored)
+    client = ParameterClient(rpc, plan, listen)
     try:
         yield service, client
     finally:
@@ -76,7 +68,12 @@ def served(
         client.close()
 
 
-def ignored(_updates: int) -> None: ...
+def push(client: ParameterClient, epoch: int = 0, *, lacking: Collection[tuple[int, int]] = ()) -> None:
+    """Send all gradients of an epoch that go to a server of this rank, but those of (interval, step)."""
+    for interval in client._plan.intervals_of(0):
+        for step in STEPS:
+            if (interval, step) not in lacking:
+                client.gradients(key_of(interval, epoch, step), gradients_of(interval, epoch, step))
 
 
 def wait_for(client: ParameterClient, updates: int, within_s: float = 60.0) -> None:
@@ -126,7 +123,7 @@ def train(session: Session, num_servers: int, *, as_worker: bool) -> dict[str, A
         barrier(session, "all read")
         if service is not None:
             service.server.drain()
-            found["alive"] = service.server.versions
+            found["alive"] = tuple(service.server._versions)
     rows = session.ledger.since(before)
     found["bytes"] = [(row.phase, row.layer, row.source, row.destination, row.num_bytes) for row in rows]
     return found
@@ -191,11 +188,7 @@ def alone() -> Rpc:
 
 def test_who_waits_too_long_is_told_for_what() -> None:
     with served(alone(), plan_of(1)) as (_, client):
-        for interval in range(len(SIZES)):
-            for step in STEPS:
-                if (interval, step) not in ((2, 0), (4, 0), (4, 2)):
-                    arrays = [np.zeros(SHAPES[name]) for name in STEPS[step]]
-                    client.gradients(key_of(interval, 0, step), arrays)
+        push(client, lacking=((2, 0), (4, 0), (4, 2)))
         with pytest.raises(PeerError) as caught:
             wait_for(client, 1, within_s=0.01)
     text = "epoch 0, step 0: gradients of intervals 2, 4; epoch 0, step 2: gradients of intervals 4"
@@ -228,9 +221,7 @@ def test_an_update_that_fails_ends_the_waiting_and_the_service() -> None:
     with served(rpc, plan_of(1)) as (service, client):
         assert service is not None
         service.server._update.apply = broken  # type: ignore[method-assign]
-        for interval in range(len(SIZES)):
-            for step, names in STEPS.items():
-                client.gradients(key_of(interval, 0, step), [np.zeros(SHAPES[name]) for name in names])
+        push(client)
         with pytest.raises(PeerError, match="parameter server 0 on rank 0 stopped: ValueError: no room"):
             wait_for(client, 1)
         with pytest.raises(RemoteError, match="no room"):
@@ -267,18 +258,11 @@ def test_sums_that_do_not_come_are_named(dead: list[int], says: str, monkeypatch
 
     monkeypatch.setattr(rpc, "submit", submit)
     monkeypatch.setattr(rpc, "silent", lambda ranks, _: [rank for rank in ranks if rank in dead])
-    plan = plan_of(2)
-    server = ParameterServer(plan, 0, first_weights(), Update("Adam", GROUPS, list(SHAPES)))
-    client = ParameterClient(rpc, plan, ignored)
     monkeypatch.setattr(rpc, "timeout_s", 0.02)
-    service = ParameterService(rpc, server, 1)
-    for interval in plan.intervals_of(0):
-        for step, names in STEPS.items():
-            client.gradients(key_of(interval, 0, step), [np.zeros(SHAPES[name]) for name in names])
-    with pytest.raises(PeerError, match=says):
-        wait_for(client, 1)
-    service.close()
-    client.close()
+    with served(rpc, plan_of(2)) as (_, client):
+        push(client)
+        with pytest.raises(PeerError, match=says):
+            wait_for(client, 1)
 
 
 def broken(_weights: Sequence[Array], _gradients: Sequence[Array]) -> tuple[Array, ...]:
@@ -310,18 +294,11 @@ def test_listeners_hear_of_each_update_once() -> None:
         if updates == 2:
             all_heard.set()
 
-    plan = plan_of(1, staleness=1)
-    server = ParameterServer(plan, 0, first_weights(), Update("Adam", GROUPS, list(SHAPES)))
-    client = ParameterClient(rpc, plan, listen)
-    service = ParameterService(rpc, server, 1)
-    for epoch in (1, 0):
-        for interval in range(len(SIZES)):
-            for step, names in STEPS.items():
-                client.gradients(key_of(interval, epoch, step), [np.ones(SHAPES[name]) for name in names])
-    wait_for(client, 2)
-    assert all_heard.wait(20)
+    with served(rpc, plan_of(1, staleness=1), listen=listen) as (_, client):
+        for epoch in (1, 0):
+            push(client, epoch)
+        wait_for(client, 2)
+        assert all_heard.wait(20)
     assert heard == [1, 2]
-    service.close()
-    client.close()
     with pytest.raises(RemoteError, match="no operation"):
         rpc.call(0, ops.LATEST, "", [], phase="test")

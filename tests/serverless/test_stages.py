@@ -178,9 +178,9 @@ def draw(
         return rng.normal(size=shape).astype(dtype)
 
     return (
-        [normal(*shape) for shape in stage.weight_shapes.values()],
-        [normal(rows, width) for width in stage.input_widths],
-        [normal(rows, width) for width in stage.output_widths],
+        [normal(*shape) for shape in stage.shapes.weights.values()],
+        [normal(rows, width) for width in stage.shapes.inputs],
+        [normal(rows, width) for width in stage.shapes.outputs],
     )
 
 
@@ -209,8 +209,8 @@ def test_a_vertex_stage_is_what_torch_computes(case: str) -> None:
         close(forward.outputs, outputs)
         close(backward.inputs, input_gradients)
         close(backward.weights, weight_gradients)
-        assert [out.shape for out in forward.outputs] == [(rows, width) for width in stage.output_widths]
-        assert [z.shape for z in forward.saved] == [(rows, width) for width in stage.saved_widths]
+        assert [out.shape for out in forward.outputs] == [(rows, width) for width in stage.shapes.outputs]
+        assert [z.shape for z in forward.saved] == [(rows, width) for width in stage.shapes.saved]
         # What was saved gives the very same bits as what is computed again, and nothing given was written to.
         again = stage.backward(weights, inputs, gradients, saved=forward.saved)
         assert all(map(np.array_equal, again.inputs, backward.inputs))

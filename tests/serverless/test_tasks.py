@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.serverless.stages.base import half_rows
 from dglx_dist.serverless.tasks import (
     MAX_EVENT_BYTES,
     Address,
@@ -24,7 +25,6 @@ from dglx_dist.serverless.tasks import (
     check_payload,
     given_items,
     half_name,
-    half_rows,
     join_halves,
     parse_attempt,
     parse_half,

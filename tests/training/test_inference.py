@@ -20,7 +20,6 @@ from dglx_dist.training.inference import (
     evaluate,
     first_rows,
     flatten,
-    in_original_order,
     layers_of,
     layerwise_inference,
     minibatch_inference,
@@ -33,6 +32,13 @@ from tests.strategies import equality
 from tests.training import hetero
 
 HIDDEN = 8
+
+
+def in_original_order(rows: DistTensor, g: DistGraph, ntype: str | None = None) -> Tensor:
+    """Return all rows, (N, ...), by node id before partitioning."""
+    ordered = torch.empty_like(values := rows.to_local())
+    ordered[g.orig_ids(torch.arange(len(rows)), ntype)] = values
+    return ordered
 
 
 def author_rows() -> Tensor:

@@ -134,19 +134,12 @@ def loop(model: Any, g: dx.DistGraph, inputs: Any, sparse: Any) -> list[float]:
     return losses
 
 
-def test_mrr_is_that_of_one_process(folder: str) -> None:
+def test_figures_are_those_of_one_process_and_of_a_fit(folder: str) -> None:
+    """The last through ``dx.fit`` with a loader of edges, a task and the optimizer of the rows."""
     (alone,) = run_ranks(trained, 1, args=(folder, "loop"))
     assert alone["after"][0] > 2 * alone["before"][0]
-    for ranks, per_server in ((2, 1), (2, 2), (3, 2)):
-        for rank in run_ranks(trained, ranks, args=(folder, "loop"), ranks_per_server=per_server):
+    for ranks, per_server, kind in ((2, 2, "loop"), (3, 2, "loop"), (2, 1, "fit")):
+        for rank in run_ranks(trained, ranks, args=(folder, kind), ranks_per_server=per_server):
             assert rank["before"] == pytest.approx(alone["before"], abs=1e-12)
             assert rank["losses"] == pytest.approx(alone["losses"], abs=1e-9)
             assert rank["after"] == pytest.approx(alone["after"], abs=1e-6)
-
-
-def test_fit_takes_the_steps_of_the_loop(folder: str) -> None:
-    """Through ``dx.fit`` with a loader of edges, a task and the optimizer of the rows."""
-    (alone,) = run_ranks(trained, 1, args=(folder, "loop"))
-    for rank in run_ranks(trained, 2, args=(folder, "fit"), ranks_per_server=1):
-        assert rank["losses"] == pytest.approx(alone["losses"], abs=1e-9)
-        assert rank["after"] == pytest.approx(alone["after"], abs=1e-6)

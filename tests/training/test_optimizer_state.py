@@ -24,6 +24,7 @@ from dglx_dist.training.checkpoint import restore_state, split_state
 from tests.graph.small import NUM_NODES, build, write
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
+from tests.training.test_checkpoint import Position
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -95,7 +96,8 @@ class Run:
         self.g = DistGraph(folder)
         self.rows = DistEmbedding(NUM_NODES, 4, "rows")
         self.sparse = optim.SparseAdam([self.rows], lr=0.05)
-        self.model = DataParallelModel(torch.nn.Linear(4, 2), session, reduction="mean", bucket_bytes=1 << 20)
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+        self.model = DataParallelModel(net, session, reduction="mean", bucket_bytes=1 << 20)
         self.dense = torch.optim.Adam(self.model.parameters(), lr=0.05)
         torch.manual_seed(session.topology.rank)
 
@@ -106,13 +108,16 @@ class Run:
             self.session.step_share = StepShare(
                 num_local=len(ids), num_global=5 * world + world * (world - 1) // 2
             )
-            noise = torch.rand(len(ids), 4)
-            loss = self.model(self.rows(ids) * noise).pow(2).mean()
+            loss = self.model(self.rows(ids)).pow(2).mean()
             for optimizer in (self.dense, self.sparse):
                 optimizer.zero_grad()
             loss.backward()
             for optimizer in (self.dense, self.sparse):
                 optimizer.step()
+
+    def parts(self, step: int = 0) -> dict[str, Any]:
+        self.loader = Position(step)
+        return {"model": self.model, "optimizer": self.dense, "loader": self.loader}
 
     def everything(self) -> list[Any]:
         tensors = [self.rows.weight.to_local(), *(state.to_local() for state in self.sparse.tables[0].states)]
@@ -123,7 +128,8 @@ def train_to_the_end(folder: Path, saved: Path) -> list[Any]:
     with start_session(seed=1) as session:
         run = Run(folder, session)
         run.train(range(STOP))
-        checkpoint.save(saved, model=run.model, optimizer=run.dense, sparse=run.sparse, step=STOP)
+        extra: dict[str, Any] = {"extra": {"note": [1, 2.5]}, "dataset": {"nodes": 5, "edges": 7}}
+        checkpoint.save(saved, **run.parts(STOP), sparse=run.sparse, step=STOP, **extra)
         run.train(range(STOP, STEPS))
         return run.everything()
 
@@ -132,11 +138,12 @@ def resume(folder: Path, saved: Path) -> tuple[list[Any], str, str]:
     with start_session(seed=9) as session:
         run = Run(folder, session)
         with pytest.raises(CheckpointError) as without:
-            checkpoint.load(saved, model=run.model, optimizer=run.dense)
+            checkpoint.load(saved, **run.parts())
         other = optim.SparseAdagrad([run.rows], lr=0.05)
         with pytest.raises(CheckpointError) as wrong:
-            checkpoint.load(saved, model=run.model, optimizer=run.dense, sparse=other)
-        resumed = checkpoint.load(saved, model=run.model, optimizer=run.dense, sparse=run.sparse)
+            checkpoint.load(saved, **run.parts(), sparse=other)
+        resumed = checkpoint.load(saved, **run.parts(), sparse=run.sparse, dataset={"nodes": 5})
+        assert (run.loader.at, resumed.extra) == ({"epoch": 0, "step": STOP}, {"note": [1, 2.5]})
         run.train(range(resumed.step, STEPS))
         return run.everything(), str(without.value), str(wrong.value)
 

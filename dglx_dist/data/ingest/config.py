@@ -1,23 +1,7 @@
 """Options of an ingestion, and the description of its tables, in the format of GraphStorm's ``gconstruct``.
 
-The supported keys; any other key is an error that lists them::
-
-    {
-      "version": "gconstruct-v0.1",
-      "nodes": [
-        {"node_type": "user", "format": {"name": "parquet"}, "files": ["users-*.parquet"],
-         "node_id_col": "id",
-         "features": [{"feature_col": ["age", "income"], "feature_name": "feat", "out_dtype": "float32",
-                       "transform": {"name": "max_min_norm"}}],
-         "labels": [{"task_type": "classification", "label_col": "segment", "split_pct": [0.8, 0.1, 0.1]}]}
-      ],
-      "edges": [
-        {"relation": ["user", "buys", "item"], "format": {"name": "csv", "separator": ","},
-         "files": "buys.csv", "source_id_col": "user", "dest_id_col": "item"}
-      ]
-    }
-
-Paths are relative to the folder of the description or to the current folder.
+docs/ingest.md lists the supported keys; any other key is an error that lists them. Paths are relative to the
+folder of the description or to the current folder.
 """
 
 from __future__ import annotations
@@ -27,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
-from dglx_dist.data.json_fields import Fields
+from dglx_dist.data.json_fields import Fields, Within
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import option
 from dglx_dist.records import LABEL, SPLITS, EdgeType
@@ -86,11 +70,10 @@ def read_json(path: Path) -> object:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    for key in found if len(found) < len(pairs) else ():
-        if sum(key == one for one, _ in pairs) > 1:
-            raise ValueError(f"the key {key!r} appears twice in one object")
-    return found
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise ValueError(f"the key {max(keys, key=keys.count)!r} appears twice in one object")
+    return dict(pairs)
 
 
 K = TypeVar("K", str, EdgeType)
@@ -126,17 +109,16 @@ def read_files(entry: Fields) -> FileSet:
 def named_files(entry: Fields, key: str) -> FileSet:
     """Return the files that a key names, in the format of their suffix; see :func:`read_files`."""
     paths = _paths(entry, key)
-    names = {path.suffix[1:] for path in paths}
-    for name in FORMATS:
-        if names == {name}:
-            return FileSet(paths=paths, format=name)
-    odd = next((path.name for path in paths if path.suffix[1:] not in FORMATS), "")
-    if not odd:
+    found = {path.suffix[1:]: path.name for path in paths}
+    for suffix, name in found.items():
+        if suffix not in FORMATS:
+            raise entry.failure(
+                f"{name} is of no known format; name it *.csv or *.parquet, or, where it is a table of nodes "
+                'or edges, give format: {"name": ...}, one of csv, parquet'
+            )
+    if len(found) > 1:
         raise entry.wrong(key, f"files of one format ({', '.join(FORMATS)})")
-    raise entry.failure(
-        f"{odd} is of no known format; name it *.csv or *.parquet, or, where it is a table of nodes or "
-        'edges, give format: {"name": ...}, one of csv, parquet'
-    )
+    return FileSet(paths=paths, format=next(iter(found)))
 
 
 def _paths(entry: Fields, key: str) -> tuple[Path, ...]:
@@ -176,6 +158,7 @@ OUT_DTYPES = ("float16", "float32", "float64")
 TASKS = ("classification", "regression", "link_prediction")
 SPLIT_FILES = ("train", "valid", "test")
 DEFAULT_SPLIT = (0.8, 0.1, 0.1)
+_Share: TypeAlias = Annotated[float, Within(0, 1)]
 VERSIONS = ("gconstruct-v0.1",)
 
 _TABLE = ("files", "format", "features", "labels")
@@ -350,17 +333,11 @@ def _label(parent: Fields) -> LabelSpec | None:
 def _shares(entry: Fields) -> tuple[float, float, float]:
     if not entry.has("split_pct"):
         return DEFAULT_SPLIT
-    value, expected = entry.any("split_pct"), "three shares of train, validation and test"
-    if not isinstance(value, list) or len(value) != 3 or not all(map(_is_share, value)):
-        raise entry.wrong("split_pct", expected)
+    shares = entry.value("split_pct", tuple[_Share, ...])
     # In floating point, 0.8 + 0.1 + 0.1 is slightly above 1.
-    if not 0 < sum(value) <= 1 + 1e-9:
-        raise entry.wrong("split_pct", f"{expected}, together at most 1")
-    return value[0], value[1], value[2]
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    if len(shares) != 3 or not 0 < sum(shares) <= 1 + 1e-9:
+        raise entry.wrong("split_pct", "three shares of train, validation and test, together at most 1")
+    return shares[0], shares[1], shares[2]
 
 
 def _check_types(config: IngestConfig) -> None:

@@ -16,8 +16,9 @@ import pyarrow.compute as pc
 
 from dglx_dist.data.ingest.tables import Piece, Table, ids_of
 from dglx_dist.data.storage.files import resident
-from dglx_dist.data.validate import first_repeat
-from dglx_dist.errors import ConfigError, DatasetError
+from dglx_dist.data.tables import as_numpy
+from dglx_dist.data.validate import column_error, first_repeat, repeated_id
+from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
 
 _M_MMAP_THRESHOLD = -3
@@ -212,8 +213,7 @@ class IdMap:
     def read(self, table: Table, column: str) -> Iterator[tuple[Piece, Any]]:
         """Yield the ids of a column as pyarrow arrays, with their pieces."""
         for piece in table.pieces([column]):
-            where, first_row = piece.where, piece.first_row
-            yield piece, ids_of(piece.columns[column], column, where, first_row, is_text=self.is_text)
+            yield piece, ids_of(piece.columns[column], is_text=self.is_text)
 
     def add(self, ids: Any, first_row: int) -> None:
         self._append(self._folder, ids, first_row)
@@ -225,10 +225,8 @@ class IdMap:
             return
         row, earlier, name = min(repeats, key=lambda one: one[0])
         (path, here), (before, there) = table.locate(row), table.locate(earlier)
-        raise DatasetError(
-            f"{path}: column {column!r}, row {here}: node id {name!r} occurs already in row {there}"
-            f"{'' if before == path else f' of {before}'}; every node may have one row only"
-        )
+        place = f"row {there}{'' if before == path else f' of {before}'}"
+        raise column_error(str(path), column, repeated_id(name, place), here)
 
     def find(self, table: Table, column: str, owner: str, folder: Path) -> Spill:
         """Return the (E,) int64 node numbers of the ids in a column, in their order.
@@ -245,7 +243,7 @@ class IdMap:
         found = Spill(folder / "nodes", np.int64)
         for piece, ids in self.read(table, column):
             if self.is_range:
-                numbers = np.asarray(ids.to_numpy(zero_copy_only=False))
+                numbers = as_numpy(ids)
                 rows = np.arange(piece.row, piece.row + len(ids))
                 note((numbers < 0) | (numbers >= self.num_nodes), rows, ids)
                 found.append(numbers)
@@ -257,7 +255,7 @@ class IdMap:
                 own, known = next(read_ids(self._folder / str(number), None), (None, None))
                 for rows, ids in read_ids(folder / "asked" / str(number), self._memory // 8):
                     places = pc.index_in(ids, value_set=ids[:0] if known is None else known)
-                    missing = np.asarray(pc.is_null(places).to_numpy(zero_copy_only=False))
+                    missing = as_numpy(pc.is_null(places))
                     note(missing, rows, ids)
                     if own is not None:
                         scatter.put(rows[~missing], own[places.drop_null().to_numpy()])
@@ -269,9 +267,9 @@ class IdMap:
         if unknown:
             row, name, _ = min(unknown, key=lambda one: one[0])
             path, row = table.locate(row)
-            raise DatasetError(
-                f"{path}: column {column!r}, row {row}: node id {name!r} is not among the ids of {owner} "
-                f"(rows of {column!r} with unknown ids: {sum(count for *_, count in unknown)})"
+            count = f"(rows of {column!r} with unknown ids: {sum(count for *_, count in unknown)})"
+            raise column_error(
+                str(path), column, f"node id {name!r} is not among the ids of {owner} {count}", row
             )
         return found
 

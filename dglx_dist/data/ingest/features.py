@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, final
+from dataclasses import replace
+from typing import Any, ClassVar, final
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ import pyarrow.compute as pc
 
 from dglx_dist.data.ingest.config import FeatureSpec
 from dglx_dist.data.ingest.tables import Piece, Table, numbers_of_text
-from dglx_dist.data.tables import holds_text, number_values
+from dglx_dist.data.tables import Column, as_numpy, first_true
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.records import FEATURE, Array, ColumnInfo
 
@@ -30,15 +31,15 @@ class Transform(ABC):
         self.column = column
         self.settings = settings
 
-    def scan(self, values: Any, where: str, first_row: int) -> None:  # noqa: B027  # most need not
-        """Update the statistics with some rows (a pyarrow array); file and first row are for messages."""
+    def scan(self, rows: Column) -> None:  # noqa: B027  # most need not
+        """Update the statistics with some rows."""
 
     def finalize(self, where: str) -> Mapping[str, Any]:
         """Return settings that include the statistics of the table ``where``, for later tables."""
         return self.settings
 
     @abstractmethod
-    def apply(self, values: Any, where: str, first_row: int) -> Array:
+    def apply(self, rows: Column) -> Array:
         """Return (K, width) transformed rows."""
 
 
@@ -86,93 +87,95 @@ class Unchanged(Transform):
         if self._width is not None and (type(self._width) is not int or self._width < 1):
             raise ConfigError(f"truncate_dim of {column!r} is {self._width!r}; give a whole number above 0")
 
-    def apply(self, values: Any, where: str, first_row: int) -> Array:
-        rows = _matrix(values, self.column, where, first_row, self._separator)
-        if self._width is not None and rows.shape[1] < self._width:
-            raise DatasetError(
-                f"{where}: column {self.column!r}, row {first_row}: {rows.shape[1]} numbers, but "
-                f"truncate_dim asks for {self._width}"
-            )
-        return rows[:, : self._width]
+    def apply(self, rows: Column) -> Array:
+        found = _matrix(rows, self._separator)
+        if self._width is not None and found.shape[1] < self._width:
+            raise rows.error(f"{found.shape[1]} numbers, but truncate_dim asks for {self._width}", 0)
+        return found[:, : self._width]
 
 
-@final
-class MaxMin(Transform):
-    """(value - min) / (max - min), clipped to [0, 1]; for each position of a list separately."""
+class _Scaled(Transform):
+    """Numbers scaled by statistics; those of each position of a list are separate."""
 
     needs_scan = True
+    _reductions: ClassVar[Mapping[str, np.ufunc]]
+    """Setting with a statistic -> how it is found."""
 
     def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
         super().__init__(column, settings)
-        self._bounds = tuple(_number(settings, key, column) for key in ("min_bound", "max_bound"))
-        self._given = tuple(_numbers(settings, key, column) for key in ("min_val", "max_val"))
-        self._low, self._high = self._given
+        given = {key: _numbers(settings, key, column) for key in self._reductions}
+        self._found = {key: values for key, values in given.items() if values is not None}
+        self._missing = [key for key in given if key not in self._found]
 
-    def scan(self, values: Any, where: str, first_row: int) -> None:
-        rows = _matrix(values, self.column, where, first_row).astype(np.float64, copy=False)
-        _check_width(rows, self._low, self._high, self.column, where, first_row)
-        if len(rows) and self._given[0] is None:
-            low = rows.min(axis=0)
-            self._low = low if self._low is None else np.minimum(self._low, low)
-        if len(rows) and self._given[1] is None:
-            high = rows.max(axis=0)
-            self._high = high if self._high is None else np.maximum(self._high, high)
+    def scan(self, rows: Column) -> None:
+        matrix = self._matrix(rows)
+        for key in self._missing if len(matrix) else ():
+            reduce = self._reductions[key]
+            found = reduce.reduce(matrix, axis=0, dtype=np.float64)
+            self._found[key] = reduce(self._found[key], found) if key in self._found else found
+
+    def _matrix(self, rows: Column) -> Array:
+        matrix = _matrix(rows)
+        for found in self._found.values() if len(matrix) else ():
+            # A statistic of length 1 was given in the settings, for all positions.
+            if len(found) not in (1, matrix.shape[1]):
+                raise rows.error(f"{matrix.shape[1]} numbers, but there were {len(found)} before", 0)
+        return matrix
+
+
+@final
+class MaxMin(_Scaled):
+    """(value - min) / (max - min), clipped to [0, 1]."""
+
+    _reductions: ClassVar = {"min_val": np.minimum, "max_val": np.maximum}
+
+    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+        super().__init__(column, settings)
+        self._bounds = {key: _number(settings, key, column) for key in ("min_bound", "max_bound")}
 
     def finalize(self, where: str) -> Mapping[str, Any]:
-        if self._low is None or self._high is None:
+        if len(self._found) < 2:
             raise DatasetError(
                 f"{where}: column {self.column!r} has no row to find its minimum and maximum in"
             )
-        low, high = self._low, self._high
-        if self._given[0] is None and self._bounds[0] is not None:
-            low = np.maximum(low, self._bounds[0])
-        if self._given[1] is None and self._bounds[1] is not None:
-            high = np.minimum(high, self._bounds[1])
+        for key, name, nearer in (
+            ("min_val", "min_bound", np.maximum),
+            ("max_val", "max_bound", np.minimum),
+        ):
+            bound = self._bounds[name]
+            if key in self._missing and bound is not None:
+                self._found[key] = nearer(self._found[key], bound)
+        low, high = self._found["min_val"], self._found["max_val"]
         if (high <= low).any():
             raise DatasetError(
                 f"{where}: column {self.column!r}: its maximum {high.max()} is not above its "
                 f"minimum {low.min()}, and max_min_norm would divide by 0; leave the column out"
             )
-        self._low, self._high = low, high
         return {**self.settings, "min_val": low.tolist(), "max_val": high.tolist()}
 
-    def apply(self, values: Any, where: str, first_row: int) -> Array:
-        rows = _matrix(values, self.column, where, first_row).astype(np.float64, copy=False)
-        assert self._low is not None
-        assert self._high is not None
-        return np.clip((rows - self._low) / (self._high - self._low), 0, 1).astype(np.float32)
+    def apply(self, rows: Column) -> Array:
+        matrix = self._matrix(rows).astype(np.float64, copy=False)
+        low, high = self._found["min_val"], self._found["max_val"]
+        return np.clip((matrix - low) / (high - low), 0, 1).astype(np.float32)
 
 
 @final
-class Standard(Transform):
+class Standard(_Scaled):
     """Value / sum of all values, which GraphStorm calls standard."""
 
-    needs_scan = True
-
-    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
-        super().__init__(column, settings)
-        self._given = _numbers(settings, "sum", column)
-        self._sum = self._given
-
-    def scan(self, values: Any, where: str, first_row: int) -> None:
-        rows = _matrix(values, self.column, where, first_row)
-        _check_width(rows, self._sum, None, self.column, where, first_row)
-        if self._given is None and len(rows):
-            found = rows.sum(axis=0, dtype=np.float64)
-            self._sum = found if self._sum is None else self._sum + found
+    _reductions: ClassVar = {"sum": np.add}
 
     def finalize(self, where: str) -> Mapping[str, Any]:
-        if self._sum is None or (self._sum == 0).any():
+        total = self._found.get("sum")
+        if total is None or (total == 0).any():
             raise DatasetError(
                 f"{where}: column {self.column!r}: the sum of its values is 0, and standard would "
                 "divide by it; take max_min_norm, or leave the column out"
             )
-        return {**self.settings, "sum": self._sum.tolist()}
+        return {**self.settings, "sum": total.tolist()}
 
-    def apply(self, values: Any, where: str, first_row: int) -> Array:
-        rows = _matrix(values, self.column, where, first_row)
-        assert self._sum is not None
-        return (rows / self._sum).astype(np.float32)
+    def apply(self, rows: Column) -> Array:
+        return (self._matrix(rows) / self._found["sum"]).astype(np.float32)
 
 
 @final
@@ -196,15 +199,13 @@ class Categorical(Transform):
                     f"mapping of {column!r} must give each text a number, from 0 on without gaps"
                 )
 
-    def scan(self, values: Any, where: str, first_row: int) -> None:
-        if self._given:
-            return
-        _, texts = self._texts(values, where)
-        self._seen.update(pc.unique(texts).to_pylist())
-        if len(self._seen) > MAX_CATEGORIES:
-            raise DatasetError(
-                f"{where}: column {self.column!r} has more than {MAX_CATEGORIES} different values up to row "
-                f"{first_row + len(values) - 1}; to_categorical makes a column of each; encode it otherwise"
+    def scan(self, rows: Column) -> None:
+        if not self._given:
+            add_texts(
+                self._seen,
+                self._texts(rows)[1],
+                rows,
+                "to_categorical makes a column of each; encode it otherwise",
             )
 
     def finalize(self, where: str) -> Mapping[str, Any]:
@@ -216,58 +217,45 @@ class Categorical(Transform):
             )
         return {**self.settings, "mapping": dict(self._codes)}
 
-    def apply(self, values: Any, where: str, first_row: int) -> Array:
-        rows, texts = self._texts(values, where)
+    def apply(self, rows: Column) -> Array:
+        row_of, texts = self._texts(rows)
         known = pa.array(list(self._codes), pa.large_string())
         numbers = np.array(list(self._codes.values()), np.int64)
         found = pc.index_in(texts, value_set=known)
-        is_known = ~np.asarray(pc.is_null(found).to_numpy(zero_copy_only=False))
-        codes = np.asarray(pc.fill_null(found, 0).to_numpy(zero_copy_only=False))
-        out = np.zeros((len(values), len(self._codes)), np.int8)
-        out[rows[is_known], numbers[codes[is_known]]] = 1
+        is_known, codes = ~as_numpy(pc.is_null(found)), as_numpy(pc.fill_null(found, 0))
+        out = np.zeros((len(rows.values), len(self._codes)), np.int8)
+        out[row_of[is_known], numbers[codes[is_known]]] = 1
         return out
 
-    def _texts(self, values: Any, where: str) -> tuple[Array, Any]:
+    def _texts(self, rows: Column) -> tuple[Array, Any]:
         # (T,) row of each text, and the texts; empty texts are left out.
-        if pa.types.is_nested(values.type):
-            raise DatasetError(
-                f"{where}: column {self.column!r} holds {values.type}; to_categorical takes one value a "
-                "row, or texts with a separator"
-            )
+        kind = rows.values.type
+        if pa.types.is_nested(kind):
+            raise rows.error(f"holds {kind}; to_categorical takes one value a row, or texts with a separator")
         try:
-            texts = values.cast(pa.large_string())
+            texts = rows.values.cast(pa.large_string())
         except pa.ArrowException as error:
-            raise DatasetError(
-                f"{where}: column {self.column!r} holds {values.type} that is not text ({error}); write "
-                "texts or numbers"
-            ) from error
-        rows = np.arange(len(texts))
+            raise rows.error(f"holds {kind} that is not text ({error}); write texts or numbers") from error
+        row_of = np.arange(len(texts))
         if self._separator is not None:
             lists = pc.fill_null(pc.split_pattern(texts, self._separator), [])
-            rows = np.repeat(rows, pc.list_value_length(lists).to_numpy(zero_copy_only=False))
+            row_of = np.repeat(row_of, as_numpy(pc.list_value_length(lists)))
             texts = lists.flatten()
         kept = pc.not_equal(pc.fill_null(texts, ""), "")
-        return rows[np.asarray(kept.to_numpy(zero_copy_only=False))], texts.filter(kept)
+        return row_of[as_numpy(kept)], texts.filter(kept)
 
 
-def _matrix(values: Any, column: str, where: str, first_row: int, separator: str | None = None) -> Array:
-    if holds_text(values):
-        rows = numbers_of_text(values, column, where, first_row, separator)
-    else:
-        rows = number_values(values, column, where, first_row)
-    return rows.reshape(len(rows), -1) if rows.ndim == 1 else rows
+def add_texts(seen: set[str], texts: Any, rows: Column, why: str) -> None:
+    """Add the distinct ``texts`` of ``rows`` to ``seen``; DatasetError with ``why`` if these are too many."""
+    seen.update(pc.unique(texts).to_pylist())
+    if len(seen) > MAX_CATEGORIES:
+        last = rows.first_row + len(rows.values) - 1
+        raise rows.error(f"has more than {MAX_CATEGORIES} different values up to row {last}; {why}")
 
 
-def _check_width(
-    rows: Array, low: Array | None, high: Array | None, column: str, where: str, first_row: int
-) -> None:
-    # A statistic of length 1 was given in the settings, for all positions.
-    for found in (low, high):
-        if found is not None and len(rows) and len(found) not in (1, rows.shape[1]):
-            raise DatasetError(
-                f"{where}: column {column!r}, row {first_row}: {rows.shape[1]} numbers, but there "
-                f"were {len(found)} before"
-            )
+def _matrix(rows: Column, separator: str | None = None) -> Array:
+    found = numbers_of_text(rows, separator) if rows.is_text else rows.numbers()
+    return found.reshape(len(found), -1) if found.ndim == 1 else found
 
 
 def _number(settings: Mapping[str, Any], key: str, column: str) -> float | None:
@@ -320,7 +308,7 @@ class Features:
 
     def scan(self, piece: Piece) -> None:
         for one in self._scanned:
-            one.scan(piece.columns[one.column], piece.where, piece.first_row)
+            one.scan(piece.columns[one.column])
 
     def finalize(self, where: str) -> list[Mapping[str, Any]]:
         """Return the settings of each feature, including statistics of the table ``where``."""
@@ -337,10 +325,8 @@ class Features:
             row = _rows(transforms, piece, 0, 1)
             width, found = row.shape[1], row.dtype
             if not width:
-                raise DatasetError(
-                    f"{piece.where}: column {transforms[0].column!r}, row {piece.first_row}: an empty "
-                    "list; give at least one number a row, or leave the column out"
-                )
+                problem = "an empty list; give at least one number a row, or leave the column out"
+                raise piece.columns[transforms[0].column].error(problem, 0)
             usual = "float32" if found.kind == "f" or name == FEATURE else found.name
             return ColumnInfo(
                 dtype=self._dtypes.get(name, usual),
@@ -351,41 +337,37 @@ class Features:
     def chunks(self, name: str, table: Table, info: ColumnInfo) -> Iterator[Array]:
         """Yield the rows of one tensor, (k, *row) of ``info``'s dtype."""
         transforms, width = self._tensors[name], max(1, int(np.prod(info.row_shape)))
-        columns = ", ".join(repr(one.column) for one in transforms)
         at_once = max(1, self._batch_bytes // (8 * width))
         for piece in table.pieces([one.column for one in transforms]):
+            # Errors name all columns of the tensor.
+            names = ", ".join(one.column for one in transforms)
+            columns = replace(piece.columns[transforms[0].column], name=names)
             for first in range(0, piece.num_rows, at_once):
                 rows = _rows(transforms, piece, first, at_once)
                 if rows.shape[1] != width:
-                    raise DatasetError(
-                        f"{piece.path}: column {columns}, row {piece.first_row + first}: "
-                        f"{rows.shape[1]} numbers, but the first row has {width}"
-                    )
-                stored = _cast(rows, info, f"{piece.where}: column {columns}", piece.first_row + first)
+                    raise columns.error(f"{rows.shape[1]} numbers, but the first row has {width}", first)
+                stored = _cast(rows, info, columns.part(first, len(rows)))
                 yield stored.reshape(len(rows), *info.row_shape)
 
 
 def _rows(transforms: Sequence[Transform], piece: Piece, first: int, count: int) -> Array:
-    where, row = piece.where, piece.first_row + first
-    found = [one.apply(piece.columns[one.column].slice(first, count), where, row) for one in transforms]
-    return np.concatenate(found, axis=1)
+    return np.concatenate(
+        [one.apply(piece.columns[one.column].part(first, count)) for one in transforms], axis=1
+    )
 
 
-def _cast(rows: Array, info: ColumnInfo, what: str, first_row: int) -> Array:
+def _cast(rows: Array, info: ColumnInfo, columns: Column) -> Array:
     if np.dtype(info.dtype).kind != "f":
         if not np.can_cast(rows.dtype, info.dtype, "safe"):
-            raise DatasetError(
-                f"{what}, row {first_row}: holds {rows.dtype}, and the first row {info.dtype}; give out_dtype"
-            )
+            raise columns.error(f"holds {rows.dtype}, and the first row {info.dtype}; give out_dtype", 0)
         return rows.astype(info.dtype, copy=False)
     with np.errstate(over="ignore"):
         stored = rows.astype(info.dtype, copy=False)
     beyond = ~np.isfinite(stored).all(axis=1)
     if beyond.any():
-        row = int(np.argmax(beyond))
-        value = rows[row][~np.isfinite(stored[row])][0]
-        raise DatasetError(
-            f"{what}, row {first_row + row}: {value} is beyond {info.dtype}; give a wider out_dtype, or "
-            "scale the column"
+        at = first_true(beyond)
+        value = rows[at][~np.isfinite(stored[at])][0]
+        raise columns.error(
+            f"{value} is beyond {info.dtype}; give a wider out_dtype, or scale the column", at
         )
     return stored

@@ -64,7 +64,7 @@ def _ingest_nodes(spec: TypeSpec[str], *, is_text: bool, seed: int, output: Data
     id_bytes, is_range = 0, not is_text
     for piece in rows.scan(*spec.id_columns):
         if column is not None:
-            ids = ids_of(piece.columns[column], column, piece.where, piece.first_row, is_text=is_text)
+            ids = ids_of(piece.columns[column], is_text=is_text)
             id_bytes += (pc.sum(pc.binary_length(ids)).as_py() or 0) if is_text else 8 * len(ids)
             is_range = is_range and np.array_equal(ids, np.arange(piece.row, piece.row + len(ids)))
     num_nodes, step = rows.num_rows, output.budget.batch // 8
@@ -368,13 +368,10 @@ def _text_types(config: IngestConfig) -> dict[str, bool]:
 
 
 def _num_steps(config: IngestConfig, num_reverse: int) -> int:
-    def tensors(spec: TypeSpec[Any]) -> int:
-        return len({feature.name for feature in spec.features}) + (
-            0 if spec.label is None else 1 + len(SPLITS)
-        )
-
-    nodes = sum(2 + tensors(spec) for spec in config.nodes)
-    return nodes + sum(5 + tensors(spec) for spec in config.edges) + 3 * num_reverse
+    # About the number of files, for the progress.
+    specs: tuple[TypeSpec[Any], ...] = (*config.nodes, *config.edges)
+    tensors = sum(len(spec.features) + (0 if spec.label is None else 1 + len(SPLITS)) for spec in specs)
+    return 2 * len(config.nodes) + 5 * len(config.edges) + 3 * num_reverse + tensors
 
 
 def _add_settings(

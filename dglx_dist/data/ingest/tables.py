@@ -10,14 +10,13 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
 from dglx_dist.data.ingest.config import FileSet
-from dglx_dist.data.tables import as_int64, check_names, holds_text, list_width, plain, refuse_gaps
+from dglx_dist.data.tables import Column, as_numpy, check_names, first_true, plain
 from dglx_dist.data.validate import check_finite
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import Array
@@ -38,18 +37,11 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE
 class Piece:
     """Some rows of one file."""
 
-    path: Path
-    first_row: int
-    """Number of the first row in its file, from 0, without the header."""
     row: int
     """Number of the first row in the table."""
-    columns: dict[str, Any]
-    """Name -> pyarrow array in one chunk; all columns of a CSV file are texts as written."""
+    columns: dict[str, Column]
+    """By name; all columns of a CSV file are texts as written."""
     num_rows: int
-
-    @property
-    def where(self) -> str:
-        return str(self.path)
 
 
 class Table:
@@ -73,10 +65,10 @@ class Table:
             for batch in self._read(path, list(dict.fromkeys(names))):
                 if not batch.num_rows:
                     continue
-                columns = {name: plain(batch.column(name)) for name in names}
-                yield Piece(
-                    path=path, first_row=row - first, row=row, columns=columns, num_rows=batch.num_rows
-                )
+                columns = {
+                    name: Column(plain(batch.column(name)), name, str(path), row - first) for name in names
+                }
+                yield Piece(row=row, columns=columns, num_rows=batch.num_rows)
                 row += batch.num_rows
             ends.append(row)
         self._ends = ends
@@ -240,56 +232,45 @@ def _header(path: Path, separator: str) -> list[str]:
 _WHOLE = "^(0|-?[1-9][0-9]*)$"
 
 
-def numbers_of_text(
-    values: Any, name: str, where: str, first_row: int, separator: str | None = None
-) -> Array:
+def numbers_of_text(column: Column, separator: str | None = None) -> Array:
     """Return texts as (K,) float64, or as (K, F) where each holds F numbers between separators."""
-    refuse_gaps(values, name, where, first_row)
-    width = None
+    column.refuse_gaps()
+    width, values = None, column.values
     if separator is not None:
         lists = pc.split_pattern(values, separator)
-        width = list_width(lists, name, where, first_row)
-        values = lists.flatten()
+        width, values = column.list_width(lists), lists.flatten()
     trimmed = pc.utf8_trim_whitespace(values)
     try:
-        numbers = np.asarray(trimmed.cast(pa.float64()).to_numpy(zero_copy_only=False))
+        numbers = as_numpy(trimmed.cast(pa.float64()))
     except pa.ArrowInvalid:
-        row = _first_non_number(trimmed)
-        raise DatasetError(
-            f"{where}: column {name!r}, row {first_row + row // (width or 1)}: {values[row].as_py()!r} is "
-            "not a number; correct the table, or encode the column with to_categorical"
-        ) from None
+        at = _first_non_number(trimmed)
+        problem = "is not a number; correct the table, or encode the column with to_categorical"
+        raise column.error(f"{values[at].as_py()!r} {problem}", at // (width or 1)) from None
     numbers = numbers if width is None else numbers.reshape(-1, width)
-    check_finite(numbers, name, where, first_row)
+    check_finite(numbers, column.name, column.where, column.first_row)
     return numbers
 
 
-def ids_of(values: Any, name: str, where: str, first_row: int, *, is_text: bool) -> Any:
+def ids_of(column: Column, *, is_text: bool) -> Any:
     """Return ids as a pyarrow large_string array, or int64 where ``is_text`` is False."""
-    refuse_gaps(values, name, where, first_row)
-    if not holds_text(values) and not pa.types.is_integer(values.type):
-        raise DatasetError(
-            f"{where}: column {name!r} must hold integer or string ids; it holds {values.type}"
-        )
+    column.refuse_non_ids()
     if is_text:
-        texts = values.cast(pa.large_string())
-        empty = np.asarray(pc.equal(texts, "").to_numpy(zero_copy_only=False))
+        texts = column.values.cast(pa.large_string())
+        empty = as_numpy(pc.equal(texts, ""))
         if empty.any():
-            raise DatasetError(
-                f"{where}: column {name!r}, row {first_row + int(np.argmax(empty))}: the id is empty"
-            )
+            raise column.error("the id is empty", first_true(empty))
         return texts
-    if not holds_text(values):
-        return as_int64(values, name, where)
-    # Arrow also parses 0x10 and 007, which would be other ids when written back.
-    odd = ~np.asarray(pc.match_substring_regex(values, _WHOLE).to_numpy(zero_copy_only=False))
-    if odd.any():
-        row = int(np.argmax(odd))
-        raise DatasetError(
-            f"{where}: column {name!r}, row {first_row + row}: node id {values[row].as_py()!r} is not a "
-            "whole number, as those of its nodes are (their row numbers where they have no node_id_col)"
-        )
-    return as_int64(values, name, where)
+    if column.is_text:
+        # Arrow also parses 0x10 and 007, which would be other ids when written back.
+        odd = ~as_numpy(pc.match_substring_regex(column.values, _WHOLE))
+        if odd.any():
+            at = first_true(odd)
+            raise column.error(
+                f"node id {column.values[at].as_py()!r} is not a whole number, as those of its nodes are "
+                "(their row numbers where they have no node_id_col)",
+                at,
+            )
+    return column.as_int64()
 
 
 def _first_non_number(texts: Any) -> int:

@@ -14,16 +14,15 @@ import pyarrow.compute as pc
 
 from dglx_dist.data.ingest.config import SPLIT_FILES, LabelSpec, TypeSpec
 from dglx_dist.data.ingest.external_memory import Budget, IdMap, Scatter, Spill, release_memory
-from dglx_dist.data.ingest.features import MAX_CATEGORIES, Features
+from dglx_dist.data.ingest.features import Features, add_texts
 from dglx_dist.data.ingest.tables import LINE_COLUMN, Piece, Table, numbers_of_text
 from dglx_dist.data.storage.columns import FileInfo, data_path, write_column
-from dglx_dist.data.tables import holds_text, number_values
+from dglx_dist.data.tables import Column, as_numpy, first_true
+from dglx_dist.data.validate import MAX_CLASSES, column_error, too_many_classes
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.progress import Advance
 from dglx_dist.records import LABEL, SPLITS, Array, ColumnInfo
 
-_MAX_CLASSES = 1 << 24
-"""A model has an output for each class; a larger label is an id or a measurement."""
 _CLASS_NUMBER = re.compile(r"(-1|0|[1-9][0-9]{0,14})(\.0+)?")
 
 
@@ -41,7 +40,7 @@ class Labels:
         self.names: tuple[str, ...] = ()
         """Class names, where labels are texts."""
         self._is_text: bool | None = None
-        self._texts: set[str] | None = None
+        self._texts: set[str] = set()
         self._class_names: Any = None
         self._largest = -1
 
@@ -49,32 +48,27 @@ class Labels:
     def dtype(self) -> np.dtype[Any]:
         return np.dtype(np.float32 if self.is_regression else np.int64)
 
-    def scan(self, values: Any, where: str, first_row: int) -> None:
+    def scan(self, rows: Column) -> None:
         if self.is_regression:
             return
-        has_text = holds_text(values)
-        if self._is_text not in (None, has_text):
-            raise DatasetError(
-                f"{where}: column {self.column!r} holds {values.type}, and a file before it "
-                f"{'numbers' if has_text else 'texts'}; write it alike in all files"
+        if self._is_text not in (None, rows.is_text):
+            before = "numbers" if rows.is_text else "texts"
+            raise rows.error(
+                f"holds {rows.values.type}, and a file before it {before}; write it alike in all files"
             )
-        self._is_text = has_text
-        if not has_text:
-            self._largest = max(self._largest, int(self._whole(values, where, first_row).max(initial=-1)))
-            return
-        self._texts = self._texts or set()
-        self._texts.update(text for text in pc.unique(values).to_pylist() if text)
-        if len(self._texts) > MAX_CATEGORIES:
-            raise DatasetError(
-                f"{where}: column {self.column!r} has more than {MAX_CATEGORIES} different labels up to row "
-                f"{first_row + len(values) - 1}; is it a name, or a task of regression?"
-            )
+        self._is_text = rows.is_text
+        if rows.is_text:
+            known = rows.values.filter(pc.not_equal(pc.fill_null(rows.values, ""), ""))
+            add_texts(self._texts, known, rows, "is it a name, or a task of regression?")
+        else:
+            self._largest = max(self._largest, int(_whole(rows).max(initial=-1)))
 
     def finalize(self, where: str) -> None:
         """Count the classes, after all rows of the table ``where`` are scanned."""
         if self.is_regression:
             return
-        if self._texts is not None:
+        table = Column(None, self.column, where)
+        if self._is_text:
             names = sorted(self._texts)
             if all(map(_CLASS_NUMBER.fullmatch, names)):
                 self._largest = max((int(float(name)) for name in names), default=-1)
@@ -83,44 +77,40 @@ class Labels:
                 self._class_names = pa.array(names, pa.large_string())
                 self.names = tuple(names)
         if self._largest < 0:
-            raise DatasetError(f"{where}: column {self.column!r} has no label in any row; leave labels out")
-        if self._largest >= _MAX_CLASSES:
-            raise DatasetError(
-                f"{where}: column {self.column!r} has the label {self._largest}, which takes more than "
-                f"{_MAX_CLASSES} classes; is it an id, or a task of regression?"
-            )
+            raise table.error("has no label in any row; leave labels out")
+        if self._largest >= MAX_CLASSES:
+            raise table.error(f"has {too_many_classes(self._largest)}")
         self.num_classes = self._largest + 1
 
-    def codes(self, values: Any, where: str, first_row: int) -> Array:
+    def codes(self, rows: Column) -> Array:
         """Return (K,) labels of some rows."""
         if self.is_regression:
-            read = numbers_of_text if holds_text(values) else number_values
-            return read(values, self.column, where, first_row).astype(np.float32)
-        if not holds_text(values):
-            return self._whole(values, where, first_row)
-        known = pc.if_else(pc.equal(values, ""), None, values).cast(pa.large_string())
+            return (numbers_of_text(rows) if rows.is_text else rows.numbers()).astype(np.float32)
+        if not rows.is_text:
+            return _whole(rows)
+        known = pc.if_else(pc.equal(rows.values, ""), None, rows.values).cast(pa.large_string())
         if self._class_names is None:
-            numbers = pc.fill_null(known.cast(pa.float64()), -1)
+            numbers = known.cast(pa.float64())
         else:
-            numbers = pc.fill_null(pc.index_in(known, value_set=self._class_names, skip_nulls=True), -1)
-        return np.asarray(numbers.to_numpy(zero_copy_only=False)).astype(np.int64)
+            numbers = pc.index_in(known, value_set=self._class_names, skip_nulls=True)
+        return as_numpy(pc.fill_null(numbers, -1)).astype(np.int64)
 
-    def _whole(self, values: Any, where: str, first_row: int) -> Array:
-        if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
-            raise DatasetError(
-                f"{where}: column {self.column!r} must hold labels, numbers or texts; it holds {values.type}"
-            )
-        filled = pc.fill_null(values.cast(pa.float64(), safe=False), -1)
-        numbers = np.asarray(filled.to_numpy(zero_copy_only=False))
-        numbers = np.where(np.isnan(numbers), -1.0, numbers)
-        odd = (numbers != np.floor(numbers)) | (numbers < -1) | np.isinf(numbers)
-        if odd.any():
-            row = int(np.argmax(odd))
-            raise DatasetError(
-                f"{where}: column {self.column!r}, row {first_row + row}: {values[row].as_py()!r} is not "
-                "a class; give whole numbers from 0 on (-1 or nothing: none), or make it a task of regression"
-            )
-        return numbers.astype(np.int64)
+
+def _whole(rows: Column) -> Array:
+    kind = rows.values.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise rows.error(f"must hold labels, numbers or texts; it holds {kind}")
+    numbers = as_numpy(pc.fill_null(rows.values.cast(pa.float64(), safe=False), -1))
+    numbers = np.where(np.isnan(numbers), -1.0, numbers)
+    odd = (numbers != np.floor(numbers)) | (numbers < -1) | np.isinf(numbers)
+    if odd.any():
+        at = first_true(odd)
+        raise rows.error(
+            f"{rows.values[at].as_py()!r} is not a class; give whole numbers from 0 on (-1 or nothing: none)"
+            ", or make it a task of regression",
+            at,
+        )
+    return numbers.astype(np.int64)
 
 
 NO_SPLIT = 255
@@ -258,7 +248,7 @@ class TypeRows:
         for piece in self.table.pieces(names) if names else ():
             self._features.scan(piece)
             if self.labels is not None:
-                self.labels.scan(piece.columns[self.labels.column], piece.where, piece.first_row)
+                self.labels.scan(piece.columns[self.labels.column])
             yield piece
             self.num_rows += piece.num_rows
         where, spec = str(self.spec.files.paths[0]), self.spec
@@ -278,8 +268,7 @@ class TypeRows:
         spilled, labels = None, self.labels
         if labels is not None:
             codes = (
-                labels.codes(piece.columns[labels.column], piece.where, piece.first_row)
-                for piece in self.table.pieces([labels.column])
+                labels.codes(piece.columns[labels.column]) for piece in self.table.pieces([labels.column])
             )
             spilled = Spill(self._output.work / "labels", labels.dtype, codes)
             info = ColumnInfo(dtype=labels.dtype.name, row_shape=())
@@ -311,12 +300,12 @@ class TypeRows:
         for has_label, code in zip(self._has_label(labels), by_row.chunks(self._at_once), strict=True):
             wrong = (code != NO_SPLIT) & ~has_label
             if wrong.any():
-                path, row = self.table.locate(first + int(np.argmax(wrong)))
-                split = SPLITS[int(code[np.argmax(wrong)])].removesuffix("_mask")
-                raise DatasetError(
-                    f"{path}: column {label.column!r}, row {row}: no label, but the row is in the {split} "
-                    "split; leave it out of the files that say so"
+                path, row = self.table.locate(first + first_true(wrong))
+                split = SPLITS[int(code[wrong][0])].removesuffix("_mask")
+                problem = (
+                    f"no label, but the row is in the {split} split; leave it out of the files that say so"
                 )
+                raise column_error(str(path), str(label.column), problem, row)
             first += len(code)
         return by_row
 

@@ -229,29 +229,14 @@ def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Arra
 
 
 def even_parts(weights: BalanceWeights) -> Array:
-    """Return (N,) int32 parts that are even in all constraints, independent of edges."""
-    return _even_parts(weights.matrix(), np.maximum(weights.capacities(), 1.0))
-
-
-@njit(cache=True, nogil=True)
-def _even_parts(matrix: Array, capacity: Array) -> Array:
-    num_nodes, num_constraints = matrix.shape
-    num_parts = capacity.shape[1]
-    part = np.zeros(num_nodes, dtype=np.int32)
-    loads = np.zeros(capacity.shape)
-    for u in range(num_nodes):
-        best_fill = np.inf
-        for p in range(num_parts):
-            # Constraints in which the node has a weight count double or more.
-            fill = 0.0
-            for c in range(num_constraints):
-                fill += (loads[c, p] + matrix[u, c]) / capacity[c, p] * (1.0 + matrix[u, c])
-            if fill < best_fill:
-                best_fill = fill
-                part[u] = p
-        for c in range(num_constraints):
-            loads[c, part[u]] += matrix[u, c]
-    return part
+    """Return (N,) int32 parts that are nearly even in all constraints, independent of edges."""
+    parts = np.empty(len(weights.columns[0]), dtype=np.int32)
+    counts = np.ceil(weights.shares * len(parts)).astype(np.int64)
+    # Part p is dealt its k-th node at the time (k + 1/2) / share; nodes of equal weights follow each other.
+    times = [(np.arange(count) + 0.5) / share for count, share in zip(counts, weights.shares, strict=True)]
+    turns = np.argsort(np.concatenate(times), kind="stable")[: len(parts)]
+    parts[np.lexsort(weights.columns)] = np.repeat(np.arange(len(counts)), counts)[turns]
+    return parts
 
 
 @njit(cache=True, nogil=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import fractions, names, option, tolerances
-from dglx_dist.records import Array, Assignment, RawGraph
+from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.registry import Registry
 
 DEFAULT_TOLERANCE = 0.05
@@ -54,12 +54,8 @@ class PartitionOptions:
     workers: int | None = option(None, "For hierarchical: workers in each server.")
     inner: str | None = None
     """Partitioner of both levels of ``hierarchical``; None: the default one."""
-    file: str | PathLike[str] | None = option(
-        None, "For file: one part id per node (.npy, .txt, .csv).", kind=Path
-    )
+    file: str | PathLike[str] | None = option(None, "For file: a .npy with one part id per node.", kind=Path)
     """Node types one after the other."""
-    vector: Array | Mapping[str, Array] | None = field(default=None, compare=False)
-    """For ``file``: part ids, (N,) integers over all node types, or by node type."""
     threads: int = option(1, "Threads of the partitioner, if it supports them.")
     """Of ``kaminpar``; with more than 1 results may not be reproducible."""
 
@@ -134,12 +130,11 @@ class Partitioner(ABC):
     def __init__(self, options: PartitionOptions) -> None:
         self.options = options
         default = PartitionOptions()
-        # Balancing the number of nodes is the default of every partitioner.
-        given = {"balance"} if options.constraints != default.constraints else set()
-        if options.vector is not None:
-            given.add("vector")
-        others = {option.name for option in fields(options)} - {"balance", "vector"}
-        given |= {name for name in others if getattr(options, name) != getattr(default, name)}
+        given = {
+            one.name for one in fields(options) if getattr(options, one.name) != getattr(default, one.name)
+        }
+        if options.constraints == default.constraints:  # the number of nodes, which all balance
+            given.discard("balance")
         for name in sorted(given - self.honours):
             raise ConfigError(
                 f"{type(self).__name__} does not support {name}={getattr(options, name)!r}; leave it out or "
@@ -163,16 +158,16 @@ PARTITIONERS: Registry[Partitioner] = Registry(
     "partitioner",
     Partitioner,  # type: ignore[type-abstract]  # the registry only asks issubclass of it
     builtin={
-        "random": "dglx_dist.data.partition.simple:Random",
-        "hash": "dglx_dist.data.partition.simple:Hash",
-        "contiguous": "dglx_dist.data.partition.simple:Contiguous",
+        "random": "dglx_dist.data.partition.one_pass:Random",
+        "hash": "dglx_dist.data.partition.one_pass:Hash",
+        "contiguous": "dglx_dist.data.partition.one_pass:Contiguous",
         "metis": "dglx_dist.data.partition.multilevel:Metis",
         "kaminpar": "dglx_dist.data.partition.multilevel:Kaminpar",
-        "ldg": "dglx_dist.data.partition.streaming:Ldg",
-        "fennel": "dglx_dist.data.partition.streaming:Fennel",
+        "ldg": "dglx_dist.data.partition.one_pass:Ldg",
+        "fennel": "dglx_dist.data.partition.one_pass:Fennel",
         "hierarchical": "dglx_dist.data.partition.hierarchical:Hierarchical",
-        "feature": "dglx_dist.data.partition.simple:Feature",
-        "file": "dglx_dist.data.partition.simple:File",
+        "feature": "dglx_dist.data.partition.one_pass:Feature",
+        "file": "dglx_dist.data.partition.one_pass:File",
     },
     group="dglx_dist.partitioners",
 )

@@ -133,7 +133,7 @@ class ArrayWriter:
         }
         (self._partial / STAMP).write_text(json.dumps({"crc32": _checksum_of(head), "head": head}))
         path = self._folder.path
-        if not publish(self._partial, path) and (overwrite or not self._folder.has(facts)):
+        if not publish(self._partial, path) and (overwrite or self._folder.find(facts, log=False) is None):
             replace_folder(self._partial, path)
 
 
@@ -181,24 +181,15 @@ class ArrayFolder:
         return told, arrays
 
     def find(
-        self, facts: Mapping[str, Any] | None = None, mode: Literal["r", "c"] = "r"
+        self, facts: Mapping[str, Any] | None = None, mode: Literal["r", "c"] = "r", *, log: bool = True
     ) -> tuple[Any, dict[str, Array]] | None:
         """Return :meth:`read`; None if the folder is missing, or (logged) damaged or of other facts."""
-        if not self.path.exists():
-            return None
         try:
-            return self.read(mode, facts)
+            return self.read(mode, facts) if self.path.exists() else None
         except StorageError as problem:
-            _LOG.warning("%s", problem)
+            if log:
+                _LOG.warning("%s", problem)
             return None
-
-    def has(self, facts: Mapping[str, Any]) -> bool:
-        """Return whether an intact folder of these facts is there."""
-        try:
-            self.read("r", facts)
-        except StorageError:
-            return False
-        return True
 
     @contextmanager
     def writing(self) -> Iterator[ArrayWriter]:

@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,6 +35,8 @@ DTYPES = (
 
 IDS = ColumnInfo(dtype="int64", row_shape=())
 """Column of ids or offsets."""
+STRINGS = ColumnInfo(dtype="string", row_shape=())
+"""Column of texts, read by :func:`read_strings`."""
 
 _STORED_AS = {"bool": "uint8", "bfloat16": "uint16"}
 _COLUMN = "values"
@@ -286,22 +288,3 @@ def edge_type_name(etype: EdgeType) -> str:
 def data_path(folder: str, column: str) -> str:
     """Return the file of one feature, label, mask or weight."""
     return f"{folder}/data/{safe_name(column)}.arrow"
-
-
-def part_files(
-    part: int,
-    node_columns: Mapping[str, Mapping[str, ColumnInfo]],
-    edge_columns: Mapping[EdgeType, Mapping[str, ColumnInfo]],
-    user_ids: tuple[str, ...],
-) -> Iterator[str]:
-    """Yield the path of every file of one part, relative to the dataset."""
-    for ntype, columns in node_columns.items():
-        folder = node_folder(part, ntype)
-        yield f"{folder}/original_ids.arrow"
-        if ntype in user_ids:
-            yield f"{folder}/user_ids.arrow"
-        yield from (data_path(folder, name) for name in columns)
-    for etype, columns in edge_columns.items():
-        folder = edge_folder(part, etype)
-        yield from (f"{folder}/{name}.arrow" for name in ("indptr", "indices", "original_ids"))
-        yield from (data_path(folder, name) for name in columns)

@@ -17,10 +17,18 @@ from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.columns import safe_name
 from dglx_dist.data.storage.files import named_failures, partial_folder
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place
-from dglx_dist.data.storage.writer import EdgeOrder, NodeOrder, relabel_edges, relabel_nodes, write_dataset
+from dglx_dist.data.storage.writer import (
+    EdgeOrder,
+    NodeOrder,
+    relabel_edges,
+    relabel_nodes,
+    rows_of,
+    take_rows,
+    write_dataset,
+)
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.progress import progress
-from dglx_dist.records import EDGE_TYPE, LABEL, NODE_TYPE, Array, Assignment, EdgeType, NodeColumn, RawGraph
+from dglx_dist.records import LABEL, Array, Assignment, EdgeType, NodeColumn, RawGraph
 
 K = TypeVar("K", bound=str | EdgeType)
 
@@ -130,8 +138,7 @@ def read_part_config(path: Path) -> PartConfig:
         raise StorageError(f"{path} cannot be read ({problem.strerror})") from problem
     top = Fields.parse(raw, str(path), error=StorageError)
     num_parts = top.whole("num_parts", 1)
-    ntypes = _numbered(top, "ntypes", NODE_TYPE)
-    etypes = _numbered(top, "etypes", ":".join(EDGE_TYPE))
+    ntypes, etypes = _numbered(top, "ntypes"), _numbered(top, "etypes")
     return PartConfig(
         path=path,
         name=top.text("graph_name"),
@@ -145,9 +152,7 @@ def read_part_config(path: Path) -> PartConfig:
     )
 
 
-def _numbered(top: Fields, key: str, default: str) -> list[str]:
-    if not top.has(key):
-        return [default]
+def _numbered(top: Fields, key: str) -> list[str]:
     numbers = top.inner(key)
     names = sorted(numbers.given, key=numbers.whole)
     if [numbers.whole(name) for name in names] != list(range(len(names))):
@@ -166,18 +171,15 @@ def _edge_type(name: str, path: Path) -> EdgeType:
 
 
 def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> IdRanges:
-    # An entry for type t and part p is [first, end), or only the end in old files.
+    # An entry for type t and part p is [first, end).
     expected = (
         f"{num_parts} ranges for each of {', '.join(names)}, growing from part to part and type to type"
     )
-    value: object = top.inner(key).given if len(names) > 1 else _only(top, key, names[0])
-    lists = [value.get(name) for name in names] if isinstance(value, Mapping) else [value]
+    ranges_of = top.inner(key).given
     try:
-        array = np.array(lists, dtype=np.int64)
+        array = np.array([ranges_of.get(name) for name in names], dtype=np.int64)
     except (TypeError, ValueError) as problem:
         raise top.wrong(key, expected) from problem
-    if array.shape == (1, num_parts):
-        array = np.stack([np.concatenate([array[:, :1] * 0, array[:, :-1]], axis=1), array], axis=-1)
     if array.shape != (len(names), num_parts, 2):
         raise top.wrong(key, expected)
     counts = array[..., 1] - array[..., 0]
@@ -186,12 +188,6 @@ def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> I
     if (counts < 0).any() or not np.array_equal(ranges.starts, array[..., 0]):
         raise top.wrong(key, expected)
     return ranges
-
-
-def _only(top: Fields, key: str, name: str) -> object:
-    # Old files do not name the only type.
-    value = top.any(key)
-    return value.get(name) if isinstance(value, Mapping) else value
 
 
 class _Collected:
@@ -259,13 +255,10 @@ class _Collected:
             self._ends[kind][:, typed[chosen]] = sources[chosen], destinations[chosen]
 
     def _add_columns(self, data: dict[K, dict[str, Array]], path: Path, ranges: IdRanges, ids: Array) -> None:
-        owners = {one if isinstance(one, str) else ":".join(one): one for one in data}
+        owners = {_name(one): one for one in data}
         kinds, typed = ranges.to_typed(ids)
         for key, tensor in _load(path, load_tensors).items():
-            # Keys are type/column; old files leave out the only type.
-            given, slash, name = key.partition("/")
-            if not slash and len(owners) == 1:
-                given, name = next(iter(owners)), key
+            given, _, name = key.partition("/")
             if given not in owners:
                 raise StorageError(f"{path}: {key!r} names none of the types {', '.join(owners)}")
             owner, kind = owners[given], list(owners).index(given)
@@ -380,8 +373,8 @@ class _DglWriter:
     def write_part(self, part: int, folder: Path) -> None:
         folder.mkdir()
         dgl.save_graphs(str(folder / _FILES["part_graph"]), [self._structure(part)], formats=self._formats)
-        node_rows = {ntype: _rows(order, part) for ntype, order in self._nodes.items()}
-        edge_rows = {etype: _rows(order, part) for etype, order in self._edges.items()}
+        node_rows = {ntype: rows_of(order, part) for ntype, order in self._nodes.items()}
+        edge_rows = {etype: rows_of(order, part) for etype, order in self._edges.items()}
         self._save_rows(folder, "node_feats", "orig_nids.dgl", node_rows, self._graph.node_data)
         self._save_rows(folder, "edge_feats", "orig_eids.dgl", edge_rows, self._graph.edge_data)
 
@@ -393,14 +386,13 @@ class _DglWriter:
         rows_of: Mapping[K, Array],
         data: Mapping[K, Mapping[str, NodeColumn]],
     ) -> None:
-        names = {owner: owner if isinstance(owner, str) else ":".join(owner) for owner in rows_of}
         columns = {
-            f"{names[owner]}/{name}": self._tensor((owner, name), column, rows)
+            f"{_name(owner)}/{name}": self._tensor((owner, name), column, rows)
             for owner, rows in rows_of.items()
             for name, column in data.get(owner, {}).items()
         }
         save_tensors(str(folder / _FILES[kind]), columns)
-        save_tensors(str(folder / ids), {names[owner]: _ids(rows) for owner, rows in rows_of.items()})
+        save_tensors(str(folder / ids), {_name(owner): _ids(rows) for owner, rows in rows_of.items()})
 
     def config(self, assignment: Assignment) -> dict[str, object]:
         etypes = [":".join(etype) for etype in self._edges]
@@ -460,7 +452,7 @@ class _DglWriter:
 
     def _tensor(self, column: tuple[str | EdgeType, str], values: NodeColumn, rows: Array) -> torch.Tensor:
         kind, name = column
-        array = values[rows] if isinstance(values, np.ndarray) else values.dense(rows)
+        array = take_rows(values, rows)
         if column in self._bfloat16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
         if array.dtype == np.bool_:
@@ -473,8 +465,8 @@ class _DglWriter:
             ) from problem
 
 
-def _rows(order: NodeOrder | EdgeOrder, part: int) -> Array:
-    return order.new_to_old[order.offsets[part] : order.offsets[part + 1]]
+def _name(owner: str | EdgeType) -> str:
+    return owner if isinstance(owner, str) else ":".join(owner)
 
 
 def _ids(ids: Array) -> torch.Tensor:

@@ -10,12 +10,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import numpy as np
 
 from dglx_dist.data.json_fields import Fields, Within
-from dglx_dist.data.storage.columns import CACHE, DTYPES, MANIFEST, FileInfo, part_files
+from dglx_dist.data.storage.columns import (
+    CACHE,
+    DTYPES,
+    IDS,
+    MANIFEST,
+    STRINGS,
+    FileInfo,
+    data_path,
+    edge_folder,
+    node_folder,
+)
 from dglx_dist.data.storage.files import check_replaceable, place_folder
 from dglx_dist.errors import StorageError
 from dglx_dist.records import Array, ColumnInfo, EdgeType
@@ -70,6 +80,43 @@ class Manifest:
 
     def num_edges(self, etype: EdgeType) -> int:
         return int(self.edge_offsets[etype][-1])
+
+
+class StoredArray(NamedTuple):
+    """What one file of a part holds."""
+
+    info: ColumnInfo | None
+    """None: ids of int32 or int64."""
+    num_rows: int
+    bound: int | None = None
+    """Ids are below it; None: the values are not ids of this dataset."""
+    of: str = ""
+    """What has these ids."""
+
+
+def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
+    """Return what each file of one part holds, by its path relative to the dataset."""
+
+    def owned(offsets: Array) -> int:
+        return int(offsets[part + 1] - offsets[part])
+
+    arrays = {}
+    for ntype, columns in manifest.node_columns.items():
+        folder, num_nodes = node_folder(part, ntype), owned(manifest.node_offsets[ntype])
+        of = f"{ntype!r} nodes"
+        arrays[f"{folder}/original_ids.arrow"] = StoredArray(IDS, num_nodes, manifest.num_nodes(ntype), of)
+        if (kind := manifest.user_ids.get(ntype)) is not None:
+            arrays[f"{folder}/user_ids.arrow"] = StoredArray(IDS if kind == "int64" else STRINGS, num_nodes)
+        arrays |= {data_path(folder, name): StoredArray(info, num_nodes) for name, info in columns.items()}
+    for etype, columns in manifest.edge_columns.items():
+        folder, num_edges = edge_folder(part, etype), owned(manifest.edge_offsets[etype])
+        num_rows, of = owned(manifest.node_offsets[etype[2]]) + 1, f"edges {etype}"
+        sources = manifest.num_nodes(etype[0]), f"{etype[0]!r} nodes"
+        arrays[f"{folder}/indptr.arrow"] = StoredArray(IDS, num_rows, num_edges + 1, f"{of} of the part")
+        arrays[f"{folder}/indices.arrow"] = StoredArray(None, num_edges, *sources)
+        arrays[f"{folder}/original_ids.arrow"] = StoredArray(IDS, num_edges, manifest.num_edges(etype), of)
+        arrays |= {data_path(folder, name): StoredArray(info, num_edges) for name, info in columns.items()}
+    return arrays
 
 
 def to_json(manifest: Manifest) -> dict[str, object]:
@@ -261,12 +308,7 @@ def _file(item: Fields) -> FileInfo:
 
 
 def _check_files(manifest: Manifest, where: str) -> None:
-    user_ids = tuple(manifest.user_ids)
-    expected = {
-        path
-        for part in range(manifest.num_parts)
-        for path in part_files(part, manifest.node_columns, manifest.edge_columns, user_ids)
-    }
+    expected = {path for part in range(manifest.num_parts) for path in part_arrays(manifest, part)}
     wrong = sorted(expected ^ manifest.files.keys())
     if wrong:
         problem = "lacks" if wrong[0] in expected else "has the unexpected"

@@ -5,17 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from dglx_dist.data.storage.arrays import ArrayCache, ArrayFolder
+from dglx_dist.data.storage.arrays import ArrayCache
 from dglx_dist.data.storage.columns import (
     CACHE,
-    IDS,
+    STRINGS,
     FileInfo,
     check_file,
     data_path,
@@ -23,15 +23,14 @@ from dglx_dist.data.storage.columns import (
     edge_type_name,
     id_dtype,
     node_folder,
-    part_files,
     read_column,
     read_strings,
 )
 from dglx_dist.data.storage.files import PARTIAL_SUFFIX, replaced_file
-from dglx_dist.data.storage.manifest import Manifest, read_manifest
+from dglx_dist.data.storage.manifest import Manifest, StoredArray, part_arrays, read_manifest
 from dglx_dist.errors import ConfigError, DatasetError, StorageError
 from dglx_dist.progress import progress
-from dglx_dist.records import Array, ColumnInfo, EdgeType, RawGraph
+from dglx_dist.records import Array, EdgeType, RawGraph
 
 Verify: TypeAlias = Literal["auto", "full", "never"]
 
@@ -57,7 +56,10 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
     """
     if verify == "never":
         return
-    files, ids = manifest.files, _ranges_of_ids(manifest)
+    files, parts = manifest.files, range(manifest.num_parts)
+    arrays = (one for part in parts for one in part_arrays(manifest, part).items())
+    # Compiled code uses ids unchecked.
+    ids = {path: array for path, array in arrays if array.bound is not None}
     stamps = _read_stamps(folder) if verify == "auto" else {}
     found = {
         path: [*_stamp(folder / path, info), *([manifest.checksum] if path in ids else [])]
@@ -72,32 +74,14 @@ def verify_files(folder: Path, manifest: Manifest, verify: Verify) -> None:
         for path in changed:
             check_file(folder / path, files[path], "copy it again or partition the graph again")
             if path in ids:
-                _check_ids(folder, path, *ids[path])
+                _check_ids(folder, path, ids[path])
             advance(files[path].num_bytes)
     _write_stamps(folder, found)
 
 
-def _ranges_of_ids(manifest: Manifest) -> dict[str, tuple[int, int, str]]:
-    """Return path -> (rows, bound above all values, of what) of arrays that compiled code uses unchecked."""
-    ranges = {}
-    for part in range(manifest.num_parts):
-        for ntype, offsets in manifest.node_offsets.items():
-            owned = int(offsets[part + 1] - offsets[part])
-            path = f"{node_folder(part, ntype)}/original_ids.arrow"
-            ranges[path] = (owned, int(offsets[-1]), f"{ntype!r} nodes")
-        for etype, offsets in manifest.edge_offsets.items():
-            owned, nodes = int(offsets[part + 1] - offsets[part]), manifest.node_offsets[etype[2]]
-            num_rows, folder = int(nodes[part + 1] - nodes[part]) + 1, edge_folder(part, etype)
-            ranges[f"{folder}/indptr.arrow"] = (num_rows, owned + 1, f"edges {etype} of the part")
-            sources = manifest.num_nodes(etype[0])
-            ranges[f"{folder}/indices.arrow"] = (owned, sources, f"{etype[0]!r} nodes")
-            ranges[f"{folder}/original_ids.arrow"] = (owned, int(offsets[-1]), f"edges {etype}")
-    return ranges
-
-
-def _check_ids(folder: Path, path: str, num_rows: int, bound: int, of: str) -> None:
-    name = Path(path).stem
-    values = read_column(folder / path, name, num_rows=num_rows)
+def _check_ids(folder: Path, path: str, array: StoredArray) -> None:
+    name, bound = Path(path).stem, array.bound or 0
+    values = read_column(folder / path, name, num_rows=array.num_rows)
     where = f"{folder}: part {path.split('/')[0].removeprefix('part')} is wrong: in {path}, {name}"
     remedy = "copy the part again or partition the graph again"
     dtypes = ("int32", "int64") if name == "indices" else ("int64",)
@@ -109,7 +93,7 @@ def _check_ids(folder: Path, path: str, num_rows: int, bound: int, of: str) -> N
         ranges = f"0 to {bound - 1}"
         if name == "indptr":
             ranges = f"numbers that never fall, from 0 at first to {bound - 1} at last"
-        raise DatasetError(f"{where}[{at}] is {values[at]}, expected {ranges} ({of}); {remedy}")
+        raise DatasetError(f"{where}[{at}] is {values[at]}, expected {ranges} ({array.of}); {remedy}")
 
 
 def _first_wrong(values: Array, bound: int, *, is_indptr: bool) -> int | None:
@@ -214,8 +198,7 @@ class StoredDataset:
         manifest = self.manifest
         if not 0 <= part < manifest.num_parts:
             raise ConfigError(f"{self.folder} has the parts 0..{manifest.num_parts - 1}, not {part}")
-        paths = part_files(part, manifest.node_columns, manifest.edge_columns, tuple(manifest.user_ids))
-        return [path for path in paths if not (self.folder / path).exists()]
+        return [path for path in part_arrays(manifest, part) if not (self.folder / path).exists()]
 
 
 @final
@@ -229,6 +212,7 @@ class StoredPart:
         self._folder = folder
         self._manifest = manifest
         self._part = part
+        self._stored = part_arrays(manifest, part)
         self._arrays: dict[str, Array] = {}
 
     def num_nodes(self, ntype: str) -> int:
@@ -245,57 +229,54 @@ class StoredPart:
 
     def indptr(self, etype: EdgeType) -> Array:
         """Return (n_dst + 1,) int64 starting at 0: in-edges of the owned destinations."""
-        folder = self._edge_folder(etype)
-        return self._column(f"{folder}/indptr.arrow", IDS, self.num_nodes(etype[2]) + 1)
+        return self._array(f"{self._edge_folder(etype)}/indptr.arrow")
 
     def indices(self, etype: EdgeType) -> Array:
         """Return (E_part,) int32 or int64 new global source ids, ascending within a destination."""
-        return self._column(f"{self._edge_folder(etype)}/indices.arrow", None, self.num_edges(etype))
+        return self._array(f"{self._edge_folder(etype)}/indices.arrow")
 
     def node_data(self, ntype: str, name: str) -> Array:
         """Return (n, *row) of one node tensor; bfloat16 as bits in uint16."""
-        columns = _known(self._manifest.node_columns, ntype, "node type", self._folder)
-        info = _known(columns, name, f"tensor of {ntype!r} nodes", self._folder)
-        path = data_path(node_folder(self._part, ntype), name)
-        return self._column(path, info, self.num_nodes(ntype))
+        path = data_path(self._node_folder(ntype), name)
+        _known(self._manifest.node_columns[ntype], name, f"tensor of {ntype!r} nodes", self._folder)
+        return self._array(path)
 
     def edge_data(self, etype: EdgeType, name: str) -> Array:
         """Return (E_part, *row) of one edge tensor, in the order of :meth:`indices`."""
-        columns = _known(self._manifest.edge_columns, etype, "edge type", self._folder)
-        info = _known(columns, name, f"tensor of {etype} edges", self._folder)
-        return self._column(data_path(self._edge_folder(etype), name), info, self.num_edges(etype))
+        path = data_path(self._edge_folder(etype), name)
+        _known(self._manifest.edge_columns[etype], name, f"tensor of {etype} edges", self._folder)
+        return self._array(path)
 
     def original_node_ids(self, ntype: str) -> Array:
         """Return (n,) int64 ascending ids of the owned nodes in the source."""
-        num_nodes = self.num_nodes(ntype)
-        return self._column(f"{node_folder(self._part, ntype)}/original_ids.arrow", IDS, num_nodes)
+        return self._array(f"{self._node_folder(ntype)}/original_ids.arrow")
 
     def original_edge_ids(self, etype: EdgeType) -> Array:
         """Return (E_part,) int64 positions of the edges in the source."""
-        return self._column(f"{self._edge_folder(etype)}/original_ids.arrow", IDS, self.num_edges(etype))
+        return self._array(f"{self._edge_folder(etype)}/original_ids.arrow")
 
     def user_ids(self, ntype: str) -> Array | None:
         """Return (n,) int64 or unicode ids of the user, or None; strings are copied."""
-        num_nodes = self.num_nodes(ntype)
-        kind = self._manifest.user_ids.get(ntype)
-        path = f"{node_folder(self._part, ntype)}/user_ids.arrow"
-        if kind is None:
-            return None
-        if kind == "int64":
-            return self._column(path, IDS, num_nodes)
-        return self._kept(path, lambda: read_strings(self._folder / path, path, num_nodes))
+        path = f"{self._node_folder(ntype)}/user_ids.arrow"
+        return self._array(path) if ntype in self._manifest.user_ids else None
+
+    def _node_folder(self, ntype: str) -> str:
+        _known(self._manifest.node_columns, ntype, "node type", self._folder)
+        return node_folder(self._part, ntype)
 
     def _edge_folder(self, etype: EdgeType) -> str:
         _known(self._manifest.edge_columns, etype, "edge type", self._folder)
         return edge_folder(self._part, etype)
 
-    def _column(self, path: str, info: ColumnInfo | None, num_rows: int) -> Array:
-        return self._kept(path, lambda: read_column(self._folder / path, path, info, num_rows))
-
-    def _kept(self, path: str, read: Callable[[], Array]) -> Array:
+    def _array(self, path: str) -> Array:
         # Two threads may both map a file; either view is valid.
         if path not in self._arrays:
-            self._arrays[path] = read()
+            file, stored = self._folder / path, self._stored[path]
+            self._arrays[path] = (
+                read_strings(file, path, stored.num_rows)
+                if stored.info == STRINGS
+                else read_column(file, path, stored.info, stored.num_rows)
+            )
         return self._arrays[path]
 
 
@@ -356,6 +337,7 @@ def _by_source(part: StoredPart, etype: EdgeType, rows: Array) -> Array:
     return ordered
 
 
+_PROGRESS_EDGES = 1 << 24
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -383,55 +365,40 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     if manifest.num_parts == 1:
         part = dataset.part(0)
         return CSC(indptr=part.indptr(etype), indices=part.indices(etype))
+    parts, offsets = range(manifest.num_parts), manifest.edge_offsets[etype]
+
+    def pieces(name: str) -> Iterator[Array]:
+        if name == "indptr":
+            yield np.zeros(1, dtype=np.int64)
+        for part in parts:
+            stored = dataset.part(part)
+            yield stored.indices(etype) if name == "indices" else stored.indptr(etype)[1:] + offsets[part]
+
     copy = dataset.cache.entry("structure", edge_type_name(etype))
-    found = copy.find(_facts(manifest, etype))
-    if found is None:
-        try:
-            found = _build(dataset, etype, copy)
-        except OSError as problem:
-            if problem.errno in _READ_ONLY:
-                _LOG.warning(
-                    "%s cannot be written (%s): the structure is copied to memory", copy.path, problem
-                )
-                return _in_memory(dataset, etype)
-            raise StorageError(f"{copy.path} cannot be written ({problem}); make room for it") from problem
-    return CSC(**found[1])
-
-
-def _build(dataset: StoredDataset, etype: EdgeType, copy: ArrayFolder) -> tuple[Any, dict[str, Array]]:
-    manifest = dataset.manifest
-    num_edges = manifest.num_edges(etype)
-    with (
-        copy.writing() as writer,
-        progress("Assembling the structure", num_edges, enabled=num_edges > 1 << 24) as advance,
-    ):
-        indptr = writer.stream("indptr", np.dtype(np.int64), (manifest.num_nodes(etype[2]) + 1,))
-        for piece in _indptr_pieces(dataset, etype):
-            indptr.append(piece)
-        indices = writer.stream("indices", dataset.part(0).indices(etype).dtype, (num_edges,))
-        for part in range(manifest.num_parts):
-            piece = dataset.part(part).indices(etype)
-            indices.append(piece)
-            advance(len(piece))
-        writer.publish(_facts(manifest, etype))
-    return copy.read()
-
-
-def _facts(manifest: Manifest, etype: EdgeType) -> dict[str, int]:
     # Compiled code reads the arrays without checks, so their lengths must be those of this manifest.
-    return {"indptr": manifest.num_nodes(etype[2]) + 1, "indices": manifest.num_edges(etype)}
-
-
-def _indptr_pieces(dataset: StoredDataset, etype: EdgeType) -> Iterator[Array]:
-    yield np.zeros(1, dtype=np.int64)
-    offsets = dataset.manifest.edge_offsets[etype]
-    for part in range(dataset.manifest.num_parts):
-        yield dataset.part(part).indptr(etype)[1:] + offsets[part]
-
-
-def _in_memory(dataset: StoredDataset, etype: EdgeType) -> CSC:
-    parts = [dataset.part(part) for part in range(dataset.manifest.num_parts)]
-    indptr = np.concatenate(list(_indptr_pieces(dataset, etype)))
-    indices = np.concatenate([part.indices(etype) for part in parts])
-    indptr.flags.writeable = indices.flags.writeable = False
-    return CSC(indptr=indptr, indices=indices)
+    lengths = {"indptr": manifest.num_nodes(etype[2]) + 1, "indices": manifest.num_edges(etype)}
+    dtypes = {"indptr": np.dtype(np.int64), "indices": dataset.part(0).indices(etype).dtype}
+    total = sum(lengths.values())
+    found = copy.find(lengths)
+    try:
+        if found is None:
+            with (
+                copy.writing() as writer,
+                progress("Assembling the structure", total, enabled=total > _PROGRESS_EDGES) as advance,
+            ):
+                for name, length in lengths.items():
+                    stream = writer.stream(name, dtypes[name], (length,))
+                    for piece in pieces(name):
+                        stream.append(piece)
+                        advance(len(piece))
+                writer.publish(lengths)
+            found = copy.read()
+    except OSError as problem:
+        if problem.errno not in _READ_ONLY:
+            raise StorageError(f"{copy.path} cannot be written ({problem}); make room for it") from problem
+        _LOG.warning("%s cannot be written (%s): the structure is copied to memory", copy.path, problem)
+        arrays = {name: np.concatenate(list(pieces(name))) for name in lengths}
+        for array in arrays.values():
+            array.flags.writeable = False
+        return CSC(**arrays)
+    return CSC(**found[1])

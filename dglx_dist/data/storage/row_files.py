@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
@@ -81,7 +80,7 @@ class RowIndex:
     """The tensors of a folder."""
 
     tensors: Mapping[str, SavedRows]
-    facts: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    facts: Mapping[str, object]
     """JSON values of the writer."""
 
     def tensor(self, name: str, folder: Path) -> SavedRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -205,6 +205,11 @@ class EdgeOrder:
     """(P + 1,) int64: edge ids of part p, which owns their destinations."""
 
 
+def rows_of(order: NodeOrder | EdgeOrder, part: int) -> Array:
+    """Return the original ids of one part."""
+    return order.new_to_old[order.offsets[part] : order.offsets[part + 1]]
+
+
 def relabel_nodes(graph: RawGraph, assignment: Assignment) -> dict[str, NodeOrder]:
     """Return the new ids of every node type; nodes of one part keep their order."""
     check_assignment(assignment, graph)
@@ -311,7 +316,10 @@ def write_dataset(
     user_ids = _user_id_kinds(graph)
     settings = _json_only({"parameters": dict(assignment.parameters), "quality": dict(quality or {})})
     orders = relabel_nodes(graph, assignment)
-    num_bytes = _expected_bytes(graph, node_columns, edge_columns)
+    columns = [(graph.num_nodes[ntype], infos) for ntype, infos in node_columns.items()]
+    columns += [(num_edges[etype], infos) for etype, infos in edge_columns.items()]
+    num_bytes = 16 * (graph.total_nodes + graph.total_edges)
+    num_bytes += sum(count * _row_bytes(info) for count, infos in columns for info in infos.values())
     with (
         named_failures(folder),
         partial_folder(folder) as partial,
@@ -357,14 +365,15 @@ class _PartWriter:
     ) -> None:
         user_ids = graph.user_ids.get(ntype)
         for part in range(self._num_parts):
-            folder = node_folder(part, ntype)
-            rows = order.new_to_old[order.offsets[part] : order.offsets[part + 1]]
-            self._ids(f"{folder}/original_ids.arrow", rows)
-            if user_ids is not None:
-                self._user_ids(f"{folder}/user_ids.arrow", user_ids, rows)
+            folder, rows = node_folder(part, ntype), rows_of(order, part)
+            self._rows(f"{folder}/original_ids.arrow", IDS, rows, None)
+            path = f"{folder}/user_ids.arrow"
+            if user_ids is not None and user_ids.dtype.kind == "U":
+                self.files[path] = write_strings(self._folder / path, user_ids[rows])
+            elif user_ids is not None:
+                self._rows(path, IDS, rows, user_ids)
             for name, info in columns.items():
-                take = _row_getter(graph.node_data[ntype][name])
-                self._gathered(data_path(folder, name), info, rows, take)
+                self._rows(data_path(folder, name), info, rows, graph.node_data[ntype][name])
 
     def write_edge_type(
         self,
@@ -376,53 +385,36 @@ class _PartWriter:
         # Returns the offsets (P + 1,) of the edge type.
         source, _, destination = etype
         order = relabel_edges(graph, etype, orders[source], orders[destination])
-        nodes = orders[destination].offsets
+        nodes, of_sources = orders[destination].offsets, column_info(order.indices, "sources")
         for part in range(self._num_parts):
-            folder = edge_folder(part, etype)
-            first, last = int(order.offsets[part]), int(order.offsets[part + 1])
-            rows = order.new_to_old[first:last]
+            folder, first, last = edge_folder(part, etype), *order.offsets[part : part + 2]
             indptr = order.indptr[nodes[part] : nodes[part + 1] + 1] - first
             self._column(f"{folder}/indptr.arrow", IDS, len(indptr), [indptr])
-            indices = order.indices[first:last]
-            info = ColumnInfo(dtype=indices.dtype.name, row_shape=())
-            self._column(f"{folder}/indices.arrow", info, len(indices), [indices])
-            self._ids(f"{folder}/original_ids.arrow", rows)
+            self._column(f"{folder}/indices.arrow", of_sources, last - first, [order.indices[first:last]])
+            rows = rows_of(order, part)
+            self._rows(f"{folder}/original_ids.arrow", IDS, rows, None)
             for name, info in columns.items():
-                take = _row_getter(graph.edge_data[etype][name])
-                self._gathered(data_path(folder, name), info, rows, take)
+                self._rows(data_path(folder, name), info, rows, graph.edge_data[etype][name])
         return order.offsets
 
-    def _user_ids(self, path: str, user_ids: Array, rows: Array) -> None:
-        if user_ids.dtype.kind == "U":
-            self.files[path] = write_strings(self._folder / path, user_ids[rows])
-        else:
-            self._gathered(path, IDS, rows, _row_getter(user_ids))
-
-    def _ids(self, path: str, ids: Array) -> None:
-        self._gathered(path, IDS, ids, lambda rows: rows)
-
-    def _gathered(self, path: str, info: ColumnInfo, rows: Array, take: Callable[[Array], Array]) -> None:
-        """Write ``take(rows)`` a chunk at a time."""
-        dtype = numpy_dtype(info.dtype)
-        step = max(1, CHUNK_BYTES // max(1, _row_bytes(info)))
-        chunks = (
-            take(rows[first : first + step]).astype(dtype, copy=False) for first in range(0, len(rows), step)
-        )
-        self._column(path, info, len(rows), chunks)
+    def _rows(self, path: str, info: ColumnInfo, rows: Array, column: NodeColumn | None) -> None:
+        """Write ``rows`` of ``column``, or their numbers, a chunk at a time."""
+        dtype, step = numpy_dtype(info.dtype), max(1, CHUNK_BYTES // max(1, _row_bytes(info)))
+        pieces = (rows[first : first + step] for first in range(0, len(rows), step))
+        chunks = (piece if column is None else take_rows(column, piece) for piece in pieces)
+        self._column(path, info, len(rows), (chunk.astype(dtype, copy=False) for chunk in chunks))
 
     def _column(self, path: str, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> None:
-        self.files[path] = write_column(self._folder / path, info, num_rows, self._counted(chunks))
+        def counted() -> Iterator[Array]:
+            for chunk in chunks:
+                yield chunk
+                self._advance(chunk.nbytes)
 
-    def _counted(self, chunks: Iterable[Array]) -> Iterator[Array]:
-        for chunk in chunks:
-            yield chunk
-            self._advance(chunk.nbytes)
+        self.files[path] = write_column(self._folder / path, info, int(num_rows), counted())
 
 
-def _row_getter(column: NodeColumn) -> Callable[[Array], Array]:
-    if isinstance(column, SparseRows):
-        return column.dense
-    return lambda rows: column[rows]
+def take_rows(column: NodeColumn, rows: Array) -> Array:
+    return column.dense(rows) if isinstance(column, SparseRows) else column[rows]
 
 
 def _columns(
@@ -456,11 +448,9 @@ def _checked_info(column: NodeColumn, num_rows: int, what: str, is_bfloat16: boo
 def _user_id_kinds(graph: RawGraph) -> dict[str, str]:
     kinds = {}
     for ntype, ids in graph.user_ids.items():
-        if ids.shape != (graph.num_nodes.get(ntype, 0),):
-            raise ConfigError(
-                f"user ids of {ntype!r} have shape {ids.shape}, but there are "
-                f"{graph.num_nodes.get(ntype, 0)} such nodes"
-            )
+        count = graph.num_nodes.get(ntype, 0)
+        if ids.shape != (count,):
+            raise ConfigError(f"user ids of {ntype!r} have shape {ids.shape}, but there are {count} nodes")
         if ids.dtype.kind == "U":
             kinds[ntype] = "string"
         elif ids.dtype.kind in "iu" and ids.max(initial=0) <= np.iinfo(np.int64).max:
@@ -470,17 +460,6 @@ def _user_id_kinds(graph: RawGraph) -> dict[str, str]:
                 f"user ids of {ntype!r} have dtype {ids.dtype}; give unicode strings or what fits into int64"
             )
     return kinds
-
-
-def _expected_bytes(
-    graph: RawGraph,
-    node_columns: Mapping[str, Mapping[str, ColumnInfo]],
-    edge_columns: Mapping[EdgeType, Mapping[str, ColumnInfo]],
-) -> int:
-    rows = [(graph.num_nodes[ntype], columns) for ntype, columns in node_columns.items()]
-    rows += [(len(graph.edges[etype][0]), columns) for etype, columns in edge_columns.items()]
-    ids = 16 * (graph.total_nodes + graph.total_edges)
-    return ids + sum(count * _row_bytes(info) for count, columns in rows for info in columns.values())
 
 
 def _row_bytes(info: ColumnInfo) -> int:

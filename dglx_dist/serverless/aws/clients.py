@@ -33,7 +33,6 @@ MEMORY_MB, MAX_TIMEOUT_S = (128, 10_240), 900
 EVENT_AGE_S = 60
 """An event that waits longer is dropped: by then the controller has sent another attempt."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_RUNTIME = re.compile(r"python3\.[0-9]{1,2}")
 ARCHITECTURES = {"x86_64": "x86_64", "arm64": "aarch64"}
 """AWS's name of a processor to the name in compiled files."""
 
@@ -106,13 +105,11 @@ def explained(what: str) -> Iterator[None]:
             remedy = "; log in with `aws configure` or `aws sso login`"
         elif isinstance(error, boto.NoRegionError):
             remedy = "; give --region, or set one with `aws configure`"
-        elif isinstance(error, boto.ClientError) and _code_of(error) in _FORBIDDEN:
+        elif (
+            isinstance(error, boto.ClientError) and error.response.get("Error", {}).get("Code") in _FORBIDDEN
+        ):
             remedy = "; ask for the permission, or log in as another user"
         raise ConfigError(f"{what}: {error}{remedy}") from error
-
-
-def _code_of(error: Any) -> object:
-    return error.response.get("Error", {}).get("Code")
 
 
 Found: TypeAlias = Mapping[str, Any]
@@ -148,8 +145,6 @@ class Deployment:
     security_groups: tuple[str, ...] = ()
     bucket: str | None = None
     """S3 bucket for a package above 50 MB."""
-    runtime: str | None = None
-    """Such as "python3.12"; None: the package's."""
     architecture: str = "x86_64"
     place: Place = field(default_factory=Place)
 
@@ -167,8 +162,6 @@ class Deployment:
                 f"subnets {list(self.subnets)} and security groups {list(self.security_groups)}: a function "
                 "in a VPC needs both; give both or neither"
             )
-        if self.runtime is not None and _RUNTIME.fullmatch(self.runtime) is None:
-            raise ConfigError(f"runtime {self.runtime!r} is not a Python runtime; give one like python3.12")
         if self.architecture not in ARCHITECTURES:
             raise ConfigError(f"architecture {self.architecture!r}; give one of {', '.join(ARCHITECTURES)}")
         if self.bucket is None and self.package.stat().st_size > MAX_DIRECT_BYTES:

@@ -20,6 +20,7 @@ import numpy as np
 
 from dglx_dist.comm.auth import Credentials
 from dglx_dist.comm.ledger import Ledger
+from dglx_dist.comm.rendezvous import address_towards
 from dglx_dist.comm.rpc import Handler, Rpc
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
@@ -371,18 +372,11 @@ def compiled_of(package: Path) -> Compiled:
 
 
 def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
-    """Return the requested runtime of ``deployment``, or by default its package's.
+    """Return the runtime of the package's libraries.
 
-    ConfigError if it cannot load the package's libraries, or, ``on_aws``, if AWS's C library is too old.
+    ConfigError if the processor is another, or, ``on_aws``, if AWS's C library is too old.
     """
     package, made = deployment.package, compiled_of(deployment.package)
-    minor = sys.version_info.minor if made.python is None else made.python
-    runtime = deployment.runtime or f"python3.{minor}"
-    if made.python is not None and runtime != f"python3.{minor}":
-        raise ConfigError(
-            f"{package} is made for Python 3.{minor} and the runtime is {runtime}; write it with "
-            f"`dglx lambda package --python {runtime.removeprefix('python')}`"
-        )
     if made.architecture not in (None, deployment.architecture):
         raise ConfigError(
             f"{package} is made for {made.architecture} and the function runs on "
@@ -390,7 +384,7 @@ def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
         )
     if on_aws and (problem := what_aws_lacks(package)):
         raise ConfigError(problem)
-    return runtime
+    return f"python3.{sys.version_info.minor if made.python is None else made.python}"
 
 
 def what_aws_lacks(package: Path) -> str:
@@ -423,7 +417,10 @@ def try_function(
     """
     # The invocation is synchronous, so the client waits for the longest time-out of a function.
     client = place.client("lambda", timeout_s=MAX_TIMEOUT_S + 10)
-    address, secret = address or _own_address(client), secrets.token_hex(32)
+    url, secret = urlsplit(client.meta.endpoint_url), secrets.token_hex(32)
+    address = address or address_towards(
+        url.hostname, url.port or 443, f"AWS at {url.hostname}", "give --address"
+    )
     _check_is_local(address)
     rpc = Rpc(0, Ledger(Topology(rank=0, world_size=1, server_of_rank=(0,))), TASK_TIMEOUT_S)
     try:
@@ -521,22 +518,6 @@ def _check_is_local(address: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"cannot listen at {address!r} here: {error}; give a numeric address of this machine"
-        ) from error
-
-
-def _own_address(client: Client) -> str:
-    # The address by which this machine reaches AWS.
-    url = urlsplit(client.meta.endpoint_url)
-    try:
-        family, kind, *_, target = socket.getaddrinfo(url.hostname, url.port or 443, type=socket.SOCK_DGRAM)[
-            0
-        ]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # selects the route; sends nothing
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise ConfigError(
-            f"found no route from this machine to {url.hostname}: {error}; give --address"
         ) from error
 
 

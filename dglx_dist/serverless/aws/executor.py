@@ -192,10 +192,7 @@ class _Poster(WorkerHandle):
         return None
 
     def stop(self) -> None:
-        pass  # a request ends within its time-out
-
-    def end(self) -> None:
-        pass  # the client closes its connections when it is collected
+        pass  # a request ends within its time-out; the client closes its connections when it is collected
 
 
 def _check_usable(client: Client, function: str) -> int:

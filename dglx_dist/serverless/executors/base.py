@@ -165,9 +165,9 @@ class WorkerHandle(ABC):
     def stop(self) -> None:
         """Abort :meth:`invoke` and end the worker; may be called twice."""
 
-    @abstractmethod
     def end(self) -> None:
         """Stop and release all resources; only :meth:`stop` may be called afterwards."""
+        self.stop()
 
 
 class PoolExecutor(Executor):

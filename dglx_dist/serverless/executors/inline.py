@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NoReturn, final
 
-from dglx_dist.data.json_fields import read_record, write_json
+from dglx_dist.data.json_fields import read_record
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.serverless.executors.base import (
     ExecutorContext,
@@ -51,13 +51,10 @@ class _Thread(WorkerHandle):
 
     def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer:
         self._faults.next = fault
-        return WorkerAnswer.from_json(write_json(self._worker.handle(event)))
+        return self._worker.attempt(event)[0]
 
     def stop(self) -> None:
         self._caller.close()
-
-    def end(self) -> None:
-        self.stop()
 
 
 def _die() -> NoReturn:

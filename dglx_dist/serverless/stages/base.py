@@ -288,31 +288,15 @@ class VertexStage(Stage):
     """
 
     shapes: StageShapes
-    """Set by the constructor, unless the class defines the four properties itself."""
-
-    @property
-    def weight_shapes(self) -> Shapes:
-        return self.shapes.weights
-
-    @property
-    def input_widths(self) -> tuple[int, ...]:
-        return self.shapes.inputs
-
-    @property
-    def output_widths(self) -> tuple[int, ...]:
-        return self.shapes.outputs
-
-    @property
-    def saved_widths(self) -> tuple[int, ...]:
-        return self.shapes.saved
+    """Set by the constructor."""
 
     @abstractmethod
     def forward(self, weights: Rows, inputs: Rows) -> Forward:
         """Compute the outputs of n rows, n >= 0.
 
         Args:
-            weights: One per :attr:`weight_shapes`.
-            inputs: One (n, width) per :attr:`input_widths`.
+            weights: One per weight of :attr:`shapes`.
+            inputs: One (n, width) per input.
         """
 
     @abstractmethod
@@ -368,9 +352,10 @@ def read_width(fields: Fields, name: str) -> int:
     return fields.whole(name, 1, MAX_WIDTH)
 
 
-def first_of_second_half(rows: int) -> int:
-    """Return the first row of the second half; the first half has the odd row."""
-    return (rows + 1) // 2
+def half_rows(rows: int, half: int) -> slice:
+    """Return the part of ``rows`` rows in half 0 or 1; the first half has the odd row."""
+    middle = (rows + 1) // 2
+    return slice(middle, rows) if half else slice(0, middle)
 
 
 def column_sums(rows: Array) -> Array:
@@ -395,9 +380,8 @@ class LossResult(NamedTuple):
 
 def loss_in_halves(outputs: Array, labels: Array, scale: float) -> LossResult:
     """Return the sum of :func:`cross_entropy` of both halves of the rows, bit-identical to a worker's."""
-    middle = first_of_second_half(len(labels))
-    first = cross_entropy(outputs[:middle], labels[:middle], scale)
-    second = cross_entropy(outputs[middle:], labels[middle:], scale)
+    halves = half_rows(len(labels), 0), half_rows(len(labels), 1)
+    first, second = (cross_entropy(outputs[half], labels[half], scale) for half in halves)
     gradient = np.concatenate([first.gradient, second.gradient])
     return LossResult(first.loss_sum + second.loss_sum, first.correct + second.correct, gradient)
 

@@ -214,18 +214,18 @@ class StageSequence(VertexStage):
         self._stages = list(map(_stage_of, fields.inners("stages", 2, MAX_STAGES)))
         fields.end()
         for at, (one, following) in enumerate(pairwise(self._stages)):
-            if len(one.output_widths) != 1 or one.output_widths != following.input_widths:
-                found, wanted = one.output_widths, following.input_widths
+            if len(one.shapes.outputs) != 1 or one.shapes.outputs != following.shapes.inputs:
+                found, wanted = one.shapes.outputs, following.shapes.inputs
                 raise fields.wrong(
                     "stages", f"a stage {at + 1} of the columns {found} of stage {at}, not {wanted}"
                 )
         weights: Shapes = {
             f"{at}.{name}": shape
             for at, stage in enumerate(self._stages)
-            for name, shape in stage.weight_shapes.items()
+            for name, shape in stage.shapes.weights.items()
         }
         first, last = self._stages[0], self._stages[-1]
-        self.shapes = StageShapes(weights, first.input_widths, last.output_widths, last.saved_widths)
+        self.shapes = StageShapes(weights, first.shapes.inputs, last.shapes.outputs, last.shapes.saved)
 
     def forward(self, weights: Rows, inputs: Rows) -> Forward:
         rows, _ = self._before_last(weights, inputs)[-1]
@@ -261,7 +261,7 @@ class StageSequence(VertexStage):
         return [*found, (rows, None)]
 
     def _split(self, weights: Sequence[Array]) -> list[Sequence[Array]]:
-        ends = list(itertools.accumulate(len(stage.weight_shapes) for stage in self._stages))
+        ends = list(itertools.accumulate(len(stage.shapes.weights) for stage in self._stages))
         return [weights[first:end] for first, end in zip([0, *ends], ends, strict=False)]
 
 

@@ -73,16 +73,6 @@ _EXCHANGE_S = 0.4e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class HaloPairs:
-    """Pairs of a node and a rank that reads its row without computing it, for each layer's input."""
-
-    outside: tuple[int, ...]
-    """(L,) input-most layer first: a rank of another server computes the node (B_ext)."""
-    inside: tuple[int, ...]
-    """(L,) another rank of the same server computes it."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class FullWork:
     """Work of one full-graph epoch."""
 
@@ -90,8 +80,11 @@ class FullWork:
     """Of any rank."""
     worked: LayerCounts
     """Of the busiest rank, over all steps."""
-    pairs: HaloPairs
-    """Exchanged rows of all ranks and steps."""
+    outside: tuple[int, ...]
+    """(L,) pairs of a node and a rank that reads its row as input of a layer, input-most first, without
+    computing it: a rank of another server computes the node (B_ext). Of all ranks and steps."""
+    inside: tuple[int, ...]
+    """The same: another rank of the server computes it."""
     card_rows: tuple[int, ...]
     """(L,) rows through the busiest network card, in or out, whichever is more."""
     inside_rows: tuple[int, ...]
@@ -197,7 +190,8 @@ class FullGraphScheme(Work):
                 sent=tuple(one // number for one in sent),
             ),
             worked=(sources, tuple(round(after * share) for after in rows[1:]), edges),
-            pairs=HaloPairs(outside=tuple(outside), inside=tuple(inside)),
+            outside=tuple(outside),
+            inside=tuple(inside),
             card_rows=tuple(one // cluster.servers for one in outside),
             inside_rows=tuple(one // cluster.servers for one in inside),
             external_rows=round(external * cluster.servers),
@@ -273,7 +267,8 @@ def full_work_of(sizes: Array, topology: Topology) -> FullWork:
             numbers(rows[:, busiest, 1:].sum(axis=0)),
             numbers(edges[:, busiest].sum(axis=0)),
         ),
-        pairs=HaloPairs(outside=numbers(came.sum(axis=1)), inside=numbers(inside.sum(axis=1))),
+        outside=numbers(came.sum(axis=1)),
+        inside=numbers(inside.sum(axis=1)),
         card_rows=numbers(np.maximum(came, left).max(axis=1)),
         inside_rows=numbers(inside.max(axis=1)),
         external_rows=int(external[:, leaders].sum()),
@@ -385,9 +380,9 @@ def exchanged_bytes(pairs: Sequence[int], shape: ModelShape, *, use_pp: bool) ->
 
 def _traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
     row = known.graph.feature_bytes
-    outside = exchanged_bytes(work.pairs.outside, known.shape, use_pp=use_pp)
-    inside = exchanged_bytes(work.pairs.inside, known.shape, use_pp=use_pp)
-    halo = work.pairs.outside[0] * row if use_pp else 0
+    outside = exchanged_bytes(work.outside, known.shape, use_pp=use_pp)
+    inside = exchanged_bytes(work.inside, known.shape, use_pp=use_pp)
+    halo = work.outside[0] * row if use_pp else 0
     one_planner = work.steps == 1 or known.cluster.ranks_per_server == 1
     # The width of exchanged rows is unknown for a guessed shape.
     widths_known = not known.shape.guessed or not (outside or inside)

@@ -64,15 +64,15 @@ class KHopNeighborhood:
         return degrees
 
 
-def in_edges_of(structure: Structure, nodes: Array) -> Iterator[InEdges]:
-    """Yield all in-edges of the (K,) int64 ``nodes`` in their order, in chunks of nodes."""
-    pending: deque[Callable[[], InEdges]] = deque()
+def in_edges_of(structure: Structure, nodes: Array) -> Iterator[tuple[Array, InEdges]]:
+    """Yield some of the (K,) int64 ``nodes`` and all their in-edges, in the order of the nodes."""
+    pending: deque[tuple[Array, Callable[[], InEdges]]] = deque()
     for first in range(0, len(nodes), CHUNK):
-        pending.append(structure.submit("in_edges", nodes[first : first + CHUNK], phase=PRELOAD_STRUCTURE))
-        if len(pending) > _AHEAD:
-            yield pending.popleft()()
-    while pending:
-        yield pending.popleft()()
+        some = nodes[first : first + CHUNK]
+        pending.append((some, structure.submit("in_edges", some, phase=PRELOAD_STRUCTURE)))
+        while len(pending) > (_AHEAD if first + CHUNK < len(nodes) else 0):
+            some, answer = pending.popleft()
+            yield some, answer()
 
 
 def only_from(edges: InEdges, allowed: Array) -> InEdges:
@@ -91,8 +91,6 @@ Composition: TypeAlias = Literal["random", "ordered", "shuffled"]
 
 _COMPOSITION_STREAM = (1 << 20) + (1 << 10)
 """Random stream of the composition; disjoint from those of samplers and external nodes."""
-
-_NODES_AT_ONCE = 1 << 18
 
 
 def draw_of(composition: Composition, epoch: int) -> int:
@@ -141,11 +139,10 @@ def cluster_seeds(structure: Structure, nodes: Array, seeds: Array, num_clusters
 def _induced_graph(structure: Structure, nodes: Array, seeds: Array) -> RawGraph:
     """Return the subgraph induced by ``nodes``, renumbered in order, with the seeds as training nodes."""
     sources, destinations = [], []
-    for first in range(0, len(nodes), _NODES_AT_ONCE):
-        some = nodes[first : first + _NODES_AT_ONCE]
-        edges = only_from(structure.ask("in_edges", some), nodes)
+    for some, found in in_edges_of(structure, nodes):
+        edges = only_from(found, nodes)
         sources.append(np.searchsorted(nodes, edges.sources))
-        destinations.append(first + np.repeat(np.arange(len(some)), np.diff(edges.indptr)))
+        destinations.append(np.repeat(np.searchsorted(nodes, some), np.diff(edges.indptr)))
     return RawGraph(
         name="the nodes of a server",
         num_nodes={NODE_TYPE: len(nodes)},
@@ -302,9 +299,7 @@ def select_external(
         stream = stream_key(seed, draw, _EAS_STREAM + (number if shadow else 0))
         taken = np.empty(0, np.int64) if shadow else selected
         found = [np.empty(0, np.int64)]
-        for first in range(0, len(frontier), _NODES_AT_ONCE):
-            nodes = frontier[first : first + _NODES_AT_ONCE]
-            edges = structure.ask("in_edges", nodes, phase=PRELOAD_STRUCTURE)
+        for nodes, edges in in_edges_of(structure, frontier):
             score = scores(edges.sources, taken)
             picked = choose_external(edges.indptr, edges.sources, nodes, taken, score, options.fanout, stream)
             found.append(np.unique(picked))

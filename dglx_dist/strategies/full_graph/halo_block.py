@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import EDGE_TYPE, Array, EdgeType
+from dglx_dist.records import EDGE_TYPE, EdgeType
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 from dglx_dist.strategies.gradient_sync import replace_floats
 
@@ -425,21 +425,16 @@ def halo_block(
     """
     own = nodes[: layer.own_rows]
     repeated = own[:1] if needs_repeated_row(layer) else own[:0]
-    sources = torch.cat([own, _tensor(layer.halo_nodes), repeated])
-    plain = build_block(_tensor(layer.indptr), _tensor(layer.indices), len(sources), etype)
+    sources = torch.cat([own, torch.from_numpy(layer.halo_nodes), repeated])
+    plain = build_block(torch.from_numpy(layer.indptr), torch.from_numpy(layer.indices), len(sources), etype)
     plain.srcdata[dgl.NID], plain.dstdata[dgl.NID] = sources, sources[: plain.num_dst_nodes()]
-    plain.edata[dgl.EID] = _tensor(layer.edge_ids)
+    plain.edata[dgl.EID] = torch.from_numpy(layer.edge_ids)
     return HaloBlock(plain, layer, exchange, out_degrees)
 
 
 def needs_repeated_row(layer: HaloLayer) -> bool:
     """Return whether the block of ``layer`` repeats its first own row; see :class:`HaloBlock`."""
     return bool(layer.send) and not len(layer.halo_nodes)
-
-
-def _tensor(array: Array) -> Tensor:
-    # Torch warns of read-only arrays, such as those of mapped files.
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 @final

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, cast, final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -120,8 +119,7 @@ class HaloExchange:
         self._session, self._exchanges = session, row_exchanges(session)
         self.number = number
         self.own_rows, self.num_halo = layer.own_rows, len(layer.halo_nodes)
-        # Arrays of mapped plans are read-only, which torch does not support.
-        rows = [torch.from_numpy(np.require(rows, np.int64, ("C", "W"))) for _, rows in layer.send]
+        rows = [torch.from_numpy(rows) for _, rows in layer.send]
         self._sent_rows = {torch.device("cpu"): rows}
         self._sent = [(rank, len(rows)) for rank, rows in layer.send]
         self._num_sent = sum(count for _, count in self._sent)

@@ -29,9 +29,9 @@ from dglx_dist.records import Array, EdgeType
 from dglx_dist.strategies.cost import OPTIMIZER_COPIES, MemoryTrace
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
+from dglx_dist.strategies.full_graph.loader import PlanMaker, PlanSpec, ServerSeeds
 from dglx_dist.strategies.full_graph.model import install
 from dglx_dist.strategies.full_graph.options import LoaderRequest
-from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSpec, ServerSeeds
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph

@@ -289,7 +289,6 @@ def _check_not_weighted(arguments: Any) -> None:
 
 
 def _exchanging(arguments: tuple[Any, ...]) -> Iterator[HaloBlock | LocalGraph]:
-    """Yield the halo blocks and local graphs among the arguments of a model."""
     for argument in arguments:
         for one in argument if isinstance(argument, list | tuple) else (argument,):
             if isinstance(one, HaloBlock | LocalGraph):

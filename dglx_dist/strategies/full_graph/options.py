@@ -255,7 +255,6 @@ def _read(
 
 
 def _fanouts(strategy: str, sampler: object, plan: SamplePlan) -> Sequence[Fanout]:
-    """Return one fan-out per layer, or raise ConfigError if the sampler selects edges by its own rule."""
     if plan.fanouts is None:
         raise ConfigError(
             f"{type(sampler).__qualname__} makes blocks by its own code, but {strategy} takes all neighbours "

@@ -126,18 +126,10 @@ def _seeds_of_server(context: PartitionContext, request: PlanRequest) -> Steps[A
     """Send the seeds to the leaders that compute them; return those received (none unless a leader)."""
     topology = context.topology
     seeds = np.unique(as_ids(request.seeds, int(context.bounds[-1]), "the nodes"))
-    asked, pieces = [request.num_layers, request.hops, request.eas is not None], _by_leader(context, seeds)
-    ranks, header = range(topology.world_size), np.array([*asked, len(seeds)], np.int64)
-    outgoing = {rank: [header, pieces.get(rank, _NO_IDS)] for rank in ranks}
+    ranks, pieces = range(topology.world_size), _by_leader(context, seeds)
+    outgoing = {rank: [np.array([len(seeds)]), pieces.get(rank, _NO_IDS)] for rank in ranks}
     received = yield Step(name="seeds", among=ranks, outgoing=outgoing)
-    for rank, (other, _) in received.items():
-        for name, here, there in zip(("num_layers", "hops", "eas"), header, other, strict=False):
-            if here != there:
-                raise ConfigError(
-                    f"rank {topology.rank} plans with {name} {here} and rank {rank} with {there}; use the "
-                    "same value on all ranks"
-                )
-    if not any(other[-1] for other, _ in received.values()):
+    if not any(given for given, _ in received.values()):
         raise ConfigError("no rank was given a node to compute; give the loader at least one")
     return np.unique(np.concatenate([ids for _, ids in received.values()]))
 
@@ -172,7 +164,7 @@ def _rows_of_server(context: PartitionContext, request: PlanRequest, seeds: Arra
     with progress("finding rows", request.num_layers + 1, enabled=shown) as advance:
         for level in range(request.num_layers - 1, -1, -1):
             sources = [_NO_IDS]
-            for some in in_edges_of(context.structure, levels[-1]):
+            for _, some in in_edges_of(context.structure, levels[-1]):
                 edges.append(some if allowed is None else only_from(some, allowed))
                 sources.append(number_distinct(edges[-1].sources)[0])
             read = np.unique(np.concatenate(sources))

@@ -15,7 +15,14 @@ from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel, check_one_type
 from dglx_dist.strategies.full_graph import cost as costs
-from dglx_dist.strategies.full_graph.loader import Batch, FullGraphLoader
+from dglx_dist.strategies.full_graph.loader import (
+    Batch,
+    FullGraphLoader,
+    PlanMaker,
+    PlanSource,
+    PlanSpec,
+    gather_seeds,
+)
 from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate, choose_batches
 from dglx_dist.strategies.full_graph.model import HaloModel, check_rows_stay_apart
 from dglx_dist.strategies.full_graph.options import (
@@ -26,7 +33,6 @@ from dglx_dist.strategies.full_graph.options import (
     read_full_graph_options,
     read_request,
 )
-from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSource, PlanSpec, gather_seeds
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -48,7 +54,8 @@ class _FullGraphStrategy(Strategy):
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         """Return a :class:`FullGraphLoader`, or one that waits for a model; every rank must call it.
 
-        With option ``memory`` and no wrapped model yet, its length is unknown until a model is wrapped.
+        With option ``memory`` it is made for the last wrapped model; if there is none, its length is unknown
+        until a model is wrapped.
 
         Args:
             g: A graph of one node and one edge type.
@@ -80,14 +87,13 @@ class _FullGraphStrategy(Strategy):
 
         if not options.memory:
             return opened(spec)
-        state = _STATE.of(g.session)
 
         def opened_for(model: nn.Module) -> tuple[FullGraphLoader, MemoryEstimate]:
             number, estimate = choose_batches(g, maker, spec, request, options.memory_bytes, model)
             return opened(replace(spec, num_batches=number)), estimate
 
-        loader = DeferredLoader(opened_for, state.model)
-        state.settle_or_defer(loader)
+        loader = DeferredLoader(opened_for)
+        _STATE.of(g.session).settle_or_defer(loader)
         return loader
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
@@ -190,25 +196,19 @@ class Cooperative(_FullGraphStrategy):
 class DeferredLoader:
     """A :class:`FullGraphLoader` whose number of steps depends on the memory of a model.
 
-    It is usable once it has a model: the next one that is wrapped, or the ``earlier`` one, the same on all
-    ranks, if iteration begins first. ``opened`` opens the loader for a model and returns its memory estimate;
+    It is usable once it has a model. ``opened`` opens the loader for a model and returns its memory estimate;
     collective.
     """
 
-    def __init__(
-        self,
-        opened: Callable[[nn.Module], tuple[FullGraphLoader, MemoryEstimate]],
-        earlier: Callable[[], nn.Module | None],
-    ) -> None:
-        self._opened, self._earlier = opened, earlier
+    def __init__(self, opened: Callable[[nn.Module], tuple[FullGraphLoader, MemoryEstimate]]) -> None:
+        self._opened = opened
         self._loader: FullGraphLoader | None = None
         self.memory: MemoryEstimate | None = None
         """Estimate of the largest cooperative batch on this rank; None without a model."""
 
     def settle(self, model: nn.Module) -> None:
-        """Open the loader for the user's ``model``, unless it is open; every rank must call it."""
-        if self._loader is None:
-            self._loader, self.memory = self._opened(model)
+        """Open the loader for the user's ``model``; every rank must call it."""
+        self._loader, self.memory = self._opened(model)
 
     def __len__(self) -> int:
         return len(self._settled)
@@ -219,9 +219,6 @@ class DeferredLoader:
         return getattr(self._settled, name)
 
     def __iter__(self) -> Iterator[Batch]:
-        model = self._earlier()
-        if model is not None:
-            self.settle(model)
         return iter(self._settled)
 
     @property
@@ -236,29 +233,21 @@ class DeferredLoader:
 
 @final
 class _State:
-    """Pairs deferred loaders and wrapped models of one session."""
+    """The last wrapped model of a session, and the loaders that wait for the next one."""
 
     def __init__(self) -> None:
-        self._model: weakref.ref[HaloModel] | None = None
-        self._is_new = False
-        """Whether the model was wrapped after all existing loaders."""
+        self._model: Callable[[], HaloModel | None] = lambda: None
         self._deferred: list[DeferredLoader] = []
 
-    def model(self) -> nn.Module | None:
-        wrapped = self._model() if self._model is not None else None
-        return None if wrapped is None else wrapped.module
-
     def settle_or_defer(self, loader: DeferredLoader) -> None:
-        model = self.model()
-        if model is None or not self._is_new:
+        wrapped = self._model()
+        if wrapped is None:
             self._deferred.append(loader)
         else:
-            self._is_new = False
-            loader.settle(model)
+            loader.settle(wrapped.module)
 
     def set_model(self, wrapped: HaloModel) -> None:
-        self._model, deferred = weakref.ref(wrapped), self._deferred
-        self._deferred, self._is_new = [], not deferred
+        self._model, deferred, self._deferred = weakref.ref(wrapped), self._deferred, []
         for loader in deferred:
             loader.settle(wrapped.module)
 

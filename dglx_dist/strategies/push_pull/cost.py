@@ -156,7 +156,7 @@ def column_bytes(found: Survey, first: FirstLayer, *, group_size: int, pushed: b
     # Each part's pieces, summed over the groups that have the same.
     cut = 2 * (ranks // size - 1) * first.cut_bytes
     return present(
-        structure=(size - 1) * _structure_bytes(found) if pushed else 0,
+        structure=(size - 1) * structure_bytes(found) if pushed else 0,
         activations=(size - 1) * first.itemsize * pulled,
         activation_gradients=(size - 1) * first.itemsize * pulled,
         sampling=found.sampling_bytes,
@@ -165,18 +165,7 @@ def column_bytes(found: Survey, first: FirstLayer, *, group_size: int, pushed: b
     )
 
 
-def break_even_width(found: Survey, *, pushed: bool = True) -> float:
-    """Return H*, the hidden width at which push-pull moves as much as data parallelism; on 2 or more ranks.
-
-    From feature rows, pushed structure and sums alone; gradients and what both move are left out. See
-    docs/strategies/push_pull.md, "When it pays".
-    """
-    others = found.ranks - 1
-    structure = others * _structure_bytes(found) if pushed else 0
-    return (found.feature_bytes - structure) / (2 * others * found.first_targets * 4)
-
-
-def _structure_bytes(found: Survey) -> int:
+def structure_bytes(found: Survey) -> int:
     """Return the bytes of the first blocks, once each."""
     batches = found.steps * found.ranks
     return _SHORT_ID_BYTES * (found.first_targets + batches + found.first_edges + found.input_rows)
@@ -205,7 +194,8 @@ def _traffic(known: Measured, first: FirstLayer, size: int, *, pushed: bool) -> 
         inside,
         sums,
         once=cluster.ranks * moved // size,
-        exact=work.counted and aligned and first.known,
+        # A model of the user's own may give its first layer values of edges.
+        exact=work.counted and aligned and first.known and not known.shape.guessed,
     )
 
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from dglx_dist.comm.exchange import CallExchange, Incoming, Outgoing
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.base import cut_out
+from dglx_dist.layers.dropout import Columns
 
 FORWARD, BACKWARD = "activations", "activation_gradients"
 """Ledger phases (forward pull, backward push)."""
@@ -144,14 +146,17 @@ class AsyncExchange:
         received[part] = shares[part].detach()
         return self._post(self._pulls, shares, received, phase, batch)
 
-    def push(self, own: Tensor, like: Sequence[Tensor], phase: str, batch: int | None = None) -> Transfer:
-        """Send ``own`` to every part; receive the tensors of all owners.
+    def push(
+        self, own: Tensor | Sequence[Tensor], like: Sequence[Tensor], phase: str, batch: int | None = None
+    ) -> Transfer:
+        """Send ``own`` to every part, or each part its own of N_f; receive the tensors of all owners.
 
         ``like`` are N_f tensors of the shapes and dtypes that come from the owners.
         """
+        sent = [own] * self._group.size if isinstance(own, Tensor) else own
         received = [_empty_like(tensor) for tensor in like]
-        received[self._group.part] = own.detach()
-        return self._post(self._pushes, [own] * self._group.size, received, phase, batch)
+        received[self._group.part] = sent[self._group.part].detach()
+        return self._post(self._pushes, sent, received, phase, batch)
 
     def _post(
         self,
@@ -196,20 +201,30 @@ def add_in_order(received: Received) -> Tensor:
 
 
 def share_edge_values(
-    values: Mapping[str, Tensor], inputs: Sequence[PartInput], group: Group, exchange: AsyncExchange
+    values: Mapping[str, Tensor],
+    inputs: Sequence[PartInput],
+    by_column: Mapping[str, Sequence[Sequence[Columns]]],
+    group: Group,
+    exchange: AsyncExchange,
 ) -> list[dict[str, Tensor]]:
     """Return every owner's values by name, like ``values`` of the own block; every member must call it.
 
-    ``values`` maps names to (E1, ...) of the own block, in the order of its edges, without gradients;
-    ``inputs`` are by owner.
+    Args:
+        values: Name to (E1, ...) of the own block, in the order of its edges, without gradients.
+        inputs: By owner.
+        by_column: Names of (E1, F) values of which a part gets its columns, to (N_f,) columns of the parts.
+        group, exchange: Of the own rank.
     """
     by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
-    for name, own in values.items():
+    for name, whole in values.items():
+        cuts = by_column.get(name)
+        pieces = [whole] * group.size if cuts is None else [cut_out(whole, one, 1) for one in cuts]
+        own = pieces[group.part]
         like = [own.new_empty((one.block.num_edges(), *own.shape[1:])) for one in inputs]
         # Other parts number the edges by their position in the CSC.
         *_, edge_ids = inputs[group.part].block.adj_tensors("csc")
-        pushed = exchange.push(own[edge_ids.long()] if len(edge_ids) else own, like, STRUCTURE)
-        for of_owner, received in zip(by_owner, pushed(), strict=True):
+        sent = [one[edge_ids.long()] for one in pieces] if len(edge_ids) else pieces
+        for of_owner, received in zip(by_owner, exchange.push(sent, like, STRUCTURE)(), strict=True):
             of_owner[name] = received
         by_owner[group.part][name] = own
     return by_owner

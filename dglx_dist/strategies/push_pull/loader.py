@@ -344,10 +344,6 @@ class PushPullLoader(EpochLoader[_Made, Any]):
     def __len__(self) -> int:
         return len(self._inner)
 
-    @property
-    def num_targets_of_epoch(self) -> tuple[int, int]:
-        return self._inner.num_targets_of_epoch
-
     def __iter__(self) -> Iterator[Any]:
         self._iteration = iteration = self._iteration + 1
         stream = cast("Generator[Any, None, None]", super().__iter__())

@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from dglx_dist.comm.collectives import gather_int64, peers_named, sum_over_ranks
+from dglx_dist.comm.collectives import check_equal, gather_int64, peers_named, sum_over_ranks
 from dglx_dist.comm.ledger import ring_bytes
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import COMPUTE, WAIT
@@ -47,15 +47,8 @@ from dglx_dist.strategies.push_pull.exchange import (
     share_edge_values,
     sum_to_owner,
 )
-from dglx_dist.strategies.push_pull.input_layers import (
-    InputProvenance,
-    InputSpec,
-    Origin,
-    possible_inputs,
-    read_input_spec,
-)
 from dglx_dist.strategies.push_pull.options import PushPullOptions
-from dglx_dist.strategies.push_pull.split_model import SplitModel
+from dglx_dist.strategies.push_pull.split_model import InputSpec, Origin, SplitModel, read_input_spec
 
 PIPELINES: SessionField[list[weakref.ref[Pipeline]]] = SessionField(lambda _: [])
 """Pipelines that loaders drain at the end of an epoch."""
@@ -371,12 +364,19 @@ class PartGradients:
     ``shared`` are the names of the parameters that all parts hold whole.
     """
 
-    def __init__(self, session: Session, group: Group, part: PartSide, shared: Collection[str]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        group: Group,
+        between_replicas: dist.ProcessGroup | None,
+        part: PartSide,
+        shared: Collection[str],
+    ) -> None:
         self._session, self._group, self._part = session, group, part
         trained = [name for name, parameter in part.parameters.items() if parameter.requires_grad]
         self._cut = [name for name in trained if name not in shared]
         self._shared = [name for name in trained if name in shared]
-        self._replicas = _replicas_group(session, group)
+        self._replicas = between_replicas
         replicas = Group(rank=group.rank, members=group.replicas, replicas=(group.rank,))
         self._between_replicas = AsyncExchange(session, replicas)
 
@@ -462,8 +462,8 @@ class PartGradients:
         return list(zip(*(one() for one in pushed), strict=True))
 
 
-def _replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
-    """Return the process group of the replicas; every rank must call it."""
+def replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
+    """Return the process group of the replicas, None without others; every rank must call it."""
     if len(group.replicas) == 1:
         return None
     with peers_named(session, "groups of replicas"):
@@ -479,22 +479,21 @@ def _replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
 class Pipeline:
     """Runs batches through the first layer of one model, in lock-step with the other ranks.
 
-    ``names`` are the features that the model concatenates; ``buffers`` are averaged after each backward.
+    ``replicas`` is their process group; ``buffers`` are averaged after each backward.
     """
 
     def __init__(
         self,
         session: Session,
         group: Group,
+        replicas: dist.ProcessGroup | None,
         options: PushPullOptions,
         module: nn.Module,
         split: SplitModel,
-        names: Sequence[str],
-        provenance: InputProvenance,
         buffers: BufferMeans,
     ) -> None:
-        self._session, self._group, self._provenance = session, group, provenance
-        self._buffers, self._features = buffers, possible_inputs(tuple(names), split.runs)
+        self._session, self._group, self._split = session, group, split
+        self._provenance, self._buffers = split.provenance, buffers
         local = {*split.cuts, *split.shared}
         trained = [
             (name, parameter)
@@ -502,7 +501,7 @@ class Pipeline:
             if parameter.requires_grad and name not in local
         ]
         self._part = part = PartSide(module, split.stashed)
-        self._gradients = PartGradients(session, group, part, split.shared)
+        self._gradients = PartGradients(session, group, replicas, part, split.shared)
         self._owner = owner = OwnerSide([parameter for _, parameter in trained])
         self.exchange = GradientExchange(trained, session, options.bucket_bytes)
         self._activations = AsyncExchange(session, group)
@@ -513,6 +512,8 @@ class Pipeline:
         by_rows = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
         self.log = VersionLog([*part.parameters.values(), *by_rows], owner.parameters)
         self._spec: InputSpec | None = None
+        self._edge_kinds: dict[str, str] | None = None
+        """Per-edge values by name that all ranks agreed on last."""
         self._begun: InFlightBatch | None = None
         """Not yet reached by the user's loop."""
         self._pushed: list[InFlightBatch] = []
@@ -537,7 +538,7 @@ class Pipeline:
         self._provenance.begin(group_batch, self._group.part)
         if group_batch is None:
             return
-        for features in self._features:
+        for features in self._split.features:
             self._provenance.add(features.source(group_batch.inputs[self._group.part]), features)
         batch = self._begun_for(group_batch)
         if batch is not None and batch.values is not None:
@@ -566,6 +567,7 @@ class Pipeline:
         if ahead:
             self._check_first_call(group_batch)
         spec = read_input_spec(layer, given, self._provenance)
+        self._agree_on_edges(given.edges)
         batch = self._take_begun(group_batch, spec)
         if batch is None:
             batch = self._start(layer, group_batch, spec, given.edges)
@@ -618,6 +620,15 @@ class Pipeline:
         while len(self._pushed) > self._delay:
             self._ready.append(self._backward_part(self._pushed.pop(0)))
 
+    def _agree_on_edges(self, edges: Mapping[str, Tensor]) -> None:
+        """Raise ConfigError on all ranks unless all give the same per-edge values; when they change."""
+        # A rank that has none would leave the others waiting for them.
+        kinds = {name: f"{list(one.shape[1:])} {one.dtype}" for name, one in sorted(edges.items())}
+        if kinds != self._edge_kinds:
+            remedy = "pass the first layer the same arguments on every rank"
+            check_equal(self._session, "the values of edges of the first layer", kinds, remedy)
+            self._edge_kinds = kinds
+
     def _check_first_call(self, group_batch: GroupBatch) -> None:
         # The second call would replace the weights of the first before its backward.
         if self._last_called() is group_batch:
@@ -669,7 +680,10 @@ class Pipeline:
                 read=dict(self.log.steps),
                 values=self._owner.copies() if self._whole and torch.is_grad_enabled() else None,
             )
-            edges = share_edge_values(own_edges, group_batch.inputs, self._group, self._activations)
+            by_column = dict.fromkeys(layer.edges_by_column, self._split.runs)
+            edges = share_edge_values(
+                own_edges, group_batch.inputs, by_column, self._group, self._activations
+            )
             with self._part.placed(batch.leaves):
                 batch.sources = [spec.origin.source(one) for one in group_batch.inputs]
                 given = [
@@ -678,7 +692,6 @@ class Pipeline:
                         x=spec.origin.rows(source, one),
                         edges=values,
                         draws=self._draws(one, spec.origin),
-                        runs=spec.origin.runs,
                     )
                     for one, source, values in zip(group_batch.inputs, batch.sources, edges, strict=True)
                 ]

@@ -1,36 +1,478 @@
-"""Splitting a model by input columns, and joining its parts: state, gradient norm, an uncut copy."""
+"""Models cut by input columns: the first layer, the modules before it, their inputs, and the joined state.
+
+A part repeats for other owners' nodes what the model did with the rows of its own batch.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass
-from typing import Any, final
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol, TypeVar, final
 
 import torch
+from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dglx_dist.comm.collectives import gather_int64, gather_json
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import SplittableConv, cut_in_place, cut_out, join_parts
+from dglx_dist.layers.base import SplittableConv, StageInput, cut_in_place, cut_out, join_parts
 from dglx_dist.layers.convolutions import Sync, stages_of
-from dglx_dist.layers.dropout import Columns, deal_out_concatenated
+from dglx_dist.layers.dropout import MODULES, Columns, DropDraws, deal_out_concatenated, drop_entries
 from dglx_dist.layers.tracer import convolutions_in
-from dglx_dist.strategies.push_pull.exchange import AsyncExchange, Group
+from dglx_dist.strategies.push_pull.exchange import AsyncExchange, Group, GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
-from dglx_dist.strategies.push_pull.input_layers import (
-    InputProvenance,
-    embeddings_of_all_nodes,
-    find_input_modules,
-)
 
 PHASE = "weights"
 """Ledger phase of pieces of weights and of optimizer state that are joined."""
 
 _OWN_FORWARD = "_dglx_forward"
 """Marks a module whose ``forward`` is replaced."""
+
+
+class InputStep(Protocol):
+    """What happens to a part's rows on the way to the first layer; equal to another that does the same."""
+
+    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
+        """Return the (L0, F_p) result for one owner's rows, which are the columns ``runs`` of the input."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class Converted:
+    """Another dtype."""
+
+    dtype: torch.dtype
+
+    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
+        return rows.to(self.dtype)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """Entries dropped by (seed, batch, node, column)."""
+
+    probability: float
+    seed: int
+    stream: int
+    """Of the draws; one for each dropout module."""
+
+    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
+        draws = DropDraws(seed=self.seed, number=owner.number, nodes=owner.nodes, runs=tuple(runs))
+        return drop_entries(rows, self.probability, draws, self.stream)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """How a part computes its input rows of any owner; equal to another if that does the same."""
+
+    runs: tuple[Columns, ...]
+    """The part's columns of the uncut input, in order; keys of dropout."""
+    names: tuple[str, ...] = ()
+    """Features of the loader, concatenated."""
+    embedding: ColumnEmbedding | None = None
+    """In place of features."""
+    steps: tuple[InputStep, ...] = ()
+    """Applied to those rows, in order."""
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the rows are features, but for their dtype."""
+        return self.embedding is None and all(isinstance(step, Converted) for step in self.steps)
+
+    def source(self, owner: PartInput) -> Tensor:
+        """Return (L0, F_p) before the steps: features, or the present rows of an embedding, a leaf."""
+        if self.embedding is not None:
+            weight = self.embedding.weight
+            return weight.detach()[owner.nodes].requires_grad_(weight.requires_grad)
+        found = [owner.columns[name] for name in self.names]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def rows(self, source: Tensor, owner: PartInput) -> Tensor:
+        """Return (L0, F_p), the first layer's input made of ``source``, with the history of trained steps."""
+        for step in self.steps:
+            source = step.apply(source, owner, self.runs)
+        return source
+
+    def then(self, step: InputStep) -> Origin:
+        return replace(self, steps=(*self.steps, step))
+
+
+@final
+class InputProvenance:
+    """The origins of tensors of the batch that the model is computing.
+
+    A tensor is recognised by its memory address, so that a view of the loader's own is known and anything
+    computed from it is not.
+    """
+
+    def __init__(self) -> None:
+        self.own: PartInput | None = None
+        """The own part of the batch that the model computes; None outside of a batch."""
+        self._known: list[tuple[Tensor, Origin]] = []
+
+    def __deepcopy__(self, memo: object) -> InputProvenance:
+        # A copy of the model belongs to the same pipeline, which says what is computed.
+        return self
+
+    def begin(self, group_batch: GroupBatch | None, part: int) -> None:
+        """Forget the last batch; ``group_batch`` is the one that the model computes now, if any."""
+        self.own, self._known = None if group_batch is None else group_batch.inputs[part], []
+
+    def add(self, rows: Tensor, origin: Origin) -> None:
+        """Record that ``rows`` of the own batch came from ``origin``; keeps them until the next batch."""
+        self._known.append((rows, origin))
+
+    def find(self, rows: Tensor) -> Origin | None:
+        """Return the origin of ``rows``, a change of dtype included; None if it is unknown."""
+        for known, origin in self._known:
+            if known is rows:
+                return origin
+        # The latest first: all rows of an empty batch have the same address.
+        for known, origin in reversed(self._known):
+            if _same(known, rows):
+                return origin
+        for known, origin in reversed(self._known):
+            if not rows.requires_grad and _copied(known, rows, origin):
+                return origin if known.dtype == rows.dtype else origin.then(Converted(rows.dtype))
+        return None
+
+    def holds(self, rows: Tensor) -> bool:
+        """Whether ``rows`` share memory with known ones."""
+        address = rows.untyped_storage().data_ptr()
+        return address != 0 and any(known.untyped_storage().data_ptr() == address for known, _ in self._known)
+
+
+def _same(known: Tensor, rows: Tensor) -> bool:
+    return (
+        known.shape == rows.shape
+        and known.dtype == rows.dtype
+        and known.stride() == rows.stride()
+        and known.data_ptr() == rows.data_ptr()
+    )
+
+
+def _copied(known: Tensor, rows: Tensor, origin: Origin) -> bool:
+    """Whether ``rows`` are ``known`` in another dtype, or concatenated by the user."""
+    may_be = known.dtype != rows.dtype or (len(origin.names) > 1 and not origin.steps)
+    return may_be and known.shape == rows.shape and torch.equal(known.to(rows.dtype), rows)
+
+
+class InputModule(ABC):
+    """What replaces ``forward`` of a module before the first layer: it works on each column by itself.
+
+    The parameters in ``cut`` have one entry per input column of the part.
+    """
+
+    cut: Mapping[str, int] = MappingProxyType({})
+    """Parameter name to the dimension that runs over the input columns."""
+    stashed: ClassVar[bool] = True
+    """Whether batches in flight have their own leaves of the parameters; else gradients come by rows."""
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute on the own batch, and record the origin of the result."""
+
+
+@final
+class ColumnDropout(InputModule):
+    """``nn.Dropout``: keyed draws on the input, else torch's own. ``stream`` is one for each module."""
+
+    def __init__(self, dropout: nn.Dropout, provenance: InputProvenance, seed: int, stream: int) -> None:
+        self._dropout, self._provenance, self._seed, self._stream = dropout, provenance, seed, stream
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropout, own = self._dropout, self._provenance.own
+        origin = self._provenance.find(x) if dropout.training and own is not None else None
+        if origin is None or own is None or dropout.p == 0:
+            return functional.dropout(x, dropout.p, dropout.training, dropout.inplace)
+        if dropout.inplace:
+            raise ConfigError(
+                "nn.Dropout(inplace=True) would change the loader's features in place, of which batches in "
+                "flight have their own; use inplace=False"
+            )
+        step = Dropped(probability=dropout.p, seed=self._seed, stream=self._stream)
+        dropped = step.apply(x, own, origin.runs)
+        self._provenance.add(dropped, origin.then(step))
+        return dropped
+
+
+@final
+class ColumnEmbedding(InputModule):
+    """``nn.Embedding`` of all nodes as the input.
+
+    Any torch optimizer trains it; with ``sparse=True`` the gradient is sparse too.
+
+    Raises:
+        ConfigError: an option of the embedding needs whole rows.
+    """
+
+    stashed = False
+
+    def __init__(
+        self, embedding: nn.Embedding, provenance: InputProvenance, runs: tuple[Columns, ...]
+    ) -> None:
+        self.cut = {"weight": 1}
+        self._embedding, self._provenance, self._runs = embedding, provenance, runs
+        for option in ("max_norm", "scale_grad_by_freq"):
+            if value := getattr(embedding, option):
+                raise ConfigError(
+                    f"nn.Embedding({option}={value}) needs whole rows, or counts of one owner's batch alone, "
+                    f"and push_pull cuts it by columns; leave {option} out, or use strategy='data_parallel'"
+                )
+
+    @property
+    def weight(self) -> Tensor:
+        """(V, D_p), the part's columns."""
+        return self._embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self._provenance.own
+        if own is None or x.shape != own.nodes.shape or not torch.equal(x.long(), own.nodes):
+            raise ConfigError(
+                f"nn.Embedding of {len(self.weight)} nodes was cut by columns, so it can only be asked "
+                f"for the rows of a batch's input nodes; it was given ids of shape {tuple(x.shape)} that "
+                "are not these. Call it with input_nodes, or with blocks[0].srcdata[dgl.NID]"
+            )
+        # The origin computes the rows that the first layer sees, so that a batch keeps those it began with.
+        rows = self.weight.detach()[own.nodes]
+        self._provenance.add(rows, Origin(runs=self._runs, embedding=self))
+        return rows
+
+    def add_gradients(self, found: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Add to ``weight.grad`` at nodes, (K,) int64 with repeats, the gradients of their rows, (K, D_p)."""
+        trained = [(nodes, gradient) for nodes, gradient in found if gradient is not None]
+        if not trained:
+            return
+        weight, padding = self.weight, self._embedding.padding_idx
+        nodes = torch.cat([nodes for nodes, _ in trained])
+        gradients = torch.cat([gradient for _, gradient in trained]).to(weight).detach()
+        if padding is not None:
+            kept = nodes != padding
+            nodes, gradients = nodes[kept], gradients[kept]
+        if self._embedding.sparse:
+            total = torch.sparse_coo_tensor(
+                nodes.unsqueeze(0), gradients, weight.shape, check_invariants=True
+            ).coalesce()
+        else:
+            total = torch.zeros_like(weight).index_add_(0, nodes, gradients)
+        weight.grad = total if weight.grad is None else weight.grad + total
+
+
+@final
+class ColumnLayerNorm(InputModule):
+    """``nn.LayerNorm`` of the uncut input rows.
+
+    A node's row has the same mean and variance in every batch, so they are computed once, over all parts:
+    ``moments`` are mean and biased variance, (V,) float64 each, of every node's uncut row.
+    """
+
+    def __init__(
+        self,
+        norm: nn.LayerNorm,
+        provenance: InputProvenance,
+        runs: tuple[Columns, ...],
+        moments: tuple[Tensor, Tensor],
+    ) -> None:
+        self.cut = {name: 0 for name, _ in norm.named_parameters(recurse=False)}
+        self._norm, self._provenance, self._runs, self._moments = norm, provenance, runs, moments
+
+    def forward(self, x: Tensor) -> Tensor:
+        origin, own, width = self._provenance.find(x), self._provenance.own, self._runs[0].width
+        if origin is None or own is None:
+            raise ConfigError(
+                f"LayerNorm({width}) was cut by input columns, as it is as wide as the features, and "
+                f"was given rows of shape {tuple(x.shape)} that are not the features of the batch. If it "
+                "normalizes a later layer of that width, register it after the first layer; to normalize "
+                "anything but the features as they came, use strategy='data_parallel'"
+            )
+        if not origin.is_raw or origin.runs != self._runs:
+            raise ConfigError(
+                f"LayerNorm({width}) was given features that something has changed before: mean and "
+                "variance of the changed rows need all columns in every batch; apply the norm first, or use "
+                "strategy='data_parallel'"
+            )
+        with torch.no_grad():
+            rows = self.apply(x, own, self._runs)
+        self._provenance.add(rows, origin.then(self))
+        return rows
+
+    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
+        """Return the normalized features, with the module's current weights."""
+        norm, (means, variances) = self._norm, self._moments
+        # Mean and variance stay on their device; the nodes may be on another one.
+        ids = owner.nodes.to(means.device)
+        mean, scale = means[ids], (variances[ids] + norm.eps).rsqrt()
+        rows = (rows - mean.to(rows).unsqueeze(1)) * scale.to(rows).unsqueeze(1)
+        rows = rows if norm.weight is None else rows * norm.weight
+        return rows if norm.bias is None else rows + norm.bias
+
+
+def possible_inputs(names: tuple[str, ...], runs: tuple[Columns, ...]) -> list[Origin]:
+    """Return each feature by itself, and the concatenation of all."""
+    single = [Origin(names=(name,), runs=(run,)) for name, run in zip(names, runs, strict=bool(names))]
+    return single if len(names) < 2 else [*single, Origin(names=names, runs=runs)]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class InputSpec:
+    """The sources of the first layer's arguments."""
+
+    origin: Origin
+    """Of the input rows."""
+    keys: Mapping[str, str | None]
+    """Edge argument to the name of the block's edge data; None: computed by the model."""
+
+    def edges(self, layer: SplittableConv, block: DGLBlock) -> dict[str, Tensor]:
+        """Return the per-edge values of a block before the model is called on it."""
+        if layer.edges_after_sync:
+            return {}
+        for name, key in self.keys.items():
+            if key is None:
+                raise ConfigError(
+                    f"the model computes {name!r} of its first layer itself, so no batch can begin before "
+                    "the model is called; use depth=1, or store the values as edge data and let the sampler "
+                    "prefetch them (prefetch_edge_feats), or give the layer own_edges()"
+                )
+        found = {name: block.edata[key] for name, key in self.keys.items()}
+        return {**layer.own_edges(block), **found}
+
+
+def read_input_spec(layer: SplittableConv, given: StageInput, provenance: InputProvenance) -> InputSpec:
+    """Return the sources of ``given``.
+
+    Raises:
+        ConfigError: parts cannot compute such input rows for other owners, or an edge argument is trained.
+    """
+    origin = provenance.find(given.x)
+    if origin is None:
+        raise ConfigError(
+            f"the first layer ({type(layer).__name__}) was given rows of shape {tuple(given.x.shape)} that "
+            "are not the loader's features as they came, so the other ranks cannot do the same with their "
+            "columns. Between the features and the first layer may stand torch.nn.LayerNorm, "
+            "torch.nn.Dropout, or torch.nn.Embedding of the node ids in their place; anything else trains "
+            "under strategy='data_parallel'"
+        )
+    own = layer.own_edges(given.block).keys()
+    for name, values in given.edges.items():
+        if values.requires_grad:
+            raise ConfigError(
+                f"the first layer's {name!r} is trained, and its gradient would need every part's rows; "
+                "use strategy='data_parallel'"
+            )
+    keys = {name: _key_of(values, given.block) for name, values in given.edges.items() if name not in own}
+    return InputSpec(origin=origin, keys=keys)
+
+
+def _key_of(values: Tensor, block: DGLBlock) -> str | None:
+    for key, stored in block.edata.items():
+        same = stored.shape == values.shape and stored.dtype == values.dtype
+        if same and stored.data_ptr() == values.data_ptr():
+            return str(key)
+    return None
+
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def find_input_modules(
+    model: nn.Module,
+    first: nn.Module,
+    provenance: InputProvenance,
+    runs: tuple[Columns, ...],
+    moments: Callable[[], tuple[Tensor, Tensor]],
+    *,
+    num_nodes: int,
+    seed: int,
+) -> dict[nn.Module, InputModule]:
+    """Return the modules that may work on the input, and what replaces their ``forward``; collective.
+
+    Dropout is replaced everywhere, as one ``nn.Dropout`` usually serves all layers; on anything but the input
+    it works as before. A norm over the layer's width, and an embedding of all nodes of that width, are cut; a
+    norm is taken for one of the input if it is registered before the first layer, or if no other parameter of
+    the model is that wide.
+
+    Args:
+        model, first: The model, and its first layer.
+        provenance: Of the model.
+        runs: This part's columns of the input.
+        moments: Returns mean and variance of each node's concatenated features, (V,) float64; collective, and
+            called only if there is a norm.
+        num_nodes: V, rows of a trained embedding of all nodes.
+        seed: Of the run.
+
+    Raises:
+        ConfigError: something before the first layer cannot work on columns; the message has the reason.
+    """
+    width = runs[0].width
+    for name, batch_norm in _of_kind(model, nn.BatchNorm1d):
+        if batch_norm.num_features == width and _is_before(model, batch_norm, first, width):
+            raise ConfigError(
+                f"{name!r} is a BatchNorm1d of the {width} input columns: its mean and variance are over the "
+                "sources of each owner's batch, so one batch's rows would depend on who owns it, and its "
+                "running averages on the order of the batches. Use torch.nn.LayerNorm, or normalize the "
+                "features once before training, or use strategy='data_parallel'"
+            )
+    embeddings = {
+        name: one for name, one in embeddings_of_all_nodes(model, num_nodes) if one.embedding_dim == width
+    }
+    norms = {
+        name: norm
+        for name, norm in _of_kind(model, nn.LayerNorm)
+        if tuple(norm.normalized_shape) == (width,) and _is_before(model, norm, first, width)
+    }
+    if embeddings and norms:
+        raise ConfigError(
+            f"{next(iter(norms))!r} normalizes the rows of the trained embedding {next(iter(embeddings))!r}: "
+            "their mean and variance change with every step and need all columns; leave the norm out, or use "
+            "strategy='data_parallel'"
+        )
+    found: dict[nn.Module, InputModule] = {}
+    found |= {one: ColumnEmbedding(one, provenance, runs) for one in embeddings.values()}
+    if norms:
+        of_rows = moments()
+        found |= {norm: ColumnLayerNorm(norm, provenance, runs, of_rows) for norm in norms.values()}
+    for number, (_, dropout) in enumerate(_of_kind(model, nn.Dropout)):
+        found[dropout] = ColumnDropout(dropout, provenance, seed, MODULES + number)
+    # The stages of the first layer apply its own dropout.
+    inside = set(first.modules())
+    return {module: found[module] for module in model.modules() if module in found and module not in inside}
+
+
+def _of_kind(model: nn.Module, kind: type[_Module]) -> Iterator[tuple[str, _Module]]:
+    # Of exactly this class: a subclass may do something else.
+    for name, module in model.named_modules():
+        if type(module) is kind:
+            yield name, module
+
+
+def embeddings_of_all_nodes(model: nn.Module, num_nodes: int) -> Iterator[tuple[str, nn.Embedding]]:
+    """Yield the embeddings that have a row for every node, with their names."""
+    for name, embedding in _of_kind(model, nn.Embedding):
+        if embedding.num_embeddings == num_nodes:
+            yield name, embedding
+
+
+def _is_before(model: nn.Module, module: nn.Module, first: nn.Module, width: int) -> bool:
+    modules, inside = list(model.modules()), set(first.modules())
+    if module in inside or modules.index(module) < modules.index(first):
+        return module not in inside
+    norms = (nn.LayerNorm, nn.BatchNorm1d)
+    return not any(
+        width in parameter.shape
+        for other in modules
+        if other not in inside and not isinstance(other, norms)
+        for parameter in other.parameters(recurse=False)
+    )
 
 
 @final
@@ -198,8 +640,11 @@ class SplitModel:
 
     layer: SplittableConv
     """The first layer, of this part."""
-    runs: tuple[Columns, ...]
-    """This part's columns of the input."""
+    runs: tuple[tuple[Columns, ...], ...]
+    """(N_f,) by part: its columns of the input."""
+    features: list[Origin]
+    """The input rows that the loader provides: each feature, and the concatenation of all."""
+    provenance: InputProvenance
     cuts: Mapping[str, Cut]
     """By name of the parameter; under all its names."""
     stashed: tuple[str, ...]
@@ -218,7 +663,6 @@ def split_model(
     num_nodes: int,
     seed: int,
     sync: Sync,
-    provenance: InputProvenance,
 ) -> SplitModel:
     """Cut the first layer of ``model``, and the modules before it, to this rank's part; collective.
 
@@ -229,10 +673,10 @@ def split_model(
     """
     widths = _input_widths(model, store, num_nodes)
     name, layer = find_first_layer(model, sum(widths), sync)
-    first, runs = model.get_submodule(name), deal_out_concatenated(widths, group.size)
-    inputs = find_input_modules(
-        model, first, provenance, runs[group.part], store.moments, num_nodes=num_nodes, seed=seed
-    )
+    first, provenance = model.get_submodule(name), InputProvenance()
+    runs = deal_out_concatenated(widths, group.size)
+    own = runs[group.part]
+    inputs = find_input_modules(model, first, provenance, own, store.moments, num_nodes=num_nodes, seed=seed)
     dimensions: dict[nn.Module, Mapping[str, int]] = {first: layer.cut}
     dimensions |= {module: one.cut for module, one in inputs.items() if one.cut}
     cuts = _cuts(model, dimensions, runs)
@@ -243,12 +687,14 @@ def split_model(
         stashed += [names[module] + inner for inner in one.cut if one.stashed]
         compute_by(module, one.forward)
     for module, cut in dimensions.items():
-        cut_in_place(module, cut, runs[group.part])
+        cut_in_place(module, cut, own)
     if layer is not first:
         compute_by(first, _ByStages(first, layer).forward)
     return SplitModel(
         layer=layer,
-        runs=runs[group.part],
+        runs=runs,
+        features=possible_inputs(store.names, own),
+        provenance=provenance,
         cuts=cuts,
         stashed=tuple(stashed),
         shared=tuple(prefix + inner for inner in layer.shared),

@@ -32,10 +32,15 @@ from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen
 from dglx_dist.strategies.push_pull import cost as costs
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
-from dglx_dist.strategies.push_pull.input_layers import InputProvenance, embeddings_of_all_nodes
 from dglx_dist.strategies.push_pull.options import PushPullOptions, read_push_pull_options, smallest_group
-from dglx_dist.strategies.push_pull.pipeline import Pipeline, VersionLog
-from dglx_dist.strategies.push_pull.split_model import CutState, SplitModel, find_first_layer, split_model
+from dglx_dist.strategies.push_pull.pipeline import Pipeline, VersionLog, replicas_group
+from dglx_dist.strategies.push_pull.split_model import (
+    CutState,
+    SplitModel,
+    embeddings_of_all_nodes,
+    find_first_layer,
+    split_model,
+)
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -156,10 +161,8 @@ class InputGuard:
     Nothing is checked in a group of one rank, which holds all columns.
     """
 
-    def __init__(
-        self, module: nn.Module, split: SplitModel, provenance: InputProvenance, group: Group
-    ) -> None:
-        self._provenance, self._group, self._first = provenance, group, type(split.layer).__name__
+    def __init__(self, module: nn.Module, split: SplitModel, group: Group) -> None:
+        self._provenance, self._group, self._first = split.provenance, group, type(split.layer).__name__
         inside = set(split.layer.modules())
         self._names = {
             id(one): name
@@ -226,26 +229,19 @@ class PushPullModel(WrappedModel):
         session = g.session
         check_same_model(model, session, str(options), reduction)
         broadcast_state(model, session)
-        self._session, self._reduction = session, reduction
-        self._group, self._provenance = group, InputProvenance()
+        self._session, self._reduction, self._group = session, reduction, group
+        # Before the cut: where another rank fails meanwhile, the user's model stays whole.
+        replicas = replicas_group(session, group)
         split = split_model(
-            model,
-            store,
-            group,
-            num_nodes=g.num_nodes(),
-            seed=session.seed,
-            sync=options.sync,
-            provenance=self._provenance,
+            model, store, group, num_nodes=g.num_nodes(), seed=session.seed, sync=options.sync
         )
         self.module, self._cuts = model, split.cuts
         self._state = CutState(session, group, split.cuts)
         self._buffer_means = BufferMeans(self.module, session, reduction)
         self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
-        self._pipeline = Pipeline(
-            session, group, options, model, split, store.names, self._provenance, self._buffer_means
-        )
+        self._pipeline = Pipeline(session, group, replicas, options, model, split, self._buffer_means)
         split.layer.run_parts = self._pipeline
-        self._guard = InputGuard(self.module, split, self._provenance, group)
+        self._guard = InputGuard(self.module, split, group)
 
     @property
     def parts(self) -> Parts:

@@ -55,8 +55,8 @@ class GhostPairs(Work):
     def count(self, run: PlannedRun) -> Ghosts:
         if run.in_job:
             # Only rows that training needs, mostly in the first layer; intervals compute every node.
-            pairs = run.works[_EXCHANGING].pairs
-            return Ghosts(outside=pairs.outside[0], inside=pairs.inside[0], counted=False)
+            work = run.works[_EXCHANGING]
+            return Ghosts(outside=work.outside[0], inside=work.inside[0], counted=False)
         shard = run.partition.structure.shards[0]
         return count_ghosts(shard.indptr, shard.indices, run.partition.bounds, run.partition.topology)
 

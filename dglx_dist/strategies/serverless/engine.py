@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple, final
+from typing import final
 
 import numpy as np
 
@@ -21,7 +19,7 @@ from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.data.json_fields import printable
 from dglx_dist.errors import PeerError
-from dglx_dist.records import Array
+from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.cost import Bill, Counts, bill, dollars
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.parameter_service import ParameterClient, ParameterService, what_misses
@@ -90,18 +88,6 @@ _MOST_KERNELS, _LONGEST_KERNELS = 16, 400
 _PEER_CHECK_S = 5.0
 
 
-class EpochTotals(NamedTuple):
-    """Totals of one epoch over all ranks; equal on all."""
-
-    epoch: int
-    loss_sum: float
-    """Over all training nodes; not divided."""
-    correct: int
-    """Training nodes whose largest output is at their label."""
-    seconds: float
-    """Between the weight updates before and after the epoch, on the slowest rank. Epochs may overlap."""
-
-
 _RUN_NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: itertools.count(1))
 
 
@@ -134,21 +120,10 @@ class Engine:
             first_epoch=first_epoch,
         )
         self._server = server = GraphServer(
-            part,
-            program,
-            fused=options.fusion,
-            rematerialise=options.rematerialise,
-            run=next(_RUN_NUMBERS.of(session)),
-            seed=session.seed,
+            part, program, options, run=next(_RUN_NUMBERS.of(session)), seed=session.seed
         )
         self.progress = Progress(
-            server.schedule,
-            part.num_intervals,
-            options,
-            self._peers,
-            program.num_train,
-            first_epoch,
-            synchronous_from,
+            program, options, part.num_intervals, self._peers, first_epoch, synchronous_from
         )
         self._updated_at = {first_epoch: time.perf_counter()}
         self._show: Callable[[], None] = lambda: None
@@ -158,8 +133,6 @@ class Engine:
         self.epoch = first_epoch
         """The next epoch; all intervals have completed the one before it."""
         self._parameter_server = ParameterServer(plan, rank, weights, update) if rank < num_servers else None
-        # This rank's share of the cores of its machine, at least 1.
-        cores = len(os.sched_getaffinity(0)) // Counter(session.hosts)[session.hosts[rank]]
         with ExitStack() as undo:
             handlers = self._answer_workers(undo)
             self.parameters = ParameterClient(rpc, plan, self._updated)
@@ -171,26 +144,20 @@ class Engine:
                 undo.callback(service.close)
             self.workers = WorkerPool(session, program, plan, options, handlers)
             undo.callback(self.workers.close)
-            self.scheduler = ThreadScheduler(
-                rpc,
-                server,
-                self.progress,
-                self.workers,
-                session.timeline,
-                threads=options.threads or max(1, cores),
-                early=options.mode != "no_pipe",
-            )
+            self.scheduler = ThreadScheduler(session, server, self.progress, self.workers)
             undo.callback(self.scheduler.close)
             self.workers.controller.watch(lambda: self.scheduler.queue_length)
             barrier(session, "making the engines of all graph servers")
             self.abandon = undo.pop_all().close
             """Releases everything after a failure, without waiting for other ranks."""
 
-    def run(self, epochs: int, show: Callable[[], None] = lambda: None) -> list[EpochTotals]:
+    def run(self, epochs: int, show: Callable[[], None] = lambda: None) -> list[EpochRecord]:
         """Train ``epochs`` more epochs; no rank has work in flight afterwards. Collective.
 
-        Calls ``show`` every half a second. Raises PeerError, naming who is missing, if a rank is dead or
-        there was no progress for the session's time-out; or if a task failed in all allowed attempts.
+        The records are of all ranks, without bytes. An epoch takes the time between the weight updates before
+        and after it, on the slowest rank; epochs may overlap. Calls ``show`` every half a second. Raises
+        PeerError, naming who is missing, if a rank is dead or there was no progress for the session's
+        time-out; or if a task failed in all allowed attempts.
         """
         first, end = self.epoch, self.epoch + epochs
         self._updated_at, self._show = {first: time.perf_counter()}, show
@@ -204,8 +171,23 @@ class Engine:
             for epoch in range(first, end)
         ]
         per_rank = gather_numbers(np.array(local), self._session).reshape(-1, epochs, 3)
+        num_train = self._server.program.num_train
         return [
-            EpochTotals(epoch, math.fsum(losses), int(correct.sum()), float(seconds.max()))
+            EpochRecord(
+                epoch=epoch,
+                loss=math.fsum(losses) / num_train,
+                train_accuracy=int(correct.sum()) / num_train,
+                val_accuracy=None,
+                seconds=float(seconds.max()),
+                num_samples=num_train,
+                sample_s=0.0,
+                fetch_s=0.0,
+                wait_s=0.0,
+                compute_s=float(seconds.max()),
+                exchange_s=0.0,
+                bytes_inside=0,
+                bytes_outside=0,
+            )
             for epoch, (losses, correct, seconds) in enumerate(per_rank.transpose(1, 2, 0), first)
         ]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -59,7 +60,6 @@ class LocalGraph:
 
     @property
     def own_ids(self) -> Array:
-        """(n,) int64 global ids of the own nodes."""
         return np.arange(self.starts[self.rank], self.starts[self.rank + 1], dtype=np.int64)
 
     @property
@@ -140,74 +140,55 @@ class Part:
     graph: LocalGraph
     bounds: Array
     """(k + 1,) int64 local ids: interval i has the nodes ``bounds[i]:bounds[i + 1]``."""
-    first_interval: int
-    """Global number of this server's interval 0."""
     interval_sizes: Array
     """(W k,) nodes of each interval of all graph servers."""
     boundary: Sequence[Array]
     """Per peer (b,) int32: own nodes that are ghosts of the peer, ascending; see :class:`LocalGraph`."""
-    boundary_bounds: Sequence[Array]
-    """Per peer (k + 1,) int64: those of interval i are ``boundary[peer][bounds[i]:bounds[i + 1]]``."""
-    returned: Sequence[Sequence[Array]]
-    """Per peer and interval (g,) int32: positions, among this server's ghosts that are the peer's, of those
-    whose gradients the interval sends back."""
     features: Array
     """(n + m, F) of the program's dtype: own rows, then ghosts."""
     labels: Array
     """(n,) int32, -1 for nodes that are not trained on."""
-    fixed: Mapping[str, Array] = field(default_factory=dict)
+    fixed: Mapping[str, Array]
     """Fixed edge weights by name ("fixed:0"), (E, 1) of the program's dtype."""
+
+    @cached_property
+    def boundary_bounds(self) -> list[Array]:
+        """Per peer (k + 1,) int64: those of interval i are ``boundary[peer][bounds[i]:bounds[i + 1]]``."""
+        return [np.searchsorted(nodes, self.bounds) for nodes in self.boundary]
+
+    @cached_property
+    def returned(self) -> list[list[Array]]:
+        """Per peer and interval (g,) int32: positions, among this server's ghosts that are the peer's, of
+        those whose gradients the interval sends back.
+
+        A ghost's gradient is sent by its home: the highest interval with an edge from it. In the order of the
+        layers and intervals, all others have computed their contributions by then.
+        """
+        graph, found = self.graph, []
+        # Out-edges are in the order of their targets, so the last one of a ghost has the highest.
+        highest = graph.out_targets[graph.out_indptr[graph.num_own + 1 :] - 1]
+        home = np.searchsorted(self.bounds, highest, side="right") - 1
+        for peer in range(graph.num_servers):
+            of_peer = home[graph.ghost_starts[peer] : graph.ghost_starts[peer + 1]]
+            order = np.argsort(of_peer, kind="stable").astype(np.int32)
+            found.append(np.split(order, np.searchsorted(of_peer[order], np.arange(1, self.num_intervals))))
+        return found
+
+    @property
+    def first_interval(self) -> int:
+        """Global number of this server's interval 0."""
+        return self.graph.rank * self.num_intervals
 
     @property
     def num_intervals(self) -> int:
         return len(self.bounds) - 1
 
     def nodes_of(self, interval: int) -> slice:
-        """Return the local ids of the nodes of ``interval``."""
         return slice(int(self.bounds[interval]), int(self.bounds[interval + 1]))
 
     def edges_of(self, interval: int) -> slice:
-        """Return the positions of the in-edges of ``interval``."""
         nodes = self.nodes_of(interval)
         return slice(int(self.graph.indptr[nodes.start]), int(self.graph.indptr[nodes.stop]))
-
-
-def part_of(
-    graph: LocalGraph,
-    boundary: Sequence[Array],
-    bounds: Array,
-    *,
-    interval_sizes: Array,
-    features: Array,
-    labels: Array,
-    fixed: Mapping[str, Array],
-) -> Part:
-    """Return the part of ``graph`` in the intervals ``bounds``; the other arguments as in :class:`Part`.
-
-    A ghost's gradient is sent by its home: the highest interval with an edge from it. In the order of the
-    layers and intervals, all others have computed their contributions by then.
-    """
-    # Out-edges are in the order of their targets, so the last one of a ghost has the highest.
-    highest = graph.out_targets[graph.out_indptr[graph.num_own + 1 :] - 1]
-    home = np.searchsorted(bounds, highest, side="right") - 1
-    returned = []
-    for peer in range(graph.num_servers):
-        of_peer = home[graph.ghost_starts[peer] : graph.ghost_starts[peer + 1]]
-        order = np.argsort(of_peer, kind="stable").astype(np.int32)
-        cuts = np.searchsorted(of_peer[order], np.arange(1, len(bounds) - 1))
-        returned.append(np.split(order, cuts))
-    return Part(
-        graph=graph,
-        bounds=bounds,
-        first_interval=graph.rank * (len(bounds) - 1),
-        interval_sizes=interval_sizes,
-        boundary=boundary,
-        boundary_bounds=[np.searchsorted(nodes, bounds) for nodes in boundary],
-        returned=returned,
-        features=features,
-        labels=labels,
-        fixed=fixed,
-    )
 
 
 def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
@@ -329,10 +310,10 @@ def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, 
     def read() -> Part:
         _check_in_edges(graph, chain.want_in_edges)
         own = graph.own_ids
-        return part_of(
-            graph,
-            boundary,
-            bounds,
+        return Part(
+            graph=graph,
+            boundary=boundary,
+            bounds=bounds,
             interval_sizes=sizes,
             features=read_features(g, graph, objective.feature, program.dtype),
             labels=_labels(g, own, objective.label, targets, program.classes),

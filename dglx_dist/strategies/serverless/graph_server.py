@@ -57,6 +57,7 @@ from dglx_dist.serverless.tasks import (
     take_half,
 )
 from dglx_dist.strategies.serverless.graph_partition import Part
+from dglx_dist.strategies.serverless.options import LambdaOptions
 
 _AHEAD = 8
 """Rows are prefetched this many edges ahead, because sources are scattered in memory."""
@@ -333,14 +334,13 @@ class GraphServer:
         self,
         part: Part,
         program: Program,
+        options: LambdaOptions,
         *,
-        fused: bool = True,
-        rematerialise: bool = True,
         run: int = 0,
         seed: int = 0,
     ) -> None:
-        self.part, self.program, self.run, self._seed = part, program, run, seed
-        self.schedule = epoch_schedule(program, fused)
+        self.part, self.program, self.options, self.run, self._seed = part, program, options, run, seed
+        self.schedule = epoch_schedule(program, options.fusion)
         """The tasks of each epoch."""
         self._rows = {**part.fixed, FEATURES: part.features}
         """The latest rows: slot of nodes -> (n, width), or (n + m, width) if ghosts have rows; slot of edges,
@@ -361,7 +361,7 @@ class GraphServer:
         self._statistics: dict[int, dict[int, Array]] = {}
         self._lock = threading.Lock()
         self.works = {
-            (task.step, task.direction): Work(program, task.step, task.direction, rematerialise)
+            (task.step, task.direction): Work(program, task.step, task.direction, options.rematerialise)
             for task in self.schedule
             if task.kind is TaskKind.WORK
         }
@@ -373,19 +373,15 @@ class GraphServer:
         graph, program = self.part.graph, self.program
         scattered = {name for step in program.steps if isinstance(step, Scatter) for name in step.slots}
         for index, step in enumerate(program.steps):
+            source = (
+                step.source if isinstance(step, Gather) else step.sources if isinstance(step, Edge) else ""
+            )
             for slot in outputs_of(step):
-                length = graph.num_own
-                if slot.name in program.edge_slots:
-                    length = len(graph.sources)
-                elif slot.name in scattered or drops_features(step):
-                    length = graph.num_local
-                self._rows[slot.name] = self._zeros(length, slot.name)
-            if isinstance(step, Gather | Edge):
-                is_gather, output = isinstance(step, Gather), step.output.name
-                source = step.source if isinstance(step, Gather) else step.sources
-                if {source, output} <= program.trained:
-                    length = graph.num_own if is_gather else len(graph.sources)
-                    self._published[source, index] = self._zeros(length, output)
+                length = len(graph.sources) if slot.name in program.edge_slots else graph.num_own
+                has_ghosts = slot.name in scattered or drops_features(step)
+                self._rows[slot.name] = self._zeros(graph.num_local if has_ghosts else length, slot.name)
+                if {source, slot.name} <= program.trained:
+                    self._published[source, index] = self._zeros(length, slot.name)
         for name in scattered & program.trained:
             for peer, nodes in enumerate(self.part.boundary):
                 self._received[name, peer] = self._zeros(len(nodes), name)
@@ -398,11 +394,9 @@ class GraphServer:
         return self.part.graph.rank
 
     def key_of(self, interval: int, epoch: int, task: ScheduledTask) -> TaskKey:
-        """Return the key of a WORK task of own interval ``interval``."""
         return TaskKey(epoch, task.step, self.part.first_interval + interval, task.direction, self.run)
 
     def rows_of(self, interval: int) -> int:
-        """Return the number of nodes of own interval ``interval``."""
         nodes = self.part.nodes_of(interval)
         return nodes.stop - nodes.start
 
@@ -584,7 +578,6 @@ class GraphServer:
             output[ghosts] = self._dropped(step, epoch, graph.ghosts[share], source[ghosts])
 
     def _rows_of_slot(self, interval: int, slot: str) -> tuple[slice, Array]:
-        """Return the positions of an interval's rows of ``slot``, and the ids of its nodes or edges."""
         of_edges, graph = slot in self.program.edge_slots, self.part.graph
         where = self.part.edges_of(interval) if of_edges else self.part.nodes_of(interval)
         first = graph.first_edge if of_edges else int(graph.starts[graph.rank])

@@ -5,6 +5,7 @@ The oldest work goes first. Graph servers exchange ghost rows, progress and accu
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ import numpy as np
 
 from dglx_dist.comm.endpoints import ClientAccess, open_client_access
 from dglx_dist.comm.rendezvous import link_speed
-from dglx_dist.comm.rpc import Handler, Rpc
+from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, WAIT, WORKER, Span, Timeline
 from dglx_dist.errors import ConfigError, DglxError
@@ -32,7 +33,13 @@ from dglx_dist.serverless.parameter_server import ParameterPlan
 from dglx_dist.serverless.parameter_service import pair_name, parse_pair
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.tasks import MAX_TIMEOUT_S, Address, Direction, Secrets, Task, TaskKey, TaskOptions
-from dglx_dist.strategies.serverless.graph_server import Barrier, GraphServer, ScheduledTask, TaskKind
+from dglx_dist.strategies.serverless.graph_server import (
+    Barrier,
+    GraphServer,
+    ScheduledTask,
+    TaskKind,
+    epoch_schedule,
+)
 from dglx_dist.strategies.serverless.options import LambdaOptions
 
 
@@ -45,23 +52,21 @@ class Progress:
     further, so the first epoch that no interval can have begun is e + S + 1. It does not begin before the sum
     is known, because graph servers would otherwise begin it in different modes.
 
-    Args:
-        first_epoch: Always synchronous, because no stale values exist yet.
-        num_train: Training nodes of all graph servers.
+    ``first_epoch`` is always synchronous, because no stale values exist yet.
     """
 
     def __init__(
         self,
-        schedule: Sequence[ScheduledTask],
-        num_intervals: int,
+        program: Program,
         options: LambdaOptions,
+        num_intervals: int,
         peers: Sequence[int],
-        num_train: int,
         first_epoch: int = 0,
         synchronous_from: int | None = None,
     ) -> None:
-        self._schedule, self._options, self._num_train = tuple(schedule), options, num_train
-        self.floor = start = first_epoch * len(schedule)
+        self._options, self._num_train = options, program.num_train
+        self._schedule = epoch_schedule(program, options.fusion)
+        self.floor = start = first_epoch * len(self._schedule)
         """The least position."""
         self.position = [start] * num_intervals
         """Positions of the next or running task of each interval."""
@@ -96,12 +101,10 @@ class Progress:
         return not self._may_switch or epoch - self._options.staleness - 1 < self._undecided
 
     def task_of(self, interval: int) -> tuple[int, ScheduledTask]:
-        """Return the epoch of ``interval`` and its next or running task."""
         epoch, index = divmod(self.position[interval], len(self._schedule))
         return epoch, self._schedule[index]
 
     def can_start(self, interval: int) -> bool:
-        """True if ``interval`` may start its next task now."""
         position = self.position[interval]
         epoch, index = divmod(position, len(self._schedule))
         if interval in self.running or epoch >= self.end:
@@ -118,11 +121,9 @@ class Progress:
         return barrier is not Barrier.GLOBAL or not self.behind(position)
 
     def startable(self) -> list[int]:
-        """Return all intervals that can start their next task."""
         return [interval for interval in range(len(self.position)) if self.can_start(interval)]
 
     def behind(self, position: int) -> list[int]:
-        """Return the peers that have not reported ``position`` yet."""
         return [peer for peer, floor in self._peer_positions.items() if floor < position]
 
     def waited_for(self) -> list[int]:
@@ -136,7 +137,6 @@ class Progress:
         return self.behind(self.floor) if waits else []
 
     def start(self, interval: int) -> tuple[int, ScheduledTask]:
-        """Mark the next task of ``interval`` as running; return its epoch and the task."""
         assert self.can_start(interval), f"interval {interval} cannot start"
         self.running.add(interval)
         return self.task_of(interval)
@@ -166,7 +166,6 @@ class Progress:
         return at_barrier or is_counted, epoch if is_counted else None
 
     def record_position(self, peer: int, position: int) -> None:
-        """Record that all intervals of ``peer`` reached ``position``."""
         if peer not in self._peer_positions:
             raise ConfigError(f"graph server {peer} is not one of the peers {sorted(self._peer_positions)}")
         self._peer_positions[peer] = max(self._peer_positions[peer], position)
@@ -273,8 +272,6 @@ def check_reachable(host: str, *, paid: bool) -> None:
 
 
 def addresses_of(access: ClientAccess) -> tuple[dict[int, Address], Secrets]:
-    """Return the address of each rank, and the credentials of workers."""
-
     def text(key: bytes | None) -> str | None:
         return None if key is None else key.decode()
 
@@ -325,29 +322,24 @@ _Queue: TypeAlias = PriorityQueue[tuple[int, int, Callable[[], None] | None]]
 
 @final
 class ThreadScheduler:
-    """Runs the epochs of one graph server on compute threads, one per core, and network threads.
+    """Runs the epochs of one graph server on compute threads, one per core, and network threads. Thread-safe.
 
     Graph server r is rank r. Every rank constructs its scheduler before any rank runs, and closes it after
-    all have stopped sending. ``early``: whether a worker is launched when the task before its own starts, to
-    hide its start-up.
+    all have stopped sending. Unless the mode is no_pipe, a worker is launched when the task before its own
+    starts, to hide its start-up.
     """
 
     def __init__(
-        self,
-        rpc: Rpc,
-        server: GraphServer,
-        progress: Progress,
-        workers: WorkerPool,
-        timeline: Timeline,
-        *,
-        threads: int,
-        early: bool = True,
+        self, session: Session, server: GraphServer, progress: Progress, workers: WorkerPool
     ) -> None:
-        self._rpc, self._server, self._progress, self._workers = rpc, server, progress, workers
-        self._timeline, self._num_threads = timeline, threads
+        self._server, self._progress, self._workers = server, progress, workers
+        self._rpc, self._timeline = session.rpc, session.timeline
+        # This rank's share of the cores of its machine, at least 1.
+        cores = len(os.sched_getaffinity(0)) // Counter(session.hosts)[session.hosts[server.rank]]
+        self._num_threads = server.options.threads or max(1, cores)
         self._early: dict[ScheduledTask, ScheduledTask] = {
             before: task
-            for before, task in pairwise(server.schedule if early else ())
+            for before, task in pairwise(server.schedule if server.options.mode != "no_pipe" else ())
             if task.kind is TaskKind.WORK
             and task.barrier is Barrier.NONE
             and before.kind is not TaskKind.WORK
@@ -363,7 +355,7 @@ class ThreadScheduler:
             REACHED: self._receive_position,
         }
         for op, handler in self._handlers.items():
-            rpc.register(op, handler)
+            self._rpc.register(op, handler)
 
     def close(self) -> None:
         for op in self._handlers:
@@ -417,20 +409,17 @@ class ThreadScheduler:
                 thread.join(None if self._failure is None else _JOIN_TIMEOUT_S)
 
     def weights_updated(self, updates: int) -> None:
-        """Record that the parameter servers made ``updates`` updates; thread-safe."""
         with self._lock:
             self._progress.updates = max(self._progress.updates, updates)
             self._enqueue_all()
 
     def task_done(self, key: TaskKey, attempt: int) -> None:
-        """Record that a worker completed a task; thread-safe."""
         # First: until the controller knows, it would count the loss of another attempt as one of the task.
         self.duplicate_done(key, attempt)
         with self._lock:
             self._finish(key.interval - self._server.part.first_interval)
 
     def duplicate_done(self, key: TaskKey, attempt: int) -> None:
-        """Record that a worker finished an attempt of a task; thread-safe."""
         try:
             self._workers.done(key, attempt)
         except DglxError as error:

@@ -23,7 +23,6 @@ from dglx_dist.comm.collectives import (
     run_on_all_ranks,
     sum_over_ranks,
 )
-from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import Items, LoaderTimes, read_items
 from dglx_dist.errors import CheckpointError, ConfigError
@@ -36,13 +35,7 @@ from dglx_dist.serverless.parameter_server import Scheme, Update, initialise
 from dglx_dist.serverless.stages.base import Backward, Forward
 from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel, check_one_type
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
-from dglx_dist.strategies.serverless.engine import (
-    Account,
-    Engine,
-    EpochTotals,
-    account_of_ranks,
-    progress_line,
-)
+from dglx_dist.strategies.serverless.engine import Account, Engine, account_of_ranks, progress_line
 from dglx_dist.strategies.serverless.graph_partition import open_part
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
 from dglx_dist.strategies.serverless.options import LambdaOptions
@@ -83,7 +76,6 @@ class IntervalLoader:
         return LoaderTimes()
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position as JSON values, in the format of other loaders."""
         return {"epoch": self._epoch, "step": 0, "seed": self.g.session.seed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -169,7 +161,14 @@ def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequenc
 
 def _settings(optimizer: Optimizer, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Array]]:
     # Parameter groups, and the state by "<weight>/<torch's key>".
-    name_of = _names(optimizer, model)
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in name_of:
+                raise ConfigError(
+                    f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
+                    "is not one of the model's; make the optimizer from model.parameters()"
+                )
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         # A frozen parameter gets no gradient from torch, which then leaves it as it is, decay included.
@@ -183,18 +182,6 @@ def _settings(optimizer: Optimizer, model: nn.Module) -> tuple[list[dict[str, An
         if isinstance(value, Tensor)
     }
     return groups, state
-
-
-def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
-    named = {id(parameter): name for name, parameter in model.named_parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in named:
-                raise ConfigError(
-                    f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
-                    "is not one of the model's; make the optimizer from model.parameters()"
-                )
-    return named
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
@@ -227,11 +214,10 @@ def write_back(
     with torch.no_grad():
         for name, weight in weights.items():
             parameter_of[name].copy_(torch.tensor(weight))
-    known = set(_names(optimizer, model).values())
     for path, value in state.items():
         name, _, key = path.rpartition("/")
-        if name not in known:
-            raise ConfigError(f"the state {path!r} belongs to no parameter of the optimizer: {sorted(known)}")
+        if name not in parameter_of:
+            raise ConfigError(f"the state {path!r} belongs to no parameter: {sorted(parameter_of)}")
         parameter = parameter_of[name]
         # torch keeps step counts on the CPU, and all else where the parameter is.
         device = "cpu" if key == "step" else parameter.device
@@ -271,8 +257,8 @@ class LambdaTrainer(EpochTrainer):
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self._options, self._show = options, show
         self._session = loader.g.session
-        targets, self._num_train = loader.own_targets()
-        self._program = replace(chain.program, num_train=self._num_train)
+        targets, num_train = loader.own_targets()
+        self._program = replace(chain.program, num_train=num_train)
         self._names = list(self._program.weight_shapes)
         run_on_all_ranks(self._session, lambda: update_of(optimizer, model, self._names), ConfigError)
         self._part = open_part(loader.g, chain, objective, targets, options.intervals)
@@ -291,7 +277,7 @@ class LambdaTrainer(EpochTrainer):
             if self._show is not None:
                 self._show(progress_line(engine, self._options, account))
 
-        totals = engine.run(number, show)
+        records = engine.run(number, show)
         write_back(self._model, self._optimizer, engine.parameters.latest(), engine.parameters.state())
         self._past += Account(server_seconds=time.perf_counter() - began)
         self._last_fingerprint = fingerprint(self._model, self._optimizer)
@@ -299,7 +285,15 @@ class LambdaTrainer(EpochTrainer):
         if self._synchronous_from is None:
             self._synchronous_from = engine.progress.synchronous_from
         self._compare_kernels(sorted(engine.kernels.copy()))
-        return self._records(totals, self._session.ledger.since(counted))
+        # Overlapping epochs share the bytes evenly: in the end all have moved the same.
+        moved = self._session.ledger.since(counted)
+        local = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
+        both = gather_int64(local, self._session).sum(axis=0)
+        ends = np.arange(number + 1)[:, None] * both // number
+        return [
+            replace(one, bytes_inside=int(inside), bytes_outside=int(outside))
+            for one, (inside, outside) in zip(records, np.diff(ends, axis=0), strict=True)
+        ]
 
     def close(self, *, failed: bool = False) -> None:
         if (engine := self._engine) is not None:
@@ -355,30 +349,6 @@ class LambdaTrainer(EpochTrainer):
                 " | ".join(sorted(kinds)),
             )
         self._warned = self._warned or len(kinds) > 1
-
-    def _records(self, totals: Sequence[EpochTotals], moved: Sequence[LedgerRow]) -> list[EpochRecord]:
-        # Overlapping epochs share the bytes evenly: in the end all have moved the same.
-        local = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
-        both = gather_int64(local, self._session).sum(axis=0)
-        ends = np.arange(len(totals) + 1)[:, None] * both // len(totals)
-        return [
-            EpochRecord(
-                epoch=one.epoch,
-                loss=one.loss_sum / self._num_train,
-                train_accuracy=one.correct / self._num_train,
-                val_accuracy=None,
-                seconds=one.seconds,
-                num_samples=self._num_train,
-                sample_s=0.0,
-                fetch_s=0.0,
-                wait_s=0.0,
-                compute_s=one.seconds,
-                exchange_s=0.0,
-                bytes_inside=int(inside),
-                bytes_outside=int(outside),
-            )
-            for one, (inside, outside) in zip(totals, np.diff(ends, axis=0), strict=True)
-        ]
 
 
 @final

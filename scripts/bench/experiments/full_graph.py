@@ -25,14 +25,7 @@ from dglx_dist.strategies.full_graph.expansion import compose
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 from scripts.bench import data
-from scripts.bench.experiments.common import (
-    GIGABIT,
-    builds,
-    clustered,
-    predicted_time,
-    quotient,
-    trained,
-)
+from scripts.bench.experiments.common import GIGABIT, builds, clustered, predicted_time, quotient, trained
 from scripts.bench.peers.data import launch_of, launched
 from scripts.bench.records import (
     KAPPA,
@@ -314,15 +307,15 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
         sizes = [[sizes_of(made, topology.world_size) for made in step] for step in steps]
         return full_work_of(np.array(sizes), topology)
 
-    pairs = work(exchanging).pairs
+    pairs = work(exchanging).outside
     row = setting.features * shape.itemsize
     preloaded = work(preloading).external_rows * (_ID_BYTES + row)
     gradients = gradient_bytes(shape, topology)
     sums = {"gradients": gradients}
-    plain, kept = (exchanged_bytes(pairs.outside, shape, use_pp=use_pp) for use_pp in (False, True))
+    plain, kept = (exchanged_bytes(pairs, shape, use_pp=use_pp) for use_pp in (False, True))
     return Counted(
         folder=folder,
-        pairs=tuple(pairs.outside),
+        pairs=pairs,
         expansion=[
             round(1 + preloading[0][of[0]].external_nodes / max(int(size), 1), 3)
             for of, size in zip(ranks, np.diff(bounds), strict=True)
@@ -337,7 +330,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
             **dict.fromkeys((PRELOAD, PRELOAD_PP, EAS), sums),
             COOPERATIVE: {"gradients": BATCHES * gradients},
         },
-        once={BASE: 0, BASE_PP: pairs.outside[0] * row, **dict.fromkeys((PRELOAD, PRELOAD_PP), preloaded)},
+        once={BASE: 0, BASE_PP: pairs[0] * row, **dict.fromkeys((PRELOAD, PRELOAD_PP), preloaded)},
         co_batch_features=work(steps[COOPERATIVE]).external_rows * (_ID_BYTES + row),
     )
 

@@ -94,11 +94,7 @@ COMPARISONS: Mapping[str, Comparison] = {
         nodes=200_000,
         features=4,
         training={"embedding": 64, "hidden": 64, "fanouts": (10, 5)},
-        variants=(
-            *_BOTH,
-            ("dense under DDP", "dense", {}),
-            *_BOTH_SLOW,
-        ),
+        variants=(*_BOTH, ("dense under DDP", "dense", {}), *_BOTH_SLOW),
         ratios=(
             _time(_OURS_OVER_STOCK, "ours", "stock", 0.41),
             _time("time, ours over dense", "ours", "dense under DDP", 0.31),

@@ -16,7 +16,7 @@ from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from dglx_dist.strategies.cost import Survey
 from dglx_dist.strategies.data_parallel import row_bytes
-from dglx_dist.strategies.push_pull.cost import break_even_width, column_bytes
+from dglx_dist.strategies.push_pull.cost import column_bytes, structure_bytes
 from scripts.bench import data
 from scripts.bench.data import survey
 from scripts.bench.experiments.common import GIGABIT, builds, bytes_quotient, clustered, quotient, trained
@@ -312,14 +312,24 @@ def plan_of(plan: BenchPlan, size: Size, cases: Sequence[Case], compared: Sequen
             "remote share of input rows": by_blocks(lambda one: one.remote_rows / max(one.input_rows, 1)),
             "break-even width, by the formula": {
                 f"{cut}, {servers} servers": {
-                    "structure pushed": round(break_even_width(one), 1),
-                    "no structure": round(break_even_width(one, pushed=False), 1),
+                    "structure pushed": round(break_even_width(one, structure_bytes(one)), 1),
+                    "no structure": round(break_even_width(one, 0), 1),
                 }
                 for (cut, servers), one in first.items()
             },
             PREDICTED_BYTES: phases,
         },
     )
+
+
+def break_even_width(found: Survey, structure: int) -> float:
+    """Return the hidden width at which push-pull moves as much as data parallelism; on 2 or more ranks.
+
+    From feature rows, the bytes of ``structure`` that each rank is sent by every other, and sums alone;
+    gradients and what both move are left out. See docs/strategies/push_pull.md, "When it pays".
+    """
+    others = found.ranks - 1
+    return (found.feature_bytes - others * structure) / (2 * others * found.first_targets * 4)
 
 
 def graph_of(plan: BenchPlan, size: Size, features: int) -> SyntheticConfig:

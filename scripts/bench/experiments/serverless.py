@@ -20,15 +20,7 @@ from dglx_dist.serverless.cost import prices
 from dglx_dist.strategies.serverless.cost import serverless_bytes
 from scripts.bench import data
 from scripts.bench.experiments.common import bytes_quotient, clustered, quotient
-from scripts.bench.records import (
-    PREDICTED_BYTES,
-    BenchPlan,
-    ExperimentPlan,
-    Job,
-    Ratio,
-    Shape,
-    Variant,
-)
+from scripts.bench.records import PREDICTED_BYTES, BenchPlan, ExperimentPlan, Job, Ratio, Shape, Variant
 
 SERVERS = 2
 CUT = PartitionPlan(num_parts=SERVERS, method="metis")
@@ -158,10 +150,7 @@ def _y3(plan: BenchPlan, size: Size) -> ExperimentPlan:
         Case(name=name, options={**slow, "mode": mode}, params=params)
         for name, mode in (("no-pipe", "no_pipe"), ("pipe", "pipe"))
     ]
-    ratios = [
-        quotient(over="no-pipe", under="pipe", low=1.5),
-        _bytes("no-pipe", "pipe", 1.0, 0.001),
-    ]
+    ratios = [quotient(over="no-pipe", under="pipe", low=1.5), _bytes("no-pipe", "pipe", 1.0, 0.001)]
     return plan_of(plan, size, cases, ratios)
 
 

@@ -54,11 +54,11 @@ def main(argv: list[str]) -> None:
 def digest_of(run: Path) -> str:
     """Return digests of the checkpoint's tensors, the losses of all epochs, and the bytes of all epochs."""
     weights = hashlib.sha256()
-    for index in sorted((run / "checkpoints").rglob("tensors.json")):
+    for state in sorted((run / "checkpoints").glob("*/state.json")):
         # By name: which rank writes a tensor is no result.
-        for piece in sorted(json.loads(index.read_text())["pieces"], key=lambda one: str(one["name"])):
-            raw = (index.parent / piece["file"]).read_bytes()[piece["first_byte"] :][: piece["num_bytes"]]
-            weights.update(piece["name"].encode() + raw)
+        for name, saved in sorted(json.loads(state.read_text())["tensors"].items()):
+            raw = (state.parent / saved["file"]).read_bytes()[saved["first_byte"] :][: saved["num_bytes"]]
+            weights.update(name.encode() + raw)
     epochs = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [epoch["loss"] for epoch in epochs]
     counted = [[epoch["bytes_inside"], epoch["bytes_outside"]] for epoch in epochs]

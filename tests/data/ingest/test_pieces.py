@@ -1,4 +1,4 @@
-"""The parts that ingesting is made of: rows by position, buckets of ids, sorted edges, random splits."""
+"""The parts that ingesting is made of: rows by position, buckets of ids, sorted edges, splits, transforms."""
 
 import tracemalloc
 from collections import Counter
@@ -10,11 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from dglx_dist.data.ingest.config import FileSet
-from dglx_dist.data.ingest.external_memory import IdMap, Scatter, Spill, append_ids, read_ids
+from dglx_dist.data.ingest.config import FeatureSpec, FileSet
+from dglx_dist.data.ingest.external_memory import IdMap, Scatter, Spill
+from dglx_dist.data.ingest.features import join_settings, make_transforms
 from dglx_dist.data.ingest.graph import sort_edges
 from dglx_dist.data.ingest.tables import Table, numbers_of_text
 from dglx_dist.data.ingest.tensors import NO_SPLIT, Labels, draw_split_codes
+from dglx_dist.data.tables import Column
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.records import Array
 
@@ -41,7 +43,7 @@ def test_what_repeats_in_a_table_is_read_a_few_rows_at_a_time(tmp_path: Path) ->
     for names_read in (["x"], ["name"], ["x", "name"]):
         pieces = list(table.pieces(names_read))
         assert sum(piece.num_rows for piece in pieces) == 5000
-        assert max(sum(one.nbytes for one in piece.columns.values()) for piece in pieces) <= 1 << 16
+        assert max(sum(one.values.nbytes for one in piece.columns.values()) for piece in pieces) <= 1 << 16
     assert path.stat().st_size < 1 << 17
 
 
@@ -59,7 +61,7 @@ def test_one_id_in_all_rows_is_found_without_holding_them(tmp_path: Path) -> Non
     table = Table(FileSet(paths=(path,), format="csv"), 1 << 16)
     ids = IdMap(tmp_path / "map", 40_000, is_text=True, id_bytes=4 * 40_000, memory=1 << 16)
     for piece in table.pieces(["id"]):
-        ids.add(piece.columns["id"].cast(pa.large_string()), piece.row)
+        ids.add(piece.columns["id"].values.cast(pa.large_string()), piece.row)
     tracemalloc.start()
     with pytest.raises(
         DatasetError, match=r"n.csv: column 'id', row 1: node id 'same' occurs already in row 0"
@@ -68,17 +70,6 @@ def test_one_id_in_all_rows_is_found_without_holding_them(tmp_path: Path) -> Non
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 40_000 * 16
-
-
-@pytest.mark.parametrize("ids", [pa.array([3, 1, 2]), pa.array(["é", "", "long text"], pa.large_string())])
-def test_records_of_ids_are_read_as_they_were_appended(tmp_path: Path, ids: pa.Array) -> None:
-    for first in (0, 3):
-        append_ids(tmp_path, np.array([1, 0, 1]), np.arange(first, first + 3), ids)
-    ((numbers, found),) = read_ids(tmp_path / "1", None)
-    assert numbers.tolist() == [0, 2, 3, 5]
-    assert found.to_pylist() == [ids[i].as_py() for i in (0, 2, 0, 2)]
-    assert [piece[0].tolist() for piece in read_ids(tmp_path / "0", 1)] == [[1], [4]]
-    assert list(read_ids(tmp_path / "9", None)) == []
 
 
 @pytest.mark.parametrize("is_text", [True, False])
@@ -190,36 +181,129 @@ def test_a_draw_has_exact_shares_and_does_not_depend_on_the_pieces() -> None:
 )
 def test_labels_become_numbers(values: list[object], codes: list[int], classes: int) -> None:
     labels = Labels("y", is_regression=False)
-    array = pa.array(values)
-    labels.scan(array, "t.csv", 0)
+    rows = Column(pa.array(values), "y", "t.csv")
+    labels.scan(rows)
     labels.finalize("t.csv")
-    assert labels.codes(array, "t.csv", 0).tolist() == codes
+    assert labels.codes(rows).tolist() == codes
     assert labels.num_classes == classes
 
 
 def test_what_is_no_label_is_refused() -> None:
     mixed = Labels("y", is_regression=False)
-    mixed.scan(pa.array(["a"]), "t.parquet", 0)
+    mixed.scan(Column(pa.array(["a"]), "y", "t.parquet"))
     with pytest.raises(DatasetError, match="holds int64, and a file before it texts"):
-        mixed.scan(pa.array([1]), "u.parquet", 0)
+        mixed.scan(Column(pa.array([1]), "y", "u.parquet"))
     with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 11: 1.5 is not a class"):
-        Labels("y", is_regression=False).scan(pa.array([1.0, 1.5]), "t.csv", 10)
-    empty = Labels("y", is_regression=False)
-    empty.scan(pa.array(["", None]), "t.csv", 0)
-    with pytest.raises(DatasetError, match=r"t.csv: column 'y' has no label in any row; leave labels out"):
-        empty.finalize("t.csv")
-    number = Labels("y", is_regression=False)
-    number.scan(pa.array([10**9]), "t.csv", 0)
-    with pytest.raises(DatasetError, match=r"t.csv: column 'y' has the label 1000000000, .* is it an id"):
-        number.finalize("t.csv")
+        Labels("y", is_regression=False).scan(Column(pa.array([1.0, 1.5]), "y", "t.csv", 10))
+    for values, problem in (
+        (["", None], "has no label in any row; leave labels out"),
+        ([10**9], "has the label 1000000000, .* is it an id"),
+    ):
+        labels = Labels("y", is_regression=False)
+        labels.scan(Column(pa.array(values), "y", "t.csv"))
+        with pytest.raises(DatasetError, match=f"t.csv: column 'y' {problem}"):
+            labels.finalize("t.csv")
     with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 1: is empty"):
-        Labels("y", is_regression=True).codes(pa.array([1.0, None]), "t.csv", 0)
+        Labels("y", is_regression=True).codes(Column(pa.array([1.0, None]), "y", "t.csv"))
 
 
 def test_texts_are_numbers_or_refused() -> None:
-    texts = pa.array(["1;2", " 3 ; 4e1"])
-    assert numbers_of_text(texts, "x", "t.csv", 0, ";").tolist() == [[1.0, 2.0], [3.0, 40.0]]
+    def numbers(first_row: int, *texts: str) -> list[list[float]]:
+        found: list[list[float]] = numbers_of_text(
+            Column(pa.array(texts), "x", "t.csv", first_row), ";"
+        ).tolist()
+        return found
+
+    assert numbers(0, "1;2", " 3 ; 4e1") == [[1.0, 2.0], [3.0, 40.0]]
     with pytest.raises(DatasetError, match=r"t.csv: column 'x', row 8: 'b' is not a number"):
-        numbers_of_text(pa.array(["1;2", "3;4", "b;5"]), "x", "t.csv", 6, ";")
+        numbers(6, "1;2", "3;4", "b;5")
     with pytest.raises(DatasetError, match=r"row 7: a list of 1 values, but row 6 has 2"):
-        numbers_of_text(pa.array(["1;2", "3"]), "x", "t.csv", 6, ";")
+        numbers(6, "1;2", "3")
+
+
+def transformed(values: list[Any], name: str, **settings: Any) -> list[Any]:
+    """What one column becomes after a transform has seen it in two pieces."""
+    (one,) = make_transforms(FeatureSpec(columns=("x",), name="f", transform=name, settings=settings))
+    array = pa.array(values)
+    for first in (0, 2):
+        one.scan(Column(array.slice(first, 2), "x", "t.csv", first))
+    one.finalize("t.csv")
+    return [list(row) for row in one.apply(Column(array, "x", "t.csv")).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "settings", "expected"),
+    [
+        ([1, 3, 5, 2], "max_min_norm", {}, [[0.0], [0.5], [1.0], [0.25]]),
+        ([1, 3, 9, 2], "max_min_norm", {"max_bound": 5, "min_bound": -7}, [[0.0], [0.5], [1.0], [0.25]]),
+        ([0, 3, 9, 2], "max_min_norm", {"max_val": [5], "min_val": 1}, [[0.0], [0.5], [1.0], [0.25]]),
+        ([[0, 1], [1, 5], [2, 3], [4, 1]], "max_min_norm", {}, [[0, 0], [0.25, 1], [0.5, 0.5], [1, 0]]),
+        ([1.0, 2.0, 4.0, 1.0], "standard", {}, [[0.125], [0.25], [0.5], [0.125]]),
+        ([1.0, 2.0, 4.0, 1.0], "standard", {"sum": 2}, [[0.5], [1.0], [2.0], [0.5]]),
+        (["b", None, "a", ""], "to_categorical", {}, [[0, 1], [0, 0], [1, 0], [0, 0]]),
+        (["b,a", "c", "a", None], "to_categorical", {"separator": ","},
+         [[1, 1, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0]]),
+        (["b", "x", "a", "b"], "to_categorical", {"mapping": {"b": 0, "a": 1}},
+         [[1, 0], [0, 0], [0, 1], [1, 0]]),
+        ([7, 8, 9, 7], "to_categorical", {}, [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]]),
+        (["1;2;3", "4;5;6", "7;8;9", "0;0;0"], "no-op", {"separator": ";", "truncate_dim": 2},
+         [[1, 2], [4, 5], [7, 8], [0, 0]]),
+    ],
+)  # fmt: skip
+def test_a_column_becomes(
+    values: list[Any], name: str, settings: dict[str, Any], expected: list[Any]
+) -> None:
+    assert transformed(values, name, **settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "name", "settings", "message"),
+    [
+        ([2, 2, 2, 2], "max_min_norm", {}, "t.csv: column 'x': its maximum 2.0 is not above its minimum 2.0"),
+        (
+            [[1, 2], [3, 4], [1], [2]],
+            "max_min_norm",
+            {},
+            "t.csv: column 'x', row 2: 1 numbers, but there were 2",
+        ),
+        ([["a"], ["b"], [], []], "to_categorical", {}, "one value a row, or texts with a separator"),
+        (["", None, "", None], "to_categorical", {}, "has no value to make a category of"),
+        ([b"a", b"\xff", b"a", b"a"], "to_categorical", {}, "holds binary that is not text"),
+        ([[1], [2], [3], [4]], "no-op", {"truncate_dim": 2}, "1 numbers, but truncate_dim asks for 2"),
+        ([1, 2, None, 3], "standard", {}, "t.csv: column 'x', row 2: is empty"),
+    ],
+)
+def test_what_cannot_be_transformed_is_named(
+    values: list[Any], name: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DatasetError, match=message):
+        transformed(values, name, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("max_min_norm", {"max_bound": "5"}),
+        ("max_min_norm", {"min_val": []}),
+        ("to_categorical", {"mapping": {"a": 1}}),
+        ("to_categorical", {"mapping": {"a": 0, "b": "1"}}),
+        ("to_categorical", {"mapping": {"a": 0, "b": None}}),
+        ("to_categorical", {"separator": ""}),
+        ("no-op", {"truncate_dim": 0}),
+        ("no-op", {"truncate_dim": True}),
+    ],
+)
+def test_a_wrong_setting_is_refused(name: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        make_transforms(FeatureSpec(columns=("x",), name="f", transform=name, settings=settings))
+
+
+def test_what_was_found_for_each_column_is_read_again() -> None:
+    spec = FeatureSpec(columns=("x", "y"), name="f", transform="standard", settings={})
+    made = make_transforms(spec)
+    for one, values in zip(made, ([1.0, 3.0], [2.0, 6.0]), strict=True):
+        one.scan(Column(pa.array(values), "x", "t.csv"))
+    settled = join_settings([one.finalize("t.csv") for one in made])
+    assert settled == {"sum": [[4.0], [8.0]]}
+    again = make_transforms(FeatureSpec(columns=("x", "y"), name="f", transform="standard", settings=settled))
+    assert [one.apply(Column(pa.array([2.0]), "x", "t.csv")).tolist() for one in again] == [[[0.5]], [[0.25]]]

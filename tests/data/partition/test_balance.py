@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import numpy as np
@@ -132,14 +131,6 @@ def test_many_parts_agree_with_the_plain_way(num_parts: int) -> None:
     quality = measure(graph, assignment)
     assert quality.cut_edges == crossing.sum()
     assert list(quality.halo_nodes) == [sum(p == q for p, _ in pairs) for q in range(num_parts)]
-
-
-def test_json_has_everything() -> None:
-    quality = measure(TWO_TRIANGLES, owners(TWO_TRIANGLES, [0, 0, 0, 1, 1, 1], tolerance={"nodes": 0.05}))
-    loaded = json.loads(json.dumps(quality.to_json()))
-    assert loaded["halo_factor"] == [0.0, 1 / 3]
-    assert loaded["tolerance"] == {"nodes": 0.05}
-    assert loaded["cut_edges"] == 1
 
 
 def test_a_graph_without_edges_cuts_nothing() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
@@ -20,8 +19,7 @@ SAID = {
     "servers": PartitionOptions(servers=2),
     "workers": PartitionOptions(workers=2),
     "inner": PartitionOptions(inner="metis"),
-    "file": PartitionOptions(file="parts.txt"),
-    "vector": PartitionOptions(vector=np.zeros(6, dtype=int)),
+    "file": PartitionOptions(file="parts.npy"),
     "threads": PartitionOptions(threads=2),
 }
 
@@ -82,11 +80,6 @@ def test_a_tolerance_is_one_for_all_or_by_name() -> None:
 def test_a_wrong_value_is_named(fields: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         PartitionOptions(**fields)
-
-
-def test_options_with_vectors_can_be_compared() -> None:
-    one, other = (PartitionOptions(vector=np.arange(3)) for _ in range(2))
-    assert one == other
 
 
 def test_balance_may_come_as_a_list() -> None:

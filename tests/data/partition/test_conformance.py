@@ -1,5 +1,6 @@
 """What every partitioner promises, tried on every name in the registry."""
 
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,12 @@ every_graph = pytest.mark.parametrize(
 def assign(name: str, graph: RawGraph, num_parts: int, seed: int = 0, **options: Any) -> Assignment:
     """Give each method the least that it needs to be told, and ``options``."""
     if name == "file":
-        options["vector"] = np.arange(graph.total_nodes) % num_parts
-    elif name == "hierarchical":
+        with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+            np.save(file, np.arange(graph.total_nodes) % num_parts)
+            file.flush()
+            options["file"] = file.name
+            return PARTITIONERS.get(name)(PartitionOptions(**options)).assign(graph, num_parts, seed)
+    if name == "hierarchical":
         options["servers"] = 2 if num_parts % 2 == 0 else 1
     return PARTITIONERS.get(name)(PartitionOptions(**options)).assign(graph, num_parts, seed)
 

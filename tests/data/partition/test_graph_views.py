@@ -13,28 +13,13 @@ from dglx_dist.data.partition.graph_views import (
     balance_weights,
     describe,
     first_ids,
-    from_assignment,
     in_degrees,
     induced_graph,
     symmetrise,
-    to_assignment,
 )
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import Assignment, RawGraph, SparseRows
+from dglx_dist.records import RawGraph, SparseRows
 from tests.data.partition.graphs import AUTHORS_AND_PAPERS, TWO_TRIANGLES, communities, homogeneous
-
-
-def test_there_and_back() -> None:
-    parts = np.array([2, 0, 1, 1, 0, 2])
-    assignment = to_assignment(AUTHORS_AND_PAPERS, parts, 3, method="m", seed=1, parameters={})
-    assert {t: p.tolist() for t, p in assignment.part_of.items()} == {
-        "author": [2, 0],
-        "paper": [1, 1, 0],
-        "venue": [2],
-    }
-    assert from_assignment(AUTHORS_AND_PAPERS, assignment).tolist() == parts.tolist()
-    empty = Assignment(num_parts=1, part_of={}, method="m", seed=0)
-    assert empty.parameters == {}
 
 
 def test_what_was_told_survives_json() -> None:

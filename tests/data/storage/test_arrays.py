@@ -82,19 +82,19 @@ def test_every_flipped_bit_is_found_and_repaired(
     assert names(tmp_path) == ["a"]
 
 
-@pytest.mark.parametrize("stamp", ["", "[]", "{}", "1", '{"crc32": 1, "head": {}}', "[" * 100_000])
-def test_another_stamp_is_damage(tmp_path: Path, stamp: str) -> None:
-    write(ArrayFolder(tmp_path / "a"))
-    (tmp_path / "a" / STAMP).write_text(stamp)
-    assert ArrayFolder(tmp_path / "a").find() is None
+def stamped(head: object) -> str:
+    return json.dumps({"crc32": _checksum_of(head), "head": head})
+
+
+HEADS = [{}, [], None, {"files": {}}, {"files": 1, "told": {}}, {"files": {"x.npy": 1}, "told": {}}]
 
 
 @pytest.mark.parametrize(
-    "head", [{}, [], None, {"files": {}}, {"files": 1, "told": {}}, {"files": {"x.npy": 1}, "told": {}}]
+    "stamp", ["", "[]", "{}", "1", '{"crc32": 1, "head": {}}', "[" * 100_000, *map(stamped, HEADS)]
 )
-def test_a_stamp_of_another_form_is_damage(tmp_path: Path, head: Any) -> None:
+def test_another_stamp_is_damage(tmp_path: Path, stamp: str) -> None:
     write(ArrayFolder(tmp_path / "a"))
-    (tmp_path / "a" / STAMP).write_text(json.dumps({"crc32": _checksum_of(head), "head": head}))
+    (tmp_path / "a" / STAMP).write_text(stamp)
     assert ArrayFolder(tmp_path / "a").find() is None
 
 
@@ -230,21 +230,29 @@ def kept(cache: Path) -> list[str]:
     return sorted(path.name for path in (cache / "columns-abc").iterdir() if path.suffix != ".lock")
 
 
+AGES = {"days": 3, "now": 0, "month": 31}
+
+
 @pytest.mark.parametrize(
-    ("limits", "expected"),
+    ("limits", "expected", "ages"),
     [
-        (None, ["days", "now"]),
-        ('{"max_age_days": 40}', ["days", "month", "now"]),
-        ('{"max_age_days": 2}', ["now"]),
-        ('{"max_size": "20KB"}', ["days", "now"]),
-        ('{"max_size": "10KB", "max_age_days": 99}', ["now"]),
-        ('{"max_size": "1"}', []),
+        (None, ["days", "now"], AGES),
+        (None, ["a", "b"], {"a": 300, "b": 310, "c": 331}),  # of a dataset that rested
+        ('{"max_age_days": 40}', ["days", "month", "now"], AGES),
+        ('{"max_age_days": 2}', ["now"], AGES),
+        ('{"max_size": "20KB"}', ["days", "now"], AGES),
+        ('{"max_size": "10KB", "max_age_days": 99}', ["now"], AGES),
+        ('{"max_size": "1"}', [], AGES),
     ],
 )
 def test_entries_are_evicted_by_age_and_size(
-    tmp_path: Path, limits: str | None, expected: list[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    limits: str | None,
+    expected: list[str],
+    ages: dict[str, int],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for name, days_ago in (("days", 3), ("now", 0), ("month", 31)):
+    for name, days_ago in ages.items():
         used(tmp_path, name, days_ago)
     if limits is not None:
         (tmp_path / LIMITS).write_text(limits)
@@ -253,13 +261,6 @@ def test_entries_are_evicted_by_age_and_size(
     assert kept(tmp_path) == expected
     assert caplog.text.count("was evicted") == 3 - len(expected)
     assert len(list(tmp_path.rglob("*.lock"))) == len(expected)
-
-
-def test_entries_of_a_dataset_that_rested_are_kept(tmp_path: Path) -> None:
-    for name, days_ago in (("a", 300), ("b", 310), ("c", 331)):
-        used(tmp_path, name, days_ago)
-    ArrayCache(tmp_path, "abc").clean()
-    assert kept(tmp_path) == ["a", "b"]
 
 
 def test_without_limits_a_quarter_of_the_disk_is_used(

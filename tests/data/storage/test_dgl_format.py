@@ -122,25 +122,6 @@ def test_parts_without_a_type_are_written_and_loaded(tmp_path: Path, monkeypatch
     assert np.diff(open_dataset(tmp_path / "back").manifest.node_offsets["user"]).tolist() == [10, 0, 10, 0]
 
 
-@pytest.mark.parametrize("graph", [random_homogeneous(6), random_heterogeneous(7)])
-def test_there_and_back(tmp_path: Path, graph: RawGraph) -> None:
-    assignment = random_owners(graph, 3, 8)
-    ours = store(graph, assignment, tmp_path / "ours")
-    import_dgl_format(write_dgl_format(graph, assignment, tmp_path / "dgl"), tmp_path / "back")
-    back = open_dataset(tmp_path / "back")
-    for part in range(3):
-        for ntype, columns in ours.manifest.node_columns.items():
-            original = back.part(part).user_ids(ntype)
-            assert original.tolist() == ours.part(part).original_node_ids(ntype).tolist()
-            for name in columns:
-                expected = ours.part(part).node_data(ntype, name)
-                found = back.part(part).node_data(ntype, name)
-                assert found.dtype == expected.dtype
-                np.testing.assert_array_equal(found, expected)
-        for etype in ours.manifest.edge_types:
-            assert stored_in_edges(back, part, etype) == stored_in_edges(ours, part, etype)
-
-
 def test_bfloat16_travels(tmp_path: Path) -> None:
     graph = random_homogeneous(0)
     graph.node_data[NODE_TYPE]["half"] = np.arange(40, dtype=np.uint16)
@@ -258,18 +239,6 @@ def edited(config: Path, change: Callable[[dict[str, Any]], None]) -> None:
     config.write_text(json.dumps(value))
 
 
-def test_old_files_without_type_names_open_too(tmp_path: Path, config: Path) -> None:
-    expected = import_dgl_format(config, tmp_path / "new")
-
-    def as_it_was(value: dict[str, Any]) -> None:
-        value["node_map"] = [end for _, end in value["node_map"]["_N"]]
-        value["edge_map"] = [end for _, end in value["edge_map"]["_N:_E:_N"]]
-        del value["ntypes"], value["etypes"]
-
-    edited(config, as_it_was)
-    assert import_dgl_format(config, tmp_path / "old").checksum == expected.checksum
-
-
 def test_a_missing_json_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"no\.json"):
         import_dgl_format(tmp_path / "no.json", tmp_path / "d")
@@ -279,6 +248,7 @@ def test_a_missing_json_file_is_named(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda value: value.pop("num_parts"), "'num_parts' is missing"),
+        (lambda value: value.pop("ntypes"), "'ntypes' is missing"),
         (lambda value: value.update(node_map="node_map.npy"), "'node_map' is 'node_map.npy'"),
         (lambda value: value["node_map"].update(_N=[[0, 9], [12, 30]]), "'node_map'"),
         (lambda value: value.update(etypes={"_E": 0}, edge_map={"_E": [[0, 9], [9, 120]]}), "'_E' is not of"),

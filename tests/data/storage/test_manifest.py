@@ -33,15 +33,6 @@ def test_json_and_back(tmp_path: Path) -> None:
     assert (read.num_nodes("item"), read.num_edges(("user", "rates", "item"))) == (13, 60)
 
 
-def test_the_checksum_names_the_content(tmp_path: Path, value: dict[str, Any]) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    first = write_manifest(from_json(value, "x"), tmp_path / "a")
-    assert write_manifest(from_json(value, "x"), tmp_path / "b").checksum == first.checksum
-    other = write_manifest(from_json({**value, "seed": 8}, "x"), tmp_path / "b")
-    assert other.checksum != first.checksum
-
-
 def changed(*path: str | int, to: object) -> Callable[[dict[str, Any]], None]:
     def change(value: dict[str, Any]) -> None:
         inner: Any = value

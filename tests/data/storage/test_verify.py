@@ -1,9 +1,12 @@
-"""A damaged byte or wrong id in any file is an error that names the file; whole files are read once."""
+"""Parts that are here or not, unknown names and versions; damaged bytes and wrong ids name the file, once."""
+
+from __future__ import annotations
 
 import json
 import logging
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,8 @@ from dglx_dist.data.storage.columns import write_column
 from dglx_dist.data.storage.manifest import read_manifest, write_manifest
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.storage.writer import write_dataset
-from dglx_dist.errors import DatasetError, StorageError
-from dglx_dist.records import ColumnInfo
+from dglx_dist.errors import ConfigError, DatasetError, StorageError
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, ColumnInfo
 from tests.data.storage.graphs import (
     FOLLOWS,
     ODD_ONES_OUT,
@@ -30,8 +33,73 @@ from tests.data.storage.graphs import (
     put_value,
     random_heterogeneous,
     random_owners,
+    store,
 )
 from tests.helpers import wide
+
+
+def test_arrays_are_read_only_maps(tmp_path: Path) -> None:
+    part = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d").part(0)
+    for array in (part.node_data(NODE_TYPE, "feat"), part.indices(EDGE_TYPE), part.indptr(EDGE_TYPE)):
+        assert not array.flags.owndata
+        with pytest.raises(ValueError, match=r"read-only"):
+            array[0] = 0
+    assert part.indices(EDGE_TYPE).dtype == np.int32
+    assert part.indices(EDGE_TYPE) is part.indices(EDGE_TYPE)
+
+
+def test_a_part_that_is_elsewhere_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    store(TWO_TRIANGLES, ODD_ONES_OUT, folder)
+    shutil.rmtree(folder / "part1")
+    dataset = open_dataset(folder, verify="full")
+    assert (dataset.has_part(0), dataset.has_part(1)) == (True, False)
+    assert dataset.part(0).num_nodes(NODE_TYPE) == 3
+    with pytest.raises(StorageError, match=r"part 1 .* part1/nodes/_N/original_ids\.arrow.* copy"):
+        dataset.part(1)
+
+
+def test_one_missing_file_makes_a_part_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    store(TWO_TRIANGLES, ODD_ONES_OUT, folder)
+    (folder / "part0/nodes/_N/data/label.arrow").unlink()
+    dataset = open_dataset(folder)
+    assert not dataset.has_part(0)
+    with pytest.raises(StorageError, match=r"label\.arrow missing"):
+        dataset.part(0)
+
+
+@pytest.mark.parametrize("part", [-1, 2])
+def test_there_is_no_such_part(tmp_path: Path, part: int) -> None:
+    dataset = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
+    with pytest.raises(ConfigError, match=rf"parts 0\.\.1, not {part}"):
+        dataset.part(part)
+
+
+def test_unknown_names_list_what_exists(tmp_path: Path) -> None:
+    part = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d").part(0)
+    with pytest.raises(ConfigError, match=r"'features' .*known: 'feat', 'label', 'train_mask'"):
+        part.node_data(NODE_TYPE, "features")
+    with pytest.raises(ConfigError, match=r"node type 'user' .*known: '_N'"):
+        part.original_node_ids("user")
+    with pytest.raises(ConfigError, match=r"edge type .*'rates'"):
+        part.indices(RATES)
+    with pytest.raises(ConfigError, match=r"known: 'weight'"):
+        part.edge_data(EDGE_TYPE, "w")
+
+
+def test_an_unknown_way_to_verify_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'maybe'"):
+        open_dataset(tmp_path, verify="maybe")  # type: ignore[arg-type]  # the point of the test
+
+
+def test_a_newer_format_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    store(TWO_TRIANGLES, ODD_ONES_OUT, folder)
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2, "more": 1}))
+    with pytest.raises(StorageError, match=r"manifest\.json is of format version 2.* up to version 1;"):
+        open_dataset(folder)
 
 
 @pytest.fixture(scope="module")
@@ -88,18 +156,6 @@ def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(columns, "checksum", recording)
     return names
-
-
-def test_whole_files_are_read_once(tmp_path: Path, read_files: list[str]) -> None:
-    manifest = write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
-    open_dataset(tmp_path / "d", verify="never")
-    assert read_files == []
-    open_dataset(tmp_path / "d")
-    assert len(read_files) == len(manifest.files)
-    open_dataset(tmp_path / "d")
-    assert len(read_files) == len(manifest.files)
-    open_dataset(tmp_path / "d", verify="full")
-    assert len(read_files) == 2 * len(manifest.files)
 
 
 def test_only_a_changed_file_is_read_again(tmp_path: Path, read_files: list[str]) -> None:
@@ -212,18 +268,15 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_ids_are_compared_once(tmp_path: Path, compared: list[str]) -> None:
+def test_whole_files_are_read_and_ids_compared_once(
+    tmp_path: Path, compared: list[str], read_files: list[str]
+) -> None:
     folder = tmp_path / "d"
-    manifest = write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder)
-    arrays = {path for path in manifest.files if "/edges/" in path or "original_ids" in path}
-    arrays = {path for path in arrays if "/data/" not in path}
-    open_dataset(folder, verify="never")
-    assert compared == []
-    for _ in range(2):
-        open_dataset(folder)
-        assert sorted(compared) == sorted(arrays)
-    open_dataset(folder, verify="full")
-    assert len(compared) == 2 * len(arrays)
+    files = write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder).files
+    arrays = sorted(path for path in files if "/data/" not in path and "user_ids" not in path)
+    for how, times in (("never", 0), ("auto", 1), ("auto", 1), ("full", 2)):
+        open_dataset(folder, verify=how)  # type: ignore[arg-type]
+        assert (len(read_files), sorted(compared)) == (times * len(files), sorted(times * arrays))
 
 
 def test_what_an_earlier_version_found_whole_is_compared_with_its_ranges(

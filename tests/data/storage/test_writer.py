@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +34,6 @@ from tests.data.storage.graphs import (
     read_back,
     store,
 )
-
-
-def test_what_is_stored_can_be_drawn(tmp_path: Path) -> None:
-    part = store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d").part(1)
-    assert part.original_node_ids(NODE_TYPE).tolist() == [1, 3, 5]
-    assert part.user_ids(NODE_TYPE).tolist() == ["b", "d", "längst"]
-    assert part.indptr(EDGE_TYPE).tolist() == [0, 1, 3, 4]
-    assert part.indices(EDGE_TYPE).tolist() == [0, 1, 5, 2]
-    assert part.original_edge_ids(EDGE_TYPE).tolist() == [0, 6, 5, 4]
-    assert part.node_data(NODE_TYPE, "feat").tolist() == [[2, 3], [6, 7], [10, 11]]
-    assert part.node_data(NODE_TYPE, "train_mask").dtype == np.bool_
-    np.testing.assert_array_equal(part.edge_data(EDGE_TYPE, "weight"), np.float32([0, 0.6, 0.5, 0.4]))
-
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 dtypes = st.sampled_from(["bool", "uint8", "int16", "int64", "uint32", "float16", "float32", "float64"])
@@ -141,21 +130,6 @@ def test_bfloat16_is_kept_as_its_bits(tmp_path: Path) -> None:
         write_dataset(sparse, random_owners(graph, 2, 0), tmp_path / "f", bfloat16=[(NODE_TYPE, "rows")])
 
 
-def test_the_manifest_tells_how_it_was_made(tmp_path: Path) -> None:
-    owners = Assignment(
-        num_parts=2,
-        part_of=ODD_ONES_OUT.part_of,
-        method="metis",
-        seed=7,
-        parameters={"tolerance": {"train": 0.05}},
-    )
-    write_dataset(TWO_TRIANGLES, owners, tmp_path / "d", quality={"edge_cut": 5 / 7})
-    manifest = open_dataset(tmp_path / "d").manifest
-    assert (manifest.method, manifest.seed, manifest.num_parts) == ("metis", 7, 2)
-    assert manifest.parameters == {"tolerance": {"train": 0.05}}
-    assert manifest.quality == {"edge_cut": 5 / 7}
-
-
 def test_a_figure_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"quality\['edge_cut'\] is nan"):
         write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d", quality={"edge_cut": float("nan")})
@@ -169,41 +143,49 @@ def test_a_column_of_the_wrong_length_is_named(tmp_path: Path) -> None:
         write_dataset(graph, random_owners(graph, 2, 0), tmp_path / "d")
 
 
-def test_an_existing_folder_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "d"
-    first = write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder)
-    with pytest.raises(StorageError, match="exists already"):
-        write_dataset(random_homogeneous(0), random_owners(random_homogeneous(0), 2, 0), folder)
-    assert open_dataset(folder).manifest.checksum == first.checksum
+def damage(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-9])
 
 
-def test_overwriting_replaces_all_of_a_dataset(tmp_path: Path) -> None:
+def newer(folder: Path) -> None:
+    (folder / "manifest.json").write_text('{"format": "dglx-dataset", "version": 99}')
+
+
+def empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("change", [None, damage, newer, empty])
+def test_overwriting_replaces_all_of_a_dataset(tmp_path: Path, change: Callable[[Path], None] | None) -> None:
     folder = tmp_path / "d"
-    write_dataset(random_heterogeneous(0), random_owners(random_heterogeneous(0), 3, 0), folder)
-    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder, overwrite=True)
+    first = write_dataset(random_heterogeneous(0), random_owners(random_heterogeneous(0), 3, 0), folder)
+    if change is None:
+        with pytest.raises(StorageError, match="exists already"):
+            write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder)
+        assert open_dataset(folder).manifest.checksum == first.checksum
+    else:
+        change(folder)
+        with pytest.raises(StorageError):
+            open_dataset(folder)
+    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder, overwrite=change is not empty)
     assert_same_graph(read_back(open_dataset(folder)), TWO_TRIANGLES)
     assert sorted(path.name for path in tmp_path.rglob("part*")) == ["part0", "part1"]
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"format": "dglx-dataset", "version": 99}'])
-def test_overwriting_replaces_what_no_longer_loads(tmp_path: Path, damage: bytes) -> None:
-    folder = tmp_path / "d"
-    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder)
-    path = folder / "manifest.json"
-    path.write_bytes(damage or path.read_bytes()[:-9])
-    with pytest.raises(StorageError):
-        open_dataset(folder)
-    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder, overwrite=True)
-    assert_same_graph(read_back(open_dataset(folder)), TWO_TRIANGLES)
-
-
-def test_overwriting_spares_a_dataset_with_a_stranger_in_it(tmp_path: Path) -> None:
-    write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
-    (tmp_path / "d" / "notes.txt").write_text("mine")
-    with pytest.raises(StorageError, match="not overwritten"):
-        write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d", overwrite=True)
-    assert (tmp_path / "d" / "notes.txt").read_text() == "mine"
+@pytest.mark.parametrize("name", ["thesis.tex", "manifest.json", None])
+def test_overwriting_never_touches_anything_else(tmp_path: Path, name: str | None) -> None:
+    folder = tmp_path / "home"
+    if name is None:  # a dataset with a stranger in it
+        write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder)
+    folder.mkdir(exist_ok=True)
+    stranger = folder / (name or "notes.txt")
+    stranger.write_text("{}")
+    with pytest.raises(StorageError, match=r"home .*not overwritten"):
+        write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, folder, overwrite=True)
+    assert stranger.read_text() == "{}"
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -225,20 +207,6 @@ def test_user_ids_that_cannot_be_kept_are_refused(tmp_path: Path, ids: np.ndarra
     with pytest.raises(ConfigError, match=message):
         write_dataset(graph, random_owners(graph, 2, 0), tmp_path / "d")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["thesis.tex", "manifest.json"])
-def test_overwriting_never_touches_anything_else(tmp_path: Path, name: str) -> None:
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / name).write_text("{}")
-    with pytest.raises(StorageError, match="home"):
-        write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "home", overwrite=True)
-    assert (tmp_path / "home" / name).read_text() == "{}"
-
-
-def test_an_empty_folder_may_be_given(tmp_path: Path) -> None:
-    (tmp_path / "d").mkdir()
-    assert_same_graph(read_back(store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")), TWO_TRIANGLES)
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
@@ -331,20 +299,18 @@ def test_wrong_owners_are_refused(assignment: Assignment, message: str) -> None:
         relabel_nodes(TWO_TRIANGLES, assignment)
 
 
-def test_an_edge_to_nowhere_is_refused() -> None:
-    graph = RawGraph(
-        name="", num_nodes={NODE_TYPE: 2}, edges={EDGE_TYPE: (np.array([0, 1]), np.array([1, 2]))}
-    )
-    order = relabel_nodes(graph, owned_by([0, 1]))[NODE_TYPE]
-    with pytest.raises(DatasetError, match=r"'dst', row 1: node id 2"):
-        relabel_edges(graph, EDGE_TYPE, order, order)
-
-
-@pytest.mark.parametrize("ends", [np.array([0.0, 1.0]), np.array([[0, 1]])])
-def test_ends_that_are_no_whole_numbers_are_refused(ends: Array) -> None:
+@pytest.mark.parametrize(
+    ("ends", "named"),
+    [
+        (np.array([1, 2]), r"'src', row 1: node id 2"),
+        (np.array([0.0, 1.0]), r"'src' must hold one whole number a row"),
+        (np.array([[0, 1]]), r"'src' must hold one whole number a row"),
+    ],
+)
+def test_ends_that_are_no_nodes_are_refused(ends: Array, named: str) -> None:
     graph = RawGraph(name="", num_nodes={NODE_TYPE: 2}, edges={EDGE_TYPE: (ends, ends)})
     order = relabel_nodes(graph, owned_by([0, 1]))[NODE_TYPE]
-    with pytest.raises(DatasetError, match=r"'src' must hold one whole number a row"):
+    with pytest.raises(DatasetError, match=named):
         relabel_edges(graph, EDGE_TYPE, order, order)
 
 

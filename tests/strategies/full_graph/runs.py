@@ -1,9 +1,9 @@
-"""One run of full-graph training in a rank: the equality graph, float64, plain SGD, and what moved."""
+"""Full-graph training in a rank and in one process: the equality graph, float64, plain SGD, what moved."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +16,10 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from tests.strategies import equality
 
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""(wrapped or plain model, scores, labels) to the loss."""
-
-
-def mean_loss(model: nn.Module, scores: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(scores, labels)
+Step = Callable[[Any, Any, Tensor, Tensor], None]
+"""(model, blocks, features, labels): forward and backward."""
+Batches = Callable[[], Iterable[tuple[Any, Tensor, Tensor]]]
+"""Yields (blocks, features, labels) of an epoch."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,6 @@ class Run:
     strategy: str = "full_graph"
     options: Mapping[str, Any] = field(default_factory=dict)
     epochs: int = equality.STEPS
-    loss: Loss = mean_loss
-    reduction: str = "mean"
 
 
 @dataclass
@@ -61,32 +57,46 @@ def my_share(g: DistGraph, share: str = "uneven") -> Tensor:
     return equality.cut(ids, equality.SHARES[share], topology.rank, topology.world_size)
 
 
-def train(g: DistGraph, run: Run, model: nn.Module, num_layers: int = 2) -> Notes:
-    """Do the user's loop."""
+def mean_loss(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
+    F.cross_entropy(model(blocks, x), labels).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+
+def batches_of(loader: Any) -> Batches:
+    return lambda: (
+        (blocks, blocks[0].srcdata["feat"], blocks[-1].dstdata["label"]) for _, _, blocks in loader
+    )
+
+
+def trained(
+    module: nn.Module, model: Any, batches: Batches, step: Step = mean_loss, epochs: int = equality.STEPS
+) -> list[Any]:
+    """Do the user's loop with ``model``; return the weights of ``module``."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=equality.RATE)
+    for _ in range(epochs):
+        for batch in batches():
+            optimizer.zero_grad()
+            step(model, *batch)
+            optimizer.step()
+    return [p.detach().numpy().copy() for p in module.parameters()]
+
+
+def train(g: DistGraph, run: Run, module: nn.Module, num_layers: int = 2) -> Notes:
     session, notes = g.session, Notes()
     before = session.ledger.snapshot()
     strategy: Any = STRATEGIES.get(run.strategy)(session, run.options)
     loader = strategy.loader(g, my_share(g), sampler(num_layers))
-    wrapped = strategy.wrap(model, g, run.reduction)
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=equality.RATE)
-    notes.making = _moved(session, before)
+    model = strategy.wrap(module, g)
+    notes.making = moved_since(session, before)
     for _ in range(run.epochs):
         before = session.ledger.snapshot()
-        for _, _, blocks in loader:
-            scores = wrapped(blocks, blocks[0].srcdata["feat"])
-            loss = run.loss(wrapped, scores, blocks[-1].dstdata["label"])
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-            optimizer.step()
-        notes.moved.append(_moved(session, before))
-    plan = loader.plan
-    notes.rows = [plan.rows(level).copy() for level in range(num_layers + 1)]
-    notes.external_nodes = plan.external_nodes
-    notes.weights = [p.detach().numpy().copy() for p in wrapped.whole().parameters()]
+        notes.weights = trained(module, model, batches_of(loader), epochs=1)
+        notes.moved.append(moved_since(session, before))
+    notes.rows = [loader.plan.rows(level).copy() for level in range(num_layers + 1)]
+    notes.external_nodes = loader.plan.external_nodes
     return notes
 
 
-def _moved(session: Any, before: Any) -> Counter[tuple[str, bool]]:
+def moved_since(session: Any, before: Any) -> Counter[tuple[str, bool]]:
     moved: Counter[tuple[str, bool]] = Counter()
     for row in session.ledger.since(before):
         moved[row.phase, not row.inside] += row.num_bytes
@@ -98,14 +108,21 @@ def first_model(kind: str) -> nn.Module:
     return equality.PlainModel(kind).double()
 
 
-def one_process(model: nn.Module, loss: Loss = mean_loss, epochs: int = equality.STEPS) -> list[Any]:
+class OfTargets(nn.Module):
+    """The scores of the training nodes, of a model of one process."""
+
+    def __init__(self, model: nn.Module, targets: Tensor) -> None:
+        super().__init__()
+        self.model, self._targets = model, targets
+
+    def forward(self, graphs: Any, x: Tensor) -> Tensor:
+        scores: Tensor = self.model(graphs, x)[self._targets]
+        return scores
+
+
+def one_process(module: nn.Module, step: Step = mean_loss, epochs: int = equality.STEPS) -> list[Any]:
     """The weights that plain DGL and torch leave."""
     graph = equality.plain_graph()
-    optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
     targets = graph.ndata["train_mask"].nonzero()[:, 0]
-    for _ in range(epochs):
-        scores = model([graph, graph], graph.ndata["feat"])[targets]
-        optimizer.zero_grad()
-        loss(model, scores, graph.ndata["label"][targets]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    return [p.detach().numpy().copy() for p in model.parameters()]
+    batch = [graph, graph], graph.ndata["feat"], graph.ndata["label"][targets]
+    return trained(module, OfTargets(module, targets), lambda: [batch], step, epochs)

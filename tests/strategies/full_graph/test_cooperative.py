@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,6 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.expansion import EasOptions
 from dglx_dist.strategies.full_graph.options import COOPERATIVE, FullGraphOptions, read_full_graph_options
-from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
@@ -34,7 +33,7 @@ def an_epoch(g: DistGraph, options: dict[str, Any], kind: str = "sage", epochs: 
     loader = strategy.loader(g, runs.my_share(g), runs.sampler())
     wrapped = strategy.wrap(runs.first_model(kind), g)
     seeds, gradients, rows, counts = [], [], [], []
-    moved: list[dict[str, int]] = []
+    moved: list[Counter[str]] = []
     for _ in range(epochs):
         of_epoch: list[list[int]] = []
         for _, output_nodes, blocks in loader:
@@ -49,9 +48,9 @@ def an_epoch(g: DistGraph, options: dict[str, Any], kind: str = "sage", epochs: 
             of_epoch.append(output_nodes.tolist())
             rows.append(blocks[0].own_rows)
         seeds.append(of_epoch)
-        moved.append({})
+        moved.append(Counter())
         for row in session.ledger.since(before):
-            moved[-1][row.phase] = moved[-1].get(row.phase, 0) + row.num_bytes
+            moved[-1][row.phase] += row.num_bytes
         before = session.ledger.snapshot()
     return {"seeds": seeds, "gradients": gradients, "rows": rows, "counts": counts, "moved": moved}
 
@@ -166,7 +165,7 @@ def test_compositions_are_what_they_say(epochs: list[dict[str, Any]]) -> None:
 
 def test_structure_is_asked_for_once_where_plans_are_kept(epochs: list[dict[str, Any]]) -> None:
     asked = [
-        [sum(r["epochs"][n]["moved"][epoch].get("preload_structure", 0) for r in epochs) for epoch in (0, 1)]
+        [sum(r["epochs"][n]["moved"][epoch]["preload_structure"] for r in epochs) for epoch in (0, 1)]
         for n in range(3)
     ]
     assert asked[0][0] > 0
@@ -178,7 +177,7 @@ def test_structure_is_asked_for_once_where_plans_are_kept(epochs: list[dict[str,
 def test_features_come_once_where_batches_are_kept(epochs: list[dict[str, Any]]) -> None:
     """3.8 (7): 0 feature bytes from the second epoch on; made again or anew, they come again."""
     moved = [
-        [sum(r["epochs"][n]["moved"][epoch].get("preload", 0) for r in epochs) for epoch in (0, 1)]
+        [sum(r["epochs"][n]["moved"][epoch]["preload"] for r in epochs) for epoch in (0, 1)]
         for n in range(len(CASES))
     ]
     for kept in (0, 3):
@@ -200,9 +199,9 @@ def second_run(folder: str) -> dict[str, Any]:
 def test_a_later_run_reads_the_plans(folder: Path) -> None:
     first = run_ranks(second_run, 3, args=(str(folder),), ranks_per_server=2)
     again = run_ranks(second_run, 3, args=(str(folder),), ranks_per_server=2)
-    assert sum(one["moved"][0].get("preload_structure", 0) for one in first) > 0
+    assert sum(one["moved"][0]["preload_structure"] for one in first) > 0
     for phase in ("preload_structure", "preload"):
-        assert sum(sum(moved.get(phase, 0) for moved in one["moved"]) for one in again) == 0
+        assert sum(sum(moved[phase] for moved in one["moved"]) for one in again) == 0
     for one, other in zip(first, again, strict=True):
         assert one["seeds"] == other["seeds"]
         for mine, theirs in zip(one["gradients"], other["gradients"], strict=True):
@@ -223,43 +222,10 @@ def kept_at(folder: str, seed: int) -> tuple[str, bool]:
         return kept, graph() is None
 
 
-def test_plans_that_were_split_by_another_seed_are_not_found(folder: Path) -> None:
+def test_plans_of_another_seed_are_not_found_and_a_closed_graph_is_let_go(folder: Path) -> None:
     (first,), (again,), (other,) = (run_ranks(kept_at, 1, args=(str(folder), seed)) for seed in (0, 0, 1))
     assert first[0] == again[0] != other[0]
-
-
-def test_a_closed_graph_is_let_go_before_the_session_ends(folder: Path) -> None:
-    ((_, is_gone),) = run_ranks(kept_at, 1, args=(str(folder), 0))
-    assert is_gone
-
-
-def rows_fetched(folder: str) -> dict[str, int]:
-    """Rows of the features that this rank fetches for a third of its server's seeds: together, and alone."""
-    session = start_session(timeout_s=60)
-    g = DistGraph(folder)
-    source: Any = STRATEGIES.get("cooperative")(session, {"batches": 3, "keep": "rebuild"})
-    loader = source.loader(g, runs.my_share(g), runs.sampler())
-    together = alone = 0
-    for _, output_nodes, blocks in loader:
-        together += blocks[0].own_rows
-        # What a rank would fetch for its own seeds, without the others of the server.
-        known, frontier = set(output_nodes.tolist()), output_nodes.numpy()
-        for _ in range(2):
-            found = g.structure().ask("in_edges", frontier).sources
-            frontier = np.array(sorted(set(found.tolist()) - known), np.int64)
-            known |= set(frontier.tolist())
-        alone += len(known)
-    g.close()
-    return {"together": together, "alone": alone, "server": session.topology.server}
-
-
-@pytest.mark.parametrize(("ranks", "per_server"), [(4, 2), *wide((2, 1))])
-def test_fetching_once_per_server_moves_no_more_rows(folder: Path, ranks: int, per_server: int) -> None:
-    results = run_ranks(rows_fetched, ranks, args=(str(folder),), ranks_per_server=per_server)
-    for server in {result["server"] for result in results}:
-        mine = [result for result in results if result["server"] == server]
-        together, alone = sum(one["together"] for one in mine), sum(one["alone"] for one in mine)
-        assert together == alone if per_server == 1 else together < alone
+    assert first[1]
 
 
 def with_memory(folder: str, sizes: list[str], wrap_first: bool) -> list[int]:
@@ -349,30 +315,3 @@ def test_options() -> None:
     assert options_of(memory=5000).memory_bytes == 5000
     assert options_of(external_hops=0).eas == EasOptions(hops=0)
     assert options_of(external_policy="degree").eas == EasOptions(hops=1, fanout=15, policy="degree")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"batches": 0}, "batches=0"),
-        ({"batches": -1}, "batches=-1"),
-        ({"batches": 2, "memory": "1GB"}, "and not both"),
-        ({"memory": "much"}, "'much' is not a size in bytes"),
-        ({"composition": "any"}, "composition='any' must be random, ordered or shuffled"),
-        ({"keep": "tape"}, "keep='tape'"),
-        ({"external_hops": 1}, "external_hops=1 without external_fanout"),
-        ({"external_hops": 1, "external_policy": "degree"}, "external_hops=1 without external_fanout"),
-        ({"external_hops": -1}, "external_hops=-1"),
-        ({"external_fanout": 0}, "external_fanout=0"),
-        ({"external_fanout": -2}, "external_fanout=-2"),
-        ({"external_policy": "best"}, "external_policy='best'"),
-        ({"external_inner": "graph"}, "external_inner='graph'"),
-        ({"external_inner": "batch"}, "external_inner='batch' belong to"),
-        ({"resample_every": -1}, "resample_every=-1"),
-        ({"resample_every": 2}, "resample_every=2"),
-        ({"hops": 1}, "no option 'hops'"),
-    ],
-)
-def test_what_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        options_of(**options)

@@ -23,6 +23,7 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.strategies.base import STRATEGIES, count_targets
 from dglx_dist.strategies.full_graph.halo_block import (
     EmptyPartition,
     HaloBlock,
@@ -69,6 +70,7 @@ def raw_graph() -> RawGraph:
         num_nodes={NODE_TYPE: NUM_NODES},
         edges={EDGE_TYPE: (ends[0].copy(), ends[1].copy())},
         node_data={NODE_TYPE: {"x": random.standard_normal((NUM_NODES, 4))}},
+        edge_data={EDGE_TYPE: {"w": random.random(ends.shape[1])}},
     )
 
 
@@ -110,7 +112,20 @@ def on_rank(folder: str) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)  # APPNPConv makes weights of it
     with start_session(strategy="full_graph", timeout_s=60) as session:
         g = DistGraph(folder)
-        whole, lg = whole_graph_of(g), dx.local_graph(g, targets=None)
+        with pytest.raises(ConfigError, match="no column 'nope'"):
+            dx.local_graph(g, columns=["nope"])
+        with pytest.raises(ConfigError, match="disagree on a local graph: rank 0 has use_pp=False, rank 1 "):
+            dx.local_graph(g, use_pp=g.rank() > 0)
+        whole, lg = whole_graph_of(g), dx.local_graph(g, edge_columns=["w"])
+        assert torch.equal(lg.edata["w"], g.edata["w"][lg.edata[dgl.EID]])
+        strategy: Any = STRATEGIES.get("full_graph")(session, {})
+        twice, lg.step_share = (
+            strategy.wrap(dgl.nn.SAGEConv(4, 4, "mean"), g),
+            count_targets(1 + g.rank(), session),
+        )
+        hidden = twice(lg, lg.ndata["x"])
+        with pytest.raises(ConfigError, match="put both into one"):
+            twice(lg, hidden)
         # None of the last two ranks, and not all of the others.
         seeds = torch.arange(int(g.get_node_partition_policy(NODE_TYPE).bounds[1]))
         seeds = seeds[seeds % 3 > 0]

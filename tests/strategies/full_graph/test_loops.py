@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+import dglx_dist as dx
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -25,7 +25,6 @@ from dglx_dist.strategies.base import STRATEGIES
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
-from tests.strategies.full_graph.runs import Run
 from tests.strategies.test_equality import TOLERANCE, difference
 
 EPOCHS = 3
@@ -35,64 +34,78 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "one hop": ("shared_preload", {"hops": 1}),
     "closed": ("shared_preload", {}),
 }
-Step = Callable[[nn.Module, Any, Tensor, Tensor], None]
-"""(model, blocks, features, labels): forward and backward."""
+LOCAL = "local graph"
+"""Another way: ``dx.local_graph`` in place of a loader."""
 
 
-def forward_twice(model: nn.Module, blocks: Any, x: Tensor, labels: Tensor) -> None:
+def forward_twice(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
     """One backward through two passes, as consistency losses have it."""
     first, second = model(blocks, x), model(blocks, 2 * x)
     (F.cross_entropy(first, labels) + F.cross_entropy(second, labels)).backward()  # type: ignore[no-untyped-call]
 
 
-def accumulated(model: nn.Module, blocks: Any, x: Tensor, labels: Tensor) -> None:
+def accumulated(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
     """Two backwards whose gradients add up."""
     for scale in (1, 2):
-        F.cross_entropy(model(blocks, scale * x), labels).backward()  # type: ignore[no-untyped-call]
+        runs.mean_loss(model, blocks, scale * x, labels)
 
 
-def penalised(model: nn.Module, scores: Tensor, labels: Tensor) -> Tensor:
+def penalised(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
     """A mean and a penalty on the weights, which goes past the model's output."""
-    return F.cross_entropy(scores, labels) + 0.05 * sum(p.square().sum() for p in model.parameters())
+    penalty = 0.05 * sum(p.square().sum() for p in model.parameters())
+    (F.cross_entropy(model(blocks, x), labels) + penalty).backward()  # type: ignore[no-untyped-call]
 
 
-def summed(model: nn.Module, scores: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(scores, labels, reduction="sum") / 100
+def summed(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
+    (F.cross_entropy(model(blocks, x), labels, reduction="sum") / 100).backward()  # type: ignore[no-untyped-call]
 
 
-LOSSES = {"penalised": (penalised, "mean"), "summed": (summed, "sum")}
-STEPS: dict[str, Step] = {"forward twice": forward_twice, "accumulated": accumulated}
+STEPS: dict[str, tuple[runs.Step, str, str]] = {
+    "forward twice": (forward_twice, "sage", "mean"),
+    "accumulated": (accumulated, "sage", "mean"),
+    "penalised": (penalised, "gat", "mean"),
+    "summed": (summed, "gat", "sum"),
+}
+"""With the model and the reduction."""
 
 
-def trained(g: DistGraph, way: str, step: Step) -> list[Any]:
-    strategy, options = WAYS[way]
-    made: Any = STRATEGIES.get(strategy)(g.session, options)
-    loader = made.loader(g, runs.my_share(g), runs.sampler())
-    model = made.wrap(runs.first_model("sage"), g)
-    optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
-    for _ in range(EPOCHS):
-        for _, _, blocks in loader:
-            optimizer.zero_grad()
-            step(model, blocks, blocks[0].srcdata["feat"], blocks[-1].dstdata["label"])
-            optimizer.step()
-    return [p.detach().numpy().copy() for p in model.parameters()]
+def made(g: DistGraph, way: str) -> tuple[Any, Any]:
+    """Return a strategy and its loader."""
+    name, options = WAYS[way]
+    strategy: Any = STRATEGIES.get(name)(g.session, options)
+    return strategy, strategy.loader(g, runs.my_share(g), runs.sampler())
+
+
+def on_local_graph(g: DistGraph, step: runs.Step, kind: str, reduction: str = "mean") -> list[Any]:
+    strategy: Any = STRATEGIES.get("full_graph")(g.session, {})
+    lg, module = dx.local_graph(g), runs.first_model(kind)
+    mask = lg.ndata["train_mask"]
+    batch = [lg, lg], lg.ndata["feat"], lg.ndata["label"][mask]
+    model = runs.OfTargets(strategy.wrap(module, g, reduction), mask)
+    return runs.trained(module, model, lambda: [batch], step, epochs=EPOCHS)
+
+
+def trained(
+    g: DistGraph, way: str, step: runs.Step, kind: str = "sage", reduction: str = "mean"
+) -> list[Any]:
+    if way == LOCAL:
+        return on_local_graph(g, step, kind, reduction)
+    (strategy, loader), module = made(g, way), runs.first_model(kind)
+    return runs.trained(
+        module, strategy.wrap(module, g, reduction), runs.batches_of(loader), step, epochs=EPOCHS
+    )
 
 
 def trained_in_two(g: DistGraph, way: str) -> list[Any]:
     """Two wrapped models, one on the rows that the other one returns."""
-    strategy, options = WAYS[way]
-    made: Any = STRATEGIES.get(strategy)(g.session, options)
-    loader = made.loader(g, runs.my_share(g), runs.sampler())
+    strategy, loader = made(g, way)
     module: Any = runs.first_model("sage")
-    body, head = (made.wrap(conv, g) for conv in module.convs)
-    optimizer = torch.optim.SGD(module.parameters(), lr=equality.RATE)
-    for _ in range(EPOCHS):
-        for _, _, blocks in loader:
-            hidden = torch.relu(body(blocks[0], blocks[0].srcdata["feat"]))
-            optimizer.zero_grad()
-            F.cross_entropy(head(blocks[1], hidden), blocks[-1].dstdata["label"]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-    return [p.detach().numpy().copy() for p in module.parameters()]
+    body, head = (strategy.wrap(conv, g) for conv in module.convs)
+
+    def both(blocks: Any, x: Tensor) -> Any:
+        return head(blocks[1], torch.relu(body(blocks[0], x)))
+
+    return runs.trained(module, both, runs.batches_of(loader), epochs=EPOCHS)
 
 
 def first_rows(nodes: int, width: int) -> Tensor:
@@ -101,59 +114,52 @@ def first_rows(nodes: int, width: int) -> Tensor:
 
 def with_embedding(g: DistGraph, way: str) -> list[Any]:
     """Train rows of nodes that go in, as the ranks' owners and a plain nn.Embedding would."""
-    size = g.num_nodes(), equality.WIDTH
+    size, everyone = (g.num_nodes(), equality.WIDTH), torch.arange(g.num_nodes())
     embedding = DistEmbedding(*size, f"rows of {way}", dtype=torch.float64, graph=g)
-    first = first_rows(*size)
-    mine = torch.arange(g.num_nodes())[g.rank() :: g.session.topology.world_size]
+    mine = everyone[g.rank() :: g.session.topology.world_size]
     # By original ids, whatever the ids of this graph are.
-    embedding.weight[mine] = first[g.orig_ids(mine)]
+    embedding.weight[mine] = first_rows(*size)[g.orig_ids(mine)]
     g.barrier()
-    strategy, options = WAYS[way]
-    made: Any = STRATEGIES.get(strategy)(g.session, options)
-    loader = made.loader(g, runs.my_share(g), runs.sampler())
-    model = made.wrap(runs.first_model("sage"), g)
-    optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
+    (strategy, loader), module = made(g, way), runs.first_model("sage")
     sparse = SparseSGD([embedding], lr=equality.RATE)
-    for _ in range(EPOCHS):
+
+    def batches() -> Iterator[tuple[Any, Tensor, Tensor]]:
         for inputs, _, blocks in loader:
-            loss = F.cross_entropy(model(blocks, embedding(inputs)), blocks[-1].dstdata["label"])
-            optimizer.zero_grad()
             sparse.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-            optimizer.step()
+            yield blocks, embedding(inputs), blocks[-1].dstdata["label"]
             sparse.step()
+
+    weights = runs.trained(module, strategy.wrap(module, g), batches, epochs=EPOCHS)
     g.barrier()
-    rows = embedding.weight[torch.arange(g.num_nodes())]
-    by_original = torch.empty_like(rows)
-    by_original[g.orig_ids(torch.arange(g.num_nodes()))] = rows
-    return [*(p.detach().numpy().copy() for p in model.parameters()), by_original.numpy()]
+    by_original = torch.empty(size, dtype=torch.float64)
+    by_original[g.orig_ids(everyone)] = embedding.weight[everyone]
+    return [*weights, by_original.numpy()]
 
 
 def plain_embedding() -> list[Any]:
-    graph = equality.plain_graph()
+    graph, module = equality.plain_graph(), runs.first_model("sage")
     rows = first_rows(graph.num_nodes(), equality.WIDTH).requires_grad_()
-    model = runs.first_model("sage")
-    optimizer = torch.optim.SGD([*model.parameters(), rows], lr=equality.RATE)
     targets = graph.ndata["train_mask"].nonzero()[:, 0]
-    for _ in range(EPOCHS):
-        loss = F.cross_entropy(model([graph, graph], rows)[targets], graph.ndata["label"][targets])
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-        optimizer.step()
-    return [*(p.detach().numpy().copy() for p in model.parameters()), rows.detach().numpy()]
+
+    def batches() -> Iterator[tuple[Any, Tensor, Tensor]]:
+        yield [graph, graph], rows, graph.ndata["label"][targets]
+        assert rows.grad is not None
+        rows.data -= equality.RATE * rows.grad
+        rows.grad = None
+
+    weights = runs.trained(module, runs.OfTargets(module, targets), batches, epochs=EPOCHS)
+    return [*weights, rows.detach().numpy()]
 
 
 def rows_and_gradients(g: DistGraph, way: str) -> dict[str, Any]:
     """What the first layer computes of which nodes, and the gradients of what goes in, by original id."""
-    strategy, options = WAYS[way]
-    made: Any = STRATEGIES.get(strategy)(g.session, options)
-    ((_, _, blocks),) = made.loader(g, runs.my_share(g), runs.sampler())
+    strategy, loader = made(g, way)
+    ((_, _, blocks),) = loader
     module: Any = runs.first_model("sage")
     hidden: list[Tensor] = []
     module.convs[0].register_forward_hook(lambda _, __, out: hidden.append(out.detach()))
     x = blocks[0].srcdata["feat"].clone().requires_grad_()
-    scores = made.wrap(module, g)(blocks, x)
-    F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()  # type: ignore[no-untyped-call]
+    runs.mean_loss(strategy.wrap(module, g), blocks, x, blocks[-1].dstdata["label"])
     assert x.grad is not None
     return {
         "sources": g.orig_ids(blocks[0].srcdata[dgl.NID]).numpy(),
@@ -165,42 +171,21 @@ def rows_and_gradients(g: DistGraph, way: str) -> dict[str, Any]:
 
 
 def on_rank(folder: str) -> dict[str, Any]:
-    with start_session(timeout_s=60) as session:
+    with start_session(strategy="full_graph", timeout_s=60) as session:
         g = DistGraph(folder)
         found: dict[str, Any] = {way: rows_and_gradients(g, way) for way in WAYS}
-        found |= {name: {way: trained(g, way, step) for way in WAYS} for name, step in STEPS.items()}
+        found |= {
+            name: {way: trained(g, way, *case) for way in (*WAYS, LOCAL)} for name, case in STEPS.items()
+        }
+        before = session.ledger.snapshot()
+        found["plain"] = {LOCAL: on_local_graph(g, runs.mean_loss, "sage")}
+        moved = runs.moved_since(session, before)
+        found["bytes"] = [moved["halo", False] + moved["halo", True], dx.local_graph(g)._block.halo_rows]
         found["in two"] = {way: trained_in_two(g, way) for way in WAYS}
         found["embedding"] = {way: with_embedding(g, way) for way in WAYS}
-        for name, (loss, reduction) in LOSSES.items():
-            found[name] = {
-                way: runs.train(
-                    g,
-                    Run(*WAYS[way], epochs=EPOCHS, loss=loss, reduction=reduction),
-                    runs.first_model("gat"),
-                ).weights
-                for way in WAYS
-            }
         assert session.step_share is None
         g.barrier()
         return found
-
-
-def plain_steps(step: Step) -> list[Any]:
-    graph = equality.plain_graph()
-    model = runs.first_model("sage")
-    targets = graph.ndata["train_mask"].nonzero()[:, 0]
-    optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
-
-    class OfTargets(nn.Module):
-        def forward(self, graphs: Any, x: Tensor) -> Tensor:
-            out: Tensor = model(graphs, x)[targets]
-            return out
-
-    for _ in range(EPOCHS):
-        optimizer.zero_grad()
-        step(OfTargets(), [graph, graph], graph.ndata["feat"], graph.ndata["label"][targets])
-        optimizer.step()
-    return [p.detach().numpy().copy() for p in model.parameters()]
 
 
 @pytest.fixture(scope="module")
@@ -208,24 +193,26 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(on_rank, 4, args=(str(folder),), ranks_per_server=2, timeout_s=240)
 
 
-EXPECTED: dict[str, Callable[[], list[Any]]] = {
-    **{name: partial(plain_steps, step) for name, step in STEPS.items()},
-    **{
-        name: partial(lambda loss: runs.one_process(runs.first_model("gat"), loss, EPOCHS), loss)
-        for name, (loss, _) in LOSSES.items()
-    },
-    # One model goes on from the rows of another.
-    "in two": lambda: runs.one_process(runs.first_model("sage"), epochs=EPOCHS),
-    "embedding": plain_embedding,
-}
+def expected_of(name: str) -> list[Any]:
+    if name == "embedding":
+        return plain_embedding()
+    step, kind, _ = STEPS.get(name, (runs.mean_loss, "sage", "mean"))
+    return runs.one_process(runs.first_model(kind), step, EPOCHS)
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", [*STEPS, "plain", "in two", "embedding"])
 def test_ranks_leave_the_weights_of_one_process(results: list[dict[str, Any]], name: str) -> None:
-    expected = EXPECTED[name]()
+    expected = expected_of(name)
     for result in results:
-        for way in WAYS:
-            assert difference(result[name][way], expected) <= TOLERANCE, way
+        for way, weights in result[name].items():
+            assert difference(weights, expected) <= TOLERANCE, way
+
+
+def test_a_local_graph_sends_features_once_and_layer_2_its_narrower_output(
+    results: list[dict[str, Any]],
+) -> None:
+    moved, halo = np.sum([result["bytes"] for result in results], axis=0).tolist()
+    assert moved == EPOCHS * halo * min(equality.HIDDEN, equality.CLASSES) * 8 > 0
 
 
 @pytest.mark.parametrize("way", ["full_graph", "one hop", "closed"])
@@ -257,10 +244,10 @@ def with_a_death(folder: str) -> str:
     session = start_session(timeout_s=30)
     g = DistGraph(folder)
 
-    def step(model: nn.Module, blocks: Any, x: Tensor, labels: Tensor) -> None:
+    def step(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
         if session.topology.rank == 1 and blocks[0].step_number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        F.cross_entropy(model(blocks, x), labels).backward()  # type: ignore[no-untyped-call]
+        runs.mean_loss(model, blocks, x, labels)
 
     with pytest.raises(PeerError) as caught:
         trained(g, "full_graph", step)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import dgl
 import numpy as np
 import pytest
 import torch
@@ -19,6 +19,7 @@ from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.models import RECOMPUTE, build_resgcn
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
+from tests.strategies.full_graph import runs
 
 LAYERS, HIDDEN, STEPS = 3, 6, 2
 DEEP = 28
@@ -95,38 +96,29 @@ def on_ranks(folder: str) -> dict[str, Any]:
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
     topology = session.topology
-    train_ids = equality.new_ids_of_training(g)
-    mine = equality.cut(train_ids, equality.SHARES["uneven"], topology.rank, topology.world_size)
     results: dict[str, Any] = {}
     for way, (name, options) in WAYS.items():
         strategy = STRATEGIES.get(name)(session, dict(options))
         for kind, (module, layers) in models(way).items():
-            sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
-                layers, prefetch_node_feats=["feat"], prefetch_labels=["label"]
-            )
-            loader, model = strategy.loader(g, mine, sampler), strategy.wrap(module, g)
+            loader = strategy.loader(g, runs.my_share(g), runs.sampler(layers))
+            model = strategy.wrap(module, g)
             # Functional draws of torch differ between ranks, and must not matter.
             torch.manual_seed(topology.rank)
             before = session.ledger.snapshot()
             equality.train(model, loader, STEPS)
-            sent: dict[str, int] = {}
-            for row in session.ledger.since(before):
-                sent[row.phase] = sent.get(row.phase, 0) + row.num_bytes
+            sent = runs.moved_since(session, before)
             weights = [p.detach().numpy().copy() for p in module.parameters()]
-            halo = [sent.get(phase, 0) for phase in ("halo", "halo_gradients")]
+            halo = [sent[phase, False] + sent[phase, True] for phase in ("halo", "halo_gradients")]
             results[f"{way}/{kind}"] = weights, halo
     return results
 
 
 @pytest.fixture(scope="module")
-def placed(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[tuple[int, int], list[dict[str, Any]]]:
+def placed(folder: Path, request: pytest.FixtureRequest) -> dict[tuple[int, int], list[dict[str, Any]]]:
     """By (servers, ranks per server), of each rank."""
-    folder = str(equality.write_parts(tmp_path_factory.mktemp("deep")))
     return {
         (servers, ranks): run_ranks(
-            on_ranks, servers * ranks, args=(folder,), ranks_per_server=ranks, timeout_s=240
+            on_ranks, servers * ranks, args=(str(folder),), ranks_per_server=ranks, timeout_s=240
         )
         for servers, ranks in SHAPES + (MORE_SHAPES if request.config.getoption("--all") else ())
     }
@@ -134,15 +126,11 @@ def placed(
 
 def plain_deep(layers: int, dropout: float) -> list[Any]:
     """Weights that plain DGL trains on the whole graph in one process."""
-    graph, module = equality.plain_graph(), resgcn(layers, dropout, "none")
-    optimizer = torch.optim.SGD(module.parameters(), lr=equality.RATE)
-    targets = graph.ndata["train_mask"].nonzero()[:, 0]
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        scores = module(graph, graph.ndata["feat"])[targets]
-        functional.cross_entropy(scores, graph.ndata["label"][targets]).backward()
-        optimizer.step()
-    return [p.detach().numpy() for p in module.parameters()]
+
+    def step(model: Any, graphs: Any, x: Tensor, labels: Tensor) -> None:
+        runs.mean_loss(model, graphs[0], x, labels)
+
+    return runs.one_process(resgcn(layers, dropout, "none"), step, STEPS)
 
 
 def test_dropout_and_recomputing_depend_on_no_rank(placed: Any) -> None:

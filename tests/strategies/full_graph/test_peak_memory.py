@@ -8,16 +8,15 @@ import resource
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.files import read_size
-from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate
 from dglx_dist.training.models import build_model
@@ -34,31 +33,14 @@ LAYERS, FEATURES, HIDDEN = 3, 64, 128
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A small graph, to have everything compiled and loaded, and one that fills 200 MB."""
-    return [str(_ring(tmp_path_factory.mktemp("peak"), nodes)) for nodes in (2000, 40000)]
+    return [str(_nearby(tmp_path_factory.mktemp("peak"), nodes)) for nodes in (2000, 40000)]
 
 
-def _ring(folder: Path, nodes: int) -> Path:
-    """Write a ring whose nodes read the four on either side: neighbours need few other nodes."""
-    steps = np.array([-4, -3, -2, -1, 1, 2, 3, 4])
-    destination = np.repeat(np.arange(nodes), len(steps))
-    source = (destination + np.tile(steps, nodes)) % nodes
-    random = np.random.default_rng(0)
-    raw = RawGraph(
-        name="ring",
-        num_nodes={NODE_TYPE: nodes},
-        edges={EDGE_TYPE: (source, destination)},
-        node_data={
-            NODE_TYPE: {
-                "feat": random.standard_normal((nodes, FEATURES), dtype=np.float32),
-                "label": random.integers(10, size=nodes),
-                "train_mask": np.ones(nodes, dtype=bool),
-            }
-        },
-        num_classes={NODE_TYPE: 10},
-    )
-    part_of = np.arange(nodes, dtype=np.int32) * 2 // nodes
-    assignment = Assignment(num_parts=2, part_of={NODE_TYPE: part_of}, method="test", seed=0)
-    write_dataset(raw, assignment, folder / "parts")
+def _nearby(folder: Path, nodes: int) -> Path:
+    """Write a graph whose nodes read eight of their own community: neighbours need few other nodes."""
+    near = {"homophily": 1.0, "locality": 1.0, "train_rate": 1.0, "val_rate": 0.0, "test_rate": 0.0}
+    graph = generate(SyntheticConfig(nodes=nodes, degree=8, features=FEATURES, classes=10, **near))
+    partition_to_disk(graph, folder / "parts", PartitionPlan(num_parts=2, method="metis"))
     return folder / "parts"
 
 

@@ -169,7 +169,6 @@ def refuse(folder: str) -> list[str]:
     planner, rank = Planner(DistGraph(folder, structure="partitioned")), session.topology.rank
     messages = []
     for request in (
-        PlanRequest(seeds=[1], num_layers=2, hops=1 + rank),
         PlanRequest(seeds=[], num_layers=2, hops=2),
         PlanRequest(seeds=[NUM_NODES if rank else 0], num_layers=2, hops=2),
         PlanRequest(seeds=[0], num_layers=2, hops=2, eas=bad_selection),
@@ -189,15 +188,13 @@ def bad_selection(_structure: Any, own: tuple[int, int], _seeds: Array) -> Array
 
 def test_what_makes_no_sense_is_refused_on_every_rank(folder: Path) -> None:
     first, second = run_ranks(refuse, 2, args=(str(folder),), ranks_per_server=1)
-    assert first[0].startswith("ConfigError: rank 0 plans with hops 1 and rank 1 with 2; use the same")
-    assert second[0].startswith("ConfigError: rank 1 plans with hops 2 and rank 0 with 1; use the same")
     for messages in (first, second):
-        assert messages[1] == "ConfigError: no rank was given a node to compute; give the loader at least one"
-    assert second[2].startswith("IndexError")
-    assert first[2].startswith("FailedOnAnotherRankError: rank 1")
-    assert "IndexError" in first[2]
-    assert second[3].startswith("ZeroDivisionError")
-    assert "ZeroDivisionError" in first[3]
+        assert messages[0] == "ConfigError: no rank was given a node to compute; give the loader at least one"
+    assert second[1].startswith("IndexError")
+    assert first[1].startswith("FailedOnAnotherRankError: rank 1")
+    assert "IndexError" in first[1]
+    assert second[2].startswith("ZeroDivisionError")
+    assert "ZeroDivisionError" in first[2]
 
 
 def refuse_graphs(folder: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dgl
@@ -80,48 +80,116 @@ class Shallow(nn.Module):
         return out
 
 
-def weighted() -> Any:
-    return NeighborSampler([-1, -1], prob="weight")
+Case = Callable[[Any, DistGraph], Any]
 
 
-def no_feature() -> Any:
-    return NeighborSampler([-1, -1], prefetch_node_feats=["fat"])
+def loads(make: Callable[[], Any] = runs.sampler, seeds: Tensor | None = None, **options: Any) -> Case:
+    return lambda strategy, g: strategy.loader(
+        g, runs.my_share(g) if seeds is None else seeds, make(), **options
+    )
 
 
-LOADERS: Mapping[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "own code": (lambda: OwnCode([-1]), {}, "OwnCode makes blocks by its own code.*MultiLayerFullNeighborS"),
-    "weights": (weighted, {}, "draws edges by 'weight'.*data_parallel"),
-    "no such feature": (no_feature, {}, r"prefetch_node_feats names 'fat', but g\.ndata has \['feat', 'lab"),
-    "exclude": (runs.sampler, {"exclude": torch.arange(3)}, "exclude=.*partition a graph without"),
-    "unknown option": (runs.sampler, {"dept": 2}, "no option 'dept'; did you mean 'depth'"),
-    "edges": (lambda: as_edge_prediction_sampler(runs.sampler()), {}, "is for edge loaders"),
-    "a seed twice": (runs.sampler, {"seeds": torch.tensor([3, 3])}, "node 3 more than once"),
-    "no seed anywhere": (runs.sampler, {"seeds": torch.empty(0, dtype=torch.int64)}, "at least one"),
-}
-WORDS: Mapping[str, str] = {
-    "layers": "disagree on a loader: rank 0 has 2 layers.*rank 1 has 3 layers",
-    "on one rank": "node 3 more than once",
-    "edge loader": "trains on nodes, not on batches of edges",
-    "batch norm": "'norm' is a BatchNorm1d.*twice; use torch.nn.LayerNorm",
-    "pooling": "'pool' is a AvgPooling, which reads all nodes.*layerwise_in",
-    "shallow": "rows for .* seeds, as if it had fewer layers than the 2 bl",
-    "reduction": "reduction='max' must be 'mean' or 'sum'",
-    "other blocks": r"neither blocks of the strategy's loader.*model\.whole\(\)",
-    "cut rows": "source rows of shape .* for a block of",
-}
-OPTIONS: Mapping[str, tuple[str, dict[str, Any], str]] = {
-    "unknown": (
-        "full_graph",
-        {"hops": 1},
-        "'full_graph' has no option 'hops'.*its options: bucket_",
+def blocks_of(strategy: Any, g: DistGraph) -> Any:
+    ((_, _, blocks),) = strategy.loader(g, runs.my_share(g), runs.sampler())
+    return blocks
+
+
+def on_plain_blocks(strategy: Any, g: DistGraph) -> None:
+    """Without gradients they are allowed."""
+    model = strategy.wrap(runs.first_model("sage"), g)
+    plain = [dgl.to_block(dgl.rand_graph(6, 12), torch.arange(6))] * 2
+    x = torch.ones(6, equality.WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        assert model(plain, x).shape == (6, equality.CLASSES)
+    model(plain, x)
+
+
+def too_few_layers(strategy: Any, g: DistGraph) -> None:
+    blocks = blocks_of(strategy, g)
+    strategy.wrap(Shallow(), g)(blocks, blocks[0].srcdata["feat"])
+
+
+def on_cut_rows(strategy: Any, g: DistGraph) -> None:
+    """A correct loop still runs before."""
+    blocks, model = blocks_of(strategy, g), strategy.wrap(runs.first_model("sage"), g)
+    x = blocks[0].srcdata["feat"]
+    model(blocks, x).sum().backward()
+    model(blocks, x[: blocks[0].own_rows // 2])
+
+
+CASES: Mapping[str, tuple[Case, str]] = {
+    "own code": (
+        loads(lambda: OwnCode([-1])),
+        "OwnCode makes blocks by its own code.*MultiLayerFullNeighborS",
     ),
-    "kind": ("full_graph", {"use_pp": 1}, "use_pp=1.*must be of type bool"),
-    "bucket": ("full_graph", {"bucket_bytes": 0}, "bucket_bytes=0 must be at least 1"),
-    "negative hops": ("shared_preload", {"hops": -1}, "hops=-1 must be at least 0"),
-    "hops without fan-out": ("shared_preload", {"external_hops": 2}, "external_hops=2 without external_fa"),
-    "both hops": ("shared_preload", {"hops": 1, "external_fanout": 15}, "hops=1.*leave one of them out"),
-    "split": ("shared_preload", {"split": "mitis"}, "no partitioner 'mitis'; did you mean 'metis'"),
+    "weights": (
+        loads(lambda: NeighborSampler([-1, -1], prob="weight")),
+        "draws edges by 'weight'.*data_parallel",
+    ),
+    "no such feature": (
+        loads(lambda: NeighborSampler([-1, -1], prefetch_node_feats=["fat"])),
+        r"prefetch_node_feats names 'fat', but g\.ndata has \['feat', 'lab",
+    ),
+    "exclude": (loads(exclude=torch.arange(3)), "exclude=.*partition a graph without"),
+    "unknown option": (loads(dept=2), "no option 'dept'; did you mean 'depth'"),
+    "edges": (loads(lambda: as_edge_prediction_sampler(runs.sampler())), "is for edge loaders"),
+    "a seed twice": (loads(seeds=torch.tensor([3, 3])), "node 3 more than once"),
+    "no seed anywhere": (loads(seeds=torch.empty(0, dtype=torch.int64)), "at least one"),
+    "layers": (
+        lambda strategy, g: strategy.loader(g, runs.my_share(g), runs.sampler(2 + g.rank())),
+        "disagree on a loader: rank 0 has 2 layers.*rank 1 has 3 layers",
+    ),
+    "on one rank": (
+        lambda strategy, g: strategy.loader(g, torch.tensor([3, 3][g.rank() :]), runs.sampler()),
+        "node 3 more than once",
+    ),
+    "edge loader": (
+        lambda strategy, g: strategy.edge_loader(
+            g, torch.arange(3), as_edge_prediction_sampler(runs.sampler())
+        ),
+        "trains on nodes, not on batches of edges",
+    ),
+    "batch norm": (
+        lambda strategy, g: strategy.wrap(Normed(), g),
+        "'norm' is a BatchNorm1d.*twice; use torch.nn.LayerNorm",
+    ),
+    "pooling": (
+        lambda strategy, g: strategy.wrap(Pooled(), g),
+        "'pool' is a AvgPooling, which reads all nodes.*layerwise_in",
+    ),
+    "reduction": (
+        lambda strategy, g: strategy.wrap(runs.first_model("sage"), g, "max"),
+        "reduction='max' must be 'mean' or 'sum'",
+    ),
+    "shallow": (too_few_layers, "rows for .* seeds, as if it had fewer layers than the 2 bl"),
+    "other blocks": (on_plain_blocks, r"neither blocks of the strategy's loader.*model\.whole\(\)"),
+    "cut rows": (on_cut_rows, "source rows of shape .* for a block of"),
 }
+"""Of every strategy."""
+OPTIONS: Sequence[tuple[str, dict[str, Any], str]] = (
+    ("full_graph", {"hops": 1}, "'full_graph' has no option 'hops'.*its options: bucket_"),
+    ("full_graph", {"use_pp": 1}, "use_pp=1.*must be of type bool"),
+    ("full_graph", {"bucket_bytes": 0}, "bucket_bytes=0 must be at least 1"),
+    ("shared_preload", {"hops": -1}, "hops=-1 must be at least 0"),
+    ("shared_preload", {"external_hops": 2}, "external_hops=2 without external_fanout"),
+    ("shared_preload", {"hops": 1, "external_fanout": 15}, "hops=1.*leave one of them out"),
+    ("shared_preload", {"split": "mitis"}, "no partitioner 'mitis'; did you mean 'metis'"),
+    ("cooperative", {"batches": 0}, "batches=0"),
+    ("cooperative", {"batches": 2, "memory": "1GB"}, "and not both"),
+    ("cooperative", {"memory": "much"}, "'much' is not a size in bytes"),
+    ("cooperative", {"composition": "any"}, "composition='any' must be random, ordered or shuffled"),
+    ("cooperative", {"keep": "tape"}, "keep='tape'"),
+    ("cooperative", {"external_hops": 1, "external_policy": "degree"}, "external_hops=1 without external_f"),
+    ("cooperative", {"external_hops": -1}, "external_hops=-1"),
+    ("cooperative", {"external_fanout": 0}, "external_fanout=0"),
+    ("cooperative", {"external_fanout": -2}, "external_fanout=-2"),
+    ("cooperative", {"external_policy": "best"}, "external_policy='best'"),
+    ("cooperative", {"external_inner": "graph"}, "external_inner='graph'"),
+    ("cooperative", {"external_inner": "batch"}, "external_inner='batch' belong to"),
+    ("cooperative", {"resample_every": -1}, "resample_every=-1"),
+    ("cooperative", {"resample_every": 2}, "resample_every=2"),
+    ("cooperative", {"hops": 1}, "no option 'hops'"),
+)
 
 
 def refusal(work: Callable[[], Any]) -> str:
@@ -133,71 +201,36 @@ def refusal(work: Callable[[], Any]) -> str:
 
 
 def on_rank(folder: str) -> dict[str, str]:
-    with start_session(timeout_s=30) as session:
+    with start_session(strategy="dp", timeout_s=30) as session:
         g = DistGraph(folder)
-        topology = session.topology
         found: dict[str, str] = {}
         for name in STRATEGY_NAMES:
             strategy: Any = STRATEGIES.get(name)(session, {})
-            for case, (make, more, _) in LOADERS.items():
-                options = dict(more)
-                seeds = options.pop("seeds", runs.my_share(g))
-                found[f"{name}/{case}"] = refusal(lambda: strategy.loader(g, seeds, make(), **options))  # noqa: B023
-            others: dict[str, Callable[[], Any]] = {
-                "layers": lambda: strategy.loader(g, runs.my_share(g), runs.sampler(2 + topology.rank)),  # noqa: B023
-                "on one rank": lambda: strategy.loader(  # noqa: B023
-                    g, torch.tensor([3, 3][topology.rank :]), runs.sampler()
-                ),
-                "edge loader": lambda: strategy.edge_loader(  # noqa: B023
-                    g, torch.arange(3), as_edge_prediction_sampler(runs.sampler())
-                ),
-                "batch norm": lambda: strategy.wrap(Normed(), g),  # noqa: B023
-                "pooling": lambda: strategy.wrap(Pooled(), g),  # noqa: B023
-                "reduction": lambda: strategy.wrap(runs.first_model("sage"), g, "max"),  # noqa: B023
-            }
-            found |= {f"{name}/{case}": refusal(work) for case, work in others.items()}
-            found |= {f"{name}/{case}": text for case, text in in_training(g, strategy).items()}
+            for case, (work, _) in CASES.items():
+                found[f"{name}/{case}"] = refusal(lambda: work(strategy, g))  # noqa: B023
+        found["local graph"] = refusal(lambda: local_graph(g))
         too_many: Any = STRATEGIES.get("shared_preload")(session, {"hops": 3})
-        found["hops"] = refusal(lambda: too_many.loader(g, runs.my_share(g), runs.sampler()))
-        differing: Any = STRATEGIES.get("full_graph")(session, {"use_pp": bool(topology.rank)})
-        found["differing"] = refusal(lambda: differing.loader(g, runs.my_share(g), runs.sampler()))
+        found["hops"] = refusal(lambda: loads()(too_many, g))
+        differing: Any = STRATEGIES.get("full_graph")(session, {"use_pp": bool(g.rank())})
+        found["differing"] = refusal(lambda: loads()(differing, g))
         g.barrier()
         return found
 
 
-def in_training(g: DistGraph, strategy: Any) -> dict[str, str]:
-    """Return the errors of wrong loops; a correct one still runs afterwards."""
-    model = strategy.wrap(runs.first_model("sage"), g)
-    loader = strategy.loader(g, runs.my_share(g), runs.sampler())
-    graph = dgl.rand_graph(6, 12)
-    plain = [dgl.to_block(graph, torch.arange(6))] * 2
-    x = torch.ones(6, equality.WIDTH, dtype=torch.float64)
-    found = {"other blocks": refusal(lambda: model(plain, x))}
-    with torch.no_grad():
-        assert model(plain, x).shape == (6, equality.CLASSES)
-    ((_, _, blocks),) = loader
-    shallow = strategy.wrap(Shallow(), g)
-    found["shallow"] = refusal(lambda: shallow(blocks, blocks[0].srcdata["feat"]))
-    cut = blocks[0].srcdata["feat"][: blocks[0].own_rows // 2]
-    found["cut rows"] = refusal(lambda: model(blocks, cut))
-    model(blocks, blocks[0].srcdata["feat"]).sum().backward()
-    return found
-
-
 def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
-    for rank, found in enumerate(run_ranks(on_rank, 2, args=(folders[0],), ranks_per_server=1)):
+    for found in run_ranks(on_rank, 2, args=(folders[0],), ranks_per_server=1):
         for name in STRATEGY_NAMES:
-            for case, (_, _, words) in LOADERS.items():
+            for case, (_, words) in CASES.items():
                 match(found[f"{name}/{case}"], words, f"{name}/{case}")
-            for case, words in WORDS.items():
-                match(found[f"{name}/{case}"], words, f"{name}/{case}, rank {rank}")
+        # Mini-batches would train on gradients that count rows of other ranks with a weight of their own.
+        words = r"strategy 'dp' would weigh.*dx.distribute\(graph, strategy='full_graph'\)"
+        match(found["local graph"], words, "local graph")
         match(found["hops"], "hops=3, but the sampler has 2 layers: give at most 2", "hops")
         match(found["differing"], "disagree on an option of full_graph: rank 0 has use_pp=False", "differing")
 
 
-@pytest.mark.parametrize("case", OPTIONS)
-def test_options_are_checked_at_start(case: str) -> None:
-    strategy, options, words = OPTIONS[case]
+@pytest.mark.parametrize(("strategy", "options", "words"), OPTIONS)
+def test_options_are_checked_at_start(strategy: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         STRATEGIES.get(strategy)(None, options)  # type: ignore[arg-type]  # nothing is asked of it
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dglx_dist.comm.session import start_session
@@ -16,13 +15,11 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph import loader as loader_module
 from dglx_dist.strategies.full_graph import plan_builder
-from dglx_dist.strategies.full_graph.loader import FullGraphLoader
+from dglx_dist.strategies.full_graph.loader import FullGraphLoader, PlanMaker, PlanSource, PlanSpec
 from dglx_dist.strategies.full_graph.model import install
 from dglx_dist.strategies.full_graph.options import read_request
 from dglx_dist.strategies.full_graph.plan_builder import make_plans
-from dglx_dist.strategies.full_graph.plan_source import PlanMaker, PlanSource, PlanSpec
 from tests.helpers.ranks import run_ranks
-from tests.strategies import equality
 from tests.strategies.full_graph import runs
 from tests.strategies.test_equality import TOLERANCE, difference
 
@@ -81,16 +78,8 @@ def right_strategy(g: DistGraph) -> Any:
     return STRATEGIES.get("full_graph")(g.session, {})
 
 
-def steps_on(loader: Any, model: nn.Module, wrap: Callable[[nn.Module], Any]) -> list[Any]:
-    wrapped = wrap(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
-    for _ in range(EPOCHS):
-        for _, _, blocks in loader:
-            loss = F.cross_entropy(wrapped(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"])
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-            optimizer.step()
-    return [p.detach().numpy().copy() for p in model.parameters()]
+def steps_on(loader: Any, module: nn.Module, wrap: Callable[[nn.Module], Any]) -> list[Any]:
+    return runs.trained(module, wrap(module), runs.batches_of(loader), epochs=EPOCHS)
 
 
 def counting_replicas(g: DistGraph) -> list[Any]:
@@ -103,7 +92,7 @@ def counting_replicas(g: DistGraph) -> list[Any]:
         # Each server, of one rank, keeps the seeds that its rank gave.
         patched.setattr(plan_builder, "_by_leader", lambda context, ids: {context.topology.rank: ids})
         plans = PlanSource(g, maker, PlanSpec(num_layers=2, hops=2))
-    assert plans.share(0, 0).num_global > int(is_training.sum())
+    assert plans.share(0, plans.plan(0, 0)).num_global > int(is_training.sum())
     request = read_request("full_graph", g, seeds, runs.sampler(), {})
     loader = FullGraphLoader(g, plans, request, use_pp=True)
     return steps_on(loader, runs.first_model("sage"), lambda model: right_strategy(g).wrap(model, g))

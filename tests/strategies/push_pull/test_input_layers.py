@@ -18,7 +18,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_in_place
 from dglx_dist.layers.dropout import Columns, deal_out_columns, deal_out_concatenated
 from dglx_dist.strategies.push_pull.exchange import GroupBatch, PartInput
-from dglx_dist.strategies.push_pull.input_layers import (
+from dglx_dist.strategies.push_pull.split_model import (
     ColumnEmbedding,
     Converted,
     InputModule,

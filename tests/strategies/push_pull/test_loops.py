@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import dgl
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import dglx_dist
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
@@ -30,7 +34,12 @@ class Trained:
     """A model, its loader and the user's step, on one rank."""
 
     def __init__(
-        self, g: DistGraph, strategy: str = "push_pull", frozen: Sequence[str] = (), **options: Any
+        self,
+        g: DistGraph,
+        strategy: str = "push_pull",
+        frozen: Sequence[str] = (),
+        sampler: Any = None,
+        **options: Any,
     ) -> None:
         topology = g.session.topology
         ids = equality.new_ids_of_training(g)[: runs.BATCH * runs.STEPS]
@@ -38,7 +47,7 @@ class Trained:
         self.cuts = strategy == "push_pull"
         made = STRATEGIES.get(strategy)(g.session, options)
         size = -(-len(ids) // topology.world_size // runs.STEPS)
-        self.loader = made.loader(g, mine, runs.sampler(), batch_size=size)
+        self.loader = made.loader(g, mine, sampler or runs.sampler(), batch_size=size)
         model = runs.first_model("sage")
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
@@ -230,6 +239,29 @@ def dropped_loader(g: DistGraph) -> bool:
     return stays
 
 
+def modules_of_a_step(g: DistGraph) -> dict[str, list[str]]:
+    """The package's modules whose functions any thread calls in an epoch of sampled batches."""
+    package, found = str(Path(dglx_dist.__file__).parent), {}
+    for strategy in ("data_parallel", "push_pull"):
+        sampler = dgl.dataloading.NeighborSampler(
+            [5, 5], prefetch_node_feats=["feat"], prefetch_labels=["label"]
+        )
+        trained, called = Trained(g, strategy, sampler=sampler), set()
+
+        def note(frame: Any, event: str, _: object, called: set[str] = called) -> None:
+            if event == "call" and frame.f_code.co_filename.startswith(package):
+                called.add(Path(frame.f_code.co_filename).relative_to(package).as_posix())
+
+        trained.epoch()
+        threading.setprofile(note)
+        sys.setprofile(note)
+        trained.epoch()
+        sys.setprofile(None)
+        threading.setprofile(None)
+        found[strategy] = sorted(called)
+    return found
+
+
 def on_rank(folder: str) -> dict[str, Any]:
     with start_session(timeout_s=60):
         g = DistGraph(folder)
@@ -248,6 +280,7 @@ SCENES = (
     left_loops,
     gone_at_once,
     dropped_loader,
+    modules_of_a_step,
 )
 
 HELD: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -328,3 +361,11 @@ def test_a_batch_is_gone_as_soon_as_nobody_uses_it(seen: list[dict[str, Any]]) -
 
 def test_what_a_loader_lent_goes_with_the_loader(seen: list[dict[str, Any]]) -> None:
     assert not any(found["dropped_loader"] for found in seen)
+
+
+def test_a_step_goes_through_few_modules(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        for strategy, most in {"data_parallel": 20, "push_pull": 30}.items():
+            called = found["modules_of_a_step"][strategy]
+            assert {"dataloading/step_loader.py", "strategies/gradient_sync.py"} <= set(called)
+            assert len(called) <= most, called

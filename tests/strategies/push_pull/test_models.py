@@ -24,13 +24,14 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.dataloading import negative
 from dglx_dist.graph.analysis import reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.layers.base import SplittableConv, StageInput
 from dglx_dist.records import NODE_TYPE, Assignment
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull.options import read_push_pull_options
 from tests.helpers.ranks import run_ranks
 from tests.strategies import edge_equality, equality
 from tests.strategies.equality import CLASSES, HIDDEN, NUM_NODES, RATE, WIDTH
-from tests.strategies.push_pull.runs import SHARES
+from tests.strategies.push_pull.runs import SHARES, size_of
 from tests.strategies.test_equality import difference
 
 EXTRA, EPOCHS, P, TOLERANCE = 4, 3, 0.3, 1e-10
@@ -90,6 +91,32 @@ class Tied(nn.Module):
         return scores
 
 
+class Shifted(SplittableConv):
+    """The sum of relu(x + e) over in-edges, of a value for each edge and input column."""
+
+    edge_arguments = ()
+    edges_by_column = ("shift",)
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.cut, self.columns = {"weight": 0}, columns
+        self.weight = nn.Parameter(torch.randn(columns, HIDDEN))
+
+    def own_edges(self, block: Any) -> dict[str, Tensor]:
+        degrees = block.in_degrees()[block.edges()[1].long()].double()
+        return {"shift": torch.outer(degrees, torch.arange(self.columns)).cos()}
+
+    def gather(self, given: StageInput, transformed: Tensor, scattered: Any) -> tuple[Tensor]:
+        sources, targets = (ends.long() for ends in given.block.edges())
+        messages = torch.relu(transformed[sources] + given.edges["shift"])
+        sums = transformed.new_zeros(given.block.num_dst_nodes(), transformed.shape[1])
+        return (sums.index_add(0, targets, messages) @ self.weight,)
+
+    def apply_nodes(self, block: Any, gathered: Any) -> Tensor:
+        out: Tensor = gathered[0]
+        return out
+
+
 @dataclass(frozen=True)
 class Case:
     """What is trained."""
@@ -126,6 +153,7 @@ CASES: Mapping[str, Case] = {
     "pool": by_rows(lambda width: dgl.nn.SAGEConv(width, HIDDEN, "pool")),
     "gatv2": by_rows(lambda width: dgl.nn.GATv2Conv(width, HIDDEN // 2, 2, **ZERO)),
     "edge": by_rows(lambda width: dgl.nn.EdgeConv(width, HIDDEN, **ZERO)),
+    "values of edges by column": Case(lambda: Net(Shifted)),
     **{f"tied {kind}": Case(lambda kind=kind: Tied(kind)) for kind in ("activation", "bias", "two names")},
 }
 """Equal to data_parallel."""
@@ -190,15 +218,25 @@ def train(
     if strategy == "data_parallel" and net.rows is not None:
         # Data parallel training has no sparse gradients.
         net.rows.sparse = False
+    values = getattr(getattr(net, "first", None), "edges_by_column", ())
     model: Any = ours.wrap(net, g, reduction=case.reduction)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE if case.reduction == "mean" else RATE / 100)
+    before, pushed, model_parts = session.ledger.snapshot(), 0, case.options.get("group_size", world_size)
     for _ in range(EPOCHS):
         for nodes, _, blocks in loader:
+            # Pushed structure, and of values by column each of the other parts' columns once.
+            sources, targets, edges = size_of(blocks[0])
+            pushed += (model_parts - 1) * 4 * (sources + targets + 1 + edges)
+            pushed += 8 * edges * (WIDTH - len(model.module.first.weight)) if "shift" in values else 0
             given = [blocks[0].srcdata[name] for name in case.features] or [nodes]
             labels = blocks[-1].dstdata["label"]
             optimizer.zero_grad()
             F.cross_entropy(model(blocks, *given), labels, reduction=case.reduction).backward()
             optimizer.step()
+    if options.get("structure") == "push":
+        assert pushed == sum(
+            row.num_bytes for row in session.ledger.since(before) if row.phase == "structure"
+        )
     whole, state = model.whole(), model.state_dict()
     assert len(list(whole.parameters())) == len(list(model.parameters()))
     found = {name: value.numpy().copy() for name, value in whole.state_dict().items()}
@@ -241,7 +279,7 @@ def on_rank(folder: str) -> dict[str, Any]:
         if world_size == 1:
             return found
         for name, case in CASES.items():
-            found[name] = train(graphs[case.data], case, "push_pull")
+            found[name] = train(graphs[case.data], case, "push_pull", structure="push")
             found[f"{name}, rows"] = train(graphs[case.data], case, "data_parallel")
         for name in LATE:
             found[f"{name}, late"] = train(graphs[CASES[name].data], CASES[name], "push_pull", depth=3)

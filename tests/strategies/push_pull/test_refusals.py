@@ -5,20 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import dgl
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.push_pull import pipeline
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.equality import CLASSES, HIDDEN, WIDTH
@@ -102,6 +105,14 @@ class Weighted(Before):
         return self.last(blocks[1], self.first(blocks[0], x, edge_weight=weight))
 
 
+class WeightedOnOne(Before):
+    """Rank 0 alone weighs its edges."""
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        weight = torch.ones(blocks[0].num_edges(), dtype=x.dtype) if dist.get_rank() == 0 else None
+        return self.last(blocks[1], self.first(blocks[0], x, edge_weight=weight))
+
+
 class OtherBlock(Before):
     """Calls its first layer on a block of its own."""
 
@@ -128,6 +139,11 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         r"'edge_weight'.*depth=1.*prefetch_edge_feats",
     ),
     "trained weights": (lambda: Weighted(True), {}, r"'edge_weight' is trained.*data_parallel"),
+    "weights on one rank": (
+        WeightedOnOne,
+        {},
+        "disagree on the values of edges.*edge_weight=nothing",
+    ),
     "other block": (OtherBlock, {}, r"not come from the strategy's loader.*model\.whole\(\)"),
     "other width": (
         lambda: Before(width=WIDTH + 1),
@@ -176,6 +192,12 @@ def on_rank(folder: str) -> dict[str, str]:
             found[f"twice {depth}"] = one_step(g, Before, {"depth": depth}, twice=True)
         found["calls"] = one_step(g, Before, {"depth": 2}, calls=2)
         found["lbfgs"] = one_step(g, Before, {}, optimizer=torch.optim.LBFGS, closure=(lambda: 0.0,))
+        model = Before().double()
+        gone = mock.patch.object(pipeline.dist, "new_group", side_effect=RuntimeError("gone"))
+        with gone, pytest.raises(PeerError):
+            STRATEGIES.get("push_pull")(g.session, {"group_size": 1}).wrap(model, g)
+        assert model.first.fc_neigh.weight.shape == (HIDDEN, WIDTH)
+        assert not any("forward" in vars(module) for module in model.modules())
         # And after all that, what is right still trains.
         found["right"] = one_step(g, Before, {"depth": 3})
         g.barrier()

@@ -18,7 +18,6 @@ from dglx_dist.layers.dropout import deal_out_concatenated
 from dglx_dist.records import ColumnInfo
 from dglx_dist.strategies.push_pull.exchange import make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnSlice, ColumnStore
-from dglx_dist.strategies.push_pull.input_layers import InputProvenance
 from dglx_dist.strategies.push_pull.split_model import PHASE, CutState, SplitModel, split_model
 from tests.helpers.ranks import run_ranks
 
@@ -73,10 +72,8 @@ def split(session: Session, size: int) -> tuple[Any, CutState, dict[str, Tensor]
 
 
 def cut_up(net: Net, session: Session, size: int) -> SplitModel:
-    provenance, group = InputProvenance(), make_group(session, size)
-    return split_model(
-        net, store_of(session, size), group, num_nodes=NODES, seed=0, sync="columns", provenance=provenance
-    )
+    group = make_group(session, size)
+    return split_model(net, store_of(session, size), group, num_nodes=NODES, seed=0, sync="columns")
 
 
 def check_joining(session: Session, size: int) -> None:

@@ -21,10 +21,9 @@ from dglx_dist.strategies.serverless.graph_partition import (
     cut_intervals,
     exchange_boundaries,
     local_graph,
-    part_of,
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
-from dglx_dist.strategies.serverless.options import read_lambda_options
+from dglx_dist.strategies.serverless.options import LambdaOptions, read_lambda_options
 from tests.serverless.programs import PlainRun, dropping, gat, gcn, sage
 
 PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "dropping": dropping}
@@ -57,10 +56,10 @@ class Case:
         first, end = graph.starts[graph.rank], graph.starts[graph.rank + 1]
         edges = slice(int(self.indptr[first]), int(self.indptr[end]))
         bounds = [cut_intervals(one.indptr, one.sources, intervals) for one in self.graphs(graph.starts)]
-        return part_of(
-            graph,
-            boundary,
-            bounds[graph.rank],
+        return Part(
+            graph=graph,
+            boundary=boundary,
+            bounds=bounds[graph.rank],
             interval_sizes=np.concatenate([np.diff(one) for one in bounds]),
             features=np.concatenate([self.x[first:end], self.x[graph.ghosts]]),
             labels=self.labels[first:end],
@@ -151,14 +150,13 @@ def servers(
     intervals: int,
     *,
     num_parameter_servers: int = 1,
-    staleness: int = 0,
     graph: Case | None = None,
-    **options: bool,
+    **given: Any,
 ) -> tuple[list[GraphServer], list[ParameterServer]]:
-    parts = (graph or case()).parts(starts, intervals)
-    plan = plan_of(program, parts, num_parameter_servers, staleness)
+    parts, options = (graph or case()).parts(starts, intervals), LambdaOptions(**given)
+    plan = plan_of(program, parts, num_parameter_servers, options.staleness)
     return (
-        [GraphServer(part, program, **options) for part in parts],
+        [GraphServer(part, program, options) for part in parts],
         [parameter_server(program, plan, index) for index in range(num_parameter_servers)],
     )
 
@@ -167,8 +165,8 @@ def latest(parameters: ParameterServer) -> dict[str, Array]:
     return dict(zip(parameters.plan.shapes, parameters.latest(), strict=True))
 
 
-STARTS = {1: [0, 40], 2: [0, 17, 40], 4: [0, 9, 9, 24, 40]}
-"""By ranks; the second of four graph servers has no nodes."""
+STARTS = {1: [0, 40], 2: [0, 17, 40], 3: [0, 13, 24, 40], 4: [0, 9, 9, 24, 40]}
+"""First nodes, by graph servers; the second of four has no nodes."""
 INTERVALS = 3
 
 

@@ -39,9 +39,8 @@ def weights_after(g: DistGraph, kind: str, graph_servers: int, epochs: int) -> l
         ParameterServer(plan, index, weights_of(model, names), update_of(optimizer, model, names))
         for index in range(plan.num_servers)
     ]
-    SerialScheduler(
-        [GraphServer(part, program) for part in parts], parameters, LambdaOptions(mode="async")
-    ).run(epochs)
+    options = LambdaOptions(mode="async")
+    SerialScheduler([GraphServer(part, program, options) for part in parts], parameters).run(epochs)
     write_back(model, optimizer, dict(zip(names, parameters[-1].latest(), strict=True)), {})
     return [parameter.detach().numpy() for parameter in model.parameters()]
 

@@ -7,17 +7,15 @@ be tried.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterServer
-from dglx_dist.serverless.tasks import Computed, TaskKey, add_gradients, half_rows
+from dglx_dist.serverless.stages.base import half_rows
+from dglx_dist.serverless.tasks import Computed, TaskKey, add_gradients
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
-from dglx_dist.strategies.serverless.options import LambdaOptions
 from dglx_dist.strategies.serverless.scheduler import EXCHANGED, Progress
 from tests.serverless.programs import exchange
 
@@ -55,27 +53,18 @@ def compute_task(server: GraphServer, parameters: LocalParameters, key: TaskKey)
     return found
 
 
-class EventKind(Enum):
-    """A graph server executes or opens a task, or tells its correct predictions of an epoch; a worker
-    computes a task, or submits it; the weights are updated."""
+class Event(NamedTuple):
+    """One thing that can happen next.
 
-    START = "start"
-    COMPUTE = "compute"
-    SUBMIT = "submit"
-    UPDATE = "update"
-    ANNOUNCE = "announce"
+    A graph server executes or opens a task ("start"), or tells its correct predictions ("announce"); a worker
+    computes a task ("compute"), or submits it ("submit"); the weights are updated ("update").
+    """
 
-
-@final
-@dataclass(frozen=True)
-class Event:
-    """One thing that can happen next."""
-
-    kind: EventKind
+    kind: str
     server: int = -1
     """Graph server; -1 for an update."""
     interval: int = -1
-    """Local number of the interval; the epoch for ANNOUNCE."""
+    """Local number of the interval; the epoch for "announce"."""
     position: int = -1
     """Position of the interval."""
 
@@ -105,7 +94,6 @@ class SerialScheduler:
         self,
         servers: Sequence[GraphServer],
         parameters: Sequence[ParameterServer],
-        options: LambdaOptions,
         choose: Choice = first_come,
     ) -> None:
         self.servers, self._parameters, self._choose = servers, parameters, choose
@@ -113,11 +101,7 @@ class SerialScheduler:
         ranks = [one.rank for one in servers]
         self.progress = [
             Progress(
-                one.schedule,
-                one.part.num_intervals,
-                options,
-                [peer for peer in ranks if peer != one.rank],
-                one.program.num_train,
+                one.program, one.options, one.part.num_intervals, [peer for peer in ranks if peer != one.rank]
             )
             for one in servers
         ]
@@ -141,33 +125,33 @@ class SerialScheduler:
     def events(self) -> list[Event]:
         """Return what can happen now."""
         found = [
-            Event(EventKind.START, server, interval, progress.position[interval])
+            Event("start", server, interval, progress.position[interval])
             for server, progress in enumerate(self.progress)
             for interval in progress.startable()
         ]
-        for kind, tasks in ((EventKind.COMPUTE, self._waiting), (EventKind.SUBMIT, self._computed)):
+        for kind, tasks in (("compute", self._waiting), ("submit", self._computed)):
             found += [
                 Event(kind, server, interval, self.progress[server].position[interval])
                 for server, interval in sorted(tasks)
             ]
-        found += [Event(EventKind.ANNOUNCE, server, epoch) for server, epoch in self._unannounced]
+        found += [Event("announce", server, epoch) for server, epoch in self._unannounced]
         ready = all(one.own_sums() is not None for one in self._parameters)
-        return [*found, Event(EventKind.UPDATE)] if ready else found
+        return [*found, Event("update")] if ready else found
 
     def _apply(self, event: Event) -> None:
-        if event.kind is EventKind.UPDATE:
+        if event.kind == "update":
             updates = exchange(self._parameters)
             assert updates is not None
             for progress in self.progress:
                 progress.updates = updates
-        elif event.kind is EventKind.ANNOUNCE:
+        elif event.kind == "announce":
             self._unannounced.remove((event.server, event.interval))
             correct = self.servers[event.server].correct(event.interval)
             for progress in self.progress:
                 progress.record_correct(event.server, event.interval, correct)
-        elif event.kind is EventKind.START:
+        elif event.kind == "start":
             self._move(event.server, event.interval)
-        elif event.kind is EventKind.COMPUTE:
+        elif event.kind == "compute":
             key = self._waiting.pop((event.server, event.interval))
             computed = compute_task(self.servers[event.server], self._local_parameters, key)
             self._computed[event.server, event.interval] = key, computed

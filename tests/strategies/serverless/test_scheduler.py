@@ -16,7 +16,7 @@ from tests.helpers import wide
 from tests.serverless.programs import gat, gcn, sage
 
 from . import cases
-from .serial_scheduler import Event, EventKind, SerialScheduler, seeded
+from .serial_scheduler import Event, SerialScheduler, seeded
 
 GCN = "AV1 f; SC1 scatter; GA2 gather |; AV2 fb; GA2 publish; SC1 send_back ,; SC1 collect |; AV1 b"
 GAT = (
@@ -44,7 +44,7 @@ def test_schedules() -> None:
 
 
 def progress(policy: LambdaOptions, intervals: int = 2, peers: tuple[int, ...] = (1,)) -> Progress:
-    found = Progress(epoch_schedule(gcn(), True), intervals, policy, peers, num_train=10)
+    found = Progress(gcn(), policy, intervals, peers)
     found.end = 9
     return found
 
@@ -97,7 +97,7 @@ def test_news_are_told_of_synchronous_epochs_only() -> None:
 
 def test_counts_may_come_in_any_order() -> None:
     options = LambdaOptions(mode="async", staleness=1, switch_at=0.55)
-    one = Progress(epoch_schedule(gcn(), True), 2, options, (1,), num_train=100, first_epoch=3)
+    one = Progress(gcn(num_train=100), options, 2, (1,), first_epoch=3)
     # Epoch 5 may be begun while one of epoch 3 is under way; then it must be known what 3 came to.
     assert [one.is_known(epoch) for epoch in (3, 4, 5)] == [True, True, False]
     for server, epoch, correct in ((1, 4, 50), (0, 4, 5), (0, 3, 54)):
@@ -116,14 +116,14 @@ def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
     """In random orders, in which counts are told late: plain training goes on from there."""
     epochs, switched, program = 15, set(), gcn(num_train=30)
     for seed in range(8):
-        servers, parameters = cases.servers(program, [0, 17, 40], 2, staleness=staleness)
         target = 10 + seed % 2
-        policy = LambdaOptions(mode="async", staleness=staleness, switch_at=target / 30)
-        schedule = SerialScheduler(servers, parameters, policy, seeded(seed))
+        options = {"mode": "async", "staleness": staleness, "switch_at": target / 30}
+        servers, parameters = cases.servers(program, [0, 17, 40], 2, **options)
+        schedule = SerialScheduler(servers, parameters, seeded(seed))
         weights: dict[int, dict[str, np.ndarray]] = {}
 
         def keep(event: Event, weights=weights, parameters=parameters) -> None:
-            if event.kind is EventKind.UPDATE:
+            if event.kind == "update":
                 weights[parameters[0].updates] = cases.latest(parameters[0])
 
         schedule.watch = keep
@@ -142,12 +142,6 @@ def test_after_the_target_epochs_are_those_of_pipe(staleness: int) -> None:
             for key, value in weights[epoch + 1].items():
                 np.testing.assert_allclose(value, last[key], rtol=1e-9, atol=1e-12)
     assert switched
-
-
-def test_what_is_given_and_what_is_not() -> None:
-    found = read_lambda_options({"mode": "async", "staleness": 2, "switch_at": 1})
-    assert (found.mode, found.staleness, found.switch_at) == ("async", 2, 1.0)
-    assert read_lambda_options({}).mode == "pipe"
 
 
 def test_a_price_table_is_read_once(tmp_path: Path) -> None:

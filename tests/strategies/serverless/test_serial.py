@@ -1,49 +1,36 @@
 """All graph servers in one thread: pipe is plain training; async keeps its bounds in any order of events."""
 
 import functools
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.strategies.serverless.graph_server import GraphServer, TaskKind
-from dglx_dist.strategies.serverless.options import LambdaOptions
 from tests.helpers import wide
 
 from . import cases
-from .serial_scheduler import (
-    Choice,
-    Event,
-    EventKind,
-    SerialScheduler,
-    first_come,
-    seeded,
-)
-
-CUTS = {1: [0, 40], 2: [0, 17, 40], 3: [0, 13, 13, 40], 4: [0, 9, 20, 33, 40]}
-"""First nodes of each graph server; one of three has no nodes at all."""
+from .serial_scheduler import Choice, Event, SerialScheduler, first_come, seeded
 
 
 def train(
     name: str,
     graph_servers: int,
     intervals: int,
-    policy: LambdaOptions,
     choose: Choice,
     *,
     epochs: int,
     parameter_servers: int = 1,
-    **options: bool,
+    **options: Any,
 ) -> tuple[SerialScheduler, list[ParameterServer]]:
+    program, starts = cases.PROGRAMS[name](), cases.STARTS[graph_servers]
     servers, parameters = cases.servers(
-        cases.PROGRAMS[name](),
-        CUTS[graph_servers],
-        intervals,
-        num_parameter_servers=parameter_servers,
-        **options,
+        program, starts, intervals, num_parameter_servers=parameter_servers, **options
     )
-    schedule = SerialScheduler(servers, parameters, policy, choose)
+    schedule = SerialScheduler(servers, parameters, choose)
     schedule.run(epochs)
     return schedule, parameters
 
@@ -62,38 +49,35 @@ def check_equal_to_plain(
 
 
 @pytest.mark.parametrize("name", cases.PROGRAMS)
-@pytest.mark.parametrize("graph_servers", CUTS)
+@pytest.mark.parametrize("graph_servers", cases.STARTS)
 @pytest.mark.parametrize(("intervals", "parameter_servers"), [(1, 1), (3, 3), (7, 2)])
 def test_pipe_is_plain_training(
     name: str, graph_servers: int, intervals: int, parameter_servers: int
 ) -> None:
-    count, policy = min(parameter_servers, graph_servers * intervals), LambdaOptions(mode="pipe")
-    trained = train(
-        name, graph_servers, intervals, policy, seeded(graph_servers), epochs=3, parameter_servers=count
-    )
+    count, choose = min(parameter_servers, graph_servers * intervals), seeded(graph_servers)
+    trained = train(name, graph_servers, intervals, choose, epochs=3, parameter_servers=count)
     check_equal_to_plain(name, *trained, 3)
 
 
 @pytest.mark.parametrize(
     ("name", "intervals", "options"),
-    [("gcn", 100, {}), ("sage", 3, {"fused": False}), ("gat", 2, {"rematerialise": False, "fused": False})],
+    [
+        ("gcn", 100, {}),
+        ("sage", 3, {"fusion": False, "mode": "no_pipe"}),
+        ("gat", 2, {"rematerialise": False, "fusion": False}),
+    ],
 )
-def test_twenty_epochs_and_a_hundred_intervals(name: str, intervals: int, options: dict[str, bool]) -> None:
-    policy = LambdaOptions(mode="no_pipe" if name == "sage" else "pipe")
+def test_twenty_epochs_and_a_hundred_intervals(name: str, intervals: int, options: dict[str, Any]) -> None:
     epochs, graph_servers = (2, 1) if intervals == 100 else (20, 2)
-    schedule, parameters = train(name, graph_servers, intervals, policy, first_come, epochs=epochs, **options)
-    check_equal_to_plain(name, schedule, parameters, epochs)
+    trained = train(name, graph_servers, intervals, first_come, epochs=epochs, **options)
+    check_equal_to_plain(name, *trained, epochs)
 
 
 @pytest.mark.parametrize("name", cases.PROGRAMS)
 def test_async_without_staleness_in_order_is_pipe_to_the_bit(name: str) -> None:
     found = []
-    for policy, choose in (
-        (LambdaOptions(mode="pipe"), seeded(1)),
-        (LambdaOptions(mode="pipe"), first_come),
-        (LambdaOptions(mode="async", staleness=0), first_come),
-    ):
-        _, parameters = train(name, 3, 3, policy, choose, epochs=4, parameter_servers=2)
+    for mode, choose in (("pipe", seeded(1)), ("pipe", first_come), ("async", first_come)):
+        _, parameters = train(name, 3, 3, choose, epochs=4, parameter_servers=2, mode=mode)
         found.append([value.tobytes() for value in parameters[0].latest()])
     assert found[0] == found[1] == found[2]
 
@@ -101,10 +85,10 @@ def test_async_without_staleness_in_order_is_pipe_to_the_bit(name: str) -> None:
 @pytest.mark.parametrize("name", ["gat", "dropping"])
 def test_options_and_modes_change_no_bit(name: str) -> None:
     found = []
-    for options in ({}, {"fused": False}, {"rematerialise": False}, {"fused": False, "rematerialise": False}):
-        for mode in ("pipe", "no_pipe"):
-            _, parameters = train(name, 2, 2, LambdaOptions(mode=mode), seeded(3), epochs=2, **options)
-            found.append([value.tobytes() for value in parameters[0].latest()])
+    for fusion, rematerialise, mode in itertools.product((True, False), (True, False), ("pipe", "no_pipe")):
+        options = {"fusion": fusion, "rematerialise": rematerialise, "mode": mode}
+        _, parameters = train(name, 2, 2, seeded(3), epochs=2, **options)
+        found.append([value.tobytes() for value in parameters[0].latest()])
     assert all(one == found[0] for one in found)
 
 
@@ -125,10 +109,10 @@ class Bounds:
 
     def look(self, event: Event) -> None:
         updates = self.parameters[0].updates
-        alive = max(len(server.versions) for server in self.parameters)
+        alive = max(len(server._versions) for server in self.parameters)
         assert alive <= self.staleness + 2
         self.alive = max(self.alive, alive)
-        if event.kind is EventKind.UPDATE:
+        if event.kind == "update":
             return
         server = self.schedule.servers[event.server]
         epoch, index = divmod(event.position, len(server.schedule))
@@ -143,9 +127,9 @@ class Bounds:
             assert epoch - oldest <= self.staleness + 1
         elif task.kind is TaskKind.SCATTER:
             self.seen[place] = epoch
-        elif task.kind is TaskKind.WORK and event.kind is EventKind.SUBMIT and index == 1:
+        elif task.kind is TaskKind.WORK and event.kind == "submit" and index == 1:
             self.written[place] = epoch
-        if event.kind is EventKind.COMPUTE:
+        if event.kind == "compute":
             self.check_version(server, event, epoch)
 
     def value_of(self, reader: tuple[int, int], source: tuple[int, int]) -> int:
@@ -193,18 +177,18 @@ def test_bounds_hold_in_a_thousand_random_schedules(staleness: int, runs: int) -
             [0, 7, 12],
             1 + (seed % 3 == 2),
             num_parameter_servers=1 + seed % 2,
-            staleness=staleness,
             graph=SMALL(),
+            mode="async",
+            staleness=staleness,
         )
-        policy = LambdaOptions(mode="async", staleness=staleness)
-        schedule = SerialScheduler(servers, parameters, policy, uneven(seed))
+        schedule = SerialScheduler(servers, parameters, uneven(seed))
         bounds = Bounds(schedule, parameters, staleness)
         schedule.run(epochs)
         for server in parameters:
             server.drain()
             assert server.updates == epochs
             assert server._stash_of == {}
-            assert server.versions == (epochs,)
+            assert list(server._versions) == [epochs]
         assert not any(server.task_table.keys for server in servers)
         worst = {name: max(value, getattr(bounds, name)) for name, value in worst.items()}
     # The bounds are reached, so that the test would see one that is exceeded.
@@ -225,8 +209,8 @@ def uneven(seed: int) -> Choice:
 
 def test_the_watch_sees_a_gate_that_is_left_open() -> None:
     program = cases.gcn((5, 2, 3))
-    servers, parameters = cases.servers(program, [0, 7, 12], 1, staleness=3, graph=SMALL())
-    schedule = SerialScheduler(servers, parameters, LambdaOptions(mode="async", staleness=3), uneven(0))
+    servers, parameters = cases.servers(program, [0, 7, 12], 1, mode="async", staleness=3, graph=SMALL())
+    schedule = SerialScheduler(servers, parameters, uneven(0))
     Bounds(schedule, parameters, 1)
     with pytest.raises(AssertionError):
         schedule.run(8)

@@ -1,0 +1,240 @@
+"""Partitioners of at most one pass: ranges, hash, random, by feature, from a file, LDG and Fennel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, final
+
+import numpy as np
+from numba import njit
+
+from dglx_dist.data.partition.base import Partitioner
+from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, assign_parts, symmetrise
+from dglx_dist.errors import ConfigError, DatasetError
+from dglx_dist.keyed_random import splitmix64
+from dglx_dist.records import Array, Assignment, RawGraph
+
+
+@final
+class Contiguous(Partitioner):
+    """Ranges of ids, for data in a good order (by crawl, community or an earlier partition).
+
+    Supports one balance weight and target weights; no range exceeds its share by more than one node.
+    """
+
+    honours = frozenset({"balance", "target_weights", "tolerance"})
+
+    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+        return assign_parts(self, graph, (num_parts, seed), lambda w: cut_ranges(w.columns[0], w.shares))
+
+
+def cut_ranges(weights: Array, shares: Array) -> Array:
+    """Return (N,) int32 ascending parts of the (N,) int64 ``weights``, close to the (P,) ``shares``.
+
+    The middle of a node in the cumulative weights decides, so each end of a range is off by at most half a
+    node.
+    """
+    ends = np.cumsum(weights, dtype=np.float64)
+    total = ends[-1] if len(ends) else 0.0
+    middles = ends - weights / 2.0
+    borders = np.cumsum(shares)[:-1] * total
+    return np.searchsorted(borders, middles, side="right").astype(np.int32)
+
+
+class _ByHash(Partitioner):
+    scatters = True
+    _parameters: ClassVar[dict[str, str]] = {}
+
+    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+        parts = hash_parts(graph.total_nodes, num_parts)
+        return assign_parts(self, graph, (num_parts, seed), parts, **self._parameters)
+
+
+@final
+class Hash(_ByHash):
+    """splitmix64(id) mod P (P3): independent of patterns in the ids, no balance promise."""
+
+
+def hash_parts(num_nodes: int, num_parts: int) -> Array:
+    """Return (N,) int32: splitmix64(id) mod P of the ids 0..N-1."""
+    ids = np.arange(num_nodes, dtype=np.uint64)
+    return (splitmix64(ids) % np.uint64(num_parts)).astype(np.int32)
+
+
+FEATURES, COLUMNS = "features", "columns"
+"""Key and value in ``Assignment.parameters`` that request features by column."""
+
+
+@final
+class Feature(_ByHash):
+    """Owners by hash, and features also split by column (P3, section 3.2).
+
+    Rows are stored with their owner, so that every strategy can train; for ``parameters["features"]`` the
+    writer of the dataset adds files of columns for as many ranks as parts.
+    """
+
+    _parameters: ClassVar = {FEATURES: COLUMNS}
+
+
+@final
+class File(Partitioner):
+    """Parts from ``options.file``, without a balance promise."""
+
+    honours = frozenset({"file"})
+
+    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+        if self.options.file is None:
+            raise ConfigError("method file needs a .npy file of part ids: set file (--file)")
+        path = Path(self.options.file)
+        parts, num_nodes = read_parts(path), graph.total_nodes
+        if parts.ndim != 1 or parts.dtype.kind not in "iu":
+            raise DatasetError(
+                f"{path.name} holds {parts.shape} {parts.dtype}; part ids are whole numbers, ({num_nodes},)"
+            )
+        if len(parts) != num_nodes:
+            raise DatasetError(
+                f"{path.name} has {len(parts)} part ids for {num_nodes} nodes; give one per node"
+            )
+        wrong = (parts < 0) | (parts >= num_parts)
+        if wrong.any():
+            row = int(np.argmax(wrong))
+            raise DatasetError(
+                f"{path.name}, row {row}: part {parts[row]} is outside 0..{num_parts - 1}; "
+                f"ask for {int(parts.max()) + 1} parts or correct it"
+            )
+        return assign_parts(self, graph, (num_parts, seed), parts, file=path.name)
+
+
+def read_parts(path: Path) -> Array:
+    """Return the array of a .npy file."""
+    if path.suffix != ".npy":
+        raise ConfigError(f"{path} ends in {path.suffix!r}; part ids come as .npy (numpy.save)")
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}; give the path of one part id per node")
+    try:
+        with path.open("rb") as file:
+            return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
+    except (ValueError, EOFError) as error:
+        raise DatasetError(f"{path} is not a plain .npy array: {error}") from error
+
+
+@final
+class Random(Partitioner):
+    """A random permutation in ranges: shares are exact to one node; an edge is cut with (P - 1) / P."""
+
+    honours = frozenset({"target_weights"})
+    scatters = True
+
+    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+        def compute(weights: BalanceWeights) -> Array:
+            part_of_node = np.empty(graph.total_nodes, dtype=np.int32)
+            order = np.random.default_rng(seed).permutation(graph.total_nodes)
+            part_of_node[order] = cut_ranges(weights.columns[0], weights.shares)
+            return part_of_node
+
+        return assign_parts(self, graph, (num_parts, seed), compute)
+
+
+def stream_order(graph: SymmetricGraph, seed: int) -> Array:
+    """Return (N,) int64 all nodes in breadth-first order from random starts.
+
+    Greedy streaming works well in this order, since some neighbours of a node are assigned before it.
+    """
+    starts = np.random.default_rng(seed).permutation(graph.num_nodes)
+    return _breadth_first(graph.indptr, graph.indices, starts)
+
+
+@njit(cache=True, nogil=True)
+def _breadth_first(indptr: Array, indices: Array, starts: Array) -> Array:
+    order = np.empty(len(starts), dtype=np.int64)
+    seen = np.zeros(len(starts), dtype=np.bool_)
+    found = 0
+    done = 0
+    for start in starts:
+        if seen[start]:
+            continue
+        seen[start] = True
+        order[found] = start
+        found += 1
+        while done < found:
+            u = order[done]
+            done += 1
+            for e in range(indptr[u], indptr[u + 1]):
+                v = indices[e]
+                if not seen[v]:
+                    seen[v] = True
+                    order[found] = v
+                    found += 1
+    return order
+
+
+GAMMA = 1.5
+"""Exponent of Fennel's size penalty; the authors' choice."""
+
+
+class _Streaming(Partitioner):
+    honours = frozenset({"balance", "tolerance", "target_weights"})
+
+    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+        def compute(weights: BalanceWeights) -> Array:
+            symmetric = symmetrise(graph, weighted=False)
+            order, adjacency = stream_order(symmetric, seed), (symmetric.indptr, symmetric.indices)
+            capacity, is_fennel = weights.capacities()[0], isinstance(self, Fennel)
+            return _stream(*adjacency, order, weights.columns[0], capacity, weights.shares, is_fennel)
+
+        return assign_parts(self, graph, (num_parts, seed), compute)
+
+
+@final
+class Fennel(_Streaming):
+    """Each node goes where assigned neighbours minus the marginal size penalty is largest.
+
+    Supports one constraint, its tolerance, which always holds, and target weights.
+    """
+
+
+@final
+class Ldg(_Streaming):
+    """Linear deterministic greedy: each node goes where assigned neighbours x free share is largest.
+
+    Supports one constraint, its tolerance, which always holds, and target weights.
+    """
+
+
+@njit(cache=True, nogil=True)
+def _stream(
+    indptr: Array, indices: Array, order: Array, weights: Array, capacity: Array, shares: Array, fennel: bool
+) -> Array:
+    num_parts, num_nodes = len(capacity), max(len(order), 1)
+    # The size of a part is measured in nodes of mean weight, relative to an equal share, so that
+    # Fennel's constant alpha = sqrt(P) m / n^1.5 also applies to other weights and unequal shares.
+    alpha = np.sqrt(num_parts) * (len(indices) / 2) / num_nodes**GAMMA
+    mean_weight = max(weights.sum() / num_nodes, 1e-9)
+    part = np.full(len(order), -1, dtype=np.int32)
+    load = np.zeros(num_parts)
+    links = np.zeros(num_parts)
+    for u in order:
+        links[:] = 0
+        for e in range(indptr[u], indptr[u + 1]):
+            p = part[indices[e]]
+            if p >= 0:
+                links[p] += 1
+        best, best_score, best_fill = -1, -np.inf, np.inf
+        emptiest, emptiest_fill = 0, np.inf
+        for p in range(num_parts):
+            fill = (load[p] + weights[u]) / max(capacity[p], 1.0)
+            if fill < emptiest_fill:
+                emptiest, emptiest_fill = p, fill
+            if fill > 1.0:
+                continue
+            if fennel:
+                score = links[p] - alpha * GAMMA * np.sqrt(load[p] / mean_weight / (shares[p] * num_parts))
+            else:
+                score = links[p] * (1.0 - load[p] / max(capacity[p], 1.0))
+            if score > best_score or (score == best_score and fill < best_fill):
+                best, best_score, best_fill = p, score, fill
+        # Where all parts are full the emptiest one takes the node.
+        chosen = best if best >= 0 else emptiest
+        part[u] = chosen
+        load[chosen] += weights[u]
+    return part
