@@ -55,11 +55,7 @@ _NO_BATCHES = (
 
 @dataclass(frozen=True, kw_only=True)
 class AutoOptions(ChoiceOptions):
-    """Options of ``auto``.
-
-    Raises:
-        ConfigError: a value cannot be honoured.
-    """
+    """Options of ``auto``; ConfigError if a value cannot be honoured."""
 
     memory: str = ""
     """Limit of a rank, as "4GB"; empty: its share of the machine's."""
@@ -77,11 +73,7 @@ class AutoOptions(ChoiceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Model and batches of the training to plan for.
-
-    Raises:
-        ConfigError: a value cannot be honoured.
-    """
+    """Model and batches of the training to plan for; ConfigError if a value cannot be honoured."""
 
     fanouts: Sequence[int] | None = None
     """Input-most first; None: the defaults."""
@@ -180,12 +172,8 @@ def adopt_checkpointed(g: DistGraph, folder: str | Path, training: Training) -> 
     """Give the session the strategy of the newest checkpoint in ``folder``; collective.
 
     A resumed run is not planned again: another strategy may be another estimator with other steps. Returns
-    None if there is no checkpoint, so that a strategy may be chosen.
-
-    Raises:
-        ConfigError: the checkpoint names no strategy, or none that ``auto`` chooses; or these ranks cannot
-            run it.
-        CheckpointError: it is damaged.
+    None if there is no checkpoint, so that a strategy may be chosen. ConfigError: the checkpoint names no
+    strategy, or none that ``auto`` chooses, or these ranks cannot run it. CheckpointError: it is damaged.
     """
     extra = checkpoint.read_extra(folder)
     if extra is None:
@@ -237,10 +225,8 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
 
     Call it before the first loader is created and before ``model`` is wrapped. It counts some batches and
     plans, times the model on them, and the links for two seconds; rank 0 prints the choice and its reason.
-    Returns all candidates with the predicted cost of an epoch, equal on every rank.
-
-    Raises:
-        ConfigError: the session has a strategy, the graph has several types, or nothing fits.
+    Returns all candidates with the predicted cost of an epoch, equal on every rank. ConfigError: the session
+    has a strategy, the graph has several types, or nothing fits.
     """
     session = g.session
     if session.strategy != AUTO:

@@ -36,11 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionPlan:
-    """Partitioning method, its options, and the format of the dataset.
-
-    Raises:
-        ConfigError: a value is out of its range.
-    """
+    """Partitioning method, its options, and the format of the dataset; ConfigError out of range."""
 
     num_parts: int
     method: str | None = None

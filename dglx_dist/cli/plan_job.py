@@ -69,12 +69,7 @@ def _draws_of(plan: PlanConfig) -> Draws | None:
 
 
 def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
-    """Predict every way to train, and choose one; one process calls it. ``notify`` gets each next step.
-
-    Raises:
-        ConfigError: the dataset lacks what training needs, or has fewer parts than there are servers.
-        StorageError: it is missing or damaged.
-    """
+    """Predict every way to train, and choose one; one process calls it. ``notify`` gets each next step."""
     known, candidates = measured(plan, notify)
     return choose(candidates, known, constraints_of(plan))
 

@@ -213,12 +213,7 @@ def report(
 
 
 def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
-    """Draw the trace ``path`` as a PNG file beside it, and print how much of the traffic was hidden.
-
-    Raises:
-        StorageError: the file is no trace, or damaged.
-        ConfigError: the trace has no such batches.
-    """
+    """Draw the trace ``path`` as a PNG file beside it, and print how much of the traffic was hidden."""
     from dglx_dist.comm.trace import read_trace
     from dglx_dist.report import pictures
 
@@ -236,11 +231,7 @@ def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
 
 
 def read_batches(text: str | None) -> tuple[int, int] | None:
-    """Read ``FIRST:LAST``.
-
-    Raises:
-        ConfigError: ``text`` has another form.
-    """
+    """Read ``FIRST:LAST``; ConfigError for another form."""
     if text is None:
         return None
     first, _, last = text.partition(":")

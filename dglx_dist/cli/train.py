@@ -23,10 +23,7 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
     """Run ``dglx ARGUMENTS`` on W ``ranks`` of this machine, as S virtual servers, and wait for them.
 
     Returns the exit code: 0, 130 after Ctrl-C, that of the rank that failed first, or 128 + the signal that
-    ended the launcher; unless it is 0, a message has been shown.
-
-    Raises:
-        ConfigError: there are no ranks, or they cannot be divided among the servers.
+    ended the launcher; unless it is 0, a message has been shown. ConfigError: uneven servers, or no ranks.
     """
     command = [
         *(sys.executable, "-m", "dglx_dist.cli.torchrun"),
@@ -104,14 +101,7 @@ def check_launched(ranks: int | None, servers: int | None) -> None:
 
 
 def check_before_launch(config: TrainConfig) -> None:
-    """Check strategy, its options and the dataset before any process is started.
-
-    Raises:
-        UnknownNameError: there is no such strategy.
-        StorageError: there is no partitioned dataset.
-        ConfigError: the strategy does not know an option; the dataset has fewer parts than there are servers,
-            or ``auto`` cannot plan for it.
-    """
+    """Check strategy, its options and the dataset before any process is started."""
     from dglx_dist.auto import read_auto_options
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.planner.workload import check_plannable

@@ -28,7 +28,7 @@ from dglx_dist.comm.collectives import barrier, gather_json, peers_named
 from dglx_dist.comm.endpoints import open_streams
 from dglx_dist.comm.mailbox import Mailbox
 from dglx_dist.comm.session import Session, SessionField
-from dglx_dist.comm.trace import NETWORK, Span
+from dglx_dist.comm.trace import NETWORK
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.records import Array
 
@@ -283,9 +283,7 @@ class CallExchange(Exchange):
             for call in sent:
                 call.result()
             end = max((at for at, _ in arrived.values()), default=begin)
-            self.session.timeline.note(
-                Span(name=self._span, row=NETWORK, begin_s=begin, end_s=end, batch=batch)
-            )
+            self.session.timeline.add(self._span, NETWORK, begin, end, batch)
 
         return finish
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import EDGE_PHASE
 from dglx_dist.dataloading.loader import nodes_to, open_maker
-from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, NodeIds
+from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, MiniBatch, NodeIds
 from dglx_dist.dataloading.negative import (
     DrawAll,
     NegativeSampler,
@@ -274,24 +274,19 @@ def build_pairs(
     ``ids`` are the (B,) int64 ids of the positive edges of every type, ``positive`` their ends.
     """
     both = [positive] if negative is None else [positive, negative]
-    nodes = _nodes(ntypes, both)
-    order = {ntype: torch.from_numpy(found) for ntype, found in nodes.items()}
+    found: dict[str, list[Array]] = {ntype: [np.empty(0, np.int64)] for ntype in ntypes}
+    for etype, ends in (item for pairs in both for item in pairs.items()):
+        found[etype[0]].append(ends[0])
+        found[etype[2]].append(ends[1])
+    nodes = {ntype: np.unique(np.concatenate(touched)) for ntype, touched in found.items()}
+    order = {ntype: torch.from_numpy(touched) for ntype, touched in nodes.items()}
     graphs = [_graph(pairs, nodes, idtype) for pairs in both]
     for graph in graphs:
-        for ntype, found in order.items():
-            graph.nodes[ntype].data[dgl.NID] = found
+        for ntype, ids_of_type in order.items():
+            graph.nodes[ntype].data[dgl.NID] = ids_of_type
     for etype, edges in ids.items():
         graphs[0].edges[etype].data[dgl.EID] = torch.from_numpy(edges)
     return PairGraphs(nodes, graphs[0], None if negative is None else graphs[1])
-
-
-def _nodes(ntypes: Sequence[str], both: Sequence[EdgePairs]) -> dict[str, Array]:
-    found: dict[str, list[Array]] = {ntype: [np.empty(0, np.int64)] for ntype in ntypes}
-    for pairs in both:
-        for (source_type, _, destination_type), (sources, destinations) in pairs.items():
-            found[source_type].append(sources)
-            found[destination_type].append(destinations)
-    return {ntype: np.unique(np.concatenate(ids)) for ntype, ids in found.items()}
 
 
 def _graph(pairs: EdgePairs, nodes: Mapping[str, Array], idtype: torch.dtype) -> dgl.DGLGraph:
@@ -307,21 +302,13 @@ def _graph(pairs: EdgePairs, nodes: Mapping[str, Array], idtype: torch.dtype) ->
 
 
 @dataclass(frozen=True, kw_only=True)
-class EdgeBatch:
-    """One batch of an edge loader, and the time it took."""
+class EdgeBatch(MiniBatch):
+    """One batch of an edge loader: the pairs, and the blocks around their nodes."""
 
-    input_nodes: NodeIds
-    """The sources of the first block."""
     positive: dgl.DGLGraph
     """The batch's edges over the destinations of the last block, in their order."""
     negative: dgl.DGLGraph | None
     """Negative pairs over the same nodes; None without a negative sampler."""
-    blocks: list[DGLBlock]
-    """Layer 1 first."""
-    sample_s: float
-    """Seconds of drawing pairs, sampling and building graphs."""
-    fetch_s: float
-    """Seconds of fetching columns."""
 
 
 @final
@@ -372,6 +359,7 @@ class EdgeMaker:
                 pairs.positive.edges[etype].data[name] = pull()
         return EdgeBatch(
             input_nodes=batch.input_nodes,
+            output_nodes=batch.output_nodes,
             positive=pairs.positive,
             negative=pairs.negative,
             blocks=batch.blocks,

@@ -389,8 +389,8 @@ class EpochLoader(ABC, Generic[B, T]):
 class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     """Yields batches of this rank's items, made ahead on threads, in as many steps as the other ranks.
 
-    Constructing it is collective; iterating calls no collective. A rank that has run out of items gets empty
-    batches.
+    Constructing it is collective; iterating calls no collective. A rank that has run out of ``items`` gets
+    empty batches.
 
     Raises:
         ConfigError: the ranks differ in ``batch_size`` or ``drop_last``.
@@ -398,7 +398,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     """
 
     def __init__(self, session: Session, items: Items[K], options: LoaderOptions, maker: Maker[K, B]) -> None:
-        self._items, self._options, self._maker = items, options, maker
+        self.items, self._options, self._maker = items, options, maker
         device = torch.device(session.device if options.device is None else options.device)
         # Batches are moved on threads, where "cuda" without an index would mean the first one.
         has_index = device.index is not None or device.type != session.device.type
@@ -415,11 +415,6 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     def __len__(self) -> int:
         return self._schedule.num_steps
-
-    @property
-    def items(self) -> Items[K]:
-        """This rank's items."""
-        return self._items
 
     @property
     def num_targets_of_epoch(self) -> tuple[int, int]:
@@ -441,7 +436,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         self, epoch: int, items: Items[K] | None = None, rank: int | None = None
     ) -> Callable[[int], dict[K, Any]]:
         """Return a function of step to the items of a rank, by default this one."""
-        of_rank = self._items if items is None else items
+        of_rank = self.items if items is None else items
         schedule = self._schedule if rank is None else replace(self._schedule, rank=rank)
         order = of_rank.order(shuffle=self._options.shuffle, seed=self.seed, epoch=epoch)
         return lambda step: of_rank.take(order[schedule.slice_of(step)])

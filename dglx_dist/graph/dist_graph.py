@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, final
@@ -182,17 +183,8 @@ def policies_of(
     """Return the policy of each type of the nodes or edges."""
     types: Sequence[Any] = book.ntypes if kind == "node" else book.canonical_etypes
     bounds: Callable[[Any], Array] = book.node_bounds if kind == "node" else book.edge_bounds
-    return {
-        key: PartitionPolicy(
-            kind=kind,
-            type_name=key,
-            bounds=bounds(key),
-            partition_book=book,
-            store=store,
-            dataset=dataset,
-        )
-        for key in types
-    }
+    common: dict[str, Any] = {"kind": kind, "partition_book": book, "store": store, "dataset": dataset}
+    return {key: PartitionPolicy(type_name=key, bounds=bounds(key), **common) for key in types}
 
 
 def add_columns(
@@ -207,27 +199,19 @@ def add_columns(
     parts = {part: dataset.part(part) for part in placement.local_parts}
     offsets: dict[Any, Array] = {**manifest.node_offsets, **manifest.edge_offsets}
     columns: dict[Any, Mapping[str, ColumnInfo]] = {**manifest.node_columns, **manifest.edge_columns}
-
-    def add(
-        policy: PartitionPolicy, name: str, info: ColumnInfo, read: Callable[..., Any], *more: str
-    ) -> None:
-        rows = {part: read(stored, policy.type_name, *more) for part, stored in parts.items()}
-        policy.store.add(name, offsets[policy.type_name], rows, info)
-
+    readers: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "node": (StoredPart.node_data, StoredPart.original_node_ids),
+        "edge": (StoredPart.edge_data, StoredPart.original_edge_ids),
+    }
     for key, policy in policies.items():
-        is_node = policy.kind == "node"
-        read_ids = StoredPart.original_node_ids if is_node else StoredPart.original_edge_ids
-        for name, info in columns[key].items():
-            add(
-                policy,
-                policy.key(name),
-                info,
-                StoredPart.node_data if is_node else StoredPart.edge_data,
-                name,
-            )
-        add(policy, policy.hidden_key(ORIGINAL_IDS), IDS, read_ids)
-        if is_node and manifest.user_ids.get(str(key)) == "int64":
-            add(policy, policy.hidden_key(USER_IDS), IDS, StoredPart.user_ids)
+        read, read_ids = readers[policy.kind]
+        found = [(policy.key(name), info, partial(read, name=name)) for name, info in columns[key].items()]
+        found.append((policy.hidden_key(ORIGINAL_IDS), IDS, partial(read_ids)))
+        if manifest.user_ids.get(str(key)) == "int64":
+            found.append((policy.hidden_key(USER_IDS), IDS, partial(StoredPart.user_ids)))
+        for name, info, rows_of in found:
+            rows = {part: rows_of(stored, key) for part, stored in parts.items()}
+            policy.store.add(name, offsets[key], rows, info)
 
 
 T = TypeVar("T", str, EdgeType)

@@ -150,54 +150,10 @@ def own_policy(name: str, rows: int | Sequence[int], book: PartitionBook, store:
     return PartitionPolicy(kind="own", type_name=name, bounds=bounds, partition_book=book, store=store)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WantedTensor:
-    """A tensor as one rank asks for it."""
-
-    key: str
-    shape: tuple[int, ...]
-    info: ColumnInfo
-    policy: PartitionPolicy
-
-    def check_attach(self, name: str, column: Column, attach: bool) -> None:
-        """Raise ConfigError unless the tensor may attach to the existing ``column``."""
-        if not attach:
-            raise ConfigError(f"there is a tensor {name!r} already; choose another name")
-        found, wanted = (
-            f"{info.dtype} of shape {(int(bounds[-1]), *info.row_shape)}, server bounds {bounds.tolist()}"
-            for info, bounds in ((column.info, column.bounds), (self.info, self.policy.bounds))
-        )
-        if found != wanted:
-            raise ConfigError(f"the existing tensor {name!r} is {found}, not {wanted}; choose another name")
-
-    def create(self, init: InitRows | None) -> None:
-        """Allocate the rows and add them to the store; collective.
-
-        Raises:
-            ConfigError: on all ranks, when ranks want different tensors, memory is short on one, or
-                ``init`` raised there.
-        """
-        policy, store = self.policy, self.policy.store
-        facts = {
-            "key": self.key,
-            "shape": list(self.shape),
-            "dtype": self.info.dtype,
-            "bounds": policy.bounds.tolist(),
-        }
-        check_equal(store.session, "a tensor", facts, "create it alike on all ranks")
-        file_name = f"{store.label}-tensor-{store.next_number()}"
-        rows = shared_rows(store.session, file_name, policy.get_part_size(), self.info, init)
-        shard = Shard(first=int(policy.bounds[policy.part_id]), rows=rows)
-        store.add_column(
-            Column(name=self.key, info=self.info, bounds=policy.bounds, shards=(shard,), writable=True)
-        )
-        barrier(store.session, f"creating {self.key}")
-
-
-def wanted_tensor(
-    shape: Sequence[int], dtype: torch.dtype, name: str, place: PartitionPolicy | OpenedGraph, is_gdata: bool
-) -> WantedTensor:
-    """Describe a tensor; ``place`` is a policy, or the graph in which to find one of that length."""
+def _place_of(
+    shape: Sequence[int], dtype: torch.dtype, place: PartitionPolicy | OpenedGraph
+) -> tuple[PartitionPolicy, ColumnInfo]:
+    """Return policy and rows of a tensor; ``place``: the policy, or the graph that has one of its length."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:
@@ -210,8 +166,24 @@ def wanted_tensor(
             f"a tensor of {sizes[0]} rows does not go with {policy.policy_str}, of which there are "
             f"{policy.get_size()}"
         )
-    key = policy.key(name) if is_gdata else policy.hidden_key(name)
-    return WantedTensor(key=key, shape=sizes, info=column_info(dtype, sizes[1:]), policy=policy)
+    return policy, column_info(dtype, sizes[1:])
+
+
+def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows | None) -> None:
+    """Allocate the rows of a tensor and add them to the store; collective."""
+    store = policy.store
+    facts = {
+        "key": key,
+        "shape": [policy.get_size(), *info.row_shape],
+        "dtype": info.dtype,
+        "bounds": policy.bounds.tolist(),
+    }
+    check_equal(store.session, "a tensor", facts, "create it alike on all ranks")
+    file_name = f"{store.label}-tensor-{store.next_number()}"
+    rows = shared_rows(store.session, file_name, policy.get_part_size(), info, init)
+    shard = Shard(first=int(policy.bounds[policy.part_id]), rows=rows)
+    store.add_column(Column(name=key, info=info, bounds=policy.bounds, shards=(shard,), writable=True))
+    barrier(store.session, f"creating {key}")
 
 
 def _rows_of(column: Column, first: int, last: int) -> Array:
@@ -295,26 +267,23 @@ class DistTensor(Shared):
         self.persistent = persistent
         self._device = torch.device("cpu")
 
-        def describe() -> WantedTensor:
+        def describe() -> tuple[PartitionPolicy, ColumnInfo, str]:
             if policy is not part_policy:
                 raise ConfigError(
                     f"part_policy is {part_policy!r}; give what g.get_node_partition_policy gives"
                 )
-            return wanted_tensor(shape, dtype, self._name, policy or graph or opened_graph(), is_gdata)
+            found, info = _place_of(shape, dtype, policy or graph or opened_graph())
+            return found, info, found.key(self._name) if is_gdata else found.hidden_key(self._name)
 
         # Attaching is not collective.
         may_attach = any(key.endswith(f"~{self._name}") for key in store.names())
-        if not may_attach or not store.has((wanted := describe()).key):
-            wanted = run_on_all_ranks(store.session, describe, ConfigError)
-            wanted.create(init_func)
+        if may_attach and store.has((wanted := describe())[2]):
+            self.part_policy, info, self._key = wanted
+            self._check_attach(info, attach, init_func)
         else:
-            column = store.column(wanted.key)
-            wanted.check_attach(self._name, column, attach)
-            if init_func is not None and not column.writable:
-                raise ConfigError(
-                    f"{self._name!r} is data of the dataset, which init_func cannot fill; choose another name"
-                )
-        self.part_policy, self._key = wanted.policy, wanted.key
+            wanted = run_on_all_ranks(store.session, describe, ConfigError)
+            self.part_policy, info, self._key = wanted
+            _create(self.part_policy, self._key, info, init_func)
 
     @classmethod
     def existing(cls, policy: PartitionPolicy, name: str, key: str) -> DistTensor:
@@ -555,6 +524,24 @@ class DistTensor(Shared):
         run_on_all_ranks(self.kvstore.session, self.kvstore.fence, RemoteError)
         barrier(self.kvstore.session, f"deleting {self._name!r}")
         self.kvstore.remove(self._key)
+
+    def _check_attach(self, wanted: ColumnInfo, attach: bool, init: InitRows | None) -> None:
+        """Raise ConfigError unless this may be the existing tensor of its name."""
+        column = self._column
+        if not attach:
+            raise ConfigError(f"there is a tensor {self._name!r} already; choose another name")
+        found, asked = (
+            f"{info.dtype} of shape {(int(bounds[-1]), *info.row_shape)}, server bounds {bounds.tolist()}"
+            for info, bounds in ((column.info, column.bounds), (wanted, self.part_policy.bounds))
+        )
+        if found != asked:
+            raise ConfigError(
+                f"the existing tensor {self._name!r} is {found}, not {asked}; choose another name"
+            )
+        if init is not None and not column.writable:
+            raise ConfigError(
+                f"{self._name!r} is data of the dataset, which init_func cannot fill; choose another name"
+            )
 
     def _converted(self, values: Tensor) -> Tensor:
         if values.dim() and not torch.can_cast(values.dtype, self.dtype):

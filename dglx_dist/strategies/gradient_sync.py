@@ -1,12 +1,7 @@
 """Summing the gradients of replicated parameters over the ranks while backward still runs.
 
-Why not ``DistributedDataParallel`` with a communication hook: the hook gets ``.grad`` with the results of
-earlier backward calls, so accumulated gradients of summed losses are counted once per rank; it needs
-``find_unused_parameters`` for parameters that only some ranks reach (an edge type without edges in a
-block), and with that refuses several forward calls before one backward; its weight must be known before
-backward starts, per module and not per forward call; and its forward exchanges buffers, so that one rank
-cannot evaluate by itself. Here only backward communicates, and only new gradients. The price: hooks in
-Python probably cost some 5 % of a step of five dense layers (docs/performance.md).
+Why not ``DistributedDataParallel``: see docs/design/decisions.md. Only backward communicates, and only new
+gradients.
 """
 
 from __future__ import annotations

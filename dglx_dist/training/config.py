@@ -70,11 +70,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Options of a ready-made model and its mini-batches.
-
-    Raises:
-        ConfigError: a value is out of range, or there is not one fan-out per layer.
-    """
+    """Options of a ready-made model and its mini-batches; ConfigError for wrong ones, as of all these."""
 
     model: str = _of_model("sage", "sage, gcn, sgc, gat, mlp or resgcn (deep).")
     layers: int = _of_model(2, "Convolutions.", check=at_least(1))
@@ -113,13 +109,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunOptions, ModelConfig):
-    """Options of ``dglx train``: one run of a ready-made model.
-
-    Raises:
-        UnknownNameError: there is no such model.
-        ConfigError: there is not one fan-out per layer, a value is out of range, or a strategy option is an
-            argument of ``init``.
-    """
+    """Options of ``dglx train``: one run of a ready-made model; UnknownNameError for a wrong model."""
 
     data: str = path_option(..., "What `dglx partition` wrote.", metavar="DIR")
     strategy: str = option("data_parallel", "A wrong name lists all strategies; auto chooses one.")
@@ -237,12 +227,7 @@ def ranks_of_each(ranks: int, servers: int | None) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(ChoiceOptions, ModelConfig):
-    """Options of ``dglx plan``: graph, model and servers.
-
-    Raises:
-        UnknownNameError: there is no such model, or no such partitioner.
-        ConfigError: a value is out of range, or not exactly one of data and figures is given.
-    """
+    """Options of ``dglx plan``: graph, model, servers; UnknownNameError for a wrong model or partitioner."""
 
     folder: str | None = path_option(
         None, "What `dglx partition` wrote; else --nodes and --edges.", flag="DIR", metavar="DIR"

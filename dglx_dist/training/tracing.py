@@ -28,11 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def check_trace(path: Path, session: Session) -> None:
-    """Check before training that the trace can be written. Collective.
-
-    Raises:
-        StorageError: on all ranks: the folder cannot be written, or ``path`` is not a trace.
-    """
+    """Raise StorageError before training, on all ranks, if the trace cannot be written. Collective."""
     run_on_all_ranks(session, lambda: check_replaceable(path) if session.topology.rank == 0 else None)
 
 
@@ -49,10 +45,7 @@ def recording(path: Path | None, num_steps: int, session: Session) -> Iterator[C
     machine, see :func:`path_of_rank`.
 
     Yields a function to call after each step. Nothing is recorded without ``path``, or while another
-    recording is active.
-
-    Raises:
-        StorageError: the trace cannot be written; before the block if possible.
+    recording is active. StorageError: the trace cannot be written; before the block if possible.
     """
     if path is None or session.timeline.on:
         yield lambda: None

@@ -30,16 +30,6 @@ def test_another_recipe_has_another_key() -> None:
     assert len(keys) == 5
 
 
-def test_what_a_killed_run_left_is_not_taken(tmp_path: Path) -> None:
-    folder = data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"]
-    # A writer that dies leaves its folder under another name, and never one of this name without manifest.
-    whole = {path.relative_to(folder) for path in folder.rglob("*")}
-    folder.rename(folder.with_name(folder.name + ".123-abcd.partial"))
-    again = data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"]
-    assert again == folder
-    assert {path.relative_to(folder) for path in folder.rglob("*")} == whole
-
-
 def test_a_dataset_that_was_cut_short_is_told(tmp_path: Path) -> None:
     folder = data.prepare(SMALL, {"halves": HALVES}, tmp_path)["halves"]
     largest = max(

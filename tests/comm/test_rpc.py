@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -299,34 +299,39 @@ def test_wrong_secret_is_refused_and_logged(caplog: pytest.LogCaptureFixture) ->
     assert "refused a connection from 127.0.0.1: it does not know this job's secret" in caplog.text
 
 
-def test_stranger_without_security_is_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), pair() as (_, server):
-        server.register("rows", lambda _name, arrays: pytest.fail("a stranger was served"))
-        endpoint = server._servers[0].endpoint
-        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-            stranger.setsockopt(zmq.LINGER, 0)
-            monitor = stranger.get_monitor_socket(
-                zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            )
-            stranger.connect(endpoint)
-            stranger.send(b"hello")
-            assert monitor.poll(20_000)
-            stranger.disable_monitor()
-            monitor.close(0)
-        _wait_for_text(caplog, "refused a connection")
+def greet_without_security(endpoint: str) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+        stranger.connect(endpoint)
+        stranger.send(b"hello")
+        assert monitor.poll(20_000)
+        stranger.disable_monitor()
+        monitor.close(0)
 
 
-def test_raw_bytes_of_a_stranger_are_refused_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def send_raw_bytes(endpoint: str) -> None:
+    host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.settimeout(20)
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(range(256)) * 8)
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(1024):
+                pass  # whatever it greets with, it hangs up
+
+
+@pytest.mark.parametrize("come", [greet_without_security, send_raw_bytes])
+def test_strangers_are_refused_and_logged(
+    caplog: pytest.LogCaptureFixture, come: Callable[[str], None]
+) -> None:
     with caplog.at_level(logging.WARNING), pair() as (caller, server):
+        server.register("rows", lambda _name, _arrays: pytest.fail("a stranger was served"))
         server.register("echo", lambda _name, arrays: arrays)
-        host, port = server._servers[0].endpoint.removeprefix("tcp://").rsplit(":", 1)
-        with socket.create_connection((host, int(port))) as stranger:
-            stranger.settimeout(20)
-            stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(range(256)) * 8)
-            with contextlib.suppress(ConnectionResetError):
-                while stranger.recv(1024):
-                    pass  # whatever it greets with, it hangs up
-        _wait_for_text(caplog, "refused a connection")
+        come(server._servers[0].endpoint)
+        deadline = time.monotonic() + 20
+        while "refused a connection" not in caplog.text and time.monotonic() < deadline:
+            threading.Event().wait(0.01)
+        assert "refused a connection" in caplog.text
         assert np.array_equal(caller.call(1, "echo", "", [TABLE], phase="p")[0], TABLE)
 
 
@@ -372,10 +377,3 @@ def _everyone_asks_everyone() -> list[list[float]]:
 def test_ranks_call_each_other(world_size: int, environment: dict[str, str]) -> None:
     for row in run_ranks(_everyone_asks_everyone, world_size, environment=environment):
         assert row == [[10.0 + other] for other in range(world_size)]
-
-
-def _wait_for_text(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    deadline = time.monotonic() + 20
-    while text not in caplog.text and time.monotonic() < deadline:
-        threading.Event().wait(0.01)
-    assert text in caplog.text

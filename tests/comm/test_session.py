@@ -181,19 +181,13 @@ def _open_and_die(job: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_folder_of_a_killed_process_is_removed_by_the_next() -> None:
+@pytest.mark.parametrize("is_open_before", [True, False])
+def test_folder_of_a_killed_process_is_removed_by_who_survives_it_or_comes_next(is_open_before: bool) -> None:
     job = uuid.uuid4().hex[:12]
+    mine = Scratch(f"other{job}", 0) if is_open_before else None
     (outcome,) = start_ranks(_open_and_die, 1, args=(job,))
     assert outcome.exitcode == -signal.SIGKILL
-    abandoned = Scratch("unused" + job, 0)
-    left = list(abandoned.path.parent.glob(f"*{job}-s3"))
-    abandoned.close()
-    assert left == []
-
-
-def test_a_survivor_removes_the_folder_of_a_killed_process() -> None:
-    mine, job = Scratch(uuid.uuid4().hex[:12], 0), uuid.uuid4().hex[:12]
-    start_ranks(_open_and_die, 1, args=(job,))
+    mine = mine or Scratch(f"other{job}", 0)
     mine.close()
     assert list(mine.path.parent.glob(f"*{job}-s3")) == []
 

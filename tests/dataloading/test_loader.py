@@ -68,17 +68,6 @@ def test_masked_edges_only(graph: DistGraph) -> None:
         assert torch.equal(block.in_degrees(), odd_in_degree.clamp(max=2))
 
 
-def test_probabilities_favour_the_likely(graph: DistGraph) -> None:
-    # Node 16 has the in-neighbours 17 ... 32, each as likely as its id.
-    loader = loader_of(graph, indices=[16], sampler=NeighborSampler([1], prob="source"))
-    ids = [nodes[1].item() for _ in range(2000) for nodes, _, _ in loader]
-    weights = np.arange(17, 33)
-    mean = (weights**2).sum() / weights.sum()
-    assert abs(np.mean(ids) - mean) < 4 * weights.std() / np.sqrt(
-        2000
-    )  # 25.4, against 24.5 if all were alike
-
-
 def test_leaving_early_moves_on_to_the_next_epoch(graph: DistGraph) -> None:
     epochs = loader_of(graph)
     seeds_of(epochs)

@@ -14,7 +14,7 @@ from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import LoaderOptions
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from tests.dataloading.shop import BUYS, KNOWS, LIKE, SOLD, edges_in
+from tests.dataloading.shop import BUYS, KNOWS, LIKE, edges_in
 
 SEEDS = {"user": torch.tensor([8, 29, 3, 11]), "item": torch.tensor([4, 40, 13])}
 PREFETCH = {
@@ -66,16 +66,6 @@ def test_fanouts_by_relation_or_triple_and_all_types_named(shop_graph: DistGraph
         loader_of(shop_graph, NeighborSampler([{"knows": 1}]))
     with pytest.raises(ConfigError, match="'sells'"):
         loader_of(shop_graph, NeighborSampler([some | {"sells": 1}]))
-
-
-def test_weights_of_zero_are_never_drawn(shop_graph: DistGraph) -> None:
-    sampler = NeighborSampler([4, 4], prob="weight", prefetch_edge_feats={SOLD: ["weight"]})
-    weights = [
-        block.edges[SOLD].data["weight"]
-        for _, _, blocks in loader_of(shop_graph, sampler)
-        for block in blocks
-    ]
-    assert torch.cat(weights).min() > 0
 
 
 def test_edges_left_out_of_all_batches(shop_graph: DistGraph) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -217,29 +216,6 @@ def test_ranks_write_rows_of_all_servers(small_dataset: Path, ranks: int, per_se
         assert inside == 0
 
 
-def create_in_vain(folder: Path) -> list[Any]:
-    with start_session() as session:
-        g = DistGraph(folder)
-
-        def out_of_luck(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            if g.rank() == 1:
-                raise ValueError("no luck")
-            return torch.zeros(shape, dtype=dtype)
-
-        said = [
-            refusal(partial(g.new_tensor, (NUM_NODES, width), torch.float32, "h", init), ConfigError)
-            for width, init in ((1 + g.rank(), None), (1, out_of_luck))
-        ]
-        return [*said, [name for name in os.listdir(session.scratch) if "tensor" in name]]
-
-
-def test_what_one_rank_cannot_create_all_hear_of(small_dataset: Path) -> None:
-    for different, raised, left in run_ranks(create_in_vain, 2, args=(small_dataset,), ranks_per_server=1):
-        assert "create it alike on all ranks" in different
-        assert raised == "init_func raised ValueError: no luck"
-        assert left == []
-
-
 @pytest.mark.parametrize("shape", [(), (NUM_NODES, -1), (NUM_NODES, 2.5), NUM_NODES, "ab"])
 def test_a_shape_that_is_none_is_refused(graph: DistGraph, shape: Any) -> None:
     with pytest.raises(ConfigError, match="shape is"):
@@ -247,9 +223,15 @@ def test_a_shape_that_is_none_is_refused(graph: DistGraph, shape: Any) -> None:
 
 
 def differ_on_one_rank(folder: Path) -> list[str]:
-    with start_session(timeout_s=30):
+    with start_session(timeout_s=30) as session:
         g = DistGraph(folder)
         one = g.rank() == 1
+
+        def out_of_luck(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            if one:
+                raise ValueError("no luck")
+            return torch.zeros(shape, dtype=dtype)
+
         rows, float32 = (NUM_NODES,), torch.float32
         own, other = g.new_policy("r", 5), g.new_policy("r", 6)
         said = [
@@ -260,7 +242,9 @@ def differ_on_one_rank(folder: Path) -> list[str]:
             refusal(lambda: DistTensor((), float32) if one else DistTensor(rows, float32)),
             refusal(lambda: DistTensor((6 if one else 5,), float32, "h", part_policy=other if one else own)),
             refusal(lambda: DistTensor((5,), float32, part_policy=3 if one else own)),
+            refusal(lambda: DistTensor(rows, float32, "h", out_of_luck)),
         ]
+        assert [name for name in os.listdir(session.scratch) if "tensor" in name] == []
         # Numbers are still in step, and no name is taken.
         unnamed = DistTensor(rows, float32)
         DistTensor(rows, float32, "h")
@@ -291,12 +275,13 @@ def test_what_one_rank_asks_for_differently_is_an_error_on_all_and_attaching_on_
         assert "cannot have dtype 'complex64'" in said[3]
         assert "give the number of rows first" in said[4]
         assert said[6].endswith("part_policy is 3; give what g.get_node_partition_policy gives")
-    assert "float32 of shape (40,), server bounds [0, 14, 40], not float32 of shape (40, 2), " in one[7]
-    assert "is float32 of shape (40,), server bounds [0, 14, 40], not int64 of shape (40,), " in one[8]
-    assert "already" in one[9]
-    assert "no type has 39 rows" in one[10]
-    assert zero[7:] == one[11:]
-    assert zero[8] == "4.0"
+        assert said[7] == "init_func raised ValueError: no luck"
+    assert "float32 of shape (40,), server bounds [0, 14, 40], not float32 of shape (40, 2), " in one[8]
+    assert "is float32 of shape (40,), server bounds [0, 14, 40], not int64 of shape (40,), " in one[9]
+    assert "already" in one[10]
+    assert "no type has 39 rows" in one[11]
+    assert zero[8:] == one[12:]
+    assert zero[9] == "4.0"
 
 
 def free_in_blocks(folder: Path) -> list[Any]:

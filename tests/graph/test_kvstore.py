@@ -299,7 +299,14 @@ def test_what_can_be_written_to_is_not_cached(store: KVStore) -> None:
 PUSH_CASES = [(1, None), (2, 1), (3, 2), *wide((2, None), (3, 1))]
 """(ranks, ranks per server)."""
 
-KINDS = {"f": ("float32", (5,)), "d": ("float64", ()), "i": ("int64", (2,)), "h": ("bfloat16", (4,))}
+KINDS = {
+    "f": ("float32", (5,)),
+    "d": ("float64", ()),
+    "i": ("int64", (2,)),
+    "h": ("bfloat16", (4,)),
+    "e": ("float16", ()),
+    "b": ("int8", (3,)),
+}
 
 
 def open_to_push(session: Session) -> KVStore:

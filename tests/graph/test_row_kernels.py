@@ -23,23 +23,10 @@ from dglx_dist.graph.row_kernels import (
 )
 from dglx_dist.records import Array, ColumnInfo
 
-DTYPES = ["float32", "float64", "int64", "int8", "uint16", "float16", "bfloat16"]
-
 
 def plan_of(ids: list[int]):
     """All of ``ids`` are another server's: the own one, the second, has no rows."""
     return plan_remote(np.array(ids, dtype=np.int64), np.array([0, 10, 10]), 1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_of_one_id_are_summed(dtype: str) -> None:
-    info = ColumnInfo(dtype=dtype, row_shape=(2,))
-    rows = torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]]).to(getattr(torch, dtype))
-    plan = plan_of([4, 1, 4, 4])
-    sums = tensor_view(sum_repeated(numpy_view(rows), plan, info), info)
-    assert sums.dtype == rows.dtype
-    assert plan.ids.tolist() == [4, 1]
-    assert sums.tolist() == [[13, 16], [3, 4]]
 
 
 def test_the_order_of_the_sum_is_the_one_given() -> None:
@@ -57,15 +44,6 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(dtype: str) -> Non
     rows = torch.cat([torch.tensor([1024.0]), torch.full((64,), 0.25)]).to(torch_dtype)
     sums = tensor_view(sum_repeated(numpy_view(rows), plan_of([5] * 65), info), info)
     assert sums.tolist() == [1040.0]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_adding_touches_only_the_rows_that_are_named_and_here(dtype: str) -> None:
-    info = ColumnInfo(dtype=dtype, row_shape=(2,))
-    target = torch.arange(6).reshape(3, 2).to(getattr(torch, dtype))
-    rows = torch.tensor([[10, 20], [30, 40], [50, 60]]).to(getattr(torch, dtype))
-    add_rows(numpy_view(target), 7, np.array([9, 6, 7]), numpy_view(rows), info)
-    assert target.tolist() == [[50, 61], [2, 3], [14, 25]]
 
 
 def test_rows_without_columns_and_no_rows_at_all() -> None:

@@ -20,7 +20,7 @@ from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.partition_book import RowOwners
-from dglx_dist.graph.sparse_gradient import RowGradient, weight_of, weighted_sum
+from dglx_dist.graph.sparse_gradient import weight_of
 from dglx_dist.records import StepShare
 from tests.graph.small import NUM_NODES, zeros
 from tests.graph.sparse_cases import DIM, STEPS, batch, embeddings, expected, make_optimizer, train
@@ -30,37 +30,12 @@ from tests.helpers.ranks import run_ranks
 QUARTER, NONE = StepShare(num_local=1, num_global=4), StepShare(num_local=0, num_global=4)
 
 
-def gradient(ids: list[int], value: float, share: StepShare | None) -> RowGradient:
-    return RowGradient(ids=np.array(ids, np.int64), rows=np.full((len(ids), 1), value), share=share)
-
-
 def test_a_mean_weighs_as_much_as_its_targets_and_a_sum_one() -> None:
     assert (weight_of(QUARTER, "mean", 2), weight_of(QUARTER, "sum", 2)) == (0.25, 1.0)
     assert (weight_of(NONE, "mean", 2), weight_of(NONE, "sum", 2)) == (0.0, 0.0)
     assert (weight_of(None, "mean", 1), weight_of(None, "sum", 2)) == (1.0, 1.0)
     with pytest.raises(ConfigError, match="cannot be weighted; take its ids"):
         weight_of(None, "mean", 2)
-
-
-def test_calls_are_summed_by_row_each_with_its_own_weight() -> None:
-    given = [gradient([7, 3], 8.0, QUARTER), gradient([3], float("nan"), NONE), gradient([5, 3], 1.0, None)]
-    total = weighted_sum(given, "mean", 1)
-    assert total is not None
-    assert total.ids.tolist() == [7, 3, 5]
-    assert total.rows.tolist() == [[2.0], [3.0], [1.0]]
-
-
-def test_without_targets_there_is_no_gradient() -> None:
-    assert weighted_sum([], "mean", 2) is None
-    assert weighted_sum([gradient([3], 1.0, NONE)], "sum", 2) is None
-
-
-def test_a_single_gradient_is_neither_copied_nor_changed() -> None:
-    given = gradient([7, 3], 8.0, QUARTER)
-    total = weighted_sum([given], "mean", 2)
-    assert total is not None
-    assert total.rows is given.rows
-    assert (total.weight, given.rows.tolist()) == (0.25, [[8.0], [8.0]])
 
 
 def test_another_number_of_embeddings_is_refused(graph: DistGraph) -> None:
@@ -256,28 +231,3 @@ def test_async_without_staleness_on_one_rank_is_sync(small_dataset: Path) -> Non
     reference = expected("sgd", [torch.tensor(rows, dtype=torch.float64) for rows in before], 1)
     for mine, wanted in zip(after, reference, strict=True):
         torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), wanted, rtol=0, atol=1e-10)
-
-
-def converge_async(folder: Path) -> tuple[float, float]:
-    """Rows 0 to 39 are drawn to their own number; every rank sees all of them."""
-    with start_session(seed=3) as session:
-        g = DistGraph(folder)
-        world = session.topology.world_size
-        embedding = DistEmbedding(NUM_NODES, 1, "e", init_func=zeros)
-        optimizer = optim.SparseSGD([embedding], lr=0.3, mode="async", staleness=3)
-        session.step_share = StepShare(num_local=1, num_global=world)
-        wanted = torch.arange(NUM_NODES)[:, None].float()
-        for step in range(150):
-            ids = torch.arange((step + g.rank()) % 4, NUM_NODES, 4)
-            ((embedding(ids) - wanted[ids]) ** 2).sum().backward()
-            optimizer.step()
-        optimizer.flush()
-        error = float((embedding.weight.to_local() - wanted).abs().max())
-        g.barrier()
-        return error, optimizer.staleness_report().largest_lag
-
-
-def test_async_converges_within_the_bound(small_dataset: Path) -> None:
-    for error, lag in run_ranks(converge_async, 2, args=(small_dataset,), ranks_per_server=1):
-        assert error < 1e-3
-        assert lag <= 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.graph.cache import access_probability, count_sources, expected_hit_rate, most_wanted
+from dglx_dist.graph.cache import access_probability, expected_hit_rate, most_wanted
 from dglx_dist.graph.structure import CSCShard, all_in_edges, from_wire, to_wire
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
 
@@ -20,10 +20,6 @@ def vip(shard: CSCShard, seeds: list[int], fanouts: list[int], batch_size: int) 
     hops = [{EDGE_TYPE: fanout} for fanout in fanouts]
     seeds_of = {NODE_TYPE: np.array(seeds, np.int64)}
     return access_probability({EDGE_TYPE: shard}, {NODE_TYPE: count}, seeds_of, hops, batch_size)[NODE_TYPE]
-
-
-def test_one_seed_that_draws_one_of_two_neighbours() -> None:
-    assert vip(DIAMOND, [0], [1], 1).tolist() == pytest.approx([1, 0.5, 0.5, 0])
 
 
 def test_two_hops_by_hand() -> None:
@@ -92,14 +88,6 @@ def test_drawn_batches_need_rows_as_often_as_predicted() -> None:
     assert abs(difference.mean()) < 0.004
 
 
-def test_sources_are_counted_where_asked() -> None:
-    assert count_sources([DIAMOND], 4).tolist() == [0, 1, 1, 2]
-    assert count_sources([DIAMOND], 4, (1, 2)).tolist() == [0, 0, 0, 1]
-    assert count_sources([DIAMOND], 4, (4, 9)).tolist() == [0, 0, 0, 0]
-    second = CSCShard(indptr=np.array([0, 1, 2]), indices=np.array([3, 3]), first_node=1, first_edge=2)
-    assert count_sources([second], 4, (0, 2)).tolist() == [0, 0, 0, 1]
-
-
 def test_the_most_wanted_of_others() -> None:
     scores = np.array([5.0, 9.0, 2.0, 2.0, 0.0, 2.0, 7.0])
     assert most_wanted(scores, (1, 2), 3).tolist() == [0, 2, 6]
@@ -115,12 +103,6 @@ def test_the_most_wanted_of_others() -> None:
 SHARD = CSCShard(
     indptr=np.array([0, 2, 2, 3]), indices=np.array([1, 2, 3], np.int32), first_node=10, first_edge=100
 )
-
-
-def test_all_in_edges_in_the_order_asked() -> None:
-    edges = all_in_edges(SHARD, np.array([12, 11, 10]))
-    assert edges.indptr.tolist() == [0, 1, 1, 3]
-    assert (edges.sources.tolist(), edges.edge_ids.tolist()) == ([3, 1, 2], [102, 100, 101])
 
 
 def test_an_answer_for_other_nodes_is_refused() -> None:

@@ -19,7 +19,7 @@ from dglx_dist.graph import shared_memory as row_folders
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
+from dglx_dist.records import NODE_TYPE, Assignment
 from tests.graph.small import NUM_NODES, build, write
 from tests.graph.sparse_cases import DIM, KINDS, STEPS, embeddings, expected, make_optimizer, train
 from tests.helpers import refusal, wide
@@ -39,6 +39,7 @@ def save_all(dataset: Path, folder: Path) -> list[str]:
         relations[:] = torch.tensor([5, 6])
         relations.save(folder / "r")
         g.ndata["feat"].save(folder / "feat")
+        g.edata["weight"].save(folder / "weight")
         return sorted(os.listdir(folder))
 
 
@@ -52,6 +53,10 @@ def load_all(dataset: Path, folder: Path) -> list[Any]:
         feat = g.new_tensor((NUM_NODES, 5), torch.float32, "copy")
         feat.load(folder / "feat")
         same = torch.equal(feat.to_local(), g.ndata["feat"].to_local())
+        weight = g.edata["weight"]
+        copied = DistTensor(weight.shape, weight.dtype, "weights", part_policy=weight.part_policy)
+        copied.load(folder / "weight")
+        same = same and torch.equal(copied.to_local(), weight.to_local())
         said = refusal(lambda: g.new_tensor((NUM_NODES, 3), torch.float32).load(folder / "h"), StorageError)
         return [tensor.to_local().float().tolist(), relations.to_local().tolist(), same, said]
 
@@ -64,7 +69,7 @@ def test_any_number_of_ranks_loads_what_another_saved(
 ) -> None:
     args = (small_dataset, tmp_path)
     for left in run_ranks(save_all, writers[0], args=args, ranks_per_server=writers[1]):
-        assert left == ["feat", "h", "r"]
+        assert left == ["feat", "h", "r", "weight"]
     files = read_index(tmp_path / "h").tensors["h"].files
     assert len(files) == writers[0]
     for table, relations, same, refused in run_ranks(
@@ -169,15 +174,6 @@ def test_what_cannot_be_loaded_is_named(graph: DistGraph, tmp_path: Path) -> Non
         tensor.load(tmp_path / "h", "x")
     with pytest.raises(ConfigError, match="read-only"):
         graph.ndata["label"].load(tmp_path / "h")
-
-
-def test_edges_are_saved_with_their_type(graph: DistGraph, tmp_path: Path) -> None:
-    weight = graph.edata["weight"]
-    weight.save(tmp_path / "w")
-    policy = graph.get_edge_partition_policy(EDGE_TYPE)
-    copy = DistTensor(weight.shape, weight.dtype, "copy", part_policy=policy)
-    copy.load(tmp_path / "w")
-    assert torch.equal(copy.to_local(), weight.to_local())
 
 
 def name_no_folder(dataset: Path, folder: Path) -> list[str]:

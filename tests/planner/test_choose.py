@@ -240,4 +240,5 @@ def test_bytes_of_a_model_that_is_guessed_are_expected_where_its_layers_exchange
     assert not predict(WHOLE, guessed).bytes_exact
     assert predict(PRELOADED, guessed).bytes_exact
     assert predict(ROWS, guessed).bytes_exact
-    assert predict(COLUMNS, guessed).bytes_exact
+    # Its first layer may take values of edges, which are sent.
+    assert not predict(COLUMNS, guessed).bytes_exact

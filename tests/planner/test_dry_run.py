@@ -29,7 +29,7 @@ from dglx_dist.strategies.full_graph.cost import (
     sizes_of,
 )
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
-from dglx_dist.strategies.full_graph.memory_estimate import StepSizes
+from dglx_dist.strategies.full_graph.memory_estimate import StepSizes, step_sizes
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
@@ -101,6 +101,8 @@ def test_closures_are_those_of_plain_counting(context: tuple[Path, PartitionCont
     by_server = seeds_by_server(where, seeds)
     plans = plan_all(where, by_server, LAYERS, LAYERS)
     work = work_of(plans, where.topology)
+    # The memory model of auto and dglx plan sees what option memory sees of a plan.
+    assert work.largest in map(step_sizes, plans)
     edges, foreign = preloading_work(open_structure(open_dataset(folder), EDGE_TYPE), where.bounds, by_server)
     assert work.external_rows == foreign
     assert work.outside == (0,) * LAYERS

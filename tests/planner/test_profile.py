@@ -17,7 +17,6 @@ from dglx_dist.layers.tracer import random_block
 from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.profile import assumed_rates, fit_rates, time_batches
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.cost import Rates
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
 
@@ -37,13 +36,6 @@ def test_what_trials_do_not_tell_apart_is_parted_as_usual() -> None:
     parts = np.array([usual.step_s, usual.edge_column_s, usual.multiply_add_s])
     work = np.array([[1.0, 2e7, 4e8]] * 2)
     assert fit_rates(work, 3 * work @ parts) == pytest.approx((3 * parts).tolist())
-
-
-def test_seconds_of_work() -> None:
-    rates = Rates(step_s=1.0, edge_column_s=2.0, multiply_add_s=3.0, sample_edge_s=0.0, gather_byte_s=0.0)
-    assert rates.compute_s((10, 100), 5) == 5 + 20 + 300
-    assert rates.slowed(2.0).compute_s((10, 100), 5) == 650
-    assert assumed_rates(speed=50).edge_column_s == pytest.approx(assumed_rates().edge_column_s / 50)
 
 
 def test_a_new_block_takes_longer_by_its_edges() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dglx_dist.cli.plan_job import make_plan
@@ -31,19 +32,7 @@ BUSY = RankCount(
     returned=0,
     largest=[[110, 30], [30, 10], [210, 55]],
 )
-IDLE = RankCount(
-    seeds=0,
-    steps=0,
-    counted=0,
-    remote_rows=[0, 0],
-    remote_seeds=0,
-    sources=[0, 0],
-    targets=[0, 0],
-    edges=[0, 0],
-    requested=0,
-    returned=0,
-    largest=[[0, 0], [0, 0], [0, 0]],
-)
+IDLE = RankCount(**{name: (0 * np.array(value)).tolist() for name, value in vars(BUSY).items()})
 
 
 def test_some_batches_stand_for_as_many_seeds_as_there_are() -> None:
@@ -56,11 +45,8 @@ def test_some_batches_stand_for_as_many_seeds_as_there_are() -> None:
     assert found.survey.label_bytes == 16 * 9
     assert found.worked == ((450, 135), (135, 45), (900, 225))
     assert found.largest == ((110, 30), (30, 10), (210, 55))
-
-
-def test_without_labels_none_are_sent() -> None:
-    found = work_of_counts([BUSY, IDLE], topology_of(2, 1), replace(SIZES, label=None))
-    assert found.survey.label_bytes == 0
+    without = work_of_counts([BUSY, IDLE], topology_of(2, 1), replace(SIZES, label=None))
+    assert without.survey.label_bytes == 0
 
 
 def test_a_large_cluster_is_planned_from_figures_with_its_assumptions() -> None:
@@ -129,7 +115,7 @@ def test_figures_that_make_no_sense_are_refused() -> None:
         figures: dict[str, Any] = {"nodes": 10, "edges": 1, "features": 1}
         with pytest.raises(ConfigError, match=message):
             make_plan(PlanConfig(**figures | wrong))
-    with pytest.raises(ConfigError, match="--data DIR"):
+    with pytest.raises(ConfigError, match="folder DIR of a partitioned dataset, or the figures"):
         PlanConfig()
     with pytest.raises(ConfigError, match="--layers is 2"):
         PlanConfig(data="x", fanouts=(1, 2, 3))

@@ -153,9 +153,7 @@ def test_the_batches_asked_for_are_drawn_in_their_colours(tmp_path: Path) -> Non
     assert colors_of(tmp_path / "a.png") == {1, 2}
     assert draw_schedule(trace, tmp_path / "b.png", title="t", batches=(4, 99)) == (4, 5)
     assert colors_of(tmp_path / "b.png") == {4, 5}
-
-
-def test_without_a_wish_the_middle_is_drawn(tmp_path: Path) -> None:
+    # Unasked, those in the middle.
     assert draw_schedule(trace_of(batches(12)), tmp_path / "a.png", title="t") == (4, 7)
     assert draw_schedule(trace_of(batches(2)), tmp_path / "a.png", title="t") == (0, 1)
 

@@ -20,6 +20,7 @@ from dglx_dist.comm.session import Session, start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.gradient_sync import make_buckets
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
@@ -205,6 +206,14 @@ def test_bytes_are_those_of_a_ring(on_ranks: list[dict[str, Any]]) -> None:
     # 3*5+5 + 5*2+2 + 3*2+2 + 2*2+2 = 46 numbers in 8 parameters, each with one flag, of 8 bytes.
     world_size = len(on_ranks)
     assert sum(result["bytes"] for result in on_ranks) == 2 * (world_size - 1) * (46 + 8) * 8
+
+
+def test_buckets_hold_the_last_parameters_first_and_one_dtype() -> None:
+    sizes = [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in (3, 2, 4, 1)]
+    assert [bucket.indices for bucket in make_buckets(sizes, 5 * 8)] == [(3, 2), (1, 0)]
+    mixed = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+    assert [bucket.indices for bucket in make_buckets(mixed, 1 << 20)] == [(1,), (0,)]
+    assert make_buckets([], 1) == []
 
 
 def test_uneven_shards_tell_the_rule_from_its_mistakes() -> None:

@@ -25,13 +25,6 @@ def test_auto_and_aliases_are_listed_where_they_are_known() -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES.names())
-def test_every_strategy_declares_its_traits(name: str) -> None:
-    traits = STRATEGIES.get(name).traits
-    assert traits.unit in ("mini_batch", "full_graph")
-    assert traits.summary
-
-
-@pytest.mark.parametrize("name", STRATEGIES.names())
 def test_every_strategy_refuses_unknown_options(name: str) -> None:
     with pytest.raises(ConfigError, match=r"has no option .no_such_option.*its options"):
         STRATEGIES.get(name)(None, {"no_such_option": 1})  # type: ignore[arg-type]

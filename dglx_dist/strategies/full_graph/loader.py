@@ -401,34 +401,31 @@ class HaloBatch:
         self.plan = plan
         exchanges: list[HaloExchange] = []
         nodes = torch.from_numpy(plan.nodes)
-        self._blocks: list[HaloBlock] = []
+        self.blocks: list[HaloBlock] = []
+        """Input layer first."""
         for depth, layer in enumerate(plan.layers):
             if depth and layer is plan.layers[depth - 1]:
                 # Deep models have many layers on one structure, which is stored on the device once.
                 exchanges.append(exchanges[-1].at(depth + 1))
-                self._blocks.append(self._blocks[-1].through(exchanges[-1]))
+                self.blocks.append(self.blocks[-1].through(exchanges[-1]))
             else:
                 exchanges.append(HaloExchange(g.session, layer, depth + 1))
                 etype, degrees = g.canonical_etypes[0], g.out_degrees
                 block = halo_block(layer, nodes, exchanges[-1], etype=etype, out_degrees=degrees)
-                self._blocks.append(block.to(device))
-        first, last = self._blocks[0], self._blocks[-1]
+                self.blocks.append(block.to(device))
+        first, last = self.blocks[0], self.blocks[-1]
         edges = {name: rows.to(device) for name, rows in reader.edges(plan).items()}
         fetch = partial(exchanges[0].fetch, phase=PHASE) if filled else None
         for name, rows in reader.inputs(plan, fetch).items():
             (first.set_all if filled else first.set_own)(name, rows.to(device))
         last.dstdata.update({name: rows.to(device) for name, rows in reader.targets(plan).items()})
-        for block, layer in zip(self._blocks, plan.layers, strict=True):
+        for block, layer in zip(self.blocks, plan.layers, strict=True):
             block.edata.update({name: rows[: len(layer.edge_ids)] for name, rows in edges.items()})
         self.input_nodes: Tensor = (first.srcdata[dgl.NID] if filled else nodes).to(device)
         """(n,) int64 global ids of the input rows of the model."""
         self.fetch_s = time.perf_counter() - begin
         """Seconds spent in the constructor; 0 once they have been counted."""
         self.sample_s = 0.0
-
-    def blocks(self) -> list[HaloBlock]:
-        """Return the blocks, input layer first, with new frames and shared structure and columns."""
-        return [block.fresh() for block in self._blocks]
 
 
 Batch: TypeAlias = tuple[Tensor, Tensor, list[HaloBlock]]
@@ -491,7 +488,8 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         # Rows outside of the model, such as embeddings, have equal weight on each rank: HaloModel has applied
         # n_local / n_global to the gradient at the model's output.
         self._session.step_share = StepShare(num_local=1, num_global=self._session.topology.world_size)
-        blocks = batch.blocks()
+        # A kept batch is delivered again, without the columns that a model sets.
+        blocks = [block.fresh() for block in batch.blocks]
         for block in blocks:
             block.step_number = self._epoch * len(self) + step
         blocks[-1].step_share = self._source.share(step, batch.plan)

@@ -92,12 +92,8 @@ class LocalGraph(DGLGraph):
     def num_nodes(self, ntype: str | None = None) -> int:
         return int(self._block.own_rows)
 
-    def num_src_nodes(self, ntype: str | None = None) -> int:
-        # Sources on other ranks have no rows here.
-        return self.num_nodes()
-
-    def num_dst_nodes(self, ntype: str | None = None) -> int:
-        return self.num_nodes()
+    # Sources on other ranks have no rows here.
+    num_src_nodes = num_dst_nodes = num_nodes
 
     @property
     def nodes(self) -> Any:

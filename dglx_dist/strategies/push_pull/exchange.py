@@ -59,16 +59,6 @@ class Group:
         return len(self.members)
 
     @property
-    def place(self) -> int:
-        """The own position among the replicas."""
-        return self.replicas.index(self.rank)
-
-    @property
-    def next_replica(self) -> int:
-        """The replica to which a ring sends; the own rank if there is no other."""
-        return self.replicas[(self.place + 1) % len(self.replicas)]
-
-    @property
     def others(self) -> tuple[tuple[int, int], ...]:
         """(part, rank) of the other members."""
         return tuple((part, rank) for part, rank in enumerate(self.members) if rank != self.rank)

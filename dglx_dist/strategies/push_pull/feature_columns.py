@@ -75,42 +75,81 @@ Moments: TypeAlias = tuple[Tensor, Tensor]
 log = logging.getLogger(__name__)
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class SliceFile:
-    """The file of some columns of a node feature for all nodes, whether it exists or not."""
+_NOT_LOADED: Array = np.empty(0)
 
-    folder: ArrayFolder
+
+@final
+@dataclass(kw_only=True, eq=False)
+class ColumnSlice:
+    """Some columns of a node feature for all nodes, and the file that keeps them."""
+
+    name: str
+    key: str = ""
+    """The KVStore's name of the tensor."""
+    columns: Columns
     info: ColumnInfo
     """Stored dtype, and (F_p,)."""
     num_rows: int
+    folder: ArrayFolder | None
+    """Of the file, whether it exists or not; None: in memory only."""
+    is_leader: bool = True
+    """Whether no lower rank of this machine needs the same: it makes the file that the others map."""
+    rows: Array = field(default_factory=lambda: _NOT_LOADED)
+    """(V, F_p) by id, C-contiguous and read-only; bfloat16 as its bits in uint16."""
+    problem: str = ""
+    """The reason why it could not be kept in a file."""
+
+    @property
+    def is_loaded(self) -> bool:
+        return self.rows is not _NOT_LOADED
+
+    @property
+    def dtype(self) -> np.dtype[np.generic]:
+        return numpy_dtype(self.info.dtype)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_rows, len(self.columns)
+
+    @property
+    def row_bytes(self) -> int:
+        return len(self.columns) * self.dtype.itemsize
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What the stamp of its file says."""
+        return {"dtype": self.info.dtype, "shape": [*self.shape]}
 
     def read(self) -> Array | None:
-        """Map the (V, F_p) values; None without an intact file of these, which is logged."""
-        found = self.folder.find(self._facts)
+        """Map the file's (V, F_p) values; None without an intact file of these, which is logged."""
+        found = None if self.folder is None else self.folder.find(self.facts)
         return found[1][VALUES] if found is not None else None
 
     def begin(self, writer: ArrayWriter) -> ArrayStream:
-        """Begin to write; may raise OSError."""
-        return writer.stream(VALUES, numpy_dtype(self.info.dtype), (self.num_rows, *self.info.row_shape))
+        """Begin to write the file; ``writer.publish(facts)`` ends it. May raise OSError."""
+        return writer.stream(VALUES, self.dtype, self.shape)
 
-    def publish(self, writer: ArrayWriter) -> None:
-        """Put the complete file in its place, unless an intact one is there already; may raise OSError."""
-        writer.publish(self._facts)
+    def local(self, store: KVStore) -> Array | None:
+        """Return the rows if this rank has them: no values, those of a single part, or a file."""
+        column = store.column(self.key)
+        whole = [shard.rows for shard in column.shards if len(shard.rows) == self.num_rows]
+        if self.is_loaded or not self.num_rows or not len(self.columns):
+            return self.rows if self.is_loaded else np.empty(self.shape, self.dtype)
+        if whole and len(self.columns) == self.columns.width and not column.writable:
+            return whole[0]
+        return self.read()
 
-    @property
-    def _facts(self) -> dict[str, object]:
-        return {"dtype": self.info.dtype, "shape": [self.num_rows, *self.info.row_shape]}
 
-
-def slice_file(dataset: StoredDataset, ntype: str, name: str, columns: Columns) -> SliceFile:
-    """Return the file of ``columns`` of the node feature ``name``."""
-    dtype = dataset.manifest.node_columns[ntype][name].dtype
+def stored_slice(dataset: StoredDataset, ntype: str, name: str, columns: Columns) -> ColumnSlice:
+    """Return ``columns`` of the node feature ``name`` with the place of their file."""
     path = f"{safe_name(ntype)}/{safe_name(name)}/{columns.first}-{columns.last}"
-    return SliceFile(
-        folder=dataset.cache.entry("columns", path),
+    dtype = dataset.manifest.node_columns[ntype][name].dtype
+    return ColumnSlice(
+        name=name,
+        columns=columns,
         info=ColumnInfo(dtype=dtype, row_shape=(len(columns),)),
         num_rows=dataset.manifest.num_nodes(ntype),
+        folder=dataset.cache.entry("columns", path),
     )
 
 
@@ -141,15 +180,15 @@ def write_slices(dataset: StoredDataset, num_parts: int) -> None:
 def _write_feature(dataset: StoredDataset, ntype: str, name: str, num_parts: int) -> None:
     num_rows, info = dataset.manifest.num_nodes(ntype), dataset.manifest.node_columns[ntype][name]
     cuts = [columns for columns in deal_out_columns(info.row_shape[0], num_parts) if len(columns)]
-    files = [slice_file(dataset, ntype, name, columns) for columns in cuts]
+    slices = [stored_slice(dataset, ntype, name, columns) for columns in cuts]
     row_bytes = info.row_shape[0] * numpy_dtype(info.dtype).itemsize
     step = max(1, CHUNK_BYTES // row_bytes)
     with (
         ExitStack() as stack,
         progress(f"Columns of {name}", num_rows, enabled=num_rows * row_bytes > PROGRESS_BYTES) as advance,
     ):
-        writers = [stack.enter_context(file.folder.writing()) for file in files]
-        streams = [file.begin(writer) for file, writer in zip(files, writers, strict=True)]
+        writers = [stack.enter_context(one.folder.writing()) for one in slices if one.folder is not None]
+        streams = [one.begin(writer) for one, writer in zip(slices, writers, strict=True)]
         for part in range(dataset.manifest.num_parts):
             rows = dataset.part(part).node_data(ntype, name)
             for first in range(0, len(rows), step):
@@ -157,66 +196,16 @@ def _write_feature(dataset: StoredDataset, ntype: str, name: str, num_parts: int
                 for stream, columns in zip(streams, cuts, strict=True):
                     stream.append(chunk[:, columns.cut])
                 advance(len(chunk))
-        for file, writer in zip(files, writers, strict=True):
-            file.publish(writer)
-
-
-@final
-@dataclass(kw_only=True, eq=False)
-class ColumnSlice:
-    """The columns of one feature that this rank needs."""
-
-    name: str
-    key: str
-    """The KVStore's name of the tensor."""
-    columns: Columns
-    info: ColumnInfo
-    """Stored dtype, and (F_p,)."""
-    num_rows: int
-    file: SliceFile | None
-    """None: in memory only."""
-    is_leader: bool
-    """Whether no lower rank of this machine needs the same: it makes the file that the others map."""
-    rows: Array = field(default_factory=lambda: _NOT_LOADED)
-    """(V, F_p) by id, C-contiguous and read-only; bfloat16 as its bits in uint16."""
-    problem: str = ""
-    """The reason why it could not be kept in a file."""
-
-    @property
-    def is_loaded(self) -> bool:
-        return self.rows is not _NOT_LOADED
-
-    @property
-    def dtype(self) -> np.dtype[np.generic]:
-        return numpy_dtype(self.info.dtype)
-
-    @property
-    def row_bytes(self) -> int:
-        return len(self.columns) * self.dtype.itemsize
-
-    def local(self, store: KVStore) -> Array | None:
-        """Return the rows if this rank has them: no values, those of a single part, or a file."""
-        column = store.column(self.key)
-        whole = [shard.rows for shard in column.shards if len(shard.rows) == self.num_rows]
-        if self.is_loaded or not self.num_rows or not len(self.columns):
-            return self.rows if self.is_loaded else np.empty((self.num_rows, len(self.columns)), self.dtype)
-        if whole and len(self.columns) == self.columns.width and not column.writable:
-            return whole[0]
-        return None if self.file is None else self.file.read()
-
-
-_NOT_LOADED: Array = np.empty(0)
+        for one, writer in zip(slices, writers, strict=True):
+            writer.publish(one.facts)
 
 
 def load_columns(store: KVStore, wanted: Sequence[ColumnSlice], session: Session) -> None:
     """Load the requested columns; every rank must call it, for the same features.
 
     A rank that has them in a file loads nothing, but serves the others. Of all ranks on a machine that need
-    the same columns one loads; the others map its file, or load too where no file could be made.
-
-    Raises:
-        RemoteError: a rank that holds rows could not read them; StorageError on those that did not ask it.
-        PeerError: a rank is dead or did not take part within the time-out.
+    the same columns one loads; the others map its file, or load too where no file could be made. Raises as
+    :func:`open_columns`.
     """
     for is_last_turn in (False, True):
         local = run_on_all_ranks(session, lambda: [one.local(store) for one in wanted])
@@ -259,15 +248,15 @@ def _stream(store: KVStore, missing: Sequence[ColumnSlice], session: Session) ->
 
 def _load(wanted: ColumnSlice, pieces: Callable[[], Iterator[Array]]) -> Iterator[int]:
     """Load one feature, in a file if that can be written, else in memory; yield the bytes of each message."""
-    if wanted.file is not None:
+    if wanted.folder is not None:
         try:
-            with wanted.file.folder.writing() as writer:
-                stream = wanted.file.begin(writer)
+            with wanted.folder.writing() as writer:
+                stream = wanted.begin(writer)
                 for piece in pieces():
                     stream.append(piece)
                     yield piece.nbytes
-                wanted.file.publish(writer)
-            found = wanted.file.read()
+                writer.publish(wanted.facts)
+            found = wanted.read()
             if found is None:
                 raise FileNotFoundError("it was removed")
             wanted.rows = found
@@ -275,8 +264,8 @@ def _load(wanted: ColumnSlice, pieces: Callable[[], Iterator[Array]]) -> Iterato
         except PeerError:
             raise  # a ConnectionError, thus an OSError
         except OSError as problem:
-            wanted.problem = f"{wanted.file.folder.path} cannot be written ({problem})"
-    rows = np.empty((wanted.num_rows, len(wanted.columns)), wanted.dtype)
+            wanted.problem = f"{wanted.folder.path} cannot be written ({problem})"
+    rows = np.empty(wanted.shape, wanted.dtype)
     first = 0
     for piece in pieces():
         rows[first : first + len(piece)] = piece
@@ -487,7 +476,7 @@ def _column_slice(g: DistGraph, name: str, group: Group, cache: bool) -> ColumnS
         columns=columns,
         info=ColumnInfo(dtype=column.info.dtype, row_shape=(len(columns),)),
         num_rows=column.num_rows,
-        file=slice_file(g.dataset, g.ntypes[0], name, columns) if kept else None,
+        folder=stored_slice(g.dataset, g.ntypes[0], name, columns).folder if kept else None,
         is_leader=all(hosts[rank] != hosts[group.rank] for rank in group.replicas if rank < group.rank),
     )
 

@@ -31,7 +31,6 @@ from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import EpochLoader, Items, StepLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, EdgeType, StepShare
-from dglx_dist.strategies.base import check_one_type
 from dglx_dist.strategies.push_pull.exchange import STRUCTURE, Group, GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.options import PushPullOptions, StructureChoice
@@ -284,10 +283,8 @@ class _Made:
     fetch_s: float
     following: _Made | None = None
     """The next one, where the loader looks ahead."""
-    group_batch: GroupBatch | None = None
-    """Set with the next two, on the consumer's thread."""
-    delivered: Any = None
-    share: StepShare | None = None
+    linked: tuple[GroupBatch, Any, StepShare | None] | None = None
+    """The batch as all parts see it, as the user gets it, and its share; set on the consumer's thread."""
 
 
 @final
@@ -401,26 +398,26 @@ class PushPullLoader(EpochLoader[_Made, Any]):
             made = made.following
 
     def deliver(self, step: int, batch: _Made) -> Any:
-        group_batch = self._linked(step, batch)
+        group_batch, delivered, share = self._linked(step, batch)
         if batch.following is not None:
-            group_batch.following = self._linked(step + 1, batch.following)
-        self._session.step_share = batch.share
-        return batch.delivered
+            group_batch.following = self._linked(step + 1, batch.following)[0]
+        self._session.step_share = share
+        return delivered
 
-    def _linked(self, step: int, made: _Made) -> GroupBatch:
-        if made.group_batch is not None:
-            return made.group_batch
-        made.delivered = self._inner.deliver(step, made.batch)
-        made.share, block = self._session.step_share, made.delivered[-1][0]
+    def _linked(self, step: int, made: _Made) -> tuple[GroupBatch, Any, StepShare | None]:
+        if made.linked is not None:
+            return made.linked
+        delivered = self._inner.deliver(step, made.batch)
+        block = delivered[-1][0]
         inputs, part = self._on_device(block, made.inputs), self._group.part
         for name, columns in inputs[part].columns.items():
             block.srcdata[name] = columns
         # A view, and not the user's block itself, which gets a reference to the batch: the cycle would keep
         # the rows in memory until the garbage collector finds it.
         own = replace(inputs[part], block=block.local_var())
-        made.group_batch = GroupBatch(own.number, (*inputs[:part], own, *inputs[part + 1 :]))
-        block.push_pull = made.group_batch
-        return made.group_batch
+        block.push_pull = GroupBatch(own.number, (*inputs[:part], own, *inputs[part + 1 :]))
+        made.linked = block.push_pull, delivered, self._session.step_share
+        return made.linked
 
     def _on_device(self, block: DGLBlock, inputs: tuple[PartInput, ...]) -> tuple[PartInput, ...]:
         """Return ``inputs`` on the device of the user's block, but for the own block, which it replaces."""
@@ -467,7 +464,6 @@ def open_loader(
 
 def _split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
     """Return a copy of ``sampler`` without prefetched input matrices, and ``names`` with theirs."""
-    check_one_type("push_pull", g)
     if isinstance(sampler, EdgePredictionSampler):
         outer = copy.copy(sampler)
         outer.sampler, names = _split_prefetch(g, sampler.sampler, names)

@@ -435,10 +435,12 @@ class PartGradients:
         }
 
     def _over_replicas(self, flat: Tensor) -> Tensor:
+        rank, ring = self._group.rank, self._group.replicas
+        place = ring.index(rank)
         with peers_named(self._session, "the sum of gradients over replicas"):
             dist.all_reduce(flat, group=self._replicas)
-        sent = ring_bytes(flat.nbytes, len(self._group.replicas), self._group.place)
-        self._session.ledger.add(PHASE, 1, self._group.rank, self._group.next_replica, sent)
+        sent = ring_bytes(flat.nbytes, len(ring), place)
+        self._session.ledger.add(PHASE, 1, rank, ring[(place + 1) % len(ring)], sent)
         return flat
 
     def _over_all(self, flat: Tensor) -> Tensor:
@@ -684,6 +686,7 @@ class Pipeline:
             edges = share_edge_values(
                 own_edges, group_batch.inputs, by_column, self._group, self._activations
             )
+            seed, runs = self._session.seed, spec.origin.runs
             with self._part.placed(batch.leaves):
                 batch.sources = [spec.origin.source(one) for one in group_batch.inputs]
                 given = [
@@ -691,16 +694,13 @@ class Pipeline:
                         block=one.block,
                         x=spec.origin.rows(source, one),
                         edges=values,
-                        draws=self._draws(one, spec.origin),
+                        draws=DropDraws(seed=seed, number=one.number, nodes=one.nodes, runs=runs),
                     )
                     for one, source, values in zip(group_batch.inputs, batch.sources, edges, strict=True)
                 ]
                 batch.shares = compute_shares(layer, given, self._group, self._activations)
             batch.pulls = [self._activations.pull(one, FORWARD, batch.number) for one in batch.shares]
         return batch
-
-    def _draws(self, one: PartInput, origin: Origin) -> DropDraws:
-        return DropDraws(seed=self._session.seed, number=one.number, nodes=one.nodes, runs=origin.runs)
 
     def _backward_part(self, batch: InFlightBatch) -> InFlightBatch:
         for push in batch.pushes:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol, TypeVar, final
+from typing import Any, ClassVar, TypeAlias, TypeVar, final
 
 import torch
 from dgl.heterograph import DGLBlock
@@ -35,12 +35,11 @@ _OWN_FORWARD = "_dglx_forward"
 """Marks a module whose ``forward`` is replaced."""
 
 
-class InputStep(Protocol):
-    """What happens to a part's rows on the way to the first layer; equal to another that does the same."""
+InputStep: TypeAlias = "Converted | Dropped | ColumnLayerNorm"
+"""What happens to a part's rows on the way to the first layer; equal to another that does the same.
 
-    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
-        """Return the (L0, F_p) result for one owner's rows, which are the columns ``runs`` of the input."""
-        ...
+``apply(rows, owner, runs)`` returns the (L0, F_p) result for one owner's rows, columns ``runs`` of the input.
+"""
 
 
 @final

@@ -373,19 +373,15 @@ class GraphServer:
         graph, program = self.part.graph, self.program
         scattered = {name for step in program.steps if isinstance(step, Scatter) for name in step.slots}
         for index, step in enumerate(program.steps):
+            source = (
+                step.source if isinstance(step, Gather) else step.sources if isinstance(step, Edge) else ""
+            )
             for slot in outputs_of(step):
-                length = graph.num_own
-                if slot.name in program.edge_slots:
-                    length = len(graph.sources)
-                elif slot.name in scattered or drops_features(step):
-                    length = graph.num_local
-                self._rows[slot.name] = self._zeros(length, slot.name)
-            if isinstance(step, Gather | Edge):
-                is_gather, output = isinstance(step, Gather), step.output.name
-                source = step.source if isinstance(step, Gather) else step.sources
-                if {source, output} <= program.trained:
-                    length = graph.num_own if is_gather else len(graph.sources)
-                    self._published[source, index] = self._zeros(length, output)
+                length = len(graph.sources) if slot.name in program.edge_slots else graph.num_own
+                has_ghosts = slot.name in scattered or drops_features(step)
+                self._rows[slot.name] = self._zeros(graph.num_local if has_ghosts else length, slot.name)
+                if {source, slot.name} <= program.trained:
+                    self._published[source, index] = self._zeros(length, slot.name)
         for name in scattered & program.trained:
             for peer, nodes in enumerate(self.part.boundary):
                 self._received[name, peer] = self._zeros(len(nodes), name)

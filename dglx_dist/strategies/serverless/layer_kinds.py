@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, TypeAlias, final
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
 import torch
@@ -44,35 +44,20 @@ Merge: TypeAlias = Literal["none", "flatten", "mean"]
 """How the heads of (n, K, H) rows are merged."""
 
 
-@dataclass(frozen=True)
-class Activation:
-    """An elementwise function that stages know."""
-
-    name: str
-    parameter: str = ""
-    """``slope`` or ``alpha``, for those that have one."""
-    value: float = 0.0
-
-    def json(self) -> dict[str, Json]:
-        """Return it in the format of stages: ``{"name": "leaky_relu", "slope": 0.2}``."""
-        return {"name": self.name} | ({self.parameter: self.value} if self.parameter else {})
-
-    def __call__(self, z: Tensor) -> Tensor:
-        if self.name == "leaky_relu":
-            return functional.leaky_relu(z, self.value)
-        return functional.elu(z, self.value) if self.name == "elu" else _PLAIN[self.name](z)
-
-
-IDENTITY = Activation("identity")
+Activation: TypeAlias = Mapping[str, Any]
+"""An elementwise function as stages take it: ``{"name": "leaky_relu", "slope": 0.2}``."""
+IDENTITY: Activation = {"name": "identity"}
 KNOWN = "identity, relu, leaky_relu, elu, tanh, sigmoid, gelu, each alone; heads flattened or averaged"
 
-_PLAIN: Mapping[str, Callable[[Tensor], Tensor]] = {
+_FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "identity": lambda z: z,
     "relu": torch.relu,
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
     "gelu": functional.gelu,
     "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
+    "leaky_relu": functional.leaky_relu,
+    "elu": functional.elu,
 }
 _MERGES: Mapping[Merge, Callable[[Tensor], Tensor]] = {
     "none": lambda z: z,
@@ -81,8 +66,7 @@ _MERGES: Mapping[Merge, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowFunction:
+class RowFunction(NamedTuple):
     """after(merge(inside(z)))."""
 
     inside: Activation = IDENTITY
@@ -91,7 +75,12 @@ class RowFunction:
 
     def __call__(self, z: Tensor) -> Tensor:
         """Apply to (n, H), or to (n, K, H) if heads are merged."""
-        return self.after(_MERGES[self.merge](self.inside(z)))
+        return _activate(self.after, _MERGES[self.merge](_activate(self.inside, z)))
+
+
+def _activate(activation: Activation, z: Tensor) -> Tensor:
+    name, *parameters = activation.values()
+    return _FUNCTIONS[name](z, *parameters)
 
 
 def find_function(
@@ -137,14 +126,14 @@ def _candidates(
         return
     first = None if own is None else find_function(z, own(z).flatten(1))
     inside = IDENTITY if first is None else first.inside
-    merged = _MERGES[merge](inside(z))
+    merged = _MERGES[merge](_activate(inside, z))
     for after in _activations(merged, rows, _MERGES["none"]):
         yield RowFunction(inside=inside, merge=merge, after=after)
 
 
 def _activations(z: Tensor, rows: Tensor, merge: Callable[[Tensor], Tensor]) -> Iterator[Activation]:
     # All activations; those with a parameter with the value that fits.
-    yield from (Activation(name) for name in _PLAIN)
+    yield from ({"name": name} for name in _FUNCTIONS if name not in ("leaky_relu", "elu"))
     if merge(z).shape != rows.shape:
         return
     rest = rows - merge(torch.relu(z))
@@ -156,7 +145,7 @@ def _activations(z: Tensor, rows: Tensor, merge: Callable[[Tensor], Tensor]) -> 
         fitted = float((rest * basis).sum() / (basis * basis).sum())
         # The user's value is a short decimal; the fit has rounding errors in its last digits.
         for digits in (2, 4, 7, 16):
-            yield Activation(name, key, round(fitted, digits))
+            yield {"name": name, key: round(fitted, digits)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -490,8 +479,8 @@ class GatLayer(Layer):
             "bias": bias is not None,
             "merge": then.merge,
             "residual": "r" in widths,
-            "activation": then.inside.json(),
-            "after": then.after.json(),
+            "activation": dict(then.inside),
+            "after": dict(then.after),
         }
         inputs = [sums, f"r{number}"] if "r" in widths else [sums]
         merged = width if then.merge == "mean" else heads * width
@@ -512,7 +501,7 @@ class DropoutLayer(Layer):
         builder.drop(self.module.p)
         if then.inside != IDENTITY:
             rows = builder.output
-            config: dict[str, Json] = {"width": rows.width, "bias": False, "activation": then.inside.json()}
+            config: dict[str, Json] = {"width": rows.width, "bias": False, "activation": dict(then.inside)}
             builder.vertex("rows", config, [rows.name], {"h": rows.width}, [])
 
 
@@ -555,10 +544,10 @@ class DeclaredLayer(Layer):
         if then.inside != IDENTITY:
             if not declared.takes_activation:
                 self.refuse(
-                    f"is followed by {then.inside.name}, but its stage takes no activation; put it "
+                    f"is followed by {then.inside['name']}, but its stage takes no activation; put it "
                     "into the stage, or declare takes_activation"
                 )
-            config["activation"] = then.inside.json()
+            config["activation"] = dict(then.inside)
         if edge_column is not None and declared.around is None:
             self.refuse("is given edge weights, but uses no edges; leave them out")
         if declared.dropout:

@@ -35,12 +35,7 @@ from dglx_dist.serverless.parameter_server import Scheme, Update, initialise
 from dglx_dist.serverless.stages.base import Backward, Forward
 from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel, check_one_type
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
-from dglx_dist.strategies.serverless.engine import (
-    Account,
-    Engine,
-    account_of_ranks,
-    progress_line,
-)
+from dglx_dist.strategies.serverless.engine import Account, Engine, account_of_ranks, progress_line
 from dglx_dist.strategies.serverless.graph_partition import open_part
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
 from dglx_dist.strategies.serverless.options import LambdaOptions
@@ -166,7 +161,14 @@ def update_of(optimizer: torch.optim.Optimizer, model: nn.Module, names: Sequenc
 
 def _settings(optimizer: Optimizer, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Array]]:
     # Parameter groups, and the state by "<weight>/<torch's key>".
-    name_of = _names(optimizer, model)
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in name_of:
+                raise ConfigError(
+                    f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
+                    "is not one of the model's; make the optimizer from model.parameters()"
+                )
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         # A frozen parameter gets no gradient from torch, which then leaves it as it is, decay included.
@@ -180,18 +182,6 @@ def _settings(optimizer: Optimizer, model: nn.Module) -> tuple[list[dict[str, An
         if isinstance(value, Tensor)
     }
     return groups, state
-
-
-def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
-    named = {id(parameter): name for name, parameter in model.named_parameters()}
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in named:
-                raise ConfigError(
-                    f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that "
-                    "is not one of the model's; make the optimizer from model.parameters()"
-                )
-    return named
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
@@ -224,11 +214,10 @@ def write_back(
     with torch.no_grad():
         for name, weight in weights.items():
             parameter_of[name].copy_(torch.tensor(weight))
-    known = set(_names(optimizer, model).values())
     for path, value in state.items():
         name, _, key = path.rpartition("/")
-        if name not in known:
-            raise ConfigError(f"the state {path!r} belongs to no parameter of the optimizer: {sorted(known)}")
+        if name not in parameter_of:
+            raise ConfigError(f"the state {path!r} belongs to no parameter: {sorted(parameter_of)}")
         parameter = parameter_of[name]
         # torch keeps step counts on the CPU, and all else where the parameter is.
         device = "cpu" if key == "step" else parameter.device

@@ -76,10 +76,3 @@ def test_arrays_that_are_no_block_are_refused(
     with pytest.raises(ValueError, match="are no block"):
         _check_block(arrays)
     _check_block(pack_block(block_of(torch.int32), wide=False))
-
-
-def test_no_destination() -> None:
-    empty = torch.empty(0, dtype=torch.int64)
-    own = OwnerBlock(block=dgl.create_block((empty, empty), num_src_nodes=0, num_dst_nodes=0), nodes=empty)
-    found = unpack_block(pack_block(own, wide=False), EDGE_TYPE, torch.int64)
-    assert found.block.num_dst_nodes() == found.block.num_edges() == len(found.nodes) == 0

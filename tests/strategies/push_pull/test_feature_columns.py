@@ -33,10 +33,9 @@ from dglx_dist.strategies.push_pull.feature_columns import (
     VALUES,
     ColumnSlice,
     ColumnStore,
-    SliceFile,
     load_columns,
     open_columns,
-    slice_file,
+    stored_slice,
     write_slices,
 )
 from tests.data.storage.graphs import random_heterogeneous, random_homogeneous
@@ -248,10 +247,11 @@ ROWS = np.arange(30, dtype=np.float32).reshape(10, 3)
 
 
 def test_only_a_file_of_the_same_columns_is_taken(tmp_path: Path) -> None:
-    file = SliceFile(folder=ArrayFolder(tmp_path / "x"), info=INFO, num_rows=10)
-    with file.folder.writing() as writer:
+    folder, columns = ArrayFolder(tmp_path / "x"), Columns(first=0, last=3, width=3)
+    file = slice_of("x", columns, INFO, 10, folder=folder)
+    with folder.writing() as writer:
         file.begin(writer).append(ROWS)
-        file.publish(writer)
+        writer.publish(file.facts)
     found = file.read()
     assert found is not None
     assert np.array_equal(found, ROWS)
@@ -276,7 +276,8 @@ def test_feature_partitioning_writes_the_columns_of_each_part(
     )
     dataset = open_dataset(tmp_path / "d")
     for columns in deal_out_columns(width, 3):
-        file = slice_file(dataset, NODE_TYPE, "feat", columns)
+        file = stored_slice(dataset, NODE_TYPE, "feat", columns)
+        assert file.folder is not None
         assert file.folder.path.exists() is (len(columns) > 0)
         if len(columns):
             found = file.read()
@@ -467,13 +468,12 @@ def test_who_cannot_answer_is_named_and_leaves_nothing_behind(tmp_path: Path, se
 
 def everything_loaded(g: DistGraph) -> ColumnSlice:
     columns = Columns(first=0, last=WIDTH, width=WIDTH)
-    file = slice_file(g.dataset, NODE_TYPE, "feat", columns)
-    return slice_of("feat", columns, file.info, LOADED_NODES, key=g.ndata["feat"].kvstore_key, file=file)
+    return replace(stored_slice(g.dataset, NODE_TYPE, "feat", columns), key=g.ndata["feat"].kvstore_key)
 
 
 def slice_of(name: str, columns: Columns, info: ColumnInfo, num_rows: int, **more: Any) -> ColumnSlice:
-    given = {"key": name, "file": None, **more}
-    return ColumnSlice(name=name, columns=columns, info=info, num_rows=num_rows, is_leader=True, **given)
+    given = {"folder": None, **more}
+    return ColumnSlice(name=name, columns=columns, info=info, num_rows=num_rows, **given)
 
 
 def moments_of(session: Session, width: int, *found: tuple[Array, str]) -> tuple[list[float], list[float]]:

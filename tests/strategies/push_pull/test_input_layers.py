@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_in_place
-from dglx_dist.layers.dropout import Columns, deal_out_columns, deal_out_concatenated
+from dglx_dist.layers.dropout import Columns, deal_out_columns
 from dglx_dist.strategies.push_pull.exchange import GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.split_model import (
     ColumnEmbedding,
-    Converted,
     InputModule,
     InputProvenance,
     Origin,
@@ -238,20 +237,3 @@ def test_what_cannot_work_on_columns_is_refused_when_wrapped() -> None:
     hidden.add_module("norm", nn.BatchNorm1d(F))
     hidden.add_module("last", nn.Linear(F, 2))
     assert found_in(hidden) == {}
-
-
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_features_side_by_side_and_in_another_dtype(parts: int) -> None:
-    """Runs of [a | b] are columns of the whole; a copy in another dtype has the same."""
-    rows, order = [], []
-    for runs in deal_out_concatenated([5, 2], parts):
-        block: Any = None
-        columns = {"a": TABLE[OWNERS[0]][:, runs[0].cut], "b": TABLE[OWNERS[0]][:, runs[1].cut]}
-        given = PartInput(block=block, nodes=OWNERS[0], columns=columns, number=0)
-        origin = Origin(names=("a", "b"), runs=runs)
-        rows.append(origin.source(given))
-        order += [place for run in runs for place in range(run.first, run.last)]
-        other = origin.then(Converted(torch.float32))
-        assert (other.is_raw, other.rows(rows[-1], given).dtype) == (True, torch.float32)
-    assert torch.equal(torch.cat(rows, 1), TABLE[OWNERS[0]][:, order])
-    assert sorted(order) == list(range(F))

@@ -27,7 +27,6 @@ from dglx_dist.layers.dropout import deal_out_columns
 from dglx_dist.strategies.push_pull.exchange import make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 from dglx_dist.strategies.push_pull.pipeline import PIPELINES
-from tests.dataloading import bonds
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies.push_pull import rounds
 from tests.strategies.push_pull.rounds import WIDTH, edges_of, epoch_of, group_batch_of, nodes_of, sampler_of
@@ -345,17 +344,6 @@ def test_an_error_of_a_batch_is_told_as_it_is(graph: DistGraph) -> None:
     loader = nodes_of(graph, Broken(rounds.FANOUTS), num_threads=2)
     with pytest.raises(ValueError, match="no more"):
         next(iter(loader))
-
-
-def test_several_types_are_refused(tmp_path: Path) -> None:
-    with start_session() as session:
-        g = DistGraph(bonds.write(bonds.shop(), tmp_path / "shop", 1))
-        group, options = make_group(session, 1), rounds.PushPullOptions()
-        store = ColumnStore([], group, session)
-        with pytest.raises(ConfigError, match=r"user, item|item, user.*data_parallel"):
-            rounds.open_loader(
-                DataLoader, g, {"user": torch.arange(3)}, sampler_of(), store, group, options, {}
-            )
 
 
 @pytest.fixture(scope="module")

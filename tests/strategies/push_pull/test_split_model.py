@@ -56,8 +56,8 @@ def store_of(session: Session, size: int) -> ColumnStore:
         columns = deal_out_concatenated([width], size)[group.part][0]
         info = ColumnInfo(dtype="float64", row_shape=(len(columns),))
         rows: Any = torch.ones(NODES, len(columns), dtype=torch.float64).numpy()
-        given = {"key": name, "columns": columns, "info": info, "num_rows": NODES, "file": None}
-        slices.append(ColumnSlice(name=name, is_leader=True, rows=rows, **given))
+        given = {"columns": columns, "info": info, "num_rows": NODES, "folder": None}
+        slices.append(ColumnSlice(name=name, rows=rows, **given))
     return ColumnStore(slices, group, session)
 
 

@@ -9,10 +9,7 @@ from dglx_dist.comm.rpc import Handler
 from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.tasks import Address, Secrets, Task, TaskKey, parse_half
 from dglx_dist.serverless.worker import PROGRAM, PULL, WEIGHTS, DirectCaller, Worker
-from dglx_dist.strategies.serverless.graph_partition import (
-    crossing_edges,
-    cut_intervals,
-)
+from dglx_dist.strategies.serverless.graph_partition import crossing_edges, cut_intervals
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
 
 from . import cases

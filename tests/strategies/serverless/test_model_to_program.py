@@ -75,27 +75,21 @@ def conv(kind: str, wide: int, narrow: int, **options: Any) -> Any:
     return dgl.nn.GraphConv(wide, narrow, norm=kind, **zero, **options)
 
 
-class Backwards(nn.Module):
-    """Makes the layer that it calls last first."""
+class Calls(nn.Module):
+    """Layers, and how the model calls them with its blocks and rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: Callable[[Any, Any, Tensor], Tensor], *layers: nn.Module) -> None:
         super().__init__()
-        self.out, self.first = nn.Linear(4, CLASSES), conv("sage", WIDTH, 4)
+        self.layers, self._call = nn.ModuleList(layers), call
 
     def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.first(blocks[0], h)))  # type: ignore[no-any-return]
+        return self._call(self.layers, blocks, h)
 
 
-class Weighed(nn.Module):
-    """Convolutions that take edge weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = conv("both", WIDTH, 4), conv("sage", 4, CLASSES)
-
-    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
-        h = torch.relu(self.one(blocks[0], h, edge_weight=blocks[0].edata["w"]))
-        return self.two(blocks[1], (h, h[: blocks[1].num_dst_nodes()]), blocks[1].edata["w"])  # type: ignore[no-any-return]
+def weighed(layers: Any, blocks: Any, h: Tensor) -> Any:
+    """Convolutions that take edge weights, by name and by position, one of them with a pair of rows."""
+    h = torch.relu(layers[0](blocks[0], h, edge_weight=blocks[0].edata["w"]))
+    return layers[1](blocks[1], (h, h[: blocks[1].num_dst_nodes()]), blocks[1].edata["w"])
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -151,8 +145,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         ],
         [torch.tanh, F.elu, same, torch.relu, same],
     ),
-    "weighed": Weighed,
-    "backwards": Backwards,
+    "weighed": lambda: Calls(weighed, conv("both", WIDTH, 4), conv("sage", 4, CLASSES)),
+    "called in another order": lambda: Calls(
+        lambda layers, blocks, h: layers[0](torch.tanh(layers[1](blocks[0], h))),
+        nn.Linear(4, CLASSES),
+        conv("sage", WIDTH, 4),
+    ),
 }
 
 
@@ -251,24 +249,6 @@ def test_nothing_of_the_model_changes() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-class Skips(Seq):
-    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
-        one, two = self.inner["layers"]  # type: ignore[misc]
-        first = one(blocks[0], h)
-        return two(blocks[1], first) + first  # type: ignore[no-any-return]
-
-
-class Once(nn.Module):
-    """One layer called twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = conv("sage", WIDTH, WIDTH)
-
-    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
-        return self.layer(blocks[0], self.layer(blocks[0], h))  # type: ignore[no-any-return]
-
-
 def pair(after: Callable[[Tensor], Tensor], *, width: int = 4) -> nn.Module:
     return Seq([conv("sage", WIDTH, width), conv("sage", 4, CLASSES)], [after, same])
 
@@ -301,17 +281,6 @@ class Noisy(nn.Module):
         return F.dropout(h, 0.5, training=self.training)
 
 
-class DropsPairs(nn.Module):
-    """Gives its layer rows of sources and of destinations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = conv("sage", WIDTH, CLASSES, feat_drop=0.2)
-
-    def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
-        return self.layer(blocks[0], (h, h[: blocks[0].num_dst_nodes()]))  # type: ignore[no-any-return]
-
-
 def modules(*inner: nn.Module) -> nn.Module:
     """A model that has ``inner`` between its layers."""
     model = pair(nn.Sequential(*inner))
@@ -328,7 +297,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: Seq([conv("sage", WIDTH, 4, activation=nn.Sequential(nn.ReLU(), nn.Dropout(0.3)))], [same]),
         "drops in 'activation.1' with probability 0.3",
     ),
-    "dropout of a pair": (DropsPairs, "would drop other entries of each"),
+    "dropout of a pair": (
+        lambda: Calls(lambda layers, b, h: layers[0](b[0], (h, h)), conv("sage", WIDTH, 4, feat_drop=0.2)),
+        "would drop other entries of each",
+    ),
     "dropout of heads": (
         lambda: Seq([conv("gat", WIDTH, 4), nn.Dropout(0.3)], [same, lambda h: h.mean(1)]),
         "it must be (nodes, columns)",
@@ -354,14 +326,20 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "leave log_softmax out",
     ),
     "skip": (
-        lambda: Skips([conv("sage", WIDTH, 4), conv("sage", 4, 4)], [same, same]),
-        "after the last layer, 'inner.layers.1'",
+        lambda: Calls(
+            lambda layers, b, h: (first := layers[0](b[0], h)) + layers[1](b[1], first),
+            *(conv("sage", WIDTH, 4), conv("sage", 4, 4)),
+        ),
+        "after the last layer, 'layers.1'",
     ),
     "features changed": (
         lambda: Seq([nn.Sequential(), conv("sage", WIDTH, 4)], [same, same]),  # type: ignore[list-item]
         "could not be called",
     ),
-    "twice": (Once, "is called twice"),
+    "twice": (
+        lambda: Calls(lambda layers, b, h: layers[0](b[0], layers[0](b[0], h)), conv("sage", WIDTH, WIDTH)),
+        "is called twice",
+    ),
     "tied": (tied, "belongs to two layers"),
     "wrong width": (lambda: pair(torch.relu, width=6), "6 columns"),
     "aggregator": (

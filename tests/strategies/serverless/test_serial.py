@@ -13,16 +13,7 @@ from dglx_dist.strategies.serverless.graph_server import GraphServer, TaskKind
 from tests.helpers import wide
 
 from . import cases
-from .serial_scheduler import (
-    Choice,
-    Event,
-    SerialScheduler,
-    first_come,
-    seeded,
-)
-
-CUTS = {1: [0, 40], 2: [0, 17, 40], 3: [0, 13, 13, 40], 4: [0, 9, 20, 33, 40]}
-"""First nodes of each graph server; one of three has no nodes at all."""
+from .serial_scheduler import Choice, Event, SerialScheduler, first_come, seeded
 
 
 def train(
@@ -35,7 +26,7 @@ def train(
     parameter_servers: int = 1,
     **options: Any,
 ) -> tuple[SerialScheduler, list[ParameterServer]]:
-    program, starts = cases.PROGRAMS[name](), CUTS[graph_servers]
+    program, starts = cases.PROGRAMS[name](), cases.STARTS[graph_servers]
     servers, parameters = cases.servers(
         program, starts, intervals, num_parameter_servers=parameter_servers, **options
     )
@@ -58,7 +49,7 @@ def check_equal_to_plain(
 
 
 @pytest.mark.parametrize("name", cases.PROGRAMS)
-@pytest.mark.parametrize("graph_servers", CUTS)
+@pytest.mark.parametrize("graph_servers", cases.STARTS)
 @pytest.mark.parametrize(("intervals", "parameter_servers"), [(1, 1), (3, 3), (7, 2)])
 def test_pipe_is_plain_training(
     name: str, graph_servers: int, intervals: int, parameter_servers: int
