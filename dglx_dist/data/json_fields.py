@@ -192,7 +192,7 @@ class Fields:
             readers: Functions of the name, for fields that the annotation does not describe.
         """
         declared: Sequence[dataclasses.Field[Any]] = dataclasses.fields(kind)  # type: ignore[arg-type]
-        self._hidden = self._hidden or not all(one.repr for one in declared)
+        self._hidden = self._hidden or _hides(kind)
         hints = _hints(kind)
         values = {}
         for one in declared:
@@ -219,7 +219,7 @@ class Fields:
                 raise self.wrong(name, f"an object{_range(bounds.low, bounds.high, 'of')} fields")
             return {key: inner.value(key, get_args(kind)[1]) for key in inner.given}
         if dataclasses.is_dataclass(kind):
-            inner = self.inner(name)
+            inner = self._inner(name, self.any(name), hidden=_hides(kind))
             record = inner.record(cast("Callable[..., Any]", kind))
             inner.end()
             return record
@@ -230,8 +230,9 @@ class Fields:
         read: Any = {int: self.whole, float: self.number, str: self.text}[kind]
         return read(name, *bounds)
 
-    def _inner(self, name: str, value: object) -> Fields:
-        return Fields(value, self.where, self._path(name), error=self._error, hidden=self._hidden)
+    def _inner(self, name: str, value: object, *, hidden: bool = False) -> Fields:
+        hidden = hidden or self._hidden
+        return Fields(value, self.where, self._path(name), error=self._error, hidden=hidden)
 
     def _path(self, name: str) -> str:
         return f"{self._key}{'' if name.startswith('[') or not self._key else '.'}{name[:80]}"
@@ -243,6 +244,10 @@ def _range(low: float, high: float, between: str) -> str:
     if high < math.inf:
         return f" {between} {low} to {high}"
     return f" of at least {low}" if low > (0 if between == "of" else -math.inf) else ""
+
+
+def _hides(kind: Any) -> bool:
+    return not all(one.repr for one in dataclasses.fields(kind))
 
 
 @functools.cache
