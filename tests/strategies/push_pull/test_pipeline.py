@@ -1,16 +1,24 @@
 """Batches in flight: the weights are those of delayed SGD with the logged versions, in one process.
 
-Every depth, both variants of the weights and both orders, with uneven and empty shares.
+Every depth, both variants of the weights and both orders, with uneven and empty shares; random delays between
+ranks change no bit.
 """
 
 from __future__ import annotations
 
 import functools
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 
+from dglx_dist.comm.mailbox import Mailbox
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.push_pull.pipeline import Version
@@ -111,3 +119,53 @@ def check_log(run: Run, notes: Notes, num_batches: int) -> None:
         assert [one.written - one.read for one in mine] == [
             min(b % per_epoch, most) for b in range(num_batches)
         ]
+
+
+LONGEST_S = 0.05
+JITTERED = {
+    "exact": Run("gat", {}),
+    "three in flight": Run("gat", {"depth": 3, "structure": "push"}),
+    "one side late": Run("sage", {"depth": 3, "weights": "split"}, share="empty"),
+}
+
+
+@contextmanager
+def delays(seed: int) -> Iterator[list[float]]:
+    """Delay the receipt of every message of the block by 0 to 50 ms; they may overtake each other."""
+    drawn, generator, put = [0.0], random.Random(seed), Mailbox.put
+
+    def late(*message: Any) -> None:
+        drawn.append(generator.uniform(0, LONGEST_S))
+        time.sleep(drawn[-1])
+        put(*message)
+
+    with mock.patch.object(Mailbox, "put", late):
+        yield drawn
+
+
+def with_delays(folder: str) -> dict[str, Any]:
+    with start_session(timeout_s=60) as session:
+        g = DistGraph(folder)
+        found: dict[str, Any] = {}
+        for name, run in JITTERED.items():
+            found[name] = runs.train(g, run)
+            with delays(seed=session.topology.rank) as drawn:
+                found[f"{name} late"] = runs.train(g, run)
+            found[f"{name} drawn"] = drawn
+        g.barrier()
+        return found
+
+
+@pytest.mark.wide
+def test_random_delays_change_no_bit(folder: Path) -> None:
+    for result in run_ranks(with_delays, 3, args=(str(folder),)):
+        for name in JITTERED:
+            prompt: Notes = result[name]
+            late: Notes = result[f"{name} late"]
+            for a, b in zip(prompt.weights, late.weights, strict=True):
+                assert np.array_equal(a, b), name
+            assert prompt.log == late.log
+            assert not any(late.left.values())
+            # At least one message forward and one back for each batch and peer, and they were late.
+            assert len(result[f"{name} drawn"]) > 2 * runs.EPOCHS * runs.STEPS
+            assert max(result[f"{name} drawn"]) > LONGEST_S / 2

@@ -1,0 +1,67 @@
+"""Optimizers that may step columns of a parameter by themselves, and those that may not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.push_pull import pipeline
+from dglx_dist.strategies.push_pull.pipeline import check_optimizer
+
+
+def matrix() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))]
+
+
+@pytest.mark.parametrize("name", re.findall(r"\b[A-Z]\w+", pipeline._ELEMENTWISE))
+def test_what_passes_steps_columns_as_it_steps_the_whole(name: str) -> None:
+    """The claim of the message itself: two pieces, stepped apart, are the columns of the whole."""
+    kind = getattr(torch.optim, name)
+    (whole,) = matrix()
+    pieces = [nn.Parameter(whole.detach()[:, :2].clone()), nn.Parameter(whole.detach()[:, 2:].clone())]
+    optimizers = [kind([one], lr=0.1) for one in (whole, *pieces)]
+    for optimizer in optimizers:
+        check_optimizer(optimizer)
+    sparse = kind is torch.optim.SparseAdam
+    for step in range(3):
+        gradient = torch.randn(4, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        for one, part in zip((whole, *pieces), (gradient, gradient[:, :2], gradient[:, 2:]), strict=True):
+            one.grad = part.clone().to_sparse(1) if sparse else part.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert whole.abs().sum() > 0
+    assert torch.equal(whole, torch.cat([piece.detach() for piece in pieces], dim=1))
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Callable[[], float]) -> Any:  # type: ignore[override]
+        closure()
+
+
+class MyAdafactor(torch.optim.Adafactor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.optim.LBFGS(matrix()), "LBFGS looks at whole parameters"),
+        (lambda: torch.optim.Adafactor(matrix()), "Adafactor looks at whole parameters"),
+        (lambda: torch.optim.Muon(matrix()), "Muon looks at whole parameters"),
+        (lambda: MyAdafactor(matrix()), "MyAdafactor looks at whole parameters"),
+        (lambda: NeedsClosure(matrix(), lr=0.1), "needs a closure"),
+    ],
+)
+def test_what_does_not_is_refused_and_told_what_works(
+    make: Callable[[], torch.optim.Optimizer], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        check_optimizer(make())
+    assert "Adagrad" in str(error.value)
+    assert "data_parallel" in str(error.value)
