@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -28,7 +31,7 @@ from dglx_dist.comm.exchange import (
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError
 from tests.helpers import refusal
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_ranks, start_ranks
 
 
 def test_memory_is_kept_and_grows_only() -> None:
@@ -185,3 +188,41 @@ def test_calls_of_another_size_are_refused() -> None:
     of_zero, of_one = run_ranks(send_another_size, 2)
     assert "rank 1 sends 12 bytes of 'rows' where this rank expects 8" in of_zero
     assert of_one == ""
+
+
+def send_ahead() -> list[Any]:
+    with start_session() as session:
+        calls, rows, rank = CallExchange(session, "pull"), torch.tensor([1.5, 2.5]), session.topology.rank
+        session.timeline.start()
+        if rank == 1:
+            calls.post([Outgoing(rank=0, rows=rows)], [], "rows", phase="forward")()
+        barrier(session, "rows have arrived")
+        if rank == 0:
+            received = calls.post([], [Incoming(rank=1, rows=torch.zeros(2))], "rows", phase="forward")()
+            assert torch.equal(received[0], rows)
+        (span,) = session.timeline.spans
+        return [span.end_s >= span.begin_s, session.ledger.total(phase="forward"), len(calls._inbox)]
+
+
+def test_rows_of_a_rank_that_is_ahead_are_kept_counted_and_take_no_negative_time() -> None:
+    assert run_ranks(send_ahead, 2) == [[True, 0, 0], [True, 8, 0]]
+
+
+def lose_the_other_rank() -> list[str]:
+    session = start_session(timeout_s=60)
+    calls = CallExchange(session, "pull")
+    if session.topology.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rows = torch.zeros(2)
+    waits = [
+        calls.post([], [Incoming(rank=1, rows=rows)], "rows", phase=None),
+        calls.post([Outgoing(rank=1, rows=rows)], [], "rows", phase=None),
+    ]
+    said = [refusal(wait, PeerError) for wait in waits]
+    session.close(failed=True)
+    return said
+
+
+def test_a_dead_rank_is_named_to_who_expects_its_rows_and_to_who_only_sends() -> None:
+    survivor, _ = start_ranks(lose_the_other_rank, 2)
+    assert ["rank 1" in said for said in survivor.result] == [True, True]
