@@ -500,8 +500,8 @@ class Planner:
         """Return this rank's plan; all ranks must call it with the same requests in the same order.
 
         One call at a time, from any thread: it uses one-sided messages only. The ledger counts fetched
-        in-edges under ``preload_structure`` and exchanged ids under ``plan``. ConfigError: the request
-        differs between ranks; IndexError: a seed is no node; RemoteError: another rank failed.
+        in-edges under ``preload_structure`` and exchanged ids under ``plan``. ConfigError: no rank gave a
+        seed; IndexError: a seed is no node; RemoteError: another rank failed.
         """
         with self._exchange.job() as job:
             steps = plan_steps(self._context, request)
