@@ -86,8 +86,9 @@ def package(
     if architecture is not None and architecture not in ARCHITECTURES:
         raise ConfigError(f"--architecture {architecture}; give one of {', '.join(ARCHITECTURES)}")
     with TemporaryDirectory(prefix="dglx-wheels-") as folder:
-        wheels = None if python is None else Path(folder)
-        if wheels is not None and python is not None:
+        wheels = None
+        if python is not None:
+            wheels = Path(folder)
             download_wheels(wheels, python=python, architecture=ARCHITECTURES[architecture or "x86_64"])
         written = write_zip(target, pairs(stage or [], "--stage"), wheels=wheels)
     write(f"{target}: {written.num_bytes / 1024**2:.1f} MB, SHA-256 {written.sha256[:16]}")

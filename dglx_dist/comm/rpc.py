@@ -304,13 +304,15 @@ class Pending:
         link = self._link
         assert link is not None
         while self._request not in link.replies:
-            left_s = timeout_s - self.age_s
+            left_s = 0.0 if link.broken else timeout_s - self.age_s
+            # Receives even when the time is up, and looks again after that: another thread may have received.
+            received = link.pump(min(_POLL_MS, max(int(left_s * 1000), 0) + 1))
+            if received or self._request in link.replies:
+                continue
             if link.broken:
                 after = f" ({self.age_s:.1f} s after the call)"
                 raise PeerError(f"{link.name} {link.broken} while asked for {self._what}{after}")
-            # Checked even when the time is up: the reply may have arrived long before.
-            received = link.pump(min(_POLL_MS, max(int(left_s * 1000) + 1, 0)))
-            if left_s <= 0 and not received:
+            if left_s <= 0:
                 raise PeerError(
                     f"{link.name} did not answer {self._what} within {round(timeout_s, 3):g} s; it may hang "
                     "or be overloaded: look at its output, or raise timeout_s (DGLX_TIMEOUT)"
@@ -351,14 +353,14 @@ class Link:
         call = Pending(self, self._next_request, f"{op} {name!r}" if name else op)
         buffers = encode(Head(Kind.REQUEST, self._next_request, op, name), arrays)
         self._waiting.add(self._next_request)
-        try:
-            with self._in_use:
-                self._raise_if_closed()
+        with self._in_use:
+            self._raise_if_closed()
+            try:
                 send_message(self._socket, buffers)
-        except zmq.Again:
-            # Without a limit on the queue this means that ZeroMQ closed the connection.
-            self._notice_all()
-            raise PeerError(f"{self.name} {self.broken or 'cannot be reached'}; asked for {op}") from None
+            except zmq.Again:
+                # Without a limit on the queue this means that ZeroMQ closed the connection.
+                self._notice_all()
+                raise PeerError(f"{self.name} {self.broken or 'cannot be reached'}; asked for {op}") from None
         return call
 
     def forget(self, request: int) -> None:
@@ -367,19 +369,25 @@ class Link:
         self.replies.pop(request, None)
 
     def pump(self, timeout_ms: int) -> bool:
-        """Wait at most ``timeout_ms`` for a message and store it; return whether there was one."""
-        with self._in_use:
+        """Wait at most ``timeout_ms`` for a message and store it; return whether there was one.
+
+        With 0 also returns if another thread is receiving.
+        """
+        if not self._in_use.acquire(blocking=timeout_ms > 0):
+            return False
+        try:
             self._raise_if_closed()
             if timeout_ms != self._receive_timeout_ms:
                 self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
                 self._receive_timeout_ms = timeout_ms
-            try:
-                self._receive()
-            except zmq.Again:
-                # Only now, after the replies that arrived before the connection ended.
-                self._notice_all()
-                return False
-            return True
+            self._receive()
+        except zmq.Again:
+            # Only now, after the replies that arrived before the connection ended.
+            self._notice_all()
+            return False
+        finally:
+            self._in_use.release()
+        return True
 
     def close(self) -> None:
         """Close the connection, after the thread that waits for it has returned; the session is closing."""

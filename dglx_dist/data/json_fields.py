@@ -19,6 +19,7 @@ from dglx_dist.registry import did_you_mean
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 T = TypeVar("T")
 Reader: TypeAlias = Callable[[str], object]
+_MISSING = object()
 
 
 class Within(NamedTuple):
@@ -115,10 +116,14 @@ class Fields:
 
     def any(self, name: str) -> Any:
         """Return the field unchecked."""
-        self._read[name] = None
-        if name not in self.given:
+        if (value := self._get(name)) is _MISSING:
             raise self.wrong(name, "a value")
-        return self.given[name]
+        return value
+
+    def _get(self, name: str) -> Any:
+        # A missing field is of no type, so that the error says which one is expected.
+        self._read[name] = None
+        return self.given.get(name, _MISSING)
 
     def maybe(self, name: str, read: Callable[[str], T], default: T) -> T:
         """Return ``read(name)``, or ``default`` if the field is missing or null."""
@@ -126,28 +131,28 @@ class Fields:
 
     def whole(self, name: str, low: float = -math.inf, high: float = math.inf) -> int:
         """Return an integer in [``low``, ``high``]."""
-        value = self.any(name)
+        value = self._get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.wrong(name, f"a whole number{_range(low, high, 'from')}")
         return value
 
     def number(self, name: str, low: float, high: float) -> float:
         """Return a number in [``low``, ``high``], both finite."""
-        value = self.any(name)
+        value = self._get(name)
         # Bounds before float(): NaN is within none, and a huge integer does not fit a float.
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise self.wrong(name, f"a number{_range(low, high, 'from')}")
         return float(value)
 
     def flag(self, name: str) -> bool:
-        value = self.any(name)
+        value = self._get(name)
         if not isinstance(value, bool):
             raise self.wrong(name, "true or false")
         return value
 
     def text(self, name: str, least: int = 0, most: float = math.inf) -> str:
         """Return a text of ``least`` to ``most`` characters; printable ones if ``most`` is given."""
-        value, untrusted = self.any(name), most < math.inf
+        value, untrusted = self._get(name), most < math.inf
         good = isinstance(value, str) and least <= len(value) <= most
         if not good or (untrusted and not value.isprintable()):
             kind, size = "a printable text" if untrusted else "a text", _range(least, most, "of")
@@ -160,7 +165,7 @@ class Fields:
 
     def choice(self, name: str, choices: Sequence[T]) -> T:
         """Return the one of ``choices`` that the field equals, also in its type."""
-        value = self.any(name)
+        value = self._get(name)
         for one in choices:
             if value == one and type(value) is type(one):
                 return one
@@ -170,7 +175,7 @@ class Fields:
 
     def items(self, name: str, least: int = 0, most: float = math.inf) -> Fields:
         """Return the items of a list as fields ``[0]``, ``[1]``, ... of one object."""
-        value = self.any(name)
+        value = self._get(name)
         if not isinstance(value, list | tuple) or not least <= len(value) <= most:
             raise self.wrong(name, f"a list{_range(least, most, 'of')}")
         return self._inner(name, {f"[{at}]": item for at, item in enumerate(value)})
@@ -192,7 +197,7 @@ class Fields:
             readers: Functions of the name, for fields that the annotation does not describe.
         """
         declared: Sequence[dataclasses.Field[Any]] = dataclasses.fields(kind)  # type: ignore[arg-type]
-        self._hidden = self._hidden or not all(one.repr for one in declared)
+        self._hidden = self._hidden or _hides(kind)
         hints = _hints(kind)
         values = {}
         for one in declared:
@@ -219,7 +224,7 @@ class Fields:
                 raise self.wrong(name, f"an object{_range(bounds.low, bounds.high, 'of')} fields")
             return {key: inner.value(key, get_args(kind)[1]) for key in inner.given}
         if dataclasses.is_dataclass(kind):
-            inner = self.inner(name)
+            inner = self._inner(name, self.any(name), hidden=_hides(kind))
             record = inner.record(cast("Callable[..., Any]", kind))
             inner.end()
             return record
@@ -230,8 +235,9 @@ class Fields:
         read: Any = {int: self.whole, float: self.number, str: self.text}[kind]
         return read(name, *bounds)
 
-    def _inner(self, name: str, value: object) -> Fields:
-        return Fields(value, self.where, self._path(name), error=self._error, hidden=self._hidden)
+    def _inner(self, name: str, value: object, *, hidden: bool = False) -> Fields:
+        hidden = hidden or self._hidden
+        return Fields(value, self.where, self._path(name), error=self._error, hidden=hidden)
 
     def _path(self, name: str) -> str:
         return f"{self._key}{'' if name.startswith('[') or not self._key else '.'}{name[:80]}"
@@ -243,6 +249,10 @@ def _range(low: float, high: float, between: str) -> str:
     if high < math.inf:
         return f" {between} {low} to {high}"
     return f" of at least {low}" if low > (0 if between == "of" else -math.inf) else ""
+
+
+def _hides(kind: Any) -> bool:
+    return not all(one.repr for one in dataclasses.fields(kind))
 
 
 @functools.cache

@@ -437,7 +437,8 @@ class NpzSource(DatasetSource):
     edge type ("_N", name, "_N") per relation; with ``head``, ``rel``, ``tail`` and
     ``triple_split`` it is a knowledge graph whose edges carry the three masks. Features lie in
     ``features`` or as compressed rows in ``feat_indptr``, ``feat_indices``, ``feat_data``,
-    ``feat_dim``, which stay compressed; ``num_classes`` may state the classes. Any other array is a
+    ``feat_dim``, which stay compressed; ``num_classes`` may state the classes. Without ``num_nodes`` there
+    are as many nodes as ids or rows of features or labels, unless each edge has one. Any other array is a
     node column when it has as many rows as there are nodes, else an edge column when it has as many as
     there are edges. A ``val_mask`` without any node counts as absent, since official splits often have
     none. Pickled objects are refused.
@@ -500,8 +501,8 @@ def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: 
         if name in arrays:
             return int(arrays[name])
     of_nodes = [arrays[name] for name in (FEATURE, LABEL, *_OTHER_NAMES) if name in arrays]
-    ends = [1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)]
-    return max(*ends, *(len(column) for column in of_nodes if column.ndim))
+    counts = [len(column) for column in of_nodes if column.ndim and len(column) != len(source_ids)]
+    return max(*counts, *(1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)))
 
 
 def _columns(

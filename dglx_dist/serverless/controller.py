@@ -7,6 +7,7 @@ of one attempt have arrived; later attempts are duplicates.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import threading
 import time
@@ -141,6 +142,7 @@ class _Pending:
 
     task: Task
     """Newest attempt."""
+    order: int
     queued: float
     ready: float | None = None
     """When its rows became ready."""
@@ -172,9 +174,11 @@ class Controller:
         self.workers = options.workers or options.most
         """Current maximum number of running tasks."""
         self._pending: dict[TaskKey, _Pending] = {}
-        """In the order of launch."""
         self._running: dict[TaskKey, _Pending] = {}
         """Tasks whose newest attempt is sent."""
+        self._order = itertools.count()
+        self._heap: list[tuple[bool, int, int, TaskKey]] = []
+        """Whether not ready, epoch, order, key. Entries of tasks that are done, running or now ready stay."""
         self._averages: dict[tuple[int, str], float] = {}
         """Moving average of the durations of each kind of task (step, direction)."""
         self._queue: Callable[[], float] | None = None
@@ -200,7 +204,9 @@ class Controller:
         with self._lock:
             if task.key in self._pending:
                 raise ConfigError(f"task {task.key} was already launched; launch each task once")
-            self._pending[task.key] = _Pending(task, queued=now, ready=now if ready else None)
+            work = _Pending(task, next(self._order), queued=now, ready=now if ready else None)
+            self._pending[task.key] = work
+            self._enqueue(work)
         self._send()
 
     def ready(self, key: TaskKey) -> None:
@@ -210,6 +216,7 @@ class Controller:
             if work is None or work.ready is not None:
                 return
             work.ready = self._clock()
+            self._enqueue(work)
         self._send()
 
     def finished(self, key: TaskKey, attempt: int) -> bool:
@@ -298,23 +305,26 @@ class Controller:
     def _take(self) -> list[Task]:
         # Returns the tasks that may be sent now, and marks them as running.
         options, now, taken = self._options, self._clock(), list[Task]()
-        if len(self._running) >= self.workers:
-            return taken
-        waiting = [work for work in self._pending.values() if work.task.attempt not in work.sent]
-        if self._running and len(waiting) < options.batch:
+        if self._running and len(self._pending) - len(self._running) < options.batch:
             # The batch is incomplete, and others are running.
-            longest = max((now - work.queued for work in waiting), default=0.0)
-            if longest < options.batch_wait_s:
+            waits = (now - work.queued for key, work in self._pending.items() if key not in self._running)
+            if max(waits, default=0.0) < options.batch_wait_s:
                 return taken
-        free, num_early = self.workers - len(self._running), self._num_early
-        for work in heapq.nsmallest(free, waiting, key=lambda one: (one.ready is None, one.task.key.epoch)):
-            num_early += work.ready is None
-            if work.ready is None and num_early >= self.workers:
+        while self._heap and len(self._running) < self.workers:
+            is_early, _, _, key = self._heap[0]
+            if is_early and self._num_early >= self.workers - 1:
                 break
-            self._running[work.task.key] = work
-            work.sent[work.task.attempt] = now
-            taken.append(work.task)
+            heapq.heappop(self._heap)
+            work = self._pending.get(key)
+            if work is not None and key not in self._running and is_early is (work.ready is None):
+                self._running[key] = work
+                work.sent[work.task.attempt] = now
+                taken.append(work.task)
         return taken
+
+    def _enqueue(self, work: _Pending) -> None:
+        key = work.task.key
+        heapq.heappush(self._heap, (work.ready is None, key.epoch, work.order, key))
 
     @property
     def _num_early(self) -> int:
@@ -349,6 +359,7 @@ class Controller:
             )
         del self._running[key]
         work.task, work.queued = work.task.again(), self._clock()
+        self._enqueue(work)
         self._count(relaunched=1)
 
     def _count_ended(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -28,7 +30,7 @@ from dglx_dist.comm.exchange import (
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError
 from tests.helpers import refusal
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_ranks, start_ranks
 
 
 def test_memory_is_kept_and_grows_only() -> None:
@@ -185,3 +187,23 @@ def test_calls_of_another_size_are_refused() -> None:
     of_zero, of_one = run_ranks(send_another_size, 2)
     assert "rank 1 sends 12 bytes of 'rows' where this rank expects 8" in of_zero
     assert of_one == ""
+
+
+def lose_the_other_rank() -> list[str]:
+    session = start_session(timeout_s=60)
+    calls = CallExchange(session, "pull")
+    if session.topology.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    rows = torch.zeros(2)
+    waits = [
+        calls.post([], [Incoming(rank=1, rows=rows)], "rows", phase=None),
+        calls.post([Outgoing(rank=1, rows=rows)], [], "rows", phase=None),
+    ]
+    said = [refusal(wait, PeerError) for wait in waits]
+    session.close(failed=True)
+    return said
+
+
+def test_a_dead_rank_is_named_to_who_expects_its_rows_and_to_who_only_sends() -> None:
+    survivor, _ = start_ranks(lose_the_other_rank, 2)
+    assert ["rank 1" in said for said in survivor.result] == [True, True]

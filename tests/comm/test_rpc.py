@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -136,6 +137,28 @@ def test_slow_handler_holds_up_nobody_and_silence_is_named() -> None:
             slow.result(0.05)
         release.set()
         assert slow.result(20) == []
+
+
+def test_threads_wait_for_calls_of_another_one_meanwhile_that_asks_whether_they_are_ready() -> None:
+    release = threading.Event()
+    with ThreadPoolExecutor(3) as pool, pair() as (caller, server):
+        server.register("wait", lambda _name, _arrays: release.wait(20) and [])
+        server.register("echo", lambda _name, arrays: arrays)
+        slow = caller.submit(1, "wait", "", [], phase="p")
+        waiting = pool.submit(slow.result)
+        took_s = 0.0
+        for _ in range(20):
+            while not slow._link._in_use.locked():
+                pass
+            started = time.monotonic()
+            assert not slow.ready()
+            took_s += time.monotonic() - started
+        release.set()
+        assert waiting.result(20) == []
+        calls = [caller.submit(1, "echo", "", [TABLE + number], phase="p") for number in range(30)]
+        for number, rows in enumerate(pool.map(lambda call: call.result()[0], calls)):
+            assert np.array_equal(rows, TABLE + number)
+        assert took_s < 1.0  # with 0.1 s of waiting for each it would be 2
 
 
 def test_replies_find_their_calls_in_any_order_and_from_many_threads() -> None:

@@ -409,6 +409,9 @@ def test_features_without_edges_tell_how_many_nodes_there_are(tmp_path: Path) ->
     np.savez(tmp_path / "lone.npz", src=none, dst=none, features=np.ones((3, 2)))
     with pytest.raises(DatasetError, match="the graph has 3 nodes and 0 edges; there must be at least one"):
         load_dataset(tmp_path / "lone.npz")
+    np.savez(tmp_path / "edges.npz", src=np.array([0, 1, 0]), dst=np.array([1, 0, 0]), feat=np.ones((3, 2)))
+    graph = load_dataset(tmp_path / "edges.npz")
+    assert (graph.num_nodes, list(graph.edge_data[EDGE_TYPE])) == ({NODE_TYPE: 2}, ["feat"])
 
 
 @pytest.mark.parametrize(("stored", "loaded"), [("u1", "i4"), ("u8", "i8"), (">i8", "i8"), (">i4", "i8")])

@@ -257,3 +257,11 @@ def test_a_row_is_the_same_whoever_makes_it(dtype: torch.dtype, monkeypatch: pyt
     # Four rows at a time: short rows are made through a buffer.
     monkeypatch.setattr(row_init, "_CHUNK_BYTES", 4 * 4 * 3)
     assert torch.equal(filled(0, 50, dtype), whole)
+
+
+def test_draws_are_uniform_and_streams_are_told_apart_by_name() -> None:
+    rows = filled(0, 20_000).double()
+    assert -1.0 <= float(rows.min()) < -0.999
+    assert 0.999 < float(rows.max()) < 1.0
+    assert abs(float(rows.mean())) < 4 / (3 * 60_000) ** 0.5
+    assert not torch.equal(filled(0, 4), filled(0, 4, name="other"))

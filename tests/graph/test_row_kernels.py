@@ -46,6 +46,15 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(dtype: str) -> Non
     assert sums.tolist() == [1040.0]
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "bfloat16"])  # one dtype in NumPy
+def test_adding_touches_only_the_rows_that_are_named_and_here(dtype: str) -> None:
+    info = ColumnInfo(dtype=dtype, row_shape=(2,))
+    target = torch.arange(6).reshape(3, 2).to(getattr(torch, dtype))
+    rows = torch.tensor([[10, 20], [30, 40], [50, 60]]).to(getattr(torch, dtype))
+    add_rows(numpy_view(target), 7, np.array([9, 6, 7]), numpy_view(rows), info)
+    assert target.tolist() == [[50, 61], [2, 3], [14, 25]]
+
+
 def test_rows_without_columns_and_no_rows_at_all() -> None:
     wide, narrow = ColumnInfo(dtype="float32", row_shape=(0,)), ColumnInfo(dtype="float32", row_shape=(3,))
     assert sum_repeated(np.zeros((2, 0), np.float32), plan_of([1, 1]), wide).shape == (1, 0)

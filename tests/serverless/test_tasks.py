@@ -129,6 +129,8 @@ def test_nothing_secret_is_shown() -> None:
     with pytest.raises(ConfigError, match="secret") as caught:
         task(secrets=Secrets(secret="open sesame\n")).to_event()
     assert "sesame" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"'secrets' is \(not shown\), expected an object") as caught:
+        Task.from_event({**as_json(), "secrets": "open sesame"})
 
 
 def as_json() -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_rows_that_are_late_are_asked_for_again_and_counted_once() -> None:
         ]
         assert bench.bytes["pull"] == 7 * 5 * 8
         bench.late = 10**9
-        late = bench.task(replace(key, epoch=1), timeout_s=0.05)
+        late = bench.task(replace(key, epoch=1), timeout_s=0.5)
         with pytest.raises(
             PeerError, match=r"task r0\.e1\.s1\.i0\.f, attempt 0: rank 0 on here had no rows for .*/0"
         ):

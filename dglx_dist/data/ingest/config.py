@@ -130,7 +130,7 @@ def _paths(entry: Fields, key: str) -> tuple[Path, ...]:
 
 def _words(entry: Fields, key: str) -> tuple[str, ...]:
     # One text or a list of texts, none of them empty.
-    if isinstance(entry.any(key), str):
+    if isinstance(entry.given.get(key), str):
         return (entry.word(key),)
     words = entry.items(key, 1)
     return tuple(map(words.word, words.given))

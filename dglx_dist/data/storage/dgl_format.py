@@ -153,6 +153,8 @@ def read_part_config(path: Path) -> PartConfig:
 
 
 def _numbered(top: Fields, key: str) -> list[str]:
+    if not top.has(key):
+        raise top.wrong(key, "numbers of types; partition again with DGL 1.0 or later")
     numbers = top.inner(key)
     names = sorted(numbers.given, key=numbers.whole)
     if [numbers.whole(name) for name in names] != list(range(len(names))):
@@ -178,7 +180,7 @@ def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> I
     ranges_of = top.inner(key).given
     try:
         array = np.array([ranges_of.get(name) for name in names], dtype=np.int64)
-    except (TypeError, ValueError) as problem:
+    except (TypeError, ValueError, OverflowError) as problem:
         raise top.wrong(key, expected) from problem
     if array.shape != (len(names), num_parts, 2):
         raise top.wrong(key, expected)

@@ -377,7 +377,6 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
     copy = dataset.cache.entry("structure", edge_type_name(etype))
     # Compiled code reads the arrays without checks, so their lengths must be those of this manifest.
     lengths = {"indptr": manifest.num_nodes(etype[2]) + 1, "indices": manifest.num_edges(etype)}
-    dtypes = {"indptr": np.dtype(np.int64), "indices": dataset.part(0).indices(etype).dtype}
     total = sum(lengths.values())
     found = copy.find(lengths)
     try:
@@ -387,7 +386,7 @@ def open_structure(dataset: StoredDataset, etype: EdgeType) -> CSC:
                 progress("Assembling the structure", total, enabled=total > _PROGRESS_EDGES) as advance,
             ):
                 for name, length in lengths.items():
-                    stream = writer.stream(name, dtypes[name], (length,))
+                    stream = writer.stream(name, next(pieces(name)).dtype, (length,))
                     for piece in pieces(name):
                         stream.append(piece)
                         advance(len(piece))

@@ -227,8 +227,8 @@ def write_zip(
     if libraries:
         if wheels is None and sys.platform != "linux":
             raise ConfigError(
-                f"functions run on Linux, but the installed libraries are for {sys.platform}; give a "
-                "folder of wheels"
+                f"functions run on Linux, but the installed libraries are for {sys.platform}; fetch others "
+                "with `dglx lambda package --python 3.12`"
             )
         contents.update(installed_files() if wheels is None else wheel_files(wheels))
     with (

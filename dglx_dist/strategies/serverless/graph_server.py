@@ -138,6 +138,20 @@ def edge_products(
                 out[edge - begin, head] = total
 
 
+@njit(cache=True, nogil=True)
+def segment_sums(indptr: Array, values: Array, first: int, out: Array) -> None:
+    """Write to ``out[i]``, (nodes, K), the sum over the in-edges of node ``first + i``.
+
+    ``values`` (edges, K) has only the in-edges of these nodes.
+    """
+    begin = indptr[first]
+    for i in range(out.shape[0]):
+        out[i, :] = 0
+        for edge in range(indptr[first + i], indptr[first + i + 1]):
+            for column in range(values.shape[1]):
+                out[i, column] += values[edge - begin, column]
+
+
 class TaskKind(Enum):
     """Type of a task; graph servers execute all but WORK."""
 
@@ -548,10 +562,8 @@ class GraphServer:
             self._published[step.sources, index][self.part.edges_of(interval)] = gradients
         if step.targets in self.program.trained:
             nodes = self.part.nodes_of(interval)
-            bounds = self.part.graph.indptr[nodes.start : nodes.stop + 1]
-            sums = np.empty((nodes.stop - nodes.start, gradients.shape[1]), dtype=gradients.dtype)
-            # Each edge is a source of its own, in the same order.
-            gather(bounds - bounds[0], np.arange(len(gradients), dtype=np.int32), None, gradients, 0, sums)
+            sums = self._zeros(nodes.stop - nodes.start, step.output.name)
+            segment_sums(self.part.graph.indptr, gradients, nodes.start, sums)
             self._add_gradient(interval, step.targets, sums)
 
     def _publish(self, interval: int, index: int, step: Gather) -> None:

@@ -16,6 +16,7 @@ from dglx_dist.data.partition.balance import measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.graph_views import balance_weights, imbalance, symmetrise
 from dglx_dist.data.partition.multilevel import Kaminpar, Metis, library_path, part_graph, write_parhip
+from dglx_dist.data.sources import load_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import RawGraph
 from tests.data.partition.graphs import AUTHORS_AND_PAPERS, communities, flat, homogeneous
@@ -116,6 +117,20 @@ def test_a_seed_beyond_31_bits_is_taken() -> None:
     graph = communities(num_nodes=400)
     parts = flat(PARTITIONERS.get("metis")(PartitionOptions()).assign(graph, 2, 2**40 + 5).part_of)
     assert set(parts) == {0, 1}
+
+
+AIFB = Path(__file__).parents[4] / "shared" / "data" / "aifb.npz"
+
+
+@pytest.mark.real_data
+@pytest.mark.skipif(not AIFB.exists(), reason="the real graphs are not on this machine")
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_types_and_degrees_of_a_graph_of_many_relations(num_parts: int) -> None:
+    graph, options = load_dataset(AIFB), PartitionOptions(balance=("ntype", "degree"))
+    quality = measure(graph, Metis(options).assign(graph, num_parts, 0))
+    assert (len(graph.edges) > 40, quality.missed) == (True, {})
+    assert quality.balance["degree"] < 1.2
+    assert quality.edge_cut < 0.75 * (num_parts - 1) / num_parts
 
 
 def bipartite() -> RawGraph:

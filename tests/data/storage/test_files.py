@@ -185,6 +185,7 @@ def test_the_second_opening_uses_the_copy(tmp_path: Path) -> None:
     open_structure(dataset, EDGE_TYPE)
     (copy,) = copies(tmp_path / "d")
     before = (copy / "indices.npy").stat()
+    shutil.rmtree(tmp_path / "d/part0")
     open_structure(open_dataset(tmp_path / "d"), EDGE_TYPE)
     after = (copy / "indices.npy").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)

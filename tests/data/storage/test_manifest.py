@@ -53,7 +53,7 @@ def removed(key: str) -> Callable[[dict[str, Any]], None]:
 WRONG = [
     (changed("format", to="tar"), "'format' is 'tar'"),
     (changed("version", to=9), "format version 9"),
-    (removed("num_parts"), "'num_parts' is missing"),
+    (removed("num_parts"), "'num_parts' is missing, expected a whole number of at least 1"),
     (changed("num_parts", to=0), "'num_parts' is 0, expected a whole number of at least 1"),
     (changed("num_parts", to=3), r"'node_types\[0\]\.offsets' is \[0, 3, 6\], expected a list of 4"),
     (changed("name", to=5), "'name' is 5, expected a text"),
