@@ -296,7 +296,6 @@ def alone(folder: str) -> tuple[list[int], str]:
     strategy = STRATEGIES.get("cooperative")(session, {"memory": "1GB"})
     with pytest.raises(ConfigError, match="no rank was given a node"):
         strategy.loader(g, torch.arange(0), runs.sampler())
-        strategy.wrap(runs.first_model("sage"), g)
     g.close()
     return waits, str(refused.value)
 
