@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionPlan:
-    """Partitioning method, its options, and the format of the dataset; ConfigError out of range."""
+    """Partitioning method, its options, and the format of the dataset; a wrong value is a ConfigError."""
 
     num_parts: int
     method: str | None = None

@@ -18,7 +18,7 @@ from dglx_dist.strategies.base import resolve_strategy
 def main(arguments: Sequence[str]) -> None:
     """Run a script with this package in place of ``dgl.distributed``.
 
-    ``arguments`` are ``[--strategy S] [--option NAME=VALUE]... [--] script.py ARGS``; ConfigError otherwise.
+    ``arguments`` are ``[--strategy S] [--option NAME=VALUE]... [--] script.py ARGS``; else ConfigError.
     """
     parser = argparse.ArgumentParser(prog="python -m dglx_dist.run", description=__doc__)
     parser.add_argument("--strategy", help="name of a strategy; default: DGLX_STRATEGY, else data_parallel")

@@ -69,7 +69,10 @@ def _draws_of(plan: PlanConfig) -> Draws | None:
 
 
 def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
-    """Predict every way to train, and choose one; one process calls it. ``notify`` gets each next step."""
+    """Predict every way to train, and choose one; one process calls it. ``notify`` gets each next step.
+
+    ConfigError: the dataset lacks what training needs, or parts for the servers. StorageError: it is damaged.
+    """
     known, candidates = measured(plan, notify)
     return choose(candidates, known, constraints_of(plan))
 

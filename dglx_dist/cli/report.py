@@ -213,7 +213,10 @@ def report(
 
 
 def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
-    """Draw the trace ``path`` as a PNG file beside it, and print how much of the traffic was hidden."""
+    """Draw the trace ``path`` as a PNG file beside it, and print how much of the traffic was hidden.
+
+    StorageError: the file is no trace, or damaged. ConfigError: it has no such ``batches``.
+    """
     from dglx_dist.comm.trace import read_trace
     from dglx_dist.report import pictures
 

@@ -101,7 +101,7 @@ def check_launched(ranks: int | None, servers: int | None) -> None:
 
 
 def check_before_launch(config: TrainConfig) -> None:
-    """Check strategy, its options and the dataset before any process is started."""
+    """Check strategy and options (ConfigError) and the dataset (StorageError) before a process is started."""
     from dglx_dist.auto import read_auto_options
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.planner.workload import check_plannable

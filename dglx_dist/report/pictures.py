@@ -136,13 +136,14 @@ _MAX_LEGEND = 8
 def _picture(
     path: str | Path, size: tuple[float, float], title: str, panels: tuple[int, int] = (1, 1)
 ) -> Iterator[Any]:
-    """Yield the axes of the panels, row by row; afterwards replace the PNG file ``path``."""
+    """Yield the axes of the panels, row by row; then replace ``path``, by suffix a PDF or SVG, else a PNG."""
     figure = Figure(figsize=size, layout="constrained")
     yield figure.subplots(*panels, squeeze=False).ravel()
     figure.suptitle(title, fontsize=10)
+    kind = Path(path).suffix[1:]
     # An interruption leaves an earlier picture intact.
     with replaced_file(Path(path)) as partial:
-        figure.savefig(partial, dpi=100, format="png")
+        figure.savefig(partial, dpi=100, format=kind if kind in ("pdf", "svg") else "png")
 
 
 def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None:

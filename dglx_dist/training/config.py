@@ -70,7 +70,7 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Options of a ready-made model and its mini-batches; ConfigError for wrong ones, as of all these."""
+    """Options of a ready-made model and its mini-batches; a wrong value is a ConfigError."""
 
     model: str = _of_model("sage", "sage, gcn, sgc, gat, mlp or resgcn (deep).")
     layers: int = _of_model(2, "Convolutions.", check=at_least(1))
@@ -109,7 +109,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunOptions, ModelConfig):
-    """Options of ``dglx train``: one run of a ready-made model; UnknownNameError for a wrong model."""
+    """Options of ``dglx train``: one run of a ready-made model; a wrong value is a ConfigError."""
 
     data: str = path_option(..., "What `dglx partition` wrote.", metavar="DIR")
     strategy: str = option("data_parallel", "A wrong name lists all strategies; auto chooses one.")
@@ -227,7 +227,7 @@ def ranks_of_each(ranks: int, servers: int | None) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig(ChoiceOptions, ModelConfig):
-    """Options of ``dglx plan``: graph, model, servers; UnknownNameError for a wrong model or partitioner."""
+    """Options of ``dglx plan``: graph, model and servers; a wrong value is a ConfigError."""
 
     folder: str | None = path_option(
         None, "What `dglx partition` wrote; else --nodes and --edges.", flag="DIR", metavar="DIR"
@@ -303,7 +303,7 @@ class PlanConfig(ChoiceOptions, ModelConfig):
         check_kind(self.model, MODEL_KINDS)
         super().__post_init__()
         if self.folder is not None:
-            if self.data is not None:
+            if self.data not in (None, self.folder):
                 raise ConfigError(
                     f"the dataset is {self.folder}, and --data is {self.data}; give one of them"
                 )

@@ -10,6 +10,7 @@ import pytest
 from dglx_dist.errors import StorageError
 from scripts.bench import results
 from scripts.bench.records import Measurement, Outcome
+from scripts.out_files import write_text
 from tests.bench.helpers import epoch, outcome_of, plan_of
 
 OUTCOME = outcome_of(plan_of("a", "b"))
@@ -74,6 +75,18 @@ def test_a_result_of_another_version_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"version": 1,', '"version": 99,', 1))
     with pytest.raises(StorageError, match="has version 99, this release reads 1"):
         results.read(tmp_path)
+
+
+def test_a_text_takes_the_place_of_the_one_before_or_leaves_it(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    for text in ("first\n", "second ü\n"):
+        assert write_text(page, text) == page
+    with pytest.raises(UnicodeEncodeError):
+        write_text(page, "third \udc00")
+    assert page.read_text(encoding="utf-8") == "second ü\n"
+    assert list(tmp_path.iterdir()) == [page]
+    with pytest.raises(StorageError, match=r"no-folder/page\.md"):
+        write_text(tmp_path / "no-folder" / "page.md", "text")
 
 
 def test_no_folder_and_one_that_cannot_be_made_are_told(tmp_path: Path) -> None:

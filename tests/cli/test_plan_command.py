@@ -42,6 +42,9 @@ def test_a_dataset_has_a_table_a_choice_and_a_map(data: str, tmp_path: Path) -> 
     for part in ("data_parallel", "push_pull", "full_graph", "cooperative", "chosen: ", "assumed:", "exact"):
         assert part in shown.output
     assert shown.output.count("->") == 1
+    # So deep a model has no mini-batches: whole graphs are compared.
+    deep = json.loads(plan(data, "--hidden", "8", "--layers", "8", "--json").output)
+    assert deep["chosen"].startswith("full_graph")
 
 
 def test_figures_alone_are_json() -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 from dglx_dist.comm.session import start_session
 from dglx_dist.compat.dist_tensor import attached_rows, remember
 from dglx_dist.graph.dist_graph import DistGraph
-from tests.strategies.push_pull import rounds
+from tests.strategies.push_pull.test_loader import nodes_of, write_ring
 
 
 def test_rows_of_a_batch_are_found_when_a_script_has_converted_its_blocks(tmp_path: Path) -> None:
-    folder = rounds.write_ring(tmp_path / "parts", 1)
+    folder = write_ring(tmp_path / "parts", 1)
     with start_session():
         g = DistGraph(folder)
         batches = 0
-        for nodes, _, blocks in rounds.nodes_of(g):
+        for nodes, _, blocks in nodes_of(g):
             remember(g, nodes, blocks)
             for place, block in enumerate(blocks):
                 blocks[place] = block.int()

@@ -251,7 +251,7 @@ _OWNER = """
 import sys
 from multiprocessing import get_context
 from time import sleep
-from scripts.netlab.base import LabError, LabSpec
+from scripts.netlab.base import LabSpec
 from scripts.netlab.labs import open_lab
 if __name__ == "__main__":
     lab = open_lab(LabSpec(servers=2, cpus=0.3), name=sys.argv[1])

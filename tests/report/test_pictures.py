@@ -80,6 +80,8 @@ def test_panels_stand_two_to_a_row(tmp_path: Path) -> None:
     columns = {name: [1.0, 2.0] for name in "abcde"}
     draw_parts(dict(list(columns.items())[:2]), tmp_path / "two.png", title="two")
     draw_parts(columns, tmp_path / "five.png", title="five")
+    draw_parts(columns, tmp_path / "five.svg", title="five")
+    assert (tmp_path / "five.svg").read_text().startswith("<?xml")
     (height, width, _), two = imread(tmp_path / "five.png").shape, imread(tmp_path / "two.png").shape
     assert width == two[1] <= 1200
     assert height == pytest.approx(3 * two[0], abs=3)

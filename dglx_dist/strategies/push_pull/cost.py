@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import nn
 
-from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of
+from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.strategies.cost import (
     GRADIENTS,
     Candidate,
@@ -61,13 +61,9 @@ class FirstLayer:
     """Whether the sums have just these widths and no values of edges are sent; False: they may differ."""
 
 
-def first_layer(model: nn.Module, convolution: nn.Module) -> FirstLayer:
-    """Return the sizes of ``model`` split at ``convolution``.
-
-    Raises:
-        ConfigError: the layer cannot be split; the message has the reason.
-    """
-    stages = stages_of(convolution)
+def inspect(model: nn.Module, features: int) -> FirstLayer:
+    """Return the sizes of ``model`` split where it takes ``features``; ConfigError if it cannot be."""
+    name, stages = find_first_layer(model, features, "columns")
     cut = [stages.get_parameter(name) for name in stages.cut]
     split = {id(parameter) for parameter in cut}
     others = [parameter for parameter in model.parameters() if id(parameter) not in split]
@@ -82,14 +78,8 @@ def first_layer(model: nn.Module, convolution: nn.Module) -> FirstLayer:
             (other.numel() + (id(other) not in unflagged)) * other.element_size() for other in others
         ),
         # Edge values are sent with the structure; a layer of the user may sum anything.
-        known=type(convolution) in CONVOLUTIONS and not stages.required_edges,
+        known=type(model.get_submodule(name)) in CONVOLUTIONS and not stages.required_edges,
     )
-
-
-def inspect(model: nn.Module, features: int) -> FirstLayer:
-    """Return the sizes of ``model`` split where it takes ``features``; raises as :func:`first_layer`."""
-    name, _ = find_first_layer(model, features, "columns")
-    return first_layer(model, model.get_submodule(name))
 
 
 def candidates(context: PlanContext) -> Iterator[Candidate]:

@@ -131,10 +131,8 @@ class AsyncExchange:
 
         ``shares`` are N_f tensors by owner, of the shapes that owner expects.
         """
-        part = self._group.part
-        received = [_empty_like(shares[part]) for _ in shares]
-        received[part] = shares[part].detach()
-        return self._post(self._pulls, shares, received, phase, batch)
+        like = [shares[self._group.part]] * self._group.size
+        return self._post(self._pulls, shares, like, phase, batch)
 
     def push(
         self, own: Tensor | Sequence[Tensor], like: Sequence[Tensor], phase: str, batch: int | None = None
@@ -144,22 +142,21 @@ class AsyncExchange:
         ``like`` are N_f tensors of the shapes and dtypes that come from the owners.
         """
         sent = [own] * self._group.size if isinstance(own, Tensor) else own
-        received = [_empty_like(tensor) for tensor in like]
-        received[self._group.part] = sent[self._group.part].detach()
-        return self._post(self._pushes, sent, received, phase, batch)
+        return self._post(self._pushes, sent, like, phase, batch)
 
     def _post(
         self,
         exchange: CallExchange,
         sent: Sequence[Tensor],
-        received: Received,
+        like: Sequence[Tensor],
         phase: str,
         batch: int | None,
     ) -> Transfer:
-        """Send ``sent[p]`` to each other member p and receive ``received[p]``."""
-        device, others = sent[self._group.part].device, self._group.others
+        """Send ``sent[p]`` to each other member p and receive what is ``like[p]``; all on the CPU."""
+        own, others, parts = sent[self._group.part].detach(), self._group.others, range(self._group.size)
         if not others:
-            return lambda: received
+            return lambda: [own]
+        received = {part: torch.empty(like[part].shape, dtype=like[part].dtype) for part, _ in others}
         outgoing = [Outgoing(rank=rank, rows=sent[part].detach().contiguous().cpu()) for part, rank in others]
         incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in others]
         name = phase if batch is None else f"{phase} of batch {batch}"
@@ -168,14 +165,9 @@ class AsyncExchange:
         @cache
         def arrived() -> Received:
             wait()
-            return [one.to(device) for one in received]
+            return [received[part].to(own.device) if part in received else own for part in parts]
 
         return arrived
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    # On the CPU, whatever the device of the tensor.
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
 def add_in_order(received: Received) -> Tensor:
@@ -199,11 +191,8 @@ def share_edge_values(
 ) -> list[dict[str, Tensor]]:
     """Return every owner's values by name, like ``values`` of the own block; every member must call it.
 
-    Args:
-        values: Name to (E1, ...) of the own block, in the order of its edges, without gradients.
-        inputs: By owner.
-        by_column: Names of (E1, F) values of which a part gets its columns, to (N_f,) columns of the parts.
-        group, exchange: Of the own rank.
+    ``values`` are (E1, ...) in the order of the own block's edges, without gradients. Of those named in
+    ``by_column``, (E1, F), each part gets its columns, which are given by part.
     """
     by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
     for name, whole in values.items():

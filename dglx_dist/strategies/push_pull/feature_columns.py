@@ -346,17 +346,10 @@ class ColumnStore:
         memory: RowMemory | None = None,
         precision: Precision | None = None,
     ) -> Tensor:
-        """Return the own columns of nodes; any thread may call it, and nothing is sent.
+        """Return (K, F_p), a copy of the own columns of ``g.ndata[name][nodes]``. Thread-safe; sends nothing.
 
-        Args:
-            name: Of the feature.
-            nodes: (K,) int64 on the CPU, any order, repeats allowed.
-            memory: Buffers of the copy; None: fresh memory.
-            precision: Dtype of the result; None: float16 and bfloat16 as float32, as in the batches of data
-                parallel training.
-
-        Returns:
-            (K, F_p), a copy of the part's columns of ``g.ndata[name][nodes]``.
+        ``nodes`` are (K,) int64 on the CPU, any order, repeats allowed; ``memory`` lends the copy's buffers.
+        Without ``precision`` float16 and bfloat16 become float32, as in data parallel training.
 
         Raises:
             ConfigError: the feature was not opened, or ``nodes`` are no ids.
@@ -406,21 +399,13 @@ class ColumnStore:
 
 
 def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: bool = True) -> ColumnStore:
-    """Return this rank's columns of node features for all nodes; every rank must call it, for the same ones.
+    """Return this rank's columns of features of one node type; every rank must call it, for the same ones.
 
     Columns that are not in a file yet move once, under the phase ``columns``: the own columns of the rows of
     other servers, and 32 bytes per request of 4 MiB. They are streamed into a file beside the dataset, which
     is mapped, or into memory without ``cache``, for tensors that the program made, and where no file can be
     made, which rank 0 logs. Later openings with the same number of parts, also of other jobs, move nothing.
-
-    Args:
-        g: A graph of one node type.
-        names: Of its features, each once.
-        group: The own one.
-        cache: Whether the columns are kept in files.
-
-    Returns:
-        The same object for the same request, until ``g.close()``.
+    Until ``g.close()`` the same object is returned for the same request.
 
     Raises:
         ConfigError: on all ranks: a name is of no matrix, or ranks request different columns.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
 from dglx_dist.comm.mailbox import OneSidedExchange
-from dglx_dist.comm.session import Session, SessionField
+from dglx_dist.comm.session import SessionField
 from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.feature_fetch import Precision, RowMemory
 from dglx_dist.dataloading.minibatch import build_block
@@ -33,7 +33,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, EdgeType, StepShare
 from dglx_dist.strategies.push_pull.exchange import STRUCTURE, Group, GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
-from dglx_dist.strategies.push_pull.options import PushPullOptions, StructureChoice
+from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.push_pull.pipeline import PIPELINES
 
 if TYPE_CHECKING:
@@ -81,159 +81,6 @@ class StructureDecision(NamedTuple):
     """Seconds per batch to sample for the other owners on the slowest rank, where it was compared."""
     push_s: float | None = None
     """Seconds per batch of the push there."""
-
-
-@final
-class BlockExchange:
-    """Provides the blocks of the other owners, as requested or, after a first iteration, what is cheaper.
-
-    Construction is collective; so is :meth:`begin` until the decision is made, and all ranks must have
-    constructed theirs before one iterates. ``label`` is equal on all ranks and unique among loaders;
-    ``wide``: ids of nodes need 8 bytes.
-
-    Raises:
-        ConfigError: on all ranks, when "resample" is requested and not possible.
-    """
-
-    def __init__(
-        self,
-        loader: StepLoader[Any, Any, Any],
-        session: Session,
-        group: Group,
-        label: str,
-        *,
-        requested: StructureChoice,
-        etype: EdgeType,
-        wide: bool,
-    ) -> None:
-        self._loader, self._session, self._group, self._label = loader, session, group, label
-        self._etype, self._wide = etype, wide
-        self._costs: deque[tuple[float, float]] = deque(maxlen=_MEASURED)
-        self._undecided = requested == "auto" and group.size > 1
-        advice = "every rank must iterate over the loader alike"
-        self._pushes = OneSidedExchange(session, f"{label}.structure", advice, _check_block)
-        self._resampled: Callable[[int], Callable[[int], OwnerBlocks]] | None = None
-        if group.size == 1:
-            self.decision = StructureDecision("none", "a group of one rank")
-        elif requested == "resample":
-            self._resampled = self._open_resampling()
-            self.decision = StructureDecision("resample", "requested")
-        else:
-            self.decision = StructureDecision("push", "not compared yet" if self._undecided else "requested")
-
-    def begin(self, iteration: int, epoch: int) -> Callable[[int, OwnerBlock, float], OwnerBlocks]:
-        """Forget earlier iterations; on the consumer's thread, before the first batch of this one.
-
-        Returns:
-            (step, own block, seconds of sampling it) to the other owners' blocks; every member of the group
-            must call it, on any thread. It raises PeerError if a member is dead, or did not reach this batch
-            within the time-out.
-        """
-        if self._undecided and iteration > 0:
-            self._decide()
-        self._pushes.mailbox.begin(iteration)
-        resampled = None if self._resampled is None else self._resampled(epoch)
-
-        def fetch(step: int, own: OwnerBlock, sample_s: float) -> OwnerBlocks:
-            if resampled is not None:
-                return resampled(step)
-            blocks, push_s = self._pushed(iteration, epoch, step, own)
-            self.record_costs(sample_s, push_s)
-            return blocks
-
-        return fetch
-
-    def record_costs(self, sample_s: float, push_s: float) -> None:
-        """Record seconds of one batch: this rank's sampling, and fetching the others' blocks."""
-        if self._undecided:
-            self._costs.append((sample_s, push_s))
-
-    def cancel(self, iteration: int, reason: BaseException | None = None) -> None:
-        """End the waits of ``iteration``, with ``reason`` if there is one; any thread."""
-        self._pushes.mailbox.cancel(iteration, reason)
-
-    def _pushed(self, iteration: int, epoch: int, step: int, own: OwnerBlock) -> tuple[OwnerBlocks, float]:
-        """Return the blocks, and the seconds spent without waiting for ranks that were late."""
-        began = time.perf_counter()
-        ranks = [rank for _, rank in self._group.others]
-        sent = dict.fromkeys(ranks, pack_block(own, wide=self._wide))
-        self._pushes.post(iteration, str(step), sent, phase=STRUCTURE, layer=1)
-        pushed = time.perf_counter()
-        what = f"the structure of step {step} of epoch {epoch}"
-        received = self._pushes.mailbox.take(iteration, str(step), ranks, what)
-        arrived, idtype = time.perf_counter(), own.block.idtype
-        blocks = {
-            part: unpack_block(received[rank], self._etype, idtype) for part, rank in self._group.others
-        }
-        return blocks, (pushed - began) + (time.perf_counter() - arrived)
-
-    def _decide(self) -> None:
-        # The slowest rank counts, as all wait for it.
-        costs = list(self._costs)
-        costs = costs[_WARM_UP:] or costs
-        others = self._group.size - 1
-        sample_s, push_s = (
-            (statistics.median(column) for column in zip(*costs, strict=True)) if costs else (0.0, 0.0)
-        )
-        measured = [len(costs), round(sample_s * others * 1e9), round(push_s * 1e9)]
-        rows = gather_int64(measured, self._session)
-        if not rows[:, 0].any():
-            return
-        self._undecided = False
-        self._costs.clear()
-        resample_s, push_s = rows[:, 1].max() / 1e9, rows[:, 2].max() / 1e9
-        mode: Literal["push", "resample"] = "resample" if resample_s < push_s else "push"
-        reason = "costs less"
-        if mode == "resample":
-            try:
-                self._resampled = self._open_resampling()
-            except ConfigError as error:
-                mode, reason = "push", f"resampling is not possible: {error}"
-        self.decision = StructureDecision(mode, reason, resample_s, push_s)
-        if self._session.topology.rank == 0:
-            log.info(
-                "push_pull structure: %s (%s); per batch: sampling for %d other owners %.4f s, push %.4f s",
-                mode,
-                reason,
-                others,
-                resample_s,
-                push_s,
-            )
-
-    def _open_resampling(self) -> Callable[[int], Callable[[int], OwnerBlocks]]:
-        """Return a function of epoch to one of step that samples what the other owners sample. Collective.
-
-        Draws are keyed by (seed, epoch, hop, node), so bits are equal. Exchanges the seeds of the group.
-
-        Raises:
-            ConfigError: on all ranks, when others cannot repeat the draws of one; the message has the reason.
-        """
-        loader, session, group, etype = self._loader, self._session, self._group, self._etype
-        sample = run_on_all_ranks(session, loader.offline, ConfigError)
-        # Servers with the whole structure may each leave out other edges, or draw by another seed.
-        check_equal(session, "the sampler", loader.sampling_signature())
-        op, kinds, arrays = f"{self._label}.seeds", list(loader.items.ids), list(loader.items.ids.values())
-        # Collective: all ranks answer before one asks.
-        run_on_all_ranks(session, lambda: session.rpc.register(op, lambda _name, _arrays: arrays))
-        weakref.finalize(self, session.rpc.unregister, op)
-        items: dict[int, Items[Any]] = {
-            rank: Items(ids=dict(zip(kinds, session.rpc.call(rank, op, "", [], phase=SEEDS), strict=True)))
-            for _, rank in group.others
-        }
-
-        def of_epoch(epoch: int) -> Callable[[int], OwnerBlocks]:
-            # The seeds of an epoch are sorted once, not for every batch.
-            seeds = {part: loader.seeds_of_step(epoch, items[rank], rank) for part, rank in group.others}
-
-            def sampled(items: Mapping[Any, Array]) -> OwnerBlock:
-                batch = sample(items, epoch)
-                indptr, indices, _ = batch.blocks[0].adj_tensors("csc")
-                block = build_block(indptr, indices, len(batch.input_nodes), etype)
-                return OwnerBlock(block, batch.input_nodes)
-
-            return lambda step: {part: sampled(of_step(step)) for part, of_step in seeds.items()}
-
-        return of_epoch
 
 
 def pack_block(own: OwnerBlock, *, wide: bool) -> list[Array]:
@@ -293,7 +140,8 @@ class PushPullLoader(EpochLoader[_Made, Any]):
 
     ``blocks[0].srcdata`` has this rank's columns, (L0, F_p), under the name of each feature. Construction is
     collective, and all ranks must iterate alike; structure moves from the loader's threads without a
-    collective. At the normal end of an epoch the pipelines of the session are drained, which is collective.
+    collective. With structure="auto" the second iteration begins with a collective choice of what is cheaper.
+    At the normal end of an epoch the pipelines of the session are drained, which is collective.
 
     ``inner`` is a loader of nodes or edges of one type, which fetches no row of the features.
 
@@ -312,21 +160,28 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         options: PushPullOptions,
         feature_dtype: torch.dtype | None = None,
     ) -> None:
-        session, (etype,) = g.session, g.canonical_etypes
+        session, (self._etype,) = g.session, g.canonical_etypes
         self._inner, self._store, self._group = inner, store, group
         num_alive = (inner.depth + _EXTRA_BATCHES) * group.size
         self._precision, self._memory = Precision(feature_dtype, num_alive), RowMemory(num_alive)
         self._looks_ahead = options.in_flight > 1
-        self._structure = BlockExchange(
-            inner,
-            session,
-            group,
-            # The ranks' loaders share a name, as all construct theirs in the same order.
-            f"push_pull.{next(_LOADER_NUMBERS.of(session))}",
-            requested=options.structure,
-            etype=etype,
-            wide=g.num_nodes() >= SMALL_NODES,
-        )
+        # The ranks' loaders share a name, as all construct theirs in the same order.
+        self._label = f"push_pull.{next(_LOADER_NUMBERS.of(session))}"
+        self._wide = g.num_nodes() >= SMALL_NODES
+        self._costs: deque[tuple[float, float]] = deque(maxlen=_MEASURED)
+        """Seconds of one batch each: this rank's sampling, and fetching the others' blocks."""
+        self._undecided = options.structure == "auto" and group.size > 1
+        advice = "every rank must iterate over the loader alike"
+        self._pushes = OneSidedExchange(session, f"{self._label}.structure", advice, _check_block)
+        self._resampled: Callable[[int], Callable[[int], OwnerBlocks]] | None = None
+        super().__init__(session, seed=inner.seed, depth=inner.depth, num_threads=inner.num_threads)
+        if group.size == 1:
+            self.decision = StructureDecision("none", "a group of one rank")
+        elif options.structure == "resample":
+            self._resampled = self._open_resampling()
+            self.decision = StructureDecision("resample", "requested")
+        else:
+            self.decision = StructureDecision("push", "not compared yet" if self._undecided else "requested")
         settings = {
             "depth": inner.depth,
             "features": store.names,
@@ -336,7 +191,6 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         # Also a barrier: all ranks have registered their remote calls before one iterates.
         check_equal(session, "a loader of push_pull", settings)
         self._iteration = -1
-        super().__init__(session, seed=inner.seed, depth=inner.depth, num_threads=inner.num_threads)
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -352,7 +206,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                 group_batch.following = None
         finally:
             # First, or the loader would wait for threads that wait for the other ranks.
-            self._structure.cancel(iteration)
+            self._pushes.mailbox.cancel(iteration)
             stream.close()
         for pipeline in [reference() for reference in PIPELINES.of(self._session)]:
             if pipeline is not None:
@@ -360,7 +214,10 @@ class PushPullLoader(EpochLoader[_Made, Any]):
 
     def batches_of(self, epoch: int) -> Callable[[int], _Made]:
         make_inner, iteration = self._inner.batches_of(epoch), self._iteration
-        fetch = self._structure.begin(iteration, epoch)
+        if self._undecided and iteration > 0:
+            self._decide()
+        self._pushes.mailbox.begin(iteration)
+        resampled = None if self._resampled is None else self._resampled(epoch)
         group, timeline = self._group, self._session.timeline
 
         def make(step: int) -> _Made:
@@ -370,17 +227,108 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                 begin = time.perf_counter()
                 own = OwnerBlock(batch.blocks[0], batch.input_nodes.to(torch.int64))
                 with timeline.span("push structure", LOADER, number):
-                    blocks = {group.part: own, **fetch(step, own, batch.sample_s)}
+                    others = (
+                        resampled(step)
+                        if resampled is not None
+                        else self._pushed(iteration, epoch, step, own, batch.sample_s)
+                    )
                 with timeline.span("gather columns", LOADER, number):
+                    blocks = {group.part: own, **others}
                     inputs = tuple(self._input_of(blocks[part], number) for part in range(group.size))
             except BaseException as error:
                 # Other threads of this loader wait for ranks that now wait for this one.
-                self._structure.cancel(iteration, error)
+                self._pushes.mailbox.cancel(iteration, error)
                 raise
             fetch_s = batch.fetch_s + time.perf_counter() - begin
             return _Made(batch=batch, inputs=inputs, sample_s=batch.sample_s, fetch_s=fetch_s)
 
         return make
+
+    def _pushed(self, iteration: int, epoch: int, step: int, own: OwnerBlock, sample_s: float) -> OwnerBlocks:
+        """Exchange the own block for those of the other owners; PeerError if one is dead or late."""
+        began = time.perf_counter()
+        ranks = [rank for _, rank in self._group.others]
+        sent = dict.fromkeys(ranks, pack_block(own, wide=self._wide))
+        self._pushes.post(iteration, str(step), sent, phase=STRUCTURE, layer=1)
+        pushed = time.perf_counter()
+        what = f"the structure of step {step} of epoch {epoch}"
+        received = self._pushes.mailbox.take(iteration, str(step), ranks, what)
+        arrived, idtype = time.perf_counter(), own.block.idtype
+        blocks = {
+            part: unpack_block(received[rank], self._etype, idtype) for part, rank in self._group.others
+        }
+        if self._undecided:
+            # Without waiting for ranks that were late.
+            self._costs.append((sample_s, (pushed - began) + (time.perf_counter() - arrived)))
+        return blocks
+
+    def _decide(self) -> None:
+        # The slowest rank counts, as all wait for it.
+        costs = list(self._costs)
+        costs = costs[_WARM_UP:] or costs
+        others = self._group.size - 1
+        sample_s, push_s = (
+            (statistics.median(column) for column in zip(*costs, strict=True)) if costs else (0.0, 0.0)
+        )
+        measured = [len(costs), round(sample_s * others * 1e9), round(push_s * 1e9)]
+        rows = gather_int64(measured, self._session)
+        if not rows[:, 0].any():
+            return
+        self._undecided = False
+        self._costs.clear()
+        resample_s, push_s = rows[:, 1].max() / 1e9, rows[:, 2].max() / 1e9
+        mode: Literal["push", "resample"] = "resample" if resample_s < push_s else "push"
+        reason = "costs less"
+        if mode == "resample":
+            try:
+                self._resampled = self._open_resampling()
+            except ConfigError as error:
+                mode, reason = "push", f"resampling is not possible: {error}"
+        self.decision = StructureDecision(mode, reason, resample_s, push_s)
+        if self._session.topology.rank == 0:
+            log.info(
+                "push_pull structure: %s (%s); per batch: sampling for %d other owners %.4f s, push %.4f s",
+                mode,
+                reason,
+                others,
+                resample_s,
+                push_s,
+            )
+
+    def _open_resampling(self) -> Callable[[int], Callable[[int], OwnerBlocks]]:
+        """Return a function of epoch to one of step that samples what the other owners sample. Collective.
+
+        Draws are keyed by (seed, epoch, hop, node), so bits are equal. Exchanges the seeds of the group.
+
+        Raises:
+            ConfigError: on all ranks, when others cannot repeat the draws of one; the message has the reason.
+        """
+        loader, session, group, etype = self._inner, self._session, self._group, self._etype
+        sample = run_on_all_ranks(session, loader.offline, ConfigError)
+        # Servers with the whole structure may each leave out other edges, or draw by another seed.
+        check_equal(session, "the sampler", loader.sampling_signature())
+        op, kinds, arrays = f"{self._label}.seeds", list(loader.items.ids), list(loader.items.ids.values())
+        # Collective: all ranks answer before one asks.
+        run_on_all_ranks(session, lambda: session.rpc.register(op, lambda _name, _arrays: arrays))
+        weakref.finalize(self, session.rpc.unregister, op)
+        items: dict[int, Items[Any]] = {
+            rank: Items(ids=dict(zip(kinds, session.rpc.call(rank, op, "", [], phase=SEEDS), strict=True)))
+            for _, rank in group.others
+        }
+
+        def of_epoch(epoch: int) -> Callable[[int], OwnerBlocks]:
+            # The seeds of an epoch are sorted once, not for every batch.
+            seeds = {part: loader.seeds_of_step(epoch, items[rank], rank) for part, rank in group.others}
+
+            def sampled(items: Mapping[Any, Array]) -> OwnerBlock:
+                batch = sample(items, epoch)
+                indptr, indices, _ = batch.blocks[0].adj_tensors("csc")
+                block = build_block(indptr, indices, len(batch.input_nodes), etype)
+                return OwnerBlock(block, batch.input_nodes)
+
+            return lambda step: {part: sampled(of_step(step)) for part, of_step in seeds.items()}
+
+        return of_epoch
 
     def _input_of(self, owner: OwnerBlock, number: int) -> PartInput:
         store, memory, precision = self._store, self._memory, self._precision

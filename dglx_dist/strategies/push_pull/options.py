@@ -79,18 +79,3 @@ def read_push_pull_options(options: Mapping[str, object]) -> PushPullOptions:
     """Return the checked options; ConfigError if one is unknown, mistyped or cannot be honoured."""
     types = {field.name: type(field.default) for field in fields(PushPullOptions)}
     return PushPullOptions(**check_options("push_pull", options, types))
-
-
-def smallest_group(world_size: int, feature_bytes: int, memory_bytes: int) -> int:
-    """Return the fewest ranks that hold ``feature_bytes`` together with ``memory_bytes`` each (P3, 3.5).
-
-    Raises:
-        ConfigError: not even all of them can hold them.
-    """
-    for size in range(1, world_size + 1):
-        if world_size % size == 0 and -(-feature_bytes // size) <= memory_bytes:
-            return size
-    raise ConfigError(
-        f"the features take {feature_bytes} bytes, and {world_size} ranks of {memory_bytes} bytes (option "
-        "memory) cannot hold them; grant more memory, or use more ranks"
-    )

@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast, final
@@ -238,39 +238,6 @@ def _weak_hook(method: weakref.WeakMethod[Any]) -> Any:
 
 
 @final
-class PartSide:
-    """The parameters that a part uses before the sum: the cut ones and those shared by all parts.
-
-    They are stepped after the whole backward of a batch, while later batches are in flight, so each batch
-    computes with leaves of its own.
-    """
-
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        self._places = {
-            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names
-        }
-        self.parameters: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in names}
-
-    def leaves(self, *, copied: bool) -> Leaves:
-        """Return a leaf for each parameter; without ``copied`` it is valid until the next step."""
-        return {
-            name: (p.detach().clone() if copied else p.detach()).requires_grad_(p.requires_grad)
-            for name, p in self.parameters.items()
-        }
-
-    @contextmanager
-    def placed(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """Make the modules compute with ``leaves`` inside the block."""
-        try:
-            for name, (module, attribute) in self._places.items():
-                module._parameters[attribute] = leaves[name]  # type: ignore[assignment]  # any tensor computes
-            yield
-        finally:
-            for name, (module, attribute) in self._places.items():
-                module._parameters[attribute] = self.parameters[name]
-
-
-@final
 class OwnerSide:
     """The trained replicated parameters of an owner: everything after the sum."""
 
@@ -356,29 +323,49 @@ def compute_shares(
 
 
 @final
-class PartGradients:
-    """Adds the gradients of a batch, over all owners, to ``.grad``.
+class PartSide:
+    """The parameters that a part uses before the sum: the cut ones and those shared by all parts.
 
-    The gradient of a cut parameter is the sum over the owners of the group, which the part computes locally,
-    and over its replicas. That of a parameter which all parts share is summed over all ranks.
-    ``shared`` are the names of the parameters that all parts hold whole.
+    They are stepped after the whole backward of a batch, while later batches are in flight, so each batch
+    computes with leaves of its own. The gradient of a cut parameter is the sum over the owners of the group,
+    which the part computes locally, and over its replicas. That of a shared one is summed over all ranks.
     """
 
     def __init__(
         self,
         session: Session,
         group: Group,
-        between_replicas: dist.ProcessGroup | None,
-        part: PartSide,
-        shared: Collection[str],
+        replicas: dist.ProcessGroup | None,
+        model: nn.Module,
+        split: SplitModel,
     ) -> None:
-        self._session, self._group, self._part = session, group, part
-        trained = [name for name, parameter in part.parameters.items() if parameter.requires_grad]
-        self._cut = [name for name in trained if name not in shared]
-        self._shared = [name for name in trained if name in shared]
-        self._replicas = between_replicas
-        replicas = Group(rank=group.rank, members=group.replicas, replicas=(group.rank,))
-        self._between_replicas = AsyncExchange(session, replicas)
+        self._session, self._group, self._replicas = session, group, replicas
+        self.parameters: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in split.stashed}
+        places = {name: name.rpartition(".") for name in split.stashed}
+        self._places = {name: (model.get_submodule(inner), last) for name, (inner, _, last) in places.items()}
+        trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        self._cut = [name for name in trained if name not in split.shared]
+        self._shared = [name for name in trained if name in split.shared]
+        same_columns = Group(rank=group.rank, members=group.replicas, replicas=(group.rank,))
+        self._between_replicas = AsyncExchange(session, same_columns)
+
+    def leaves(self, *, copied: bool) -> Leaves:
+        """Return a leaf for each parameter; without ``copied`` it is valid until the next step."""
+        return {
+            name: (p.detach().clone() if copied else p.detach()).requires_grad_(p.requires_grad)
+            for name, p in self.parameters.items()
+        }
+
+    @contextmanager
+    def placed(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+        """Make the modules compute with ``leaves`` inside the block."""
+        try:
+            for name, (module, attribute) in self._places.items():
+                module._parameters[attribute] = leaves[name]  # type: ignore[assignment]  # any tensor computes
+            yield
+        finally:
+            for name, (module, attribute) in self._places.items():
+                module._parameters[attribute] = self.parameters[name]
 
     def compute(self, batch: InFlightBatch) -> None:
         """Run the backward of a batch through this part (bM); collective where the layer scatters."""
@@ -405,7 +392,7 @@ class PartGradients:
             found = self._summed(batch, self._cut, self._over_replicas)
         for name, gradient in (found | self._summed(batch, self._shared, self._over_all)).items():
             if batch.leaves[name].requires_grad and gradient is not None:
-                parameter, new = self._part.parameters[name], gradient.detach()
+                parameter, new = self.parameters[name], gradient.detach()
                 parameter.grad = new if parameter.grad is None else parameter.grad + new
         if batch.of_sources and batch.origin.embedding is not None:
             nodes = [one.nodes for one in batch.inputs]
@@ -502,8 +489,7 @@ class Pipeline:
             for name, parameter in module.named_parameters()
             if parameter.requires_grad and name not in local
         ]
-        self._part = part = PartSide(module, split.stashed)
-        self._gradients = PartGradients(session, group, replicas, part, split.shared)
+        self._part = part = PartSide(session, group, replicas, module, split)
         self._owner = owner = OwnerSide([parameter for _, parameter in trained])
         self.exchange = GradientExchange(trained, session, options.bucket_bytes)
         self._activations = AsyncExchange(session, group)
@@ -706,11 +692,11 @@ class Pipeline:
         for push in batch.pushes:
             self._timed(push, f"{WAIT} for the push", batch.number)
         with self._session.timeline.span("backward M", COMPUTE, batch.number):
-            self._gradients.compute(batch)
+            self._part.compute(batch)
         return batch
 
     def _add(self, batch: InFlightBatch) -> None:
-        self._gradients.add(batch)
+        self._part.add(batch)
         # A frozen side is never stepped.
         if batch.of_sources or any(leaf.requires_grad for leaf in batch.leaves.values()):
             self.log.computed(batch.number, "M", batch.read["M"])

@@ -315,12 +315,6 @@ class ColumnLayerNorm(InputModule):
         return rows if norm.bias is None else rows + norm.bias
 
 
-def possible_inputs(names: tuple[str, ...], runs: tuple[Columns, ...]) -> list[Origin]:
-    """Return each feature by itself, and the concatenation of all."""
-    single = [Origin(names=(name,), runs=(run,)) for name, run in zip(names, runs, strict=bool(names))]
-    return single if len(names) < 2 else [*single, Origin(names=names, runs=runs)]
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
@@ -400,14 +394,8 @@ def find_input_modules(
     norm is taken for one of the input if it is registered before the first layer, or if no other parameter of
     the model is that wide.
 
-    Args:
-        model, first: The model, and its first layer.
-        provenance: Of the model.
-        runs: This part's columns of the input.
-        moments: Returns mean and variance of each node's concatenated features, (V,) float64; collective, and
-            called only if there is a norm.
-        num_nodes: V, rows of a trained embedding of all nodes.
-        seed: Of the run.
+    ``runs`` are this part's columns. ``moments`` returns mean and variance of each node's concatenated
+    features, (V,) float64; it is collective, and called only if there is a norm.
 
     Raises:
         ConfigError: something before the first layer cannot work on columns; the message has the reason.
@@ -679,20 +667,22 @@ def split_model(
     dimensions: dict[nn.Module, Mapping[str, int]] = {first: layer.cut}
     dimensions |= {module: one.cut for module, one in inputs.items() if one.cut}
     cuts = _cuts(model, dimensions, runs)
-    names = {module: f"{place}." if place else "" for place, module in model.named_modules()}
-    prefix = names[first]
+    prefixes = {module: f"{place}." if place else "" for place, module in model.named_modules()}
+    prefix = prefixes[first]
     stashed = [prefix + inner for inner in (*layer.cut, *layer.shared)]
     for module, one in inputs.items():
-        stashed += [names[module] + inner for inner in one.cut if one.stashed]
+        stashed += [prefixes[module] + inner for inner in one.cut if one.stashed]
         compute_by(module, one.forward)
     for module, cut in dimensions.items():
         cut_in_place(module, cut, own)
     if layer is not first:
         compute_by(first, _ByStages(first, layer).forward)
+    names = store.names
+    features = [Origin(names=(name,), runs=(run,)) for name, run in zip(names, own, strict=bool(names))]
     return SplitModel(
         layer=layer,
         runs=runs,
-        features=possible_inputs(store.names, own),
+        features=[*features, Origin(names=names, runs=own)] if len(names) > 1 else features,
         provenance=provenance,
         cuts=cuts,
         stashed=tuple(stashed),

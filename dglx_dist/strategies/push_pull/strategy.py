@@ -32,7 +32,7 @@ from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen
 from dglx_dist.strategies.push_pull import cost as costs
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
-from dglx_dist.strategies.push_pull.options import PushPullOptions, read_push_pull_options, smallest_group
+from dglx_dist.strategies.push_pull.options import PushPullOptions, read_push_pull_options
 from dglx_dist.strategies.push_pull.pipeline import Pipeline, VersionLog, replicas_group
 from dglx_dist.strategies.push_pull.split_model import (
     CutState,
@@ -121,12 +121,20 @@ class PushPull(Strategy):
         return names
 
     def _chosen_size(self, g: DistGraph, names: tuple[str, ...]) -> int:
+        """Return the fewest ranks that hold the features with ``memory`` each (P3, 3.5)."""
         world_size = self._session.topology.world_size
         if not self._options.memory or not names:
             # The size of an embedding is not known before there is a model.
             return world_size
         num_bytes = sum(int(np.prod(g.ndata[name].shape)) * g.ndata[name].dtype.itemsize for name in names)
-        return smallest_group(world_size, num_bytes, read_size(self._options.memory))
+        memory_bytes = read_size(self._options.memory)
+        for size in range(1, world_size + 1):
+            if world_size % size == 0 and -(-num_bytes // size) <= memory_bytes:
+                return size
+        raise ConfigError(
+            f"the features take {num_bytes} bytes, and {world_size} ranks of {memory_bytes} bytes (option "
+            "memory) cannot hold them; grant more memory, or use more ranks"
+        )
 
 
 def _input_is_embedding(model: nn.Module, store: ColumnStore, num_nodes: int, sync: Sync) -> bool:

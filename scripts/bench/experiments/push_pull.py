@@ -367,14 +367,14 @@ def _phases(case: Case, found: Survey) -> dict[str, int]:
     if case.strategy != "push_pull":
         return row_bytes(found)
     # Only here: models need DGL, which takes seconds to import, also where experiments are only listed.
-    from dglx_dist.strategies.push_pull.cost import first_layer
+    from dglx_dist.strategies.push_pull.cost import inspect
     from dglx_dist.training.models import build_model
 
     classes = SyntheticConfig().classes
     model = build_model(case.model, case.features, case.hidden, classes, len(case.fanouts), 0.0, case.heads)
     return column_bytes(
         found,
-        first_layer(model, model.layers[0]),
+        inspect(model, case.features),
         group_size=int(case.options.get("group_size", 0)),
         pushed=case.options.get("structure") == "push",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from dgl.dataloading import NeighborSampler, as_edge_prediction_sampler
 
 from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.dataloading import negative
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
@@ -24,17 +26,144 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.dropout import deal_out_columns
-from dglx_dist.strategies.push_pull.exchange import make_group
-from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, PartInput, make_group
+from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
+from dglx_dist.strategies.push_pull.loader import (
+    OwnerBlock,
+    PushPullLoader,
+    _check_block,
+    open_loader,
+    pack_block,
+    unpack_block,
+)
+from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.push_pull.pipeline import PIPELINES
 from tests.helpers.ranks import run_ranks, start_ranks
-from tests.strategies.push_pull import rounds
-from tests.strategies.push_pull.rounds import WIDTH, edges_of, epoch_of, group_batch_of, nodes_of, sampler_of
+
+NUM_NODES, HALF, WIDTH = 80, 320, 5
+FANOUTS = [3, 2]
+
+
+def ring() -> RawGraph:
+    """Node n and the next four around a ring; the source's edge i + HALF is the reverse of edge i."""
+    pairs = [(n, (n + step) % NUM_NODES) for step in (1, 2, 3, 4) for n in range(NUM_NODES)]
+    sources, destinations = np.random.default_rng(1).permutation(np.array(pairs)).T
+    ids = np.arange(NUM_NODES)
+    return RawGraph(
+        name="ring",
+        num_nodes={NODE_TYPE: NUM_NODES},
+        edges={EDGE_TYPE: (np.concatenate([sources, destinations]), np.concatenate([destinations, sources]))},
+        node_data={
+            NODE_TYPE: {
+                "feat": (ids[:, None] * 10 + np.arange(WIDTH)).astype(np.float32),
+                "small": (ids[:, None] % 3 + np.zeros((1, 2))).astype(np.float16),
+                "label": ids % 7,
+                "depth": ids.astype(np.float32),
+            }
+        },
+        edge_data={EDGE_TYPE: {"weight": np.arange(2 * HALF, dtype=np.float32)}},
+        num_classes={NODE_TYPE: 7},
+    )
+
+
+def write_ring(folder: Path, num_parts: int) -> Path:
+    part_of = np.random.default_rng(3).integers(num_parts, size=NUM_NODES).astype(np.int32)
+    assignment = Assignment(num_parts=num_parts, part_of={NODE_TYPE: part_of}, method="test", seed=0)
+    write_dataset(ring(), assignment, folder)
+    return folder
+
+
+def share_of(count: int, rank: int, world_size: int) -> torch.Tensor:
+    """Uneven shares: rank 1 has none, rank 0 the most."""
+    owners = torch.arange(count) * 7919 % 10
+    bounds = [0, 6, 6, 9, 10][: world_size + 1]
+    bounds[-1] = 10
+    return ((owners >= bounds[rank]) & (owners < bounds[rank + 1])).nonzero()[:, 0]
+
+
+def sampler_of(**prefetch: Any) -> NeighborSampler:
+    return NeighborSampler(
+        FANOUTS, **({"prefetch_node_feats": ["feat"], "prefetch_labels": ["label"]} | prefetch)
+    )
+
+
+def nodes_of(g: DistGraph, sampler: Any = None, group: Group | None = None, **given: Any) -> PushPullLoader:
+    """A loader of nodes; what is no option of the strategy is one of the loader."""
+    options, rest = _parted(given)
+    ours = group or make_group(g.session, g.session.topology.world_size)
+    topology = g.session.topology
+    seeds = share_of(NUM_NODES, topology.rank, topology.world_size)
+    store = open_columns(g, ["feat"], ours)
+    return open_loader(DataLoader, g, seeds, sampler or sampler_of(), store, ours, options, rest)
+
+
+def edges_of(g: DistGraph, **given: Any) -> PushPullLoader:
+    options, rest = _parted(given)
+    topology = g.session.topology
+    group = make_group(g.session, topology.world_size)
+    eids = share_of(2 * HALF, topology.rank, topology.world_size)[::4]
+    store = open_columns(g, ["feat"], group)
+    return open_loader(DistEdgeDataLoader, g, eids, sampler_of(), store, group, options, rest)
+
+
+def _parted(given: Mapping[str, Any]) -> tuple[PushPullOptions, dict[str, Any]]:
+    known = ("structure", "depth_of_pipeline")
+    rest = {name: value for name, value in given.items() if name not in known}
+    rest.setdefault("batch_size", 8)
+    options = PushPullOptions(
+        structure=given.get("structure", "push"), depth=given.get("depth_of_pipeline", 1)
+    )
+    return options, rest
+
+
+def in_edges(block: Any, nodes: torch.Tensor) -> list[tuple[int, int]]:
+    """(source, destination) as global ids, in the order of the columns."""
+    indptr, indices, _ = block.adj_tensors("csc")
+    destinations = nodes[: block.num_dst_nodes()].repeat_interleave(indptr.diff().long())
+    return list(zip(nodes[indices.long()].tolist(), destinations.tolist(), strict=True))
+
+
+def seen(one: PartInput) -> dict[str, Any]:
+    """What a part has of one owner's batch, and what must be equal on all parts."""
+    return {
+        "number": one.number,
+        "nodes": one.nodes.tolist(),
+        "destinations": one.block.num_dst_nodes(),
+        "edges": in_edges(one.block, one.nodes),
+        "idtype": str(one.block.idtype),
+        "columns": {name: rows.numpy() for name, rows in one.columns.items()},
+    }
+
+
+def group_batch_of(batch: Any) -> GroupBatch:
+    group_batch: GroupBatch = batch[-1][0].push_pull
+    return group_batch
+
+
+def epoch_of(loader: PushPullLoader) -> list[list[dict[str, Any]]]:
+    """By step, by owner: what this part has."""
+    found = []
+    for batch in loader:
+        group_batch, block = group_batch_of(batch), batch[-1][0]
+        own = loader_part(loader)
+        assert group_batch.inputs[own].block.edata.keys() == block.edata.keys()
+        for name, values in group_batch.inputs[own].block.edata.items():
+            assert values.data_ptr() == block.edata[name].data_ptr()
+        assert torch.equal(block.srcdata[dgl.NID], group_batch.inputs[own].nodes)
+        for name, rows in group_batch.inputs[own].columns.items():
+            assert block.srcdata[name].data_ptr() == rows.data_ptr()
+        found.append([seen(one) for one in group_batch.inputs])
+    return found
+
+
+def loader_part(loader: PushPullLoader) -> int:
+    return loader._group.part
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rounds.write_ring(tmp_path_factory.mktemp("ring") / "parts", 4)
+    return write_ring(tmp_path_factory.mktemp("ring") / "parts", 4)
 
 
 class OwnCode(NeighborSampler):
@@ -73,7 +202,7 @@ def moved(g: DistGraph, work: Any) -> tuple[Any, Counter[str]]:
 
 def on_three(folder: str) -> dict[str, Any]:
     """Whole structure everywhere: each way of knowing it, for nodes and for edges."""
-    with start_session(timeout_s=60, seed=5) as session:
+    with start_session(timeout_s=200, seed=5) as session:
         g = DistGraph(folder, structure="replicated")
         found: dict[str, Any] = {}
         reverse = reverse_edge_ids(g)
@@ -94,10 +223,10 @@ def on_three(folder: str) -> dict[str, Any]:
             for kind, loader in kinds.items():
                 found[f"{kind}/{structure}"] = moved(g, lambda it=loader: [epoch_of(it), epoch_of(it)])
         found["chosen"] = chosen(g)
-        own = nodes_of(g, OwnCode(rounds.FANOUTS, prefetch_labels=["label"]))
+        own = nodes_of(g, OwnCode(FANOUTS, prefetch_labels=["label"]))
         found["own code"] = [epoch_of(own)], Counter()
         found["refused"] = {
-            "own code": refused(lambda: nodes_of(g, OwnCode(rounds.FANOUTS), structure="resample")),
+            "own code": refused(lambda: nodes_of(g, OwnCode(FANOUTS), structure="resample")),
             "function": refused(lambda: edges_of(g, structure="resample", exclude=lambda eids: eids[:0])),
             "seeds": refused(lambda: nodes_of(g, structure="resample", seed=session.topology.rank)),
             "depths": refused(lambda: nodes_of(g, depth=1 + session.topology.rank)),
@@ -113,16 +242,15 @@ def chosen(g: DistGraph) -> dict[str, Any]:
         loader = nodes_of(g, structure="auto", shuffle=True)
         first, pushed = moved(g, lambda it=loader: epoch_of(it))
         costs = (1.0, 1e-9) if cheap == "push" else (1e-9, 1.0)
-        for _ in range(1000):
-            loader._structure.record_costs(*costs)
+        loader._costs.extend([costs] * 1000)
         second, after = moved(g, lambda it=loader: epoch_of(it))
-        found[cheap] = [first, second], (pushed, after), loader._structure.decision
+        found[cheap] = [first, second], (pushed, after), loader.decision
     return found
 
 
 @pytest.fixture(scope="module")
 def three(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(on_three, 3, args=(str(folder),))
+    return run_ranks(on_three, 3, args=(str(folder),), timeout_s=250)
 
 
 WAYS = [f"{kind}/{way}" for kind in ("nodes", "here", "edges") for way in ("push", "resample")]
@@ -202,27 +330,25 @@ def test_what_nobody_can_draw_again_is_refused(three: list[dict[str, Any]]) -> N
 
 def on_four(folder: str) -> dict[str, Any]:
     """Structure in parts, groups of two, batches that are left early, positions, drains."""
-    with start_session(timeout_s=60) as session:
+    with start_session(timeout_s=200) as session:
         g = DistGraph(folder, structure="partitioned")
         group = make_group(session, 2)
         found: dict[str, Any] = {"partitioned": refused(lambda: nodes_of(g, structure="resample"))}
         pushed = nodes_of(g, group=group, depth_of_pipeline=2, depth=2, num_threads=2)
-        plain = DataLoader(
-            g, rounds.share_of(rounds.NUM_NODES, session.topology.rank, 4), sampler_of(), batch_size=8
-        )
+        plain = DataLoader(g, share_of(NUM_NODES, session.topology.rank, 4), sampler_of(), batch_size=8)
         pipeline = Pipeline()
         PIPELINES.set(session, [ref(pipeline), ref(Pipeline())])
         found["batches"] = compare(session, pushed, plain)
         found["drained"] = [pipeline.drained]
         found["left"] = leave_early(pushed)
         found["drained"].append(pipeline.drained)
-        found["waiting"] = len(pushed._structure._pushes.mailbox._arrived)
+        found["waiting"] = len(pushed._pushes.mailbox._arrived)
         found["share"] = session.step_share
         automatic = nodes_of(g, group=group, structure="auto")
-        ways = [automatic._structure.decision]
+        ways = [automatic.decision]
         for _ in range(2):
             epoch_of(automatic)
-            ways.append(automatic._structure.decision)
+            ways.append(automatic.decision)
         found["choices"] = [(one.mode, one.reason, one.push_s) for one in ways]
         g.barrier()
         return found
@@ -270,7 +396,7 @@ def leave_early(loader: Any) -> dict[str, Any]:
 
 
 def test_groups_positions_and_drains(folder: Path) -> None:
-    for found in run_ranks(on_four, 4, args=(str(folder),), ranks_per_server=2):
+    for found in run_ranks(on_four, 4, args=(str(folder),), ranks_per_server=2, timeout_s=250):
         assert "structure='replicated'" in found["partitioned"]
         batches, left = found["batches"], found["left"]
         assert batches["steps"] > 3
@@ -300,7 +426,7 @@ def test_one_rank_has_all_columns_and_sends_nothing(graph: DistGraph) -> None:
     for step in epoch_of(loader):
         (own,) = step
         assert own["columns"]["feat"].shape == (len(own["nodes"]), WIDTH)
-    assert loader._structure.decision.mode == "none"
+    assert loader.decision.mode == "none"
     assert not graph.session.ledger.total(phase="structure")
 
 
@@ -318,8 +444,8 @@ def test_prefetched_matrices_come_as_columns_and_vectors_as_rows(graph: DistGrap
 def test_edge_prediction_samplers_bring_columns_too(graph: DistGraph) -> None:
     sampler = as_edge_prediction_sampler(sampler_of(), negative_sampler=negative.Uniform(1))
     group = make_group(graph.session, 1)
-    options = rounds.PushPullOptions()
-    loader = rounds.open_loader(
+    options = PushPullOptions()
+    loader = open_loader(
         DistEdgeDataLoader,
         graph,
         torch.arange(20),
@@ -336,26 +462,16 @@ def test_edge_prediction_samplers_bring_columns_too(graph: DistGraph) -> None:
         assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][nodes])
 
 
-def test_an_error_of_a_batch_is_told_as_it_is(graph: DistGraph) -> None:
-    class Broken(NeighborSampler):
-        def sample_blocks(self, g: Any, seed_nodes: Any, exclude_eids: Any = None) -> Any:
-            raise ValueError("no more")
-
-    loader = nodes_of(graph, Broken(rounds.FANOUTS), num_threads=2)
-    with pytest.raises(ValueError, match="no more"):
-        next(iter(loader))
-
-
 @pytest.fixture(scope="module")
 def faulty_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rounds.write_ring(tmp_path_factory.mktemp("ring") / "parts", 2)
+    return write_ring(tmp_path_factory.mktemp("ring") / "parts", 2)
 
 
 class Failing(NeighborSampler):
     """Fails at its third batch."""
 
     def __init__(self, how: str) -> None:
-        super().__init__(rounds.FANOUTS)
+        super().__init__(FANOUTS)
         self.how, self.batches = how, 0
 
     def sample_blocks(self, g: Any, seed_nodes: Any, exclude_eids: Any = None) -> Any:
@@ -387,3 +503,58 @@ def test_the_rank_is_named_long_before_the_time_is_out(faulty_folder: Path, how:
         assert failing.error.startswith("ValueError: no third batch")
     else:
         assert failing.exitcode == -signal.SIGKILL
+
+
+# 0 <- 2, 1 <- 0, 1 <- 3; listed out of order, so that edge ids are not those of the columns.
+SOURCES, DESTINATIONS, SOURCE_IDS = [3, 2, 0], [1, 0, 1], torch.tensor([70, 10, 40, 20])
+
+
+def block_of(idtype: torch.dtype) -> OwnerBlock:
+    ends = torch.tensor(SOURCES, dtype=idtype), torch.tensor(DESTINATIONS, dtype=idtype)
+    return OwnerBlock(block=dgl.create_block(ends, num_src_nodes=4, num_dst_nodes=2), nodes=SOURCE_IDS)
+
+
+@pytest.mark.parametrize("idtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("wide", [False, True])
+def test_round_trip(idtype: torch.dtype, wide: bool) -> None:
+    arrays = [array.copy() for array in pack_block(block_of(idtype), wide=wide)]
+    assert [array.dtype.name for array in arrays] == ["int64" if wide else "int32", "int32", "int32"]
+    # 4 [(D1 + 1) + E1 + L0] bytes
+    assert sum(array.nbytes for array in arrays) == 4 * (3 + 3 + (8 if wide else 4))
+    found = unpack_block(arrays, EDGE_TYPE, idtype)
+    arrays[2][:] = 1  # it shares nothing with what came
+    assert found.nodes.tolist() == SOURCE_IDS.tolist()
+    assert found.nodes.dtype == torch.int64
+    assert found.block.idtype == idtype
+    assert (found.block.num_src_nodes(), found.block.num_dst_nodes()) == (4, 2)
+    indptr, indices, edge_ids = found.block.adj_tensors("csc")
+    assert indptr.tolist() == [0, 1, 3]
+    assert indices.tolist()[0] == 2
+    assert sorted(indices.tolist()[1:]) == [0, 3]
+    assert edge_ids.tolist() == [0, 1, 2]
+    assert not dict(found.block.srcdata)
+    assert not dict(found.block.edata)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "indptr", "indices"),
+    [
+        ([7, 8], [0, 1], [2]),
+        ([7, 8], [0, 1], [-1]),
+        ([7, 8], [0, 2, 1], [0]),
+        ([7, 8], [-1, 1], [0]),
+        ([7, 8], [0, 2], [0]),
+        ([7, 8], [], []),
+        ([7], [0, 0, 1], [0]),
+        ([], [0, 1], [0]),
+        ([7, 8], [0, 1], [0.0]),
+        ([7, 8], [0, 1], [[0]]),
+    ],
+)
+def test_arrays_that_are_no_block_are_refused(
+    nodes: list[Any], indptr: list[Any], indices: list[Any]
+) -> None:
+    arrays = [np.array(one, None if one else np.int32) for one in (nodes, indptr, indices)]
+    with pytest.raises(ValueError, match="are no block"):
+        _check_block(arrays)
+    _check_block(pack_block(block_of(torch.int32), wide=False))

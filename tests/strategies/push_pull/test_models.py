@@ -50,7 +50,7 @@ class Net(nn.Module):
         sparse: bool | None = None,
     ) -> None:
         super().__init__()
-        self.rows = None if sparse is None else nn.Embedding(NUM_NODES, width, sparse=sparse)
+        self.rows = None if sparse is None else nn.Embedding(NUM_NODES, width, 2, sparse=sparse)
         self.before = before or nn.Identity()
         self.first = first(width)
         self.between = between or nn.Identity()
@@ -145,6 +145,7 @@ CASES: Mapping[str, Case] = {
     "norm of hidden, sum": Case(lambda: Net(between=nn.BatchNorm1d(HIDDEN)), reduction="sum"),
     "sum": Case(reduction="sum"),
     "norm": Case(lambda: Net(before=nn.LayerNorm(WIDTH))),
+    "norm without weights": Case(lambda: Net(before=nn.LayerNorm(WIDTH, elementwise_affine=False))),
     "embedding": Case(lambda: Net(sparse=False)),
     "embedding of another width": Case(lambda: Net(width=3, sparse=False)),
     "embedding without features": Case(lambda: Net(width=3, sparse=False), (), data="bare"),

@@ -17,8 +17,7 @@ from dglx_dist.strategies.push_pull.pipeline import Version
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies.push_pull import runs
-from tests.strategies.push_pull.delayed import SIDES
-from tests.strategies.push_pull.runs import EPOCHS, Notes, Run
+from tests.strategies.push_pull.runs import EPOCHS, SIDES, Notes, Run
 from tests.strategies.test_equality import difference
 
 WHOLE, SPLIT = {"weights": "whole"}, {"weights": "split"}

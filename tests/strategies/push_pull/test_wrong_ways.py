@@ -16,7 +16,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers import convolutions
 from dglx_dist.strategies.push_pull import pipeline
-from dglx_dist.strategies.push_pull.pipeline import PartGradients, Pipeline
+from dglx_dist.strategies.push_pull.pipeline import PartSide, Pipeline
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.push_pull import runs
@@ -24,7 +24,7 @@ from tests.strategies.push_pull.runs import Run
 from tests.strategies.test_equality import difference
 
 RANKS, FANOUT, KINDS, STRATEGIES = 3, 3, ("sage", "gat"), ("data_parallel", "push_pull")
-compute, add, complete = PartGradients.compute, PartGradients.add, Pipeline.complete
+compute, add, complete = PartSide.compute, PartSide.add, Pipeline.complete
 compute_shares = pipeline.compute_shares
 
 
@@ -43,7 +43,7 @@ def unweighed(self: Any, batch: Any, gradients: Any) -> None:
 
 def averaged(self: Any, batch: Any) -> None:
     add(self, batch)
-    for parameter in self._part.parameters.values():
+    for parameter in self.parameters.values():
         if parameter.grad is not None:
             parameter.grad /= dist.get_world_size()
 
@@ -59,9 +59,9 @@ def mean_of_fanout(block: Any, rows: Any, weight: Any = None) -> Any:
 Wrong = tuple[Any, str, Any]
 WRONG: Mapping[str, tuple[str, Sequence[Wrong]]] = {
     # zero_grad inside the loop over the owners.
-    "gradients of the own owner only": ("sage", [(PartGradients, "compute", own_owner)]),
+    "gradients of the own owner only": ("sage", [(PartSide, "compute", own_owner)]),
     "owners alike, whatever their targets": ("sage", [(Pipeline, "complete", unweighed)]),
-    "the mean of DDP for different columns": ("sage", [(PartGradients, "add", averaged)]),
+    "the mean of DDP for different columns": ("sage", [(PartSide, "add", averaged)]),
     "activation before the sum": ("sage", [(pipeline, "compute_shares", activated)]),
     "a softmax of each part's own logits": (
         "gat",
@@ -71,7 +71,7 @@ WRONG: Mapping[str, tuple[str, Sequence[Wrong]]] = {
         ],
     ),
     "a mean over the fan-out": ("sage", [(convolutions, "mean_in_edges", mean_of_fanout)]),
-    "attention vectors of one part": ("gat", [(PartGradients, "_over_all", lambda self, flat: flat)]),
+    "attention vectors of one part": ("gat", [(PartSide, "_over_all", lambda self, flat: flat)]),
 }
 """What is wrong: the model, and what is replaced by what."""
 
