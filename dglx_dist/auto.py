@@ -79,8 +79,8 @@ class Training:
     """Input-most first; None: the defaults."""
     batch_size: int | None = None
     epochs: int = 20
-    num_layers: int | None = None
-    """None: the number of fan-outs, or 2."""
+    num_layers: int = 0
+    """0: the number of fan-outs, or 2."""
     kind: str | None = None
     """Of a ready-made model; None: derived from its convolutions."""
     hidden: int | None = None
@@ -100,7 +100,8 @@ class Training:
         if self.batch_size is not None:
             object.__setattr__(self, "batch_size", whole_number("batch_size", self.batch_size, least=1))
         whole_number("epochs", self.epochs, least=1)
-        object.__setattr__(self, "num_layers", self.num_layers or len(self.fanouts or (0, 0)))
+        if self.num_layers == 0:
+            object.__setattr__(self, "num_layers", 2 if self.fanouts is None else len(self.fanouts))
 
 
 def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
@@ -182,7 +183,7 @@ def adopt_checkpointed(g: DistGraph, folder: str | Path, training: Training) -> 
     g.session.adopt(found.strategy, found.options)
     strategy_of(g.session)
     if found.cache is not None:
-        fanouts = training.fanouts or default_fanouts(DEFAULT_STRATEGY, training.num_layers or 2)
+        fanouts = training.fanouts or default_fanouts(DEFAULT_STRATEGY, training.num_layers)
         batch_size = training.batch_size or default_batch_size(DEFAULT_STRATEGY)
         _fill_cache(g, found.cache, found.cache_alpha, fanouts, batch_size)
     with progress("choosing a strategy", 1, enabled=g.session.topology.rank == 0) as advance:
@@ -299,7 +300,7 @@ def _shape(model: nn.Module, g: DistGraph, training: Training) -> ModelShape:
         model,
         features,
         classes,
-        training.num_layers or 2,
+        training.num_layers,
         kind=training.kind or "",
         hidden=training.hidden or 0,
         guessed=training.kind is None,

@@ -282,7 +282,8 @@ class CallExchange(Exchange):
                 _flat(one.rows).numpy()[:] = rows
             for call in sent:
                 call.result()
-            end = max((at for at, _ in arrived.values()), default=begin)
+            # Rows of a rank that is ahead arrived before this one posted.
+            end = max([begin, *(at for at, _ in arrived.values())])
             self.session.timeline.add(self._span, NETWORK, begin, end, batch)
 
         return finish

@@ -265,7 +265,7 @@ def open_endpoints(
 
 @final
 class Pending:
-    """A call in flight, or the ``answer`` of one to the own rank. Any thread may wait for it."""
+    """A call in flight, or the ``answer`` of one to the own rank. Any one thread may wait for it."""
 
     def __init__(self, link: Link | None, request: int, what: str, answer: list[Array] | None = None) -> None:
         self._link, self._request, self._what, self._answer = link, request, what, answer

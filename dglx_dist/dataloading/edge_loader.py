@@ -87,15 +87,11 @@ def read_rule(g: DistGraph, rule: ExcludeRule, edges: Edges) -> Reverse:
     exclude = rule.exclude
     if exclude is not None and not callable(exclude) and exclude not in MODES:
         raise ConfigError(f"exclude={exclude!r}; choose None, {', '.join(map(repr, MODES))}, or a function")
+    ids = "dx.reverse_edge_ids(g) finds them in the ids of the partitioned graph"
+    types = "give {edge type: type of its reverse edges}"
     for name, mode, given, advice in (
-        (
-            *("reverse_eids", "reverse_id", rule.reverse_eids),
-            "dx.reverse_edge_ids(g) finds them in the ids of the partitioned graph",
-        ),
-        (
-            *("reverse_etypes", "reverse_types", rule.reverse_etypes),
-            "give {edge type: type of its reverse edges}",
-        ),
+        ("reverse_eids", "reverse_id", rule.reverse_eids, ids),
+        ("reverse_etypes", "reverse_types", rule.reverse_etypes, types),
     ):
         if exclude == mode and given is None:
             raise ConfigError(f"exclude={mode!r} needs {name}=; {advice}")

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -187,6 +188,24 @@ def test_calls_of_another_size_are_refused() -> None:
     of_zero, of_one = run_ranks(send_another_size, 2)
     assert "rank 1 sends 12 bytes of 'rows' where this rank expects 8" in of_zero
     assert of_one == ""
+
+
+def send_ahead() -> list[Any]:
+    with start_session() as session:
+        calls, rows, rank = CallExchange(session, "pull"), torch.tensor([1.5, 2.5]), session.topology.rank
+        session.timeline.start()
+        if rank == 1:
+            calls.post([Outgoing(rank=0, rows=rows)], [], "rows", phase="forward")()
+        barrier(session, "rows have arrived")
+        if rank == 0:
+            received = calls.post([], [Incoming(rank=1, rows=torch.zeros(2))], "rows", phase="forward")()
+            assert torch.equal(received[0], rows)
+        (span,) = session.timeline.spans
+        return [span.end_s >= span.begin_s, session.ledger.total(phase="forward"), len(calls._inbox)]
+
+
+def test_rows_of_a_rank_that_is_ahead_are_kept_counted_and_take_no_negative_time() -> None:
+    assert run_ranks(send_ahead, 2) == [[True, 0, 0], [True, 8, 0]]
 
 
 def lose_the_other_rank() -> list[str]:

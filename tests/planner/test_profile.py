@@ -36,6 +36,7 @@ def test_what_trials_do_not_tell_apart_is_parted_as_usual() -> None:
     parts = np.array([usual.step_s, usual.edge_column_s, usual.multiply_add_s])
     work = np.array([[1.0, 2e7, 4e8]] * 2)
     assert fit_rates(work, 3 * work @ parts) == pytest.approx((3 * parts).tolist())
+    assert assumed_rates(speed=50).edge_column_s == pytest.approx(usual.edge_column_s / 50)
 
 
 def test_a_new_block_takes_longer_by_its_edges() -> None:

@@ -28,7 +28,7 @@ from dglx_dist.data.storage.writer import (
 )
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.progress import progress
-from dglx_dist.records import LABEL, Array, Assignment, EdgeType, NodeColumn, RawGraph
+from dglx_dist.records import EDGE_TYPE, LABEL, NODE_TYPE, Array, Assignment, EdgeType, NodeColumn, RawGraph
 
 K = TypeVar("K", bound=str | EdgeType)
 
@@ -138,7 +138,7 @@ def read_part_config(path: Path) -> PartConfig:
         raise StorageError(f"{path} cannot be read ({problem.strerror})") from problem
     top = Fields.parse(raw, str(path), error=StorageError)
     num_parts = top.whole("num_parts", 1)
-    ntypes, etypes = _numbered(top, "ntypes"), _numbered(top, "etypes")
+    ntypes, etypes = _numbered(top, "ntypes", NODE_TYPE), _numbered(top, "etypes", ":".join(EDGE_TYPE))
     return PartConfig(
         path=path,
         name=top.text("graph_name"),
@@ -152,9 +152,9 @@ def read_part_config(path: Path) -> PartConfig:
     )
 
 
-def _numbered(top: Fields, key: str) -> list[str]:
+def _numbered(top: Fields, key: str, default: str) -> list[str]:
     if not top.has(key):
-        raise top.wrong(key, "numbers of types; partition again with DGL 1.0 or later")
+        return [default]
     numbers = top.inner(key)
     names = sorted(numbers.given, key=numbers.whole)
     if [numbers.whole(name) for name in names] != list(range(len(names))):
@@ -173,15 +173,19 @@ def _edge_type(name: str, path: Path) -> EdgeType:
 
 
 def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> IdRanges:
-    # An entry for type t and part p is [first, end).
+    # An entry for type t and part p is [first, end), or only the end in old files.
     expected = (
         f"{num_parts} ranges for each of {', '.join(names)}, growing from part to part and type to type"
     )
-    ranges_of = top.inner(key).given
+    found = top.any(key)
+    # Old files do not name the only type.
+    given = {names[0]: found} if len(names) == 1 and isinstance(found, list) else top.inner(key).given
     try:
-        array = np.array([ranges_of.get(name) for name in names], dtype=np.int64)
+        array = np.array([given.get(name) for name in names], dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as problem:
         raise top.wrong(key, expected) from problem
+    if array.shape == (1, num_parts):
+        array = np.stack([np.pad(array[:, :-1], ((0, 0), (1, 0))), array], axis=-1)
     if array.shape != (len(names), num_parts, 2):
         raise top.wrong(key, expected)
     counts = array[..., 1] - array[..., 0]
@@ -260,7 +264,10 @@ class _Collected:
         owners = {_name(one): one for one in data}
         kinds, typed = ranges.to_typed(ids)
         for key, tensor in _load(path, load_tensors).items():
-            given, _, name = key.partition("/")
+            # Keys are type/column; old files leave out the only type.
+            given, slash, name = key.partition("/")
+            if not slash and len(owners) == 1:
+                given, name = next(iter(owners)), key
             if given not in owners:
                 raise StorageError(f"{path}: {key!r} names none of the types {', '.join(owners)}")
             owner, kind = owners[given], list(owners).index(given)

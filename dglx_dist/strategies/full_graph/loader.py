@@ -44,7 +44,7 @@ from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.halo_plan import PlanCache, RankPlan
 from dglx_dist.strategies.full_graph.options import LoaderRequest
-from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest
+from dglx_dist.strategies.full_graph.plan_builder import NO_SEEDS, Planner, PlanRequest
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -84,9 +84,11 @@ class ServerSeeds:
 def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
     """Gather the existing ids ``seeds`` of all ranks and return those of this server. Collective.
 
-    Each rank temporarily holds the seeds of all ranks, 8 bytes each.
+    Each rank temporarily holds the seeds of all ranks, 8 bytes each. ConfigError: there are none.
     """
     most = int(gather_int64([len(seeds)], g.session).max())
+    if not most:
+        raise ConfigError(NO_SEEDS)
     padded = np.full(most, -1, np.int64)
     padded[: len(seeds)] = seeds
     distinct = np.unique(gather_int64(padded, g.session))

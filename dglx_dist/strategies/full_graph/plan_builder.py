@@ -57,6 +57,7 @@ _NOTIFY_FAILURE_S = 5.0
 MIN_NODES_FOR_PROGRESS = 1 << 17
 """Rank 0 shows a progress bar for graphs of at least this size."""
 _SHARED, _SAME_AS_BEFORE = "rows of the server", -1
+NO_SEEDS = "no rank was given a node to compute; give the loader at least one"
 _NO_IDS: Array = np.empty(0, np.int64)
 
 
@@ -130,7 +131,7 @@ def _seeds_of_server(context: PartitionContext, request: PlanRequest) -> Steps[A
     outgoing = {rank: [np.array([len(seeds)]), pieces.get(rank, _NO_IDS)] for rank in ranks}
     received = yield Step(name="seeds", among=ranks, outgoing=outgoing)
     if not any(given for given, _ in received.values()):
-        raise ConfigError("no rank was given a node to compute; give the loader at least one")
+        raise ConfigError(NO_SEEDS)
     return np.unique(np.concatenate([ids for _, ids in received.values()]))
 
 
@@ -499,8 +500,8 @@ class Planner:
         """Return this rank's plan; all ranks must call it with the same requests in the same order.
 
         One call at a time, from any thread: it uses one-sided messages only. The ledger counts fetched
-        in-edges under ``preload_structure`` and exchanged ids under ``plan``. ConfigError: the request
-        differs between ranks; IndexError: a seed is no node; RemoteError: another rank failed.
+        in-edges under ``preload_structure`` and exchanged ids under ``plan``. ConfigError: no rank gave a
+        seed; IndexError: a seed is no node; RemoteError: another rank failed.
         """
         with self._exchange.job() as job:
             steps = plan_steps(self._context, request)

@@ -54,8 +54,8 @@ class _FullGraphStrategy(Strategy):
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         """Return a :class:`FullGraphLoader`, or one that waits for a model; every rank must call it.
 
-        With option ``memory`` it is made for the last wrapped model; if there is none, its length is unknown
-        until a model is wrapped.
+        With option ``memory`` it is made for the model wrapped before it, unless that one has a loader. Then
+        its length is unknown until the next model is wrapped.
 
         Args:
             g: A graph of one node and one edge type.
@@ -92,8 +92,9 @@ class _FullGraphStrategy(Strategy):
             number, estimate = choose_batches(g, maker, spec, request, options.memory_bytes, model)
             return opened(replace(spec, num_batches=number)), estimate
 
-        loader = DeferredLoader(opened_for)
-        _STATE.of(g.session).settle_or_defer(loader)
+        state = _STATE.of(g.session)
+        loader = DeferredLoader(opened_for, state.model)
+        state.settle_or_defer(loader)
         return loader
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
@@ -196,19 +197,25 @@ class Cooperative(_FullGraphStrategy):
 class DeferredLoader:
     """A :class:`FullGraphLoader` whose number of steps depends on the memory of a model.
 
-    It is usable once it has a model. ``opened`` opens the loader for a model and returns its memory estimate;
+    It is usable once it has a model: the next one that is wrapped, or the ``earlier`` one, the same on all
+    ranks, if iteration begins first. ``opened`` opens the loader for a model and returns its memory estimate;
     collective.
     """
 
-    def __init__(self, opened: Callable[[nn.Module], tuple[FullGraphLoader, MemoryEstimate]]) -> None:
-        self._opened = opened
+    def __init__(
+        self,
+        opened: Callable[[nn.Module], tuple[FullGraphLoader, MemoryEstimate]],
+        earlier: Callable[[], HaloModel | None],
+    ) -> None:
+        self._opened, self._earlier = opened, earlier
         self._loader: FullGraphLoader | None = None
         self.memory: MemoryEstimate | None = None
         """Estimate of the largest cooperative batch on this rank; None without a model."""
 
     def settle(self, model: nn.Module) -> None:
-        """Open the loader for the user's ``model``; every rank must call it."""
-        self._loader, self.memory = self._opened(model)
+        """Open the loader for the user's ``model``, unless it is open; every rank must call it."""
+        if self._loader is None:
+            self._loader, self.memory = self._opened(model)
 
     def __len__(self) -> int:
         return len(self._settled)
@@ -219,6 +226,8 @@ class DeferredLoader:
         return getattr(self._settled, name)
 
     def __iter__(self) -> Iterator[Batch]:
+        if (wrapped := self._earlier()) is not None:
+            self.settle(wrapped.module)
         return iter(self._settled)
 
     @property
@@ -233,14 +242,20 @@ class DeferredLoader:
 
 @final
 class _State:
-    """The last wrapped model of a session, and the loaders that wait for the next one."""
+    """Pairs deferred loaders and wrapped models of one session."""
 
     def __init__(self) -> None:
         self._model: Callable[[], HaloModel | None] = lambda: None
+        self._is_new = False
+        """Whether the model was wrapped after all existing loaders."""
         self._deferred: list[DeferredLoader] = []
 
+    def model(self) -> HaloModel | None:
+        return self._model()
+
     def settle_or_defer(self, loader: DeferredLoader) -> None:
-        wrapped = self._model()
+        # Scripts that compare models make each loader while the last model lives.
+        wrapped, self._is_new = self._model() if self._is_new else None, False
         if wrapped is None:
             self._deferred.append(loader)
         else:
@@ -248,6 +263,7 @@ class _State:
 
     def set_model(self, wrapped: HaloModel) -> None:
         self._model, deferred, self._deferred = weakref.ref(wrapped), self._deferred, []
+        self._is_new = not deferred
         for loader in deferred:
             loader.settle(wrapped.module)
 

@@ -247,7 +247,8 @@ def with_memory(folder: str, sizes: list[str], wrap_first: bool) -> list[int]:
             scores = wrapped(blocks, blocks[0].srcdata["feat"])
             F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
         lengths.append(len(loader))
-        del wrapped
+    # A second loader of a model, which is open once it is iterated over.
+    assert len(list(strategy.loader(g, runs.my_share(g), runs.sampler()))) == lengths[-1]
     strategy = STRATEGIES.get("cooperative")(session, {"memory": "1000"})
     strategy.loader(g, runs.my_share(g), runs.sampler())
     with pytest.raises(ConfigError, match="do not hold even one"):
@@ -292,6 +293,9 @@ def alone(folder: str) -> tuple[list[int], str]:
     strategy: Any = STRATEGIES.get("cooperative")(session, {"batches": 1000})
     with pytest.raises(ConfigError) as refused:
         strategy.loader(g, torch.arange(6), runs.sampler())
+    strategy = STRATEGIES.get("cooperative")(session, {"memory": "1GB"})
+    with pytest.raises(ConfigError, match="no rank was given a node"):
+        strategy.loader(g, torch.arange(0), runs.sampler())
     g.close()
     return waits, str(refused.value)
 

@@ -27,6 +27,8 @@ from dglx_dist.strategies.full_graph.expansion import (
     compose,
     eas_rule,
     in_edges_of,
+    read_held,
+    remove_held,
     select_external,
     split_rows,
     work_of_groups,
@@ -43,6 +45,11 @@ def test_ordered_seeds_stand_by_cluster_then_id() -> None:
     assert [piece.tolist() for piece in pieces] == [[3, 4, 11, 20], [8, 12, 31]]
     plain = compose(SEEDS, 2, "ordered", seed=1)
     assert [piece.tolist() for piece in plain] == [[3, 4, 8, 11], [12, 20, 31]]
+
+
+def test_random_batches_follow_from_the_seed() -> None:
+    one, again, other = ([*map(list, compose(SEEDS, 2, "random", seed=seed))] for seed in (1, 1, 2))
+    assert one == again != other
 
 
 def test_two_rings_with_one_bridge_are_two_clusters() -> None:
@@ -148,6 +155,14 @@ def test_shared_memory_without_room_is_told_and_left_clean(tmp_path: Path) -> No
     assert not (tmp_path / "held").exists()
 
 
+def test_a_server_without_rows_shares_them_too(tmp_path: Path) -> None:
+    held = random_closure(0, (0, 0))
+    write_held(tmp_path / "held", held)
+    again = read_held(tmp_path / "held")
+    remove_held(tmp_path / "held")
+    assert all(np.array_equal(array, getattr(again, name)) for name, array in vars(held).items())
+
+
 NONE = np.empty(0, np.int64)
 STREAM = stream_key(7, 0, 3)
 
@@ -155,6 +170,12 @@ STREAM = stream_key(7, 0, 3)
 INDPTR = np.array([0, 5, 6, 6])
 SOURCES = np.array([0, 0, 1, 2, 3, 1])
 NODES = np.array([4, 5, 6])
+
+
+def test_parallel_edges_are_one_neighbour() -> None:
+    assert choose_external(INDPTR, SOURCES, NODES, NONE, NONE, -1, STREAM).tolist() == [0, 1, 2, 3, 1]
+    few = choose_external(INDPTR, SOURCES, NODES, NONE, NONE, 4, STREAM)
+    assert sorted(few[:4].tolist()) == [0, 1, 2, 3]
 
 
 def test_any_neighbour_is_as_likely() -> None:

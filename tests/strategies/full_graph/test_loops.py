@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -206,6 +207,16 @@ def test_ranks_leave_the_weights_of_one_process(results: list[dict[str, Any]], n
     for result in results:
         for way, weights in result[name].items():
             assert difference(weights, expected) <= TOLERANCE, way
+
+
+def on_one_rank(folder: str) -> list[Any]:
+    with start_session(strategy="full_graph"), contextlib.closing(DistGraph(folder)) as g:
+        return on_local_graph(g, runs.mean_loss, "sage")
+
+
+def test_a_local_graph_of_one_rank_is_the_whole_graph(folder: Path) -> None:
+    (weights,) = run_ranks(on_one_rank, 1, args=(str(folder),))
+    assert difference(weights, expected_of("plain")) <= TOLERANCE
 
 
 def test_a_local_graph_sends_features_once_and_layer_2_its_narrower_output(
