@@ -65,6 +65,7 @@ def train_each(data: str, cases: list[dict[str, Any]]) -> list[dict[str, dict[st
 def train(
     data: str, model: str, strategy: str, options: Mapping[str, Any], cache: str | None, alpha: float
 ) -> dict[str, dict[str, int]]:
+    mini_batches = STRATEGIES.get(strategy).traits.unit == "mini_batch"
     with init(strategy, seed=0, **options) as session:
         g = DistGraph(data, session=session)
         if cache is not None:
@@ -85,8 +86,8 @@ def train(
             module,
             g,
             config=FitConfig(epochs=2, eval_every=1, evaluate=lambda _: {}),
-            fanouts=FANOUTS if strategy in ("data_parallel", "push_pull") else None,
-            batch_size=BATCH if strategy in ("data_parallel", "push_pull") else None,
+            fanouts=FANOUTS if mini_batches else None,
+            batch_size=BATCH if mini_batches else None,
             callbacks=[note],
         )
         g.close()
