@@ -192,11 +192,18 @@ def share_edge_values(
     """Return every owner's values by name, like ``values`` of the own block; every member must call it.
 
     ``values`` are (E1, ...) in the order of the own block's edges, without gradients. Of those named in
-    ``by_column``, (E1, F), each part gets its columns, which are given by part.
+    ``by_column``, (E1, F), each part gets its columns, which are given by part. Raises ConfigError for
+    another width; ranks have agreed on shapes, so all raise it.
     """
     by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
     for name, whole in values.items():
         cuts = by_column.get(name)
+        width = sum(len(run) for runs in cuts or () for run in runs)
+        if cuts is not None and whole.shape[1:] != (width,):
+            raise ConfigError(
+                f"the first layer's {name!r} has shape {list(whole.shape)}, and each part gets its own columns of "
+                f"it: give one value for each of the {width} input columns, or use strategy='data_parallel'"
+            )
         pieces = [whole] * group.size if cuts is None else [cut_out(whole, one, 1) for one in cuts]
         own = pieces[group.part]
         like = [own.new_empty((one.block.num_edges(), *own.shape[1:])) for one in inputs]

@@ -117,6 +117,13 @@ class Shifted(SplittableConv):
         return out
 
 
+class Narrow(Shifted):
+    """One value for each edge, which one process would broadcast."""
+
+    def own_edges(self, block: Any) -> dict[str, Tensor]:
+        return {"shift": super().own_edges(block)["shift"][:, 1:2]}
+
+
 @dataclass(frozen=True)
 class Case:
     """What is trained."""
@@ -289,6 +296,8 @@ def on_rank(folder: str) -> dict[str, Any]:
         found["tied weight"] = str(tied.value)
         with pytest.raises(dx.ConfigError, match=r"'feat' is torch.int64.*store it as float32"):
             STRATEGIES.get("push_pull")(session, {}).wrap(dgl.nn.SAGEConv(5, 7, "mean"), graphs["whole"])
+        with pytest.raises(dx.ConfigError, match=rf"'shift' has shape .*each of the {WIDTH} input columns"):
+            train(g, Case(lambda: Net(Narrow)), "push_pull")
         bonds = f"{folder}/bonds"
         found["links"] = links(bonds, "push_pull", {})
         found["links, rows"] = links(bonds, "data_parallel", {})
