@@ -176,8 +176,7 @@ def feature_bytes(manifest: Manifest) -> int:
 
 def report(
     folder: Annotated[
-        Path,
-        typer.Argument(metavar="RUNDIR|TRACE", help="What `dglx train --out` or `--trace` wrote."),
+        Path, typer.Argument(metavar="RUNDIR|TRACE", help="What `dglx train --out` or `--trace` wrote.")
     ],
     batches: Annotated[
         str | None,

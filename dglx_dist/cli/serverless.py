@@ -24,8 +24,7 @@ Region = Annotated[
     typer.Option(help="Region of AWS. Default: as the AWS command line has it.", show_default=False),
 ]
 EndpointUrl = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="Another service with AWS's interface.", show_default=False),
+    str | None, typer.Option(metavar="URL", help="Another service with AWS's interface.", show_default=False)
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")]
 NETWORK = "Network: a function must reach the graph servers"

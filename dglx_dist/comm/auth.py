@@ -89,10 +89,7 @@ class ZapAuthenticator:
     """
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        credentials: Credentials,
-        guarded: zmq.Socket[bytes],
+        self, context: zmq.Context[zmq.Socket[bytes]], credentials: Credentials, guarded: zmq.Socket[bytes]
     ) -> None:
         self._credentials = credentials
         self._requests = context.socket(zmq.REP)

@@ -77,12 +77,7 @@ class Fields:
 
     @classmethod
     def parse(
-        cls,
-        text: bytes | str,
-        where: str,
-        longest: float = math.inf,
-        *,
-        error: type[DglxError] = ConfigError,
+        cls, text: bytes | str, where: str, longest: float = math.inf, *, error: type[DglxError] = ConfigError
     ) -> Fields:
         """Return the fields of the object that is ``text``; raises as :func:`read_json`."""
         return cls(read_json(text, longest, where, error=error), where, error=error)

@@ -26,16 +26,7 @@ from dglx_dist.data.sources import (
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.data.validate import check_columns, check_finite, check_unique, column_error
 from dglx_dist.errors import DatasetError
-from dglx_dist.records import (
-    EDGE_TYPE,
-    FEATURE,
-    LABEL,
-    NODE_TYPE,
-    Array,
-    EdgeType,
-    NodeColumn,
-    RawGraph,
-)
+from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, Array, EdgeType, NodeColumn, RawGraph
 
 SUFFIXES = (".csv", ".parquet")
 

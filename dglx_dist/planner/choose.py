@@ -90,11 +90,7 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Choice
     place = None if taken is None else predictions.index(taken)
     order = sorted(
         range(len(predictions)),
-        key=lambda at: (
-            not predictions[at].feasible,
-            bool(barred[at]),
-            worth(predictions[at], constraints),
-        ),
+        key=lambda at: (not predictions[at].feasible, bool(barred[at]), worth(predictions[at], constraints)),
     )
     assumptions = [*known.cluster.assumptions, *known.assumptions]
     if constraints.unit == "any":

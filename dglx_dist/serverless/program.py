@@ -12,13 +12,7 @@ from typing import Annotated, Any, NoReturn, TypeAlias, final
 from dglx_dist.data.json_fields import Fields, Within, write_json
 from dglx_dist.errors import ConfigError
 from dglx_dist.registry import did_you_mean
-from dglx_dist.serverless.stages.base import (
-    MAX_WIDTH,
-    Config,
-    Shapes,
-    edge_stage,
-    vertex_stage,
-)
+from dglx_dist.serverless.stages.base import MAX_WIDTH, Config, Shapes, edge_stage, vertex_stage
 
 FEATURES = "x"
 """Slot of the features; their ghost rows are fetched once, before the first epoch."""

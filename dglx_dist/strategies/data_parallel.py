@@ -40,12 +40,7 @@ from dglx_dist.strategies.cost import (
     sampling_seconds,
     traffic_with_sums,
 )
-from dglx_dist.strategies.gradient_sync import (
-    BUCKET_BYTES,
-    BufferMeans,
-    GradientExchange,
-    check_frozen,
-)
+from dglx_dist.strategies.gradient_sync import BUCKET_BYTES, BufferMeans, GradientExchange, check_frozen
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph

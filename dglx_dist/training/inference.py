@@ -255,11 +255,7 @@ def _infer(
 
 
 def _compute_of(
-    one: _Pass,
-    g: DistGraph,
-    maker: BatchMaker,
-    rows: _Rows,
-    target: tuple[torch.device, torch.dtype | None],
+    one: _Pass, g: DistGraph, maker: BatchMaker, rows: _Rows, target: tuple[torch.device, torch.dtype | None]
 ) -> _Compute:
     def compute(ntype: str, ids: Array) -> dict[Path, Tensor]:
         blocks = maker.make({ntype: ids}, 0).blocks

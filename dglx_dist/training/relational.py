@@ -163,10 +163,7 @@ def merge_block(block: Any, ntypes: Sequence[str], etypes: Sequence[EdgeType]) -
     counts = torch.tensor([*num_dst.values(), *num_rest.values()], device=block.device)
     numbers = torch.arange(len(ntypes), device=block.device).repeat(2)
     return MergedBlock(
-        block=merged,
-        node_type=numbers.repeat_interleave(counts),
-        edge_type=torch.cat(kinds),
-        num_dst=num_dst,
+        block=merged, node_type=numbers.repeat_interleave(counts), edge_type=torch.cat(kinds), num_dst=num_dst
     )
 
 

@@ -9,13 +9,7 @@ from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
 from dglx_dist.cli.common import draw_or_warn, show
-from dglx_dist.cli.report import (
-    InspectCommand,
-    overview,
-    part_bytes,
-    read_batches,
-    report,
-)
+from dglx_dist.cli.report import InspectCommand, overview, part_bytes, read_batches, report
 from dglx_dist.comm.trace import write_trace
 from dglx_dist.data.storage.columns import FileInfo
 from dglx_dist.data.storage.manifest import Manifest

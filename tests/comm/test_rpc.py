@@ -29,10 +29,7 @@ TABLE = np.arange(40, dtype=np.float32).reshape(10, 4)
 
 @contextlib.contextmanager
 def pair(
-    *,
-    mine: Credentials | None = None,
-    theirs: Credentials | None = None,
-    timeout_s: float = 20.0,
+    *, mine: Credentials | None = None, theirs: Credentials | None = None, timeout_s: float = 20.0
 ) -> Iterator[tuple[Rpc, Rpc]]:
     """Ranks 0 and 1 in this process; rank 0 can call rank 1."""
     ranks = []

@@ -180,10 +180,7 @@ def write(folder: Path) -> None:
     graph = RawGraph(
         name="shop",
         num_nodes={"user": 2, "item": 3},
-        edges={
-            RATES: (np.array([0, 1, 1]), np.array([0, 1, 2])),
-            KNOWS: (np.array([0]), np.array([1])),
-        },
+        edges={RATES: (np.array([0, 1, 1]), np.array([0, 1, 2])), KNOWS: (np.array([0]), np.array([1]))},
         node_data={"user": {"feat": np.eye(2, dtype=np.float32)}, "item": {"price": np.array([5, 6, 7])}},
         user_ids={"user": np.array(["ann", "bob"])},
     )

@@ -55,9 +55,7 @@ def test_what_is_not_stepped_leaves_nothing_behind(graph: DistGraph) -> None:
     assert bool((total == 100.0).all())
 
 
-def test_zero_grad_before_backward_is_harmless_and_after_it_drops(
-    graph: DistGraph,
-) -> None:
+def test_zero_grad_before_backward_is_harmless_and_after_it_drops(graph: DistGraph) -> None:
     embedding = DistEmbedding(NUM_NODES, 2, "e", init_func=zeros)
     optimizer = optim.SparseSGD([embedding], lr=1.0)
     loss = embedding([5]).sum()

@@ -24,14 +24,7 @@ from dglx_dist.graph import partition_book as row_requests
 from dglx_dist.graph.column import Column, RowCache, Shard
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Placement, RowOwners
-from dglx_dist.graph.row_kernels import (
-    NO_SLOTS,
-    SlotTable,
-    fill_table,
-    numpy_view,
-    slot_of,
-    table_sizes,
-)
+from dglx_dist.graph.row_kernels import NO_SLOTS, SlotTable, fill_table, numpy_view, slot_of, table_sizes
 from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.records import Array, ColumnInfo
 from tests.helpers import refusal, wide

@@ -131,12 +131,7 @@ def run_parts(
     """
     handed = {} if layers[0].edges_after_sync else edges
     given = [
-        StageInput(
-            block=block,
-            x=x[:, one.cut],
-            edges=handed,
-            draws=None if drops is None else drops(one),
-        )
+        StageInput(block=block, x=x[:, one.cut], edges=handed, draws=None if drops is None else drops(one))
         for one in deal_out_columns(x.shape[1], len(layers))
     ]
     transformed = [layer.transform(one) for layer, one in zip(layers, given, strict=True)]

@@ -8,12 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from dglx_dist.report.tables import (
-    epoch_table,
-    run_title,
-    summarise,
-    summary_table,
-)
+from dglx_dist.report.tables import epoch_table, run_title, summarise, summary_table
 from tests.report.records import epoch
 
 FACTS = {"strategy": "data_parallel", "ranks": 2, "servers": 1, "peak_memory_bytes": 7}

@@ -28,11 +28,7 @@ MODELS = ("sage", "gcn", "gcn_symmetric", "gat")
 DEEP_MODELS = (*MODELS, "resgcn")
 """With residuals, LayerNorm, and an encoder in front of the first convolution."""
 
-SHARES = {
-    "even": (1.0, 1.0, 1.0, 1.0),
-    "uneven": (1.0, 5.0, 2.0, 9.0),
-    "empty": (3.0, 0.0, 4.0, 0.0),
-}
+SHARES = {"even": (1.0, 1.0, 1.0, 1.0), "uneven": (1.0, 5.0, 2.0, 9.0), "empty": (3.0, 0.0, 4.0, 0.0)}
 """How the training nodes are cut over the ranks, as proportions; one rank always has all of them."""
 
 

@@ -16,11 +16,7 @@ from tests.strategies.edge_equality import EPOCHS, HALF, NEGATIVES, TASKS, Step,
 from tests.strategies.test_equality import difference
 
 # (ranks, ranks per server, structure)
-PLACEMENTS = [
-    (1, 1, "replicated"),
-    (2, 1, "partitioned"),
-    *wide((2, 2, "replicated"), (3, 1, "replicated")),
-]
+PLACEMENTS = [(1, 1, "replicated"), (2, 1, "partitioned"), *wide((2, 2, "replicated"), (3, 1, "replicated"))]
 TOLERANCE = 1e-10
 
 

@@ -147,11 +147,7 @@ def test_an_error_on_one_rank_is_one_on_all_and_leaves_what_was_there(tmp_path: 
             assert text in found[what][1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "foreign", "old"]
     assert (tmp_path / "foreign" / "letter.txt").read_text() == "dear"
-    assert table(tmp_path / "old") == {
-        700: [0.0, 1.0, 2.0],
-        500: [10.0, 11.0, 12.0],
-        600: [20.0, 21.0, 22.0],
-    }
+    assert table(tmp_path / "old") == {700: [0.0, 1.0, 2.0], 500: [10.0, 11.0, 12.0], 600: [20.0, 21.0, 22.0]}
 
 
 def test_errors_of_one_process(tmp_path: Path) -> None:

@@ -122,10 +122,7 @@ RELATIONS, WIDTH = 3, 4
 
 def decoder_of(kind: str) -> Decoder:
     torch.manual_seed(1)
-    made = {
-        "dot": DotProduct,
-        "distmult": lambda: DistMult(RELATIONS, WIDTH),
-    }[kind]()
+    made = {"dot": DotProduct, "distmult": lambda: DistMult(RELATIONS, WIDTH)}[kind]()
     return made.double()
 
 

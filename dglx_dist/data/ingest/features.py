@@ -138,10 +138,7 @@ class MaxMin(_Scaled):
             raise DatasetError(
                 f"{where}: column {self.column!r} has no row to find its minimum and maximum in"
             )
-        for key, name, nearer in (
-            ("min_val", "min_bound", np.maximum),
-            ("max_val", "max_bound", np.minimum),
-        ):
+        for key, name, nearer in (("min_val", "min_bound", np.maximum), ("max_val", "max_bound", np.minimum)):
             bound = self._bounds[name]
             if key in self._missing and bound is not None:
                 self._found[key] = nearer(self._found[key], bound)

@@ -7,13 +7,7 @@ from typing import NoReturn, final
 
 from dglx_dist.data.json_fields import read_record
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.serverless.executors.base import (
-    ExecutorContext,
-    Latency,
-    PoolExecutor,
-    WorkerHandle,
-    names_of,
-)
+from dglx_dist.serverless.executors.base import ExecutorContext, Latency, PoolExecutor, WorkerHandle, names_of
 from dglx_dist.serverless.worker import DirectCaller, Worker, WorkerAnswer
 from dglx_dist.serverless.worker_process import Fault, FaultInjector
 

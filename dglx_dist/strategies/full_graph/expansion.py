@@ -158,13 +158,7 @@ def _ranks_before(score: int, draw: np.uint64, other_score: int, other_draw: np.
 
 @njit(cache=True, nogil=True)
 def choose_external(
-    indptr: Array,
-    sources: Array,
-    nodes: Array,
-    taken: Array,
-    scores: Array,
-    fanout: int,
-    stream: np.uint64,
+    indptr: Array, sources: Array, nodes: Array, taken: Array, scores: Array, fanout: int, stream: np.uint64
 ) -> Array:
     """Choose at most ``fanout`` sources for each node; return (c,) int64 sources, possibly with duplicates.
 

@@ -190,10 +190,7 @@ def _all_events(roots: Any) -> Iterator[Any]:
 
 
 def _read(
-    events: list[tuple[int, int, int]],
-    counts: Array,
-    exchanges: list[LocalExchange],
-    model: nn.Module,
+    events: list[tuple[int, int, int]], counts: Array, exchanges: list[LocalExchange], model: nn.Module
 ) -> MemoryTrace:
     kinds: list[int] = []
     row_bytes: list[int] = []

@@ -201,8 +201,8 @@ def share_edge_values(
         width = sum(len(run) for runs in cuts or () for run in runs)
         if cuts is not None and whole.shape[1:] != (width,):
             raise ConfigError(
-                f"the first layer's {name!r} has shape {list(whole.shape)}, and each part gets its own columns of "
-                f"it: give one value for each of the {width} input columns, or use strategy='data_parallel'"
+                f"the first layer's {name!r} has shape {list(whole.shape)}, and each part gets its own "
+                f"columns of it: give one value for each of the {width} input columns, or use data_parallel"
             )
         pieces = [whole] * group.size if cuts is None else [cut_out(whole, one, 1) for one in cuts]
         own = pieces[group.part]

@@ -33,13 +33,7 @@ from dglx_dist.dataloading.feature_fetch import Precision, RowMemory
 from dglx_dist.errors import ConfigError, PeerError, StorageError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import rows_per_message
-from dglx_dist.graph.row_kernels import (
-    check_ids,
-    numpy_view,
-    take_rows,
-    tensor_view,
-    torch_dtype,
-)
+from dglx_dist.graph.row_kernels import check_ids, numpy_view, take_rows, tensor_view, torch_dtype
 from dglx_dist.layers.dropout import Columns, deal_out_columns
 from dglx_dist.progress import progress
 from dglx_dist.records import LABEL, Array, ColumnInfo
@@ -340,11 +334,7 @@ class ColumnStore:
         return torch_dtype(self._slice(name).info.dtype)
 
     def rows(
-        self,
-        name: str,
-        nodes: Tensor,
-        memory: RowMemory | None = None,
-        precision: Precision | None = None,
+        self, name: str, nodes: Tensor, memory: RowMemory | None = None, precision: Precision | None = None
     ) -> Tensor:
         """Return (K, F_p), a copy of the own columns of ``g.ndata[name][nodes]``. Thread-safe; sends nothing.
 

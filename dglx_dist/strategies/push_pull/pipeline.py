@@ -652,11 +652,7 @@ class Pipeline:
         self._begun = self._start(layer, following, spec, edges)
 
     def _start(
-        self,
-        layer: SplittableConv,
-        group_batch: GroupBatch,
-        spec: InputSpec,
-        own_edges: Mapping[str, Tensor],
+        self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec, own_edges: Mapping[str, Tensor]
     ) -> InFlightBatch:
         """Run fM of a batch and send its shares."""
         with self._session.timeline.span("forward M", COMPUTE, group_batch.number):

@@ -643,13 +643,7 @@ class SplitModel:
 
 
 def split_model(
-    model: nn.Module,
-    store: ColumnStore,
-    group: Group,
-    *,
-    num_nodes: int,
-    seed: int,
-    sync: Sync,
+    model: nn.Module, store: ColumnStore, group: Group, *, num_nodes: int, seed: int, sync: Sync
 ) -> SplitModel:
     """Cut the first layer of ``model``, and the modules before it, to this rank's part; collective.
 

@@ -345,13 +345,7 @@ class GraphServer:
     """
 
     def __init__(
-        self,
-        part: Part,
-        program: Program,
-        options: LambdaOptions,
-        *,
-        run: int = 0,
-        seed: int = 0,
+        self, part: Part, program: Program, options: LambdaOptions, *, run: int = 0, seed: int = 0
     ) -> None:
         self.part, self.program, self.options, self.run, self._seed = part, program, options, run, seed
         self.schedule = epoch_schedule(program, options.fusion)

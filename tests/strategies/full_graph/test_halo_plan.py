@@ -60,11 +60,7 @@ def a_plan(seeds: int = 1) -> RankPlan:
         receive=(),
         send=(),
     )
-    return RankPlan(
-        nodes=np.array([5, 2, 9]),
-        layers=(first, second),
-        external_nodes=1,
-    )
+    return RankPlan(nodes=np.array([5, 2, 9]), layers=(first, second), external_nodes=1)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -149,11 +145,7 @@ IDS = np.array([5, 2, 40])
 def column(dtype: torch.dtype = torch.float32, name: str = "feat", writable: bool = False) -> Column:
     """Rows of two numbers; server 0 owns 0..9, server 1 the others."""
     return Column(
-        name=name,
-        info=column_info(dtype, (2,)),
-        bounds=np.array([0, 10, 100]),
-        shards=(),
-        writable=writable,
+        name=name, info=column_info(dtype, (2,)), bounds=np.array([0, 10, 100]), shards=(), writable=writable
     )
 
 

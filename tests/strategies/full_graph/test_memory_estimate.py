@@ -146,11 +146,7 @@ def random_plan(levels: list[int], halos: list[int], edges: list[int]) -> RankPl
                 send=((1, np.arange(2)),) if halo else (),
             )
         )
-    return RankPlan(
-        nodes=np.arange(levels[0]),
-        layers=tuple(layers),
-        external_nodes=0,
-    )
+    return RankPlan(nodes=np.arange(levels[0]), layers=tuple(layers), external_nodes=0)
 
 
 def allocated(model: nn.Module, plan: RankPlan) -> tuple[int, int]:

@@ -18,11 +18,7 @@ from dglx_dist.strategies.push_pull.pipeline import Side, Version
 from tests.strategies import equality
 
 EPOCHS, BATCH, STEPS = 2, 20, 4
-SHARES = {
-    "even": (1.0, 1.0, 1.0, 1.0),
-    "uneven": (1.0, 4.0, 2.0, 3.0),
-    "empty": (3.0, 0.0, 2.0, 1.0),
-}
+SHARES = {"even": (1.0, 1.0, 1.0, 1.0), "uneven": (1.0, 4.0, 2.0, 3.0), "empty": (3.0, 0.0, 2.0, 1.0)}
 PART_NAMES = {
     "sage": ("convs.0.fc_neigh.weight", "convs.0.fc_self.weight"),
     "gcn": ("convs.0.weight",),

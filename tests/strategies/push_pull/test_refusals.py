@@ -139,11 +139,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         r"'edge_weight'.*depth=1.*prefetch_edge_feats",
     ),
     "trained weights": (lambda: Weighted(True), {}, r"'edge_weight' is trained.*data_parallel"),
-    "weights on one rank": (
-        WeightedOnOne,
-        {},
-        "disagree on the values of edges.*edge_weight=nothing",
-    ),
+    "weights on one rank": (WeightedOnOne, {}, "disagree on the values of edges.*edge_weight=nothing"),
     "other block": (OtherBlock, {}, r"not come from the strategy's loader.*model\.whole\(\)"),
     "other width": (
         lambda: Before(width=WIDTH + 1),

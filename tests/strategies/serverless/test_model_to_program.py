@@ -342,10 +342,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "tied": (tied, "belongs to two layers"),
     "wrong width": (lambda: pair(torch.relu, width=6), "6 columns"),
-    "aggregator": (
-        lambda: Seq([dgl.nn.SAGEConv(WIDTH, 4, "pool")], [same]),
-        "aggregator 'pool'",
-    ),
+    "aggregator": (lambda: Seq([dgl.nn.SAGEConv(WIDTH, 4, "pool")], [same]), "aggregator 'pool'"),
     "unknown layer": (lambda: Seq([dgl.nn.GINConv(nn.Linear(WIDTH, 4))], [same]), "GINConv, is not known to"),
     "hidden weights": (
         lambda: Seq([nn.utils.spectral_norm(conv("right", WIDTH, 4))], [same]),
