@@ -15,6 +15,7 @@ import argparse
 import ctypes
 import json
 import logging
+import math
 import signal
 import sys
 import tempfile
@@ -38,6 +39,8 @@ from dglx_dist.comm.rendezvous import serve_store
 from dglx_dist.data.storage.files import replaced_file
 
 _PR_SET_PDEATHSIG = 1
+_AGENT_WAITS_S = 30
+"""Of torchrun's agent, for ranks to end after one has failed; then it kills them."""
 _BACKEND = "dglx-static"
 """Name of the rendezvous backend of :class:`_OneAddressRendezvous`."""
 
@@ -111,9 +114,17 @@ def end_with_parent() -> None:
 def first_failure(failures: dict[Any, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Return the rank that failed first, and its failure.
 
-    Failures of ranks that lost a peer come last: they follow the peer's within the resolution of a second.
+    Failures of ranks that lost a peer come later: they follow the peer's within the resolution of a second.
+    Last come ranks that did not end, so that the agent killed them: the others' messages name them.
     """
-    return min(failures.items(), key=lambda item: (_lost_a_peer(item[1]), item[1].timestamp))
+    told = min((one.timestamp for one in failures.values() if _recorded(one)), default=math.inf)
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
+        failure = item[1]
+        was_stuck = failure.exitcode == -signal.SIGKILL and failure.timestamp - told >= _AGENT_WAITS_S - 1
+        return was_stuck, _lost_a_peer(failure), failure.timestamp
+
+    return min(failures.items(), key=order)
 
 
 def describe(rank: int, failure: ProcessFailure) -> str:

@@ -455,7 +455,7 @@ class NpzSource(DatasetSource):
         _require(arrays, ("head", "rel", "tail") if triples else ("src", "dst"), where)
         ends = ("head", "tail") if triples else ("src", "dst")
         source_ids, destination_ids = (_ids(arrays[name], name, where) for name in ends)
-        num_nodes = _num_nodes(arrays, source_ids, destination_ids)
+        num_nodes = _num_nodes(arrays, source_ids, destination_ids, where)
         node_columns, edge_columns = _columns(arrays, num_nodes, len(source_ids), where)
         if "triple_split" in arrays:
             _same_length(source_ids, arrays["triple_split"], "splits", where)
@@ -466,7 +466,8 @@ class NpzSource(DatasetSource):
         if relation is not None:
             names = arrays.get("relation_names", arrays.get("etype_names"))
             edges, edge_data = _by_relation(source_ids, destination_ids, edge_columns, relation, names, where)
-        num_classes = int(arrays["num_classes"]) if "num_classes" in arrays else count_classes(node_columns)
+        is_given = "num_classes" in arrays
+        num_classes = _count(arrays, "num_classes", where) if is_given else count_classes(node_columns)
         return RawGraph(
             name=self._path.stem,
             num_nodes={NODE_TYPE: num_nodes},
@@ -496,10 +497,17 @@ def _require(arrays: Mapping[str, Array], names: tuple[str, ...], where: str) ->
         )
 
 
-def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: Array) -> int:
+def _count(arrays: Mapping[str, Array], name: str, where: str) -> int:
+    value = arrays[name]
+    if value.size != 1 or value.dtype.kind not in "iu" or value.item() < 0:
+        raise DatasetError(f"{where}: {name} is {value!r:.60}; expected one whole number of at least 0")
+    return int(value.item())
+
+
+def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: Array, where: str) -> int:
     for name in ("num_nodes", "num_entities"):
         if name in arrays:
-            return int(arrays[name])
+            return _count(arrays, name, where)
     of_nodes = [arrays[name] for name in (FEATURE, LABEL, *_OTHER_NAMES) if name in arrays]
     counts = [len(column) for column in of_nodes if column.ndim and len(column) != len(source_ids)]
     return max(*counts, *(1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)))
@@ -530,7 +538,7 @@ def _columns(
             indices=arrays["feat_indices"].astype(np.int32, copy=False),
             # Counts and flags are stored as small integers.
             values=values if values.dtype.kind == "f" else values.astype(np.float32),
-            num_columns=int(arrays["feat_dim"]),
+            num_columns=_count(arrays, "feat_dim", where),
         )
     columns = standard_columns(of_nodes, where)
     empty = columns.get("val_mask")

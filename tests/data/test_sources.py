@@ -371,6 +371,9 @@ def test_a_validation_mask_without_nodes_is_absent_but_a_training_mask_is_refuse
     [
         ({"dst": np.array([1, 2, 9])}, r"column 'dst', row 2: node id 9 is outside 0\.\.3"),
         ({"num_classes": np.array(1)}, r"column 'label', row 1: label 1 is outside 0\.\.0"),
+        ({"num_nodes": np.array([4, 4])}, r"num_nodes is array\(\[4, 4\]\); expected one whole number"),
+        ({"num_nodes": np.array("abc")}, "num_nodes is .*expected one whole number"),
+        ({"num_classes": np.array(2.5)}, "num_classes is .*expected one whole number"),
         ({"odd": np.zeros((7, 2))}, r"array 'odd' has shape \(7, 2\)"),
         ({"train_mask": np.array([0, 2, 1, 0])}, "column 'train_mask', row 1: 2 is neither 0 nor 1"),
         ({"feat_data": np.ones(2)}, "lacks the array 'feat_indptr'"),
